@@ -1,0 +1,1 @@
+"""What engines call: the neutral interface, the inline reference and one adapter per engine."""

@@ -1,0 +1,1 @@
+"""The device side: copying blocks between an engine's KV tensors and arena slots."""

@@ -1,0 +1,249 @@
+"""The arena: fixed-size slots in one shared-memory mapping.
+
+Every byte below the GPU lies in a slot, and passing a block on passes a counted claim on its slot
+on. The mapping is an anonymous file (``memfd_create``), so the kernel frees it when the last
+process that maps it ends, however it ends: nothing is left behind by ``kill -9``, and the size of
+``/dev/shm`` does not matter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NewType
+
+from kvladder.errors import ArenaError, ClosedError, ConfigError
+from kvladder.layout import PAGE_BYTES, align
+
+Slot = NewType("Slot", int)
+"""Number of a slot, ``0 <= slot < arena.slots``: a physical place, never a block's name."""
+
+HUGE_PAGE_BYTES = 2 << 20
+_MEMFD_NAME = "kvladder-arena"
+_MADV_HUGEPAGE = 14
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaHandle:
+    """What another process of the same user needs to map an arena; plain data."""
+
+    pid: int
+    fd: int
+    slots: int
+    slot_bytes: int
+
+
+def memory_available(root: Path = Path("/")) -> int:
+    """Bytes this process may still use: the machine's, or its container's where that is less.
+
+    Reads ``/proc/meminfo`` and the limits of cgroup v2 and v1 below ``root``.
+    """
+    available = _meminfo(root, "MemAvailable")
+    limits = [
+        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+        (
+            "sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ]
+    for limit_path, used_path in limits:
+        try:
+            limit = (root / limit_path).read_text().strip()
+            used = (root / used_path).read_text().strip()
+        except OSError:
+            continue
+        if limit.isdigit() and used.isdigit():
+            available = min(available, max(0, int(limit) - int(used)))
+    return available
+
+
+def _meminfo(root: Path, field: str) -> int:
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise ArenaError(f"/proc/meminfo has no {field}")
+
+
+class Arena:
+    """Slots of ``slot_bytes`` each, leased and released by count.
+
+    A slot is free or leased; a leased slot has one or more claims and is free again when the last
+    of them is released. Whoever may still touch a slot holds a claim: a slot with a copy in flight
+    is therefore never handed out. All methods may be called from any thread.
+    """
+
+    def __init__(self, fd: int, *, slots: int, slot_bytes: int, owner: bool) -> None:
+        self.slots = slots
+        self.slot_bytes = slot_bytes
+        self.pinned = False
+        self._owner = owner
+        self._fd = fd
+        self._map = mmap.mmap(fd, align(slots * slot_bytes, HUGE_PAGE_BYTES))
+        self._buffer = memoryview(self._map)
+        self._lock = threading.Lock()
+        self._claims = [0] * slots
+        self._free = list(range(slots - 1, -1, -1))
+        if hasattr(self._map, "madvise"):  # pragma: no branch - always on Linux
+            try:
+                self._map.madvise(_MADV_HUGEPAGE)
+            except OSError:  # pragma: no cover - a kernel without huge pages
+                pass
+
+    @classmethod
+    def create(
+        cls, slots: int, slot_bytes: int, *, available_bytes: int | None = None
+    ) -> Arena:
+        """Map ``slots`` slots of ``slot_bytes`` and reserve their memory.
+
+        Raises
+        ------
+        ConfigError
+            The memory is not there: the message says what would fit.
+        """
+        if slots < 1:
+            raise ConfigError(
+                f"{slots} slots of {slot_bytes} bytes",
+                path="arena.size",
+                hint=f"expected room for at least one block, {slot_bytes} bytes",
+            )
+        if slot_bytes < PAGE_BYTES or slot_bytes % PAGE_BYTES:
+            raise ConfigError(f"slots of {slot_bytes} bytes", hint="a multiple of 4096")
+        size = align(slots * slot_bytes, HUGE_PAGE_BYTES)
+        available = memory_available() if available_bytes is None else available_bytes
+        if size > available:
+            fits = max(0, available * 9 // 10) // slot_bytes * slot_bytes
+            raise ConfigError(
+                f"{size / 2**30:.2f} GiB do not fit in the {available / 2**30:.2f} GiB of memory"
+                " that are available here",
+                path="arena.size",
+                hint=f"{fits / 2**30:.2f} GiB would fit",
+            )
+        fd = os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, size)
+            os.posix_fallocate(fd, 0, size)
+            return cls(fd, slots=slots, slot_bytes=slot_bytes, owner=True)
+        except OSError as error:
+            os.close(fd)
+            raise ConfigError(
+                f"{size} bytes of shared memory cannot be had: {error.strerror}",
+                path="arena.size",
+                hint="a smaller arena, or a higher memory limit",
+            ) from error
+
+    @classmethod
+    def attach(cls, handle: ArenaHandle) -> Arena:
+        """Map the arena of another process of the same user (or of this one).
+
+        The attached side only reads and writes slots that the owner names: it leases none.
+        """
+        try:
+            fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise ArenaError(f"arena of process {handle.pid}: {error.strerror}") from error
+        size = align(handle.slots * handle.slot_bytes, HUGE_PAGE_BYTES)
+        if os.fstat(fd).st_size != size:
+            os.close(fd)
+            raise ArenaError(f"arena of process {handle.pid} is not {size} bytes long")
+        return cls(fd, slots=handle.slots, slot_bytes=handle.slot_bytes, owner=False)
+
+    @property
+    def handle(self) -> ArenaHandle:
+        """What another process needs for :meth:`attach`; valid while this arena is open."""
+        return ArenaHandle(os.getpid(), self._fd, self.slots, self.slot_bytes)
+
+    @property
+    def free(self) -> int:
+        """How many slots nobody claims."""
+        return len(self._free)
+
+    @property
+    def address(self) -> int:
+        """Address of slot 0 in this process; slot n begins ``n * slot_bytes`` later."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole mapping."""
+        return len(self._map)
+
+    def lease(self, count: int) -> list[Slot] | None:
+        """Claim ``count`` free slots, all or none; None at once if there are too few."""
+        with self._lock:
+            free = self._free
+            if count > len(free):
+                return None
+            taken = free[len(free) - count :][::-1]
+            del free[len(free) - count :]
+            for slot in taken:
+                self._claims[slot] = 1
+        return [Slot(slot) for slot in taken]
+
+    def share(self, slots: Sequence[Slot]) -> None:
+        """Add one claim to each of ``slots``, all of which are leased."""
+        with self._lock:
+            claims = self._claims
+            for slot in slots:
+                if claims[slot] < 1:
+                    raise ArenaError(f"slot {slot} is free: it cannot be shared")
+            for slot in slots:
+                claims[slot] += 1
+
+    def release(self, slots: Sequence[Slot]) -> None:
+        """Give up one claim on each of ``slots``; raises, changing nothing, on a free slot."""
+        with self._lock:
+            claims = self._claims
+            for index, slot in enumerate(slots):
+                if claims[slot] < 1:
+                    for undone in slots[:index]:
+                        self._unrelease(undone)
+                    raise ArenaError(f"slot {slot} is released more often than it was leased")
+                claims[slot] -= 1
+                if claims[slot] == 0:
+                    self._free.append(slot)
+
+    def _unrelease(self, slot: Slot) -> None:
+        if self._claims[slot] == 0:
+            self._free.remove(slot)
+        self._claims[slot] += 1
+
+    def claims(self, slot: Slot) -> int:
+        """How many claims there are on ``slot``."""
+        return self._claims[slot]
+
+    def view(self, slot: Slot) -> memoryview:
+        """The bytes of ``slot``, writable. The caller holds a claim on it."""
+        start = slot * self.slot_bytes
+        return self._buffer[start : start + self.slot_bytes]
+
+    def check(self) -> None:
+        """Assert that every slot is either free or leased and that the states sum up."""
+        with self._lock:
+            assert len(self._free) == len(set(self._free))
+            assert all(self._claims[slot] == 0 for slot in self._free)
+            leased = sum(1 for count in self._claims if count)
+            assert min(self._claims, default=0) >= 0
+            assert leased + len(self._free) == self.slots, (leased, len(self._free))
+
+    def close(self) -> None:
+        """Unmap; may be called again. Views that are still held keep their memory alive."""
+        if self._fd < 0:
+            return
+        os.close(self._fd)
+        self._fd = -1
+        try:
+            self._buffer.release()
+            self._map.close()
+        except BufferError:  # a view is still held: its holder frees the mapping
+            pass
+
+    def require_open(self) -> None:
+        """Raise ClosedError after :meth:`close`."""
+        if self._fd < 0:
+            raise ClosedError("the arena is closed")

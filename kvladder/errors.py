@@ -1,0 +1,60 @@
+"""Every error kvladder raises, on one page, named by what the caller does next.
+
+A miss is a value, a failure is an exception, a bug is an assertion. Nothing here ever reaches an
+engine's request path: the stack turns a failing tier into a miss and a counter.
+"""
+
+from __future__ import annotations
+
+
+class KvladderError(Exception):
+    """Base of every error raised on purpose by kvladder."""
+
+
+class ConfigError(KvladderError, ValueError):
+    """A setting is wrong: the message says where, what was found and what is expected instead.
+
+    Parameters
+    ----------
+    message:
+        What is wrong, in one sentence.
+    path:
+        Where: a path into the file such as ``tiers[1].capacity``, or an environment variable.
+    hint:
+        What would be right, for example the nearest right spelling.
+    """
+
+    def __init__(self, message: str, *, path: str = "", hint: str = "") -> None:
+        self.path = path
+        self.hint = hint
+        where = f"{path}: " if path else ""
+        instead = f" ({hint})" if hint else ""
+        super().__init__(f"{where}{message}{instead}")
+
+
+class LayoutError(ConfigError):
+    """The engine's KV layout is not one that can be stored without guessing."""
+
+
+class ArenaError(KvladderError, RuntimeError):
+    """A slot was used against its rules, e.g. released twice; nothing was changed."""
+
+
+class ClosedError(KvladderError, RuntimeError):
+    """The object was closed before the call."""
+
+
+class TierError(KvladderError):
+    """A tier could not do what it was asked. Never leaves the stack.
+
+    ``temporary`` says whether the same call may succeed later (a time-out, a lost connection) or
+    not (a format of another version, a directory that is gone).
+    """
+
+    def __init__(self, message: str, *, temporary: bool = True) -> None:
+        self.temporary = temporary
+        super().__init__(message)
+
+
+class TierFull(TierError):
+    """The medium has no room; the blocks were not stored, what was stored before is intact."""

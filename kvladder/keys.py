@@ -1,0 +1,142 @@
+"""Block keys: salted, chained digests that name what a block holds.
+
+A key is the SHA-256 digest of its parent's key and the tokens of its block, so it names the whole
+prefix. The chain starts at a root into which salt, LoRA adapter and the namespace are bound, and a
+namespace binds model, weights, layout, block size and algorithm: whoever differs in one of them
+cannot even ask for the block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import NewType
+
+from kvladder.errors import ConfigError
+
+BlockKey = NewType("BlockKey", bytes)
+"""A 32-byte digest naming one block and, through its parents, its whole prefix."""
+
+Namespace = NewType("Namespace", bytes)
+"""A 32-byte digest of everything that must agree before two engines may share a block."""
+
+KEY_BYTES = 32
+ALGORITHM = "sha256-chain-v1"
+FORMAT_VERSION = 1
+
+
+def _bind(domain: str, fields: Mapping[str, str]) -> bytes:
+    """Digest named fields unambiguously: each name and value is preceded by its length."""
+    state = hashlib.sha256(domain.encode())
+    for name in sorted(fields):
+        for part in (name.encode(), fields[name].encode()):
+            state.update(struct.pack("<Q", len(part)))
+            state.update(part)
+    return state.digest()
+
+
+def namespace(fields: Mapping[str, str], *, salt: str = "") -> Namespace:
+    """Digest of every field that tells one engine's bytes from another's.
+
+    Parameters
+    ----------
+    fields:
+        Names and values, e.g. model, weights digest, dtype, layout, ranks. Order is irrelevant.
+    salt:
+        The deployment's secret; two deployments with other salts share nothing.
+    """
+    bound = dict(fields)
+    bound["kvladder.format"] = str(FORMAT_VERSION)
+    bound["kvladder.salt"] = salt
+    return Namespace(_bind("kvladder namespace v1", bound))
+
+
+class KeyScheme:
+    """Makes the keys of one namespace and one block size.
+
+    Parameters
+    ----------
+    space:
+        The namespace, see :func:`namespace`.
+    block_tokens:
+        Tokens per block, at least 1.
+    """
+
+    def __init__(self, space: Namespace, *, block_tokens: int) -> None:
+        if block_tokens < 1:
+            raise ConfigError(f"{block_tokens} tokens per block", hint="expected 1 or more")
+        self.namespace = space
+        self.block_tokens = block_tokens
+
+    def root(self, *, salt: str = "", lora: str = "") -> BlockKey:
+        """The parent of the first block of every prefix under this salt and LoRA adapter."""
+        fields = {
+            "namespace": self.namespace.hex(),
+            "block": str(self.block_tokens),
+            "algorithm": ALGORITHM,
+            "salt": salt,
+            "lora": lora,
+        }
+        return BlockKey(_bind("kvladder root v1", fields))
+
+    def chain(
+        self,
+        tokens: Sequence[int],
+        *,
+        parent: BlockKey | None = None,
+        extra: Sequence[tuple[int, bytes]] = (),
+    ) -> list[BlockKey]:
+        """Keys of the whole blocks of ``tokens``; a partial tail has no key.
+
+        Parameters
+        ----------
+        tokens:
+            Token ids, each in ``0 .. 2**32 - 1``.
+        parent:
+            Key of the block before the first token; None means ``root()``.
+        extra:
+            ``(token offset, content digest)`` of what tokens alone do not tell, e.g. an image's
+            hash; bound into the block that holds the offset and so into all that follow.
+
+        Raises
+        ------
+        ValueError
+            A token id or an offset is out of its range.
+        """
+        step = self.block_tokens * 4
+        count = len(tokens) // self.block_tokens
+        try:
+            words = array("I", tokens[: count * self.block_tokens])
+        except (OverflowError, TypeError) as error:
+            raise ValueError(f"token ids are integers in 0 .. 2**32 - 1: {error}") from None
+        if sys.byteorder == "big":  # pragma: no cover - no such machine in CI
+            words.byteswap()
+        data = words.tobytes()
+        extras = self._extras(extra, len(tokens))
+        key: bytes = self.root() if parent is None else parent
+        sha256 = hashlib.sha256
+        keys: list[BlockKey] = []
+        if not extras:
+            for start in range(0, count * step, step):
+                key = sha256(key + data[start : start + step]).digest()
+                keys.append(BlockKey(key))
+            return keys
+        for index in range(count):
+            tail = extras.get(index, b"")
+            key = sha256(key + data[index * step : (index + 1) * step] + tail).digest()
+            keys.append(BlockKey(key))
+        return keys
+
+    def _extras(self, extra: Sequence[tuple[int, bytes]], tokens: int) -> dict[int, bytes]:
+        """Per block, what its extras add to the digest: offsets and lengths make it unambiguous."""
+        parts: dict[int, bytes] = {}
+        for offset, content in sorted(extra):
+            if not 0 <= offset < tokens:
+                raise ValueError(f"extra at token {offset}: expected 0 .. {tokens - 1}")
+            block, within = divmod(offset, self.block_tokens)
+            packed = struct.pack("<QQ", within, len(content)) + content
+            parts[block] = parts.get(block, b"") + packed
+        return parts

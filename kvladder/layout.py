@@ -1,0 +1,52 @@
+"""The layout of one block's bytes, and what identifies the model that made them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvladder.errors import ConfigError
+from kvladder.keys import Namespace, namespace
+
+PAGE_BYTES = 4096
+"""Slots are multiples of this, so that O_DIRECT and huge pages can take them as they are."""
+
+
+def align(size: int, to: int = PAGE_BYTES) -> int:
+    """The smallest multiple of ``to`` that is at least ``size``."""
+    return -(-size // to) * to
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What one block is: how many tokens, how many bytes, and whose.
+
+    Parameters
+    ----------
+    block_tokens:
+        Tokens whose KV one block holds.
+    block_bytes:
+        Bytes of one block, all layers and all ranks together; a slot is this rounded up to 4 KiB.
+    fields:
+        What else must agree before bytes may be shared: model, weights, dtype, KV layout, ranks ...
+    """
+
+    block_tokens: int
+    block_bytes: int
+    fields: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def __post_init__(self) -> None:
+        if self.block_tokens < 1:
+            raise ConfigError(f"{self.block_tokens} tokens", path="block.tokens", hint="1 or more")
+        if self.block_bytes < 1:
+            raise ConfigError(f"{self.block_bytes} bytes per block", path="layout", hint="1 or more")
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot that holds one block: ``block_bytes`` rounded up to 4 KiB."""
+        return align(self.block_bytes)
+
+    def namespace(self, *, salt: str = "") -> Namespace:
+        """The namespace of blocks of this layout under a deployment's salt."""
+        sizes = {"block.tokens": str(self.block_tokens), "block.bytes": str(self.block_bytes)}
+        return namespace({**self.fields, **sizes}, salt=salt)

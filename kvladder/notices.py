@@ -1,0 +1,36 @@
+"""Says a recurring fault once a minute instead of once a block."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+logger = logging.getLogger("kvladder")
+
+
+class Notices:
+    """Logs the first notice of a kind, then at most one per ``every_s`` with the number held back.
+
+    Parameters
+    ----------
+    now:
+        The injected clock, monotonic seconds.
+    """
+
+    def __init__(self, now: Callable[[], float], *, every_s: float = 60.0) -> None:
+        self._now = now
+        self._every_s = every_s
+        self._last: dict[str, float] = {}
+        self._held: dict[str, int] = {}
+
+    def say(self, kind: str, message: str) -> None:
+        """Log ``message`` as a warning unless one of this ``kind`` was logged just now."""
+        now = self._now()
+        last = self._last.get(kind)
+        if last is not None and now - last < self._every_s:
+            self._held[kind] = self._held.get(kind, 0) + 1
+            return
+        held = self._held.pop(kind, 0)
+        self._last[kind] = now
+        more = f" ({held} more like this in the last {now - (last or now):.0f} s)" if held else ""
+        logger.warning("%s%s", message, more)

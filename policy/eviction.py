@@ -1,0 +1,161 @@
+"""Which block goes first: prioritized LRU behind a small interface for plug-ins."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterator
+
+PRIORITY_MIN = 0
+PRIORITY_MAX = 100
+PRIORITY_DEFAULT = 35
+
+_NIL = -1
+
+
+class EvictionPolicy(ABC):
+    """Orders handles by the time at which they should be given up.
+
+    Pure and synchronous: no clock, no I/O, so that it replays on traces. A handle is a small
+    non-negative int, the block's place in its level; the caller pushes each handle at most once
+    before it is removed or popped. Subclasses are checked by ``kvladder.testing.PolicyTests``.
+    """
+
+    @abstractmethod
+    def push(self, handle: int, priority: int, *, front: bool = False) -> None:
+        """Add ``handle``, which is not in the policy, as the most recently used of its priority.
+
+        With ``front`` it becomes the least recently used instead: the next to go at its priority.
+        """
+
+    @abstractmethod
+    def touch(self, handle: int) -> None:
+        """Make ``handle``, which is in the policy, the most recently used of its priority."""
+
+    @abstractmethod
+    def remove(self, handle: int) -> None:
+        """Forget ``handle``, which is in the policy."""
+
+    @abstractmethod
+    def pop(self) -> int:
+        """Remove and return the handle that should go first; IndexError if there is none."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many handles are in the policy."""
+
+    @abstractmethod
+    def __contains__(self, handle: int) -> bool:
+        """Whether ``handle`` is in the policy."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[int]:
+        """Handles in the order in which ``pop`` would return them; do not change it meanwhile."""
+
+
+class PrioritizedLRU(EvictionPolicy):
+    """Lowest priority first, then least recently used; every operation is O(1).
+
+    One doubly linked list per priority in flat arrays indexed by handle (9 bytes a handle), and a
+    101-bit mask of the priorities in use. The order is TensorRT-LLM's prioritized LRU.
+    """
+
+    def __init__(self) -> None:
+        self._next = array("i")
+        self._prev = array("i")
+        self._priority = bytearray()
+        self._head = [_NIL] * (PRIORITY_MAX + 1)
+        self._tail = [_NIL] * (PRIORITY_MAX + 1)
+        self._used = 0
+        self._len = 0
+
+    def _grow(self, handle: int) -> None:
+        """Make room for ``handle``; doubling keeps the cost per push constant."""
+        more = max(handle + 1 - len(self._priority), len(self._priority), 64)
+        blank = array("i", [_NIL]) * more
+        self._next.extend(blank)
+        self._prev.extend(blank)
+        self._priority.extend(b"\xff" * more)
+
+    def push(self, handle: int, priority: int, *, front: bool = False) -> None:
+        assert PRIORITY_MIN <= priority <= PRIORITY_MAX, priority
+        if handle >= len(self._priority):
+            self._grow(handle)
+        assert self._priority[handle] == 0xFF, f"handle {handle} pushed twice"
+        self._priority[handle] = priority
+        head, tail = self._head, self._tail
+        if head[priority] == _NIL:
+            head[priority] = tail[priority] = handle
+            self._next[handle] = self._prev[handle] = _NIL
+            self._used |= 1 << priority
+        elif front:
+            first = head[priority]
+            self._prev[first] = handle
+            self._next[handle] = first
+            self._prev[handle] = _NIL
+            head[priority] = handle
+        else:
+            last = tail[priority]
+            self._next[last] = handle
+            self._prev[handle] = last
+            self._next[handle] = _NIL
+            tail[priority] = handle
+        self._len += 1
+
+    def touch(self, handle: int) -> None:
+        priority = self._priority[handle]
+        if self._tail[priority] != handle:
+            self.remove(handle)
+            self.push(handle, priority)
+
+    def remove(self, handle: int) -> None:
+        priority = self._priority[handle]
+        assert priority != 0xFF, f"handle {handle} is not in the policy"
+        before, after = self._prev[handle], self._next[handle]
+        if before == _NIL:
+            self._head[priority] = after
+        else:
+            self._next[before] = after
+        if after == _NIL:
+            self._tail[priority] = before
+        else:
+            self._prev[after] = before
+        if self._head[priority] == _NIL:
+            self._used &= ~(1 << priority)
+        self._priority[handle] = 0xFF
+        self._len -= 1
+
+    def pop(self) -> int:
+        if not self._used:
+            raise IndexError("pop from an empty policy")
+        lowest = (self._used & -self._used).bit_length() - 1
+        handle = self._head[lowest]
+        self.remove(handle)
+        return handle
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __contains__(self, handle: int) -> bool:
+        return handle < len(self._priority) and self._priority[handle] != 0xFF
+
+    def __iter__(self) -> Iterator[int]:
+        for priority in range(PRIORITY_MAX + 1):
+            handle = self._head[priority]
+            while handle != _NIL:
+                yield handle
+                handle = self._next[handle]
+
+    def check(self) -> None:
+        """Assert that lists, mask and length agree; O(n), for tests."""
+        seen = 0
+        for priority in range(PRIORITY_MAX + 1):
+            handle, before = self._head[priority], _NIL
+            assert (handle != _NIL) == bool(self._used >> priority & 1)
+            while handle != _NIL:
+                assert self._priority[handle] == priority
+                assert self._prev[handle] == before
+                handle, before = self._next[handle], handle
+                seen += 1
+            assert self._tail[priority] == before
+        assert seen == self._len

@@ -1,0 +1,97 @@
+"""Retention: which priority each block of a prompt gets, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX, PRIORITY_MIN
+
+
+def checked_priority(priority: int) -> int:
+    """``priority`` if it is an int in 0..100, else ValueError."""
+    if isinstance(priority, bool) or not PRIORITY_MIN <= priority <= PRIORITY_MAX:
+        raise ValueError(f"priority {priority!r}: expected {PRIORITY_MIN}..{PRIORITY_MAX}")
+    return priority
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionRange:
+    """Tokens ``[start, end)`` have ``priority`` for ``duration_s`` seconds.
+
+    ``end`` None means to the end of the prompt, ``duration_s`` None means for good.
+    """
+
+    start: int
+    end: int | None
+    priority: int
+    duration_s: float | None = None
+
+    def __post_init__(self) -> None:
+        checked_priority(self.priority)
+        if self.start < 0:
+            raise ValueError(f"range starts at {self.start}: expected 0 or more")
+        if self.end is not None and self.end <= self.start:
+            raise ValueError(f"range [{self.start}, {self.end}) is empty or reversed")
+        if self.duration_s is not None and self.duration_s < 0:
+            raise ValueError(f"duration {self.duration_s} s: expected 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Priorities of a request's blocks.
+
+    Parameters
+    ----------
+    ranges:
+        Prompt ranges in order of their start, without overlap. A block takes the range that holds
+        its first token; blocks in no range have no priority of their own and get ``default``.
+    decode_priority, decode_duration_s:
+        For blocks whose first token was generated; ranges do not reach those.
+    default:
+        Priority of prompt blocks that no range names.
+    """
+
+    ranges: tuple[RetentionRange, ...] = ()
+    decode_priority: int = PRIORITY_DEFAULT
+    decode_duration_s: float | None = None
+    default: int = PRIORITY_DEFAULT
+
+    def __post_init__(self) -> None:
+        checked_priority(self.decode_priority)
+        checked_priority(self.default)
+        if self.decode_duration_s is not None and self.decode_duration_s < 0:
+            raise ValueError(f"duration {self.decode_duration_s} s: expected 0 or more")
+        for left, right in zip(self.ranges, self.ranges[1:], strict=False):
+            if left.end is None or right.start < left.end:
+                raise ValueError(
+                    f"ranges [{left.start}, {left.end}) and [{right.start}, {right.end}) overlap"
+                    " or are out of order"
+                )
+
+    def explicit(self, block_tokens: int, prompt_tokens: int) -> list[int | None]:
+        """Per prompt block (a partial tail counts), the priority of its range or None."""
+        found = (self._range(i) for i in range(0, prompt_tokens, block_tokens))
+        return [None if held is None else held.priority for held in found]
+
+    def _range(self, token: int) -> RetentionRange | None:
+        for held in self.ranges:
+            if held.start <= token and (held.end is None or token < held.end):
+                return held
+        return None
+
+    def of_blocks(
+        self, blocks: Sequence[int], *, block_tokens: int, prompt_tokens: int
+    ) -> list[tuple[int, float | None]]:
+        """``(priority, duration in seconds or None)`` of the blocks with these ordinals."""
+        result: list[tuple[int, float | None]] = []
+        for block in blocks:
+            token = block * block_tokens
+            held = self._range(token) if token < prompt_tokens else None
+            if held is not None:
+                result.append((held.priority, held.duration_s))
+            elif token < prompt_tokens:
+                result.append((self.default, None))
+            else:
+                result.append((self.decode_priority, self.decode_duration_s))
+        return result

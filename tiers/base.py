@@ -1,0 +1,159 @@
+"""The interface that a tier author implements: six calls, all of them batches."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, NamedTuple, Protocol
+
+from kvladder.arena import Arena, Slot
+from kvladder.events import EventBuffer
+from kvladder.keys import BlockKey, Namespace
+from kvladder.layout import Layout
+from kvladder.notices import Notices
+from kvladder.policy.eviction import PRIORITY_DEFAULT
+
+NO_SLOT = Slot(-1)
+
+
+class Item(NamedTuple):
+    """One block of a batch.
+
+    ``place`` is the level's number for the block: ``0 <= place < capacity_blocks`` and no two
+    blocks that the level holds, writes or reads have the same; a tier with fixed places uses it as
+    an address, any other ignores it. ``slot`` holds the bytes to store, or takes the bytes found.
+    ``priority``, ``floor`` and ``expires_wall_s`` are for durable tiers to store and return
+    from ``recover``.
+    """
+
+    key: BlockKey
+    place: int
+    slot: Slot = NO_SLOT
+    priority: int = PRIORITY_DEFAULT
+    floor: int = PRIORITY_DEFAULT
+    expires_wall_s: float | None = None
+    """Seconds since the epoch, or None."""
+
+
+class Blocking(Protocol):
+    """Runs a blocking function off the loop. Cancellation is deferred until the function ended."""
+
+    def __call__(self, function: Callable[..., Any], /, *args: Any) -> Awaitable[Any]: ...
+
+
+class Clock(Protocol):
+    """The two clocks: everything that depends on time asks one of them."""
+
+    def now(self) -> float:
+        """Monotonic seconds: the loop's time."""
+        ...
+
+    def wall(self) -> float:
+        """Seconds since the epoch, for what outlives the process."""
+        ...
+
+
+@dataclass(frozen=True)
+class TierContext:
+    """What a level gives its tier at ``open``; owned by the level."""
+
+    arena: Arena
+    layout: Layout
+    namespace: Namespace
+    capacity_blocks: int
+    clock: Clock
+    run_blocking: Blocking
+    random: Random = field(default_factory=lambda: Random(0))
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all levels of one stack have in common."""
+
+    arena: Arena
+    lock: threading.RLock
+    clock: Clock
+    events: EventBuffer
+    notices: Notices
+    block_bytes: int
+
+
+class Tier(ABC):
+    """A medium for blocks. A tier may forget; it must never lie.
+
+    Rules for every call, which ``kvladder.testing.TierTests`` checks:
+
+    - Batches hold at most ``batch_max`` items and no key twice; results have the length and the
+      order of the batch.
+    - The level holds a claim on every slot of a batch while the call lasts. When a call ends, by
+      return, error or cancellation, the tier touches those slots no more.
+    - A miss is a False, a failure is a :class:`TierError`. No other exception leaves a tier.
+    - ``get`` answers True only after it has checked the bytes it wrote into the slot.
+    - Calls may overlap, except that ``put`` and ``remove`` of one key never do.
+    """
+
+    batch_max: int = 64
+    """The largest batch the tier wants to be given."""
+    durable: bool = False
+    """Whether ``recover`` finds blocks again after the process has ended."""
+    shared: bool = False
+    """Whether others put into and remove from it, so that the level's index is only a guess."""
+
+    async def open(self, context: TierContext) -> None:
+        """Get ready. Called once, before any other call.
+
+        Raises
+        ------
+        ConfigError
+            It cannot work as configured; says where, what and what instead.
+        """
+        self.context = context
+
+    @abstractmethod
+    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+        """Fill each item's slot with its block; False where it is not there or is damaged."""
+
+    @abstractmethod
+    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
+        """Store each item's slot under its key and place; False where it was not stored.
+
+        What is answered True can be got from then on. A place that is put again holds its old
+        block no more.
+
+        Raises
+        ------
+        TierFull
+            The medium is full: nothing of this batch is claimed to be stored.
+        """
+
+    @abstractmethod
+    async def remove(self, items: Sequence[Item]) -> None:
+        """Forget these blocks; those that are not there are ignored."""
+
+    @abstractmethod
+    async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
+        """Whether each block could be got now; a hint, since others may be removing it."""
+
+    async def recover(self) -> AsyncIterator[Sequence[Item]]:
+        """Yield batches of what an earlier process stored here under the same namespace.
+
+        Each key and each place at most once, oldest first, each place below ``capacity_blocks``.
+        Called once after ``open``. The default is right for tiers that are not ``durable``.
+        """
+        return
+        yield []  # pragma: no cover - makes this an async generator
+
+    def corrupt_blocks(self) -> int:
+        """How many blocks failed their check since ``open``; for statistics."""
+        return 0
+
+    def describe(self) -> dict[str, str]:
+        """Settings as they are in effect, without secrets."""
+        return {}
+
+    async def aclose(self) -> None:
+        """End every transfer, release every resource; may be called again."""
+

@@ -1,0 +1,66 @@
+"""The circuit breaker of a level: a tier that keeps failing is left alone for a while."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+State = Literal["closed", "open", "trial"]
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerSettings:
+    """When a level's breaker opens and when it tries again."""
+
+    failures: int = 3
+    """Failures in a row after which the tier is left alone."""
+    retry_s: float = 5.0
+    """Seconds until the first trial; doubled after each trial that fails."""
+    retry_max_s: float = 60.0
+    """The longest time between two trials."""
+
+
+class Breaker:
+    """Closed: calls pass. Open: none passes until the retry time. Trial: one call decides.
+
+    The trial's success closes the breaker, its failure opens it for twice as long.
+    """
+
+    def __init__(self, settings: BreakerSettings) -> None:
+        self._settings = settings
+        self._failures = 0
+        self._wait_s = settings.retry_s
+        self._retry_at_s = 0.0
+        self.state: State = "closed"
+        self.opened = 0
+
+    def allows(self, now_s: float) -> bool:
+        """Whether a call may begin now; changes nothing."""
+        if self.state == "closed":
+            return True
+        return self.state == "open" and now_s >= self._retry_at_s
+
+    def begin(self, now_s: float) -> bool:
+        """Like ``allows``, for a call that does begin: from open it becomes the trial."""
+        if not self.allows(now_s):
+            return False
+        if self.state == "open":
+            self.state = "trial"
+        return True
+
+    def success(self) -> None:
+        """The tier answered."""
+        self._failures = 0
+        self._wait_s = self._settings.retry_s
+        self.state = "closed"
+
+    def failure(self, now_s: float) -> None:
+        """The tier failed or did not answer in time."""
+        self._failures += 1
+        if self.state == "trial":
+            self._wait_s = min(self._wait_s * 2, self._settings.retry_max_s)
+        elif self.state == "open" or self._failures < self._settings.failures:
+            return
+        self.state = "open"
+        self.opened += 1
+        self._retry_at_s = now_s + self._wait_s

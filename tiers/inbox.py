@@ -1,0 +1,84 @@
+"""Blocks that wait to be written to a level: bounded, and the least valuable gives way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from kvladder.arena import Arena, Slot
+from kvladder.keys import BlockKey
+from kvladder.tiers.index import Meta
+
+
+class Pending(NamedTuple):
+    """A block on its way into a level, which holds a claim on ``slot``."""
+
+    slot: Slot
+    meta: Meta
+
+
+class Inbox:
+    """First in, first out, at most ``blocks_max`` blocks. The stack's lock guards every call."""
+
+    def __init__(self, arena: Arena, *, blocks_max: int) -> None:
+        self._arena = arena
+        self._max = blocks_max
+        self._blocks: dict[BlockKey, Pending] = {}
+        self._by_priority: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._blocks
+
+    def loser(self, priority: int) -> BlockKey | None:
+        """Who gives way to a block of this ``priority``: the youngest of the lowest priority.
+
+        None if there is room, or if nothing waits that is worth less; see ``full``.
+        """
+        if not self.full or min(self._by_priority) >= priority:
+            return None
+        lowest = min(self._by_priority)
+        return next(k for k in reversed(self._blocks) if self._blocks[k].meta.priority == lowest)
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing more fits."""
+        return len(self._blocks) >= self._max
+
+    def add(self, key: BlockKey, slot: Slot, meta: Meta) -> None:
+        """Queue a block and take a claim on its slot; there is room."""
+        assert not self.full
+        assert key not in self._blocks
+        self._arena.share([slot])
+        self._blocks[key] = Pending(slot, meta)
+        self._by_priority[meta.priority] += 1
+
+    def remove(self, key: BlockKey) -> None:
+        """Give a block up and release its slot."""
+        self._arena.release([self._pop(key).slot])
+
+    def _pop(self, key: BlockKey) -> Pending:
+        pending = self._blocks.pop(key)
+        left = self._by_priority[pending.meta.priority] - 1
+        if left:
+            self._by_priority[pending.meta.priority] = left
+        else:
+            del self._by_priority[pending.meta.priority]
+        return pending
+
+    def take(self, count: int) -> dict[BlockKey, Pending]:
+        """The oldest blocks, at most ``count``; the claims on their slots go to the caller."""
+        oldest = [key for key, _ in zip(self._blocks, range(count), strict=False)]
+        return {key: self._pop(key) for key in oldest}
+
+    def keys(self) -> list[BlockKey]:
+        """All keys, oldest first."""
+        return list(self._blocks)
+
+    def check(self) -> None:
+        """Assert bounds and claims; for tests."""
+        assert len(self._blocks) <= self._max
+        assert self._by_priority == Counter(p.meta.priority for p in self._blocks.values())
+        assert all(self._arena.claims(p.slot) > 0 for p in self._blocks.values())

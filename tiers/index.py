@@ -1,0 +1,202 @@
+"""The index of one level: which blocks it holds, where, and which goes first."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf
+from typing import NamedTuple
+
+from kvladder.keys import BlockKey
+from kvladder.policy.eviction import PRIORITY_DEFAULT, EvictionPolicy
+
+HITS_MAX = 255
+
+
+class Meta(NamedTuple):
+    """What travels with a block from level to level."""
+
+    priority: int = PRIORITY_DEFAULT
+    floor: int = PRIORITY_DEFAULT
+    """The lowest priority among the block and its ancestors; see ``OffloadRule``."""
+    hits: int = 0
+    """How often the block was used again, at most 255."""
+    until_s: float = inf
+    """Loop time at which ``priority`` reverts to the default."""
+
+
+class LevelIndex:
+    """Keys, places and the order of eviction of the blocks that one level holds.
+
+    A place is a small non-negative int that the level gives out, at most one block in each.
+    A pinned block is not in the policy, so it is never a victim. Not thread-safe: the stack's lock
+    is held around every call. Costs about 180 bytes a block: the key (80), the dict (42), the
+    place (32) and flat arrays (11, and 8 more with a TTL).
+    """
+
+    def __init__(self, policy: EvictionPolicy, *, ttl: bool = False) -> None:
+        self.policy = policy
+        self._place: dict[BlockKey, int] = {}
+        self._key: list[BlockKey | None] = []
+        self._priority = bytearray()
+        self._floor = bytearray()
+        self._hits = bytearray()
+        self._expires = array("d") if ttl else None
+        self._pins: dict[int, int] = {}
+        self._until: dict[int, float] = {}
+        self._reverts: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._place
+
+    def keys(self) -> Iterable[BlockKey]:
+        """All keys, oldest insertion first; do not change the index meanwhile."""
+        return self._place.keys()
+
+    def place(self, key: BlockKey) -> int | None:
+        """The block's place, or None if it is not held."""
+        return self._place.get(key)
+
+    def prefix(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading ``keys`` are held."""
+        held = self._place
+        for count, key in enumerate(keys):
+            if key not in held:
+                return count
+        return len(keys)
+
+    def key_at(self, place: int) -> BlockKey | None:
+        """The key of the block at ``place``, or None."""
+        return self._key[place] if place < len(self._key) else None
+
+    def meta(self, place: int) -> Meta:
+        """What is known of the block at ``place``."""
+        return Meta(
+            self._priority[place],
+            self._floor[place],
+            self._hits[place],
+            self._until.get(place, inf),
+        )
+
+    def expires_s(self, place: int) -> float:
+        """Loop time at which the block at ``place`` expires; inf if never."""
+        return inf if self._expires is None else self._expires[place]
+
+    def insert(
+        self, key: BlockKey, place: int, meta: Meta, *, expires_s: float = inf, pins: int = 0
+    ) -> None:
+        """Hold ``key`` at ``place``; both are new here. With ``pins`` it starts pinned."""
+        assert key not in self._place
+        if place >= len(self._key):
+            self._grow(place)
+        assert self._key[place] is None, f"place {place} is taken"
+        self._place[key] = place
+        self._key[place] = key
+        self._priority[place] = meta.priority
+        self._floor[place] = meta.floor
+        self._hits[place] = min(meta.hits, HITS_MAX)
+        if self._expires is not None:
+            self._expires[place] = expires_s
+        if meta.until_s != inf:
+            self._until[place] = meta.until_s
+            heapq.heappush(self._reverts, (meta.until_s, place))
+        if pins:
+            self._pins[place] = pins
+        else:
+            self.policy.push(place, meta.priority)
+
+    def _grow(self, place: int) -> None:
+        more = max(place + 1 - len(self._key), min(len(self._key), 1 << 16), 64)
+        self._key.extend([None] * more)
+        for column in (self._priority, self._floor, self._hits):
+            column.extend(bytes(more))
+        if self._expires is not None:
+            self._expires.extend(array("d", [inf]) * more)
+
+    def drop(self, key: BlockKey) -> int:
+        """Forget ``key``, pinned or not, and return its place."""
+        place = self._place.pop(key)
+        self._key[place] = None
+        if self._pins.pop(place, 0) == 0:
+            self.policy.remove(place)
+        self._until.pop(place, None)
+        return place
+
+    def touch(self, places: Iterable[int]) -> None:
+        """Make these the most recently used; the last of ``places`` ends up the most recent."""
+        for place in places:
+            if place not in self._pins:
+                self.policy.touch(place)
+
+    def hit(self, place: int) -> int:
+        """Count one more use of the block at ``place`` and return the count."""
+        hits = min(self._hits[place] + 1, HITS_MAX)
+        self._hits[place] = hits
+        return hits
+
+    def pin(self, place: int) -> None:
+        """Take the block at ``place`` out of eviction, once more."""
+        pins = self._pins.get(place, 0)
+        if pins == 0:
+            self.policy.remove(place)
+        self._pins[place] = pins + 1
+
+    def unpin(self, place: int) -> None:
+        """Undo one pin; after the last the block is the most recently used of its priority."""
+        pins = self._pins[place] - 1
+        if pins:
+            self._pins[place] = pins
+        else:
+            del self._pins[place]
+            self.policy.push(place, self._priority[place])
+
+    def pins(self, place: int) -> int:
+        """How often the block at ``place`` is pinned."""
+        return self._pins.get(place, 0)
+
+    def set_priority(self, key: BlockKey, meta: Meta) -> None:
+        """Give a held block a new priority, floor and time of reversion."""
+        place = self._place[key]
+        self._floor[place] = meta.floor
+        self._until.pop(place, None)
+        if meta.until_s != inf:
+            self._until[place] = meta.until_s
+            heapq.heappush(self._reverts, (meta.until_s, place))
+        self._reprioritize(place, meta.priority)
+
+    def _reprioritize(self, place: int, priority: int) -> None:
+        if priority != self._priority[place]:
+            self._priority[place] = priority
+            if place not in self._pins:
+                self.policy.remove(place)
+                self.policy.push(place, priority)
+
+    def revert(self, now_s: float) -> None:
+        """End every retention that has run out: such a block has the default priority again.
+
+        Expiry never promotes: what was retained below the default stays there.
+        """
+        while self._reverts and self._reverts[0][0] <= now_s:
+            until_s, place = heapq.heappop(self._reverts)
+            if self._until.get(place) == until_s:
+                del self._until[place]
+                self._reprioritize(place, min(self._priority[place], PRIORITY_DEFAULT))
+
+    def victims(self) -> Iterator[int]:
+        """Places in the order of eviction; do not change the index meanwhile."""
+        return iter(self.policy)
+
+    def check(self, capacity: int) -> None:
+        """Assert that keys, places, pins and policy agree; O(n), for tests."""
+        held = {place: key for key, place in self._place.items()}
+        assert len(held) == len(self._place) <= capacity, (len(self._place), capacity)
+        for place, key in enumerate(self._key):
+            assert held.get(place) == key
+        for place in held:
+            assert (place in self.policy) != (place in self._pins), place
+        assert len(self.policy) + len(self._pins) == len(held)
+        assert self._until.keys() <= held.keys()

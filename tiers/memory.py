@@ -1,0 +1,51 @@
+"""The reference tier: a dict of bytes. As short as a tier can be, and right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvladder.errors import TierError
+from kvladder.keys import BlockKey
+from kvladder.tiers.base import Item, Tier
+
+
+class MemoryTier(Tier):
+    """Keeps blocks in ordinary process memory; useful as a cold tier in tests and examples."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[BlockKey, bytes] = {}
+        self._closed = False
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise TierError("the tier is closed", temporary=False)
+
+    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+        self._require_open()
+        found: list[bool] = []
+        for item in items:
+            data = self._blocks.get(item.key)
+            if data is not None:
+                self.context.arena.view(item.slot)[: len(data)] = data
+            found.append(data is not None)
+        return found
+
+    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
+        self._require_open()
+        size = self.context.layout.block_bytes
+        for item in items:
+            self._blocks[item.key] = bytes(self.context.arena.view(item.slot)[:size])
+        return [True] * len(items)
+
+    async def remove(self, items: Sequence[Item]) -> None:
+        self._require_open()
+        for item in items:
+            self._blocks.pop(item.key, None)
+
+    async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
+        self._require_open()
+        return [item.key in self._blocks for item in items]
+
+    async def aclose(self) -> None:
+        self._closed = True
+        self._blocks.clear()

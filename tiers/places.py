@@ -1,0 +1,69 @@
+"""The places of a level: which numbers below its capacity are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class Places:
+    """Gives out places ``0 <= place < capacity``, lowest first, neighbours where possible."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.limited = False
+        """Whether the medium was found full: only places that were used before are given out."""
+        self.taken = 0
+        self._next = 0
+        self._free: list[int] = []
+        self._withheld: list[int] = []
+
+    @property
+    def free(self) -> int:
+        """How many places can be taken now."""
+        return len(self._free) + (0 if self.limited else self.capacity - self._next)
+
+    def take(self, count: int) -> list[int]:
+        """At most ``count`` places."""
+        reused = min(count, len(self._free))
+        taken = self._free[len(self._free) - reused :]
+        del self._free[len(self._free) - reused :]
+        fresh = 0 if self.limited else min(count - reused, self.capacity - self._next)
+        taken += range(self._next, self._next + fresh)
+        self._next += fresh
+        self.taken += len(taken)
+        return sorted(taken)
+
+    def give(self, places: Sequence[int]) -> None:
+        """Take places back."""
+        self._free.extend(places)
+        self.taken -= len(places)
+
+    def withhold(self, places: Sequence[int]) -> None:
+        """The medium had no room at these places: use no new ones until ``unlimit``."""
+        self._withheld.extend(places)
+        self.taken -= len(places)
+        self.limited = True
+
+    def unlimit(self) -> None:
+        """Try new places again."""
+        self.limited = False
+        self._free.extend(self._withheld)
+        self._withheld.clear()
+
+    def occupy(self, places: Sequence[int]) -> None:
+        """Mark places as taken that an earlier process filled; called once, before ``take``."""
+        assert self._next == 0
+        filled = bytearray(max(places, default=-1) + 1)
+        for place in places:
+            filled[place] = 1
+        self._next = len(filled)
+        self._free = [place for place, taken in enumerate(filled) if not taken]
+        self._free.reverse()
+        self.taken = len(places)
+
+    def check(self) -> None:
+        """Assert that every place is in exactly one state."""
+        idle = self._free + self._withheld
+        assert len(set(idle)) == len(idle)
+        assert all(0 <= place < self._next for place in idle)
+        assert self.taken + len(idle) == self._next <= self.capacity
