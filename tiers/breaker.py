@@ -40,6 +40,10 @@ class Breaker:
             return True
         return self.state == "open" and now_s >= self._retry_at_s
 
+    def retry_in_s(self, now_s: float) -> float:
+        """Seconds until ``allows`` may become true; 0 if it is."""
+        return 0.0 if self.state == "closed" else max(0.0, self._retry_at_s - now_s)
+
     def begin(self, now_s: float) -> bool:
         """Like ``allows``, for a call that does begin: from open it becomes the trial."""
         if not self.allows(now_s):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvladder.arena import Slot
@@ -32,7 +32,7 @@ class GateSettings:
     """How long a tier may take and when it is left alone."""
 
     timeout_s: float = 5.0
-    breaker: BreakerSettings = BreakerSettings()
+    breaker: BreakerSettings = field(default_factory=BreakerSettings)
 
 
 class Gate:
@@ -55,6 +55,11 @@ class Gate:
     def open(self) -> bool:
         """Whether the tier may be called now."""
         return self.breaker.allows(self._shared.clock.now())
+
+    @property
+    def retry_in_s(self) -> float:
+        """Seconds until the tier may be called again; 0 if it may be called now."""
+        return self.breaker.retry_in_s(self._shared.clock.now())
 
     async def call(
         self, operation: Operation, slots: Sequence[Slot], late: Callable[[], None]

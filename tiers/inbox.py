@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvladder.arena import Arena, Slot
@@ -73,9 +74,9 @@ class Inbox:
         oldest = [key for key, _ in zip(self._blocks, range(count), strict=False)]
         return {key: self._pop(key) for key in oldest}
 
-    def keys(self) -> list[BlockKey]:
-        """All keys, oldest first."""
-        return list(self._blocks)
+    def __iter__(self) -> Iterator[BlockKey]:
+        """All keys, oldest first; do not change the inbox meanwhile."""
+        return iter(self._blocks)
 
     def check(self) -> None:
         """Assert bounds and claims; for tests."""

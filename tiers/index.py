@@ -53,9 +53,9 @@ class LevelIndex:
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._place
 
-    def keys(self) -> Iterable[BlockKey]:
+    def __iter__(self) -> Iterator[BlockKey]:
         """All keys, oldest insertion first; do not change the index meanwhile."""
-        return self._place.keys()
+        return iter(self._place)
 
     def place(self, key: BlockKey) -> int | None:
         """The block's place, or None if it is not held."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
@@ -29,7 +30,7 @@ FULL_RETRY_S = 60.0
 class LevelSettings:
     """How a level treats its tier."""
 
-    gate: GateSettings = GateSettings()
+    gate: GateSettings = field(default_factory=GateSettings)
     queue_blocks: int = 256
     """Blocks that may wait to be written; each keeps an arena slot busy."""
     reads_max: int = 4
@@ -128,11 +129,12 @@ class Level:
     def find(self, key: BlockKey) -> int | None:
         """The block's place, or None; a block whose time has come is expired instead."""
         place = self.index.place(key)
-        if place is not None and self.rule.ttl_s is not None:
-            if self.index.expires_s(place) <= self._shared.clock.now():
-                self._forget(key, "expired")
-                return None
-        return place
+        if place is None or self.rule.ttl_s is None:
+            return place
+        if self.index.expires_s(place) > self._shared.clock.now():
+            return place
+        self._forget(key, "expired")
+        return None
 
     def begin_read(self, place: int) -> None:
         """Keep ``place`` from being reused until ``read`` has ended."""
@@ -175,6 +177,10 @@ class Level:
             self.stats.removed += 1
         self._shared.events.removed(self.name, [key], reason)
 
+    def keys(self) -> list[BlockKey]:
+        """Every block that is here or on its way."""
+        return [*self.index, *self._inbox, *self._writing]
+
     @property
     def pending(self) -> bool:
         """Whether the writer has something to do."""
@@ -201,7 +207,7 @@ class Level:
         assert self._places.taken <= self.capacity_blocks
         for pending in self._writing.values():
             assert self._shared.arena.claims(pending.slot) > 0
-        for key in self.index.keys():
+        for key in self.index:
             place = self.index.place(key)
             assert place is not None
             assert self.index.meta(place).floor >= self.rule.min_priority
@@ -240,22 +246,22 @@ class Level:
 
     async def _run(self) -> None:
         while True:
-            await self._wakeup.wait()
+            wait_s = self.gate.retry_in_s if self._removals else None
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wakeup.wait(), wait_s)
             self._wakeup.clear()
             while self.pending and self.gate.open():
                 await self._step()
             with self._lock:
                 self._abandon()
-            if not self.pending:
-                self._idle.set()
+            self._idle.set()
 
     def _abandon(self) -> None:
         """The tier is left alone: what waits is dropped rather than keep slots from others."""
-        self.stats.dropped["breaker"] += len(self._inbox)
-        for key in self._inbox.keys():
+        if self._inbox:
+            self.stats.dropped["breaker"] += len(self._inbox)
+        for key in list(self._inbox):
             self._give_up(key)
-        self._free([item.place for item in self._removals])
-        self._removals.clear()
 
     async def _step(self) -> None:
         """One batch of removals or one of writes, whichever is due; removals first."""
@@ -274,17 +280,23 @@ class Level:
                 self._settle([], Answer(()))
 
     async def _remove_from_tier(self, items: Sequence[Item]) -> None:
-        """Have the tier forget ``items``, then free their places."""
-        places = [item.place for item in items]
+        """Have the tier forget ``items``, then free their places; if it fails, later again.
+
+        Until then a durable tier would bring them back at the next start.
+        """
+        def again() -> None:
+            self._removals.extend(items)
 
         async def removing() -> Sequence[bool]:
             await self.tier.remove(items)
             return ()
 
-        answer = await self.gate.call(removing, (), lambda: self._free(places))
-        if answer.quiet:
-            with self._lock:
-                self._free(places)
+        answer = await self.gate.call(removing, (), again)
+        with self._lock:
+            if answer.results is not None:
+                self._free([item.place for item in items])
+            elif answer.quiet:
+                again()
 
     async def _write(self) -> None:
         """Make room for what is in ``_writing`` and store it."""
@@ -338,7 +350,7 @@ class Level:
         ttl_s = self.rule.ttl_s
         expires_s = inf if ttl_s is None else self._shared.clock.now() + ttl_s
         stored: list[BlockKey] = []
-        for item, kept in zip(items, results, strict=True):
+        for item, kept in zip(reversed(items), reversed(results), strict=True):
             if not kept:
                 self._free([item.place])
                 self.stats.dropped["refused"] += 1
@@ -351,7 +363,7 @@ class Level:
                 stored.append(item.key)
         self.stats.stored += len(stored)
         self.stats.stored_bytes += len(stored) * self._shared.block_bytes
-        self._shared.events.stored(self.name, stored)
+        self._shared.events.stored(self.name, stored[::-1])
 
     def _full(self, places: Sequence[int]) -> None:
         """The medium is full: work within the places in use, try for more after a while."""
@@ -477,7 +489,7 @@ class Level:
 
     async def drain(self) -> None:
         """Wait until everything offered was written or given up."""
-        while self.pending:
+        while self.pending and self.gate.open():
             self._idle.clear()
             self.wake()
             await self._idle.wait()

@@ -1,0 +1,231 @@
+"""The cache manager: the two flows, save and load, as an engine's thread calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from kvladder.arena import Arena, Slot
+from kvladder.errors import ClosedError
+from kvladder.events import Event
+from kvladder.keys import BlockKey, Namespace
+from kvladder.layout import Layout
+from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
+from kvladder.policy.retention import checked_priority
+from kvladder.tiers.fetch import Fetch
+from kvladder.tiers.index import Meta
+from kvladder.tiers.stack import Post, TierStack
+
+T = TypeVar("T")
+
+
+class Portal(Protocol):
+    """The doors into the loop that a manager needs; ``kvladder.runtime.Runtime`` is one."""
+
+    @property
+    def post(self) -> Post:
+        """See ``Runtime.post``."""
+        ...
+
+    def call(self, work: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:
+        """See ``Runtime.call``."""
+        ...
+
+    def close(self, *, timeout_s: float = 5.0) -> None:
+        """See ``Runtime.close``."""
+        ...
+
+
+class Lookup(NamedTuple):
+    """The longest prefix, in blocks."""
+
+    host: int
+    """Of what the host level holds."""
+    total: int
+    """Of what some level holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerSettings:
+    """Defaults of a manager's calls."""
+
+    fetch_deadline_s: float = 2.0
+    flush_timeout_s: float = 10.0
+
+
+class Save:
+    """Slots leased for blocks that an engine is about to copy out of its KV cache.
+
+    Owned by the caller, who fills the slots and then calls ``commit`` or ``abort`` once.
+    """
+
+    def __init__(
+        self, stack: TierStack, keys: Sequence[BlockKey], indices: list[int], slots: list[Slot],
+        floor: int,
+    ) -> None:
+        self._stack = stack
+        self._keys = [keys[index] for index in indices]
+        self.indices = indices
+        """Positions of these blocks in the keys that were given, ascending."""
+        self.slots = slots
+        """Their slots, in the same order."""
+        self.floor = floor
+        """The lowest priority so far: ``parent_floor`` of the prefix's next blocks."""
+        self._open = True
+
+    def commit(self) -> None:
+        """All bytes are in the slots: the blocks are hits from now on. Idempotent."""
+        if self._open:
+            self._open = False
+            self._stack.publish(self._keys, self.slots)
+
+    def abort(self) -> None:
+        """The copy failed: nothing becomes visible, the slots are free again. Idempotent."""
+        if self._open:
+            self._open = False
+            self._stack.abandon(self._keys, self.slots)
+
+
+class CacheManager:
+    """Composes arena and stack for one engine. Nothing here waits for a tier, but ``close``.
+
+    Owns what it is given and closes it. Calls may come from any thread. The engine copies bytes
+    between its KV cache and the slots that ``save`` and ``fetch`` name.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: Layout,
+        namespace: Namespace,
+        arena: Arena,
+        stack: TierStack,
+        portal: Portal,
+        settings: ManagerSettings | None = None,
+        description: str = "",
+    ) -> None:
+        self.layout = layout
+        self.namespace = namespace
+        self.arena = arena
+        self.stack = stack
+        self._portal = portal
+        self._settings = settings or ManagerSettings()
+        self._description = description
+        self._closed = False
+
+    def lookup(self, keys: Sequence[BlockKey]) -> Lookup:
+        """How much of a prefix is cached; changes nothing."""
+        return Lookup(*self.stack.lookup(keys))
+
+    def fetch(self, keys: Sequence[BlockKey], *, deadline_s: float | None = None) -> Fetch:
+        """Pin the longest cached prefix of ``keys``, and begin to bring it up where needed.
+
+        ``deadline_s`` seconds from now the answer is what has arrived; None takes the
+        configured deadline. Ask ``Fetch.done``, then copy from ``Fetch.slots``, then release.
+        """
+        within_s = self._settings.fetch_deadline_s if deadline_s is None else deadline_s
+        return self.stack.fetch(keys, deadline_s=self.stack.shared.clock.now() + within_s)
+
+    def save(
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        parent_floor: int = PRIORITY_MAX,
+        priorities: Sequence[int] | None = None,
+        durations_s: Sequence[float | None] | None = None,
+    ) -> Save:
+        """Lease slots for those of ``keys`` that are not here yet and that some level would take.
+
+        Parameters
+        ----------
+        keys:
+            Consecutive blocks of one prefix.
+        parent_floor:
+            ``Save.floor`` of the blocks before them; 100 at the start of a prefix.
+        priorities, durations_s:
+            One per key; priorities in 0..100, durations in seconds, None for good. Without
+            priorities blocks get the default, and those that are here keep theirs.
+        """
+        explicit = priorities is not None
+        wanted = [PRIORITY_DEFAULT] * len(keys) if priorities is None else priorities
+        durations = [None] * len(keys) if durations_s is None else durations_s
+        now = self.stack.shared.clock.now()
+        floor = parent_floor
+        metas: list[Meta] = []
+        for priority, duration_s in zip(wanted, durations, strict=True):
+            floor = min(floor, checked_priority(priority))
+            until_s = inf if duration_s is None else now + duration_s
+            metas.append(Meta(priority, floor, 0, until_s))
+        indices, slots = self.stack.reserve(keys, metas, explicit=explicit)
+        return Save(self.stack, keys, indices, slots, floor)
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """The blocks of a prefix were used: none of them is the next to go, its tail first."""
+        self.stack.touch(keys)
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        """Forget these blocks in every level."""
+        self.stack.remove(keys)
+
+    def clear(self) -> None:
+        """Forget every block of this namespace in every level."""
+        self.stack.clear()
+
+    def stats(self) -> dict[str, dict[str, int | float]]:
+        """Counters and occupancy by level, hottest first, and of the arena; plain numbers."""
+        stack = self.stack
+        with stack.lock:
+            host = stack.host.stats.as_dict()
+            host.update(blocks=len(stack.host.index), capacity=self.arena.slots)
+            found = {stack.host.name: host}
+            for level in stack.levels:
+                counts = level.stats.as_dict()
+                counts.update(
+                    blocks=len(level.index),
+                    capacity=level.capacity_blocks,
+                    queued=level.queued,
+                    corrupt=level.tier.corrupt_blocks(),
+                    breaker_open=int(not level.gate.open()),
+                    breaker_opened=level.gate.breaker.opened,
+                )
+                found[level.name] = counts
+            found["arena"] = {"slots": self.arena.slots, "free": self.arena.free}
+        return found
+
+    def take_events(self) -> list[Event]:
+        """What was stored and removed since the last call."""
+        with self.stack.lock:
+            return self.stack.shared.events.take()
+
+    def describe(self) -> str:
+        """The resolved configuration, for people."""
+        return self._description
+
+    def idle(self) -> bool:
+        """Whether no level has anything left to write."""
+        with self.stack.lock:
+            return not any(level.pending for level in self.stack.levels)
+
+    def check(self) -> None:
+        """Assert every invariant; O(n), for tests."""
+        self.stack.check()
+
+    def close(self, *, timeout_s: float | None = None) -> None:
+        """Flush to durable levels, end the loop, unmap the arena; may be called again.
+
+        ``timeout_s`` bounds the flush; None takes the configured bound.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        flush_s = self._settings.flush_timeout_s if timeout_s is None else timeout_s
+        try:
+            self._portal.call(
+                self.stack.aclose(flush_timeout_s=flush_s), timeout_s=flush_s + 30.0
+            )
+        except (TimeoutError, ClosedError) as error:
+            self.stack.shared.notices.say("close", f"closing was cut short: {error!r}")
+        self._portal.close()
+        self.arena.close()

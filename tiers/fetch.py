@@ -1,0 +1,167 @@
+"""One request's load from the stack, and the blocks that are on their way to host slots."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvladder.arena import Slot
+from kvladder.keys import BlockKey
+from kvladder.tiers.base import NO_SLOT, Clock
+from kvladder.tiers.index import Meta
+
+
+class Arrival:
+    """A block on its way from a colder level into a slot; at most one per key (single flight)."""
+
+    __slots__ = ("dead", "level", "meta", "slot", "waiters")
+
+    def __init__(self, slot: Slot, meta: Meta, level: str) -> None:
+        self.slot = slot
+        self.meta = meta
+        self.level = level
+        self.waiters: list[tuple[Fetch, int]] = []
+        self.dead = False
+        """Whether the key was removed meanwhile: what arrives is thrown away."""
+
+
+class Pins(Protocol):
+    """What a fetch needs of the stack."""
+
+    def unpin(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
+        """Give pinned slots back."""
+        ...
+
+    def discard(self, keys: Sequence[BlockKey]) -> None:
+        """Remove blocks whose bytes turned out to be of no use."""
+        ...
+
+
+class Fetch:
+    """The longest prefix of some keys that the stack could serve, pinned in host slots.
+
+    Owned by the caller, who asks ``done`` as often as it likes, uses ``slots`` and calls
+    ``release`` or ``forget`` in the end; until then the slots are not reused.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        stack: Pins,
+        lock: threading.RLock,
+        clock: Clock,
+        deadline_s: float,
+    ) -> None:
+        self.keys = keys
+        self._stack = stack
+        self._lock = lock
+        self._clock = clock
+        self._deadline_s = deadline_s
+        self._slots: list[Slot] = []
+        self._sources: list[str] = []
+        self._waiting: set[int] = set()
+        self._answered = False
+        self._released = False
+        self._settled: threading.Event | None = None
+
+    # ---- for the stack, with the lock held
+
+    def add(self, slot: Slot, source: str) -> None:
+        """Append the next block of the prefix; ``NO_SLOT`` if it is still to arrive."""
+        if slot == NO_SLOT:
+            self._waiting.add(len(self._slots))
+        self._slots.append(slot)
+        self._sources.append(source)
+
+    def arrived(self, index: int, slot: Slot) -> bool:
+        """The block at ``index`` is in ``slot``: whether it is still wanted (then: pinned)."""
+        if index not in self._waiting:
+            return False
+        self._slots[index] = slot
+        self._waiting.discard(index)
+        self._notify()
+        return True
+
+    def failed(self, index: int) -> None:
+        """The block at ``index`` does not come: the prefix ends there."""
+        if index in self._waiting:
+            self._waiting = {i for i in self._waiting if i < index}
+            self._notify()
+
+    def waits_for(self, index: int) -> bool:
+        """Whether the block at ``index`` would still be used."""
+        return index in self._waiting
+
+    def _notify(self) -> None:
+        if not self._waiting and self._settled is not None:
+            self._settled.set()
+
+    # ---- for the engine
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer is final: nothing is on its way, or the deadline has passed."""
+        if self._answered:
+            return True
+        if self._waiting and self._clock.now() < self._deadline_s:
+            return False
+        self._answer()
+        return True
+
+    def _answer(self) -> None:
+        """Keep the leading blocks that are here, give the rest back."""
+        with self._lock:
+            if self._answered:
+                return
+            self._answered = True
+            self._waiting.clear()
+            here = len(self._slots)
+            if NO_SLOT in self._slots:
+                here = self._slots.index(NO_SLOT)
+            rest = [
+                (key, slot)
+                for key, slot in zip(self.keys[here:], self._slots[here:], strict=False)
+                if slot != NO_SLOT
+            ]
+            del self._slots[here:], self._sources[here:]
+            self._stack.unpin([key for key, _ in rest], [slot for _, slot in rest])
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until ``done``, at most ``timeout_s``; the one call that waits for a tier."""
+        with self._lock:
+            if self._waiting and not self._answered:
+                self._settled = threading.Event()
+        if self._settled is not None:
+            left_s = max(0.0, self._deadline_s - self._clock.now())
+            self._settled.wait(left_s if timeout_s is None else min(left_s, timeout_s))
+        return self.done
+
+    @property
+    def blocks(self) -> int:
+        """How many leading blocks are in ``slots``; 0 until ``done``."""
+        return len(self._slots) if self._answered else 0
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The slots of those blocks, pinned until ``release``."""
+        return list(self._slots) if self._answered else []
+
+    @property
+    def sources(self) -> list[str]:
+        """The level each of those blocks came from."""
+        return list(self._sources) if self._answered else []
+
+    def release(self) -> None:
+        """Unpin; the blocks stay cached. May be called again."""
+        with self._lock:
+            self._answer()
+            if not self._released:
+                self._released = True
+                self._stack.unpin(self.keys[: len(self._slots)], self._slots)
+
+    def forget(self) -> None:
+        """Release, and remove the blocks from every level: their bytes could not be used."""
+        self.release()
+        self._stack.discard(self.keys[: len(self._slots)])

@@ -1,0 +1,140 @@
+"""The host level: blocks that lie in arena slots, one copy away from the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+
+from kvladder.arena import Slot
+from kvladder.keys import BlockKey
+from kvladder.metrics import LevelStats
+from kvladder.policy.eviction import EvictionPolicy
+from kvladder.policy.offload import OffloadRule
+from kvladder.tiers.base import Shared
+from kvladder.tiers.index import LevelIndex, Meta
+
+SCAN_MAX = 256
+"""How far past a block that may not go yet the search for one that may goes on."""
+
+
+class HostLevel:
+    """Level 0: its places are arena slots, so nothing moves when a block comes or goes.
+
+    All methods are sync and called with the stack's lock held. The level holds one claim on the
+    slot of each block; whoever loads from a slot holds another and pins the block.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rule: OffloadRule,
+        *,
+        policy: EvictionPolicy,
+        reserve_blocks: int,
+        shared: Shared,
+        loose: Callable[[BlockKey, Meta], bool],
+    ) -> None:
+        self.name = name
+        self.rule = rule
+        self.reserve_blocks = reserve_blocks
+        self.stats = LevelStats()
+        self.index = LevelIndex(policy, ttl=rule.ttl_s is not None)
+        self._shared = shared
+        self._loose = loose
+        """Whether a block may go at once: a level below has it, or none would take it."""
+
+    def find(self, key: BlockKey) -> Slot | None:
+        """The block's slot, or None; a block whose time has come is expired instead."""
+        place = self.index.place(key)
+        if place is None:
+            return None
+        if self.rule.ttl_s is None or self.index.pins(place):
+            return Slot(place)
+        if self.index.expires_s(place) > self._shared.clock.now():
+            return Slot(place)
+        self.stats.expired += 1
+        self._shared.events.removed(self.name, [key], "expired")
+        self._shared.arena.release([Slot(self.index.drop(key))])
+        return None
+
+    def insert(self, key: BlockKey, slot: Slot, meta: Meta, *, pins: int = 0) -> None:
+        """Hold ``key`` in ``slot``; the caller's claim on it becomes the level's."""
+        ttl_s = self.rule.ttl_s
+        expires_s = inf if ttl_s is None else self._shared.clock.now() + ttl_s
+        self.index.insert(key, slot, meta, expires_s=expires_s, pins=pins)
+
+    def pin(self, slots: Sequence[Slot]) -> None:
+        """Keep these blocks, and claim their slots once more."""
+        self._shared.arena.share(slots)
+        for slot in slots:
+            self.index.pin(slot)
+
+    def unpin(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
+        """Undo ``pin``, tail first, so that a prefix outlives what follows it."""
+        for key, slot in zip(reversed(keys), reversed(slots), strict=True):
+            if self.index.place(key) == slot:  # else it was removed meanwhile
+                self.index.unpin(slot)
+        self._shared.arena.release(slots)
+
+    def remove(self, key: BlockKey) -> bool:
+        """Forget the block; its slot is free once nobody loads from it. False if it is not here."""
+        if key not in self.index:
+            return False
+        self._shared.arena.release([Slot(self.index.drop(key))])
+        self.stats.removed += 1
+        self._shared.events.removed(self.name, [key], "removed")
+        return True
+
+    def room(self, count: int, priority: int) -> list[Slot]:
+        """Lease up to ``count`` slots for blocks of this priority, evicting exactly as needed.
+
+        Never waits, and never evicts what is worth more than the newcomers or is still to be
+        written to a level below: then there are fewer slots than asked for.
+        """
+        arena = self._shared.arena
+        self.index.revert(self._shared.clock.now())
+        missing = count - arena.free
+        if missing > 0:
+            gone = self._evictable(missing, priority)
+            arena.release([Slot(self.index.drop(key)) for key in gone])
+            self.stats.evicted += len(gone)
+            self._shared.events.removed(self.name, gone, "evicted")
+        return arena.lease(min(count, arena.free)) or []
+
+    def _evictable(self, count: int, priority: int) -> list[BlockKey]:
+        chosen: list[BlockKey] = []
+        passed = 0
+        for place in self.index.victims():
+            key, meta = self.index.key_at(place), self.index.meta(place)
+            if meta.priority > priority or len(chosen) == count or passed == SCAN_MAX:
+                break
+            if key is not None and self._shared.arena.claims(Slot(place)) == 1 and self._loose(
+                key, meta
+            ):
+                chosen.append(key)
+            else:
+                passed += 1
+        return chosen
+
+    def next_to_go(self) -> list[tuple[BlockKey, Slot, Meta]]:
+        """The blocks whose slots should be clean, so that a save finds room without waiting."""
+        found: list[tuple[BlockKey, Slot, Meta]] = []
+        short = self.reserve_blocks - self._shared.arena.free
+        if short <= 0:
+            return found
+        for place in self.index.victims():
+            key = self.index.key_at(place)
+            if key is not None:
+                found.append((key, Slot(place), self.index.meta(place)))
+            if len(found) == min(short, SCAN_MAX):
+                break
+        return found
+
+    def check(self) -> None:
+        """Assert that the index is sound and holds claims on its slots; O(n), for tests."""
+        self.index.check(self._shared.arena.slots)
+        for key in self.index:
+            place = self.index.place(key)
+            assert place is not None
+            assert self._shared.arena.claims(Slot(place)) >= 1 + self.index.pins(place)
+            assert self.index.meta(place).floor >= self.rule.min_priority
