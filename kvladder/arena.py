@@ -96,9 +96,7 @@ class Arena:
                 pass
 
     @classmethod
-    def create(
-        cls, slots: int, slot_bytes: int, *, available_bytes: int | None = None
-    ) -> Arena:
+    def create(cls, slots: int, slot_bytes: int, *, available_bytes: int | None = None) -> Arena:
         """Map ``slots`` slots of ``slot_bytes`` and reserve their memory.
 
         Raises

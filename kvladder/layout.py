@@ -39,7 +39,9 @@ class Layout:
         if self.block_tokens < 1:
             raise ConfigError(f"{self.block_tokens} tokens", path="block.tokens", hint="1 or more")
         if self.block_bytes < 1:
-            raise ConfigError(f"{self.block_bytes} bytes per block", path="layout", hint="1 or more")
+            raise ConfigError(
+                f"{self.block_bytes} bytes per block", path="layout", hint="1 or more"
+            )
 
     @property
     def slot_bytes(self) -> int:

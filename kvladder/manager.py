@@ -62,7 +62,11 @@ class Save:
     """
 
     def __init__(
-        self, stack: TierStack, keys: Sequence[BlockKey], indices: list[int], slots: list[Slot],
+        self,
+        stack: TierStack,
+        keys: Sequence[BlockKey],
+        indices: list[int],
+        slots: list[Slot],
         floor: int,
     ) -> None:
         self._stack = stack
@@ -222,9 +226,7 @@ class CacheManager:
         self._closed = True
         flush_s = self._settings.flush_timeout_s if timeout_s is None else timeout_s
         try:
-            self._portal.call(
-                self.stack.aclose(flush_timeout_s=flush_s), timeout_s=flush_s + 30.0
-            )
+            self._portal.call(self.stack.aclose(flush_timeout_s=flush_s), timeout_s=flush_s + 30.0)
         except (TimeoutError, ClosedError) as error:
             self.stack.shared.notices.say("close", f"closing was cut short: {error!r}")
         self._portal.close()

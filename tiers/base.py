@@ -156,4 +156,3 @@ class Tier(ABC):
 
     async def aclose(self) -> None:
         """End every transfer, release every resource; may be called again."""
-

@@ -108,8 +108,10 @@ class HostLevel:
             key, meta = self.index.key_at(place), self.index.meta(place)
             if meta.priority > priority or len(chosen) == count or passed == SCAN_MAX:
                 break
-            if key is not None and self._shared.arena.claims(Slot(place)) == 1 and self._loose(
-                key, meta
+            if (
+                key is not None
+                and self._shared.arena.claims(Slot(place)) == 1
+                and self._loose(key, meta)
             ):
                 chosen.append(key)
             else:

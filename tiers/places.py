@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 
 class Places:
-    """Gives out places ``0 <= place < capacity``, lowest first, neighbours where possible."""
+    """Gives out places ``0 <= place < capacity``, lowest first, neighbours where possible.
+
+    A place is free, or taken: by a block of the index, by one that is being written or given up,
+    or by a read that has not ended. Only free ones are given out.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -16,6 +21,8 @@ class Places:
         self._next = 0
         self._free: list[int] = []
         self._withheld: list[int] = []
+        self._reads: Counter[int] = Counter()
+        self._retired: set[int] = set()
 
     @property
     def free(self) -> int:
@@ -34,9 +41,32 @@ class Places:
         return sorted(taken)
 
     def give(self, places: Sequence[int]) -> None:
-        """Take places back."""
-        self._free.extend(places)
-        self.taken -= len(places)
+        """Nothing at these places is wanted any more: they are free once nobody reads them."""
+        for place in places:
+            if place in self._reads:
+                self._retired.add(place)
+            else:
+                self._free.append(place)
+                self.taken -= 1
+
+    def begin_read(self, place: int) -> None:
+        """Keep ``place`` from being free until the read has ended."""
+        self._reads[place] += 1
+
+    def end_read(self, place: int) -> None:
+        """Undo ``begin_read``."""
+        left = self._reads[place] - 1
+        if left:
+            self._reads[place] = left
+            return
+        del self._reads[place]
+        if place in self._retired:
+            self._retired.remove(place)
+            self.give([place])
+
+    def being_read(self, place: int) -> bool:
+        """Whether a read of ``place`` has not ended."""
+        return place in self._reads
 
     def withhold(self, places: Sequence[int]) -> None:
         """The medium had no room at these places: use no new ones until ``unlimit``."""
@@ -67,3 +97,5 @@ class Places:
         assert len(set(idle)) == len(idle)
         assert all(0 <= place < self._next for place in idle)
         assert self.taken + len(idle) == self._next <= self.capacity
+        assert self._retired <= self._reads.keys()
+        assert not self._reads.keys() & set(idle)

@@ -12,11 +12,12 @@ from kvladder.errors import ClosedError
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import EvictionPolicy
 from kvladder.policy.offload import OffloadRule
-from kvladder.tiers.base import NO_SLOT, Item, Shared
-from kvladder.tiers.fetch import Arrival, Fetch
+from kvladder.tiers.base import Shared
+from kvladder.tiers.fetch import Fetch
 from kvladder.tiers.host import HostLevel
 from kvladder.tiers.index import Meta
 from kvladder.tiers.level import Level
+from kvladder.tiers.loader import Loader
 
 TOUCH_BATCH = 256
 """Blocks touched per turn of the loop, so that the lock is never held for long."""
@@ -38,15 +39,6 @@ class HostSettings(NamedTuple):
     """Slots kept free or clean in the background, so that a save finds room at once."""
 
 
-class Want(NamedTuple):
-    """A block that a fetch has to bring from a level."""
-
-    position: int
-    key: BlockKey
-    level: Level
-    place: int
-
-
 class TierStack:
     """Levels hot to cold. Sync methods may be called from any thread and never wait for a tier.
 
@@ -55,14 +47,17 @@ class TierStack:
     """
 
     def __init__(
-        self, host: HostSettings, levels: Sequence[Level], shared: Shared, *, post: Post,
+        self,
+        host: HostSettings,
+        levels: Sequence[Level],
+        shared: Shared,
+        *,
+        post: Post,
         fetch_blocks_max: int,
     ) -> None:
         self.levels = list(levels)
         self.shared = shared
         self.lock = shared.lock
-        self.fetch_blocks_max = fetch_blocks_max
-        """The fetch budget: blocks that may be on their way up at once."""
         self.host = HostLevel(
             host.name,
             host.rule,
@@ -72,11 +67,18 @@ class TierStack:
             loose=self._loose,
         )
         self._post = post
-        self._arrivals: dict[BlockKey, Arrival] = {}
         self._saving: dict[BlockKey, tuple[Slot, Meta]] = {}
         self._refused: set[BlockKey] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
+        self.loader = Loader(
+            self.host,
+            self.levels,
+            shared,
+            post=post,
+            blocks_max=fetch_blocks_max,
+            landed=self._clean_ahead,
+            remove=self.remove,
+        )
         for position, level in enumerate(self.levels):
             level.below = self.levels[position + 1 :]
             level.observer = self._written
@@ -138,7 +140,7 @@ class TierStack:
                 if place is not None:
                     if explicit:
                         self.host.index.set_priority(key, meta)
-                elif key not in self._saving and key not in self._arrivals:
+                elif key not in self._saving and key not in self.loader:
                     if not self._admitted(meta):
                         break
                     wanted.append(index)
@@ -218,176 +220,8 @@ class TierStack:
 
         ``deadline_s`` is loop time: from then on the answer is what has arrived.
         """
-        with self.lock:
-            self._require_open()
-            fetch = Fetch(
-                keys, stack=self, lock=self.lock, clock=self.shared.clock, deadline_s=deadline_s
-            )
-            found, wants = self._plan(keys)
-            self.host.pin([slot for slot in found if slot != NO_SLOT])
-            end = len(found)
-            slots = self._room_for(wants)
-            if len(slots) < len(wants):
-                end = wants[len(slots)].position
-                self.host.stats.throttled += len(wants) - len(slots)
-                late = [i for i in range(end, len(found)) if found[i] != NO_SLOT]
-                self.host.unpin([keys[i] for i in late], [found[i] for i in late])
-                del wants[len(slots) :]
-            items = self._begin(wants, slots)
-            self._attach(fetch, keys[:end], found)
-        for level, batch in items.items():
-            self._post(self._start, level, batch)
-        return fetch
-
-    def _plan(self, keys: Sequence[BlockKey]) -> tuple[list[Slot], list[Want]]:
-        """Slots of the longest prefix, ``NO_SLOT`` where a block has to come, and what must."""
-        found: list[Slot] = []
-        wants: list[Want] = []
-        levels = [level for level in self.levels if level.gate.open()]
-        host_find, arrivals = self.host.find, self._arrivals
-        for index, key in enumerate(keys):
-            slot = host_find(key)
-            if slot is None:
-                slot = NO_SLOT
-                arrival = arrivals.get(key)
-                if arrival is None:
-                    want = self._source(levels, index, key)
-                    if want is None:
-                        break
-                    wants.append(want)
-                elif arrival.dead:
-                    break
-            found.append(slot)
-        return found, wants
-
-    @staticmethod
-    def _source(levels: Sequence[Level], index: int, key: BlockKey) -> Want | None:
-        for level in levels:
-            place = level.find(key)
-            if place is not None:
-                return Want(index, key, level, place)
-        return None
-
-    def _room_for(self, wants: Sequence[Want]) -> list[Slot]:
-        """Slots for what has to come, as far as budget and room go."""
-        count = min(len(wants), self.fetch_blocks_max - len(self._arrivals))
-        if count <= 0:
-            return []
-        lowest = min(want.level.index.meta(want.place).priority for want in wants[:count])
-        return self.host.room(count, lowest)
-
-    def _begin(self, wants: Sequence[Want], slots: Sequence[Slot]) -> dict[Level, list[Item]]:
-        """Register an arrival for each block that has to come: what to read, by level."""
-        batches: dict[Level, list[Item]] = {}
-        for (_, key, level, place), slot in zip(wants, slots, strict=True):
-            level.begin_read(place)
-            hits = level.index.hit(place)
-            meta = level.index.meta(place)._replace(hits=hits)
-            self._arrivals[key] = Arrival(slot, meta, level.name)
-            batches.setdefault(level, []).append(Item(key, place, slot))
-        return batches
-
-    def _attach(self, fetch: Fetch, keys: Sequence[BlockKey], found: Sequence[Slot]) -> None:
-        """Fill ``fetch`` and have it wait for what is on its way."""
-        for index, (key, slot) in enumerate(zip(keys, found, strict=False)):
-            if slot == NO_SLOT:
-                arrival = self._arrivals[key]
-                fetch.add(NO_SLOT, arrival.level)
-                arrival.waiters.append((fetch, index))
-                continue
-            fetch.add(slot, self.host.name)
-            hits = self.host.index.hit(slot)
-            self.host.stats.hits += 1
-            self._write_on_hit(key, slot, hits)
-
-    def _write_on_hit(self, key: BlockKey, slot: Slot, hits: int) -> None:
-        """Offer a block to a write-through level that asks for just this many hits."""
-        for level in self.levels:
-            if level.rule.when == "commit" and 0 < level.rule.min_hits == hits:
-                level.offer(key, slot, self.host.index.meta(slot))
-
-    def _start(self, level: Level, items: Sequence[Item]) -> None:
-        """Begin to read ``items`` from ``level``, a task per batch (loop thread)."""
-        step = level.tier.batch_max
-        for start in range(0, len(items), step):
-            work = self._bring(level, items[start : start + step])
-            task = asyncio.get_running_loop().create_task(work, name=f"kvladder-read-{level.name}")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        self._wake()
-
-    async def _bring(self, level: Level, batch: Sequence[Item]) -> None:
-        """Read ``batch``, publish what came, look further down for what did not."""
-        found: Sequence[bool] = [False] * len(batch)
-        try:
-            found = await level.read(batch)
-        finally:
-            with self.lock:
-                retries = self._land(level, batch, found)
-        for below, items in retries.items():
-            self._start(below, items)
-        self._clean_ahead()
-
-    def _land(
-        self, level: Level, batch: Sequence[Item], found: Sequence[bool]
-    ) -> dict[Level, list[Item]]:
-        """End these arrivals, tail first; what is to be read from levels below instead."""
-        retries: dict[Level, list[Item]] = {}
-        for item, ok in zip(reversed(batch), reversed(found), strict=True):
-            arrival = self._arrivals[item.key]
-            wanted = [(f, i) for f, i in arrival.waiters if f.waits_for(i)]
-            if ok and not arrival.dead:
-                level.stats.hits += 1
-                self._arrived(item.key, arrival, wanted)
-                continue
-            self.shared.arena.release([arrival.slot])
-            retry = None
-            if not ok and wanted and not arrival.dead and not self._closed:
-                retry = self._reroute(level, item.key, arrival)
-            if retry is None:
-                del self._arrivals[item.key]
-                for fetch, index in wanted:
-                    fetch.failed(index)
-            else:
-                retries.setdefault(retry[0], []).insert(0, retry[1])
-        return retries
-
-    def _arrived(
-        self, key: BlockKey, arrival: Arrival, wanted: Sequence[tuple[Fetch, int]]
-    ) -> None:
-        """Hand the slot over to the host level and to those who wait for it."""
-        del self._arrivals[key]
-        slot = arrival.slot
-        self.shared.arena.share([slot] * len(wanted))
-        if self.host.rule.admits(arrival.meta.floor, arrival.meta.hits):
-            self.host.insert(key, slot, arrival.meta, pins=len(wanted))
-            self.shared.events.stored(self.host.name, [key])
-        else:
-            self.shared.arena.release([slot])
-        for fetch, index in wanted:
-            fetch.arrived(index, slot)
-
-    def _reroute(self, level: Level, key: BlockKey, arrival: Arrival) -> tuple[Level, Item] | None:
-        """Have a block that ``level`` did not deliver come from below it, into another slot."""
-        below = [lower for lower in level.below if lower.gate.open()]
-        want = self._source(below, 0, key)
-        slots = [] if want is None else self.host.room(1, arrival.meta.priority)
-        if want is None or not slots:
-            return None
-        want.level.begin_read(want.place)
-        arrival.slot, arrival.level = slots[0], want.level.name
-        return want.level, Item(key, want.place, slots[0])
-
-    # ---- for Fetch
-
-    def unpin(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
-        """Give pinned slots back."""
-        with self.lock:
-            self.host.unpin(keys, slots)
-
-    def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Remove blocks whose bytes turned out to be of no use."""
-        self.remove(keys)
+        self._require_open()
+        return self.loader.fetch(keys, deadline_s=deadline_s)
 
     # ---- everything else
 
@@ -396,9 +230,7 @@ class TierStack:
         with self.lock:
             for key in keys:
                 self._saving.pop(key, None)
-                arrival = self._arrivals.get(key)
-                if arrival is not None:
-                    arrival.dead = True
+                self.loader.recall(key)
                 self.host.remove(key)
                 for level in self.levels:
                     level.remove(key)
@@ -407,7 +239,7 @@ class TierStack:
     def clear(self) -> None:
         """Forget every block."""
         with self.lock:
-            everything = {*self.host.index, *self._saving, *self._arrivals}
+            everything = {*self.host.index, *self._saving, *self.loader.keys()}
             for level in self.levels:
                 everything.update(level.keys())
             self.remove(sorted(everything))
@@ -434,7 +266,8 @@ class TierStack:
         """Write what only the host level holds to the durable levels that admit it."""
         with self.lock:
             left = [
-                key for place in self.host.index.victims()
+                key
+                for place in self.host.index.victims()
                 if (key := self.host.index.key_at(place)) is not None
             ]
         durable = [level for level in self.levels if level.tier.durable]
@@ -463,10 +296,9 @@ class TierStack:
             self._closed = True
         flushing = asyncio.ensure_future(self.flush())
         await asyncio.wait({flushing}, timeout=flush_timeout_s)
-        tasks = {flushing, *self._tasks}
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        flushing.cancel()
+        await asyncio.wait({flushing})
+        await self.loader.aclose()
         for level in self.levels:
             await level.aclose()
         with self.lock:
@@ -482,11 +314,9 @@ class TierStack:
             for level in self.levels:
                 level.check()
             slots = [slot for slot, _ in self._saving.values()]
-            slots += [arrival.slot for arrival in self._arrivals.values()]
             assert len(set(slots)) == len(slots)
             for slot in slots:
                 assert self.shared.arena.claims(slot) >= 1
                 assert self.host.index.key_at(slot) is None
             assert not self._saving.keys() & set(self.host.index)
-            assert not self._arrivals.keys() & set(self.host.index)
-            assert len(self._arrivals) <= self.fetch_blocks_max
+            self.loader.check()

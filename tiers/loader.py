@@ -1,0 +1,259 @@
+"""Loads: what comes up from colder levels, once per block whoever asks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import NamedTuple
+
+from kvladder.arena import Slot
+from kvladder.keys import BlockKey
+from kvladder.tiers.base import NO_SLOT, Item, Shared
+from kvladder.tiers.fetch import Arrival, Fetch
+from kvladder.tiers.host import HostLevel
+from kvladder.tiers.level import Level
+
+
+class Want(NamedTuple):
+    """A block that a fetch has to bring from a level."""
+
+    position: int
+    key: BlockKey
+    level: Level
+    place: int
+
+
+class Loader:
+    """Fetches blocks into host slots: single flight per key, a batch per call, a hole ends it.
+
+    ``fetch`` may be called from any thread and never waits; the rest runs on the loop thread.
+    """
+
+    def __init__(
+        self,
+        host: HostLevel,
+        levels: Sequence[Level],
+        shared: Shared,
+        *,
+        post: Callable[..., None],
+        blocks_max: int,
+        landed: Callable[[], None],
+        remove: Callable[[Sequence[BlockKey]], None],
+    ) -> None:
+        self._host = host
+        self._levels = levels
+        self._shared = shared
+        self._lock = shared.lock
+        self._post = post
+        self._max = blocks_max
+        self._landed = landed
+        self._remove = remove
+        self._arrivals: dict[BlockKey, Arrival] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._arrivals
+
+    def keys(self) -> list[BlockKey]:
+        """The blocks that are on their way."""
+        return list(self._arrivals)
+
+    def recall(self, key: BlockKey) -> None:
+        """The block was removed: what arrives under this key is thrown away."""
+        arrival = self._arrivals.get(key)
+        if arrival is not None:
+            arrival.dead = True
+
+    def fetch(self, keys: Sequence[BlockKey], *, deadline_s: float = inf) -> Fetch:
+        """Pin the longest prefix of ``keys`` and begin to bring up what is not in host slots.
+
+        ``deadline_s`` is loop time: from then on the answer is what has arrived.
+        """
+        with self._lock:
+            fetch = Fetch(
+                keys, stack=self, lock=self._lock, clock=self._shared.clock, deadline_s=deadline_s
+            )
+            found, wants = self._plan(keys)
+            self._host.pin([slot for slot in found if slot != NO_SLOT])
+            end = len(found)
+            slots = self._room_for(wants)
+            if len(slots) < len(wants):
+                end = wants[len(slots)].position
+                self._host.stats.throttled += len(wants) - len(slots)
+                late = [i for i in range(end, len(found)) if found[i] != NO_SLOT]
+                self._host.unpin([keys[i] for i in late], [found[i] for i in late])
+                del wants[len(slots) :]
+            items = self._begin(wants, slots)
+            self._attach(fetch, keys[:end], found)
+        for level, batch in items.items():
+            self._post(self._start, level, batch)
+        return fetch
+
+    def _plan(self, keys: Sequence[BlockKey]) -> tuple[list[Slot], list[Want]]:
+        """Slots of the longest prefix, ``NO_SLOT`` where a block has to come, and what must."""
+        found: list[Slot] = []
+        wants: list[Want] = []
+        levels = [level for level in self._levels if level.gate.open()]
+        host_find, arrivals = self._host.find, self._arrivals
+        for index, key in enumerate(keys):
+            slot = host_find(key)
+            if slot is None:
+                slot = NO_SLOT
+                arrival = arrivals.get(key)
+                if arrival is None:
+                    want = self._source(levels, index, key)
+                    if want is None:
+                        break
+                    wants.append(want)
+                elif arrival.dead:
+                    break
+            found.append(slot)
+        return found, wants
+
+    @staticmethod
+    def _source(levels: Sequence[Level], index: int, key: BlockKey) -> Want | None:
+        for level in levels:
+            place = level.find(key)
+            if place is not None:
+                return Want(index, key, level, place)
+        return None
+
+    def _room_for(self, wants: Sequence[Want]) -> list[Slot]:
+        """Slots for what has to come, as far as budget and room go."""
+        count = min(len(wants), self._max - len(self._arrivals))
+        if count <= 0:
+            return []
+        lowest = min(want.level.index.meta(want.place).priority for want in wants[:count])
+        return self._host.room(count, lowest)
+
+    def _begin(self, wants: Sequence[Want], slots: Sequence[Slot]) -> dict[Level, list[Item]]:
+        """Register an arrival for each block that has to come: what to read, by level."""
+        batches: dict[Level, list[Item]] = {}
+        for (_, key, level, place), slot in zip(wants, slots, strict=True):
+            level.places.begin_read(place)
+            hits = level.index.hit(place)
+            meta = level.index.meta(place)._replace(hits=hits)
+            self._arrivals[key] = Arrival(slot, meta, level.name)
+            batches.setdefault(level, []).append(Item(key, place, slot))
+        return batches
+
+    def _attach(self, fetch: Fetch, keys: Sequence[BlockKey], found: Sequence[Slot]) -> None:
+        """Fill ``fetch`` and have it wait for what is on its way."""
+        for index, (key, slot) in enumerate(zip(keys, found, strict=False)):
+            if slot == NO_SLOT:
+                arrival = self._arrivals[key]
+                fetch.add(NO_SLOT, arrival.level)
+                arrival.waiters.append((fetch, index))
+                continue
+            fetch.add(slot, self._host.name)
+            hits = self._host.index.hit(slot)
+            self._host.stats.hits += 1
+            self._write_on_hit(key, slot, hits)
+
+    def _write_on_hit(self, key: BlockKey, slot: Slot, hits: int) -> None:
+        """Offer a block to a write-through level that asks for just this many hits."""
+        for level in self._levels:
+            if level.rule.when == "commit" and 0 < level.rule.min_hits == hits:
+                level.offer(key, slot, self._host.index.meta(slot))
+
+    def _start(self, level: Level, items: Sequence[Item]) -> None:
+        """Begin to read ``items`` from ``level``, a task per batch (loop thread)."""
+        step = level.tier.batch_max
+        for start in range(0, len(items), step):
+            work = self._bring(level, items[start : start + step])
+            task = asyncio.get_running_loop().create_task(work, name=f"kvladder-read-{level.name}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        level.wake()
+
+    async def _bring(self, level: Level, batch: Sequence[Item]) -> None:
+        """Read ``batch``, publish what came, look further down for what did not."""
+        found: Sequence[bool] = [False] * len(batch)
+        try:
+            found = await level.read(batch)
+        finally:
+            with self._lock:
+                retries = self._land(level, batch, found)
+        for below, items in retries.items():
+            self._start(below, items)
+        self._landed()
+
+    def _land(
+        self, level: Level, batch: Sequence[Item], found: Sequence[bool]
+    ) -> dict[Level, list[Item]]:
+        """End these arrivals, tail first; what is to be read from levels below instead."""
+        retries: dict[Level, list[Item]] = {}
+        for item, ok in zip(reversed(batch), reversed(found), strict=True):
+            arrival = self._arrivals[item.key]
+            wanted = [(f, i) for f, i in arrival.waiters if f.waits_for(i)]
+            if ok and not arrival.dead:
+                level.stats.hits += 1
+                self._arrived(item.key, arrival, wanted)
+                continue
+            self._shared.arena.release([arrival.slot])
+            retry = None
+            if not ok and wanted and not arrival.dead and not self._closed:
+                retry = self._reroute(level, item.key, arrival)
+            if retry is None:
+                del self._arrivals[item.key]
+                for fetch, index in wanted:
+                    fetch.failed(index)
+            else:
+                retries.setdefault(retry[0], []).insert(0, retry[1])
+        return retries
+
+    def _arrived(
+        self, key: BlockKey, arrival: Arrival, wanted: Sequence[tuple[Fetch, int]]
+    ) -> None:
+        """Hand the slot over to the host level and to those who wait for it."""
+        del self._arrivals[key]
+        slot = arrival.slot
+        self._shared.arena.share([slot] * len(wanted))
+        if self._host.rule.admits(arrival.meta.floor, arrival.meta.hits):
+            self._host.insert(key, slot, arrival.meta, pins=len(wanted))
+            self._shared.events.stored(self._host.name, [key])
+        else:
+            self._shared.arena.release([slot])
+        for fetch, index in wanted:
+            fetch.arrived(index, slot)
+
+    def _reroute(self, level: Level, key: BlockKey, arrival: Arrival) -> tuple[Level, Item] | None:
+        """Have a block that ``level`` did not deliver come from below it, into another slot."""
+        below = [lower for lower in level.below if lower.gate.open()]
+        want = self._source(below, 0, key)
+        slots = [] if want is None else self._host.room(1, arrival.meta.priority)
+        if want is None or not slots:
+            return None
+        want.level.places.begin_read(want.place)
+        arrival.slot, arrival.level = slots[0], want.level.name
+        return want.level, Item(key, want.place, slots[0])
+
+    # ---- for Fetch
+
+    def unpin(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
+        """Give pinned slots back."""
+        with self._lock:
+            self._host.unpin(keys, slots)
+
+    def discard(self, keys: Sequence[BlockKey]) -> None:
+        """Remove blocks whose bytes turned out to be of no use."""
+        self._remove(keys)
+
+    async def aclose(self) -> None:
+        """End every load; what has not arrived is a miss."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def check(self) -> None:
+        """Assert what must hold of every arrival; for tests."""
+        assert len(self._arrivals) <= self._max
+        assert len({arrival.slot for arrival in self._arrivals.values()}) == len(self._arrivals)
+        for key, arrival in self._arrivals.items():
+            assert self._shared.arena.claims(arrival.slot) >= 1
+            assert key not in self._host.index
+            assert self._host.index.key_at(arrival.slot) is None

@@ -1,0 +1,324 @@
+"""The one writer of a level: removals, writes, and the room that they need."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from math import inf
+from typing import TYPE_CHECKING
+
+from kvladder.arena import Slot
+from kvladder.keys import BlockKey
+from kvladder.policy.eviction import PRIORITY_DEFAULT
+from kvladder.tiers.base import Item
+from kvladder.tiers.gate import Answer
+from kvladder.tiers.inbox import Inbox, Pending
+from kvladder.tiers.index import Meta
+
+if TYPE_CHECKING:
+    from kvladder.tiers.level import Level
+
+FULL_RETRY_S = 60.0
+"""After a full disk, how long a level works within the places it has before it tries for more."""
+
+
+class Writer:
+    """Drains a level's inbox in batches, at its own pace, one call after the other.
+
+    Sync methods are called with the stack's lock held, coroutines run on the loop thread.
+    """
+
+    def __init__(self, level: Level) -> None:
+        self._level = level
+        self._tier = level.tier
+        self._rule = level.rule
+        self._gate = level.gate
+        self._index = level.index
+        self._places = level.places
+        self._stats = level.stats
+        self._shared = level.shared
+        self._lock = level.shared.lock
+        self._inbox = Inbox(level.shared.arena, blocks_max=level.settings.queue_blocks)
+        self._writing: dict[BlockKey, Pending] = {}
+        self._tombstones: set[BlockKey] = set()
+        self._removals: list[Item] = []
+        self._full_until_s = -inf
+        self._wakeup = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    # ---- sync, with the lock held
+
+    def __len__(self) -> int:
+        return len(self._inbox) + len(self._writing)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._inbox or key in self._writing
+
+    def keys(self) -> list[BlockKey]:
+        """The blocks that wait to be written or are being written."""
+        return [*self._inbox, *self._writing]
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to do."""
+        return bool(self._inbox or self._writing or self._removals)
+
+    def offer(self, key: BlockKey, slot: Slot, meta: Meta) -> bool:
+        """Queue a block that is new here; False if nothing less valuable could give way."""
+        if self._inbox.full:
+            self._stats.dropped["queue"] += 1
+            loser = self._inbox.loser(meta.priority)
+            if loser is None:
+                return False
+            self._give_up(loser)
+        self._inbox.add(key, slot, meta)
+        return True
+
+    def _give_up(self, key: BlockKey) -> None:
+        self._inbox.remove(key)
+        self._level.settled(key, stored=False)
+
+    def recall(self, key: BlockKey) -> None:
+        """The block was removed: it is not written, or removed as soon as it is."""
+        if key in self._inbox:
+            self._give_up(key)
+        if key in self._writing:
+            self._tombstones.add(key)
+
+    def remove_later(self, items: Iterable[Item]) -> None:
+        """Have the tier forget blocks that have left the index; their places are free after it."""
+        self._removals.extend(items)
+
+    def check(self) -> None:
+        """Assert bounds and claims; for tests."""
+        self._inbox.check()
+        assert self._tombstones <= self._writing.keys()
+        claims = self._shared.arena.claims
+        assert all(claims(pending.slot) > 0 for pending in self._writing.values())
+
+    # ---- on the loop
+
+    def wake(self) -> None:
+        """Look at what waits."""
+        self._wakeup.set()
+
+    def start(self) -> None:
+        """Begin to work."""
+        name = f"kvladder-writer-{self._level.name}"
+        self._task = asyncio.create_task(self._run(), name=name)
+
+    async def _run(self) -> None:
+        while True:
+            wait_s = self._gate.retry_in_s if self._removals else None
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wakeup.wait(), wait_s)
+            self._wakeup.clear()
+            while self.pending and self._gate.open():
+                await self._step()
+            with self._lock:
+                self._abandon()
+            self._idle.set()
+
+    def _abandon(self) -> None:
+        """The tier is left alone: what waits is dropped rather than keep slots from others."""
+        if self._inbox:
+            self._stats.dropped["breaker"] += len(self._inbox)
+        for key in list(self._inbox):
+            self._give_up(key)
+
+    async def _step(self) -> None:
+        """One batch of removals or one of writes, whichever is due; removals first."""
+        with self._lock:
+            removals = self._removals[: self._tier.batch_max]
+            del self._removals[: self._tier.batch_max]
+        if removals:
+            await self._remove_from_tier(removals)
+            return
+        with self._lock:
+            self._writing = self._inbox.take(self._tier.batch_max)
+        try:
+            await self._write()
+        finally:
+            with self._lock:
+                self._settle([], Answer(()))
+
+    async def _remove_from_tier(self, items: Sequence[Item]) -> None:
+        """Have the tier forget ``items``, then free their places; if it fails, later again.
+
+        Until then a durable tier would bring them back at the next start.
+        """
+
+        def again() -> None:
+            self._removals.extend(items)
+
+        async def removing() -> Sequence[bool]:
+            await self._tier.remove(items)
+            return ()
+
+        answer = await self._gate.call(removing, (), again)
+        with self._lock:
+            if answer.results is not None:
+                self._places.give([item.place for item in items])
+            elif answer.quiet:
+                again()
+
+    async def _write(self) -> None:
+        """Make room for what is in ``_writing`` and store it."""
+        await self._make_room(len(self._writing))
+        now = self._shared.clock.now()
+        with self._lock:
+            places = self._places.take(len(self._writing))
+            missing = len(self._writing) - len(places)
+            if missing:
+                self._stats.dropped["full" if self._places.limited else "busy"] += missing
+            items = [
+                self._item(key, place, pending)
+                for place, (key, pending) in zip(places, self._writing.items(), strict=False)
+            ]
+        if not items:
+            return
+        answer = await self._gate.call(
+            lambda: self._tier.put(items),
+            [item.slot for item in items],
+            lambda: self._undo(items),
+        )
+        with self._lock:
+            self._stats.stored_s += self._shared.clock.now() - now
+            self._settle(items, answer)
+
+    def _item(self, key: BlockKey, place: int, pending: Pending) -> Item:
+        """What is written. A priority that ends is not stored: after a restart it has ended."""
+        meta, ttl_s = pending.meta, self._rule.ttl_s
+        lasting = meta.priority if meta.until_s == inf else min(meta.priority, PRIORITY_DEFAULT)
+        wall_s = None if ttl_s is None else self._shared.clock.wall() + ttl_s
+        return Item(key, place, pending.slot, lasting, meta.floor, wall_s)
+
+    def _settle(self, items: Sequence[Item], answer: Answer) -> None:
+        """End the write under way: publish what was stored, free the rest, tell the stack."""
+        if answer.full:
+            self._full([item.place for item in items])
+        elif answer.results is None:
+            self._stats.dropped["failed"] += len(items)
+            if answer.quiet:
+                self._undo(items)
+        else:
+            self._publish(items, answer.results)
+        for key, pending in self._writing.items():
+            self._shared.arena.release([pending.slot])
+            self._level.settled(key, stored=key in self._index)
+        self._writing = {}
+        self._tombstones.clear()
+
+    def _undo(self, items: Sequence[Item]) -> None:
+        """A write failed or was left behind: some of it may be there, so have it removed."""
+        self._removals.extend(items)
+        self.wake()
+
+    def _publish(self, items: Sequence[Item], results: Sequence[bool]) -> None:
+        ttl_s = self._rule.ttl_s
+        expires_s = inf if ttl_s is None else self._shared.clock.now() + ttl_s
+        stored: list[BlockKey] = []
+        for item, kept in zip(reversed(items), reversed(results), strict=True):
+            if not kept:
+                self._places.give([item.place])
+                self._stats.dropped["refused"] += 1
+            elif item.key in self._tombstones:
+                self._removals.append(item)
+            else:
+                meta = self._writing[item.key].meta
+                self._index.insert(item.key, item.place, meta, expires_s=expires_s)
+                stored.append(item.key)
+        self._stats.stored += len(stored)
+        self._stats.stored_bytes += len(stored) * self._shared.block_bytes
+        self._shared.events.stored(self._level.name, stored[::-1])
+
+    def _full(self, places: Sequence[int]) -> None:
+        """The medium is full: work within the places in use, try for more after a while."""
+        self._stats.dropped["full"] += len(places)
+        self._places.withhold(places)
+        self._full_until_s = self._shared.clock.now() + FULL_RETRY_S
+        self._shared.notices.say(
+            f"{self._level.name} full",
+            f"tier {self._level.name}: its medium is full with {len(self._index)} of"
+            f" {self._level.capacity_blocks} blocks; older blocks give way from now on",
+        )
+
+    async def _make_room(self, count: int) -> None:
+        """Evict exactly as much as ``count`` blocks need; victims go to a level below first."""
+        with self._lock:
+            now = self._shared.clock.now()
+            if self._places.limited and now >= self._full_until_s:
+                self._places.unlimit()
+            self._index.revert(now)
+            victims = self._victims(count - self._places.free)
+        if not victims:
+            return
+        await self._demote(victims)
+        with self._lock:
+            gone: list[Item] = []
+            for key, place in victims:
+                if self._index.place(key) == place and not self._places.being_read(place):
+                    self._index.drop(key)
+                    gone.append(Item(key, place))
+            self._stats.evicted += len(gone)
+            self._shared.events.removed(self._level.name, [item.key for item in gone], "evicted")
+        for start in range(0, len(gone), self._tier.batch_max):
+            await self._remove_from_tier(gone[start : start + self._tier.batch_max])
+
+    def _victims(self, count: int) -> list[tuple[BlockKey, int]]:
+        """At most ``count`` blocks in the order of eviction, none of which is being read."""
+        chosen: list[tuple[BlockKey, int]] = []
+        if count <= 0:
+            return chosen
+        for place in self._index.victims():
+            key = self._index.key_at(place)
+            if key is not None and not self._places.being_read(place):
+                chosen.append((key, place))
+                if len(chosen) == count:
+                    break
+        return chosen
+
+    async def _demote(self, victims: Sequence[tuple[BlockKey, int]]) -> None:
+        """Read those victims that a level below admits and hand them to it."""
+        arena = self._shared.arena
+        moves: list[tuple[Item, Meta, Level]] = []
+        with self._lock:
+            for key, place in victims:
+                meta = self._index.meta(place)
+                target = self._level.target(key, meta)
+                if target is None:
+                    continue
+                slots = arena.lease(1)
+                if slots is None:
+                    self._stats.dropped["arena"] += 1
+                    continue
+                self._places.begin_read(place)
+                moves.append((Item(key, place, slots[0]), meta, target))
+        found: Sequence[bool] = [False] * len(moves)
+        try:
+            found = await self._level.read([item for item, _, _ in moves])
+        finally:
+            with self._lock:
+                for (item, meta, target), ok in zip(moves, found, strict=True):
+                    if ok and self._index.place(item.key) == item.place:
+                        target.offer(item.key, item.slot, meta)
+                    arena.release([item.slot])
+                    target.wake()
+
+    async def drain(self) -> None:
+        """Wait until everything offered was written or given up."""
+        while self.pending and self._gate.open():
+            self._idle.clear()
+            self.wake()
+            await self._idle.wait()
+
+    async def aclose(self) -> None:
+        """Stop, and give up what waits; may be called again."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+            self._task = None
+        with self._lock:
+            self._abandon()
