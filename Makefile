@@ -1,0 +1,27 @@
+# Everything works on a fresh Debian machine with Python 3.11: the environment is made on demand.
+.PHONY: demo test lint bench clean
+PY := .venv/bin/python
+
+test: .venv/stamp  ## every test, the ones against a real vLLM included
+	$(PY) -m pytest $(ARGS)
+
+demo: .venv/stamp  ## a real vLLM served from host memory and from files, with controls
+	$(PY) examples/demo.py $(ARGS)
+
+lint: .venv/stamp  ## style, types and who may import whom
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/pyright
+	.venv/bin/lint-imports
+
+bench: .venv/stamp  ## measure: limit, peer, ours and the ratio (ARGS="--only NAME --out FILE")
+	$(PY) -m benchmarks $(ARGS)
+
+.venv/stamp: pyproject.toml .ci/venv
+	bash .ci/venv
+
+clean:  ## remove what the other targets made
+	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache \
+	    .import_linter_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
