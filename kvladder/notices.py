@@ -32,5 +32,7 @@ class Notices:
             return
         held = self._held.pop(kind, 0)
         self._last[kind] = now
-        more = f" ({held} more like this in the last {now - (last or now):.0f} s)" if held else ""
+        more = ""
+        if held and last is not None:
+            more = f" ({held} more like this in the last {now - last:.0f} s)"
         logger.warning("%s%s", message, more)

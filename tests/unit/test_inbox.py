@@ -1,0 +1,61 @@
+"""The inbox holds claims on the slots of what waits, and its least valuable block gives way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvladder.arena import Arena, Slot
+from kvladder.keys import BlockKey
+from kvladder.tiers.inbox import Inbox
+from kvladder.tiers.index import Meta
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena.create(8, 4096)
+    yield arena
+    arena.check()
+    arena.close()
+
+
+def add(inbox: Inbox, arena: Arena, name: str, priority: int) -> Slot:
+    leased = arena.lease(1)
+    assert leased is not None
+    inbox.add(BlockKey(name.encode()), leased[0], Meta(priority, priority))
+    arena.release(leased)
+    return leased[0]
+
+
+def test_is_first_in_first_out_and_hands_its_claims_on(arena: Arena) -> None:
+    inbox = Inbox(arena, blocks_max=4)
+    slots = [add(inbox, arena, name, 35) for name in "abc"]
+    assert arena.free == 5
+    taken = inbox.take(2)
+    assert list(taken) == [b"a", b"b"]
+    assert [pending.slot for pending in taken.values()] == slots[:2]
+    inbox.check()
+    arena.release(slots[:2])
+    inbox.remove(BlockKey(b"c"))
+    assert len(inbox) == 0
+    assert arena.free == 8
+
+
+def test_the_youngest_of_the_lowest_priority_gives_way(arena: Arena) -> None:
+    inbox = Inbox(arena, blocks_max=3)
+    for name, priority in (("a", 35), ("b", 20), ("c", 20)):
+        assert inbox.loser(100) is None, "there is room"
+        add(inbox, arena, name, priority)
+    assert inbox.full
+    assert inbox.loser(20) is None, "nothing is worth less"
+    assert inbox.loser(21) == b"c"
+    inbox.remove(BlockKey(b"c"))
+    inbox.remove(BlockKey(b"b"))
+    add(inbox, arena, "d", 50)
+    add(inbox, arena, "e", 50)
+    assert inbox.loser(36) == b"a"
+    assert b"a" in inbox
+    assert list(inbox) == [b"a", b"d", b"e"]
+    for name in "ade":
+        inbox.remove(BlockKey(name.encode()))

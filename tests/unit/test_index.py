@@ -1,0 +1,165 @@
+"""The index of a level: order of eviction, pins, retention, and the memory it takes."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from math import inf
+
+import pytest
+
+from kvladder.keys import BlockKey
+from kvladder.policy.eviction import PRIORITY_DEFAULT, PrioritizedLRU
+from kvladder.tiers.index import HITS_MAX, LevelIndex, Meta
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(hashlib.sha256(b"%d" % number).digest())
+
+
+def index_of(*priorities: int, ttl: bool = False) -> LevelIndex:
+    index = LevelIndex(PrioritizedLRU(), ttl=ttl)
+    for place, priority in enumerate(priorities):
+        index.insert(key(place), place, Meta(priority, priority))
+    return index
+
+
+def test_finds_the_longest_prefix() -> None:
+    index = index_of(35, 35, 35)
+    assert index.prefix([key(0), key(1), key(9), key(2)]) == 2
+    assert index.prefix([key(0), key(2)]) == 2
+    assert index.prefix([]) == 0
+    assert index.place(key(2)) == 2
+    assert index.place(key(3)) is None
+    assert index.key_at(1) == key(1)
+    assert index.key_at(99) is None
+
+
+def test_victims_are_the_lowest_priority_then_the_least_recent() -> None:
+    index = index_of(80, 5, 35, 35)
+    index.touch([2])
+    assert list(index.victims()) == [1, 3, 2, 0]
+    assert index.drop(key(1)) == 1
+    assert list(index.victims()) == [3, 2, 0]
+    index.check(3)
+
+
+def test_a_pinned_block_is_no_victim_and_comes_back_as_the_most_recent() -> None:
+    index = index_of(35, 35)
+    index.pin(0)
+    index.pin(0)
+    index.touch([0, 1])
+    assert list(index.victims()) == [1]
+    index.unpin(0)
+    assert index.pins(0) == 1
+    assert list(index.victims()) == [1]
+    index.unpin(0)
+    assert list(index.victims()) == [1, 0]
+    index.check(2)
+
+
+def test_a_dropped_pinned_block_leaves_nothing_behind() -> None:
+    index = index_of(35)
+    index.pin(0)
+    assert index.drop(key(0)) == 0
+    index.insert(key(7), 0, Meta())
+    assert list(index.victims()) == [0]
+    index.check(1)
+
+
+def test_e_7_a_priority_of_one_millisecond_reverts_to_the_default() -> None:
+    index = LevelIndex(PrioritizedLRU())
+    index.insert(key(0), 0, Meta(80, 80, until_s=0.001))
+    index.revert(0.0)
+    assert index.meta(0).priority == 80
+    index.revert(0.002)
+    assert index.meta(0).priority == PRIORITY_DEFAULT
+    assert index.meta(0).until_s == inf
+
+
+def test_r_18_expiry_never_promotes() -> None:
+    index = LevelIndex(PrioritizedLRU())
+    index.insert(key(0), 0, Meta(10, 10, until_s=0.005))
+    index.revert(1.0)
+    assert index.meta(0).priority == 10
+
+
+def test_a_new_retention_replaces_the_one_before() -> None:
+    index = LevelIndex(PrioritizedLRU())
+    index.insert(key(0), 0, Meta(80, 80, until_s=1.0))
+    index.set_priority(key(0), Meta(90, 90, until_s=5.0))
+    index.revert(2.0)
+    assert index.meta(0).priority == 90
+    index.revert(5.0)
+    assert index.meta(0).priority == PRIORITY_DEFAULT
+    index.set_priority(key(0), Meta(60, 60))
+    index.revert(100.0)
+    assert index.meta(0).priority == 60
+    index.check(1)
+
+
+def test_a_retention_of_a_place_does_not_reach_its_next_block() -> None:
+    index = LevelIndex(PrioritizedLRU())
+    index.insert(key(0), 0, Meta(80, 80, until_s=1.0))
+    index.drop(key(0))
+    index.insert(key(1), 0, Meta(80, 80))
+    index.revert(2.0)
+    assert index.meta(0).priority == 80
+
+
+def test_a_pinned_block_reverts_too() -> None:
+    index = LevelIndex(PrioritizedLRU())
+    index.insert(key(0), 0, Meta(80, 80, until_s=1.0), pins=1)
+    index.revert(1.0)
+    index.unpin(0)
+    index.insert(key(1), 1, Meta(40, 40))
+    assert list(index.victims()) == [0, 1]
+
+
+def test_hits_are_counted_up_to_their_maximum() -> None:
+    index = index_of(35)
+    assert [index.hit(0) for _ in range(3)] == [1, 2, 3]
+    for _ in range(HITS_MAX):
+        index.hit(0)
+    assert index.meta(0).hits == HITS_MAX
+
+
+def test_expiry_times_are_kept_only_where_there_is_a_ttl() -> None:
+    with_ttl, without = index_of(ttl=True), index_of()
+    for index in (with_ttl, without):
+        index.insert(key(0), 0, Meta(), expires_s=4.0)
+    assert with_ttl.expires_s(0) == 4.0
+    assert without.expires_s(0) == inf
+
+
+def test_equals_a_sorted_list() -> None:
+    rng = random.Random(7)
+    index, model = LevelIndex(PrioritizedLRU()), dict[int, tuple[int, int]]()
+    for step in range(3000):
+        number = rng.randrange(40)
+        if number in model:
+            if rng.random() < 0.5:
+                index.touch([number])
+                model[number] = (model[number][0], step)
+            else:
+                assert index.drop(key(number)) == number
+                del model[number]
+        else:
+            priority = rng.choice([0, 35, 35, 100])
+            index.insert(key(number), number, Meta(priority, priority))
+            model[number] = (priority, step)
+        assert list(index.victims()) == sorted(model, key=model.__getitem__)
+    index.check(40)
+
+
+@pytest.mark.slow
+def test_a_block_costs_at_most_200_bytes() -> None:
+    import tracemalloc
+
+    count = 1 << 17
+    tracemalloc.start()
+    index = index_of(*[35] * count)
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(index) == count
+    assert used / count <= 200

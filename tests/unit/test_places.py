@@ -1,0 +1,63 @@
+"""Places are given out once, withheld when the medium is full, and kept while they are read."""
+
+from __future__ import annotations
+
+from kvladder.tiers.places import Places
+
+
+def test_gives_the_lowest_neighbours_first_and_never_one_twice() -> None:
+    places = Places(4)
+    assert places.take(3) == [0, 1, 2]
+    assert places.take(3) == [3]
+    assert places.take(1) == []
+    places.give([2, 0])
+    assert places.free == 2
+    assert places.take(5) == [0, 2]
+    places.check()
+
+
+def test_a_place_that_is_read_is_free_only_after_the_last_read() -> None:
+    places = Places(2)
+    places.take(2)
+    places.begin_read(1)
+    places.begin_read(1)
+    places.give([0, 1])
+    assert places.take(2) == [0]
+    places.end_read(1)
+    assert places.being_read(1)
+    assert places.take(1) == []
+    places.end_read(1)
+    assert places.take(1) == [1]
+    places.check()
+
+
+def test_a_read_of_a_wanted_place_frees_nothing() -> None:
+    places = Places(1)
+    places.take(1)
+    places.begin_read(0)
+    places.end_read(0)
+    assert places.free == 0
+
+
+def test_a_full_medium_is_worked_within_and_tried_again_later() -> None:
+    places = Places(10)
+    assert places.take(2) == [0, 1]
+    failed = places.take(2)
+    places.withhold(failed)
+    assert places.limited
+    assert places.free == 0
+    places.give([0])
+    assert places.take(3) == [0]
+    places.check()
+    places.unlimit()
+    assert places.free == 8
+    assert places.take(8) == [2, 3, 4, 5, 6, 7, 8, 9]
+    places.check()
+
+
+def test_occupied_places_are_not_given_out() -> None:
+    places = Places(5)
+    places.occupy([3, 1])
+    assert places.take(9) == [0, 2, 4]
+    assert places.taken == 5
+    places.check()
