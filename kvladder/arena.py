@@ -13,6 +13,7 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NewType
@@ -25,7 +26,6 @@ Slot = NewType("Slot", int)
 
 HUGE_PAGE_BYTES = 2 << 20
 _MEMFD_NAME = "kvladder-arena"
-_MADV_HUGEPAGE = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +89,8 @@ class Arena:
         self._lock = threading.Lock()
         self._claims = [0] * slots
         self._free = list(range(slots - 1, -1, -1))
-        if hasattr(self._map, "madvise"):  # pragma: no branch - always on Linux
-            try:
-                self._map.madvise(_MADV_HUGEPAGE)
-            except OSError:  # pragma: no cover - a kernel without huge pages
-                pass
+        with suppress(OSError):  # a kernel without huge pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
 
     @classmethod
     def create(cls, slots: int, slot_bytes: int, *, available_bytes: int | None = None) -> Arena:

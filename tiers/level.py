@@ -188,8 +188,8 @@ class Level:
     async def read(self, items: Sequence[Item]) -> Sequence[bool]:
         """Fill the items' slots; False where that failed, for whatever reason.
 
-        The caller called ``places.begin_read`` for each place, which this ends, and holds its own claims
-        on the slots. A block that the tier turns out not to have leaves the index.
+        The caller called ``places.begin_read`` for each place, which this ends, and holds its own
+        claims on the slots. A block that the tier turns out not to have leaves the index.
         """
         results: list[bool] = []
         begun = 0
