@@ -59,6 +59,7 @@ class HostLevel:
 
     def insert(self, key: BlockKey, slot: Slot, meta: Meta, *, pins: int = 0) -> None:
         """Hold ``key`` in ``slot``; the caller's claim on it becomes the level's."""
+        assert meta.floor >= self.rule.min_priority
         ttl_s = self.rule.ttl_s
         expires_s = inf if ttl_s is None else self._shared.clock.now() + ttl_s
         self.index.insert(key, slot, meta, expires_s=expires_s, pins=pins)
@@ -139,4 +140,3 @@ class HostLevel:
             place = self.index.place(key)
             assert place is not None
             assert self._shared.arena.claims(Slot(place)) >= 1 + self.index.pins(place)
-            assert self.index.meta(place).floor >= self.rule.min_priority

@@ -149,10 +149,6 @@ class Level:
         self._writer.check()
         self.places.check()
         assert len(self.index) <= self.places.taken <= self.capacity_blocks
-        for key in self.index:
-            place = self.index.place(key)
-            assert place is not None
-            assert self.index.meta(place).floor >= self.rule.min_priority
 
     # ---- on the loop
 

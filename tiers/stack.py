@@ -170,7 +170,9 @@ class TierStack:
                     continue
                 del self._saving[key]
                 meta = saving[1]
-                if self.host.rule.admits(meta.floor, meta.hits):
+                if key in self.loader:  # a level below had it after all, and brings it up
+                    self.shared.arena.release([slot])
+                elif self.host.rule.admits(meta.floor, meta.hits):
                     self.host.insert(key, slot, meta)
                     stored.append(key)
                     self._write_through(key, slot, meta)

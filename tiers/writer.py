@@ -228,6 +228,7 @@ class Writer:
                 self._removals.append(item)
             else:
                 meta = self._writing[item.key].meta
+                assert meta.floor >= self._rule.min_priority
                 self._index.insert(item.key, item.place, meta, expires_s=expires_s)
                 stored.append(item.key)
         self._stats.stored += len(stored)
