@@ -62,12 +62,13 @@ def memory_available(root: Path = Path("/")) -> int:
     return available
 
 
-def _meminfo(root: Path, field: str) -> int:
+def _meminfo(root: Path, field: str, *, scale: int = 1024) -> int:
+    """A field of ``/proc/meminfo`` times ``scale``; 0 if the kernel does not report it."""
     for line in (root / "proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == field:
-            return int(value.split()[0]) * 1024
-    raise ArenaError(f"/proc/meminfo has no {field}")
+            return int(value.split()[0]) * scale
+    return 0
 
 
 class Arena:
@@ -78,18 +79,18 @@ class Arena:
     is therefore never handed out. All methods may be called from any thread.
     """
 
-    def __init__(self, fd: int, *, slots: int, slot_bytes: int, owner: bool) -> None:
+    def __init__(self, fd: int, *, slots: int, slot_bytes: int, huge: bool) -> None:
         self.slots = slots
         self.slot_bytes = slot_bytes
-        self.pinned = False
-        self._owner = owner
+        self.huge = huge
+        """Whether the mapping has huge pages of its own, reserved by the administrator."""
         self._fd = fd
         self._map = mmap.mmap(fd, align(slots * slot_bytes, HUGE_PAGE_BYTES))
         self._buffer = memoryview(self._map)
         self._lock = threading.Lock()
         self._claims = [0] * slots
         self._free = list(range(slots - 1, -1, -1))
-        with suppress(OSError):  # a kernel without huge pages
+        with suppress(OSError):  # a kernel without transparent huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
 
     @classmethod
@@ -111,7 +112,8 @@ class Arena:
             raise ConfigError(f"slots of {slot_bytes} bytes", hint="a multiple of 4096")
         size = align(slots * slot_bytes, HUGE_PAGE_BYTES)
         available = memory_available() if available_bytes is None else available_bytes
-        if size > available:
+        huge = _meminfo(Path("/"), "HugePages_Free", scale=HUGE_PAGE_BYTES) >= size
+        if size > available and not huge:
             fits = max(0, available * 9 // 10) // slot_bytes * slot_bytes
             raise ConfigError(
                 f"{size / 2**30:.2f} GiB do not fit in the {available / 2**30:.2f} GiB of memory"
@@ -119,13 +121,23 @@ class Arena:
                 path="arena.size",
                 hint=f"{fits / 2**30:.2f} GiB would fit",
             )
-        fd = os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC)
+        if huge:
+            with suppress(ConfigError):  # taken by another process meanwhile
+                return cls._reserve(slots, slot_bytes, os.MFD_HUGETLB)
+        return cls._reserve(slots, slot_bytes, 0)
+
+    @classmethod
+    def _reserve(cls, slots: int, slot_bytes: int, flags: int) -> Arena:
+        size = align(slots * slot_bytes, HUGE_PAGE_BYTES)
+        fd = -1
         try:
+            fd = os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC | flags)
             os.ftruncate(fd, size)
             os.posix_fallocate(fd, 0, size)
-            return cls(fd, slots=slots, slot_bytes=slot_bytes, owner=True)
+            return cls(fd, slots=slots, slot_bytes=slot_bytes, huge=bool(flags))
         except OSError as error:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
             raise ConfigError(
                 f"{size} bytes of shared memory cannot be had: {error.strerror}",
                 path="arena.size",
@@ -146,7 +158,7 @@ class Arena:
         if os.fstat(fd).st_size != size:
             os.close(fd)
             raise ArenaError(f"arena of process {handle.pid} is not {size} bytes long")
-        return cls(fd, slots=handle.slots, slot_bytes=handle.slot_bytes, owner=False)
+        return cls(fd, slots=handle.slots, slot_bytes=handle.slot_bytes, huge=False)
 
     @property
     def handle(self) -> ArenaHandle:
