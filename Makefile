@@ -12,7 +12,7 @@ lint: .venv/stamp  ## style, types and who may import whom
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/pyright
+	.venv/bin/pyright --pythonpath $(PY)
 	.venv/bin/lint-imports
 
 bench: .venv/stamp  ## measure: limit, peer, ours and the ratio (ARGS="--only NAME --out FILE")

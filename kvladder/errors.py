@@ -25,6 +25,7 @@ class ConfigError(KvladderError, ValueError):
     """
 
     def __init__(self, message: str, *, path: str = "", hint: str = "") -> None:
+        self.message = message
         self.path = path
         self.hint = hint
         where = f"{path}: " if path else ""

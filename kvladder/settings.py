@@ -1,0 +1,151 @@
+"""What may be set, with its defaults: one frozen struct per section of a configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from kvladder import registry
+from kvladder.layout import Layout
+from kvladder.policy.eviction import PRIORITY_MAX, PRIORITY_MIN, EvictionPolicy
+from kvladder.policy.offload import OffloadRule, When
+from kvladder.tiers.base import Tier
+from kvladder.units import Duration, Share, Size
+
+Count = Annotated[int, msgspec.Meta(ge=0, description="a whole number, 0 or more")]
+Positive = Annotated[int, msgspec.Meta(ge=1, description="a whole number, 1 or more")]
+Priority = Annotated[
+    int, msgspec.Meta(ge=PRIORITY_MIN, le=PRIORITY_MAX, description="a priority, 0 to 100")
+]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every section: frozen, named, nothing unknown."""
+
+
+class ModelConfig(Settings, frozen=True, kw_only=True):
+    """What tells one model's blocks from another's."""
+
+    fingerprint: str = "auto"
+    """``auto`` has the engine's adapter digest the weights; other text is used as it is."""
+
+
+class BlockConfig(Settings, frozen=True, kw_only=True):
+    """What a block is."""
+
+    tokens: Positive | Literal["auto"] = "auto"
+    """Tokens per block; ``auto`` takes the engine's."""
+    salt: str = ""
+    """The deployment's secret: two deployments with other salts share nothing."""
+
+
+class ArenaConfig(Settings, frozen=True, kw_only=True):
+    """The host slots that every byte below the GPU passes through."""
+
+    size_bytes: Size = msgspec.field(name="size")
+    reserve: Share = Share(percent=5)
+    """Slots kept free or clean in the background, so that a save finds room at once."""
+
+
+class FetchConfig(Settings, frozen=True, kw_only=True):
+    """How blocks come up from below the host level."""
+
+    deadline_s: Duration = msgspec.field(name="deadline", default=Duration(2))
+    """After this the engine gets what has arrived."""
+    budget: Share = Share(percent=50)
+    """Share of the arena's slots that may be on their way up at once."""
+
+
+class EventsConfig(Settings, frozen=True, kw_only=True):
+    """What is kept of what happened."""
+
+    max: Count = 10_000
+    """Events kept until somebody takes them; 0 keeps none."""
+
+
+class BreakerConfig(Settings, frozen=True, kw_only=True):
+    """When a failing tier is left alone."""
+
+    failures: Positive = 3
+    """Failures in a row after which it is."""
+    retry_s: Duration = msgspec.field(name="retry", default=Duration(5))
+    """Until the first trial; doubled after each trial that fails."""
+    retry_max_s: Duration = msgspec.field(name="retry_max", default=Duration(60))
+
+
+class TierSettings(Settings, frozen=True, kw_only=True):
+    """What every level has, the host level too."""
+
+    name: str
+    type: str
+    min_priority: Priority = PRIORITY_MIN
+    min_hits: Count = 0
+    ttl_s: Duration | None = msgspec.field(name="ttl", default=None)
+    policy: str = "prioritized-lru"
+
+    @property
+    def rule(self) -> OffloadRule:
+        """What the level takes and for how long."""
+        return OffloadRule(self.min_priority, "evict", self.min_hits, self.ttl_s)
+
+    def make_policy(self) -> EvictionPolicy:
+        """A new eviction policy for this level."""
+        policy: EvictionPolicy = registry.load("policies", self.policy)()
+        return policy
+
+
+class HostConfig(TierSettings, frozen=True, kw_only=True):
+    """Level 0: blocks in the arena's slots; its capacity is the arena's size."""
+
+
+class LevelConfig(TierSettings, frozen=True, kw_only=True):
+    """A level below host."""
+
+    capacity_bytes: Size = msgspec.field(name="capacity")
+    when: When = "evict"
+    codecs: tuple[str, ...] = ("checksum",)
+    timeout_s: Duration = msgspec.field(name="timeout", default=Duration(5))
+    queue: Share = Share(percent=25)
+    """Blocks that may wait to be written; each keeps an arena slot busy."""
+    breaker: BreakerConfig = BreakerConfig()
+    options: msgspec.Struct | None = None
+    """The tier's own settings, of its class's ``Options``."""
+
+    @property
+    def rule(self) -> OffloadRule:
+        return OffloadRule(self.min_priority, self.when, self.min_hits, self.ttl_s)
+
+    def make_tier(self) -> Tier:
+        """A new tier for this level, not yet opened."""
+        make = registry.load("tiers", self.type)
+        tier: Tier = make() if self.options is None else make(self.options)
+        return tier
+
+    def batch_max(self) -> int:
+        """The largest batch of the tier; it is what a capacity must hold at least."""
+        batch: int = registry.load("tiers", self.type).batch_max
+        return batch
+
+    def make_codecs(self) -> list[Any]:
+        """New codecs for this level, in the order in which they encode."""
+        return [registry.load("codecs", name)() for name in self.codecs]
+
+    def block_bytes(self, layout: Layout) -> int:
+        """What one block takes of the capacity: its slot, and what the tier adds."""
+        overhead: int = registry.load("tiers", self.type).overhead_bytes
+        return layout.slot_bytes + overhead
+
+    def capacity_blocks(self, layout: Layout) -> int:
+        """How many blocks fit."""
+        return self.capacity_bytes // self.block_bytes(layout)
+
+
+class Sections(Settings, frozen=True, kw_only=True):
+    """The sections of a file, but for its list of tiers."""
+
+    model: ModelConfig
+    block: BlockConfig
+    arena: ArenaConfig
+    fetch: FetchConfig
+    events: EventsConfig

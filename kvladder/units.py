@@ -1,0 +1,173 @@
+"""Sizes, durations and shares as people write them: ``8 GiB``, ``50 ms``, ``5 %``.
+
+The three types can be used for the fields of a tier's ``Options`` as well.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from difflib import get_close_matches
+from math import isfinite
+from typing import Final
+
+_NUMBER = re.compile(r"\s*(-?[0-9]+(?:\.[0-9]+)?)\s*([^\s0-9].*?)?\s*", re.ASCII)
+
+_SIZES: Final[dict[str, int]] = {"B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGTP", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+_DURATIONS: Final[dict[str, float]] = {
+    "us": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "m": 60.0,
+    "h": 3600.0,
+    "d": 86400.0,
+}
+_DURATION_NAMES: Final = {
+    "sec": "s", "second": "s", "seconds": "s", "min": "m", "minute": "m", "minutes": "m",
+    "hour": "h", "hours": "h", "day": "d", "days": "d",
+}  # fmt: skip
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Number and unit of ``text``; either is empty where it is missing."""
+    found = _NUMBER.fullmatch(text)
+    return (found[1], found[2] or "") if found else ("", text.strip())
+
+
+def _unknown(unit: str, known: list[str]) -> str:
+    near = get_close_matches(unit, known, n=1, cutoff=0.3)
+    nearest = f", did you mean {near[0]}?" if near else ""
+    return f"unknown unit {unit!r}: one of {', '.join(known)}{nearest}"
+
+
+class Size(int):
+    """Bytes, at least 1. Written as an integer or with a unit: ``8 GiB`` (1024), ``4GB`` (1000)."""
+
+    EXPECTED = "a size such as '8 GiB', '512 MB' or a number of bytes, more than 0"
+
+    @classmethod
+    def parse(cls, value: object) -> Size:
+        """The size that ``value`` writes.
+
+        Raises
+        ------
+        ValueError
+            It does not; the message says what is expected instead.
+        """
+        if isinstance(value, str):
+            number, unit = _split(value)
+            if not number:
+                raise ValueError(cls.EXPECTED)
+            whole = int(Decimal(number) * (cls._scale(unit) if unit else 1))
+        else:
+            whole = value if isinstance(value, int) and not isinstance(value, bool) else 0
+        if not 0 < whole < 1 << 63:
+            raise ValueError(cls.EXPECTED)
+        return cls(whole)
+
+    @staticmethod
+    def _scale(unit: str) -> int:
+        """Bytes of a unit, in its own spelling or all in one case; Gb, a gigabit, is neither."""
+        for name, scale in _SIZES.items():
+            if unit in {name, name.lower(), name.upper()}:
+                return scale
+        raise ValueError(_unknown(unit, [name for name in _SIZES if "i" in name or name == "GB"]))
+
+    def __str__(self) -> str:
+        """As ``parse`` reads it, exact: in the largest unit that leaves a short number."""
+        for name, scale in sorted(_SIZES.items(), key=lambda item: -item[1]):
+            tenths, rest = divmod(int(self) * 10, scale)
+            if not rest and 10 <= tenths < 100_000:
+                return f"{tenths / 10:g} {name}"
+        return f"{int(self)} B"
+
+    def about(self) -> str:
+        """Rounded, in a binary unit, for tables: ``1.82 TiB``."""
+        value, unit = float(self), "B"
+        for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):  # noqa: B007 - the last one is used
+            if value < 1024:
+                break
+            value /= 1024
+        return f"{value:.4g} {unit}"
+
+
+class Duration(float):
+    """Seconds, more than 0. Written with a unit: ``50 ms``, ``2s``, ``10 m``, ``1 h``, ``1 d``."""
+
+    EXPECTED = "a duration with a unit such as '50 ms', '2 s', '10 m', '1 h' or '1 d', more than 0"
+
+    @classmethod
+    def parse(cls, value: object) -> Duration:
+        """The duration that ``value`` writes.
+
+        Raises
+        ------
+        ValueError
+            It does not; the message says what is expected instead.
+        """
+        if not isinstance(value, str):
+            raise ValueError(cls.EXPECTED)  # noqa: TRY004 - every wrong value is one error
+        number, unit = _split(value)
+        if not number or not unit:
+            raise ValueError(cls.EXPECTED)
+        scale = _DURATIONS.get(_DURATION_NAMES.get(unit, unit))
+        if scale is None:
+            raise ValueError(_unknown(unit, list(_DURATIONS)))
+        seconds = float(number) * scale
+        if not (isfinite(seconds) and seconds > 0):
+            raise ValueError(cls.EXPECTED)
+        return cls(seconds)
+
+    def __str__(self) -> str:
+        """In the largest unit that leaves a whole number, else in seconds."""
+        for name in ("d", "h", "m", "s", "ms"):
+            count = float(self) / _DURATIONS[name]
+            if count >= 1 and count == int(count):
+                return f"{int(count)} {name}"
+        return f"{float(self):g} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A number of blocks, or a percentage of those that there are."""
+
+    blocks: int = 0
+    percent: float | None = None
+
+    EXPECTED = "a number of blocks, or a percentage such as '5 %'"
+
+    @classmethod
+    def parse(cls, value: object) -> Share:
+        """The share that ``value`` writes; 0 is one.
+
+        Raises
+        ------
+        ValueError
+            It does not; the message says what is expected instead.
+        """
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return cls(blocks=value)
+        if isinstance(value, str):
+            number, unit = _split(value)
+            if number and unit == "%" and 0 <= float(number) <= 100:
+                return cls(percent=float(number))
+            if number.isdigit() and not unit:
+                return cls(blocks=int(number))
+        raise ValueError(cls.EXPECTED)
+
+    def of(self, total: int) -> int:
+        """Blocks out of ``total``: rounded down, but at least 1 of a percentage above 0."""
+        if self.percent is None:
+            return min(self.blocks, total)
+        return max(int(total * self.percent / 100), int(self.percent > 0 and total > 0))
+
+    def __bool__(self) -> bool:
+        return bool(self.blocks or self.percent)
+
+    def __str__(self) -> str:
+        return f"{self.blocks} blocks" if self.percent is None else f"{self.percent:g} %"
