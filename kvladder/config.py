@@ -31,7 +31,7 @@ from kvladder.settings import (
     ModelConfig,
     Sections,
 )
-from kvladder.sources import Source, read
+from kvladder.sources import SHORT_KEYS, Source, read
 from kvladder.tiers.base import Tier
 from kvladder.units import Share, Size
 
@@ -174,7 +174,8 @@ def load_config(
 
 def _build(found: Source) -> StackConfig:
     raw = found.raw
-    require_known(raw, [*keys_of(Sections), "tiers"], "")
+    also = SHORT_KEYS if found.short else ()
+    require_known(raw, [*keys_of(Sections), "tiers"], "", also=also)
     rest = {key: value for key, value in raw.items() if key != "tiers"}
     top = convert(rest, Sections, "", loose=found.loose)
     if not top.fetch.budget:

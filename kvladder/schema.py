@@ -67,11 +67,14 @@ def keys_of(struct: type[msgspec.Struct]) -> list[str]:
     return [field.encode_name for field in msgspec.structs.fields(struct)]
 
 
-def require_known(raw: Mapping[str, object], known: Sequence[str], path: str) -> None:
-    """Raise ConfigError if ``raw`` has a key that is not among ``known``."""
+def require_known(
+    raw: Mapping[str, object], known: Sequence[str], path: str, *, also: Sequence[str] = ()
+) -> None:
+    """Raise ConfigError if ``raw`` has a key that is not among ``known``; ``also`` are hints."""
     for key in raw:
         if key not in known:
-            raise ConfigError("unknown key", path=join(path, key), hint=nearest(key, known))
+            hint = nearest(key, [*known, *also])
+            raise ConfigError("unknown key", path=join(path, key), hint=hint)
 
 
 def is_mapping(value: object) -> TypeGuard[dict[str, Any]]:

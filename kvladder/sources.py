@@ -23,6 +23,7 @@ Origin = Literal["default", "file", "given", "environment", "engine"]
 PREFIX = "KVLADDER__"
 FREE_SHARE = 0.8
 """How much of a file system's free space the short form takes."""
+SHORT_KEYS = ("host", "files", "capacity")
 DEPTH_MAX = 16
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?:([A-Za-z_][A-Za-z0-9_]*)(:-[^}]*)?\})?")
 
@@ -36,6 +37,8 @@ class Source:
     """By path; a path that is missing was not set."""
     variables: dict[str, str] = field(default_factory=dict[str, str])
     """The environment variable behind a path."""
+    short: bool = False
+    """Whether they were given in the short form."""
     notes: dict[str, str] = field(default_factory=dict[str, str])
     """How a default was found, by path."""
 
@@ -194,8 +197,9 @@ def _mark(value: Any, path: str, origin: Origin, found: Source) -> None:
 
 def _long_form(raw: dict[str, Any], found: Source) -> dict[str, Any]:
     """``{host: 4 GiB, files: /path, capacity: 1 TiB}`` written out; any other form as it is."""
-    if not raw.keys() & {"host", "files", "capacity"}:
+    if raw.keys().isdisjoint(SHORT_KEYS):
         return raw
+    found.short = True
     for key in ("arena", "tiers"):
         if key in raw:
             raise ConfigError(
@@ -204,7 +208,7 @@ def _long_form(raw: dict[str, Any], found: Source) -> dict[str, Any]:
                 hint="host:, files: "
                 "and capacity: stand for arena: and tiers:; use one or the other",
             )
-    rest = {key: item for key, item in raw.items() if key not in {"host", "files", "capacity"}}
+    rest = {key: item for key, item in raw.items() if key not in SHORT_KEYS}
     if "host" not in raw:
         raise ConfigError("missing", path="host", hint=f"expected {Size.EXPECTED}")
     tiers: list[dict[str, Any]] = [{"type": "host"}]

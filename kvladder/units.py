@@ -6,7 +6,6 @@ The three types can be used for the fields of a tier's ``Options`` as well.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from decimal import Decimal
 from difflib import get_close_matches
 from math import isfinite
@@ -132,12 +131,14 @@ class Duration(float):
         return f"{float(self):g} s"
 
 
-@dataclass(frozen=True, slots=True)
 class Share:
     """A number of blocks, or a percentage of those that there are."""
 
-    blocks: int = 0
-    percent: float | None = None
+    __slots__ = ("blocks", "percent")
+
+    def __init__(self, *, blocks: int = 0, percent: float | None = None) -> None:
+        self.blocks = blocks
+        self.percent = percent
 
     EXPECTED = "a number of blocks, or a percentage such as '5 %'"
 
@@ -168,6 +169,14 @@ class Share:
 
     def __bool__(self) -> bool:
         return bool(self.blocks or self.percent)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Share):
+            return NotImplemented
+        return (self.blocks, self.percent) == (other.blocks, other.percent)
+
+    def __hash__(self) -> int:
+        return hash((self.blocks, self.percent))
 
     def __str__(self) -> str:
         return f"{self.blocks} blocks" if self.percent is None else f"{self.percent:g} %"

@@ -1,0 +1,172 @@
+"""The command line: what is printed, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+
+import pytest
+
+from kvladder.cli import main
+from kvladder.cli.model import bytes_per_token
+from kvladder.errors import ConfigError, LayoutError
+
+STACK = """
+arena: {size: 1 GiB}
+tiers:
+  - {type: host}
+  - {name: cold, type: memory, capacity: 4 GiB}
+"""
+LLAMA = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_in_the_environment(monkeypatch):
+    monkeypatch.delenv("KVLADDER__ARENA__SIZE", raising=False)
+
+
+@pytest.fixture
+def stack(tmp_path):
+    path = tmp_path / "stack.yaml"
+    path.write_text(STACK)
+    return path
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Write a model's config.json; returns its path."""
+
+    def write(content):
+        path = tmp_path / "config.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return path
+
+    return write
+
+
+def test_check_prints_the_resolved_stack(stack, capsys):
+    assert main(["check", str(stack)]) == 0
+    out = capsys.readouterr().out
+    assert "stack of 2 levels" in out
+    assert "level 1: cold (memory)" in out
+    assert "blocks," not in out
+
+
+def test_check_with_a_model_prints_blocks_and_tokens(stack, model, capsys):
+    arguments = ["check", str(stack), "--model", str(model(LLAMA)), "--block-tokens", "128"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    block = 128 * 2 * 32 * 8 * 128 * 2
+    assert f"1 block = 128 tokens = {block} bytes in a slot of 16 MiB" in out
+    assert "64 blocks, 8192 tokens" in out
+    assert "assumed" not in out
+
+
+def test_check_says_what_it_assumes(stack, model, capsys):
+    path = model({**LLAMA, "head_dim": 64})
+    assert main(["check", str(stack), "--model", str(path.parent), "--dtype", "fp8"]) == 0
+    out = capsys.readouterr().out
+    assert f"1 block = 16 tokens = {16 * 2 * 32 * 8 * 64} bytes" in out
+    assert "16 tokens per block are assumed: the engine decides" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--dtype", "fp8"], "kvladder: --dtype: says nothing without a model (add --model)"),
+        (["--block-tokens", "0"], "kvladder: --block-tokens: 0 (expected 1 or more)"),
+        (["--model", "/no/such/file"], "kvladder: /no/such/file: No such file"),
+    ],
+)
+def test_wrong_arguments_exit_with_2(stack, capsys, arguments, says):
+    assert main(["check", str(stack), *arguments]) == 2
+    captured = capsys.readouterr()
+    assert says in captured.err
+    assert captured.out == ""
+
+
+def test_a_wrong_file_exits_with_2_and_says_where(stack, capsys):
+    stack.write_text(STACK.replace("capacity", "capasity"))
+    assert main(["check", str(stack)]) == 2
+    expected = "kvladder: tiers[1].capasity: unknown key (did you mean 'capacity'?)\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_blocks_that_do_not_fit_exit_with_2(stack, model, capsys):
+    stack.write_text(STACK.replace("4 GiB", "1 MiB"))
+    assert main(["check", str(stack), "--model", str(model(LLAMA))]) == 2
+    assert "tiers[1].capacity: 1 MiB are 0 blocks" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as got:
+        main(["--version"])
+    assert got.value.code == 0
+    assert capsys.readouterr().out == f"kvladder {version('kvladder')}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["check"], ["chekc", "x"], ["check", "x", "--dtype", "x"]]
+)
+def test_usage_errors_exit_with_2(capsys, arguments):
+    with pytest.raises(SystemExit) as got:
+        main(arguments)
+    assert got.value.code == 2
+    assert "usage: kvladder" in capsys.readouterr().err
+
+
+# ---- bytes per token of models
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (LLAMA, 2 * 32 * 8 * 128 * 2),
+        ({**LLAMA, "num_key_value_heads": None}, 2 * 32 * 32 * 128 * 2),
+        ({**LLAMA, "dtype": "float32"}, 2 * 32 * 8 * 128 * 4),
+        ({**LLAMA, "head_dim": 80}, 2 * 32 * 8 * 80 * 2),
+        ({**LLAMA, "layer_types": ["full_attention", "sliding_attention"]}, 2 * 32 * 8 * 128 * 2),
+        ({"architectures": ["X"], "text_config": LLAMA}, 2 * 32 * 8 * 128 * 2),
+        (
+            {**LLAMA, "num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+            61 * (512 + 64) * 2,
+        ),
+    ],
+    ids=["gqa", "mha", "dtype", "head_dim", "sliding", "multimodal", "mla"],
+)
+def test_bytes_per_token(model, content, expected):
+    assert bytes_per_token(model(content)) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({**LLAMA, "num_hidden_layers": None}, "num_hidden_layers: missing"),
+        ({**LLAMA, "num_hidden_layers": "32"}, "num_hidden_layers: '32'"),
+        ({**LLAMA, "kv_lora_rank": 512}, "qk_rope_head_dim: missing"),
+        ({**LLAMA, "torch_dtype": "int3"}, "dtype 'int3'"),
+        (
+            {**LLAMA, "layer_types": ["linear_attention"]},
+            "not all layers keep KV: linear_attention",
+        ),
+        (
+            {**LLAMA, "full_attention_interval": 4},
+            "not all layers keep KV: full_attention_interval",
+        ),
+    ],
+)
+def test_a_layout_is_not_guessed(model, content, says):
+    with pytest.raises(LayoutError, match=says):
+        bytes_per_token(model(content))
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_what_is_not_a_models_configuration(model, content):
+    with pytest.raises(ConfigError, match=r"not JSON|not a JSON object"):
+        bytes_per_token(model(content))

@@ -1,0 +1,118 @@
+"""Sizes, durations and shares, as they are written and as they are shown."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvladder.units import Duration, Share, Size
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        ("8 GiB", 8 << 30),
+        ("4GB", 4_000_000_000),
+        ("512 MiB", 512 << 20),
+        (" 1.5 TiB ", 3 << 39),
+        ("2tb", 2 * 10**12),
+        ("7 KIB", 7 << 10),
+        ("100 B", 100),
+        ("100", 100),
+        (1234567, 1234567),
+        ("9007199254740993", 9007199254740993),
+    ],
+)
+def test_a_size_is_exact(written, size):
+    assert Size.parse(written) == size
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["", "GiB", "-1", "-1 GiB", "0", 0, -5, "0.4 B", 1.5, True, None, "1e400 GB", "9" * 30],
+)
+def test_what_is_not_a_size_is_refused(written):
+    with pytest.raises(ValueError, match=r"size|unit"):
+        Size.parse(written)
+
+
+@pytest.mark.parametrize(
+    ("written", "nearest"), [("8 GiBs", "GiB"), ("8 Gb", "GB"), ("8 MiiB", "MiB")]
+)
+def test_an_unknown_unit_names_the_nearest(written, nearest):
+    with pytest.raises(ValueError, match=rf"unknown unit .* did you mean {nearest}\?"):
+        Size.parse(written)
+
+
+@given(st.integers(1, (1 << 63) - 1))
+def test_a_size_is_shown_as_it_can_be_read(size):
+    assert Size.parse(str(Size(size))) == size
+
+
+def test_a_size_is_shown_short_and_rounded():
+    assert [str(Size.parse(text)) for text in ("8 GiB", "4 GB", "1536 MiB", "1000001 B")] == [
+        "8 GiB",
+        "4 GB",
+        "1.5 GiB",
+        "1000001 B",
+    ]
+    assert Size(2_000_000_000_000).about() == "1.819 TiB"
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds", "shown"),
+    [
+        ("50 ms", 0.05, "50 ms"),
+        ("2s", 2, "2 s"),
+        ("90 s", 90, "90 s"),
+        ("10 m", 600, "10 m"),
+        ("1 h", 3600, "1 h"),
+        ("1 d", 86400, "1 d"),
+        ("2 minutes", 120, "2 m"),
+        ("100 us", 1e-4, "0.0001 s"),
+    ],
+)
+def test_durations(written, seconds, shown):
+    duration = Duration.parse(written)
+    assert duration == pytest.approx(seconds)
+    assert str(duration) == shown
+
+
+@pytest.mark.parametrize(
+    "written", ["5", 5, 0.5, "0 s", "-1 s", "s", "", True, None, "9" * 400 + " d"]
+)
+def test_what_is_not_a_duration_is_refused(written):
+    with pytest.raises(ValueError, match="duration with a unit"):
+        Duration.parse(written)
+
+
+def test_an_unknown_unit_of_time_is_named():
+    with pytest.raises(ValueError, match="unknown unit 'w': one of us, ms, s, m, h, d"):
+        Duration.parse("2 w")
+
+
+@pytest.mark.parametrize(
+    ("written", "blocks", "shown"),
+    [("5 %", 10, "5 %"), ("0.1%", 1, "0.1 %"), (12, 12, "12 blocks"), ("12", 12, "12 blocks")],
+)
+def test_a_share_of_blocks(written, blocks, shown):
+    share = Share.parse(written)
+    assert share.of(200) == blocks
+    assert str(share) == shown
+    assert share
+
+
+def test_a_share_has_bounds():
+    assert Share.parse(500).of(200) == 200
+    assert Share.parse("100 %").of(200) == 200
+    assert Share.parse("1 %").of(0) == 0
+    assert not Share.parse(0)
+    assert not Share.parse("0 %")
+    assert Share.parse("0 %").of(200) == 0
+
+
+@pytest.mark.parametrize("written", ["101 %", "-1 %", -1, "x", "5 MiB", 1.5, True, None])
+def test_what_is_not_a_share_is_refused(written):
+    with pytest.raises(ValueError, match="percentage"):
+        Share.parse(written)
