@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from kvladder.arena import Arena, Slot
 from kvladder.errors import ClosedError
@@ -119,6 +119,12 @@ class CacheManager:
         self._description = description
         self._closed = False
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def lookup(self, keys: Sequence[BlockKey]) -> Lookup:
         """How much of a prefix is cached; changes nothing."""
         return Lookup(*self.stack.lookup(keys))
@@ -210,7 +216,7 @@ class CacheManager:
     def idle(self) -> bool:
         """Whether no level has anything left to write."""
         with self.stack.lock:
-            return not any(level.pending for level in self.stack.levels)
+            return not self.stack.pending
 
     def check(self) -> None:
         """Assert every invariant; O(n), for tests."""

@@ -66,6 +66,8 @@ class TierContext:
     capacity_blocks: int
     clock: Clock
     run_blocking: Blocking
+    verify: bool = True
+    """Whether ``get`` checks the bytes it read; off only where somebody asked for it."""
     random: Random = field(default_factory=lambda: Random(0))
 
 
@@ -97,6 +99,8 @@ class Tier(ABC):
 
     batch_max: int = 64
     """The largest batch the tier wants to be given."""
+    overhead_bytes: int = 0
+    """Bytes that a block takes beside its slot, e.g. for a header; a capacity pays for them."""
     durable: bool = False
     """Whether ``recover`` finds blocks again after the process has ended."""
     shared: bool = False

@@ -132,6 +132,11 @@ class Level:
         return self._writer.pending
 
     @property
+    def queue_full(self) -> bool:
+        """Whether what is offered now would have to displace something."""
+        return self._writer.full
+
+    @property
     def queued(self) -> int:
         """Blocks that wait to be written or are being written."""
         return len(self._writer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, NamedTuple, Protocol
@@ -69,6 +70,11 @@ class TierStack:
         self._post = post
         self._saving: dict[BlockKey, tuple[Slot, Meta]] = {}
         self._refused: set[BlockKey] = set()
+        self._backlog: dict[Level, OrderedDict[BlockKey, None]] = {
+            level: OrderedDict() for level in levels if level.rule.when == "commit"
+        }
+        """Per write-through level, blocks of the host level that its queue had no room for."""
+        self._scheduled = False
         self._closed = False
         self.loader = Loader(
             self.host,
@@ -76,7 +82,7 @@ class TierStack:
             shared,
             post=post,
             blocks_max=fetch_blocks_max,
-            landed=self._clean_ahead,
+            landed=self._tidy,
             remove=self.remove,
         )
         for position, level in enumerate(self.levels):
@@ -101,12 +107,18 @@ class TierStack:
             self._refused.discard(key)
         elif key in self.host.index:
             self._refused.add(key)
-        if level is self.levels[0]:
-            self._post(self._clean_ahead)
+        self._schedule()
 
-    def _clean_ahead(self) -> None:
+    def _schedule(self) -> None:
+        """Have the loop thread look after the levels soon, once; with the lock held."""
+        if not self._scheduled and self.levels:
+            self._scheduled = True
+            self._post(self._tidy)
+
+    def _tidy(self) -> None:
         """Write the next victims of the host level before their slots are needed (loop thread)."""
         with self.lock:
+            self._scheduled = False
             if self._closed:
                 return
             self._refused = {key for key in self._refused if key in self.host.index}
@@ -114,7 +126,17 @@ class TierStack:
                 target = self._target(key, meta)
                 if target is not None:
                     target.offer(key, slot, meta)
+            for level, keys in self._backlog.items():
+                self._catch_up(level, keys)
         self._wake()
+
+    def _catch_up(self, level: Level, keys: OrderedDict[BlockKey, None]) -> None:
+        """Offer a write-through level what it had no room for, oldest first."""
+        while keys and level.gate.open() and not level.queue_full:
+            key, _ = keys.popitem(last=False)
+            slot = self.host.find(key)
+            if slot is not None:
+                level.offer(key, slot, self.host.index.meta(slot))
 
     def _wake(self) -> None:
         for level in self.levels:
@@ -148,7 +170,7 @@ class TierStack:
             slots = self.host.room(len(wanted), lowest) if wanted else []
             if len(slots) < len(wanted):
                 self.host.stats.dropped["room"] += len(wanted) - len(slots)
-                self._post(self._clean_ahead)
+                self._schedule()
             del wanted[len(slots) :]
             for index, slot in zip(wanted, slots, strict=True):
                 self._saving[keys[index]] = (slot, metas[index])
@@ -175,23 +197,23 @@ class TierStack:
                 elif self.host.rule.admits(meta.floor, meta.hits):
                     self.host.insert(key, slot, meta)
                     stored.append(key)
-                    self._write_through(key, slot, meta)
                 else:
                     target = self._target(key, meta)
                     if target is not None:
                         target.offer(key, slot, meta)
                     self.shared.arena.release([slot])
-            size = len(stored)
-            self.host.stats.stored += size
-            self.host.stats.stored_bytes += size * self.shared.block_bytes
-            self.shared.events.stored(self.host.name, stored[::-1])
-        if self.levels:
-            self._post(self._clean_ahead)
+            stored.reverse()
+            self.host.stats.stored += len(stored)
+            self.host.stats.stored_bytes += len(stored) * self.shared.block_bytes
+            self.shared.events.stored(self.host.name, stored)
+            self._write_through(stored)
+            self._schedule()
 
-    def _write_through(self, key: BlockKey, slot: Slot, meta: Meta) -> None:
-        for level in self.levels:
-            if level.rule.when == "commit":
-                level.offer(key, slot, meta)
+    def _write_through(self, keys: Sequence[BlockKey]) -> None:
+        """Queue new blocks of the host level, head first, where they are written on commit."""
+        for level, waiting in self._backlog.items():
+            waiting.update(dict.fromkeys(keys))
+            self._catch_up(level, waiting)
 
     def abandon(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """These reserved blocks will not be filled: their slots are free again."""
@@ -307,6 +329,14 @@ class TierStack:
             for key in list(self.host.index):
                 self.shared.arena.release([Slot(self.host.index.drop(key))])
             self._refused.clear()
+            self._backlog.clear()
+
+    @property
+    def pending(self) -> bool:
+        """Whether a level has something left to write."""
+        return any(level.pending for level in self.levels) or any(
+            waiting and level.gate.open() for level, waiting in self._backlog.items()
+        )
 
     def check(self) -> None:
         """Assert every invariant that can be seen from here; O(n), for tests."""

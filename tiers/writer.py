@@ -65,6 +65,11 @@ class Writer:
         """Whether there is something to do."""
         return bool(self._inbox or self._writing or self._removals)
 
+    @property
+    def full(self) -> bool:
+        """Whether nothing more may wait."""
+        return self._inbox.full
+
     def offer(self, key: BlockKey, slot: Slot, meta: Meta) -> bool:
         """Queue a block that is new here; False if nothing less valuable could give way."""
         if self._inbox.full:

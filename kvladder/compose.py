@@ -1,0 +1,135 @@
+"""The composition root: from a configuration to a running cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvladder.arena import Arena
+from kvladder.config import StackConfig, load_config
+from kvladder.events import EventBuffer
+from kvladder.keys import Namespace
+from kvladder.layout import Layout
+from kvladder.manager import CacheManager, ManagerSettings
+from kvladder.notices import Notices
+from kvladder.runtime import Runtime, SystemClock
+from kvladder.settings import LevelConfig
+from kvladder.tiers.base import Shared, TierContext
+from kvladder.tiers.breaker import BreakerSettings
+from kvladder.tiers.gate import GateSettings
+from kvladder.tiers.level import Level, LevelSettings
+from kvladder.tiers.stack import HostSettings, TierStack
+
+
+def open_cache(
+    source: str | Path | Mapping[str, Any],
+    *,
+    layout: Layout,
+    overrides: Mapping[str, Any] | None = None,
+) -> CacheManager:
+    """Open the cache that a YAML file or a mapping describes, for blocks of ``layout``.
+
+    ``overrides`` are what the engine sets, above file and environment. The caller closes the
+    cache; it is a context manager.
+
+    Raises
+    ------
+    ConfigError
+        A setting is wrong, or what it asks for is not there: says where, what and what instead.
+    """
+    return open_manager(load_config(source, overrides=overrides), layout)
+
+
+def open_manager(config: StackConfig, layout: Layout) -> CacheManager:
+    """Build and open everything that ``config`` asks for; on an error nothing is left open."""
+    config.check(layout)
+    description = config.describe(layout)
+    arena = Arena.create(config.arena.size_bytes // layout.slot_bytes, layout.slot_bytes)
+    runtime = Runtime()
+    try:
+        stack = _stack(config, layout, arena, runtime)
+        space = layout.namespace(salt=config.block.salt)
+        _open_levels(stack, config, layout, space, runtime)
+    except BaseException:
+        runtime.close()
+        arena.close()
+        raise
+    return CacheManager(
+        layout=layout,
+        namespace=space,
+        arena=arena,
+        stack=stack,
+        portal=runtime,
+        settings=ManagerSettings(fetch_deadline_s=config.fetch.deadline_s),
+        description=description,
+    )
+
+
+def _stack(config: StackConfig, layout: Layout, arena: Arena, runtime: Runtime) -> TierStack:
+    clock = SystemClock()
+    shared = Shared(
+        arena=arena,
+        lock=threading.RLock(),
+        clock=clock,
+        events=EventBuffer(config.events.max),
+        notices=Notices(clock.now),
+        block_bytes=layout.block_bytes,
+    )
+    host = HostSettings(
+        name=config.host.name,
+        rule=config.host.rule,
+        policy=config.host.make_policy(),
+        reserve_blocks=config.arena.reserve.of(arena.slots),
+    )
+    levels = [_level(level, layout, shared) for level in config.levels]
+    return TierStack(
+        host,
+        levels,
+        shared,
+        post=runtime.post,
+        fetch_blocks_max=max(1, config.fetch.budget.of(arena.slots)),
+    )
+
+
+def _level(config: LevelConfig, layout: Layout, shared: Shared) -> Level:
+    tier = config.make_tier()
+    breaker = config.breaker
+    gate = GateSettings(
+        timeout_s=config.timeout_s,
+        breaker=BreakerSettings(breaker.failures, breaker.retry_s, breaker.retry_max_s),
+    )
+    return Level(
+        config.name,
+        tier,
+        config.rule,
+        capacity_blocks=config.capacity_blocks(layout),
+        policy=config.make_policy(),
+        settings=LevelSettings(gate, queue_blocks=max(1, config.queue.of(shared.arena.slots))),
+        shared=shared,
+    )
+
+
+def _open_levels(
+    stack: TierStack, config: StackConfig, layout: Layout, space: Namespace, runtime: Runtime
+) -> None:
+    """Open the levels one after the other; if one refuses, close those that are open."""
+    opened: list[Level] = []
+    try:
+        for level, settings in zip(stack.levels, config.levels, strict=True):
+            context = TierContext(
+                arena=stack.shared.arena,
+                layout=layout,
+                namespace=space,
+                capacity_blocks=level.capacity_blocks,
+                clock=stack.shared.clock,
+                run_blocking=runtime.run_blocking,
+                verify="checksum" in settings.codecs,
+            )
+            opened.append(level)
+            runtime.call(level.open(context))
+    except BaseException:
+        for level in opened:
+            runtime.call(level.aclose())
+        raise
