@@ -1,0 +1,144 @@
+"""Where the bytes of a block lie in an engine's KV tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+
+from kvladder.errors import LayoutError
+
+
+@dataclass(frozen=True, eq=False)
+class Page:
+    """One run of bytes in every block, for example one layer's keys and values."""
+
+    names: tuple[str, ...]
+    """The tensors that it belongs to: more than one where layers share their KV."""
+    view: torch.Tensor
+    """uint8 ``[blocks, bytes]`` over the engine's memory; the last stride is 1."""
+    offset: int
+    """Where its bytes begin in this rank's part of a slot."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes per block."""
+        return self.view.shape[1]
+
+    @property
+    def stride_bytes(self) -> int:
+        """Bytes from one block to the next."""
+        return self.view.stride(0)
+
+
+class BlockPages:
+    """The pages of one rank's blocks, in the order in which they lie in a slot.
+
+    Keeps the tensors alive. Shapes are checked, never guessed: a layout in which a block's bytes
+    are not one run per tensor is refused.
+    """
+
+    def __init__(self, pages: Sequence[Page], *, blocks: int) -> None:
+        self.pages = tuple(pages)
+        self.blocks = blocks
+        """Blocks that the tensors hold; ids are ``0 <= id < blocks``."""
+        self.block_bytes = sum(page.size_bytes for page in pages)
+        """Bytes of one block on this rank: all pages together."""
+        self.device = pages[0].view.device
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        blocks: int,
+        page_bytes: Mapping[str, int] | None = None,
+    ) -> BlockPages:
+        """Describe tensors whose first dimension counts blocks, or equal parts of blocks.
+
+        Parameters
+        ----------
+        tensors:
+            By name, in the order in which their bytes go into a slot; all on one device.
+        blocks:
+            How many blocks each of them holds.
+        page_bytes:
+            What the engine says a block takes in each tensor; must be what the tensor says.
+
+        Raises
+        ------
+        LayoutError
+            The tensors do not have that shape; says which, what was found and what is expected.
+        """
+        if not tensors:
+            raise LayoutError("no KV tensors", hint="expected at least one")
+        devices = {str(tensor.device) for tensor in tensors.values()}
+        if len(devices) > 1:
+            raise LayoutError(f"KV tensors on {', '.join(sorted(devices))}", hint="one device")
+        views: dict[tuple[int, int, int], tuple[list[str], torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            view = _view(name, tensor, blocks)
+            expected = view.shape[1] if page_bytes is None else page_bytes[name]
+            if view.shape[1] != expected:
+                raise LayoutError(
+                    f"{name}: a block takes {view.shape[1]} bytes in the tensor",
+                    hint=f"the engine's own specification says {expected}",
+                )
+            key = (view.data_ptr(), view.stride(0), view.shape[1])
+            views.setdefault(key, ([], view))[0].append(name)
+        pages: list[Page] = []
+        offset = 0
+        for names, view in views.values():
+            pages.append(Page(tuple(names), view, offset))
+            offset += view.shape[1]
+        _require_apart(pages, blocks)
+        return cls(pages, blocks=blocks)
+
+    def describe(self) -> str:
+        """The layout as text that is equal for equal layouts, whatever the number of blocks."""
+        return ";".join(f"{','.join(page.names)}={page.size_bytes}" for page in self.pages)
+
+
+def _view(name: str, tensor: torch.Tensor, blocks: int) -> torch.Tensor:
+    """``tensor`` as uint8 ``[blocks, bytes]``, sharing its memory."""
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    found = f"{name}: shape {shape} with strides {tuple(strides)}"
+    if blocks < 1 or not shape or shape[0] % blocks:
+        raise LayoutError(found, hint=f"expected {blocks} blocks along the first dimension")
+    parts = shape[0] // blocks
+    inner = [*zip(shape[1:], strides[1:], strict=True)]
+    if parts > 1:  # the engine's kernels see each block as several smaller ones
+        inner.append((parts, strides[0]))
+    run = 1
+    for size, stride in sorted((d for d in inner if d[0] > 1), key=lambda d: d[1]):
+        if stride != run:
+            raise LayoutError(found, hint="expected a block's bytes to be one run")
+        run *= size
+    item = tensor.element_size()
+    step = strides[0] * parts
+    if blocks > 1 and step < run:
+        raise LayoutError(found, hint="expected blocks that do not overlap")
+    base = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    start = tensor.storage_offset() * item
+    return base.set_(
+        tensor.untyped_storage(), start, (blocks, run * item), (max(step, run) * item, 1)
+    )
+
+
+def _require_apart(pages: Sequence[Page], blocks: int) -> None:
+    """Refuse pages that overlap without being the same."""
+    ordered = sorted(pages, key=lambda page: page.view.data_ptr())
+    for one, two in combinations(ordered, 2):
+        start, other = one.view.data_ptr(), two.view.data_ptr()
+        last = start + (blocks - 1) * one.stride_bytes + one.size_bytes
+        woven = (
+            one.stride_bytes == two.stride_bytes
+            and start + one.size_bytes <= other
+            and other + two.size_bytes <= start + one.stride_bytes
+        )
+        if other < last and not woven:
+            raise LayoutError(
+                f"{one.names[0]} and {two.names[0]} overlap", hint="expected one place per tensor"
+            )

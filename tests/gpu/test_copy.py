@@ -1,0 +1,310 @@
+"""Every copier against plain indexing, over every layout that engines use."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from kvladder.arena import Arena, Slot
+from kvladder.errors import LayoutError
+from kvladder.gpu.copy import Copier, CopyJob, Direction, JobId, ThreadedCopier
+from kvladder.gpu.cpu import CpuCopier
+from kvladder.gpu.pages import BlockPages
+from kvladder.gpu.streams import HostDevice, StreamCopier
+
+BLOCKS, LAYERS, HEADS, TOKENS, WIDTH = 12, 3, 2, 8, 16
+PAGE = HEADS * TOKENS * WIDTH * 4
+SLOT = 16 << 10
+Tensors = dict[str, torch.Tensor]
+
+
+def layers_outside() -> Tensors:
+    kv = torch.randn(LAYERS, BLOCKS, HEADS, TOKENS, WIDTH)
+    return {f"layer{i}": kv[i] for i in range(LAYERS)}
+
+
+def blocks_outside() -> Tensors:
+    kv = torch.randn(BLOCKS, LAYERS, HEADS, TOKENS, WIDTH)
+    return {f"layer{i}": kv[:, i] for i in range(LAYERS)}
+
+
+def tokens_before_heads() -> Tensors:
+    kv = torch.randn(LAYERS, BLOCKS, TOKENS, HEADS, WIDTH).transpose(2, 3)
+    return {f"layer{i}": kv[i] for i in range(LAYERS)}
+
+
+def separate() -> Tensors:
+    return {f"layer{i}": torch.randn(BLOCKS, HEADS, TOKENS, WIDTH) for i in range(LAYERS)}
+
+
+def kernel_blocks() -> Tensors:
+    half = torch.randn(LAYERS, 2 * BLOCKS, HEADS, TOKENS // 2, WIDTH)
+    return {f"layer{i}": half[i] for i in range(LAYERS)}
+
+
+def uneven() -> Tensors:
+    return {
+        "a": torch.randn(BLOCKS, 1, TOKENS, 9),
+        "b": torch.randn(BLOCKS, HEADS, TOKENS, WIDTH, dtype=torch.bfloat16),
+        "c": torch.randint(0, 255, (BLOCKS, 1, 3, 7), dtype=torch.uint8),
+    }
+
+
+SHAPES = [
+    layers_outside, blocks_outside, tokens_before_heads, separate, kernel_blocks, uneven,
+]  # fmt: skip
+Make = Callable[[BlockPages, Arena, int], Copier]
+
+
+def on_cpu(pages: BlockPages, arena: Arena, offset: int) -> Copier:
+    return CpuCopier(pages, arena, offset=offset)
+
+
+def on_streams(pages: BlockPages, arena: Arena, offset: int) -> Copier:
+    small = 3 * pages.block_bytes  # so that a job takes several batches
+    return StreamCopier(pages, arena, offset=offset, device=HostDevice(), staging_bytes=small)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena.create(10, SLOT)
+    yield arena
+    arena.close()
+
+
+@pytest.fixture(params=[on_cpu, on_streams])
+def make(request: pytest.FixtureRequest) -> Make:
+    made: Make = request.param
+    return made
+
+
+def job(number: int, direction: Direction, pairs: dict[int, int]) -> CopyJob:
+    slots = tuple(Slot(slot) for slot in pairs.values())
+    return CopyJob(JobId(number), direction, tuple(pairs), slots)
+
+
+def as_bytes(tensors: Tensors, block: int) -> bytes:
+    """A block's bytes in the order of its pages, by torch alone."""
+    parts: list[bytes] = []
+    for tensor in tensors.values():
+        whole = tensor.reshape(BLOCKS, -1, *tensor.shape[1:])[block]
+        if not tensor.is_contiguous() and tensor.stride(1) < tensor.stride(2):
+            whole = whole.transpose(-2, -3)  # memory order is what is stored
+        parts.append(whole.contiguous().view(torch.uint8).flatten().numpy().tobytes())
+    return b"".join(parts)
+
+
+def copier_bytes(copier: Copier) -> int:
+    assert isinstance(copier, ThreadedCopier)
+    return copier.block_bytes
+
+
+def run(copier: Copier, work: CopyJob) -> None:
+    copier.submit(work)
+    copier.wait([work.id])
+    (finished,) = copier.poll()
+    assert (finished.id, finished.ok, finished.error) == (work.id, True, "")
+    assert finished.bytes == len(work.blocks) * copier_bytes(copier)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_offloaded_comes_back_into_other_blocks(
+    shape: Callable[[], Tensors], make: Make, arena: Arena
+) -> None:
+    torch.manual_seed(1)
+    tensors = shape()
+    pages = BlockPages.of(tensors, blocks=BLOCKS)
+    copier = make(pages, arena, 128)
+    before = {block: as_bytes(tensors, block) for block in range(BLOCKS)}
+    pairs = {0: 4, 1: 5, 2: 6, 5: 1, 9: 0}  # a run of neighbours, and two that are none
+    run(copier, job(1, "offload", pairs))
+    for block, slot in pairs.items():
+        assert bytes(arena.view(Slot(slot))[128 : 128 + pages.block_bytes]) == before[block]
+    moved = {3: 4, 4: 5, 11: 0, 5: 6}
+    run(copier, job(2, "onboard", moved))
+    copier.close()
+    origin = {slot: block for block, slot in pairs.items()}
+    for block in range(BLOCKS):
+        source = origin[moved[block]] if block in moved else block
+        assert as_bytes(tensors, block) == before[source], block
+
+
+def test_parts_of_two_ranks_lie_side_by_side_in_a_slot(make: Make, arena: Arena) -> None:
+    ranks = [layers_outside(), layers_outside()]
+    described = [BlockPages.of(tensors, blocks=BLOCKS) for tensors in ranks]
+    size = described[0].block_bytes
+    for index, pages in enumerate(described):
+        copier = make(pages, arena, index * size)
+        run(copier, job(index, "offload", {7: 2}))
+        copier.close()
+    stored = bytes(arena.view(Slot(2)))
+    assert stored[: 2 * size] == as_bytes(ranks[0], 7) + as_bytes(ranks[1], 7)
+    assert not any(stored[2 * size :])
+
+
+@pytest.mark.parametrize("pairs", [{BLOCKS: 0}, {0: 10}, {-1: 0}, {0: -1}])
+def test_places_that_do_not_exist_fail_the_job_and_touch_nothing(
+    pairs: dict[int, int], make: Make, arena: Arena
+) -> None:
+    tensors = layers_outside()
+    before = [as_bytes(tensors, block) for block in range(BLOCKS)]
+    copier = make(BlockPages.of(tensors, blocks=BLOCKS), arena, 0)
+    copier.submit(job(1, "onboard", {1: 1, **pairs}))
+    copier.wait([JobId(1)])
+    (finished,) = copier.poll()
+    copier.close()
+    assert (finished.ok, finished.bytes) == (False, 0)
+    assert "of" in finished.error
+    assert [as_bytes(tensors, block) for block in range(BLOCKS)] == before
+
+
+def test_close_ends_what_was_submitted_and_still_reports_it(make: Make, arena: Arena) -> None:
+    tensors = layers_outside()
+    copier = make(BlockPages.of(tensors, blocks=BLOCKS), arena, 0)
+    for index in range(5):
+        copier.submit(job(index, "offload", {index: index}))
+    copier.close()
+    copier.close()
+    assert {f.id for f in copier.poll() if f.ok} == {0, 1, 2, 3, 4}
+    assert bytes(arena.view(Slot(4)))[: 3 * PAGE] == as_bytes(tensors, 4)
+    copier.submit(job(9, "offload", {1: 1}))
+    assert [(f.id, f.ok) for f in copier.poll()] == [(9, False)]
+
+
+def test_waiting_for_what_was_never_submitted_or_is_over_returns(make: Make, arena: Arena) -> None:
+    copier = make(BlockPages.of(layers_outside(), blocks=BLOCKS), arena, 0)
+    run(copier, job(1, "offload", {0: 0}))
+    copier.wait([JobId(1), JobId(77)])
+    copier.fence([JobId(1), JobId(77)])
+    copier.close()
+
+
+class Stepwise(ThreadedCopier):
+    """Copies nothing; each step of a job is allowed by the test."""
+
+    block_bytes = 1
+
+    def __init__(self) -> None:
+        self.log: list[int] = []
+        self.allowed = threading.Semaphore(0)
+        self.begun = threading.Event()
+        super().__init__(name="stepwise")
+
+    def submit(self, job: CopyJob) -> None:
+        self._submit(job, self._steps(job))
+
+    def _steps(self, job: CopyJob) -> Iterator[None]:
+        for _ in job.blocks:
+            self.begun.set()
+            self.allowed.acquire()
+            self.log.append(job.id)
+            yield
+
+
+def test_an_engine_that_waits_for_blocks_overtakes_what_is_being_saved() -> None:
+    copier = Stepwise()
+    copier.submit(job(1, "offload", {0: 0, 1: 1, 2: 2}))
+    assert copier.begun.wait(5)
+    copier.submit(job(2, "onboard", {0: 0, 1: 1}))
+    for _ in range(5):
+        copier.allowed.release()
+    copier.wait([JobId(1), JobId(2)])
+    copier.close()
+    assert copier.log == [1, 2, 2, 1, 1]
+
+
+def test_a_fence_returns_only_when_the_job_is_over() -> None:
+    copier = Stepwise()
+    copier.submit(job(1, "offload", {0: 0}))
+    passed = threading.Event()
+
+    def fence() -> None:
+        copier.fence([JobId(1)])
+        passed.set()
+
+    thread = threading.Thread(target=fence)
+    thread.start()
+    assert copier.begun.wait(5)
+    assert not passed.is_set()
+    copier.allowed.release()
+    assert passed.wait(5)
+    thread.join()
+    copier.close()
+    assert copier.log == [1]
+
+
+class Timeline(HostDevice):
+    """A device whose copies end when the test says so."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.fenced = 0
+        self.pins: list[int] = []
+
+    def mark(self, stream: object = None) -> "Timeline":
+        return self
+
+    def query(self) -> bool:
+        return self.over.is_set()
+
+    def synchronize(self) -> None:
+        assert self.over.wait(5)
+
+    def after(self, stream: object, event: object) -> None:
+        self.fenced += stream is None
+
+    def pin(self, address: int, size: int) -> bool:
+        self.pins.append(address)
+        return True
+
+    def unpin(self, address: int) -> None:
+        self.pins.remove(address)
+
+
+def test_a_launched_copy_is_reported_when_the_device_is_through_with_it(arena: Arena) -> None:
+    device = Timeline()
+    pages = BlockPages.of(layers_outside(), blocks=BLOCKS)
+    copier = StreamCopier(pages, arena, device=device)
+    copier.submit(job(1, "offload", {0: 0}))
+    copier.fence([JobId(1)])  # returns at once: the device waits, not the engine
+    assert device.fenced == 1
+    assert copier.poll() == []
+    assert device.pins == [arena.address]
+    device.over.set()
+    copier.wait([JobId(1)])
+    assert [f.id for f in copier.poll()] == [1]
+    copier.close()
+    assert device.pins == []
+
+
+def test_layouts_that_would_have_to_be_guessed_are_refused() -> None:
+    spread = torch.zeros(HEADS, BLOCKS, TOKENS, WIDTH).transpose(0, 1)
+    with pytest.raises(LayoutError, match="one run"):
+        BlockPages.of({"x": spread}, blocks=BLOCKS)
+    with pytest.raises(LayoutError, match="12 blocks"):
+        BlockPages.of({"x": torch.zeros(BLOCKS + 1, 2, 4, 4)}, blocks=BLOCKS)
+    with pytest.raises(LayoutError, match=r"512 bytes.*says 500"):
+        BlockPages.of({"x": torch.zeros(BLOCKS, 2, 4, 16)}, blocks=BLOCKS, page_bytes={"x": 500})
+    with pytest.raises(LayoutError, match="do not overlap"):
+        BlockPages.of({"x": torch.zeros(1, 4, 4).expand(BLOCKS, 4, 4)}, blocks=BLOCKS)
+    strided = torch.zeros(BLOCKS * 100, dtype=torch.uint8)
+    woven = {
+        name: strided[at:].as_strided((BLOCKS - 1, 40), (100, 1))
+        for name, at in [("a", 0), ("b", 40), ("c", 80)]
+    }  # c's bytes are a's in the next block
+    with pytest.raises(LayoutError, match="a and c overlap"):
+        BlockPages.of(woven, blocks=BLOCKS - 1)
+    whole = torch.zeros(BLOCKS, 64)
+    with pytest.raises(LayoutError, match="a and b overlap"):
+        BlockPages.of({"a": whole[:, :40], "b": whole[:, 32:]}, blocks=BLOCKS)
+    with pytest.raises(LayoutError, match="at least one"):
+        BlockPages.of({}, blocks=BLOCKS)
+
+
+def test_layers_that_share_their_kv_are_stored_once() -> None:
+    own = layers_outside()
+    shared = {**own, "again": own["layer1"]}
+    pages = BlockPages.of(shared, blocks=BLOCKS)
+    assert pages.block_bytes == LAYERS * PAGE
+    assert pages.describe() == f"layer0={PAGE};layer1,again={PAGE};layer2={PAGE}"
