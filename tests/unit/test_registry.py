@@ -141,6 +141,6 @@ def _names():
             yield pytest.param(group, name, marks=heavy)
 
 
-@pytest.mark.parametrize(("group", "name"), _names())
+@pytest.mark.parametrize(("group", "name"), list(_names()))
 def test_every_built_in_name_can_be_loaded(group, name):
     assert isinstance(registry.load(group, name), type)

@@ -1,0 +1,252 @@
+"""Style that matters is a test: sizes, words, layering, and nothing shipped without its suite."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LINKS = ("connectors", "gpu", "policy", "tiers")
+FUNCTION_LINES_MAX = 70
+FILE_LINES_MAX = 400
+LINE_LENGTH_MAX = 100
+
+# Where an error of any kind may be caught and not raised again, and why.
+CATCHES_ALL = {
+    "tiers/stack.py": "turns whatever a tier does into a miss",
+    "kvladder/runtime.py": "hands it to whoever awaits the call",
+    "tiers/iopool.py": "hands it to whoever awaits the batch",
+    "gpu/copy.py": "reports it with the job whose copy failed",
+}
+ENGINE_EDGE = re.compile(r"connectors/vllm\w*\.py")  # an engine must outlive its connector
+
+# What product code takes from outside instead of asking for it itself, and where it is made.
+CLOCKS = {"time.time", "time.time_ns", "time.sleep"}
+CLOCK_MAKER = "kvladder/runtime.py"
+TEST_KIT = "kvladder/testing/"
+PRINTERS = ("kvladder/cli/", f"{TEST_KIT}soak.py")
+
+BANNED_WORDS = {"chunk", "chunks", "swap", "swaps", "swapped", "swapping"}
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+
+
+def python_files(*folders):
+    """Python files below folders of the project, each once; paths relative to the project."""
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    relative = [path.relative_to(ROOT) for path in found]
+    return [str(path) for path in relative if not path.parts[1:2] or path.parts[1] not in LINKS]
+
+
+PRODUCT = python_files("kvladder", *LINKS)
+EVERYTHING = [*PRODUCT, *python_files("tests", "benchmarks", "examples")]
+
+
+@cache
+def source(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@cache
+def tree(name):
+    return ast.parse(source(name))
+
+
+def test_there_is_something_to_check():
+    assert {"kvladder/arena.py", "tiers/base.py", "policy/eviction.py"} <= set(PRODUCT)
+    assert "tests/test_tidy.py" in EVERYTHING
+    assert not [name for name in PRODUCT if name.startswith("kvladder/tiers/")]
+
+
+# ---- packaging
+
+
+@cache
+def project():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_the_packages_are_the_folders():
+    settings = project()["tool"]["setuptools"]
+    parents = {Path(name).parent.parts for name in PRODUCT}
+    folders = {
+        ".".join(parts if parts[0] == "kvladder" else ("kvladder", *parts)) for parts in parents
+    }
+    assert set(settings["packages"]) == folders
+    for package in settings["packages"]:
+        below = package.removeprefix("kvladder").removeprefix(".")
+        folder = ROOT / below if below in LINKS else ROOT / "kvladder" / below
+        assert (folder / "__init__.py").is_file(), package
+
+
+def test_the_links_lead_to_the_folders():
+    directories = project()["tool"]["setuptools"]["package-dir"]
+    for name in LINKS:
+        link = ROOT / "kvladder" / name
+        assert link.is_symlink(), name
+        assert link.readlink() == Path("..") / name
+        assert link.resolve() == ROOT / name
+        assert directories[f"kvladder.{name}"] == name
+    assert (ROOT / "kvladder" / "py.typed").is_file()
+
+
+def test_bare_imports_of_the_folders_are_banned():
+    banned = project()["tool"]["ruff"]["lint"]["flake8-tidy-imports"]["banned-api"]
+    assert set(banned) == set(LINKS)
+
+
+# ---- sizes
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_files_are_short_and_say_what_they_are(name):
+    lines = source(name).splitlines()
+    assert len(lines) <= FILE_LINES_MAX
+    long = [number for number, line in enumerate(lines, 1) if len(line) > LINE_LENGTH_MAX]
+    assert not long, f"lines over {LINE_LENGTH_MAX}: {long}"
+    assert ast.get_docstring(tree(name)), "no docstring"
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_functions_fit_a_screen(name):
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= FUNCTION_LINES_MAX, f"{node.name} has {length} lines"
+
+
+# ---- what product code does not do
+
+
+def dotted(node):
+    """``a.b.c`` of an attribute chain, or an empty string."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (base := dotted(node.value)):
+        return f"{base}.{node.attr}"
+    return ""
+
+
+def imported(name):
+    """Modules and ``module.name`` that a file imports, anywhere in it."""
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("name", PRODUCT)
+def test_product_code_asks_no_clock_and_no_dice_of_its_own(name):
+    used = {dotted(node) for node in ast.walk(tree(name)) if isinstance(node, ast.Attribute)}
+    used |= set(imported(name))
+    clocks = used & CLOCKS
+    assert not clocks or (name == CLOCK_MAKER and clocks == {"time.time"}), clocks
+    dice = {use for use in used if use.startswith("random.")} - {"random.Random"}
+    assert not dice
+    assert "random" not in imported(name), "import Random from it: a generator is injected"
+
+
+@pytest.mark.parametrize("name", PRODUCT)
+def test_product_code_does_not_print(name):
+    if name.startswith(PRINTERS):
+        return
+    calls = [dotted(node.func) for node in ast.walk(tree(name)) if isinstance(node, ast.Call)]
+    assert "print" not in calls
+
+
+def catches_all(handler):
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(kind is None or dotted(kind) in {"Exception", "BaseException"} for kind in kinds)
+
+
+@pytest.mark.parametrize("name", PRODUCT)
+def test_only_the_edges_catch_everything(name):
+    if name in CATCHES_ALL or ENGINE_EDGE.fullmatch(name) or name.startswith(TEST_KIT):
+        return
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.ExceptHandler) and catches_all(node):
+            last = node.body[-1]
+            raises = isinstance(last, ast.Raise) and last.exc is None
+            assert raises, f"line {node.lineno} catches everything and does not raise it again"
+
+
+def test_who_catches_everything_exists():
+    assert set(CATCHES_ALL) <= set(PRODUCT)
+
+
+# ---- words
+
+
+def words(name):
+    """``(line, word)`` of what a file names or explains: identifiers, comments, docstrings."""
+    docs = set()
+    for node in ast.walk(tree(name)):
+        body = getattr(node, "body", None)
+        for child in body if isinstance(body, list) else ():
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+                docs.add(child.lineno)
+    for token in tokenize.generate_tokens(io.StringIO(source(name)).readline):
+        is_doc = token.type == tokenize.STRING and token.start[0] in docs
+        if is_doc or token.type in {tokenize.NAME, tokenize.COMMENT}:
+            for word in _WORD.findall(token.string):
+                yield token.start[0], word.lower()
+
+
+@pytest.mark.parametrize("name", PRODUCT)
+def test_the_words_of_the_glossary_are_used(name):
+    used = [f"line {line}: {word}" for line, word in words(name) if word in BANNED_WORDS]
+    assert not used, "say block, slot, demote or promote"
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_nothing_is_left_to_do(name):
+    if name == "tests/test_tidy.py":
+        return
+    assert not re.search(r"#.*\b(TODO|FIXME|XXX)\b", source(name))
+
+
+# ---- nothing is shipped without its suite
+
+
+@cache
+def classes(*names):
+    """``class name -> (names of its bases, file)`` of the classes in files."""
+    found = {}
+    for name in names:
+        for node in ast.walk(tree(name)):
+            if isinstance(node, ast.ClassDef):
+                bases = [
+                    dotted(base.value if isinstance(base, ast.Subscript) else base)
+                    for base in node.bases
+                ]
+                found[node.name] = ([base.rpartition(".")[2] for base in bases], name)
+    return found
+
+
+def derived(base, known):
+    """Classes below ``base``, at any distance."""
+    found: set[str] = set()
+    while more := {c for c, (bases, _) in known.items() if {base, *found} & set(bases)} - found:
+        found |= more
+    return found
+
+
+@pytest.mark.parametrize(
+    ("base", "suite"), [("Tier", "TierTests"), ("EvictionPolicy", "PolicyTests")]
+)
+def test_what_is_shipped_passes_the_suite_for_third_parties(base, suite):
+    shipped = derived(base, classes(*PRODUCT))
+    assert shipped
+    tests = classes(*python_files("tests"))
+    checked = set()
+    for test in derived(suite, tests):
+        module = tree(tests[test][1])
+        checked |= {node.id for node in ast.walk(module) if isinstance(node, ast.Name)}
+    assert not shipped - checked, f"no class derives from {suite} for these"

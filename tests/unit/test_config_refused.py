@@ -1,0 +1,146 @@
+"""Configurations: what is refused, where that is said to be, and what is said."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def tiers(*below):
+    """A mapping with a host level and ``below``."""
+    return {"arena": {"size": "1 GiB"}, "tiers": [{"type": "host"}, *below]}
+
+
+def cold(**settings):
+    return {"type": "memory", "capacity": "1 GiB", **settings}
+
+
+# ---- what is refused, where that is said to be, and what is said
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "says"),
+    [
+        ("", "", "the configuration is empty"),
+        ("- a", "", "the configuration is not a mapping"),
+        ("arena: {size: 1 GiB}", "tiers", "missing (expected a list of tiers"),
+        ("tiers: [{type: host}]", "arena.size", "missing (expected a size such as '8 GiB'"),
+        ("arena:\ntiers: [{type: host}]", "arena.size", "missing"),
+        ("arena: 5\ntiers: [{type: host}]", "arena", "a single value (int)"),
+        ("arena: []\ntiers: [{type: host}]", "arena", "a list (expected keys with values)"),
+        ("arena: {size: 1 GiB}\ntiers: []", "tiers", "an empty list"),
+        ("arena: {size: 1 GiB}\ntiers: {a: 1}", "tiers", "a mapping (expected a list"),
+        ("arena: {size: 1 GiB}\ntiers: [x]", "tiers[0]", "a single value (str)"),
+        ("arena: {size: 1 GiB}\ntiers: [{name: a}]", "tiers[0].type", "missing (expected one of:"),
+        ("arena: {size: 1 GiB}\ntiers: [{type: 5}]", "tiers[0].type", "5 (expected one of:"),
+        ("arenas: {size: 1 GiB}\ntiers: []", "arenas", "unknown key (did you mean 'arena'?)"),
+        ("gpu: {policy: x}\narena: {size: 1 GiB}", "gpu", "unknown key (expected one of: model"),
+        ("1: 2", "", "key 1 is not text"),
+    ],
+)
+def test_a_file_of_the_wrong_shape(refusal, text, path, says):
+    error = refusal(text)
+    assert (error.path, says in str(error)) == (path, True), str(error)
+
+
+@pytest.mark.parametrize(
+    ("changed", "path", "says"),
+    [
+        ({"arena": {"size": "8 GiBs"}}, "arena.size", "'8 GiBs' (unknown unit 'GiBs': one of KiB"),
+        ({"arena": {"size": "-1 GiB"}}, "arena.size", "'-1 GiB' (expected a size such as"),
+        ({"arena": {"size": 0}}, "arena.size", "0 (expected a size such as"),
+        ({"arena": {"size": -5}}, "arena.size", "-5 (expected a size"),
+        ({"arena": {"size": None}}, "arena.size", "None (expected a size"),
+        ({"arena": {"size": ["1 GiB"]}}, "arena.size", "a list (expected a size"),
+        ({"arena": {"reserve": "101 %"}}, "arena.reserve", "'101 %' (expected a number of blocks"),
+        ({"arena": {"sise": 1}}, "arena.sise", "unknown key (did you mean 'size'?)"),
+        ({"block": {"tokens": 0}}, "block.tokens", "0 (expected a whole number, 1 or more or"),
+        ({"block": {"tokens": "many"}}, "block.tokens", "'many' (expected a whole number"),
+        ({"block": {"tokens": True}}, "block.tokens", "True (expected"),
+        ({"block": {"salt": 12345678}}, "block.salt", "*** (expected text: put it in quotes)"),
+        ({"block": {"salt": True}}, "block.salt", "*** (expected text: put it in quotes)"),
+        ({"block": {"salt": None}}, "block.salt", "*** (expected text)"),
+        ({"block": {"salt": ["x"]}}, "block.salt", "a list (expected text)"),
+        ({"model": {"fingerprint": 1.5}}, "model.fingerprint", "1.5 (expected text: put it in"),
+        ({"fetch": {"deadline": 2}}, "fetch.deadline", "2 (expected a duration with a unit"),
+        ({"fetch": {"deadline": "2 w"}}, "fetch.deadline", "(unknown unit 'w': one of us, ms"),
+        ({"fetch": {"budget": 0}}, "fetch.budget", "0 blocks (expected more than 0)"),
+        ({"events": {"max": -1}}, "events.max", "-1 (expected a whole number, 0 or more)"),
+    ],
+)
+def test_a_wrong_setting(refusal, changed, path, says):
+    error = refusal(tiers(), overrides=changed)
+    assert (error.path, says in str(error)) == (path, True), str(error)
+    assert "12345678" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "says"),
+    [
+        ({"min_priority": 101}, ".min_priority", "101 (expected a priority, 0 to 100)"),
+        ({"min_priority": -1}, ".min_priority", "-1 (expected a priority, 0 to 100)"),
+        ({"min_priority": "high"}, ".min_priority", "'high' (expected a priority, 0 to 100)"),
+        ({"min_priority": "35"}, ".min_priority", "'35' (expected a priority, 0 to 100)"),
+        ({"when": "comit"}, ".when", "'evict' or 'commit', did you mean 'commit'?"),
+        ({"min_hits": -1}, ".min_hits", "-1 (expected a whole number, 0 or more)"),
+        ({"ttl": "0 s"}, ".ttl", "'0 s' (expected a duration"),
+        ({"capacity": "1 XB"}, ".capacity", "unknown unit 'XB'"),
+        ({"capacity": 0}, ".capacity", "0 (expected a size"),
+        ({"capasity": "1 GiB"}, ".capasity", "unknown key (did you mean 'capacity'?)"),
+        ({"policy": "prioritised-lru"}, ".policy", "did you mean 'prioritized-lru'?"),
+        ({"codecs": ["checksums"]}, ".codecs[0]", "did you mean 'checksum'?"),
+        ({"codecs": ["checksum", "checksum"]}, ".codecs[1]", "'checksum' twice"),
+        ({"codecs": "checksum"}, ".codecs", "'checksum' (expected array)"),
+        ({"codecs": ["checksum", 5]}, ".codecs[1]", "a list (expected str)"),
+        ({"timeout": "fast"}, ".timeout", "'fast' (expected a duration"),
+        ({"queue": "0 %"}, ".queue", "0 % (expected more than 0)"),
+        ({"breaker": {"failures": 0}}, ".breaker.failures", "0 (expected a whole number, 1"),
+        ({"breaker": {"retry": "2 m"}}, ".breaker.retry_max", "expected at least breaker.retry"),
+        ({"breaker": {"retri": 1}}, ".breaker.retri", "did you mean 'retry'?"),
+        ({"breaker": [1]}, ".breaker", "a list (expected keys with values)"),
+        ({"name": "host"}, ".name", "'host' is the name of tiers[0]"),
+        ({"name": "arena"}, ".name", "'arena' is taken"),
+        ({"name": "a b"}, ".name", "'a b' (expected letters, digits, - and _"),
+        ({"name": 5}, ".name", "5 (expected letters"),
+        ({"type": "memroy"}, ".type", "unknown tier type 'memroy' (did you mean 'memory'?)"),
+        ({"type": "host"}, ".type", "a second host level"),
+    ],
+)
+def test_a_wrong_level(refusal, settings, path, says):
+    error = refusal(tiers(cold(**settings)))
+    assert (error.path, says in str(error)) == (f"tiers[1]{path}", True), str(error)
+
+
+def test_a_level_needs_a_capacity(refusal):
+    error = refusal(tiers({"type": "memory"}))
+    assert str(error).startswith("tiers[1].capacity: missing (expected a size")
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "says"),
+    [
+        ({"capacity": "1 GiB"}, "capacity", "set arena.size"),
+        ({"codecs": ["checksum"]}, "codecs", "the host level has none"),
+        ({"when": "commit"}, "when", "the host level has none"),
+        ({"breaker": {}}, "breaker", "the host level has none"),
+        ({"mini_priority": 3}, "mini_priority", "did you mean 'min_priority'?"),
+        ({"min_priority": 300}, "min_priority", "0 to 100"),
+    ],
+)
+def test_the_host_level_has_no_setting_without_effect(refusal, settings, path, says):
+    source = {"arena": {"size": "1 GiB"}, "tiers": [{"type": "host", **settings}]}
+    error = refusal(source)
+    assert (error.path, says in str(error)) == (f"tiers[0].{path}", True), str(error)
+
+
+def test_the_host_level_comes_first(refusal):
+    source = {"arena": {"size": "1 GiB"}, "tiers": [cold(), {"type": "host"}]}
+    error = refusal(source)
+    assert (error.path, error.message) == ("tiers[0].type", "'memory', not host")
+    source = {"arena": {"size": "1 GiB"}, "tiers": [{"type": "hots"}]}
+    assert "did you mean 'host'?" in str(refusal(source))
+
+
+def test_two_tiers_of_one_type_need_names(refusal):
+    error = refusal(tiers(cold(), cold()))
+    assert error.path == "tiers[2].name"
+    assert "'memory' is the name of tiers[1] (give each tier a name of its own)" in str(error)

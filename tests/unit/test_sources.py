@@ -1,0 +1,239 @@
+"""Where settings come from: file, environment, engine; secrets and the short form."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvladder.config import load_config
+from kvladder.errors import ConfigError
+from kvladder.layout import Layout
+
+SMALL = """
+arena: {size: 1 GiB}
+tiers:
+  - {type: host}
+  - {name: cold, type: memory, capacity: 4 GiB}
+"""
+LAYOUT = Layout(block_tokens=16, block_bytes=1 << 20)
+
+
+def tiers(*below):
+    """A mapping with a host level and ``below``."""
+    return {"arena": {"size": "1 GiB"}, "tiers": [{"type": "host"}, *below]}
+
+
+def cold(**settings):
+    return {"type": "memory", "capacity": "1 GiB", **settings}
+
+
+# ---- the file itself
+
+
+def test_a_file_that_cannot_be_read(refusal, tmp_path):
+    for path in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(ConfigError, match="expected a readable YAML file") as got:
+            load_config(path, env={})
+        assert got.value.path == str(path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not UTF-8 text"):
+        load_config(str(tmp_path / "binary"), env={})
+
+
+def test_wrong_yaml_is_said_with_line_and_column(refusal):
+    error = refusal("arena:\n  size: [1\ntiers: x\n")
+    assert "line 3, column 6" in error.path
+
+
+def test_yaml_errors_show_nothing_of_the_file(refusal):
+    for text in ("block: {salt: *hunter22}", "block: {salt: !hunter22 x}", "salt: 'hunter22"):
+        assert "hunter22" not in str(refusal(text))
+
+
+def test_a_key_given_twice_is_refused(refusal):
+    error = refusal("arena:\n  size: 1 GiB\n  size: 2 GiB\n")
+    assert "a key is given twice" in str(error)
+    assert "line 3, column 3" in error.path
+
+
+def test_a_file_without_end_is_refused(refusal):
+    assert "recursive" in str(refusal("arena: &a [*a]"))
+    assert "nested deeper than 16 levels" in str(refusal("[" * 20 + "]" * 20))
+
+
+# ---- the environment
+
+
+def test_variables_are_filled_in(load):
+    text = SMALL + 'block: {tokens: "${TOKENS}", salt: "${SALT:-none}-${TAIL:-x}"}'
+    config = load(text, env={"TOKENS": "32", "TAIL": "y"})
+    assert (config.block.tokens, config.block.salt) == (32, "none-y")
+    config = load(text, env={"TOKENS": "auto", "SALT": "", "TAIL": "${TOKENS}"})
+    assert (config.block.tokens, config.block.salt) == ("auto", "none-${TOKENS}")
+
+
+def test_a_plain_dollar_stays(load):
+    assert load(SMALL + 'block: {salt: "$5 $${x}"}').block.salt == "$5 ${x}"
+
+
+@pytest.mark.parametrize(
+    ("salt", "says"),
+    [
+        ("${NAME}", "environment variable NAME is not set (set it, or give a default: ${NAME:-..."),
+        ("${NAME", "'${' without a name and '}'"),
+        ("${}", "'${' without a name and '}'"),
+        ("${1A}", "'${' without a name and '}'"),
+    ],
+)
+def test_a_variable_that_is_not_there(refusal, salt, says):
+    error = refusal(SMALL + f'block: {{salt: "{salt}"}}')
+    assert (error.path, says in str(error)) == ("block.salt", True), str(error)
+
+
+def test_the_environment_is_above_the_file_and_the_engine_above_both(load):
+    text = SMALL + "block: {tokens: 1}\nfetch: {deadline: 1 s}\n"
+    env = {
+        "KVLADDER__ARENA__SIZE": "2GiB",
+        "KVLADDER__BLOCK__TOKENS": "2",
+        "KVLADDER__TIERS__COLD__CAPACITY": "6 GiB",
+        "KVLADDER__TIERS__COLD__BREAKER__RETRY": "3 s",
+        "KVLADDER__TIERS__COLD__CODECS": "[]",
+        "KVLADDER__EVENTS__MAX": "5",
+        "KVLADDER_SALT": "not a setting",
+    }
+    config = load(text, env=env, overrides={"block": {"tokens": 3}})
+    assert (config.block.tokens, config.arena.size_bytes, config.events.max) == (3, 2 << 30, 5)
+    (level,) = config.levels
+    assert (level.capacity_bytes, level.breaker.retry_s, level.codecs) == (6 << 30, 3, ())
+    origins = {row.path: row.origin for row in config.rows()}
+    assert origins["block.tokens"] == "engine"
+    assert origins["arena.size"] == "environment: KVLADDER__ARENA__SIZE"
+    assert origins["fetch.deadline"] == "file"
+    assert origins["tiers[1].breaker.retry"] == (
+        "environment: KVLADDER__TIERS__COLD__BREAKER__RETRY"
+    )
+    assert origins["tiers[1].timeout"] == "default"
+
+
+def test_a_tier_is_named_in_the_environment_without_regard_to_case_and_dashes():
+    env = {"KVLADDER__TIERS__FAR_COLD__MIN_PRIORITY": "9"}
+    config = load_config(tiers(cold(name="Far-Cold")), env=env)
+    assert config.levels[0].min_priority == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "path", "says"),
+    [
+        ("KVLADDER__ARENA__SIZE", "x", "arena.size", "set by KVLADDER__ARENA__SIZE)"),
+        ("KVLADDER__ARENA__SZE", "1", "arena.sze", "did you mean 'size'?; set by KVLADDER__ARENA"),
+        ("KVLADDER__TIERS__COLT__TTL", "1 d", "KVLADDER__TIERS__COLT__TTL", "did you mean 'cold'"),
+        ("KVLADDER__ARENA__", "1", "KVLADDER__ARENA__", "names no setting"),
+        ("KVLADDER__ARENA", "1", "arena", "a single value (str)"),
+        ("KVLADDER__ARENA__SIZE__X", "1", "KVLADDER__ARENA__SIZE__X", "is a single value"),
+        ("KVLADDER__TIERS__COLD__QUEUE", "0", "tiers[1].queue", "expected more than 0; set by"),
+    ],
+)
+def test_a_wrong_variable_is_named(refusal, name, value, path, says):
+    error = refusal(SMALL, env={name: value})
+    assert (error.path, says in str(error)) == (path, True), str(error)
+
+
+def test_the_engine_may_name_a_tier_that_is_not_there(refusal):
+    error = refusal(SMALL, overrides={"tiers": {"colt": {"ttl": "1 d"}}})
+    assert (error.path, error.hint) == ("tiers.colt", "did you mean 'cold'?")
+
+
+# ---- secrets
+
+
+def test_secrets_are_not_shown(remote):
+    entry = {
+        "type": "remote",
+        "capacity": "1 GiB",
+        "url": "redis://me:hunter22@cache:6379/0?token=hunter22",
+        "password": "hunter22",
+    }
+    config = load_config({**tiers(entry), "block": {"salt": "hunter22"}}, env={})
+    shown = config.describe(LAYOUT)
+    assert "hunter22" not in shown
+    assert "redis://***@cache:6379/0?token=***" in shown
+    values = {row.path: row.value for row in config.rows()}
+    assert (values["block.salt"], values["tiers[1].password"]) == ("***", "***")
+    assert values["block.tokens"] == "auto"
+
+
+def test_errors_do_not_show_the_user_in_a_url(refusal):
+    error = refusal(tiers(cold(when="redis://me:hunter22@cache")))
+    assert "hunter22" not in str(error)
+    assert "redis://***@cache" in str(error)
+
+
+# ---- the short form
+
+
+@pytest.fixture
+def statvfs(monkeypatch):
+    """A file system with 1000 free blocks of 4 KiB."""
+
+    class Info:
+        f_bavail = 1000
+        f_frsize = 4096
+
+    monkeypatch.setattr("kvladder.sources.os.statvfs", lambda path: Info)
+
+
+def test_the_short_form_is_a_default_stack(statvfs, tmp_path):
+    directory = tmp_path / "kv"
+    config = load_config({"host": "4 GiB", "files": str(directory)}, env={})
+    assert config.arena.size_bytes == 4 << 30
+    (level,) = config.levels
+    assert (level.name, level.type, level.when) == ("files", "files", "commit")
+    assert level.capacity_bytes == 1000 * 4096 * 8 // 10
+    origins = {row.path: row.origin for row in config.rows()}
+    assert origins["tiers[1].capacity"] == (
+        f"default: 80% of the space on the file system of {directory}"
+    )
+    assert origins["arena.size"] == origins["tiers[1].path"] == "given"
+
+
+def test_what_the_directory_holds_counts_as_room(statvfs, tmp_path):
+    (tmp_path / "segments").mkdir()
+    (tmp_path / "segments" / "one").write_bytes(bytes(1 << 20))
+    config = load_config({"host": "4 GiB", "files": str(tmp_path)}, env={})
+    held = (tmp_path / "segments" / "one").stat().st_blocks * 512
+    assert config.levels[0].capacity_bytes == (1000 * 4096 + held) * 8 // 10
+
+
+def test_the_short_form_takes_more_settings(tmp_path):
+    source = {
+        "host": "4 GiB",
+        "files": str(tmp_path),
+        "capacity": "1 GiB",
+        "block": {"salt": "x"},
+    }
+    env = {"KVLADDER__TIERS__FILES__MIN_PRIORITY": "35"}
+    config = load_config(source, env=env)
+    assert (config.levels[0].capacity_bytes, config.levels[0].min_priority) == (1 << 30, 35)
+    assert config.block.salt == "x"
+
+
+def test_the_short_form_may_be_host_alone():
+    assert load_config({"host": "4 GiB"}, env={}).levels == ()
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "says"),
+    [
+        ({"host": "4 GiBs"}, "host", "unknown unit 'GiBs'"),
+        ({"host": 0}, "host", "0 (expected a size"),
+        ({"files": "/x"}, "host", "missing (expected a size"),
+        ({"host": "1 GiB", "files": 5}, "files", "5 (expected a directory)"),
+        ({"host": "1 GiB", "files": ""}, "files", "'' (expected a directory)"),
+        ({"host": "1 GiB", "files": "/x", "capacity": "x"}, "capacity", "'x' (expected a size"),
+        ({"host": "1 GiB", "capacity": "1 GiB"}, "capacity", "it goes with files:"),
+        ({"host": "1 GiB", "arena": {}}, "arena", "the short form and the long form are mixed"),
+        ({"host": "1 GiB", "filse": "/x"}, "filse", "did you mean 'files'?"),
+    ],
+)
+def test_a_wrong_short_form(refusal, source, path, says):
+    error = refusal(source)
+    assert (error.path, says in str(error)) == (path, True), str(error)
