@@ -1,0 +1,72 @@
+"""The reference connector: an engine in the same process that gives its KV tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from kvladder.connectors.jobs import JobConnector
+from kvladder.errors import LayoutError
+from kvladder.gpu.copy import Copier, CopyJob, Finished, JobId
+from kvladder.gpu.pages import BlockPages
+from kvladder.gpu.select import copier_for
+from kvladder.keys import BlockKey, KeyScheme
+from kvladder.manager import CacheManager
+
+
+class InlineConnector(JobConnector):
+    """Connects a process's own KV tensors to a cache.
+
+    Parameters
+    ----------
+    manager:
+        An open cache whose layout's ``block_bytes`` is what a block takes in the tensors.
+    kv:
+        One tensor ``[blocks, ...]``, or several by name, whose bytes lie one after the other in
+        a slot. Kept alive, and read and written in the background between a call and its end.
+
+    Raises
+    ------
+    LayoutError
+        The tensors are not what the cache's layout says.
+    """
+
+    def __init__(
+        self, manager: CacheManager, kv: torch.Tensor | Mapping[str, torch.Tensor]
+    ) -> None:
+        super().__init__(manager)
+        tensors = {"kv": kv} if isinstance(kv, torch.Tensor) else kv
+        blocks = min((tensor.shape[0] for tensor in tensors.values()), default=0)
+        pages = BlockPages.of(tensors, blocks=blocks)
+        if pages.block_bytes != manager.layout.block_bytes:
+            raise LayoutError(
+                f"a block takes {pages.block_bytes} bytes in the tensors",
+                hint=f"the cache's layout says {manager.layout.block_bytes}",
+            )
+        self._keys = KeyScheme(manager.namespace, block_tokens=manager.layout.block_tokens)
+        self._copier: Copier = copier_for(pages, manager.arena)
+
+    def keys(self, tokens: Sequence[int], *, salt: str = "", lora: str = "") -> list[BlockKey]:
+        """The names of the whole blocks of a prompt; see :meth:`KeyScheme.chain`."""
+        return self._keys.chain(tokens, parent=self._keys.root(salt=salt, lora=lora))
+
+    def _start(self, job: CopyJob) -> None:
+        self._copier.submit(job)
+
+    def poll(self) -> list[Finished]:
+        finished = self._copier.poll()
+        for one in finished:
+            self._report(one.id, ok=one.ok)
+        return finished
+
+    def wait(self, job: JobId | None) -> list[Finished]:
+        """Return when ``job`` is over, with what ended meanwhile; the one call that waits."""
+        if job is not None:
+            self._copier.wait([job])
+        return self.poll()
+
+    def close(self) -> None:
+        self._copier.close()
+        self.poll()
+        super().close()
