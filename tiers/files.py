@@ -1,0 +1,306 @@
+"""The files tier: blocks on a local NVMe drive, found again after a restart or a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, ClassVar, TypeVar
+
+import msgspec
+
+from kvladder.errors import ClosedError, TierError, TierFull
+from kvladder.tiers.base import Item, Tier, TierContext
+from kvladder.tiers.blockheader import HEADER_BYTES, Outcome
+from kvladder.tiers.codecs import ChecksumCodec
+from kvladder.tiers.disk import Disk, OsDisk
+from kvladder.tiers.filesdir import is_full
+from kvladder.tiers.filestore import FileStore
+from kvladder.tiers.indexlog import PUT, RECORD_BYTES, REMOVE, items_of, tag_of, tags_of
+from kvladder.tiers.iopool import BufferedPool, IoPool, Pool
+from kvladder.units import Size
+
+T = TypeVar("T")
+
+BATCH_BYTES = 128 << 20
+"""What a batch should hold for the time in which it starts and ends not to matter."""
+BATCH_BLOCKS_MAX = 256
+LOG_SLACK_RECORDS = 4096
+RECOVER_BLOCKS = 4096
+CLOSE_TIMEOUT_S = 2.0
+
+_TEMPORARY = {errno.EIO, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EINTR}
+
+
+class FilesOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a configuration says about a files tier."""
+
+    path: str
+    """Its directory; made if only the last part is missing. One process at a time."""
+    direct: bool | None = None
+    """Whether to go around the page cache with O_DIRECT; by default where the disk allows it."""
+    threads: Annotated[int, msgspec.Meta(ge=1, le=64, description="a number from 1 to 64")] = 8
+    """How many calls the disk is given at once."""
+    segment: Size = Size(256 << 20)
+    """How much is preallocated at a time; more where that would make too many files."""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("the path is empty: expected a directory")
+
+
+class FilesTier(Tier):
+    """Blocks in preallocated segment files, addressed by their places.
+
+    The tier keeps four bytes a block in memory. What it reads is compared with the header that
+    was written with it: a torn, flipped, truncated or misplaced block is a miss.
+
+    Parameters
+    ----------
+    options:
+        The settings.
+    verify:
+        Whether blocks are stored with a checksum and checked against it. Without, flipped bits
+        reach the caller.
+    disk:
+        Another file system, for tests.
+    pool:
+        Another way to run blocking calls, for tests.
+    log_slack_records:
+        How many dead records the index log may have before it is compacted.
+    """
+
+    Options: ClassVar[type[FilesOptions]] = FilesOptions
+    durable = True
+    overhead_bytes = HEADER_BYTES
+
+    def __init__(
+        self,
+        options: FilesOptions,
+        *,
+        verify: bool = True,
+        disk: Disk | None = None,
+        pool: Pool | None = None,
+        log_slack_records: int = LOG_SLACK_RECORDS,
+    ) -> None:
+        self.options = options
+        self.verify = verify
+        self._disk = disk or OsDisk()
+        self._given_pool = pool
+        self._slack = log_slack_records
+        self._pool: Pool | None = None
+        self._store: FileStore | None = None
+        self._compacting: asyncio.Task[None] | None = None
+        self._tags = array("I")
+        """By place: some bytes of the key that is stored there, 0 if none is."""
+        self._blocks = 0
+        self._corrupt = 0
+        self._stale = 0
+        self._closing = False
+
+    async def open(self, context: TierContext) -> None:
+        self.context = context
+        fitting = BATCH_BYTES // context.layout.slot_bytes
+        self.batch_max = max(1, min(BATCH_BLOCKS_MAX, fitting, context.capacity_blocks))
+        if self._given_pool is not None:
+            (self._store,) = await self._given_pool.run([self._open])
+            self._pool = self._given_pool
+            return
+        starter = IoPool(1)
+        try:
+            (self._store,) = await starter.run([self._open])
+        finally:
+            await starter.aclose(lambda: None, timeout_s=CLOSE_TIMEOUT_S)
+        kind = IoPool if self._store.segments.direct else BufferedPool
+        self._pool = kind(self.options.threads)
+
+    def _open(self) -> FileStore:
+        store = FileStore.open(
+            self._disk,
+            Path(self.options.path),
+            self.context,
+            codec=ChecksumCodec() if self.verify else None,
+            direct=self.options.direct,
+            segment_bytes=self.options.segment,
+            slack_records=self._slack,
+        )
+        self._tags = array("I", [0]) * self.context.capacity_blocks
+        for place, tag in tags_of(store.recovered):
+            self._tags[place] = tag
+        self._blocks = len(store.recovered) // RECORD_BYTES
+        return store
+
+    def _opened(self) -> tuple[FileStore, Pool]:
+        if self._store is None or self._pool is None or self._closing:
+            raise TierError("the files tier is closed", temporary=False)
+        return self._store, self._pool
+
+    async def _run(
+        self, jobs: Sequence[Callable[[], T]], *, urgent: bool = False
+    ) -> list[T | OSError]:
+        """Run jobs in the threads; an OSError is a result, so that one does not hide the rest."""
+
+        def attempt(job: Callable[[], T]) -> T | OSError:
+            try:
+                return job()
+            except OSError as error:
+                return error
+
+        _, pool = self._opened()
+        try:
+            return await pool.run([partial(attempt, job) for job in jobs], urgent=urgent)
+        except ClosedError as error:
+            raise TierError("the files tier is closed", temporary=False) from error
+
+    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+        store, _ = self._opened()
+        found = [False] * len(items)
+        wanted = [index for index, item in enumerate(items) if self._holds(item)]
+        runs = list(store.segments.runs(items, wanted, self.options.threads))
+        reads = [partial(store.segments.read, [items[i] for i in run]) for run in runs]
+        outcomes: list[Outcome] = []
+        failure: OSError | None = None
+        for run, result in zip(runs, await self._run(reads, urgent=True), strict=True):
+            assert not isinstance(result, OSError)
+            outcomes += result[0]
+            failure = result[1] or failure
+            for index, outcome in zip(run, result[0], strict=True):
+                # asked again: it may have been removed meanwhile
+                found[index] = outcome is Outcome.GOOD and self._holds(items[index])
+        self._corrupt += outcomes.count(Outcome.CORRUPT)
+        self._stale += outcomes.count(Outcome.STALE)
+        if failure is not None and outcomes.count(Outcome.FAILED) == len(outcomes):
+            raise _tier_error(failure) from failure
+        return found
+
+    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
+        store, _ = self._opened()
+        for item in items:
+            self._set_tag(item, 0)
+        missing = store.segments.missing(items)
+        if missing:
+            _raise_if_failed(await self._run([lambda: store.allocate(missing)]))
+        runs = list(store.segments.runs(items, range(len(items)), self.options.threads))
+        first = store.log.number(len(items))
+        writes: list[Callable[[], None]] = []
+        for run in runs:
+            writes.append(partial(store.segments.write, [items[i] for i in run], first))
+            first += len(run)
+        results = await self._run(writes)
+        failures = [result for result in results if result is not None]
+        if any(is_full(failure) for failure in failures) or len(failures) == len(results):
+            _raise_if_failed(results)
+        kept = [False] * len(items)
+        for run, result in zip(runs, results, strict=True):
+            for index in run:
+                kept[index] = result is None
+        stored = [item for item, ok in zip(items, kept, strict=True) if ok]
+        _raise_if_failed(await self._run([lambda: store.log.append(PUT, stored)]))
+        for item in stored:
+            self._set_tag(item, tag_of(item.key))
+        self._compact_if_due()
+        return kept
+
+    async def remove(self, items: Sequence[Item]) -> None:
+        store, _ = self._opened()
+        for item in items:
+            if self._holds(item):
+                self._set_tag(item, 0)
+        # also what is not there: it may have been left in the log by a write that failed
+        _raise_if_failed(await self._run([lambda: store.log.append(REMOVE, items)]))
+        self._compact_if_due()
+
+    async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
+        self._opened()
+        return [self._holds(item) for item in items]
+
+    async def recover(self) -> AsyncIterator[Sequence[Item]]:
+        store, _ = self._opened()
+        records, store.recovered = memoryview(store.recovered), b""
+        now_s = self.context.clock.wall()
+        seen: set[bytes] = set()
+        for start in range(0, len(records), RECOVER_BLOCKS * RECORD_BYTES):
+            batch: list[Item] = []
+            for item in items_of(records[start : start + RECOVER_BLOCKS * RECORD_BYTES]):
+                expired = item.expires_wall_s is not None and item.expires_wall_s <= now_s
+                if expired or item.key in seen or not self._holds(item):
+                    self._set_tag(item, 0)
+                    continue
+                seen.add(item.key)
+                batch.append(item)
+            yield batch
+
+    def _holds(self, item: Item) -> bool:
+        return self._tags[item.place] == tag_of(item.key)
+
+    def _set_tag(self, item: Item, tag: int) -> None:
+        self._blocks += bool(tag) - bool(self._tags[item.place])
+        self._tags[item.place] = tag
+
+    # ---- compaction
+
+    def _compact_if_due(self) -> None:
+        """Have the index log compacted in the background if most of it is dead."""
+        store, _ = self._opened()
+        if self._compacting is None and store.log.is_long(self._blocks):
+            self._compacting = asyncio.create_task(self._compact(store), name="kvladder-compact")
+            self._compacting.add_done_callback(self._compacted)
+
+    async def _compact(self, store: FileStore) -> None:
+        # a failure is not worth an error: the log stays as it is, and is tried again later
+        await self._run([lambda: store.log.compact(lambda: self._closing)])
+
+    def _compacted(self, task: asyncio.Task[None]) -> None:
+        self._compacting = None
+        if not task.cancelled():
+            task.exception()
+
+    # ---- the rest
+
+    def corrupt_blocks(self) -> int:
+        return self._corrupt
+
+    def stale_blocks(self) -> int:
+        """How often another block, or none, was found where one was asked for, since ``open``."""
+        return self._stale
+
+    def describe(self) -> dict[str, str]:
+        settings = {
+            "path": self.options.path,
+            "threads": str(self.options.threads),
+            "checksum": "xxh3-128" if self.verify else "none",
+        }
+        if self._store is not None:
+            segments = self._store.segments
+            settings["io"] = "O_DIRECT" if segments.direct else "buffered, through aiofiles"
+            settings["segment"] = str(Size(segments.geometry.size(0)))
+            settings["batch"] = f"{self.batch_max} blocks"
+        return settings
+
+    async def aclose(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        if self._compacting is not None:
+            await asyncio.wait({self._compacting}, timeout=CLOSE_TIMEOUT_S)
+        if self._pool is None or self._store is None:
+            return
+        # files under a call that hangs stay open, and so stays the lock: it may still write
+        await self._pool.aclose(self._store.close, timeout_s=CLOSE_TIMEOUT_S)
+
+
+def _raise_if_failed(results: Sequence[object]) -> None:
+    """Raise TierFull if there is an OSError among ``results`` that says so, else TierError."""
+    failures = [result for result in results if isinstance(result, OSError)]
+    if failures:
+        failure = next(filter(is_full, failures), failures[0])
+        raise _tier_error(failure) from failure
+
+
+def _tier_error(error: OSError) -> TierError:
+    if is_full(error):
+        return TierFull(str(error))
+    return TierError(str(error), temporary=error.errno in _TEMPORARY)

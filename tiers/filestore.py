@@ -1,0 +1,143 @@
+"""What a files tier has open: its directory, its segments and its index log, in step."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from kvladder.errors import ConfigError
+from kvladder.tiers.base import TierContext
+from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader
+from kvladder.tiers.codecs import Codec
+from kvladder.tiers.disk import Disk
+from kvladder.tiers.filesdir import FilesDirectory, Meta, is_full
+from kvladder.tiers.indexlog import IndexLog
+from kvladder.tiers.segments import Geometry, Segments
+
+SEGMENTS_MAX = 128
+"""Segments are made larger rather than more than these: each is an open file."""
+
+
+def config_error(path: Path, error: OSError) -> ConfigError:
+    """What to tell somebody whose directory cannot be used."""
+    if error.errno == errno.EROFS:
+        return ConfigError(f"{path} is on a read-only file system", hint="expected a writable one")
+    if error.errno in {errno.EACCES, errno.EPERM}:
+        return ConfigError(
+            f"{path} is not writable: {error.strerror}",
+            hint="give it to the user that runs the engine, mode 0700",
+        )
+    if is_full(error):
+        return ConfigError(
+            f"{path} has no room for one segment: {error.strerror}",
+            hint="free some space, or set a smaller capacity or segment",
+        )
+    where = f" ({error.filename})" if error.filename else ""
+    return ConfigError(
+        f"{path} cannot be used: {error.strerror or error}{where}",
+        hint="expected a directory on a local disk",
+    )
+
+
+class FileStore:
+    """The open files of one namespace. Made by ``open``; all methods block and raise OSError."""
+
+    def __init__(self, directory: FilesDirectory, segments: Segments, log: IndexLog) -> None:
+        self.directory = directory
+        self.segments = segments
+        self.log = log
+        self.recovered = b""
+        """The records of what was found, until it has been told."""
+
+    @classmethod
+    def open(
+        cls,
+        disk: Disk,
+        path: Path,
+        context: TierContext,
+        *,
+        codec: Codec | None,
+        direct: bool | None,
+        segment_bytes: int,
+        slack_records: int,
+    ) -> FileStore:
+        """Take possession of ``path``, read the index log and preallocate the first segment.
+
+        Raises
+        ------
+        ConfigError
+            The path cannot be used as configured.
+        """
+        layout, space = context.layout, context.namespace
+        directory = FilesDirectory(disk, path, space)
+        log: IndexLog | None = None
+        opened = False
+        try:
+            wanted = _wanted(context, segment_bytes)
+            meta = directory.open(wanted)
+            log = IndexLog(
+                disk,
+                directory.home,
+                space,
+                places_max=meta.capacity_blocks,
+                slack_records=slack_records,
+            )
+            recovered = log.load()
+            segments = Segments(
+                disk,
+                directory,
+                Geometry(layout.slot_bytes, meta.segment_places, meta.capacity_blocks),
+                header=BlockHeader(space, layout.block_bytes, codec),
+                arena=context.arena,
+                block_bytes=layout.block_bytes,
+            )
+            store = cls(directory, segments, log)
+            store.recovered = recovered
+            segments.take_stock()
+            store.allocate([0])
+            store._choose(direct)
+            opened = True
+        except OSError as error:
+            raise config_error(path, error) from error
+        finally:
+            if not opened:
+                if log is not None:
+                    log.close()
+                directory.close()
+        return store
+
+    def _choose(self, direct: bool | None) -> None:
+        """Go around the page cache if that is wanted and possible."""
+        possible = direct is not False and self.segments.probe_direct()
+        if direct and not possible:
+            raise ConfigError(
+                f"{self.directory.path} is on a file system without O_DIRECT",
+                hint="leave direct out, or use another disk",
+            )
+        self.segments.direct = possible
+
+    def allocate(self, segments: Sequence[int]) -> None:
+        """Preallocate segments, and room in the log for the blocks in them."""
+        self.log.reserve(self.segments.allocate(segments))
+
+    def close(self) -> None:
+        """Flush, close everything and let the next process in; nothing is under way."""
+        for step in (self.log.flush, self.segments.close, self.log.close, self.directory.close):
+            with suppress(OSError):  # what is not on the disk yet is forgotten after a power cut
+                step()
+
+
+def _wanted(context: TierContext, segment_bytes: int) -> Meta:
+    """How the files of a namespace that is new here are laid out."""
+    stride = HEADER_BYTES + context.layout.slot_bytes
+    capacity = context.capacity_blocks
+    places = max(1, segment_bytes // stride, -(-capacity // SEGMENTS_MAX))
+    return Meta(
+        namespace=context.namespace.hex(),
+        block_bytes=context.layout.block_bytes,
+        stride=stride,
+        segment_places=min(places, capacity),
+        capacity_blocks=capacity,
+    )

@@ -1,0 +1,363 @@
+"""The index log: which block lies at which place, so that a restart need not read the blocks."""
+
+from __future__ import annotations
+
+import os
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import compress, repeat
+from math import inf
+from operator import lt
+from pathlib import Path
+from struct import Struct
+from typing import NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from kvladder.errors import ConfigError
+from kvladder.keys import KEY_BYTES, BlockKey, Namespace
+from kvladder.tiers.base import Item
+from kvladder.tiers.disk import Disk, write_all
+from kvladder.tiers.filesdir import LOG_NAME
+
+MAGIC = b"kvindex\0"
+VERSION = 1
+RECORD_BYTES = 64
+"""A power of two, so that no record straddles a sector: a torn write tears none."""
+READ_RECORDS = 1024
+"""Records per read: the GIL is given up between two of them, also while compacting."""
+
+PUT = 1
+REMOVE = 2
+
+_HEADER = Struct("<8sHH4x32s8xQ")
+_RECORD = Struct(f"<QQdIBBBx{KEY_BYTES}s")  # check, sequence, expires, place, kind, ..., key
+_BODY = Struct(f"<8x{RECORD_BYTES - 8}s")
+_ORDER = Struct("<QQ48x")
+_WHERE = Struct("<24xIBxxxI28x")  # place, kind, first 4 bytes of the key
+_WHOLE = Struct(f"{RECORD_BYTES}s")
+_TAG = Struct("<I28x")
+
+assert _HEADER.size == _RECORD.size == RECORD_BYTES
+
+
+def tag_of(key: BlockKey) -> int:
+    """Four bytes of a key, never 0: enough to tell which of two blocks is at a place."""
+    tag: int = _TAG.unpack(key)[0]
+    return tag or 1
+
+
+def items_of(records: memoryview) -> list[Item]:
+    """The blocks that PUT records tell of."""
+    return [
+        Item(
+            BlockKey(key),
+            place,
+            priority=priority,
+            floor=floor,
+            expires_wall_s=None if expires_s == inf else expires_s,
+        )
+        for _, _, expires_s, place, _, priority, floor, key in _RECORD.iter_unpack(records)
+    ]
+
+
+def tags_of(records: bytes) -> Iterator[tuple[int, int]]:
+    """The places of PUT records, with the tags of their keys."""
+    return ((place, tag or 1) for place, _, tag in _WHERE.iter_unpack(records))
+
+
+class _Scan(NamedTuple):
+    """What reading a log from its start came to."""
+
+    last: array[int]
+    """By place: which of the good records put what is there now, or -1."""
+    sequence: int
+    """The highest sequence number."""
+    end: int
+    """Where the last good record ends."""
+
+
+class IndexLog:
+    """Append-only records of puts and removals, each with its own check and a sequence number.
+
+    A record counts if it is whole and has a higher number than those before it; others, torn by a
+    crash or left over from before a compaction, are passed over. ``load`` comes first and
+    ``close`` last; ``append`` and ``reserve`` may be called from any thread, ``compact`` from one
+    at a time. All block and raise OSError.
+
+    Parameters
+    ----------
+    home:
+        The directory of the namespace.
+    places_max:
+        Records of places beyond it are ignored.
+    slack_records:
+        Dead records that are not worth compacting.
+    """
+
+    def __init__(
+        self, disk: Disk, home: Path, space: Namespace, *, places_max: int, slack_records: int
+    ) -> None:
+        self._disk = disk
+        self._path = home / LOG_NAME
+        self._space = space
+        self._seed = int.from_bytes(space[:8], "little")
+        self._places_max = places_max
+        self._slack = slack_records
+        self._lock = threading.Lock()
+        self._numbers = threading.Lock()
+        self._fd: int | None = None
+        self._end = RECORD_BYTES
+        self._reserved = 0
+        self._sequence = 0
+        self._compact_above = 0
+
+    # ---- start
+
+    def load(self) -> bytes:
+        """Open the log, or begin one, and return the records of what is stored, oldest first.
+
+        Raises
+        ------
+        ConfigError
+            A newer version wrote it.
+        """
+        try:
+            self._fd = self._disk.open(self._path, os.O_RDWR)
+        except FileNotFoundError:
+            self._fd = self._begin(self._path)
+            return b""
+        if not self._is_ours(self._fd):
+            self._disk.close(self._fd)
+            self._fd = None
+            self._disk.unlink(self._path)
+            self._fd = self._begin(self._path)
+            return b""
+        scan = self._scan(self._fd)
+        self._sequence = scan.sequence
+        self._end = self._reserved = scan.end
+        self._disk.truncate(self._fd, self._end)  # what follows a torn record must not come back
+        return b"".join(self._live(self._fd, scan))
+
+    def _begin(self, path: Path) -> int:
+        """Make an empty log."""
+        fields = (MAGIC, VERSION, RECORD_BYTES, self._space)
+        check = xxh3_64_intdigest(_HEADER.pack(*fields, 0)[:-8])
+        fd = self._disk.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        try:
+            write_all(self._disk, fd, _HEADER.pack(*fields, check), 0)
+        except OSError:
+            self._disk.close(fd)
+            raise
+        return fd
+
+    def _is_ours(self, fd: int) -> bool:
+        """Whether the header is whole; False also where the log is of another namespace."""
+        header = bytearray(RECORD_BYTES)
+        self._disk.preadv(fd, [memoryview(header)], 0)
+        magic, version, record_bytes, space, check = _HEADER.unpack(header)
+        if magic == MAGIC and version > VERSION:
+            self._disk.close(fd)
+            self._fd = None
+            raise ConfigError(
+                f"{self._path} is of format {version}, which is newer than {VERSION}",
+                hint="use the version of kvladder that wrote it, or another path",
+            )
+        ours = (MAGIC, VERSION, RECORD_BYTES, self._space)
+        return ours == (magic, version, record_bytes, space) and check == xxh3_64_intdigest(
+            header[:-8]
+        )
+
+    # ---- reading
+
+    def _slabs(self, fd: int, end: int | None = None) -> Iterator[tuple[bytes, int]]:
+        """The good records up to ``end``, many at a time, and the offset at which they end.
+
+        Zeros all over are the space in reserve, behind the end.
+        """
+        offset, before = RECORD_BYTES, 0
+        buffer = memoryview(bytearray(READ_RECORDS * RECORD_BYTES))
+        while end is None or offset < end:
+            wanted = len(buffer) if end is None else min(len(buffer), end - offset)
+            got = self._disk.preadv(fd, [buffer[:wanted]], offset)
+            slab = bytes(buffer[: got - got % RECORD_BYTES])
+            if slab.count(0) == len(slab):
+                return
+            good, before, end_good = self._good(slab, before)
+            if good:
+                yield good, offset + end_good
+            offset += len(slab)
+
+    def _good(self, slab: bytes, before: int) -> tuple[bytes, int, int]:
+        """The records that are whole and in order, the last one's number, and where it ends."""
+        bodies = [body for (body,) in _BODY.iter_unpack(slab)]
+        digests = list(map(xxh3_64_intdigest, bodies, repeat(self._seed)))
+        orders = list(_ORDER.iter_unpack(slab))
+        checks = [check for check, _ in orders]
+        numbers = [number for _, number in orders]
+        if digests == checks and before < numbers[0] and all(map(lt, numbers, numbers[1:])):
+            return slab, numbers[-1], len(slab)
+        good, end = bytearray(), 0
+        for start, digest, (check, number) in zip(
+            range(0, len(slab), RECORD_BYTES), digests, orders, strict=True
+        ):
+            if digest == check and number > before:
+                before, end = number, start + RECORD_BYTES
+                good += slab[start:end]
+        return bytes(good), before, end
+
+    def _scan(self, fd: int, end: int | None = None) -> _Scan:
+        last = array("q", [-1]) * self._places_max
+        tags = array("I", [0]) * self._places_max
+        number, sequence, last_end = 0, 0, RECORD_BYTES
+        for records, records_end in self._slabs(fd, end):
+            for place, kind, tag in _WHERE.iter_unpack(records):
+                if place < self._places_max:
+                    if kind == PUT:
+                        last[place] = number
+                        tags[place] = tag
+                    elif tags[place] == tag:
+                        last[place] = -1
+                number += 1
+            sequence = _ORDER.unpack_from(records, len(records) - RECORD_BYTES)[1]
+            last_end = records_end
+        return _Scan(last, sequence, last_end)
+
+    def _live(self, fd: int, scan: _Scan) -> Iterator[bytes]:
+        """The records of what is stored, oldest first."""
+        number = 0
+        last, places_max = scan.last, self._places_max
+        for records, _ in self._slabs(fd, scan.end):
+            wanted: list[bool] = [
+                place < places_max and last[place] == index
+                for index, (place, _, _) in enumerate(_WHERE.iter_unpack(records), number)
+            ]
+            number += len(wanted)
+            if all(wanted):
+                yield records
+            else:
+                yield b"".join(compress((r for (r,) in _WHOLE.iter_unpack(records)), wanted))
+
+    # ---- writing
+
+    def number(self, count: int) -> int:
+        """The first of ``count`` new sequence numbers, none of which is given out again.
+
+        Never waits for the disk.
+        """
+        with self._numbers:
+            first = self._sequence + 1
+            self._sequence += count
+            return first
+
+    def append(self, kind: int, items: Sequence[Item]) -> None:
+        """Write one record per item: all of them count from then on, or none."""
+        with self._lock:
+            assert self._fd is not None
+            records = bytearray()
+            for number, item in enumerate(items, self.number(len(items))):
+                expires_s = inf if item.expires_wall_s is None else item.expires_wall_s
+                body = _RECORD.pack(
+                    0, number, expires_s, item.place, kind, item.priority, item.floor, item.key
+                )[8:]
+                records += xxh3_64_intdigest(body, self._seed).to_bytes(8, "little") + body
+            write_all(self._disk, self._fd, records, self._end)
+            self._end += len(records)
+            self._reserved = max(self._reserved, self._end)
+
+    def _room(self, places: int) -> int:
+        """Bytes that the log of so many places may reach before it is compacted."""
+        return RECORD_BYTES * (1 + 2 * places + self._slack + READ_RECORDS)
+
+    def reserve(self, places: int) -> None:
+        """Preallocate for so many places: a disk that fills up later does not stop the log."""
+        with self._lock:
+            assert self._fd is not None
+            missing = self._room(places) - self._reserved
+            if missing > 0:
+                self._disk.fallocate(self._fd, self._reserved, missing)
+                self._reserved += missing
+
+    def is_long(self, blocks: int) -> bool:
+        """Whether the log of so many stored blocks has so many dead records as to be compacted."""
+        records = self._end // RECORD_BYTES - 1
+        return records > max(2 * blocks + self._slack, self._compact_above)
+
+    def compact(self, stopped: Callable[[], bool]) -> None:
+        """Write the live records aside and put them in the log's place; appends go on meanwhile.
+
+        Where that fails, e.g. on a full disk, they are written over the log's start instead: a
+        crash before the end of that makes the tier forget, no more.
+        """
+        with self._lock:
+            assert self._fd is not None
+            old, end = self._fd, self._end
+        aside = self._path.with_name(LOG_NAME + ".tmp")
+        try:
+            self._compact_aside(aside, old, end, stopped)
+        except OSError:
+            with suppress(OSError):
+                self._disk.unlink(aside)
+            self._compact_in_place()
+        finally:
+            self._compact_above = self._end // RECORD_BYTES + self._slack
+
+    def _compact_aside(
+        self, aside: Path, old: int, old_end: int, stopped: Callable[[], bool]
+    ) -> None:
+        fd = self._begin(aside)
+        try:
+            end = RECORD_BYTES
+            for records in self._live(old, self._scan(old, old_end)):
+                if stopped():
+                    break
+                write_all(self._disk, fd, records, end)
+                end += len(records)
+            else:
+                self._disk.fsync(fd)
+                with self._lock:
+                    end = self._follow(old, fd, old_end, end)
+                    self._disk.rename(aside, self._path)
+                    room = self._reserved - end
+                    self._fd, self._end, self._reserved = fd, end, end
+                    fd = old
+                    if room > 0:
+                        with suppress(OSError):  # then the next append says that the disk is full
+                            self._disk.fallocate(self._fd, end, room)
+                            self._reserved = end + room
+                return
+            self._disk.unlink(aside)
+        finally:
+            self._disk.close(fd)
+
+    def _follow(self, old: int, fd: int, start: int, end: int) -> int:
+        """Copy what was appended to ``old`` since, as it is; returns the new end."""
+        buffer = memoryview(bytearray(self._end - start))
+        got = self._disk.preadv(old, [buffer], start)
+        if got < len(buffer):
+            raise OSError("the end of the log cannot be read")
+        write_all(self._disk, fd, buffer, end)
+        return end + got
+
+    def _compact_in_place(self) -> None:
+        with self._lock:
+            assert self._fd is not None
+            live = b"".join(self._live(self._fd, self._scan(self._fd, self._end)))
+            write_all(self._disk, self._fd, live, RECORD_BYTES)
+            self._end = RECORD_BYTES + len(live)
+
+    # ---- end
+
+    def flush(self) -> None:
+        """Make the log survive a power cut."""
+        with self._lock:
+            if self._fd is not None:
+                self._disk.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close the file; nothing is under way."""
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            self._disk.close(fd)

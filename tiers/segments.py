@@ -1,0 +1,288 @@
+"""Segment files: fixed slots for blocks, preallocated a file at a time."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from kvladder.arena import Arena
+from kvladder.tiers.base import Item
+from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader, Outcome
+from kvladder.tiers.disk import Disk
+from kvladder.tiers.filesdir import FilesDirectory, is_full, segment_name, segment_number
+
+PIECE_BYTES = 2 << 20
+"""About how much one call reads or writes: large enough for any device, small enough to share."""
+PIECE_BLOCKS_MAX = 128
+"""Blocks per call: two buffers each, and IOV_MAX is 1024."""
+
+
+class Geometry(NamedTuple):
+    """How places become addresses."""
+
+    slot_bytes: int
+    segment_places: int
+    capacity_blocks: int
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one block's header to the next one's."""
+        return HEADER_BYTES + self.slot_bytes
+
+    def places(self, segment: int) -> int:
+        """How many places a segment has; the last one may have fewer than the others."""
+        first = segment * self.segment_places
+        return max(0, min(self.segment_places, self.capacity_blocks - first))
+
+    def size(self, segment: int) -> int:
+        """Bytes of a segment."""
+        return self.places(segment) * self.stride
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes of all segments together: the capacity of the tier."""
+        return self.capacity_blocks * self.stride
+
+
+class Segments:
+    """Reads and writes runs of blocks at adjacent places, header and payload in one call.
+
+    All methods block and, but for ``take_stock`` and ``close``, may run in several threads at
+    once, each on places of its own. They raise OSError.
+
+    Parameters
+    ----------
+    arena:
+        Where the items' slots are.
+    directory:
+        Whose ``home`` the files are in; other namespaces in it give way.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        directory: FilesDirectory,
+        geometry: Geometry,
+        *,
+        header: BlockHeader,
+        arena: Arena,
+        block_bytes: int,
+    ) -> None:
+        self.geometry = geometry
+        self.direct = False
+        self._disk = disk
+        self._directory = directory
+        self._header = header
+        self._arena = arena
+        self._block_bytes = block_bytes
+        self._sizes: dict[int, int] = {}
+        self._fds: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._scratch = threading.local()
+
+    # ---- space
+
+    def take_stock(self) -> None:
+        """Find the segments that are there, and cut off what is above the capacity."""
+        for name in self._disk.listdir(self._directory.home):
+            segment = segment_number(name)
+            if segment is None:
+                continue
+            path = self._directory.home / name
+            size, limit = self._disk.stat(path).size, self.geometry.size(segment)
+            if limit == 0:
+                self._disk.unlink(path)
+                continue
+            if size > limit:
+                self._truncate(path, limit)
+            self._sizes[segment] = min(size, limit)
+        self._directory.make_room(self._total(), self.geometry.budget_bytes)
+
+    def _truncate(self, path: Path, size: int) -> None:
+        fd = self._disk.open(path, os.O_RDWR)
+        try:
+            self._disk.truncate(fd, size)
+        finally:
+            self._disk.close(fd)
+
+    def _total(self) -> int:
+        return sum(self._sizes.values())
+
+    def missing(self, items: Sequence[Item]) -> list[int]:
+        """Segments that some of these places need and that are not preallocated yet."""
+        segments = {item.place // self.geometry.segment_places for item in items}
+        return sorted(s for s in segments if self._sizes.get(s, 0) < self.geometry.size(s))
+
+    def allocate(self, segments: Sequence[int]) -> int:
+        """Preallocate segments; returns the number of places that there are then.
+
+        Other namespaces give way first. ENOSPC if there is still no room: what was there before
+        stays as it was.
+        """
+        with self._lock:
+            for segment in segments:
+                size, wanted = self._sizes.get(segment, 0), self.geometry.size(segment)
+                if size < wanted:
+                    self._directory.make_room(
+                        self._total() - size + wanted, self.geometry.budget_bytes
+                    )
+                    self._grow(segment, size, wanted)
+            return sum(size // self.geometry.stride for size in self._sizes.values())
+
+    def _grow(self, segment: int, size: int, wanted: int) -> None:
+        path = self._directory.home / segment_name(segment)
+        fd = self._disk.open(path, os.O_RDWR | os.O_CREAT)
+        try:
+            while True:
+                try:
+                    self._disk.fallocate(fd, size, wanted - size)
+                    break
+                except OSError as error:
+                    if is_full(error) and self._directory.drop_oldest():
+                        continue
+                    with suppress(OSError):
+                        if size == 0:
+                            self._disk.unlink(path)
+                        else:
+                            self._disk.truncate(fd, size)
+                    raise
+        finally:
+            self._disk.close(fd)
+        self._sizes[segment] = wanted
+
+    def probe_direct(self) -> bool:
+        """Whether the file system allows O_DIRECT with our alignment; segment 0 is there."""
+        path = self._directory.home / segment_name(0)
+        try:
+            fd = self._disk.open(path, os.O_RDWR | os.O_DIRECT)
+        except OSError as error:
+            if error.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
+                return False
+            raise
+        try:
+            page = memoryview(mmap.mmap(-1, HEADER_BYTES))
+            return self._disk.preadv(fd, [page], HEADER_BYTES) == HEADER_BYTES
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return False
+            raise
+        finally:
+            self._disk.close(fd)
+
+    # ---- blocks
+
+    def runs(
+        self, items: Sequence[Item], indices: Sequence[int], parts: int
+    ) -> Iterator[list[int]]:
+        """``indices`` into ``items``, grouped into runs of adjacent places, ``parts`` or more.
+
+        A run is within one segment and at most ``PIECE_BYTES`` or one block long.
+        """
+        share = min(PIECE_BYTES, len(indices) * self.geometry.slot_bytes // parts)
+        blocks = min(PIECE_BLOCKS_MAX, max(1, share // self.geometry.slot_bytes))
+        run: list[int] = []
+        next_place = -1
+        for index in sorted(indices, key=lambda index: items[index].place):
+            place = items[index].place
+            if run and (
+                place != next_place
+                or len(run) == blocks
+                or place % self.geometry.segment_places == 0
+            ):
+                yield run
+                run = []
+            run.append(index)
+            next_place = place + 1
+        if run:
+            yield run
+
+    def write(self, run: Sequence[Item], sequence: int) -> None:
+        """Store blocks at adjacent places; their sequence numbers are ``sequence`` and on."""
+        fd, offset = self._locate(run)
+        pages = self._pages("write")
+        buffers: list[memoryview] = []
+        for number, item in enumerate(run):
+            page = pages[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
+            view = self._arena.view(item.slot)
+            self._header.write(page, item, sequence + number, view[: self._block_bytes])
+            buffers += (page, view)
+        done = 0
+        while done < len(run):
+            start = offset + done * self.geometry.stride
+            whole = self._disk.pwritev(fd, buffers[2 * done :], start) // self.geometry.stride
+            if whole == 0:
+                raise OSError(errno.EIO, "a block was written in part only")
+            done += whole
+
+    def read(self, run: Sequence[Item]) -> tuple[list[Outcome], OSError | None]:
+        """Fill the slots of blocks at adjacent places; what came of each, and the last error."""
+        outcomes: list[Outcome] = []
+        failure: OSError | None = None
+        try:
+            fd, offset = self._locate(run)
+        except FileNotFoundError:
+            return [Outcome.STALE] * len(run), None
+        except OSError as error:
+            return [Outcome.FAILED] * len(run), error
+        step = len(run)
+        while (done := len(outcomes)) < len(run):
+            part = run[done : done + step]
+            try:
+                whole = self._read_part(fd, part, offset + done * self.geometry.stride)
+            except OSError as error:
+                failure = error
+                if step == 1:
+                    outcomes.append(Outcome.FAILED)
+                step = 1  # find out which of them it is
+                continue
+            pages = self._pages("read")
+            for number, item in enumerate(part[:whole]):
+                page = pages[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
+                payload = self._arena.view(item.slot)[: self._block_bytes]
+                outcomes.append(self._header.check(page, item, payload))
+            if whole == 0:  # the file ends here
+                outcomes.append(Outcome.CORRUPT)
+        return outcomes, failure
+
+    def _read_part(self, fd: int, run: Sequence[Item], offset: int) -> int:
+        """How many leading blocks of ``run`` were read wholly."""
+        pages = self._pages("read")
+        buffers: list[memoryview] = []
+        for number, item in enumerate(run):
+            buffers.append(pages[number * HEADER_BYTES : (number + 1) * HEADER_BYTES])
+            buffers.append(self._arena.view(item.slot))
+        return self._disk.preadv(fd, buffers, offset) // self.geometry.stride
+
+    def _locate(self, run: Sequence[Item]) -> tuple[int, int]:
+        """Descriptor and offset of the first block of ``run``."""
+        segment, number = divmod(run[0].place, self.geometry.segment_places)
+        fd = self._fds.get(segment)
+        if fd is None:
+            with self._lock:
+                fd = self._fds.get(segment)
+                if fd is None:
+                    flags = os.O_RDWR | (os.O_DIRECT if self.direct else 0)
+                    path = self._directory.home / segment_name(segment)
+                    fd = self._fds[segment] = self._disk.open(path, flags)
+        return fd, number * self.geometry.stride
+
+    def _pages(self, use: str) -> memoryview:
+        """Header pages of this thread's own: aligned; those for writing zero but for the fields."""
+        pages: memoryview | None = getattr(self._scratch, use, None)
+        if pages is None:
+            pages = memoryview(mmap.mmap(-1, PIECE_BLOCKS_MAX * HEADER_BYTES))
+            setattr(self._scratch, use, pages)
+        return pages
+
+    def close(self) -> None:
+        """Close the files; no call is under way."""
+        fds = list(self._fds.values())
+        self._fds.clear()
+        for fd in fds:
+            self._disk.close(fd)
