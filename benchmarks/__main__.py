@@ -1,0 +1,103 @@
+"""Run the benchmarks: ``python -m benchmarks [--only NAME] [--out FILE]``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from importlib import import_module
+from pathlib import Path
+
+from benchmarks.row import Row, markdown, plain
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+Rows = Callable[[], Iterable[Row]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; 1 if a benchmark failed, 2 if none is named so."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="only bench_NAME.py; may be repeated"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="write the table to benchmarks/results/FILE as well"
+    )
+    arguments = parser.parse_args(argv)
+    known = names()
+    wanted = arguments.only or known
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        print(f"no benchmark {', '.join(unknown)}; there are: {', '.join(known)}", file=sys.stderr)
+        return 2
+    about = machine()
+    print("\n".join(f"{name}: {value}" for name, value in about.items()), flush=True)
+    rows, failed = measure(wanted)
+    print(f"\n{plain(rows)}")
+    if arguments.out:
+        RESULTS.mkdir(exist_ok=True)
+        out = RESULTS / Path(arguments.out).name
+        facts = "\n".join(f"- {name}: {value}" for name, value in about.items())
+        out.write_text(f"# Measured {about['date']}\n\n{facts}\n\n{markdown(rows)}\n")
+        print(f"\nwritten to {out}")
+    for name in failed:
+        print(f"benchmark {name} failed", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def names() -> list[str]:
+    """The benchmarks there are."""
+    return sorted(path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
+
+
+def measure(wanted: Iterable[str]) -> tuple[list[Row], list[str]]:
+    """Run benchmarks one by one, saying so: their rows, and the names of those that failed."""
+    rows: list[Row] = []
+    failed: list[str] = []
+    for name in wanted:
+        print(f"\n{name}", flush=True)
+        try:
+            run: Rows = import_module(f"benchmarks.bench_{name}").rows
+            for row in run():
+                rows.append(row)
+                print(plain([row]).partition("\n")[2], flush=True)
+        except Exception:  # noqa: BLE001 - the others are still measured
+            traceback.print_exc()
+            failed.append(name)
+    return rows, failed
+
+
+def machine() -> dict[str, str]:
+    """Where and what is measured."""
+    return {
+        "machine": f"{_cpu()}, {os.cpu_count()} CPUs, {_memory()}, {platform.platform()}",
+        "commit": _commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "python": platform.python_version(),
+    }
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def _memory() -> str:
+    return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

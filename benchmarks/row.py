@@ -1,0 +1,81 @@
+"""One measured figure beside what bounds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A line of the table.
+
+    Parameters
+    ----------
+    name:
+        What was measured.
+    unit:
+        Of the three figures, e.g. ``GB/s``.
+    limit:
+        What the machine allows, measured in the same run; None where nothing bounds it.
+    peer:
+        What another system reaches, in the same run or as the note says.
+    ours:
+        What kvladder reaches.
+    ratio:
+        None takes ours to the limit, or to the peer where there is no limit.
+    goal:
+        What the ratio or the figure should be, e.g. ``ratio >= 0.95``.
+    note:
+        Whatever a reader needs to judge the line.
+    """
+
+    name: str
+    unit: str
+    ours: float
+    limit: float | None = None
+    peer: float | None = None
+    ratio: float | None = None
+    goal: str = ""
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        bound = self.limit if self.limit is not None else self.peer
+        if self.ratio is None and bound:
+            object.__setattr__(self, "ratio", self.ours / bound)
+
+
+HEADINGS = ("name", "unit", "limit", "peer", "ours", "ratio", "goal", "note")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row as text, in the order of ``HEADINGS``."""
+    figures = (row.limit, row.peer, row.ours)
+    ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+    return (row.name, row.unit, *map(_figure, figures), ratio, row.goal, row.note)
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def plain(rows: list[Row]) -> str:
+    """A table for a terminal."""
+    lines: list[tuple[str, ...]] = [HEADINGS, *map(cells, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADINGS))]
+    return "\n".join(
+        "  ".join(
+            text.rjust(width) if 2 <= i <= 5 else text.ljust(width)
+            for i, (text, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def markdown(rows: list[Row]) -> str:
+    """A table for a page."""
+    lines: list[tuple[str, ...]] = [
+        HEADINGS,
+        ("---", "---", "---:", "---:", "---:", "---:", "---", "---"),
+    ]
+    lines += [tuple(text.replace("|", "\\|") for text in cells(row)) for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
