@@ -1,0 +1,23 @@
+"""The test kit for authors of tiers and policies; needs the extra ``testing``.
+
+Its pytest plugin runs ``async def`` tests and fixtures, see :mod:`kvladder.testing.plugin`.
+"""
+
+from kvladder.testing import _rewrite as _rewrite
+from kvladder.testing.cancel import cancel_at as cancel_at
+from kvladder.testing.fakes import Delay as Delay
+from kvladder.testing.fakes import Fail as Fail
+from kvladder.testing.fakes import FakeStore as FakeStore
+from kvladder.testing.fakes import FakeTier as FakeTier
+from kvladder.testing.fakes import Full as Full
+from kvladder.testing.fakes import Hang as Hang
+from kvladder.testing.fakes import Hold as Hold
+from kvladder.testing.fakes import ShortRead as ShortRead
+from kvladder.testing.sim import Deadlock as Deadlock
+from kvladder.testing.sim import InlineBlocking as InlineBlocking
+from kvladder.testing.sim import Livelock as Livelock
+from kvladder.testing.sim import SimClock as SimClock
+from kvladder.testing.sim import SimLoop as SimLoop
+from kvladder.testing.sim import inline_blocking as inline_blocking
+from kvladder.testing.sim import sim_run as sim_run
+from kvladder.testing.tiers import TierTests as TierTests

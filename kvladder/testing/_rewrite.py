@@ -1,0 +1,7 @@
+"""Has pytest explain the assertions of the shipped suites; imported before they are."""
+
+import pytest
+
+pytest.register_assert_rewrite(
+    "kvladder.testing.fixtures", "kvladder.testing.policies", "kvladder.testing.tiers"
+)

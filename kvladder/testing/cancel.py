@@ -1,0 +1,60 @@
+"""Cancellation at each place where a coroutine can be suspended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Generator
+from functools import partial
+from typing import Any
+
+SUSPENSIONS_MAX = 1000
+
+
+class _Counted:
+    """Awaits ``work`` and has the running task cancelled at its ``at``-th suspension."""
+
+    def __init__(self, work: Coroutine[Any, Any, Any], at: int) -> None:
+        self._work = work
+        self._left = at
+        self.reached = False
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        task = asyncio.current_task()
+        assert task is not None
+        inner = self._work.__await__()
+        resume = partial(next, inner)
+        while True:
+            try:
+                awaited = resume()
+            except StopIteration as end:
+                return end.value
+            self._left -= 1
+            if self._left == 0:
+                self.reached = True
+                task.get_loop().call_soon(task.cancel)
+            try:
+                yield awaited
+                resume = partial(inner.send, None)
+            except BaseException as error:  # noqa: BLE001 - is for the work to handle
+                resume = partial(inner.throw, error)
+
+
+async def cancel_at(work: Coroutine[Any, Any, Any], suspension: int) -> bool:
+    """Run ``work`` and cancel it when it is suspended for the ``suspension``-th time, from 1 on.
+
+    Returns whether it was suspended that often. It has ended in either case; what it raised, but
+    for the cancellation, is raised.
+
+    Use it in a loop: ``for n in count(1): if not await cancel_at(call(), n): break``.
+    """
+    assert 1 <= suspension <= SUSPENSIONS_MAX, "it is suspended again and again: does it poll?"
+    counted = _Counted(work, suspension)
+
+    async def awaiting() -> None:
+        await counted
+
+    task = asyncio.create_task(awaiting())
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.result()
+    return counted.reached

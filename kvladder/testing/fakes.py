@@ -1,0 +1,390 @@
+"""A tier whose faults are scripted, and which watches how it is called.
+
+``FakeTier`` keeps what was stored pristine and applies faults on the way: what it says and does
+can always be compared with what is really there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import CancelledError
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Literal, NamedTuple
+
+from xxhash import xxh3_128_digest
+
+from kvladder.errors import TierError, TierFull
+from kvladder.keys import BlockKey, Namespace
+from kvladder.tiers.base import Item, Tier, TierContext
+
+Operation = Literal["open", "get", "put", "remove", "contains", "recover"]
+RECOVER_BATCH = 3
+_Use = tuple[Operation, int | BlockKey]
+"""A call under way and the place, or key, that it is about."""
+
+
+class Call(NamedTuple):
+    """A call that a tier got."""
+
+    operation: Operation
+    keys: tuple[BlockKey, ...]
+    at_s: float
+
+
+class Record(NamedTuple):
+    """A stored block; the checksum is over the data as it was put."""
+
+    item: Item
+    data: bytes
+    checksum: bytes
+
+
+class FakeStore:
+    """What a FakeTier stores into: outlives the tier, as a disk outlives a process.
+
+    Holds one block per place under each namespace, oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.spaces: dict[Namespace, dict[int, Record]] = {}
+
+
+@dataclass(eq=False, kw_only=True)
+class Step:
+    """One thing that happens to calls."""
+
+    on: Operation | None = None
+    """To which calls; None means whichever comes next."""
+    times: int | None = 1
+    """How often before the script goes on; None means for ever."""
+    after: bool = False
+    """Whether the call has already had its effect, and only the answer is still to come."""
+
+    async def happen(self) -> CancelledError | None:
+        """Do it. What is raised is what the caller of the tier gets; what is returned, later."""
+
+
+@dataclass(eq=False)
+class Delay(Step):
+    """The call takes ``seconds`` longer."""
+
+    seconds: float
+
+    async def happen(self) -> None:
+        await asyncio.sleep(self.seconds)
+
+
+@dataclass(eq=False, kw_only=True)
+class Fail(Step):
+    """The call raises TierError."""
+
+    temporary: bool = True
+
+    async def happen(self) -> None:
+        raise TierError("scripted", temporary=self.temporary)
+
+
+@dataclass(eq=False, kw_only=True)
+class Full(Step):
+    """A put raises TierFull."""
+
+    on: Operation | None = "put"
+
+    async def happen(self) -> None:
+        raise TierFull("scripted")
+
+
+@dataclass(eq=False, kw_only=True)
+class ShortRead(Step):
+    """A get fills only the first half of each slot."""
+
+    on: Operation | None = "get"
+
+
+@dataclass(eq=False, kw_only=True)
+class Hold(Step):
+    """The call stops until ``let_go``: what happens meanwhile happens between two of its lines.
+
+    A ``stubborn`` one is not ended by cancellation either, as a thread in a system call is not:
+    once it is let go it does what it was asked to do, and only then ends as cancelled.
+    """
+
+    stubborn: bool = False
+    _reached: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _free: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    async def reached(self) -> None:
+        """Wait until a call has got here."""
+        await self._reached.wait()
+
+    def let_go(self) -> None:
+        """Let calls go on, those that are to come too."""
+        self._free.set()
+
+    async def happen(self) -> CancelledError | None:
+        self._reached.set()
+        cancelled = None
+        while not self._free.is_set():
+            try:
+                await self._free.wait()
+            except CancelledError as error:
+                if not self.stubborn:
+                    raise
+                cancelled = error
+        return cancelled
+
+
+class Hang(Hold):
+    """The call does not end until it is cancelled, or the tier healed or closed."""
+
+
+class FakeTier(Tier):
+    """Stores blocks by place, with a checksum, and does what its script says.
+
+    Parameters
+    ----------
+    script:
+        Each call takes the first step that is for its operation. More may be appended to
+        ``script`` at any time.
+    store:
+        Where the blocks lie; give the same one to the next tier to have it find them.
+    durable:
+        Whether ``recover`` yields what is in the store.
+    random, latency_s, mean_s:
+        Calls that move bytes take ``latency_s`` and a random time of mean ``mean_s`` more.
+
+    A call that breaks a rule which the level has to keep (a slot without a claim, a batch too
+    large, a place written while it is read ...) fails and is noted in ``violations``.
+    """
+
+    def __init__(
+        self,
+        script: Sequence[Step] = (),
+        *,
+        store: FakeStore | None = None,
+        durable: bool = False,
+        batch_max: int = 8,
+        random: Random | None = None,
+        latency_s: float = 0.0,
+        mean_s: float = 0.0,
+    ) -> None:
+        self.script = list(script)
+        self.store = FakeStore() if store is None else store
+        self.durable = durable
+        self.batch_max = batch_max
+        self.latency_s = latency_s
+        self.mean_s = mean_s
+        self.calls: list[Call] = []
+        self.violations: list[str] = []
+        self._random = random or Random(0)
+        self._forgotten: set[BlockKey] = set()
+        self._damaged: set[BlockKey] = set()
+        self._damage_found = 0
+        self._holds: list[Hold] = []
+        self._uses: Counter[_Use] = Counter()
+        self._closed = False
+
+    # ---- for the test
+
+    def forget(self, *keys: BlockKey) -> None:
+        """Lose these blocks: they are misses until they are put again."""
+        self._forgotten.update(keys)
+
+    def corrupt(self, *keys: BlockKey) -> None:
+        """Damage these blocks below the checksum, until they are put again."""
+        self._damaged.update(keys)
+
+    def heal(self) -> None:
+        """End the script and every wait in it; lost and damaged blocks stay so."""
+        self.script.clear()
+        while self._holds:
+            self._holds.pop().let_go()
+
+    @property
+    def records(self) -> dict[int, Record]:
+        """Everything that is really there, by place, oldest first."""
+        return self.store.spaces[self.context.namespace]
+
+    def stored(self, key: BlockKey) -> bytes | None:
+        """The bytes that are really there, whatever the faults."""
+        return next((r.data for r in self.records.values() if r.item.key == key), None)
+
+    def batches(self, operation: Operation) -> list[int]:
+        """The size of every batch that ``operation`` was given, in order."""
+        return [len(call.keys) for call in self.calls if call.operation == operation]
+
+    # ---- the tier
+
+    async def open(self, context: TierContext) -> None:
+        await super().open(context)
+        self.store.spaces.setdefault(context.namespace, {})
+        async with self._call("open", ()):
+            pass
+
+    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+        half = self.context.layout.block_bytes // 2
+        with self._in_flight("get", items):
+            async with self._call("get", items) as step:
+                self._read(items, slice(0, half))
+                await asyncio.sleep(self._latency_s())
+                if not isinstance(step, ShortRead):
+                    self._read(items, slice(half, self.context.layout.block_bytes))
+                found = [self._sound(item) for item in items]
+        return found
+
+    def _read(self, items: Sequence[Item], part: slice) -> None:
+        """Fill a part of each slot; in between, the slots hold what is of no use to anybody."""
+        for item in items:
+            record = self._record(item)
+            if record is not None:
+                self._require(self.context.arena.claims(item.slot) > 0, "a slot without a claim")
+                data = bytearray(record.data)
+                if item.key in self._damaged:
+                    data[-1] ^= 1
+                self.context.arena.view(item.slot)[part] = data[part]
+
+    def _record(self, item: Item) -> Record | None:
+        record = self.records.get(item.place)
+        if record is None or record.item.key != item.key or item.key in self._forgotten:
+            return None
+        return record
+
+    def _sound(self, item: Item) -> bool:
+        """Whether the bytes in the slot are those that were put."""
+        record = self._record(item)
+        if record is None:
+            return False
+        data = self.context.arena.view(item.slot)[: self.context.layout.block_bytes]
+        sound = xxh3_128_digest(data) == record.checksum
+        self._damage_found += not sound
+        return sound
+
+    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
+        half = len(items) // 2
+        with self._in_flight("put", items):
+            async with self._call("put", items):
+                self._write(items[:half])
+                await asyncio.sleep(self._latency_s())
+                self._write(items[half:])
+        return [True] * len(items)
+
+    def _write(self, items: Sequence[Item]) -> None:
+        for item in items:
+            self._require(self.context.arena.claims(item.slot) > 0, "a slot without a claim")
+            data = bytes(self.context.arena.view(item.slot)[: self.context.layout.block_bytes])
+            self.records.pop(item.place, None)  # so that the newest comes last
+            self.records[item.place] = Record(item, data, xxh3_128_digest(data))
+            self._forgotten.discard(item.key)
+            self._damaged.discard(item.key)
+
+    async def remove(self, items: Sequence[Item]) -> None:
+        with self._in_flight("remove", items):
+            async with self._call("remove", items):
+                for item in items:
+                    record = self.records.get(item.place)
+                    if record is not None and record.item.key == item.key:
+                        del self.records[item.place]
+
+    async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
+        with self._in_flight("contains", items):
+            async with self._call("contains", items):
+                found = [self._record(item) is not None for item in items]
+        return found
+
+    async def recover(self) -> AsyncIterator[Sequence[Item]]:
+        async with self._call("recover", ()):
+            places = range(self.context.capacity_blocks if self.durable else 0)
+            found = [r.item for r in self.records.values() if r.item.place in places]
+            found = [item for item in found if item.key not in self._forgotten]
+        for start in range(0, len(found), RECOVER_BATCH):
+            yield found[start : start + RECOVER_BATCH]
+
+    def corrupt_blocks(self) -> int:
+        return self._damage_found
+
+    def describe(self) -> dict[str, str]:
+        return {"durable": str(self.durable), "script": f"{len(self.script)} steps"}
+
+    async def aclose(self) -> None:
+        self._closed = True
+        self.heal()
+
+    # ---- what happens to a call
+
+    @asynccontextmanager
+    async def _call(
+        self, operation: Operation, items: Sequence[Item]
+    ) -> AsyncGenerator[Step | None]:
+        """Note a call and let happen to it what the script says, before or after its effect."""
+        self._require_open()
+        keys = tuple(item.key for item in items)
+        self.calls.append(Call(operation, keys, self.context.clock.now()))
+        step = self._next_step(operation)
+        before, after = (None, step) if step is not None and step.after else (step, None)
+        cancelled = await self._happen(before)
+        self._require_open()
+        yield step
+        cancelled = await self._happen(after) or cancelled
+        if cancelled is not None:
+            raise cancelled
+
+    def _next_step(self, operation: Operation) -> Step | None:
+        step = next((step for step in self.script if step.on in {None, operation}), None)
+        if step is not None and step.times is not None:
+            step.times -= 1
+            if step.times == 0:
+                self.script.remove(step)
+        return step
+
+    async def _happen(self, step: Step | None) -> CancelledError | None:
+        if isinstance(step, Hold):
+            self._holds.append(step)
+        return None if step is None else await step.happen()
+
+    def _latency_s(self) -> float:
+        more_s = self._random.expovariate(1 / self.mean_s) if self.mean_s else 0.0
+        return self.latency_s + more_s
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise TierError("the tier is closed", temporary=False)
+
+    # ---- rules that the level has to keep
+
+    def _require(self, kept: bool, rule: str) -> None:
+        if not kept:
+            self.violations.append(rule)
+            raise AssertionError(rule)
+
+    @contextmanager
+    def _in_flight(self, operation: Operation, items: Sequence[Item]) -> Generator[None]:
+        """Check a batch, and that it does not meet another that it must not meet."""
+        keys = [item.key for item in items]
+        places = [item.place for item in items]
+        limit = self.context.capacity_blocks
+        self._require(len(items) <= self.batch_max, f"{len(items)} > batch_max in a {operation}")
+        self._require(len(set(keys)) == len(keys), f"a key twice in a {operation}")
+        self._require(len(set(places)) == len(places), f"a place twice in a {operation}")
+        self._require(all(0 <= place < limit for place in places), "a place beyond the capacity")
+        meets: list[_Use] = []
+        if operation in {"put", "remove"}:
+            other: Operation = "remove" if operation == "put" else "put"
+            meets.extend((other, key) for key in keys)
+        if operation in {"put", "get"}:
+            meets.extend(("put", place) for place in places)
+        if operation == "put":
+            meets.extend(("get", place) for place in places)
+        for meet in meets:
+            self._require(not self._uses[meet], f"a {operation} meets {meet}")
+        uses: list[_Use] = []
+        uses.extend((operation, key) for key in keys)
+        uses.extend((operation, place) for place in places)
+        self._uses.update(uses)
+        try:
+            yield
+        finally:
+            self._uses.subtract(uses)

@@ -1,0 +1,400 @@
+"""The conformance suite for tiers: what every tier has to do, as tests to inherit."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from itertools import count
+
+import pytest
+
+from kvladder.errors import ConfigError, TierError
+from kvladder.testing.cancel import cancel_at
+from kvladder.testing.fixtures import Blocks, MakeTier, Opener, TierFixtures
+from kvladder.tiers.base import NO_SLOT, Item, Tier, TierContext
+
+
+class TierTests(TierFixtures):
+    """Inherit from it, name the class ``Test...`` and give it a fixture ``make``::
+
+        class TestMine(TierTests):
+            survives = True
+
+            @pytest.fixture
+            def make(self, tmp_path):
+                return lambda: MyTier(MyTier.Options(path=str(tmp_path)))
+
+    It returns what makes a tier, not opened yet, on the one medium of this test, empty at first.
+    """
+
+    # ---- what it says of itself
+
+    def test_declares_what_it_is(self, make: MakeTier) -> None:
+        tier = make()
+        assert tier.batch_max >= 1
+        assert tier.durable == self.survives
+
+    async def test_describes_itself_in_text(self, tier: Tier) -> None:
+        assert all(isinstance(part, str) for row in tier.describe().items() for part in row)
+        assert tier.corrupt_blocks() == 0
+
+    # ---- round trips
+
+    async def test_batches_of_every_size_round_trip(self, tier: Tier, blocks: Blocks) -> None:
+        for size in range(tier.batch_max + 1):
+            items = await blocks.put(tier, *range(size))
+            assert await blocks.contains(tier, items) == [True] * size
+            assert await blocks.get(tier, items) == [True] * size
+            await blocks.remove(tier, items)
+
+    async def test_fills_all_its_places(self, tier: Tier, blocks: Blocks) -> None:
+        step = tier.batch_max
+        batches = [range(i, min(i + step, blocks.count)) for i in range(0, blocks.count, step)]
+        for batch in batches:
+            await blocks.put(tier, *batch)
+        for batch in batches:
+            assert all(await blocks.get(tier, blocks.items(*batch)))
+
+    @pytest.mark.parametrize("block_bytes", [1, 4095, 4096, 4097, 65536])
+    async def test_blocks_of_any_length_round_trip(self, tier: Tier, blocks: Blocks) -> None:
+        items = await blocks.put(tier, 0, blocks.count - 1)
+        assert await blocks.get(tier, items) == [True, True]
+
+    async def test_absent_blocks_are_misses(self, tier: Tier, blocks: Blocks) -> None:
+        assert await blocks.get(tier, blocks.items(0, 1)) == [False, False]
+        assert await blocks.contains(tier, blocks.items(0, 1)) == [False, False]
+
+    async def test_results_have_the_order_of_the_batch(self, tier: Tier, blocks: Blocks) -> None:
+        await blocks.put(tier, 3, 0, 4)
+        asked = blocks.items(4, 1, 0, 2, 3)
+        assert await blocks.get(tier, asked) == [True, False, True, False, True]
+        assert await blocks.contains(tier, asked) == [True, False, True, False, True]
+
+    async def test_a_block_can_be_got_into_any_slot(self, tier: Tier, blocks: Blocks) -> None:
+        items = await blocks.put(tier, 0, 1)
+        moved = [item._replace(slot=blocks.slots[7 - item.place]) for item in items]
+        assert await blocks.get(tier, moved) == [True, True]
+        assert await blocks.get(tier, items) == [True, True]
+
+    @pytest.mark.parametrize("byte", [0x00, 0xFF])
+    async def test_blocks_of_equal_bytes(
+        self, tier: Tier, blocks: Blocks, context: TierContext, byte: int
+    ) -> None:
+        """Nothing about the bytes of a block makes it a miss."""
+        size = context.layout.block_bytes
+        items = blocks.items(0)
+        context.arena.view(items[0].slot)[:size] = bytes([byte]) * size
+        assert list(await tier.put(items)) == [True]
+        blocks.poison(items)
+        assert list(await tier.get(items)) == [True]
+        assert blocks.bytes_in(items[0].slot)[:size] == bytes([byte]) * size
+
+    # ---- slots
+
+    async def test_put_reads_only(self, tier: Tier, blocks: Blocks) -> None:
+        items = blocks.batch(tier)
+        blocks.fill(items)
+        before = [blocks.bytes_in(slot) for slot in blocks.slots]
+        await tier.put(items)
+        assert [blocks.bytes_in(slot) for slot in blocks.slots] == before
+
+    async def test_get_writes_its_own_slots_only(self, tier: Tier, blocks: Blocks) -> None:
+        await blocks.put(tier, 1, 3)
+        others = blocks.items(0, 2, 4)
+        blocks.fill(others)
+        assert await blocks.get(tier, blocks.items(1, 3)) == [True, True]
+        assert all(blocks.right(item) for item in others)
+
+    async def test_what_is_done_to_a_slot_later_changes_nothing(
+        self, tier: Tier, blocks: Blocks
+    ) -> None:
+        items = await blocks.put(tier, 0, 1)
+        blocks.poison(items)
+        assert await blocks.get(tier, items) == [True, True]
+        blocks.poison(items)
+        assert await blocks.get(tier, items) == [True, True]
+
+    # ---- remove
+
+    async def test_removed_blocks_are_misses(self, tier: Tier, blocks: Blocks) -> None:
+        items = await blocks.put(tier, 0, 1, 2)
+        await blocks.remove(tier, items[1:2])
+        assert await blocks.get(tier, items) == [True, False, True]
+        assert await blocks.contains(tier, items) == [True, False, True]
+
+    async def test_remove_may_be_repeated(self, tier: Tier, blocks: Blocks) -> None:
+        items = await blocks.put(tier, 0)
+        for _ in range(3):
+            await blocks.remove(tier, items)
+        await blocks.remove(tier, blocks.items(1))
+        assert await blocks.get(tier, items) == [False]
+
+    async def test_remove_spares_another_block_at_the_place(
+        self, tier: Tier, blocks: Blocks
+    ) -> None:
+        items = await blocks.put(tier, 0)
+        await blocks.remove(tier, [Item(blocks.key(1), items[0].place)])
+        assert await blocks.get(tier, items) == [True]
+
+    async def test_empty_batches(self, tier: Tier) -> None:
+        assert list(await tier.get([])) == []
+        assert list(await tier.put([])) == []
+        assert list(await tier.contains([])) == []
+        await tier.remove([])
+
+    # ---- places
+
+    async def test_a_place_that_is_put_again_never_gives_wrong_bytes(
+        self, tier: Tier, blocks: Blocks
+    ) -> None:
+        (old,) = await blocks.put(tier, 0)
+        (new,) = await blocks.store(tier, [blocks.items(1)[0]._replace(place=old.place)])
+        await blocks.get(tier, [old])
+        assert await blocks.get(tier, [new]) == [True]
+
+    @pytest.mark.parametrize("place", [0, 5])
+    async def test_a_removed_block_may_come_back_anywhere(
+        self, tier: Tier, blocks: Blocks, place: int
+    ) -> None:
+        (old,) = await blocks.put(tier, 0)
+        await blocks.remove(tier, [old])
+        again = await blocks.store(tier, [old._replace(place=place)])
+        assert await blocks.get(tier, again) == [True]
+
+    # ---- behind its back
+
+    async def test_stores_what_an_independent_reader_finds(
+        self, tier: Tier, blocks: Blocks
+    ) -> None:
+        items = await blocks.put(tier, 0, 1)
+        for item in items:
+            assert await self.raw_get(tier, item) == blocks.data(item)
+        await blocks.remove(tier, items[:1])
+        assert await self.raw_get(tier, items[1]) == blocks.data(items[1])
+
+    async def test_finds_what_an_independent_writer_stored(
+        self, tier: Tier, blocks: Blocks
+    ) -> None:
+        items = blocks.items(0, 1)
+        for item in items:
+            await self.raw_put(tier, item, blocks.data(item))
+        assert await blocks.get(tier, items) == [True, True]
+
+    async def test_a_damaged_block_is_a_miss(self, tier: Tier, blocks: Blocks) -> None:
+        items = await blocks.put(tier, 0, 1, 2)
+        await self.raw_corrupt(tier, items[1])
+        assert await blocks.get(tier, items) == [True, False, True]
+        assert tier.corrupt_blocks() == 1
+
+    async def test_a_damaged_block_can_be_put_again(self, tier: Tier, blocks: Blocks) -> None:
+        items = await blocks.put(tier, 0)
+        await self.raw_corrupt(tier, items[0])
+        await blocks.remove(tier, items)
+        await blocks.store(tier, items)
+        assert await blocks.get(tier, items) == [True]
+
+    # ---- cancellation
+
+    async def test_a_cancelled_get_leaves_its_slots_alone(self, tier: Tier, blocks: Blocks) -> None:
+        items = await blocks.store(tier, blocks.batch(tier))
+        for suspension in count(1):
+            reached = await cancel_at(tier.get(items), suspension)
+            blocks.poison(items)
+            poisoned = [blocks.bytes_in(item.slot) for item in items]
+            await self.settle()
+            assert [blocks.bytes_in(item.slot) for item in items] == poisoned
+            assert all(await blocks.get(tier, items))
+            if not reached:
+                break
+
+    async def test_a_cancelled_put_stores_the_right_bytes_or_none(
+        self, tier: Tier, blocks: Blocks
+    ) -> None:
+        items = blocks.batch(tier)
+        for suspension in count(1):
+            blocks.fill(items)
+            reached = await cancel_at(tier.put(items), suspension)
+            blocks.poison(items)
+            await self.settle()
+            await blocks.get(tier, items)
+            await blocks.remove(tier, items)
+            await blocks.store(tier, items)
+            assert all(await blocks.get(tier, items))
+            await blocks.remove(tier, items)
+            if not reached:
+                break
+
+    async def test_a_cancelled_remove_can_be_repeated(self, tier: Tier, blocks: Blocks) -> None:
+        for suspension in count(1):
+            items = await blocks.put(tier, 0, 1)
+            reached = await cancel_at(tier.remove(items[:1]), suspension)
+            await blocks.remove(tier, items[:1])
+            assert await blocks.get(tier, items) == [False, True]
+            if not reached:
+                break
+
+    async def test_a_cancelled_contains_changes_nothing(self, tier: Tier, blocks: Blocks) -> None:
+        items = await blocks.store(tier, blocks.batch(tier))
+        for suspension in count(1):
+            reached = await cancel_at(tier.contains(items), suspension)
+            assert all(await blocks.contains(tier, items))
+            if not reached:
+                break
+
+    # ---- calls that overlap
+
+    async def test_gets_may_overlap(self, tier: Tier, blocks: Blocks) -> None:
+        items = await blocks.store(tier, blocks.batch(tier))
+        copies = [
+            [item._replace(slot=blocks.slots[2 * n + item.place]) for item in items]
+            for n in range(4)
+        ]
+        results = await asyncio.gather(*(tier.get(copy) for copy in copies))
+        assert all(all(found) for found in results)
+        assert all(blocks.right(item) for copy in copies for item in copy)
+
+    async def test_calls_for_other_blocks_may_overlap(self, tier: Tier, blocks: Blocks) -> None:
+        held = await blocks.put(tier, 0)
+        gone = await blocks.put(tier, 1)
+        new = blocks.items(2)
+        blocks.fill(new)
+        found, _, stored, known = await asyncio.gather(
+            blocks.get(tier, held), tier.remove(gone), tier.put(new), tier.contains(held)
+        )
+        assert (found, list(stored), list(known)) == ([True], [True], [True])
+        assert await blocks.get(tier, [*held, *gone, *new]) == [True, False, True]
+
+    async def test_puts_may_overlap(self, tier: Tier, blocks: Blocks) -> None:
+        batches = [blocks.items(n) for n in range(min(8, blocks.count))]
+        for batch in batches:
+            blocks.fill(batch)
+        await asyncio.gather(*(tier.put(batch) for batch in batches))
+        for batch in batches:
+            assert await blocks.get(tier, batch) == [True]
+
+    async def test_a_get_that_meets_a_remove_is_right_or_a_miss(
+        self, tier: Tier, blocks: Blocks
+    ) -> None:
+        for _ in range(8):
+            items = await blocks.put(tier, 0)
+            await asyncio.gather(tier.remove(items), blocks.get(tier, items))
+            assert await blocks.get(tier, items) == [False]
+
+    # ---- the end
+
+    async def test_may_be_closed_twice(self, tier: Tier, blocks: Blocks) -> None:
+        await blocks.put(tier, 0)
+        await tier.aclose()
+        await tier.aclose()
+
+    async def test_after_the_end_there_are_only_tier_errors(
+        self, tier: Tier, blocks: Blocks
+    ) -> None:
+        items = await blocks.put(tier, 0)
+        await tier.aclose()
+        for call in (tier.get, tier.put, tier.remove, tier.contains):
+            with pytest.raises(TierError):
+                await call(items)
+
+    async def test_calls_under_way_end_when_it_is_closed(self, tier: Tier, blocks: Blocks) -> None:
+        await blocks.put(tier, 0, 1)
+        new = blocks.items(2)
+        blocks.fill(new)
+        get = asyncio.create_task(blocks.get(tier, blocks.items(0)))
+        put = asyncio.ensure_future(tier.put(new))
+        remove = asyncio.create_task(tier.remove(blocks.items(1)))
+        await asyncio.sleep(0)
+        await tier.aclose()
+        results = await asyncio.gather(get, put, remove, return_exceptions=True)
+        strange = [r for r in results if isinstance(r, BaseException)]
+        assert all(isinstance(r, TierError | asyncio.CancelledError) for r in strange), results
+
+    # ---- the next start
+
+    async def test_finds_at_the_next_start_what_was_stored_and_no_more(
+        self, opened: Opener, blocks: Blocks
+    ) -> None:
+        tier = await opened()
+        assert opened.recovered == []
+        items = await blocks.put(tier, 0, 4, 2)
+        await blocks.remove(tier, items[1:2])
+        tier = await opened()
+        self.only_if_it_survives(opened)
+        assert [item.place for item in opened.recovered] == [0, 2]
+        assert [item.key for item in opened.recovered] == [items[0].key, items[2].key]
+        assert await blocks.get(tier, items) == [True, False, True]
+        assert await blocks.get(tier, [items[2], items[0]]) == [True, True]
+
+    async def test_finds_what_was_stored_again_after_several_starts(
+        self, opened: Opener, blocks: Blocks
+    ) -> None:
+        for number in range(4):
+            tier = await opened()
+            assert len(opened.recovered) == (number if self.survives else 0)
+            await blocks.put(tier, number)
+        tier = await opened()
+        self.only_if_it_survives(opened)
+        assert [item.place for item in opened.recovered] == [0, 1, 2, 3]
+        for number in range(4):
+            assert await blocks.get(tier, blocks.items(number)) == [True]
+
+    async def test_keeps_priority_floor_and_expiry(
+        self, opened: Opener, blocks: Blocks, context: TierContext
+    ) -> None:
+        tier = await opened()
+        wall_s = context.clock.wall() + 1e5
+        first, second, third = blocks.items(0, 1, 2)
+        items = [
+            first._replace(priority=0, floor=0),
+            second._replace(priority=100, floor=35, expires_wall_s=wall_s),
+            third._replace(priority=80, floor=80),
+        ]
+        await blocks.store(tier, items)
+        await opened()
+        self.only_if_it_survives(opened)
+        found = [item._replace(slot=NO_SLOT, expires_wall_s=None) for item in opened.recovered]
+        assert found == [item._replace(slot=NO_SLOT, expires_wall_s=None) for item in items]
+        expiries = [item.expires_wall_s for item in opened.recovered]
+        assert expiries[0] is expiries[2] is None
+        assert expiries[1] is not None
+        assert abs(expiries[1] - wall_s) < 1.0
+
+    async def test_finds_the_newest_block_of_a_place(self, opened: Opener, blocks: Blocks) -> None:
+        tier = await opened()
+        (old,) = await blocks.put(tier, 0)
+        await blocks.remove(tier, [old])
+        (new,) = await blocks.store(tier, [blocks.items(1)[0]._replace(place=old.place)])
+        tier = await opened()
+        self.only_if_it_survives(opened)
+        assert [item.key for item in opened.recovered] == [new.key]
+        assert await blocks.get(tier, [new]) == [True]
+        assert await blocks.get(tier, [old]) == [False]
+
+    async def test_finds_no_place_beyond_its_capacity(
+        self, opened: Opener, blocks: Blocks, context: TierContext, capacity: int
+    ) -> None:
+        tier = await opened()
+        await blocks.put(tier, 0, capacity - 1)
+        tier = await opened(replace(context, capacity_blocks=capacity - 1))
+        self.only_if_it_survives(opened)
+        assert [item.place for item in opened.recovered] == [0]
+        assert await blocks.get(tier, blocks.items(0)) == [True]
+
+    async def test_another_namespace_finds_nothing(
+        self, opened: Opener, blocks: Blocks, context: TierContext
+    ) -> None:
+        tier = await opened()
+        items = await blocks.put(tier, 0)
+        other = replace(context, namespace=context.layout.namespace(salt="another"))
+        try:
+            tier = await opened(other)
+        except ConfigError:  # the medium is somebody else's: as good
+            return
+        assert opened.recovered == []
+        assert await blocks.get(tier, items) == [False]
+
+    def only_if_it_survives(self, opened: Opener) -> None:
+        """The rest of a test is for tiers that find what was stored; others find nothing."""
+        if not self.survives:
+            assert opened.recovered == []
+            pytest.skip("it does not survive")
