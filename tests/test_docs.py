@@ -1,0 +1,82 @@
+"""The documentation tells the truth: its Python runs, its YAML is accepted, its links lead on."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvladder.config import load_config
+
+ROOT = Path(__file__).parents[1]
+PAGES = [path for path in sorted(ROOT.glob("*.md")) if path.name != "CHANGELOG.md"]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
+_BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]+\]\(([^)#:]+)(?:#[^)]*)?\)")
+TIMEOUT_S = 120
+
+
+def blocks(page, language):
+    """``(line, text)`` of the blocks of a language on a page."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        (text.count("\n", 0, found.start(2)), found[2])
+        for found in _BLOCK.finditer(text)
+        if found[1] == language
+    ]
+
+
+def name(page):
+    return str(page.relative_to(ROOT))
+
+
+def configurations():
+    for page in PAGES:
+        for line, text in blocks(page, "yaml"):
+            if re.match(r"(#.*\n)*(model|block|arena|fetch|events|tiers|host):", text):
+                yield pytest.param(text, id=f"{name(page)}:{line}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name)
+def test_the_python_of_a_page_runs(page, tmp_path):
+    """From top to bottom as one script, whose lines have the numbers of the page's."""
+    script = ""
+    for line, text in blocks(page, "python"):
+        script += "\n" * (line - script.count("\n")) + text
+    path = tmp_path / f"{page.stem}.py"
+    path.write_text(script)
+    environment = os.environ | ({"PYTHONPATH": str(ROOT)} if (ROOT / "kvladder").is_dir() else {})
+    done = subprocess.run(
+        [sys.executable, "-W", "error", path],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("text", list(configurations()))
+def test_a_configuration_is_accepted(text, tmp_path):
+    whole = (
+        text
+        if re.search(r"^(arena|host):", text, re.MULTILINE)
+        else f"arena: {{size: 1 GiB}}\n{text}"
+    )
+    path = tmp_path / "stack.yaml"
+    path.write_text(whole)
+    assert load_config(path, env={}).describe()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    prose = _BLOCK.sub("", page.read_text(encoding="utf-8"))
+    broken = [link for link in _LINK.findall(prose) if not (page.parent / link).exists()]
+    assert not broken
