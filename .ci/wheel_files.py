@@ -1,0 +1,39 @@
+"""Compare a wheel with the folders it was built from: ``wheel_files.py TREE WHEEL``."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+from zipfile import ZipFile
+
+METADATA = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
+
+
+def expected(tree: Path) -> set[str]:
+    """The files of the packages, by their path in the wheel."""
+    settings = tomllib.loads((tree / "pyproject.toml").read_text())["tool"]["setuptools"]
+    directories = settings["package-dir"]
+    files = {"kvladder/py.typed"}
+    for package in settings["packages"]:
+        inside = package.replace(".", "/")
+        folder = tree / directories.get(package, inside)
+        files |= {f"{inside}/{path.name}" for path in folder.glob("*.py")}
+    return files
+
+
+def main(tree: Path, wheel: Path) -> int:
+    """Print what differs; 1 if anything does."""
+    names = {name for name in ZipFile(wheel).namelist() if not name.endswith("/")}
+    info = {name for name in names if name.split("/")[0].endswith(".dist-info")}
+    wanted, found = expected(tree), names - info
+    told = {name.partition("/")[2] for name in info}
+    wrong = [f"not in the wheel: {name}" for name in sorted(wanted - found)]
+    wrong += [f"not in the folders: {name}" for name in sorted(found - wanted)]
+    wrong += [f"metadata: {name}" for name in sorted(told ^ METADATA)]
+    print("\n".join(wrong) or f"the wheel holds the {len(found)} files of the folders")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
