@@ -75,14 +75,12 @@ class Fetch:
         self._slots.append(slot)
         self._sources.append(source)
 
-    def arrived(self, index: int, slot: Slot) -> bool:
-        """The block at ``index`` is in ``slot``: whether it is still wanted (then: pinned)."""
-        if index not in self._waiting:
-            return False
+    def arrived(self, index: int, slot: Slot, source: str) -> None:
+        """The block at ``index``, which is waited for, is pinned in ``slot``."""
         self._slots[index] = slot
-        self._waiting.discard(index)
+        self._sources[index] = source
+        self._waiting.remove(index)
         self._notify()
-        return True
 
     def failed(self, index: int) -> None:
         """The block at ``index`` does not come: the prefix ends there."""

@@ -37,6 +37,8 @@ class HostLevel:
         self.name = name
         self.rule = rule
         self.reserve_blocks = reserve_blocks
+        self.demand_blocks = 0
+        """Slots that loads wait for, on top of the reserve."""
         self.stats = LevelStats()
         self.index = LevelIndex(policy, ttl=rule.ttl_s is not None)
         self._shared = shared
@@ -122,7 +124,7 @@ class HostLevel:
     def next_to_go(self) -> list[tuple[BlockKey, Slot, Meta]]:
         """The blocks whose slots should be clean, so that a save finds room without waiting."""
         found: list[tuple[BlockKey, Slot, Meta]] = []
-        short = self.reserve_blocks - self._shared.arena.free
+        short = self.reserve_blocks + self.demand_blocks - self._shared.arena.free
         if short <= 0:
             return found
         for place in self.index.victims():

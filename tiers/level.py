@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
@@ -67,6 +67,8 @@ class Level:
         self.gate = Gate(name, settings.gate, shared, self.stats)
         self.below: Sequence[Level] = ()
         self.observer: Observer | None = None
+        self.stir: Callable[[], None] = lambda: None
+        """Has the loop thread wake this level soon; set by the stack."""
         self.places = Places(capacity_blocks)
         self.shared = shared
         self._writer = Writer(self)
@@ -90,7 +92,10 @@ class Level:
         """
         if not self.admits(meta) or self.holds(key):
             return False
-        return self._writer.offer(key, slot, meta)
+        taken = self._writer.offer(key, slot, meta)
+        if taken:
+            self.stir()
+        return taken
 
     def settled(self, key: BlockKey, *, stored: bool) -> None:
         """A block that was offered is stored or given up: tell the stack."""
@@ -121,6 +126,7 @@ class Level:
         elif reason == "removed":
             self.stats.removed += 1
         self.shared.events.removed(self.name, [key], reason)
+        self.stir()
 
     def keys(self) -> list[BlockKey]:
         """Every block that is here or on its way."""
@@ -227,7 +233,6 @@ class Level:
                 elif held:
                     self.stats.misses += 1
                     self._forget(item.key, "lost")
-                    self.wake()
             good = sum(answer.results)
             self.stats.loaded += good
             self.stats.loaded_bytes += good * self.shared.block_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
@@ -13,6 +14,9 @@ from kvladder.tiers.base import NO_SLOT, Item, Shared
 from kvladder.tiers.fetch import Arrival, Fetch
 from kvladder.tiers.host import HostLevel
 from kvladder.tiers.level import Level
+
+RESUME_BATCH = 64
+"""Blocks that waited for room and are begun at once."""
 
 
 class Want(NamedTuple):
@@ -36,7 +40,7 @@ class Loader:
         levels: Sequence[Level],
         shared: Shared,
         *,
-        post: Callable[..., None],
+        post: Callable[..., object],
         blocks_max: int,
         landed: Callable[[], None],
         remove: Callable[[Sequence[BlockKey]], None],
@@ -50,6 +54,8 @@ class Loader:
         self._landed = landed
         self._remove = remove
         self._arrivals: dict[BlockKey, Arrival] = {}
+        self._parked: deque[tuple[Fetch, int, BlockKey]] = deque()
+        """What waits for room: who, which block of its prefix, and its key."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -77,19 +83,93 @@ class Loader:
             )
             found, wants = self._plan(keys)
             self._host.pin([slot for slot in found if slot != NO_SLOT])
-            end = len(found)
             slots = self._room_for(wants)
-            if len(slots) < len(wants):
-                end = wants[len(slots)].position
-                self._host.stats.throttled += len(wants) - len(slots)
-                late = [i for i in range(end, len(found)) if found[i] != NO_SLOT]
-                self._host.unpin([keys[i] for i in late], [found[i] for i in late])
-                del wants[len(slots) :]
-            items = self._begin(wants, slots)
-            self._attach(fetch, keys[:end], found)
-        for level, batch in items.items():
-            self._post(self._start, level, batch)
+            later = self._park(fetch, wants[len(slots) :])
+            end = len(found)
+            if len(slots) + len(later) < len(wants):
+                end = wants[len(slots) + len(later)].position
+                self._host.stats.throttled += len(wants) - len(slots) - len(later)
+                cut = [i for i in range(end, len(found)) if found[i] != NO_SLOT]
+                self._host.unpin([keys[i] for i in cut], [found[i] for i in cut])
+            batches = self._begin(wants[: len(slots)], slots)
+            self._attach(fetch, keys[:end], found, later)
+        self._post_reads(batches)
+        if later:
+            self._post(self._landed)
         return fetch
+
+    def prefetch(self, keys: Sequence[BlockKey]) -> None:
+        """Begin to bring up what there is room for, for nobody in particular; pins nothing."""
+        with self._lock:
+            _, wants = self._plan(keys)
+            slots = self._room_for(wants)
+            batches = self._begin(wants[: len(slots)], slots)
+        self._post_reads(batches)
+
+    def _post_reads(self, batches: dict[Level, list[Item]]) -> None:
+        for level, batch in batches.items():
+            self._post(self._start, level, batch)
+
+    def _park(self, fetch: Fetch, wants: Sequence[Want]) -> dict[int, Want]:
+        """Have these wait for room; bounded by what the arena could ever hold."""
+        bound = max(0, self._shared.arena.slots - len(self._parked))
+        later = {want.position: want for want in wants[:bound]}
+        self._parked.extend((fetch, position, want.key) for position, want in later.items())
+        self._host.demand_blocks = len(self._parked)
+        return later
+
+    def resume(self) -> None:
+        """Begin what waited for room, as far as there is some now (loop thread)."""
+        with self._lock:
+            self._prune()
+            wants = self._due()
+            slots = self._room_for(wants)
+            batches = self._begin(wants[: len(slots)], slots)
+            for want in wants[: len(slots)]:
+                fetch, position, key = self._parked.popleft()
+                assert key == want.key
+                self._arrivals[key].waiters.append((fetch, position))
+            stuck = not self._arrivals and not any(level.pending for level in self._levels)
+            while stuck and self._parked:  # nothing is under way that could make room
+                fetch, position, _ = self._parked.popleft()
+                fetch.failed(position)
+                self._host.stats.throttled += 1
+            self._host.demand_blocks = len(self._parked)
+        for level, batch in batches.items():
+            self._start(level, batch)
+
+    def _prune(self) -> None:
+        """Drop from the head of the queue what nobody waits for, or what is here by now."""
+        while self._parked:
+            fetch, position, key = self._parked[0]
+            slot, arrival = self._host.find(key), self._arrivals.get(key)
+            if fetch.waits_for(position):
+                if slot is not None:
+                    self._host.pin([slot])
+                    fetch.arrived(position, slot, self._host.name)
+                elif arrival is not None and not arrival.dead:
+                    arrival.waiters.append((fetch, position))
+                else:
+                    return
+            self._parked.popleft()
+
+    def _due(self) -> list[Want]:
+        """The next blocks that wait for room, and where they are now; lost ones end a prefix."""
+        levels = [level for level in self._levels if level.gate.open()]
+        wants: list[Want] = []
+        seen: set[BlockKey] = set()
+        while len(wants) < min(len(self._parked), RESUME_BATCH):
+            fetch, position, key = self._parked[len(wants)]
+            want = self._source(levels, position, key)
+            ready = key in self._arrivals or self._host.find(key) is not None
+            if ready or key in seen or not fetch.waits_for(position):
+                break  # its turn comes with the next resumption
+            if want is None:
+                fetch.failed(position)
+                break
+            seen.add(key)
+            wants.append(want)
+        return wants
 
     def _plan(self, keys: Sequence[BlockKey]) -> tuple[list[Slot], list[Want]]:
         """Slots of the longest prefix, ``NO_SLOT`` where a block has to come, and what must."""
@@ -139,18 +219,26 @@ class Loader:
             batches.setdefault(level, []).append(Item(key, place, slot))
         return batches
 
-    def _attach(self, fetch: Fetch, keys: Sequence[BlockKey], found: Sequence[Slot]) -> None:
+    def _attach(
+        self,
+        fetch: Fetch,
+        keys: Sequence[BlockKey],
+        found: Sequence[Slot],
+        later: dict[int, Want],
+    ) -> None:
         """Fill ``fetch`` and have it wait for what is on its way."""
         for index, (key, slot) in enumerate(zip(keys, found, strict=False)):
-            if slot == NO_SLOT:
+            if index in later:
+                fetch.add(NO_SLOT, later[index].level.name)
+            elif slot == NO_SLOT:
                 arrival = self._arrivals[key]
                 fetch.add(NO_SLOT, arrival.level)
                 arrival.waiters.append((fetch, index))
-                continue
-            fetch.add(slot, self._host.name)
-            hits = self._host.index.hit(slot)
-            self._host.stats.hits += 1
-            self._write_on_hit(key, slot, hits)
+            else:
+                fetch.add(slot, self._host.name)
+                hits = self._host.index.hit(slot)
+                self._host.stats.hits += 1
+                self._write_on_hit(key, slot, hits)
 
     def _write_on_hit(self, key: BlockKey, slot: Slot, hits: int) -> None:
         """Offer a block to a write-through level that asks for just this many hits."""
@@ -217,7 +305,7 @@ class Loader:
         else:
             self._shared.arena.release([slot])
         for fetch, index in wanted:
-            fetch.arrived(index, slot)
+            fetch.arrived(index, slot, arrival.level)
 
     def _reroute(self, level: Level, key: BlockKey, arrival: Arrival) -> tuple[Level, Item] | None:
         """Have a block that ``level`` did not deliver come from below it, into another slot."""
@@ -244,6 +332,10 @@ class Loader:
     async def aclose(self) -> None:
         """End every load; what has not arrived is a miss."""
         self._closed = True
+        with self._lock:
+            while self._parked:
+                fetch, position, _ = self._parked.popleft()
+                fetch.failed(position)
         for task in self._tasks:
             task.cancel()
         if self._tasks:

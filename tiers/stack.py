@@ -27,7 +27,7 @@ TOUCH_BATCH = 256
 class Post(Protocol):
     """Has the loop thread call ``function(*args)`` soon; may be called from any thread."""
 
-    def __call__(self, function: Callable[..., object], /, *args: Any) -> None: ...
+    def __call__(self, function: Callable[..., object], /, *args: Any) -> object: ...
 
 
 class HostSettings(NamedTuple):
@@ -88,6 +88,7 @@ class TierStack:
         for position, level in enumerate(self.levels):
             level.below = self.levels[position + 1 :]
             level.observer = self._written
+            level.stir = self._schedule
 
     # ---- where blocks go when they leave the host level
 
@@ -129,6 +130,7 @@ class TierStack:
             for level, keys in self._backlog.items():
                 self._catch_up(level, keys)
         self._wake()
+        self.loader.resume()
 
     def _catch_up(self, level: Level, keys: OrderedDict[BlockKey, None]) -> None:
         """Offer a write-through level what it had no room for, oldest first."""
@@ -247,6 +249,11 @@ class TierStack:
         self._require_open()
         return self.loader.fetch(keys, deadline_s=deadline_s)
 
+    def prefetch(self, keys: Sequence[BlockKey]) -> None:
+        """Begin to bring up the longest prefix of ``keys``; a hint, within the fetch budget."""
+        self._require_open()
+        self.loader.prefetch(keys)
+
     # ---- everything else
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
@@ -258,7 +265,6 @@ class TierStack:
                 self.host.remove(key)
                 for level in self.levels:
                     level.remove(key)
-        self._post(self._wake)
 
     def clear(self) -> None:
         """Forget every block."""

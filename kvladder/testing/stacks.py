@@ -1,0 +1,173 @@
+"""A whole cache over given tiers in one line, on the loop that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from kvladder.arena import Arena
+from kvladder.events import EventBuffer
+from kvladder.keys import BlockKey
+from kvladder.layout import Layout
+from kvladder.manager import CacheManager, ManagerSettings
+from kvladder.notices import Notices
+from kvladder.policy.eviction import PrioritizedLRU
+from kvladder.policy.offload import OffloadRule
+from kvladder.testing.sim import SimClock, inline_blocking
+from kvladder.tiers.base import Shared, Tier, TierContext
+from kvladder.tiers.level import Level, LevelSettings
+from kvladder.tiers.stack import HostSettings, Post, TierStack
+
+T = TypeVar("T")
+
+LAYOUT = Layout(block_tokens=4, block_bytes=64, fields={"model": "simulated"})
+
+
+@dataclass(frozen=True)
+class LevelSpec:
+    """A level below host."""
+
+    tier: Tier
+    rule: OffloadRule = field(default_factory=OffloadRule)
+    capacity_blocks: int = 64
+    settings: LevelSettings = field(default_factory=LevelSettings)
+
+
+class LoopPortal:
+    """Stands in for ``Runtime`` where the engine's side runs on the loop itself."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    @property
+    def post(self) -> Post:
+        """``call_soon``: the engine is on the loop thread."""
+        return self._loop.call_soon
+
+    def call(self, work: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:
+        """Not here: await ``aclose`` of :class:`SimCache` instead of ``close`` of its manager."""
+        del timeout_s
+        work.close()
+        raise AssertionError("on a loop, await aclose")
+
+    def close(self, *, timeout_s: float = 5.0) -> None:
+        """Nothing to end."""
+        del timeout_s
+
+
+class SimCache:
+    """A manager whose tiers, loop and engine are all on the running loop.
+
+    ``save`` and ``load`` fill slots with ``payload`` and check it; ``aclose`` asserts that nothing
+    is left behind.
+    """
+
+    def __init__(self, manager: CacheManager, levels: Sequence[Level]) -> None:
+        self.manager = manager
+        self.stack = manager.stack
+        self.arena = manager.arena
+        self.levels = levels
+
+    @classmethod
+    async def open(
+        cls,
+        *levels: LevelSpec,
+        slots: int = 8,
+        host: OffloadRule | None = None,
+        reserve_blocks: int = 0,
+        fetch_blocks_max: int | None = None,
+        layout: Layout = LAYOUT,
+        settings: ManagerSettings | None = None,
+    ) -> SimCache:
+        """Open a cache over ``levels``, hottest first."""
+        loop = asyncio.get_running_loop()
+        clock = SimClock(loop)
+        arena = Arena.create(slots, layout.slot_bytes)
+        shared = Shared(
+            arena=arena,
+            lock=threading.RLock(),
+            clock=clock,
+            events=EventBuffer(10_000),
+            notices=Notices(clock.now),
+            block_bytes=layout.block_bytes,
+        )
+        opened = [
+            Level(
+                f"level{position}",
+                spec.tier,
+                spec.rule,
+                capacity_blocks=spec.capacity_blocks,
+                policy=PrioritizedLRU(),
+                settings=spec.settings,
+                shared=shared,
+            )
+            for position, spec in enumerate(levels, start=1)
+        ]
+        stack = TierStack(
+            HostSettings("host", host or OffloadRule(), PrioritizedLRU(), reserve_blocks),
+            opened,
+            shared,
+            post=loop.call_soon,
+            fetch_blocks_max=slots if fetch_blocks_max is None else fetch_blocks_max,
+        )
+        space = layout.namespace()
+        for level in opened:
+            capacity = level.capacity_blocks
+            context = TierContext(arena, layout, space, capacity, clock, inline_blocking)
+            await level.open(context)
+        manager = CacheManager(
+            layout=layout,
+            namespace=space,
+            arena=arena,
+            stack=stack,
+            portal=LoopPortal(loop),
+            settings=settings,
+        )
+        return cls(manager, opened)
+
+    @staticmethod
+    def keys(*path: int) -> list[BlockKey]:
+        """The keys of a prefix: equal paths have equal keys."""
+        steps = range(1, len(path) + 1)
+        return [BlockKey(hashlib.sha256(repr(path[:n]).encode()).digest()) for n in steps]
+
+    @staticmethod
+    def payload(key: BlockKey) -> bytes:
+        """The bytes of the block of this name."""
+        return hashlib.sha512(key).digest()
+
+    def save(self, keys: Sequence[BlockKey], **options: Any) -> int:
+        """Save blocks as an engine does, filling their slots; how many found one."""
+        save = self.manager.save(keys, **options)
+        for index, slot in zip(save.indices, save.slots, strict=True):
+            self.arena.view(slot)[:64] = self.payload(keys[index])
+        save.commit()
+        return len(save.indices)
+
+    async def load(self, keys: Sequence[BlockKey], *, deadline_s: float = 60.0) -> list[str]:
+        """Load a prefix as an engine does, checking every byte: where each block came from."""
+        fetch = self.manager.fetch(keys, deadline_s=deadline_s)
+        while not fetch.done:  # noqa: ASYNC110 - an engine asks at every step
+            await asyncio.sleep(0.01)
+        for key, slot in zip(keys, fetch.slots, strict=False):
+            assert bytes(self.arena.view(slot)[:64]) == self.payload(key), "wrong bytes"
+        sources = fetch.sources
+        fetch.release()
+        return sources
+
+    async def settle(self) -> None:
+        """Wait until no level has anything left to write."""
+        while self.stack.pending:  # noqa: ASYNC110 - as seen from outside
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)
+
+    async def aclose(self, *, flush_timeout_s: float = 10.0) -> None:
+        """Close, and assert that no slot is claimed and that the arena is sound."""
+        await self.stack.aclose(flush_timeout_s=flush_timeout_s)
+        self.arena.check()
+        assert self.arena.free == self.arena.slots, "a slot is still claimed"
+        self.arena.close()

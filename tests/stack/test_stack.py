@@ -1,0 +1,505 @@
+"""The stack over scripted tiers: thresholds, demotion, promotion, single flight, faults."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from kvladder.events import Removed, Stored
+from kvladder.policy.offload import OffloadRule
+from kvladder.testing.fakes import Delay, Fail, FakeStore, FakeTier, Full, Hang, Hold, ShortRead
+from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.tiers.breaker import BreakerSettings
+from kvladder.tiers.gate import GateSettings
+from kvladder.tiers.level import LevelSettings
+
+COMMIT = OffloadRule(when="commit")
+QUICK = LevelSettings(
+    gate=GateSettings(timeout_s=1.0, breaker=BreakerSettings(failures=2, retry_s=5.0))
+)
+
+
+@asynccontextmanager
+async def cache_of(*levels: LevelSpec, **options: Any) -> AsyncIterator[SimCache]:
+    cache = await SimCache.open(*levels, **options)
+    try:
+        yield cache
+        cache.manager.check()
+    finally:
+        for level in levels:
+            if isinstance(level.tier, FakeTier):
+                level.tier.heal()
+        await cache.aclose()
+        for level in levels:
+            if isinstance(level.tier, FakeTier):
+                assert level.tier.violations == []
+
+
+async def test_a_block_that_was_committed_is_a_host_hit() -> None:
+    async with cache_of() as cache:
+        keys = cache.keys(1, 2, 3)
+        save = cache.manager.save(keys)
+        assert cache.manager.lookup(keys) == (0, 0), "not before it is committed"
+        assert await cache.load(keys) == []
+        for key, slot in zip(keys, save.slots, strict=True):
+            cache.arena.view(slot)[:64] = cache.payload(key)
+        save.commit()
+        assert cache.manager.lookup(keys) == (3, 3)
+        assert await cache.load(cache.keys(1, 2, 9)) == ["host"] * 2
+        assert cache.save(keys) == 0, "nothing is stored twice"
+
+
+async def test_an_aborted_save_leaves_nothing() -> None:
+    async with cache_of() as cache:
+        save = cache.manager.save(cache.keys(1, 2))
+        save.abort()
+        save.abort()
+        assert cache.arena.free == cache.arena.slots
+        assert cache.manager.lookup(cache.keys(1, 2)) == (0, 0)
+
+
+async def test_written_through_in_one_batch_of_the_prefix_in_order() -> None:
+    tier = FakeTier()
+    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        keys = cache.keys(1, 2, 3)
+        cache.save(keys)
+        await cache.settle()
+        assert tier.batches("put") == [3]
+        assert [call.keys for call in tier.calls if call.operation == "put"] == [tuple(keys)]
+        assert all(tier.stored(key) == cache.payload(key) for key in keys)
+
+
+async def test_a_burst_larger_than_the_queue_is_written_through_in_the_end() -> None:
+    tier = FakeTier([Delay(0.1, times=None)], batch_max=2)
+    spec = LevelSpec(tier, COMMIT, settings=LevelSettings(queue_blocks=2))
+    async with cache_of(spec, slots=16) as cache:
+        keys = cache.keys(*range(12))
+        assert cache.save(keys) == 12
+        await cache.settle()
+        assert [key for key in keys if tier.stored(key)] == keys
+        assert cache.manager.stats()["level1"].get("dropped_queue", 0) == 0
+
+
+async def test_written_back_only_when_it_leaves_the_level_above() -> None:
+    tier = FakeTier()
+    async with cache_of(LevelSpec(tier), slots=4, reserve_blocks=2) as cache:
+        cache.save(cache.keys(1, 2))
+        await cache.settle()
+        assert tier.batches("put") == [], "there is room"
+        cache.save(cache.keys(3, 4))
+        await cache.settle()
+        assert tier.batches("put") == [2], "two victims were cleaned ahead"
+        assert cache.save(cache.keys(5, 6)) == 2, "so that this finds room at once"
+        assert await cache.load(cache.keys(1, 2)) == ["level1"] * 2
+
+
+async def test_a_victim_stays_readable_until_it_is_below() -> None:
+    hold = Hold(on="put")
+    tier = FakeTier([hold])
+    async with cache_of(LevelSpec(tier), slots=2, reserve_blocks=2) as cache:
+        cache.save(cache.keys(1, 2))
+        await hold.reached()
+        assert cache.save(cache.keys(8, 9)) == 0, "a dirty block is not given up for a newcomer"
+        assert cache.manager.stats()["host"]["dropped_room"] == 2
+        assert await cache.load(cache.keys(1, 2)) == ["host"] * 2
+        hold.let_go()
+        await cache.settle()
+        assert cache.save(cache.keys(8, 9)) == 2
+        assert await cache.load(cache.keys(8)) == ["host"]
+
+
+async def test_e_12_a_threshold_is_inclusive_and_ends_the_prefix() -> None:
+    low, high = FakeTier(), FakeTier()
+    levels = (
+        LevelSpec(low, OffloadRule(min_priority=35, when="commit")),
+        LevelSpec(high, OffloadRule(min_priority=70, when="commit")),
+    )
+    async with cache_of(*levels) as cache:
+        keys = cache.keys(1, 2, 3, 4)
+        cache.save(keys, priorities=[70, 69, 80, 34])
+        await cache.settle()
+        assert [key for key in keys if low.stored(key)] == keys[:3]
+        assert [key for key in keys if high.stored(key)] == keys[:1], "80 lies behind a 69"
+        save = cache.manager.save(cache.keys(7), parent_floor=34, priorities=[90])
+        assert save.floor == 34
+        save.abort()
+
+
+async def test_e_5_nothing_is_saved_that_no_level_takes() -> None:
+    async with cache_of(host=OffloadRule(min_priority=35)) as cache:
+        assert cache.save(cache.keys(1, 2, 3), priorities=[35, 5, 35]) == 1
+
+
+async def test_what_host_does_not_take_goes_straight_below() -> None:
+    tier = FakeTier()
+    async with cache_of(LevelSpec(tier), host=OffloadRule(min_priority=50)) as cache:
+        keys = cache.keys(1, 2)
+        assert cache.save(keys) == 2
+        await cache.settle()
+        assert cache.manager.lookup(keys) == (0, 2)
+        assert cache.arena.free == cache.arena.slots
+        assert await cache.load(keys) == ["level1"] * 2
+        assert cache.arena.free == cache.arena.slots, "nor does it stay there when it comes up"
+
+
+async def test_eviction_is_exact_and_goes_down_the_stack() -> None:
+    first, second = FakeTier(), FakeTier()
+    levels = (LevelSpec(first, COMMIT, capacity_blocks=3), LevelSpec(second))
+    async with cache_of(*levels, slots=16) as cache:
+        for number in range(5):
+            cache.save(cache.keys(number))
+            await cache.settle()
+        stats = cache.manager.stats()
+        assert stats["level1"]["blocks"] == 3
+        assert stats["level1"]["evicted"] == 2
+        assert stats["level2"]["blocks"] == 2
+        assert all(second.stored(cache.keys(number)[0]) for number in (0, 1))
+        assert len(first.records) == 3, "the tier was told what to forget"
+
+
+async def test_the_lowest_priority_is_evicted_first() -> None:
+    async with cache_of(slots=3) as cache:
+        for number, priority in ((1, 80), (2, 5), (3, 35)):
+            cache.save(cache.keys(number), priorities=[priority])
+        assert cache.save(cache.keys(4), priorities=[50]) == 1
+        assert cache.save(cache.keys(5), priorities=[50]) == 1
+        held = [n for n in range(1, 6) if cache.manager.lookup(cache.keys(n)).host]
+        assert held == [1, 4, 5]
+        assert cache.save(cache.keys(6), priorities=[20]) == 0, "nothing here is worth less"
+
+
+async def test_a_prefix_outlives_what_follows_it() -> None:
+    async with cache_of(slots=4) as cache:
+        keys = cache.keys(1, 2, 3, 4)
+        cache.save(keys[:2])
+        cache.save(keys[2:])
+        cache.manager.touch(keys)
+        await asyncio.sleep(0.01)
+        cache.save(cache.keys(9, 9))
+        assert cache.manager.lookup(keys) == (2, 2)
+
+
+async def test_promotion_hands_the_slot_over() -> None:
+    store = FakeStore()
+    keys = SimCache.keys(1, 2, 3)
+    async with cache_of(LevelSpec(FakeTier(store=store, durable=True))) as cache:
+        cache.save(keys)
+    tier = FakeTier(store=store, durable=True)
+    async with cache_of(LevelSpec(tier)) as cache:
+        assert cache.manager.lookup(keys) == (0, 3)
+        assert await cache.load(keys) == ["level1"] * 3
+        assert tier.batches("get") == [3], "one batch"
+        assert await cache.load(keys) == ["host"] * 3
+        assert cache.arena.slots - cache.arena.free == 3
+
+
+async def flushed(*paths: tuple[int, ...]) -> FakeStore:
+    """A durable store in which these prefixes lie."""
+    store = FakeStore()
+    async with cache_of(LevelSpec(FakeTier(store=store, durable=True)), slots=32) as cache:
+        for path in paths:
+            cache.save(cache.keys(*path))
+    return store
+
+
+async def test_those_who_want_a_block_that_is_on_its_way_share_its_load() -> None:
+    hold = Hold(on="get")
+    tier = FakeTier([hold], store=await flushed((1, 2, 3)), durable=True)
+    async with cache_of(LevelSpec(tier)) as cache:
+        loads = [asyncio.create_task(cache.load(cache.keys(1, 2, n))) for n in (3, 3, 9)]
+        await hold.reached()
+        hold.let_go()
+        assert [len(await load) for load in loads] == [3, 3, 2]
+        assert sum(tier.batches("get")) == 3, "each block is read once"
+
+
+async def test_at_the_deadline_the_answer_is_what_has_arrived() -> None:
+    slow = Hold(on="get")
+    tier = FakeTier(store=await flushed((1, 2, 3, 4)), durable=True)
+    async with cache_of(LevelSpec(tier)) as cache:
+        keys = cache.keys(1, 2, 3, 4)
+        await cache.load(keys[:2])
+        tier.script.append(slow)
+        assert await cache.load(keys, deadline_s=1.0) == ["host"] * 2
+        slow.let_go()
+        await asyncio.sleep(1)
+        assert cache.manager.lookup(keys) == (4, 4), "what came too late is a hit for the next"
+
+
+async def test_a_hole_ends_the_prefix_and_leaves_the_index() -> None:
+    tier = FakeTier(store=await flushed((1, 2, 3, 4)), durable=True)
+    async with cache_of(LevelSpec(tier)) as cache:
+        keys = cache.keys(1, 2, 3, 4)
+        tier.corrupt(keys[2])
+        assert await cache.load(keys) == ["level1"] * 2
+        stats = cache.manager.stats()["level1"]
+        assert (stats["misses"], stats["corrupt"]) == (1, 1)
+        assert cache.manager.lookup(keys).total == 2
+        assert Removed("level1", (keys[2],), "lost") in cache.manager.take_events()
+        await cache.settle()
+        assert tier.stored(keys[2]) is None
+        assert cache.save(keys) == 1, "it is recomputed and saved again"
+        assert len(await cache.load(keys)) == 4
+
+
+async def test_what_one_level_lost_comes_from_below_it() -> None:
+    first, second = FakeTier(), FakeTier()
+    async with cache_of(LevelSpec(first, COMMIT), LevelSpec(second, COMMIT), slots=4) as cache:
+        keys = cache.keys(1, 2)
+        cache.save(keys)
+        await cache.settle()
+        cache.save(cache.keys(3, 4, 5, 6))
+        await cache.settle()
+        assert cache.manager.lookup(keys).host == 0
+        first.forget(keys[1])
+        assert await cache.load(keys) == ["level1", "level2"]
+
+
+async def test_a_short_read_is_a_miss() -> None:
+    tier = FakeTier([ShortRead()], store=await flushed((1, 2)), durable=True)
+    async with cache_of(LevelSpec(tier)) as cache:
+        assert await cache.load(cache.keys(1, 2)) == []
+
+
+async def test_a_tier_that_hangs_is_a_miss_and_its_slots_wait_until_it_is_quiet() -> None:
+    hang = Hang(on="get", stubborn=True)
+    tier = FakeTier([hang], store=await flushed((1, 2)), durable=True)
+    async with cache_of(LevelSpec(tier, settings=QUICK)) as cache:
+        keys = cache.keys(1, 2)
+        assert await cache.load(keys) == []
+        assert cache.manager.stats()["level1"]["timeouts"] == 1
+        assert cache.arena.free == cache.arena.slots - 2, "quarantined"
+        hang.let_go()
+        await asyncio.sleep(0.1)
+        assert cache.arena.free == cache.arena.slots
+
+
+async def test_a_failing_tier_is_left_alone_and_found_again() -> None:
+    tier = FakeTier([Fail(on="get", times=2)], store=await flushed((1,)), durable=True)
+    async with cache_of(LevelSpec(tier, settings=QUICK)) as cache:
+        keys = cache.keys(1)
+        assert await cache.load(keys) == []
+        assert await cache.load(keys) == []
+        assert cache.manager.stats()["level1"]["breaker_open"] == 1
+        assert cache.manager.lookup(keys) == (0, 0), "it is not even asked"
+        assert len(tier.batches("get")) == 2
+        await asyncio.sleep(5.0)
+        assert await cache.load(keys) == ["level1"]
+        assert cache.manager.stats()["level1"]["breaker_open"] == 0
+
+
+async def test_with_its_tiers_dead_the_host_level_goes_on_evicting() -> None:
+    tier = FakeTier([Fail(on="put", times=None)])
+    async with cache_of(LevelSpec(tier, settings=QUICK), slots=2, reserve_blocks=2) as cache:
+        for number in range(20):
+            cache.save(cache.keys(number))
+            await asyncio.sleep(0.1)
+        assert cache.manager.lookup(cache.keys(19)) == (1, 1)
+
+
+async def test_a_full_medium_keeps_working_with_what_it_has() -> None:
+    tier = FakeTier([Delay(0.0, on="put", times=2), Full()])
+    async with cache_of(LevelSpec(tier, COMMIT), slots=32) as cache:
+        for number in range(5):
+            cache.save(cache.keys(number))
+            await cache.settle()
+        stats = cache.manager.stats()["level1"]
+        assert stats["dropped_full"] == 1
+        assert stats["blocks"] == 2, "newer blocks took the places of older ones"
+        assert tier.stored(cache.keys(4)[0]) is not None
+        assert tier.stored(cache.keys(0)[0]) is None
+        await asyncio.sleep(61)
+        cache.save(cache.keys(7))
+        await cache.settle()
+        assert cache.manager.stats()["level1"]["blocks"] == 3, "and tries for more after a while"
+
+
+async def test_a_removed_block_is_not_brought_back() -> None:
+    hold = Hold(on="put")
+    reading = Hold(on="get")
+    tier = FakeTier([hold, reading])
+    async with cache_of(LevelSpec(tier, COMMIT), slots=2) as cache:
+        keys = cache.keys(1)
+        cache.save(keys)
+        await hold.reached()
+        cache.manager.remove(keys)
+        hold.let_go()
+        await cache.settle()
+        assert cache.manager.lookup(keys) == (0, 0)
+        assert tier.stored(keys[0]) is None
+        cache.save(keys)
+        await cache.settle()
+        cache.save(cache.keys(2, 3))
+        load = asyncio.create_task(cache.load(keys))
+        await reading.reached()
+        cache.manager.remove(keys)
+        reading.let_go()
+        assert await load == []
+        assert cache.manager.lookup(keys) == (0, 0)
+
+
+async def test_a_save_under_way_when_its_block_is_removed_does_not_publish_it() -> None:
+    async with cache_of() as cache:
+        save = cache.manager.save(cache.keys(1))
+        cache.manager.clear()
+        save.commit()
+        assert cache.manager.lookup(cache.keys(1)) == (0, 0)
+
+
+async def test_a_slot_that_is_loaded_from_survives_the_removal_of_its_block() -> None:
+    async with cache_of(slots=1) as cache:
+        keys = cache.keys(1)
+        cache.save(keys)
+        fetch = cache.manager.fetch(keys)
+        assert fetch.done
+        cache.manager.remove(keys)
+        assert cache.save(cache.keys(2)) == 0, "its slot is not free"
+        assert bytes(cache.arena.view(fetch.slots[0])[:64]) == cache.payload(keys[0])
+        fetch.release()
+        assert cache.save(cache.keys(2)) == 1
+
+
+async def test_bytes_that_could_not_be_used_are_forgotten_everywhere() -> None:
+    tier = FakeTier()
+    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        cache.save(cache.keys(1, 2))
+        await cache.settle()
+        fetch = cache.manager.fetch(cache.keys(1, 2))
+        assert fetch.done
+        fetch.forget()
+        await cache.settle()
+        assert cache.manager.lookup(cache.keys(1, 2)) == (0, 0)
+        assert not tier.records
+
+
+async def test_a_time_to_live_ends_in_every_level() -> None:
+    tier = FakeTier()
+    level = LevelSpec(tier, OffloadRule(when="commit", ttl_s=60.0))
+    async with cache_of(level, host=OffloadRule(ttl_s=10.0)) as cache:
+        keys = cache.keys(1)
+        cache.save(keys)
+        await cache.settle()
+        await asyncio.sleep(11)
+        assert await cache.load(keys) == ["level1"]
+        await asyncio.sleep(50)
+        assert await cache.load(keys) == []
+        await cache.settle()
+        assert not tier.records
+        stats = cache.manager.stats()
+        assert stats["host"]["expired"] == 2
+        assert stats["level1"]["expired"] == 1
+
+
+async def test_admission_on_second_use() -> None:
+    tier = FakeTier()
+    async with cache_of(LevelSpec(tier, OffloadRule(when="commit", min_hits=2))) as cache:
+        cache.save(cache.keys(1, 2))
+        await cache.load(cache.keys(1, 2))
+        await cache.settle()
+        assert tier.batches("put") == []
+        await cache.load(cache.keys(1))
+        await cache.settle()
+        assert tier.batches("put") == [1]
+
+
+async def test_the_fetch_budget_cuts_what_comes_up_at_once() -> None:
+    tier = FakeTier(store=await flushed((1, 2, 3, 4)), durable=True)
+    async with cache_of(LevelSpec(tier), fetch_blocks_max=3) as cache:
+        assert await cache.load(cache.keys(1, 2, 3, 4)) == ["level1"] * 4
+        assert tier.batches("get") == [3, 1]
+
+
+async def test_a_load_waits_for_slots_that_are_being_cleaned() -> None:
+    tier = FakeTier([Delay(0.1, times=None)], store=await flushed(tuple(range(6))), durable=True)
+    async with cache_of(LevelSpec(tier), slots=6) as cache:
+        cache.save(cache.keys(9, 8, 7, 6, 5, 4))
+        assert await cache.load(cache.keys(*range(6))) == ["level1"] * 6
+        assert len(await cache.load(cache.keys(9, 8, 7, 6, 5, 4))) == 6, "which was written back"
+
+
+async def test_a_load_larger_than_the_arena_does_not_wait_for_what_cannot_come() -> None:
+    tier = FakeTier(store=await flushed(tuple(range(12))), durable=True)
+    async with cache_of(LevelSpec(tier), slots=4) as cache:
+        before = asyncio.get_running_loop().time()
+        assert await cache.load(cache.keys(*range(12)), deadline_s=100.0) == ["level1"] * 4
+        assert asyncio.get_running_loop().time() - before < 1.0
+
+
+async def test_a_prefetch_brings_up_and_pins_nothing() -> None:
+    tier = FakeTier(store=await flushed((1, 2, 3)), durable=True)
+    async with cache_of(LevelSpec(tier), slots=4) as cache:
+        cache.manager.prefetch(cache.keys(1, 2, 3))
+        await asyncio.sleep(0.1)
+        assert cache.manager.lookup(cache.keys(1, 2, 3)) == (3, 3)
+        assert await cache.load(cache.keys(1, 2, 3)) == ["host"] * 3
+        assert cache.save(cache.keys(5, 6, 7, 8)) == 4
+
+
+async def test_back_pressure_drops_the_least_valuable_first() -> None:
+    hold = Hold(on="put")
+    tier = FakeTier([hold], batch_max=1)
+    spec = LevelSpec(tier, settings=LevelSettings(queue_blocks=2))
+    async with cache_of(spec, slots=8, host=OffloadRule(min_priority=100)) as cache:
+        cache.save(cache.keys(0))
+        await hold.reached()
+        for number, priority in ((1, 50), (2, 20), (3, 35), (4, 10)):
+            cache.save(cache.keys(number), priorities=[priority])
+        hold.let_go()
+        await cache.settle()
+        kept = [n for n in range(5) if tier.stored(cache.keys(n)[0])]
+        assert kept == [0, 1, 3]
+        assert cache.manager.stats()["level1"]["dropped_queue"] == 2
+
+
+async def test_closing_flushes_what_only_host_has_to_durable_levels() -> None:
+    store = await flushed((1, 2, 3))
+    tier = FakeTier(store=store, durable=True)
+    async with cache_of(LevelSpec(tier)) as cache:
+        assert cache.manager.stats()["level1"]["recovered"] == 3
+        assert len(await cache.load(cache.keys(1, 2, 3))) == 3
+
+
+async def test_priorities_survive_a_restart_unless_they_were_to_end() -> None:
+    store = FakeStore()
+    async with cache_of(LevelSpec(FakeTier(store=store, durable=True), COMMIT)) as cache:
+        cache.save(cache.keys(1, 2), priorities=[80, 90], durations_s=[None, 60.0])
+    tier = FakeTier(store=store, durable=True)
+    async with cache_of(LevelSpec(tier)) as cache:
+        index = cache.levels[0].index
+        places = [index.place(key) for key in cache.keys(1, 2)]
+        assert [index.meta(place).priority for place in places if place is not None] == [80, 35]
+
+
+async def test_closing_does_not_wait_for_a_tier_that_hangs() -> None:
+    tier = FakeTier([Hang(on="put", times=None)])
+    cache = await SimCache.open(LevelSpec(tier, COMMIT, settings=QUICK))
+    cache.save(cache.keys(1, 2))
+    await asyncio.sleep(0.1)
+    await cache.aclose(flush_timeout_s=1.0)
+
+
+async def test_a_load_that_is_cut_short_by_closing_is_a_miss() -> None:
+    tier = FakeTier([Hang(on="get")], store=await flushed((1,)), durable=True)
+    cache = await SimCache.open(LevelSpec(tier))
+    fetch = cache.manager.fetch(cache.keys(1), deadline_s=100.0)
+    await asyncio.sleep(0.1)
+    assert not fetch.done
+    await cache.aclose()
+    assert fetch.done
+    assert fetch.blocks == 0
+    fetch.release()
+
+
+async def test_events_tell_what_is_where() -> None:
+    tier = FakeTier()
+    async with cache_of(LevelSpec(tier, COMMIT), slots=2) as cache:
+        keys = cache.keys(1, 2)
+        cache.save(keys)
+        await cache.settle()
+        cache.save(cache.keys(3))
+        taken = cache.manager.take_events()
+        assert taken[0] == Stored("host", tuple(keys))
+        assert Stored("level1", tuple(keys)) in taken
+        assert Removed("host", (keys[1],), "evicted") in taken
