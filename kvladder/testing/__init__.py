@@ -13,6 +13,7 @@ from kvladder.testing.fakes import Full as Full
 from kvladder.testing.fakes import Hang as Hang
 from kvladder.testing.fakes import Hold as Hold
 from kvladder.testing.fakes import ShortRead as ShortRead
+from kvladder.testing.policies import PolicyTests as PolicyTests
 from kvladder.testing.sim import Deadlock as Deadlock
 from kvladder.testing.sim import InlineBlocking as InlineBlocking
 from kvladder.testing.sim import Livelock as Livelock
