@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, TypeVar
 import msgspec
 
 from kvladder.errors import ClosedError, TierError, TierFull
+from kvladder.keys import BlockKey
 from kvladder.tiers.base import Item, Tier, TierContext
 from kvladder.tiers.blockheader import HEADER_BYTES, Outcome
 from kvladder.tiers.codecs import ChecksumCodec
@@ -97,27 +98,31 @@ class FilesTier(Tier):
         self._tags = array("I")
         """By place: some bytes of the key that is stored there, 0 if none is."""
         self._blocks = 0
+        self._unchanged = True
+        """Whether all is as it was found by ``open``."""
         self._corrupt = 0
         self._stale = 0
         self._closing = False
 
     async def open(self, context: TierContext) -> None:
         self.context = context
+        self.verify = self.verify and context.verify
         fitting = BATCH_BYTES // context.layout.slot_bytes
         self.batch_max = max(1, min(BATCH_BLOCKS_MAX, fitting, context.capacity_blocks))
         if self._given_pool is not None:
-            (self._store,) = await self._given_pool.run([self._open])
             self._pool = self._given_pool
+            await self._pool.run([self._open])
             return
         starter = IoPool(1)
         try:
-            (self._store,) = await starter.run([self._open])
+            await starter.run([self._open])
         finally:
             await starter.aclose(lambda: None, timeout_s=CLOSE_TIMEOUT_S)
-        kind = IoPool if self._store.segments.direct else BufferedPool
-        self._pool = kind(self.options.threads)
+            if self._store is not None:  # also when cancelled: aclose has to close it
+                kind = IoPool if self._store.segments.direct else BufferedPool
+                self._pool = kind(self.options.threads)
 
-    def _open(self) -> FileStore:
+    def _open(self) -> None:
         store = FileStore.open(
             self._disk,
             Path(self.options.path),
@@ -131,7 +136,7 @@ class FilesTier(Tier):
         for place, tag in tags_of(store.recovered):
             self._tags[place] = tag
         self._blocks = len(store.recovered) // RECORD_BYTES
-        return store
+        self._store = store
 
     def _opened(self) -> tuple[FileStore, Pool]:
         if self._store is None or self._pool is None or self._closing:
@@ -220,23 +225,33 @@ class FilesTier(Tier):
     async def recover(self) -> AsyncIterator[Sequence[Item]]:
         store, _ = self._opened()
         records, store.recovered = memoryview(store.recovered), b""
-        now_s = self.context.clock.wall()
-        seen: set[bytes] = set()
+        seen: set[BlockKey] = set()
         for start in range(0, len(records), RECOVER_BLOCKS * RECORD_BYTES):
-            batch: list[Item] = []
-            for item in items_of(records[start : start + RECOVER_BLOCKS * RECORD_BYTES]):
-                expired = item.expires_wall_s is not None and item.expires_wall_s <= now_s
-                if expired or item.key in seen or not self._holds(item):
-                    self._set_tag(item, 0)
-                    continue
+            yield self._untold(
+                items_of(records[start : start + RECOVER_BLOCKS * RECORD_BYTES]), seen
+            )
+
+    def _untold(self, items: list[Item], seen: set[BlockKey]) -> list[Item]:
+        """Those that are still here, have time left and are not in ``seen``, which grows."""
+        keys = {item.key for item in items}
+        endless = all(item.expires_wall_s is None for item in items)
+        if endless and self._unchanged and len(keys) == len(items) and keys.isdisjoint(seen):
+            seen |= keys
+            return items
+        now_s = self.context.clock.wall()
+        left: list[Item] = []
+        for item in items:
+            in_time = item.expires_wall_s is None or item.expires_wall_s > now_s
+            if in_time and self._holds(item) and item.key not in seen:
                 seen.add(item.key)
-                batch.append(item)
-            yield batch
+                left.append(item)
+        return left
 
     def _holds(self, item: Item) -> bool:
         return self._tags[item.place] == tag_of(item.key)
 
     def _set_tag(self, item: Item, tag: int) -> None:
+        self._unchanged = False
         self._blocks += bool(tag) - bool(self._tags[item.place])
         self._tags[item.place] = tag
 
@@ -276,7 +291,8 @@ class FilesTier(Tier):
         if self._store is not None:
             segments = self._store.segments
             settings["io"] = "O_DIRECT" if segments.direct else "buffered, through aiofiles"
-            settings["segment"] = str(Size(segments.geometry.size(0)))
+            geometry = segments.geometry
+            settings["segment"] = f"{geometry.places(0)} blocks, {Size(geometry.size(0)).about()}"
             settings["batch"] = f"{self.batch_max} blocks"
         return settings
 

@@ -17,11 +17,15 @@ from kvladder.tiers.disk import Disk, read_file, replace_file, sync_directory, w
 MAGIC = "kvladder files"
 VERSION = 1
 PREFIX_DIGITS = 16
+SEGMENTS_MAX = 512
+"""Each is an open file, and a process may often have no more than 1024."""
 META_BYTES_MAX = 1 << 16
 LOG_NAME = "index.log"
 
 _NAMESPACE = re.compile(f"[0-9a-f]{{{PREFIX_DIGITS}}}")
 _SEGMENT = re.compile(r"seg-([0-9]{5})")
+_ASIDE = {"META.tmp", f"{LOG_NAME}.tmp"}
+_OTHERS = {LOG_NAME, *_ASIDE}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -102,10 +106,8 @@ class FilesDirectory:
         if meta is None:
             self._delete_files(self.home)
             meta = wanted
-        elif any(segment_number(name) is not None for name in self._disk.listdir(self.home)):
-            meta = msgspec.structs.replace(wanted, segment_places=meta.segment_places)
         else:
-            meta = wanted
+            meta = msgspec.structs.replace(wanted, segment_places=meta.segment_places)
         self._sweep()
         replace_file(self._disk, self.home / "META", msgspec.json.encode(meta))
         return meta
@@ -149,7 +151,7 @@ class FilesDirectory:
         return text if text.isdigit() else "unknown"
 
     def _read_meta(self, wanted: Meta) -> Meta | None:
-        """META as it is, or None where there is none that this version could have written."""
+        """META as it is, or None where what is there is of no use: damaged, or in tiny files."""
         path = self.home / "META"
         try:
             data = read_file(self._disk, path, META_BYTES_MAX)
@@ -162,7 +164,7 @@ class FilesDirectory:
             meta = msgspec.json.decode(data, type=Meta)
         except (FileNotFoundError, msgspec.DecodeError):
             return None
-        if meta.magic != MAGIC or meta.segment_places < 1:
+        if meta.magic != MAGIC or wanted.capacity_blocks > meta.segment_places * SEGMENTS_MAX:
             return None
         same = (meta.namespace, meta.block_bytes, meta.stride)
         if same != (wanted.namespace, wanted.block_bytes, wanted.stride):
@@ -172,17 +174,21 @@ class FilesDirectory:
     def _sweep(self) -> None:
         """Remove what an earlier process wrote aside and did not finish."""
         for name in self._disk.listdir(self.home):
-            if name in {"META.tmp", f"{LOG_NAME}.tmp"}:
+            if name in _ASIDE:
                 self._disk.unlink(self.home / name)
 
     def _delete_files(self, home: Path) -> None:
-        """Remove what this tier wrote into ``home``; META last, as it says whose the rest is."""
+        """Remove what this tier wrote into ``home``.
+
+        META, which says whose the rest is, goes once the rest has gone for good.
+        """
         names = self._disk.listdir(home)
-        ours = [LOG_NAME, f"{LOG_NAME}.tmp", "META.tmp"]
-        ours += [name for name in names if segment_number(name) is not None]
-        for name in (*ours, "META"):
-            if name in names:
+        for name in names:
+            if segment_number(name) is not None or name in _OTHERS:
                 self._disk.unlink(home / name)
+        if "META" in names:
+            sync_directory(self._disk, home)
+            self._disk.unlink(home / "META")
 
     # ---- the space that all namespaces share
 
@@ -204,7 +210,10 @@ class FilesDirectory:
         return True
 
     def _others(self) -> list[tuple[Path, int]]:
-        """The other namespaces with the bytes of their segments, least recently used first."""
+        """The other namespaces with the bytes of their segments, least recently used first.
+
+        Those of a newer version are left alone: what belongs to them is not known.
+        """
         found: list[tuple[int, Path, int]] = []
         for name in self._disk.listdir(self.path):
             home = self.path / name
@@ -212,7 +221,8 @@ class FilesDirectory:
                 continue
             with suppress(FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
                 data = read_file(self._disk, home / "META", META_BYTES_MAX)
-                if msgspec.json.decode(data, type=_Version).magic == MAGIC:
+                version = msgspec.json.decode(data, type=_Version)
+                if version.magic == MAGIC and version.version <= VERSION:
                     used_ns = self._disk.stat(home / "META").mtime_ns
                     found.append((used_ns, home, self._segment_bytes(home)))
         return [(home, size) for _, home, size in sorted(found)]

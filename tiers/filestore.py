@@ -12,12 +12,12 @@ from kvladder.tiers.base import TierContext
 from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader
 from kvladder.tiers.codecs import Codec
 from kvladder.tiers.disk import Disk
-from kvladder.tiers.filesdir import FilesDirectory, Meta, is_full
+from kvladder.tiers.filesdir import SEGMENTS_MAX, FilesDirectory, Meta, is_full
 from kvladder.tiers.indexlog import IndexLog
 from kvladder.tiers.segments import Geometry, Segments
 
-SEGMENTS_MAX = 128
-"""Segments are made larger rather than more than these: each is an open file."""
+SEGMENTS_WANTED_MAX = SEGMENTS_MAX // 4
+"""Segments are made larger rather than more than these, which leaves a tier room to grow."""
 
 
 def config_error(path: Path, error: OSError) -> ConfigError:
@@ -133,11 +133,11 @@ def _wanted(context: TierContext, segment_bytes: int) -> Meta:
     """How the files of a namespace that is new here are laid out."""
     stride = HEADER_BYTES + context.layout.slot_bytes
     capacity = context.capacity_blocks
-    places = max(1, segment_bytes // stride, -(-capacity // SEGMENTS_MAX))
+    places = max(1, segment_bytes // stride, -(-capacity // SEGMENTS_WANTED_MAX))
     return Meta(
         namespace=context.namespace.hex(),
         block_bytes=context.layout.block_bytes,
         stride=stride,
-        segment_places=min(places, capacity),
+        segment_places=places,
         capacity_blocks=capacity,
     )

@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvladder.errors import ConfigError
 from kvladder.keys import KEY_BYTES, BlockKey, Namespace
-from kvladder.tiers.base import Item
+from kvladder.tiers.base import NO_SLOT, Item
 from kvladder.tiers.disk import Disk, write_all
 from kvladder.tiers.filesdir import LOG_NAME
 
@@ -52,14 +52,8 @@ def tag_of(key: BlockKey) -> int:
 def items_of(records: memoryview) -> list[Item]:
     """The blocks that PUT records tell of."""
     return [
-        Item(
-            BlockKey(key),
-            place,
-            priority=priority,
-            floor=floor,
-            expires_wall_s=None if expires_s == inf else expires_s,
-        )
-        for _, _, expires_s, place, _, priority, floor, key in _RECORD.iter_unpack(records)
+        Item(BlockKey(key), place, NO_SLOT, priority, floor, None if end_s == inf else end_s)
+        for _, _, end_s, place, _, priority, floor, key in _RECORD.iter_unpack(records)
     ]
 
 
@@ -73,6 +67,9 @@ class _Scan(NamedTuple):
 
     last: array[int]
     """By place: which of the good records put what is there now, or -1."""
+    slabs: list[tuple[int, int, bool]]
+    """Where good records are: offset, length, and whether all of them there are good."""
+    records: int
     sequence: int
     """The highest sequence number."""
     end: int
@@ -172,23 +169,11 @@ class IndexLog:
 
     # ---- reading
 
-    def _slabs(self, fd: int, end: int | None = None) -> Iterator[tuple[bytes, int]]:
-        """The good records up to ``end``, many at a time, and the offset at which they end.
-
-        Zeros all over are the space in reserve, behind the end.
-        """
-        offset, before = RECORD_BYTES, 0
-        buffer = memoryview(bytearray(READ_RECORDS * RECORD_BYTES))
-        while end is None or offset < end:
-            wanted = len(buffer) if end is None else min(len(buffer), end - offset)
-            got = self._disk.preadv(fd, [buffer[:wanted]], offset)
-            slab = bytes(buffer[: got - got % RECORD_BYTES])
-            if slab.count(0) == len(slab):
-                return
-            good, before, end_good = self._good(slab, before)
-            if good:
-                yield good, offset + end_good
-            offset += len(slab)
+    def _read(self, fd: int, offset: int, length: int) -> bytes:
+        """Whole records; fewer at the end of the file."""
+        buffer = bytearray(length)
+        got = self._disk.preadv(fd, [memoryview(buffer)], offset)
+        return bytes(memoryview(buffer)[: got - got % RECORD_BYTES])
 
     def _good(self, slab: bytes, before: int) -> tuple[bytes, int, int]:
         """The records that are whole and in order, the last one's number, and where it ends."""
@@ -209,10 +194,20 @@ class IndexLog:
         return bytes(good), before, end
 
     def _scan(self, fd: int, end: int | None = None) -> _Scan:
+        """Read all records up to ``end``. Zeros all over are the space in reserve, behind it."""
         last = array("q", [-1]) * self._places_max
         tags = array("I", [0]) * self._places_max
+        slabs: list[tuple[int, int, bool]] = []
         number, sequence, last_end = 0, 0, RECORD_BYTES
-        for records, records_end in self._slabs(fd, end):
+        offset, step = RECORD_BYTES, READ_RECORDS * RECORD_BYTES
+        while end is None or offset < end:
+            slab = self._read(fd, offset, step if end is None else min(step, end - offset))
+            if slab.count(0) == len(slab):
+                break
+            records, sequence, good_end = self._good(slab, sequence)
+            if records:
+                slabs.append((offset, len(slab), len(records) == len(slab)))
+                last_end = offset + good_end
             for place, kind, tag in _WHERE.iter_unpack(records):
                 if place < self._places_max:
                     if kind == PUT:
@@ -221,24 +216,28 @@ class IndexLog:
                     elif tags[place] == tag:
                         last[place] = -1
                 number += 1
-            sequence = _ORDER.unpack_from(records, len(records) - RECORD_BYTES)[1]
-            last_end = records_end
-        return _Scan(last, sequence, last_end)
+            offset += len(slab)
+        return _Scan(last, slabs, number, sequence, last_end)
 
     def _live(self, fd: int, scan: _Scan) -> Iterator[bytes]:
         """The records of what is stored, oldest first."""
-        number = 0
         last, places_max = scan.last, self._places_max
-        for records, _ in self._slabs(fd, scan.end):
+        all_live = scan.records == len(last) - last.count(-1)
+        number = sequence = 0
+        for offset, length, whole in scan.slabs:
+            records = self._read(fd, offset, length)
+            if not whole:
+                records, sequence, _ = self._good(records, sequence)
+            sequence = _ORDER.unpack_from(records, len(records) - RECORD_BYTES)[1]
+            if all_live:
+                yield records
+                continue
             wanted: list[bool] = [
                 place < places_max and last[place] == index
                 for index, (place, _, _) in enumerate(_WHERE.iter_unpack(records), number)
             ]
             number += len(wanted)
-            if all(wanted):
-                yield records
-            else:
-                yield b"".join(compress((r for (r,) in _WHOLE.iter_unpack(records)), wanted))
+            yield b"".join(compress((r for (r,) in _WHOLE.iter_unpack(records)), wanted))
 
     # ---- writing
 

@@ -130,8 +130,11 @@ class BufferedPool(IoPool):
             raise ClosedError("the pool is closed")
         batch = _Batch(jobs)
         lane = _Lane(self, urgent=urgent)
-        calls = (wrap(task)(executor=lane) for task in batch.tasks)
-        await _ended(asyncio.gather(*calls), batch)
+        calls = [wrap(task)(executor=lane) for task in batch.tasks]
+        ended = asyncio.gather(*calls, return_exceptions=True)
+        await _ended(ended, batch)
+        for refused in filter(None, ended.result()):
+            raise refused
         return batch.results()
 
 

@@ -1,0 +1,180 @@
+"""A files tier on a fake disk, and what must hold for it whatever happened before."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from kvladder.arena import Arena
+from kvladder.errors import TierError
+from kvladder.keys import BlockKey
+from kvladder.layout import Layout
+from kvladder.testing.disk import FakeDisk, InlinePool
+from kvladder.testing.sim import SimClock, inline_blocking
+from kvladder.tiers.base import Item, TierContext
+from kvladder.tiers.files import FilesOptions, FilesTier
+from kvladder.units import Size
+
+LAYOUT = Layout(block_tokens=16, block_bytes=5000)
+STRIDE = 4096 + LAYOUT.slot_bytes
+CAPACITY = 8
+ROOT = Path("/disk/kv")
+STRANGERS = {
+    ROOT / "notes.txt": b"not ours",
+    ROOT / "0123456789abcdef" / "seg-00000": b"in a directory that is not ours",
+}
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(hashlib.sha256(b"crash %d" % number).digest())
+
+
+def data(block: BlockKey) -> bytes:
+    return Random(block).randbytes(LAYOUT.block_bytes)
+
+
+@dataclass
+class Model:
+    """What the tier said that it stored, and everything that it was ever asked to store."""
+
+    promised: dict[int, BlockKey] = field(default_factory=dict[int, BlockKey])
+    """By place: what must be found as long as the disk keeps what it is given."""
+    asked: set[tuple[BlockKey, int]] = field(default_factory=set[tuple[BlockKey, int]])
+
+
+class Machine:
+    """Opens tiers on one fake disk, one after the other, and asks them for blocks."""
+
+    def __init__(self, disk: FakeDisk, *, salt: str = "crash") -> None:
+        self.disk = disk
+        self.model = Model()
+        self.errors: list[TierError] = []
+        self.space = LAYOUT.namespace(salt=salt)
+        self.home = ROOT / self.space.hex()[:16]
+        self._arena = Arena.create(CAPACITY, LAYOUT.slot_bytes)
+        slots = self._arena.lease(CAPACITY)
+        assert slots is not None
+        self._slots = slots
+
+    def make(self) -> FilesTier:
+        options = FilesOptions(path=str(ROOT), segment=Size(3 * STRIDE))
+        return FilesTier(options, disk=self.disk, pool=InlinePool(), log_slack_records=4)
+
+    async def open(self) -> tuple[FilesTier, list[Item]]:
+        tier = self.make()
+        clock = SimClock(asyncio.get_running_loop())
+        await tier.open(
+            TierContext(self._arena, LAYOUT, self.space, CAPACITY, clock, inline_blocking)
+        )
+        return tier, [item async for batch in tier.recover() for item in batch]
+
+    def items(self, blocks: Sequence[tuple[int, int]]) -> list[Item]:
+        """``(number, place)`` pairs as items with their bytes in a slot each."""
+        items = [Item(key(number), place, self._slots[place]) for number, place in blocks]
+        for item in items:
+            self._arena.view(item.slot)[: LAYOUT.block_bytes] = data(item.key)
+        return items
+
+    async def put(self, tier: FilesTier, *blocks: tuple[int, int]) -> None:
+        items = self.items(blocks)
+        for item in items:
+            self.model.promised.pop(item.place, None)
+            self.model.asked.add((item.key, item.place))
+        try:
+            kept = await tier.put(items)
+        except TierError as error:
+            self.errors.append(error)
+            return
+        for item, ok in zip(items, kept, strict=True):
+            if ok:
+                self.model.promised[item.place] = item.key
+
+    async def remove(self, tier: FilesTier, *blocks: tuple[int, int]) -> None:
+        for _, place in blocks:
+            self.model.promised.pop(place, None)
+        try:
+            await tier.remove([Item(key(number), place) for number, place in blocks])
+        except TierError as error:
+            self.errors.append(error)
+
+    async def get(self, tier: FilesTier, wanted: Sequence[tuple[BlockKey, int]]) -> list[bool]:
+        """What the tier has of these; asserts that what it gives is right."""
+        items = [Item(block, place, self._slots[0]) for block, place in wanted]
+        found: list[bool] = []
+        for item in items:
+            self._arena.view(item.slot)[:] = b"\xa5" * LAYOUT.slot_bytes
+            try:
+                (ok,) = await tier.get([item])
+            except TierError as error:
+                self.errors.append(error)
+                ok = False
+            if ok:
+                payload = bytes(self._arena.view(item.slot)[: LAYOUT.block_bytes])
+                assert payload == data(item.key), f"wrong bytes for place {item.place}"
+            found.append(ok)
+        return found
+
+    async def work(self, tier: FilesTier) -> None:
+        """A life: three segments, reused places, and a log that is compacted."""
+        await self.put(tier, (0, 0), (1, 1))
+        await self.put(tier, (2, 2), (3, 3), (4, 5))
+        await self.remove(tier, (1, 1))
+        await self.put(tier, (5, 1), (6, 6))
+        await self.get(tier, sorted(self.model.asked))
+        for turn in range(6):
+            await self.remove(tier, (6 + turn, 6), (2, 2))
+            await self.put(tier, (2, 2), (7 + turn, 6))
+        await self.put(tier, (20, 4), (21, 7))
+        await self.remove(tier, (0, 0))
+        await self.get(tier, sorted(self.model.asked))
+
+    async def check(self, *, all_kept: bool) -> None:
+        """Open once more and assert the laws; ``all_kept`` if the disk lost nothing."""
+        tier, recovered = await self.open()
+        places = {item.place for item in recovered}
+        keys = {item.key for item in recovered}
+        assert len(places) == len(keys) == len(recovered)
+        assert all(0 <= place < CAPACITY for place in places)
+        assert {(item.key, item.place) for item in recovered} <= self.model.asked
+        await self.get(tier, sorted(self.model.asked))
+        if all_kept:
+            promised = [(block, place) for place, block in self.model.promised.items()]
+            assert set(promised) <= {(item.key, item.place) for item in recovered}
+            assert all(await self.get(tier, promised))
+        self.check_space()
+        self.model = Model()
+        everywhere = [(100 + place, place) for place in range(CAPACITY)]
+        for block in everywhere:
+            await self.put(tier, block)
+        assert not self.errors
+        assert all(await self.get(tier, [(key(number), place) for number, place in everywhere]))
+        self.check_space()
+        await tier.aclose()
+        assert self.disk.open_fds == 0
+
+    def check_space(self) -> None:
+        """Nothing written aside is left, the capacity is kept, and strangers are untouched."""
+        files = self.disk.files()
+        assert not [path for path in files if path.startswith(f"{self.home}/") and ".tmp" in path]
+        segments = [
+            size for path, size in files.items() if "/seg-" in path and Path(path) not in STRANGERS
+        ]
+        assert sum(segments) <= CAPACITY * STRIDE
+        for path, content in STRANGERS.items():
+            assert self.disk.content(path) == content
+
+    def close(self) -> None:
+        self._arena.release(self._slots)
+        self._arena.close()
+
+
+def new_disk(seed: int = 0) -> FakeDisk:
+    """A disk on which strangers, and another namespace that takes half of the room, are at home."""
+    disk = FakeDisk(Path("/disk"), ROOT, ROOT / "0123456789abcdef", seed=seed)
+    for path, content in STRANGERS.items():
+        disk.put(path, content)
+    return disk

@@ -1,0 +1,77 @@
+"""The files tier when the power goes, or a call fails, at every single call to the disk.
+
+The law: whatever happened, ``get`` gives the right bytes or a miss, ``recover`` lists each place
+and key at most once, nothing written aside is left over, and the capacity is honoured again.
+"""
+
+from __future__ import annotations
+
+import errno
+from itertools import count
+
+import pytest
+
+from kvladder.errors import ConfigError, TierFull
+from kvladder.testing.disk import MODES, FakeDisk, Mode, PowerCut
+from kvladder.testing.sim import sim_run
+from tests.crash.harness import Machine, new_disk
+
+pytestmark = [pytest.mark.crash, pytest.mark.slow]
+
+
+async def live(machine: Machine) -> None:
+    """One process: open, work, close."""
+    tier, _ = await machine.open()
+    await machine.work(tier)
+    await tier.aclose()
+
+
+def before(disk: FakeDisk) -> None:
+    """Another namespace was here first, and is in the way now."""
+    machine = Machine(disk, salt="another")
+    sim_run(live(machine))
+    machine.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_power_goes_at_every_call(mode: Mode) -> None:
+    for number in count(1):
+        disk = new_disk(seed=number)
+        before(disk)
+        machine = Machine(disk)
+        disk.crash_at = disk.calls + number
+        cut = False
+        try:
+            sim_run(live(machine))
+        except PowerCut:
+            cut = True
+        disk.crash(mode)
+        sim_run(machine.check(all_kept=mode == "keep"))
+        machine.close()
+        if not cut:
+            assert number > 100
+            break
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EMFILE])
+def test_every_call_fails_once(code: int) -> None:
+    for number in count(1):
+        disk = new_disk()
+        before(disk)
+        machine = Machine(disk)
+        disk.fail_at = disk.calls + number
+        disk.fail_errno = code
+        try:
+            sim_run(live(machine))
+        except ConfigError:
+            assert disk.open_fds == 0
+        if code == errno.ENOSPC:
+            assert all(isinstance(error, TierFull) for error in machine.errors)
+        machine.errors.clear()
+        failed = disk.calls >= (disk.fail_at or 0)
+        disk.fail_at = None
+        sim_run(machine.check(all_kept=True))
+        machine.close()
+        if not failed:
+            assert number > 100
+            break
