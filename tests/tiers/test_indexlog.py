@@ -1,0 +1,251 @@
+"""The index log alone: what counts, what is passed over, and compaction."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from kvladder.errors import ConfigError
+from kvladder.keys import BlockKey, Namespace
+from kvladder.testing.disk import FakeDisk
+from kvladder.tiers.base import Item
+from kvladder.tiers.indexlog import PUT, RECORD_BYTES, REMOVE, IndexLog, items_of, tag_of
+
+HOME = Path("/home")
+PATH = HOME / "index.log"
+SPACE = Namespace(hashlib.sha256(b"space").digest())
+PLACES = 64
+
+
+def item(number: int, place: int | None = None) -> Item:
+    key = BlockKey(hashlib.sha256(b"%d" % number).digest())
+    return Item(key, number % PLACES if place is None else place)
+
+
+@pytest.fixture
+def disk() -> FakeDisk:
+    return FakeDisk(HOME)
+
+
+def new(disk: FakeDisk, *, space: Namespace = SPACE, places: int = PLACES) -> IndexLog:
+    return IndexLog(disk, HOME, space, places_max=places, slack_records=8)
+
+
+def opened(disk: FakeDisk, *, places: int = PLACES) -> tuple[IndexLog, list[Item]]:
+    log = new(disk, places=places)
+    return log, items_of(memoryview(log.load()))
+
+
+def found(disk: FakeDisk, *, places: int = PLACES) -> list[Item]:
+    log, items = opened(disk, places=places)
+    log.close()
+    return items
+
+
+def never() -> bool:
+    return False
+
+
+def test_finds_what_was_put_and_not_removed_oldest_first(disk: FakeDisk) -> None:
+    log, items = opened(disk)
+    assert items == []
+    log.append(PUT, [item(3), item(1), item(2)])
+    log.append(REMOVE, [item(1)])
+    log.append(PUT, [item(0)])
+    log.close()
+    assert found(disk) == [item(3), item(2), item(0)]
+
+
+def test_a_place_that_is_put_again_has_the_newer_block(disk: FakeDisk) -> None:
+    log, _ = opened(disk)
+    log.append(PUT, [item(1, 5), item(2, 6)])
+    log.append(PUT, [item(3, 5)])
+    log.append(REMOVE, [item(1, 5)])  # late, and of a block that is there no more
+    log.close()
+    assert found(disk) == [item(2, 6), item(3, 5)]
+
+
+def test_places_above_the_capacity_are_ignored(disk: FakeDisk) -> None:
+    log, _ = opened(disk)
+    log.append(PUT, [item(1, 5), item(2, 50)])
+    log.close()
+    assert found(disk, places=50) == [item(1, 5)]
+
+
+def test_many_records_of_many_reads(disk: FakeDisk) -> None:
+    log, _ = opened(disk, places=5000)
+    puts = [item(n, n) for n in range(3000)]
+    for start in range(0, 3000, 100):
+        log.append(PUT, puts[start : start + 100])
+    log.append(REMOVE, puts[1000:1500])
+    log.reserve(5000)
+    log.close()
+    assert found(disk, places=5000) == puts[:1000] + puts[1500:]
+
+
+@pytest.mark.parametrize("byte", range(RECORD_BYTES))
+def test_a_record_with_any_byte_flipped_is_passed_over(disk: FakeDisk, byte: int) -> None:
+    log, _ = opened(disk)
+    log.append(PUT, [item(1), item(2), item(3)])
+    log.close()
+    if byte == 31:  # padding, which is under the check all the same
+        assert disk.content(PATH)[RECORD_BYTES * 2 + byte] == 0
+    disk.flip(PATH, RECORD_BYTES * 2 + byte)
+    assert found(disk) == [item(1), item(3)]
+
+
+@pytest.mark.parametrize("torn", range(1, RECORD_BYTES * 2))
+def test_a_torn_tail_is_cut_and_stays_away(disk: FakeDisk, torn: int) -> None:
+    log, _ = opened(disk)
+    log.append(PUT, [item(1), item(2), item(3)])
+    log.close()
+    data = disk.content(PATH)[: RECORD_BYTES * 4]
+    disk.put(PATH, data[:-torn] + bytes(torn))
+    log, items = opened(disk)
+    assert items == [item(1), item(2)][: 2 - (torn - 1) // RECORD_BYTES]
+    log.append(PUT, [item(9)])
+    log.close()
+    assert found(disk) == [*items, item(9)]
+
+
+def test_what_an_append_that_failed_left_behind_does_not_come_back(disk: FakeDisk) -> None:
+    log, _ = opened(disk)
+    log.append(PUT, [item(1), item(2), item(3)])
+    stale = disk.content(PATH)[RECORD_BYTES * 2 :]
+    log.close()
+    log, _ = opened(disk)
+    log.append(REMOVE, [item(2), item(3)])
+    log.append(PUT, [item(4)])
+    log.close()
+    disk.put(PATH, disk.content(PATH) + stale)  # older numbers behind newer ones
+    assert found(disk) == [item(1), item(4)]
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 4096, b"something else" * 99])
+def test_a_log_without_a_header_is_begun_anew(disk: FakeDisk, damage: bytes) -> None:
+    disk.put(PATH, damage)
+    log, items = opened(disk)
+    assert items == []
+    log.append(PUT, [item(1)])
+    log.close()
+    assert found(disk) == [item(1)]
+
+
+def test_another_namespace_s_log_is_begun_anew(disk: FakeDisk) -> None:
+    log = new(disk, space=Namespace(hashlib.sha256(b"another").digest()))
+    log.load()
+    log.append(PUT, [item(1)])
+    log.close()
+    assert found(disk) == []
+
+
+def test_a_newer_version_is_refused_and_kept(disk: FakeDisk) -> None:
+    log, _ = opened(disk)
+    log.append(PUT, [item(1)])
+    log.close()
+    disk.flip(PATH, 8, 3)  # version 1 becomes 2
+    before = disk.content(PATH)
+    with pytest.raises(ConfigError, match=r"index\.log is of format 2.*newer than 1"):
+        new(disk).load()
+    assert disk.content(PATH) == before
+    assert disk.open_fds == 0
+
+
+# ---- compaction
+
+
+def fill(log: IndexLog, rounds: int) -> list[Item]:
+    """Put and remove again and again; what is there in the end."""
+    log.append(PUT, [item(1), item(2)])
+    for number in range(3, 3 + rounds):
+        log.append(PUT, [item(number, 7)])
+        log.append(REMOVE, [item(number, 7)])
+    log.append(PUT, [item(99, 7)])
+    return [item(1), item(2), item(99, 7)]
+
+
+def test_dead_records_make_it_long(disk: FakeDisk) -> None:
+    log, _ = opened(disk)
+    fill(log, 5)
+    assert not log.is_long(3)
+    fill(log, 5)
+    assert log.is_long(3)
+    log.compact(never)
+    assert not log.is_long(3)
+    log.close()
+
+
+def test_compaction_keeps_the_live_records_and_their_order(disk: FakeDisk) -> None:
+    log, _ = opened(disk)
+    log.reserve(PLACES)
+    size = len(disk.content(PATH))
+    live = fill(log, 20)
+    log.compact(never)
+    assert len(disk.content(PATH)) == size
+    log.append(REMOVE, [item(1)])
+    log.append(PUT, [item(5)])
+    log.close()
+    assert found(disk) == [*live[1:], item(5)]
+    assert disk.files().keys() == {str(PATH)}
+
+
+def test_what_is_appended_during_compaction_is_kept(disk: FakeDisk) -> None:
+    log, _ = opened(disk)
+    live = fill(log, 20)
+    asked: list[int] = []
+
+    def append_meanwhile() -> bool:
+        asked.append(1)
+        log.append(PUT, [item(30)])
+        log.append(REMOVE, [item(2)])
+        return False
+
+    log.compact(append_meanwhile)
+    assert len(asked) == 1
+    log.append(PUT, [item(31)])
+    log.close()
+    assert found(disk) == [live[0], live[2], item(30), item(31)]
+
+
+def test_compaction_stops_when_it_is_told(disk: FakeDisk) -> None:
+    log, _ = opened(disk)
+    live = fill(log, 20)
+    log.compact(lambda: True)
+    assert disk.files().keys() == {str(PATH)}
+    log.close()
+    assert found(disk) == live
+
+
+@pytest.mark.parametrize("call", ["open", "fsync", "rename", "pwritev"])
+def test_compaction_on_a_full_disk_works_in_place(disk: FakeDisk, call: str) -> None:
+    log, _ = opened(disk)
+    live = fill(log, 20)
+    disk.refuse = lambda name, path: errno.ENOSPC if name == call and path.endswith(".tmp") else 0
+    log.compact(never)
+    assert not log.is_long(3)
+    log.append(PUT, [item(40)])
+    log.append(REMOVE, [item(2)])
+    log.close()
+    disk.refuse = lambda _name, _path: 0
+    assert found(disk) == [live[0], live[2], item(40)]
+    assert disk.files().keys() == {str(PATH)}
+
+
+def test_a_compaction_that_fails_is_not_tried_again_at_once(disk: FakeDisk) -> None:
+    log, _ = opened(disk)
+    fill(log, 20)
+    disk.refuse = lambda name, _path: errno.EIO if name == "preadv" else 0
+    with pytest.raises(OSError, match="rror"):
+        log.compact(never)
+    assert not log.is_long(3)
+    fill(log, 10)
+    assert log.is_long(3)
+    log.close()
+
+
+def test_a_tag_is_never_zero() -> None:
+    assert tag_of(BlockKey(bytes(32))) == 1
+    assert tag_of(BlockKey(b"\1\2\3\4" + bytes(28))) == 0x04030201

@@ -1,0 +1,127 @@
+"""The threads of the files tier: order, errors, cancellation and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from functools import partial
+
+import pytest
+
+from kvladder.errors import ClosedError
+from kvladder.tiers.iopool import BufferedPool, IoPool
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture(params=[IoPool, BufferedPool])
+async def pool(request: pytest.FixtureRequest) -> AsyncIterator[IoPool]:
+    """One thread, so that there is an order."""
+    pool: IoPool = request.param(1, "kvladder-test")
+    yield pool
+    assert await pool.aclose(lambda: None, timeout_s=5.0)
+
+
+def fail() -> int:
+    raise OSError(5, "no")
+
+
+class Note:
+    """A job that says that it ran."""
+
+    def __init__(self, order: list[str], name: str) -> None:
+        self.order, self.name = order, name
+
+    def __call__(self) -> int:
+        self.order.append(self.name)
+        return 0
+
+
+class Gate:
+    """A job that says when it has begun and ends when it is told."""
+
+    def __init__(self) -> None:
+        self.began = threading.Event()
+        self.go = threading.Event()
+
+    def __call__(self) -> int:
+        self.began.set()
+        assert self.go.wait(5.0)
+        return 0
+
+    async def wait(self) -> None:
+        assert await asyncio.to_thread(self.began.wait, 5.0)
+
+
+async def test_results_have_the_order_of_the_jobs(pool: IoPool) -> None:
+    assert await pool.run([partial(pow, n, 2) for n in range(20)]) == [n * n for n in range(20)]
+    assert await pool.run([]) == []
+
+
+async def test_reads_are_begun_before_writes_that_wait(pool: IoPool) -> None:
+    gate, order = Gate(), list[str]()
+    first = asyncio.create_task(pool.run([gate]))
+    await gate.wait()
+    write = asyncio.create_task(pool.run([Note(order, "write")] * 2))
+    await asyncio.sleep(0.01)
+    read = asyncio.create_task(pool.run([Note(order, "read")] * 2, urgent=True))
+    await asyncio.sleep(0.01)
+    gate.go.set()
+    await asyncio.gather(first, write, read)
+    assert order == ["read", "read", "write", "write"]
+
+
+async def test_an_error_is_raised_once_all_jobs_have_ended(pool: IoPool) -> None:
+    done: list[str] = []
+    with pytest.raises(OSError, match="no"):
+        await pool.run([fail, Note(done, "a"), Note(done, "b")])
+    assert done == ["a", "b"]
+
+
+async def test_a_cancellation_waits_for_what_runs_and_leaves_out_the_rest(pool: IoPool) -> None:
+    gate, later = Gate(), list[str]()
+    task = asyncio.create_task(pool.run([gate, Note(later, "later")]))
+    await gate.wait()
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0.001)
+        assert not task.done()
+    gate.go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert later == []
+
+
+@pytest.mark.parametrize("kind", [IoPool, BufferedPool])
+async def test_the_last_call_comes_after_all_jobs(kind: type[IoPool]) -> None:
+    pool, gate, order = kind(1, "kvladder-test"), Gate(), list[str]()
+    job = asyncio.create_task(pool.run([gate, Note(order, "job")]))
+    await gate.wait()
+    closing = asyncio.create_task(pool.aclose(lambda: order.append("last"), timeout_s=5.0))
+    await asyncio.sleep(0.01)
+    gate.go.set()
+    assert await closing
+    await job
+    assert order == ["job", "last"]
+
+
+@pytest.mark.parametrize("kind", [IoPool, BufferedPool])
+async def test_a_job_that_hangs_is_left_behind(kind: type[IoPool]) -> None:
+    pool, gate, last = kind(2, "kvladder-test"), Gate(), threading.Event()
+    job = asyncio.create_task(pool.run([gate]))
+    await gate.wait()
+    assert not await pool.aclose(last.set, timeout_s=0.01)
+    assert not last.is_set()
+    with pytest.raises(ClosedError):
+        await pool.run([Gate()])
+    gate.go.set()
+    assert await job == [0]
+    assert await asyncio.to_thread(last.wait, 5.0)
+
+
+async def test_threads_end() -> None:
+    other = IoPool(3, "kvladder-ends")
+    assert await other.run([threading.get_ident] * 5)
+    assert await other.aclose(lambda: None, timeout_s=5.0)
+    assert not [t for t in threading.enumerate() if t.name.startswith("kvladder-ends")]
