@@ -93,6 +93,7 @@ def test_the_links_lead_to_the_folders():
         assert link.readlink() == Path("..") / name
         assert link.resolve() == ROOT / name
         assert directories[f"kvladder.{name}"] == name
+        assert f"kvladder/{name}" in project()["tool"]["pyright"]["include"]
     assert (ROOT / "kvladder" / "py.typed").is_file()
 
 

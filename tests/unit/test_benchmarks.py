@@ -46,7 +46,7 @@ def benches(monkeypatch, tmp_path):
     for name, rows in (("good", good), ("bad", bad)):
         (tmp_path / f"bench_{name}.py").touch()
         module = ModuleType(f"benchmarks.bench_{name}")
-        module.rows = rows
+        vars(module)["rows"] = rows
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(command, "HERE", tmp_path)
     monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
