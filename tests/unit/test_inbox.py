@@ -55,7 +55,7 @@ def test_the_youngest_of_the_lowest_priority_gives_way(arena: Arena) -> None:
     add(inbox, arena, "d", 50)
     add(inbox, arena, "e", 50)
     assert inbox.loser(36) == b"a"
-    assert b"a" in inbox
+    assert BlockKey(b"a") in inbox
     assert list(inbox) == [b"a", b"d", b"e"]
     for name in "ade":
         inbox.remove(BlockKey(name.encode()))
