@@ -64,6 +64,10 @@ class Copier(ABC):
         """Return when these jobs are over; ids that are not under way are over."""
 
     @abstractmethod
+    def rest(self, timeout_s: float) -> None:
+        """Return when there is something to poll, or after ``timeout_s``."""
+
+    @abstractmethod
     def fence(self, ids: Sequence[JobId]) -> None:
         """Whatever the engine tells its device from now on happens after these jobs."""
 
@@ -163,6 +167,10 @@ class ThreadedCopier(Copier):
     def wait(self, ids: Sequence[JobId]) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._active.isdisjoint(ids))
+
+    def rest(self, timeout_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._finished), timeout_s)
 
     def fence(self, ids: Sequence[JobId]) -> None:
         self.wait(ids)

@@ -1,0 +1,247 @@
+"""kvladder as a KV connector of vLLM.
+
+    --kv-transfer-config '{"kv_connector": "KVLadderConnector",
+        "kv_connector_module_path": "kvladder.connectors.vllm", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"config": "stack.yaml"}}'
+
+vLLM makes one object per worker and one for its scheduler. The scheduler's owns the cache, the
+workers' only copy. What goes wrong at start is raised, what goes wrong later is a miss.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.logger import init_logger
+
+from kvladder.connectors.vllm_checks import check_engine, check_features, check_groups
+from kvladder.connectors.vllm_options import parse
+from kvladder.connectors.vllm_scheduler import SchedulerHalf
+from kvladder.connectors.vllm_stats import StatsFile
+from kvladder.connectors.vllm_step import RankDescription, Report, Step
+from kvladder.connectors.vllm_worker import WorkerHalf
+from kvladder.notices import Notices
+from kvladder.runtime import SystemClock
+
+logger = init_logger("vllm.kvladder")  # below vLLM's own, so that its handlers print it
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_HIT_SOURCES = {"host": "HOST", "memory": "HOST", "files": "DISK"}
+"""vLLM's names for types of tiers."""
+
+
+def _harmless(answer: Callable[[], object]) -> Callable[[F], F]:
+    """Whatever a hook raises while the engine runs is logged, and answered like this instead."""
+
+    def wrap(hook: F) -> F:
+        @functools.wraps(hook)
+        def run(self: KVLadderConnector, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception as error:  # an engine must outlive its cache
+                self.notices.say(hook.__name__, f"{hook.__name__} failed: {error!r}")
+                logger.debug("%s failed", hook.__name__, exc_info=True)
+                return answer()
+
+        return run  # type: ignore[return-value]
+
+    return wrap
+
+
+class KVLadderConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """The class that vLLM loads; each method is one of its hooks."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        check_features(KVConnectorBase_V1)
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_engine(vllm_config)
+        check_groups(vllm_config, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        options, config = parse(transfer.kv_connector_extra_config)
+        self.notices = Notices(SystemClock().now)
+        self.scheduler: SchedulerHalf | None = None
+        self.worker: WorkerHalf | None = None
+        self._stats_path = options.stats_file
+        self._stats_file: StatsFile | None = None
+        if role == KVConnectorRole.WORKER:
+            from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+            rank = get_tensor_model_parallel_rank()
+            self.worker = WorkerHalf(vllm_config, kv_cache_config, rank=rank, notices=self.notices)
+            return
+        if transfer.kv_load_failure_policy != "recompute":
+            logger.warning(
+                "kv_load_failure_policy is %r: a block that cannot be copied fails its request."
+                ' With "recompute" in --kv-transfer-config it is recomputed.',
+                transfer.kv_load_failure_policy,
+            )
+        for warning in config.warnings:
+            logger.warning("%s", warning)
+        self.scheduler = SchedulerHalf(
+            vllm_config, kv_cache_config, options=options, config=config, notices=self.notices
+        )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a cache: what is not delivered is computed again
+
+    # ---- worker
+
+    @property
+    def _copies(self) -> WorkerHalf:
+        assert self.worker is not None, "a worker's hook was called on the scheduler's half"
+        return self.worker
+
+    @property
+    def _step(self) -> Step:
+        step = self._get_connector_metadata()
+        return step if isinstance(step, Step) else Step()
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._copies.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._copies.describe()
+
+    @_harmless(lambda: None)
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if isinstance(kv_connector_metadata, Step):
+            self._copies.begin(kv_connector_metadata)
+
+    @_harmless(lambda: None)
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._copies.load(self._step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Whole blocks are loaded before the forward pass that reads them."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Whole blocks are saved after the forward pass that fills them."""
+
+    @_harmless(lambda: None)
+    def wait_for_save(self) -> None:
+        self._copies.save(self._step)
+
+    @_harmless(lambda: (None, None))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self._copies.received() or None
+
+    @_harmless(set)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._copies.bad_blocks()
+
+    @_harmless(lambda: None)
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._copies.report()
+
+    # ---- scheduler
+
+    @property
+    def _decides(self) -> SchedulerHalf:
+        assert self.scheduler is not None, "a scheduler's hook was called on a worker's half"
+        return self.scheduler
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        ranks = {
+            described.rank: described
+            for described in metadata.values()
+            if isinstance(described, RankDescription)
+        }
+        self._decides.start(ranks)
+        logger.info("kvladder is ready\n%s", self._decides.describe())
+        if self._stats_path is not None:
+            self._stats_file = StatsFile(Path(self._stats_path), self._decides.stats)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._decides.bind(gpu_block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        _ = self._decides.connector  # raises at the first request if there is none
+        self._arrived(request)
+
+    @_harmless(lambda: None)
+    def _arrived(self, request: Any) -> None:
+        self._decides.arrived(request)
+
+    @_harmless(lambda: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._decides.ask(request, num_computed_tokens)
+
+    @_harmless(lambda: None)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        (table,) = blocks.get_block_ids()
+        self._decides.allocated(request, table, num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[Any, int]:
+        try:
+            from vllm.v1.metrics.cache_hit_source import CacheHitSource
+        except ImportError:  # a vLLM that does not tell them apart does not ask
+            return {}
+        kinds = self._decides.sources(request)
+        if not num_external_tokens or not kinds:
+            default: dict[Any, int] = super().get_external_cache_hit_sources(
+                request, num_external_tokens
+            )
+            return default
+        each = num_external_tokens // len(kinds)
+        unknown = "EXTERNAL_UNSPECIFIED"
+        counts = Counter(CacheHitSource[_HIT_SOURCES.get(kind, unknown)] for kind in kinds)
+        return {source: blocks * each for source, blocks in counts.items()}
+
+    @_harmless(Step)
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return self._decides.build(scheduler_output)
+
+    @_harmless(lambda: None)
+    def update_connector_output(self, connector_output: Any) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, Report):
+            self._decides.report(report)
+
+    @_harmless(lambda: (False, None))
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._decides.finished(request)
+        return False, None
+
+    @_harmless(lambda: False)
+    def has_pending_push_work(self) -> bool:
+        return self._decides.busy
+
+    @_harmless(lambda: False)
+    def reset_cache(self) -> bool | None:
+        self._decides.clear()
+        return True
+
+    # ---- both
+
+    def shutdown(self) -> None:
+        if self._stats_file is not None:
+            self._stats_file.close()
+        if self.worker is not None:
+            self.worker.close()
+        if self.scheduler is not None:
+            self.scheduler.close()

@@ -1,0 +1,161 @@
+"""What the two halves of the vLLM connector tell each other; plain data, pickled by vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvladder.arena import ArenaHandle
+from kvladder.connectors.jobs import JobConnector
+from kvladder.gpu.copy import CopyJob, Finished, JobId
+from kvladder.manager import CacheManager
+
+
+@dataclass
+class RankDescription(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What one rank's worker says about its KV tensors when it has them."""
+
+    rank: int
+    node: str
+    """The machine that it runs on."""
+    block_bytes: int
+    """Bytes of one block on this rank."""
+    fields: dict[str, str]
+    """What must agree before bytes may be shared, and among ranks."""
+    worker: Any = None
+    """The worker half itself where it is in the scheduler's process; never pickled."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "worker": None}
+
+
+@dataclass(frozen=True)
+class Attach:
+    """How a worker maps the arena, and where each rank's bytes begin in a slot."""
+
+    arena: ArenaHandle
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Load:
+    """A job that fills blocks of one request."""
+
+    job: CopyJob
+    request_id: str
+    sync: bool
+    """Whether this step's forward pass reads the blocks."""
+
+
+@dataclass
+class Step(KVConnectorMetadata):  # type: ignore[misc]
+    """What the workers have to do in one step of the engine."""
+
+    attach: Attach | None = None
+    """Given with every job."""
+    fence: list[JobId] = field(default_factory=list[JobId])
+    """Saves whose source blocks this step writes: they end before it does."""
+    loads: list[Load] = field(default_factory=list[Load])
+    saves: list[CopyJob] = field(default_factory=list[CopyJob])
+    """To begin after the forward pass."""
+    idle: bool = False
+    """There is no forward pass, and requests wait for blocks that are on their way."""
+
+
+class Done(NamedTuple):
+    """The ends of one job that were reported so far."""
+
+    reports: int
+    ok: bool
+    bytes: int
+    seconds: float
+
+    def plus(self, other: Done) -> Done:
+        """The reports of two workers together."""
+        return Done(
+            self.reports + other.reports,
+            self.ok and other.ok,
+            self.bytes + other.bytes,
+            max(self.seconds, other.seconds),
+        )
+
+
+@dataclass
+class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """The jobs that ended on one worker since its last report, or on all workers together."""
+
+    done: dict[JobId, Done] = field(default_factory=dict[JobId, Done])
+
+    def add(self, finished: Finished) -> None:
+        """Report a job that ended here."""
+        done = Done(1, finished.ok, finished.bytes, finished.seconds)
+        self.done[finished.id] = done
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, Report)
+        for job_id, done in other.done.items():
+            mine = self.done.get(job_id)
+            self.done[job_id] = done if mine is None else mine.plus(done)
+        return self
+
+
+class StepConnector(JobConnector):
+    """Puts jobs into the step's metadata and ends them when all ranks have reported."""
+
+    def __init__(self, manager: CacheManager, *, ranks: int) -> None:
+        super().__init__(manager, reports=ranks)
+        self._begun: list[CopyJob] = []
+        self._partial: dict[JobId, Done] = {}
+        self._ended: list[Finished] = []
+        self._sources: dict[int, JobId] = {}
+
+    def _start(self, job: CopyJob) -> None:
+        self._begun.append(job)
+        if job.direction == "offload":
+            self._sources.update(dict.fromkeys(job.blocks, job.id))
+
+    @property
+    def saving(self) -> bool:
+        """Whether any save is under way."""
+        return bool(self._sources)
+
+    def take(self) -> list[CopyJob]:
+        """The jobs that were begun since the last call."""
+        begun, self._begun = self._begun, []
+        return begun
+
+    def reading(self, blocks: Iterable[int]) -> list[JobId]:
+        """The saves under way that still read any of these blocks."""
+        sources = self._sources
+        return list(dict.fromkeys(sources[block] for block in blocks if block in sources))
+
+    def give_up(self, job_id: JobId) -> None:
+        """No worker is going to be told of this job."""
+        self.report(Report({job_id: Done(self._jobs[job_id].reports_left, False, 0, 0.0)}))
+
+    def report(self, report: Report) -> None:
+        """Take in what workers reported."""
+        for job_id, done in report.done.items():
+            if job_id not in self._jobs:  # given up, or never made
+                continue
+            partial = self._partial.pop(job_id, None)
+            total = done if partial is None else partial.plus(done)
+            job = self._report(job_id, ok=done.ok, reports=done.reports)
+            if job is None:
+                self._partial[job_id] = total
+                continue
+            for block in job.blocks:
+                if self._sources.get(block) == job_id:
+                    del self._sources[block]
+            self._ended.append(Finished(job_id, total.ok, total.bytes, total.seconds))
+
+    def poll(self) -> list[Finished]:
+        ended, self._ended = self._ended, []
+        return ended

@@ -1,0 +1,198 @@
+"""The worker half of the vLLM connector: describes KV tensors, and copies what it is told to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvladder.arena import Arena
+from kvladder.connectors.vllm_checks import layer_page_bytes, tensor_fields, this_node
+from kvladder.connectors.vllm_step import Attach, Load, RankDescription, Report, Step
+from kvladder.errors import LayoutError
+from kvladder.gpu.copy import Copier, Finished, JobId
+from kvladder.gpu.pages import BlockPages
+from kvladder.gpu.select import copier_for
+from kvladder.notices import Notices
+
+REST_S = 0.001
+"""How long a step without a forward pass lets copies and fetches go on, as vLLM itself does."""
+
+
+class WorkerHalf:
+    """One per rank. It decides nothing: jobs come with the step, their ends go with the report.
+
+    Parameters
+    ----------
+    vllm_config, kv_cache_config:
+        vLLM's own.
+    rank:
+        This worker's position in its tensor-parallel group.
+    """
+
+    def __init__(
+        self, vllm_config: Any, kv_cache_config: Any, *, rank: int, notices: Notices
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._rank = rank
+        self._notices = notices
+        self._pages: BlockPages | None = None
+        self._fields: dict[str, str] = {}
+        self._arena: Arena | None = None
+        self._copier: Copier | None = None
+        self._loads: dict[JobId, Load] = {}
+        self._distrusted: set[JobId] = set()
+        self._spoiled = False
+        self._resting = threading.Event()
+        self._loaded = Report()
+        self._saved = Report()
+        self._received: set[str] = set()
+        self._bad_blocks: set[int] = set()
+
+    # ---- at start
+
+    def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take the KV tensors, by layer.
+
+        Raises
+        ------
+        LayoutError
+            They are not what vLLM's own specification of them says.
+        """
+        expected = layer_page_bytes(self._kv_cache_config)
+        missing = [name for name in expected if not isinstance(tensors.get(name), torch.Tensor)]
+        if missing:
+            raise LayoutError(f"no KV tensor for {missing[0]}", hint="expected one per layer")
+        chosen = {name: tensors[name] for name in expected}
+        blocks: int = self._kv_cache_config.num_blocks
+        self._pages = BlockPages.of(chosen, blocks=blocks, page_bytes=expected)
+        self._fields = tensor_fields(self._vllm_config, chosen, self._pages)
+
+    def describe(self) -> RankDescription:
+        """What the scheduler half needs to know."""
+        assert self._pages is not None, "the KV tensors were not registered"
+        return RankDescription(
+            rank=self._rank,
+            node=this_node(),
+            block_bytes=self._pages.block_bytes,
+            fields=self._fields,
+            worker=self,
+        )
+
+    # ---- in a step, in this order
+
+    def begin(self, step: Step) -> None:
+        """Before the step writes to any block: end the saves that still read it."""
+        self._spoiled = False
+        if not step.fence or self._copier is None:
+            return
+        try:
+            self._copier.fence(step.fence)
+        except BaseException:
+            self._distrusted.update(step.fence)
+            raise
+
+    def load(self, step: Step) -> None:
+        """Begin the step's loads; those that its forward pass reads have ended on return."""
+        waiting = list(step.loads)
+        try:
+            while waiting:
+                copier = self._attach(step.attach)
+                self._loads[waiting[0].job.id] = waiting[0]
+                copier.submit(waiting[0].job)
+                del waiting[0]
+            sync = [load.job.id for load in step.loads if load.sync]
+            if sync and self._copier is not None:
+                self._copier.wait(sync)
+                self._poll()
+        finally:
+            for load in waiting:
+                self._loads[load.job.id] = load
+                self._ended(Finished(load.job.id, False, 0, 0.0, "not begun"))
+
+    def save(self, step: Step) -> None:
+        """After the forward pass: begin the step's saves, unless it computed on garbage.
+
+        In a step without one, in which requests only wait, other threads get their turn: a loop
+        that asks again at once would keep them from the interpreter.
+        """
+        waiting = list(step.saves)
+        try:
+            while waiting and not self._spoiled:
+                self._attach(step.attach).submit(waiting[0])
+                del waiting[0]
+        finally:
+            for job in waiting:
+                self._ended(Finished(job.id, False, 0, 0.0, "not begun"))
+        if step.idle and self._copier is not None and self._loads:
+            self._copier.rest(REST_S)
+        elif step.idle:
+            self._resting.wait(REST_S)
+
+    def received(self) -> set[str]:
+        """Requests whose async loads ended since the last call, well or not."""
+        self._poll()
+        received, self._received = self._received, set()
+        return received
+
+    def bad_blocks(self) -> set[int]:
+        """Blocks that loads were to fill and did not, since the last call."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def report(self) -> Report | None:
+        """The jobs that ended since the last report."""
+        report = Report(self._loaded.done | self._saved.done)
+        self._loaded, self._saved = Report(), Report()
+        return report if report.done else None
+
+    # ---- any time
+
+    def saved(self) -> Report:
+        """The saves that ended, not to be reported again: for a scheduler half beside this one."""
+        self._poll()
+        report, self._saved = self._saved, Report()
+        return report
+
+    def close(self) -> None:
+        """End what was begun, unmap the arena; ``saved`` still answers. May be called again."""
+        if self._copier is not None:
+            self._copier.close()
+            self._poll()
+        if self._arena is not None:
+            self._arena.close()
+
+    def _attach(self, attach: Attach | None) -> Copier:
+        """The copier; made when the arena is named for the first time."""
+        if self._copier is None:
+            assert attach is not None
+            assert self._pages is not None
+            self._arena = Arena.attach(attach.arena)
+            offset = attach.offsets[self._rank]
+            self._copier = copier_for(self._pages, self._arena, offset=offset)
+        return self._copier
+
+    def _poll(self) -> None:
+        if self._copier is not None:
+            for finished in self._copier.poll():
+                self._ended(finished)
+
+    def _ended(self, finished: Finished) -> None:
+        if not finished.ok:
+            self._notices.say("copy", f"blocks could not be copied: {finished.error}")
+        load = self._loads.pop(finished.id, None)
+        if load is None:
+            trusted = finished.id not in self._distrusted
+            self._distrusted.discard(finished.id)
+            self._saved.add(replace(finished, ok=finished.ok and trusted))
+            return
+        self._loaded.add(finished)
+        if not load.sync:
+            self._received.add(load.request_id)
+        if not finished.ok:
+            self._bad_blocks.update(load.job.blocks)
+            self._spoiled = self._spoiled or load.sync
