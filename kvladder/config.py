@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -258,6 +258,7 @@ def _level(raw: dict[str, Any], path: str, found: Source, warnings: list[str]) -
     make = registry.load("tiers", raw["type"], path=f"{path}.type")
     if not (isinstance(make, type) and issubclass(make, Tier)):
         raise ConfigError(f"{raw['type']!r} is not a Tier", path=f"{path}.type")
+    raw = {"codecs": list(make.codecs), **raw}
     common = [key for key in keys_of(LevelConfig) if key != "options"]
     wanted: type[msgspec.Struct] | None = getattr(make, "Options", None)
     own = keys_of(wanted) if wanted else []
@@ -274,21 +275,30 @@ def _level(raw: dict[str, Any], path: str, found: Source, warnings: list[str]) -
         preset={"options": options},
     )
     _require_policy(level.policy, path)
-    for i, name in enumerate(level.codecs):
-        registry.load("codecs", name, path=f"{path}.codecs[{i}]")
-        if name in level.codecs[:i]:
-            raise ConfigError(f"{name!r} twice", path=f"{path}.codecs[{i}]", hint="name it once")
+    _require_codecs(level.codecs, make.codecs, f"{path}.codecs")
     if not level.queue:
         raise ConfigError(str(level.queue), path=f"{path}.queue", hint="expected more than 0")
     if level.breaker.retry_s > level.breaker.retry_max_s:
         hint = f"expected at least breaker.retry, {level.breaker.retry_s}"
         where = f"{path}.breaker.retry_max"
         raise ConfigError(str(level.breaker.retry_max_s), path=where, hint=hint)
-    if "checksum" not in level.codecs:
+    if "checksum" in make.codecs and "checksum" not in level.codecs:
         warnings.append(
             f"{join(path, 'codecs')}: without checksum, blocks that {level.name} damaged are served"
         )
     return level
+
+
+def _require_codecs(named: Sequence[str], taken: Sequence[str], path: str) -> None:
+    """Refuse codecs that are unknown, that this tier does not apply, or that come twice."""
+    for i, name in enumerate(named):
+        where = f"{path}[{i}]"
+        registry.load("codecs", name, path=where)
+        if name not in taken:
+            hint = f"expected one of: {', '.join(taken)}" if taken else "this tier applies none"
+            raise ConfigError(f"{name!r} has no effect here", path=where, hint=hint)
+        if name in named[:i]:
+            raise ConfigError(f"{name!r} twice", path=where, hint="name it once")
 
 
 def _require_policy(name: str, path: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -126,10 +126,6 @@ class LevelConfig(TierSettings, frozen=True, kw_only=True):
         """The largest batch of the tier; it is what a capacity must hold at least."""
         batch: int = registry.load("tiers", self.type).batch_max
         return batch
-
-    def make_codecs(self) -> list[Any]:
-        """New codecs for this level, in the order in which they encode."""
-        return [registry.load("codecs", name)() for name in self.codecs]
 
     def block_bytes(self, layout: Layout) -> int:
         """What one block takes of the capacity: its slot, and what the tier adds."""

@@ -101,6 +101,8 @@ class Tier(ABC):
     """The largest batch the tier wants to be given."""
     overhead_bytes: int = 0
     """Bytes that a block takes beside its slot, e.g. for a header; a capacity pays for them."""
+    codecs: tuple[str, ...] = ("checksum",)
+    """What a configuration may have it apply; ``context.verify`` says whether it is to check."""
     durable: bool = False
     """Whether ``recover`` finds blocks again after the process has ended."""
     shared: bool = False

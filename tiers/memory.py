@@ -12,6 +12,8 @@ from kvladder.tiers.base import Item, Tier
 class MemoryTier(Tier):
     """Keeps blocks in ordinary process memory; useful as a cold tier in tests and examples."""
 
+    codecs = ()
+
     def __init__(self) -> None:
         self._blocks: dict[BlockKey, bytes] = {}
         self._closed = False

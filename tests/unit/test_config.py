@@ -11,7 +11,6 @@ from kvladder.errors import ConfigError
 from kvladder.layout import Layout
 from kvladder.policy.eviction import PrioritizedLRU
 from kvladder.policy.offload import OffloadRule
-from kvladder.tiers.codecs import ChecksumCodec
 from kvladder.tiers.memory import MemoryTier
 from kvladder.units import Duration, Share
 
@@ -46,7 +45,7 @@ def test_what_is_not_said_has_a_default(load):
     assert config.events.max == 10_000
     assert (config.host.name, config.host.rule) == ("host", OffloadRule())
     (level,) = config.levels
-    assert (level.name, level.capacity_bytes, level.codecs) == ("cold", 4 << 30, ("checksum",))
+    assert (level.name, level.capacity_bytes, level.codecs) == ("cold", 4 << 30, ())
     assert (level.rule, level.timeout_s) == (OffloadRule(0, "evict", 0, None), 5.0)
     assert (level.breaker.failures, level.breaker.retry_s, level.breaker.retry_max_s) == (3, 5, 60)
     assert config.warnings == ()
@@ -62,7 +61,8 @@ events: {max: 0}
 tiers:
   - {name: ram, type: host, min_priority: 1, min_hits: 2, ttl: 1 h, policy: prioritized-lru}
   - name: cold
-    type: memory
+    type: files
+    path: /mnt/kv
     capacity: 1 GiB
     min_priority: 100
     when: commit
@@ -79,6 +79,7 @@ tiers:
     assert (config.arena.reserve, config.fetch.deadline_s) == (Share(blocks=64), 0.5)
     assert (config.host.name, config.host.rule) == ("ram", OffloadRule(1, "evict", 2, 3600.0))
     (level,) = config.levels
+    assert level.codecs == ("checksum",)
     assert level.rule == OffloadRule(100, "commit", 3, 86400.0)
     assert (level.timeout_s, level.queue) == (0.05, Share(blocks=12))
     assert (level.breaker.failures, level.breaker.retry_max_s) == (1, 2)
@@ -88,7 +89,6 @@ def test_the_parts_of_a_level_are_made_from_it(load):
     (level,) = load(SMALL).levels
     assert type(level.make_tier()) is MemoryTier
     assert type(level.make_policy()) is PrioritizedLRU
-    assert [type(codec) for codec in level.make_codecs()] == [ChecksumCodec]
 
 
 def test_a_file_may_hold_anchors_and_merges(load):
@@ -103,7 +103,7 @@ tiers:
 
 
 def test_a_mapping_is_read_and_left_as_it_is():
-    source = tiers(cold(codecs=["checksum"]))
+    source = tiers(cold(breaker={"failures": 2}))
     before = msgspec.json.encode(source)
     overrides = {"arena": {"size": 5 << 20}, "tiers": {"memory": {"min_priority": 3}}}
     config = load_config(source, env={}, overrides=overrides)
@@ -182,8 +182,11 @@ def test_the_stack_is_described(load):
     assert "warning" not in text
 
 
-def test_leaving_out_the_checksum_is_warned_of(load):
-    config = load(SMALL.replace("4 GiB}", "4 GiB, codecs: []}"))
+def test_blocks_on_a_medium_are_checked_unless_somebody_says_no():
+    entry = {"type": "files", "path": "/mnt/kv", "capacity": "1 GiB"}
+    config = load_config(tiers(entry), env={})
+    assert (config.levels[0].codecs, config.warnings) == (("checksum",), ())
+    config = load_config(tiers({**entry, "codecs": []}), env={})
     assert len(config.warnings) == 1
     assert "warning: tiers[1].codecs: without checksum" in config.describe()
 

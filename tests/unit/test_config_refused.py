@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvladder import registry
+
 
 def tiers(*below):
     """A mapping with a host level and ``below``."""
@@ -88,7 +90,7 @@ def test_a_wrong_setting(refusal, changed, path, says):
         ({"capasity": "1 GiB"}, ".capasity", "unknown key (did you mean 'capacity'?)"),
         ({"policy": "prioritised-lru"}, ".policy", "did you mean 'prioritized-lru'?"),
         ({"codecs": ["checksums"]}, ".codecs[0]", "did you mean 'checksum'?"),
-        ({"codecs": ["checksum", "checksum"]}, ".codecs[1]", "'checksum' twice"),
+        ({"codecs": ["checksum"]}, ".codecs[0]", "no effect here (this tier applies none)"),
         ({"codecs": "checksum"}, ".codecs", "'checksum' (expected array)"),
         ({"codecs": ["checksum", 5]}, ".codecs[1]", "a list (expected str)"),
         ({"timeout": "fast"}, ".timeout", "'fast' (expected a duration"),
@@ -108,6 +110,20 @@ def test_a_wrong_setting(refusal, changed, path, says):
 def test_a_wrong_level(refusal, settings, path, says):
     error = refusal(tiers(cold(**settings)))
     assert (error.path, says in str(error)) == (f"tiers[1]{path}", True), str(error)
+
+
+@pytest.mark.parametrize(
+    ("codecs", "says"),
+    [
+        (["checksum", "checksum"], "'checksum' twice (name it once)"),
+        (["checksum", "rot13"], "'rot13' has no effect here (expected one of: checksum)"),
+    ],
+)
+def test_a_codec_is_one_that_the_tier_applies(refusal, monkeypatch, codecs, says):
+    monkeypatch.setitem(registry._registered, ("codecs", "rot13"), object)
+    entry = {"type": "files", "path": "/mnt/kv", "capacity": "1 GiB", "codecs": codecs}
+    error = refusal(tiers(entry))
+    assert str(error) == f"tiers[1].codecs[1]: {says}"
 
 
 def test_a_level_needs_a_capacity(refusal):
