@@ -74,6 +74,8 @@ class _Scan(NamedTuple):
     """The highest sequence number."""
     end: int
     """Where the last good record ends."""
+    beyond: bool
+    """Whether there are records of places that the tier does not have any more."""
 
 
 class IndexLog:
@@ -136,7 +138,11 @@ class IndexLog:
         self._sequence = scan.sequence
         self._end = self._reserved = scan.end
         self._disk.truncate(self._fd, self._end)  # what follows a torn record must not come back
-        return b"".join(self._live(self._fd, scan))
+        live = b"".join(self._live(self._fd, scan))
+        if scan.beyond:  # they must not be believed if there are such places again
+            with suppress(OSError):
+                self.compact(lambda: False)
+        return live
 
     def _begin(self, path: Path) -> int:
         """Make an empty log."""
@@ -198,7 +204,7 @@ class IndexLog:
         last = array("q", [-1]) * self._places_max
         tags = array("I", [0]) * self._places_max
         slabs: list[tuple[int, int, bool]] = []
-        number, sequence, last_end = 0, 0, RECORD_BYTES
+        number, sequence, last_end, beyond = 0, 0, RECORD_BYTES, False
         offset, step = RECORD_BYTES, READ_RECORDS * RECORD_BYTES
         while end is None or offset < end:
             slab = self._read(fd, offset, step if end is None else min(step, end - offset))
@@ -215,9 +221,11 @@ class IndexLog:
                         tags[place] = tag
                     elif tags[place] == tag:
                         last[place] = -1
+                else:
+                    beyond = True
                 number += 1
             offset += len(slab)
-        return _Scan(last, slabs, number, sequence, last_end)
+        return _Scan(last, slabs, number, sequence, last_end, beyond)
 
     def _live(self, fd: int, scan: _Scan) -> Iterator[bytes]:
         """The records of what is stored, oldest first."""

@@ -37,6 +37,10 @@ def data(block: BlockKey) -> bytes:
     return Random(block).randbytes(LAYOUT.block_bytes)
 
 
+class WrongBytes(AssertionError):
+    """The tier lied."""
+
+
 @dataclass
 class Model:
     """What the tier said that it stored, and everything that it was ever asked to store."""
@@ -60,17 +64,29 @@ class Machine:
         assert slots is not None
         self._slots = slots
 
-    def make(self) -> FilesTier:
-        options = FilesOptions(path=str(ROOT), segment=Size(3 * STRIDE))
-        return FilesTier(options, disk=self.disk, pool=InlinePool(), log_slack_records=4)
-
-    async def open(self) -> tuple[FilesTier, list[Item]]:
-        tier = self.make()
+    async def open(
+        self, *, verify: bool = True, capacity: int = CAPACITY, direct: bool | None = None
+    ) -> tuple[FilesTier, list[Item]]:
+        """A tier with segments of three blocks, and what it recovered."""
+        tier = FilesTier(
+            FilesOptions(path=str(ROOT), segment=Size(3 * STRIDE), direct=direct),
+            verify=verify,
+            disk=self.disk,
+            pool=InlinePool(),
+            log_slack_records=4,
+        )
         clock = SimClock(asyncio.get_running_loop())
         await tier.open(
-            TierContext(self._arena, LAYOUT, self.space, CAPACITY, clock, inline_blocking)
+            TierContext(self._arena, LAYOUT, self.space, capacity, clock, inline_blocking)
         )
         return tier, [item async for batch in tier.recover() for item in batch]
+
+    async def open_again(
+        self, tier: FilesTier, *, verify: bool = True, capacity: int = CAPACITY
+    ) -> tuple[FilesTier, list[Item]]:
+        """Close a tier and open another one on what it left."""
+        await tier.aclose()
+        return await self.open(verify=verify, capacity=capacity)
 
     def items(self, blocks: Sequence[tuple[int, int]]) -> list[Item]:
         """``(number, place)`` pairs as items with their bytes in a slot each."""
@@ -114,7 +130,8 @@ class Machine:
                 ok = False
             if ok:
                 payload = bytes(self._arena.view(item.slot)[: LAYOUT.block_bytes])
-                assert payload == data(item.key), f"wrong bytes for place {item.place}"
+                if payload != data(item.key):
+                    raise WrongBytes(f"wrong bytes for place {item.place}")
             found.append(ok)
         return found
 

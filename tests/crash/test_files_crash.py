@@ -14,14 +14,14 @@ import pytest
 from kvladder.errors import ConfigError, TierFull
 from kvladder.testing.disk import MODES, FakeDisk, Mode, PowerCut
 from kvladder.testing.sim import sim_run
-from tests.crash.harness import Machine, new_disk
+from tests.crash.harness import Machine, WrongBytes, new_disk
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]
 
 
-async def live(machine: Machine) -> None:
+async def live(machine: Machine, *, verify: bool = True) -> None:
     """One process: open, work, close."""
-    tier, _ = await machine.open()
+    tier, _ = await machine.open(verify=verify)
     await machine.work(tier)
     await tier.aclose()
 
@@ -74,4 +74,31 @@ def test_every_call_fails_once(code: int) -> None:
         machine.close()
         if not failed:
             assert number > 100
+            break
+
+
+def test_without_checks_a_torn_write_is_served() -> None:
+    """The negative control: the disk does tear blocks, and it is the checksum that finds out."""
+
+    async def look(machine: Machine) -> bool:
+        tier, _ = await machine.open(verify=False)
+        wrong = False
+        for wanted in sorted(machine.model.asked):
+            try:
+                await machine.get(tier, [wanted])
+            except WrongBytes:
+                wrong = True
+        await tier.aclose()
+        return wrong
+
+    for number in count(1):
+        disk = new_disk(seed=number)
+        machine = Machine(disk)
+        disk.crash_at = disk.calls + number
+        with pytest.raises(PowerCut):
+            sim_run(live(machine, verify=False))
+        disk.crash("tear")
+        wrong = sim_run(look(machine))
+        machine.close()
+        if wrong:
             break

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from kvladder.errors import ConfigError, TierError
 from kvladder.testing.disk import FakeDisk, InlinePool
-from kvladder.testing.fixtures import MakeTier
+from kvladder.testing.fixtures import Blocks, MakeTier
 from kvladder.testing.tiers import TierTests
-from kvladder.tiers.base import Item, Tier
+from kvladder.tiers import files
+from kvladder.tiers.base import Item, Tier, TierContext
+from kvladder.tiers.disk import OsDisk
 from kvladder.tiers.files import FilesOptions, FilesTier
+from kvladder.units import Size
 
 HEADER = 4096
 
@@ -52,12 +61,153 @@ class FilesTests(TierTests):
         self.flip(path, offset + HEADER)
 
 
+class StuckDisk(OsDisk):
+    """Reads that hang until they are let go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.go.set()
+        self.reading = threading.Event()
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.reading.set()
+        assert self.go.wait(10.0)
+        return super().preadv(fd, buffers, offset)
+
+
 class TestFiles(FilesTests):
     real = True
 
     @pytest.fixture
     def make(self, tmp_path: Path) -> MakeTier:
         return lambda: FilesTier(FilesOptions(path=str(tmp_path / "kv"), threads=2))
+
+    async def test_only_the_owner_may_read_it(
+        self, tier: Tier, blocks: Blocks, tmp_path: Path
+    ) -> None:
+        await blocks.put(tier, 0)
+        found = [tmp_path / "kv", *(tmp_path / "kv").rglob("*")]
+        modes = {path.name: oct(path.stat().st_mode & 0o777) for path in found}
+        home = tier.context.namespace.hex()[:16]
+        assert modes == {
+            "kv": "0o700",
+            home: "0o700",
+            "LOCK": "0o600",
+            "META": "0o600",
+            "index.log": "0o600",
+            "seg-00000": "0o600",
+        }
+
+    async def test_one_owner_at_a_time(
+        self, tier: Tier, make: MakeTier, context: TierContext
+    ) -> None:
+        other = make()
+        with pytest.raises(ConfigError, match="in use by process"):
+            await other.open(context)
+        await other.aclose()
+        await tier.aclose()
+        other = make()
+        await other.open(context)
+        await other.aclose()
+
+    async def test_the_directory_is_removed_under_it(
+        self, blocks: Blocks, context: TierContext, tmp_path: Path
+    ) -> None:
+        stride = HEADER + context.layout.slot_bytes
+        options = FilesOptions(path=str(tmp_path / "kv"), segment=Size(4 * stride))
+        tier = FilesTier(options, log_slack_records=1)
+        await tier.open(context)
+        items = await blocks.put(tier, *range(4))
+        shutil.rmtree(tmp_path / "kv")
+        more = blocks.items(4)
+        with pytest.raises(TierError) as caught:
+            await tier.put(more)
+        assert not caught.value.temporary
+        for _ in range(20):  # what is open stays usable, the log is compacted in place
+            await tier.remove(items[:1])
+            await blocks.put(tier, 0)
+        assert await blocks.get(tier, items) == [True] * 4
+        await tier.aclose()
+        tier = FilesTier(options)
+        await tier.open(context)
+        assert await blocks.get(tier, items) == [False] * 4
+        assert [batch async for batch in tier.recover()] == []
+        await tier.aclose()
+
+    async def test_a_disk_that_hangs_does_not_stop_the_end(
+        self,
+        blocks: Blocks,
+        context: TierContext,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(files, "CLOSE_TIMEOUT_S", 0.01)
+        disk = StuckDisk()
+        tier = FilesTier(FilesOptions(path=str(tmp_path / "kv"), threads=1), disk=disk)
+        await tier.open(context)
+        items = await blocks.put(tier, 0)
+        disk.go.clear()
+        disk.reading.clear()
+        reading = asyncio.create_task(blocks.get(tier, items))
+        assert await asyncio.to_thread(disk.reading.wait, 5.0)
+        await tier.aclose()
+        other = FilesTier(tier.options)
+        with pytest.raises(ConfigError, match="in use"):  # the call may still touch the files
+            await other.open(context)
+        disk.go.set()
+        assert await reading == [True]
+        for thread in threading.enumerate():  # its thread closes the files behind it
+            if thread.name.startswith("kvladder-files"):
+                thread.join(5.0)
+        await other.open(context)
+        await other.aclose()
+
+    async def test_a_cancelled_open_is_undone_by_aclose(
+        self, make: MakeTier, context: TierContext
+    ) -> None:
+        tier = make()
+        opening = asyncio.create_task(tier.open(context))
+        await asyncio.sleep(0)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        await tier.aclose()
+        tier = make()
+        await tier.open(context)
+        await tier.aclose()
+
+    async def test_the_log_is_compacted_while_blocks_come_and_go(
+        self, blocks: Blocks, context: TierContext, tmp_path: Path
+    ) -> None:
+        options = FilesOptions(path=str(tmp_path / "kv"), threads=2)
+        tier = FilesTier(options, log_slack_records=16)
+        await tier.open(context)
+        await blocks.put(tier, *range(8))
+        for turn in range(60):
+            await tier.remove(blocks.items(turn % 8))
+            await blocks.put(tier, turn % 8)
+        assert await blocks.get(tier, blocks.items(*range(8))) == [True] * 8
+        await tier.aclose()
+        log = next((tmp_path / "kv").rglob("index.log"))
+        used = log.read_bytes().rstrip(b"\0")
+        assert len(used) < 64 * (1 + 2 * 8 + 16 + 8)
+        tier = FilesTier(options)
+        await tier.open(context)
+        recovered = [item.place async for batch in tier.recover() for item in batch]
+        assert sorted(recovered) == list(range(8))
+        await tier.aclose()
+
+
+class TestManyThreads(FilesTests):
+    """More threads than blocks, and segments of one block."""
+
+    real = True
+
+    @pytest.fixture
+    def make(self, tmp_path: Path) -> MakeTier:
+        return lambda: FilesTier(
+            FilesOptions(path=str(tmp_path / "kv"), threads=32, segment=Size(1))
+        )
 
 
 class TestBuffered(FilesTests):
@@ -88,3 +238,14 @@ class TestFake(FilesTests):
 
     def flip(self, path: Path, offset: int) -> None:
         self.disk_of_test.flip(path, offset, 0x10)
+
+
+def test_options_know_their_limits() -> None:
+    def options(**values: object) -> FilesOptions:
+        return msgspec.convert({"path": "/kv", **values}, FilesOptions, dec_hook=lambda t, v: t(v))
+
+    assert options() == FilesOptions(path="/kv")
+    assert options(threads=1, direct=True).threads == 1
+    for wrong in ({"threads": 0}, {"threads": 65}, {"direct": 1}, {"thread": 2}, {"path": ""}):
+        with pytest.raises(msgspec.ValidationError):
+            options(**wrong)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 import pytest
@@ -25,6 +25,10 @@ async def pool(request: pytest.FixtureRequest) -> AsyncIterator[IoPool]:
 
 def fail() -> int:
     raise OSError(5, "no")
+
+
+def jobs(*jobs: Callable[[], int]) -> list[Callable[[], int]]:
+    return list(jobs)
 
 
 class Note:
@@ -75,13 +79,13 @@ async def test_reads_are_begun_before_writes_that_wait(pool: IoPool) -> None:
 async def test_an_error_is_raised_once_all_jobs_have_ended(pool: IoPool) -> None:
     done: list[str] = []
     with pytest.raises(OSError, match="no"):
-        await pool.run([fail, Note(done, "a"), Note(done, "b")])
+        await pool.run(jobs(fail, Note(done, "a"), Note(done, "b")))
     assert done == ["a", "b"]
 
 
 async def test_a_cancellation_waits_for_what_runs_and_leaves_out_the_rest(pool: IoPool) -> None:
     gate, later = Gate(), list[str]()
-    task = asyncio.create_task(pool.run([gate, Note(later, "later")]))
+    task = asyncio.create_task(pool.run(jobs(gate, Note(later, "later"))))
     await gate.wait()
     for _ in range(3):
         task.cancel()
@@ -96,7 +100,7 @@ async def test_a_cancellation_waits_for_what_runs_and_leaves_out_the_rest(pool: 
 @pytest.mark.parametrize("kind", [IoPool, BufferedPool])
 async def test_the_last_call_comes_after_all_jobs(kind: type[IoPool]) -> None:
     pool, gate, order = kind(1, "kvladder-test"), Gate(), list[str]()
-    job = asyncio.create_task(pool.run([gate, Note(order, "job")]))
+    job = asyncio.create_task(pool.run(jobs(gate, Note(order, "job"))))
     await gate.wait()
     closing = asyncio.create_task(pool.aclose(lambda: order.append("last"), timeout_s=5.0))
     await asyncio.sleep(0.01)

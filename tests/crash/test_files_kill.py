@@ -1,0 +1,130 @@
+"""Processes that are killed in the middle of writing: what they said they stored is there."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvladder.arena import Arena
+from kvladder.errors import ConfigError
+from kvladder.keys import BlockKey
+from kvladder.layout import Layout
+from kvladder.runtime import SystemClock
+from kvladder.testing.sim import inline_blocking
+from kvladder.tiers.base import Item, TierContext
+from kvladder.tiers.files import FilesOptions, FilesTier
+from kvladder.units import Size
+
+pytestmark = [pytest.mark.crash, pytest.mark.slow]
+
+LAYOUT = Layout(block_tokens=16, block_bytes=100_000)
+CAPACITY = 64
+BATCH = 8
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(hashlib.sha256(b"kill %d" % number).digest())
+
+
+def data(number: int) -> bytes:
+    return random.Random(number).randbytes(LAYOUT.block_bytes)
+
+
+async def open_tier(path: Path, arena: Arena) -> FilesTier:
+    tier = FilesTier(FilesOptions(path=str(path), segment=Size(2 << 20)), log_slack_records=16)
+    clock = SystemClock()
+    await tier.open(
+        TierContext(arena, LAYOUT, LAYOUT.namespace(), CAPACITY, clock, inline_blocking)
+    )
+    return tier
+
+
+async def write_for_ever(path: Path) -> None:
+    """Store blocks at random places, over and over; say which were stored and which will go."""
+    arena = Arena.create(BATCH, LAYOUT.slot_bytes)
+    slots = arena.lease(BATCH)
+    assert slots is not None
+    tier = await open_tier(path, arena)
+    chosen = random.Random(1)
+    number = 0
+    while True:
+        places = chosen.sample(range(CAPACITY), BATCH)
+        say("going", *places)
+        items: list[Item] = []
+        for slot, place in zip(slots, places, strict=True):
+            number += 1
+            arena.view(slot)[: LAYOUT.block_bytes] = data(number)
+            items.append(Item(key(number), place, slot))
+        if number % 3 == 0:
+            await tier.remove(items)
+        assert all(await tier.put(items))
+        say("stored", *(f"{number - BATCH + 1 + i}:{places[i]}" for i in range(BATCH)))
+
+
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+async def check(path: Path, promised: dict[int, int]) -> None:
+    """Everything that was stored and not about to be overwritten is there, right."""
+    arena = Arena.create(1, LAYOUT.slot_bytes)
+    (slot,) = arena.lease(1) or []
+    tier = await open_tier(path, arena)
+    found = {item.place: item.key async for batch in tier.recover() for item in batch}
+    for place, number in promised.items():
+        assert found.get(place) == key(number)
+        assert list(await tier.get([Item(key(number), place, slot)])) == [True]
+        assert arena.view(slot)[: LAYOUT.block_bytes] == data(number)
+    assert tier.corrupt_blocks() == 0
+    await tier.aclose()
+    arena.close()
+
+
+@pytest.mark.parametrize("batches", [1, 7, 40])
+def test_kill_9_in_the_middle_of_writing(tmp_path: Path, batches: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdout is not None
+    promised: dict[int, int] = {}
+    stored = 0
+    try:
+        for line in process.stdout:
+            word, *rest = line.split()
+            if word == "going":
+                for gone in rest:
+                    promised.pop(int(gone), None)
+                continue
+            for pair in rest:
+                number, place = map(int, pair.split(":"))
+                promised[place] = number
+            stored += 1
+            if stored == batches:
+                arena = Arena.create(1, LAYOUT.slot_bytes)
+                with pytest.raises(ConfigError, match=f"in use by process {process.pid}"):
+                    asyncio.run(open_tier(tmp_path, arena))
+                arena.close()
+                process.kill()
+    finally:
+        process.kill()
+        process.wait()
+        rest_of_it = process.stdout.read()
+        process.stdout.close()
+    assert stored >= batches, rest_of_it
+    assert promised
+    asyncio.run(check(tmp_path, promised))
+
+
+if __name__ == "__main__":
+    asyncio.run(write_for_ever(Path(sys.argv[1])))

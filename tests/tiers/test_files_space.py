@@ -1,0 +1,309 @@
+"""A files tier and the room it has: at open, when it grows, and when others were there before."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvladder.errors import ConfigError, TierError, TierFull
+from kvladder.testing.disk import FakeDisk
+from kvladder.tiers.files import FilesOptions
+from tests.crash.harness import CAPACITY, ROOT, STRIDE, Machine, key, new_disk
+
+
+@pytest.fixture
+def disk() -> FakeDisk:
+    return new_disk()
+
+
+@pytest.fixture
+def new(disk: FakeDisk) -> Iterator[Callable[[str], Machine]]:
+    """Makes machines of other namespaces on one disk."""
+    machines: list[Machine] = []
+
+    def make(salt: str = "first") -> Machine:
+        machines.append(Machine(disk, salt=salt))
+        return machines[-1]
+
+    yield make
+    for machine in machines:
+        machine.close()
+
+
+New = Callable[..., Machine]
+
+
+def segments(machine: Machine) -> int:
+    """Bytes of the segments of a namespace."""
+    files = machine.disk.files().items()
+    return sum(size for path, size in files if path.startswith(f"{machine.home}/seg-"))
+
+
+# ---- refused at open
+
+
+async def refused(machine: Machine, **kwargs: bool) -> str:
+    with pytest.raises(ConfigError) as caught:
+        await machine.open(**kwargs)
+    assert machine.disk.open_fds == 0
+    return str(caught.value)
+
+
+async def test_a_path_whose_parent_is_missing(new: New) -> None:
+    machine = new()
+    machine.disk = FakeDisk(Path("/other"))
+    text = await refused(machine)
+    assert "/disk/kv cannot be made: /disk does not exist either" in text
+
+
+async def test_a_path_that_is_missing_is_made(new: New) -> None:
+    machine = new()
+    machine.disk = FakeDisk(ROOT.parent)
+    tier, _ = await machine.open()
+    await tier.aclose()
+    assert machine.disk.files().keys() >= {str(ROOT / "LOCK"), str(machine.home / "META")}
+
+
+async def test_a_path_that_is_a_file(new: New) -> None:
+    machine = new()
+    machine.disk = FakeDisk(ROOT.parent)
+    machine.disk.put(ROOT, b"")
+    assert "/disk/kv is a file (expected a directory)" in await refused(machine)
+
+
+def test_a_path_that_is_empty() -> None:
+    with pytest.raises(ValueError, match="the path is empty"):
+        FilesOptions(path="")
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "text"),
+    [
+        ("open", errno.EACCES, "is not writable: Permission denied (give it to the user"),
+        ("mkdir", errno.EPERM, "is not writable"),
+        ("open", errno.EROFS, "is on a read-only file system"),
+        ("fallocate", errno.ENOSPC, "has no room for one segment"),
+        ("fallocate", errno.EDQUOT, "has no room for one segment"),
+        ("fallocate", errno.EOPNOTSUPP, "cannot be used: Operation not supported"),
+        ("open", errno.EMFILE, "cannot be used: Too many open files (/disk/kv/LOCK)"),
+        ("lock", errno.ENOLCK, "cannot be used: No locks available"),
+    ],
+)
+async def test_what_the_file_system_does_not_allow(
+    disk: FakeDisk, new: New, call: str, code: int, text: str
+) -> None:
+    disk.refuse = lambda name, _path: code if name == call else 0
+    message = await refused(new())
+    assert message.startswith("/disk/kv ")
+    assert text in message
+
+
+async def test_a_second_owner_is_told_who_has_it(new: New) -> None:
+    tier, _ = await new().open()
+    other = new("other")
+    with pytest.raises(ConfigError, match=rf"/disk/kv is in use by process {os.getpid()} \("):
+        await other.open()
+    await tier.aclose()
+    tier, _ = await other.open()
+    await tier.aclose()
+
+
+async def test_a_newer_format_is_refused_and_kept(disk: FakeDisk, new: New) -> None:
+    machine = new()
+    tier, _ = await machine.open()
+    await machine.put(tier, (0, 0))
+    await tier.aclose()
+    meta = msgspec.json.decode(disk.content(machine.home / "META"))
+    disk.put(machine.home / "META", msgspec.json.encode({**meta, "version": 2, "new": 1}))
+    before = disk.files()
+    text = await refused(machine)
+    assert "META is of format 2, which is newer than 1" in text
+    assert disk.files() == before
+
+
+async def test_a_newer_index_log_is_refused_and_kept(disk: FakeDisk, new: New) -> None:
+    machine = new()
+    tier, _ = await machine.open()
+    await machine.put(tier, (0, 0))
+    await tier.aclose()
+    disk.flip(machine.home / "index.log", 8, 3)
+    before = disk.files()
+    assert "index.log is of format 2, which is newer than 1" in await refused(machine)
+    assert disk.files() == before
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"magic": "x"}', b'{"magic": "x", "version": 9}'])
+async def test_a_damaged_meta_begins_anew(disk: FakeDisk, new: New, damage: bytes) -> None:
+    machine = new()
+    tier, _ = await machine.open()
+    await machine.put(tier, (0, 0), (1, 3))
+    await tier.aclose()
+    disk.put(machine.home / "META", damage)
+    await machine.check(all_kept=False)
+
+
+# ---- O_DIRECT
+
+
+@pytest.mark.parametrize(
+    ("possible", "direct", "io"),
+    [
+        (True, None, "O_DIRECT"),
+        (True, True, "O_DIRECT"),
+        (True, False, "buffered, through aiofiles"),
+        (False, None, "buffered, through aiofiles"),
+        (False, False, "buffered, through aiofiles"),
+    ],
+)
+async def test_goes_around_the_page_cache_where_it_can(
+    disk: FakeDisk, new: New, possible: bool, direct: bool | None, io: str
+) -> None:
+    disk.direct = possible
+    machine = new()
+    tier, _ = await machine.open(direct=direct)
+    assert tier.describe()["io"] == io
+    assert tier.describe()["segment"] == f"3 blocks, {3 * STRIDE // 1024} KiB"
+    await machine.put(tier, (0, 0))
+    assert await machine.get(tier, [(key(0), 0)]) == [True]
+    await tier.aclose()
+
+
+async def test_o_direct_that_is_asked_for_and_not_there(disk: FakeDisk, new: New) -> None:
+    disk.direct = False
+    assert "without O_DIRECT (leave direct out" in await refused(new(), direct=True)
+
+
+# ---- a disk that fills up
+
+
+async def test_a_full_disk_is_tier_full_and_the_rest_stays_usable(disk: FakeDisk, new: New) -> None:
+    machine = new()
+    tier, _ = await machine.open()
+    await machine.put(tier, (0, 0), (1, 1), (2, 2))
+    disk.capacity_bytes = sum(disk.files().values()) + STRIDE
+    await machine.put(tier, (3, 3), (4, 0))
+    assert [type(error) for error in machine.errors] == [TierFull]
+    machine.errors.clear()
+    for turn in range(40):  # the log is compacted meanwhile, in place
+        await machine.remove(tier, (10 + turn - 1, 1))
+        await machine.put(tier, (10 + turn, 1))
+    assert machine.errors == []
+    wanted = [(key(49), 1), (key(2), 2)]
+    assert await machine.get(tier, wanted) == [True, True]
+    tier, recovered = await machine.open_again(tier)
+    assert {(item.key, item.place) for item in recovered} >= set(wanted)
+    disk.capacity_bytes = None
+    await machine.put(tier, (3, 3))
+    assert await machine.get(tier, [*wanted, (key(3), 3)]) == [True] * 3
+    await tier.aclose()
+
+
+async def test_a_quota_is_as_full_as_a_disk(disk: FakeDisk, new: New) -> None:
+    machine = new()
+    tier, _ = await machine.open()
+    disk.refuse = lambda name, path: errno.EDQUOT if name == "pwritev" and "seg" in path else 0
+    await machine.put(tier, (0, 0))
+    assert [type(error) for error in machine.errors] == [TierFull]
+    await tier.aclose()
+
+
+@pytest.mark.parametrize(
+    ("code", "temporary"), [(errno.EIO, True), (errno.EMFILE, True), (errno.EROFS, False)]
+)
+async def test_other_errors_are_tier_errors(
+    disk: FakeDisk, new: New, code: int, temporary: bool
+) -> None:
+    machine = new()
+    tier, _ = await machine.open()
+    disk.refuse = lambda name, path: code if name == "pwritev" and "log" in path else 0
+    await machine.put(tier, (0, 0))
+    await machine.remove(tier, (0, 0))
+    assert [type(error) for error in machine.errors] == [TierError] * 2
+    assert {error.temporary for error in machine.errors} == {temporary}
+    disk.refuse = lambda _name, _path: 0
+    assert await machine.get(tier, [(key(0), 0)]) == [False]
+    await tier.aclose()
+
+
+# ---- the capacity, and others who use the path
+
+
+async def test_a_lower_capacity_gives_room_back(new: New) -> None:
+    machine = new()
+    tier, _ = await machine.open()
+    await machine.put(tier, *((n, n) for n in range(CAPACITY)))
+    assert segments(machine) == CAPACITY * STRIDE
+    tier, recovered = await machine.open_again(tier, capacity=4)
+    assert segments(machine) == 4 * STRIDE
+    assert [item.place for item in recovered] == [0, 1, 2, 3]
+    assert all(await machine.get(tier, [(key(n), n) for n in range(4)]))
+    tier, recovered = await machine.open_again(tier)
+    assert [item.place for item in recovered] == [0, 1, 2, 3]
+    await machine.put(tier, (7, 7))
+    assert await machine.get(tier, [(key(7), 7)]) == [True]
+    assert segments(machine) == (4 + 2) * STRIDE  # segment 1 is as short as it was
+    await tier.aclose()
+
+
+async def fill(machine: Machine, places: int) -> None:
+    tier, _ = await machine.open()
+    await machine.put(tier, *((n, n) for n in range(places)))
+    await tier.aclose()
+
+
+async def test_other_namespaces_give_way_least_recently_used_first(new: New) -> None:
+    a, b, c = new("a"), new("b"), new("c")
+    await fill(b, 3)
+    await fill(a, 2)
+    await fill(b, 3)  # used again: now a is the older one
+    tier, _ = await c.open()
+    assert (segments(a), segments(b), segments(c)) == (0, 3 * STRIDE, 3 * STRIDE)
+    assert str(a.home / "META") not in a.disk.files()
+    await c.put(tier, (0, 3))
+    assert (segments(b), segments(c)) == (0, 6 * STRIDE)
+    await tier.aclose()
+    c.check_space()
+
+
+async def test_other_namespaces_stay_as_long_as_there_is_room(new: New) -> None:
+    a, b = new("a"), new("b")
+    await fill(a, 3)
+    await fill(b, 3)
+    assert (segments(a), segments(b)) == (3 * STRIDE, 3 * STRIDE)
+    tier, recovered = await a.open()
+    assert len(recovered) == 3
+    assert all(await a.get(tier, [(key(n), n) for n in range(3)]))
+    await tier.aclose()
+
+
+async def test_other_namespaces_give_way_to_a_full_disk_too(disk: FakeDisk, new: New) -> None:
+    a, b = new("a"), new("b")
+    await fill(a, 3)
+    disk.capacity_bytes = sum(disk.files().values()) + STRIDE
+    await fill(b, 3)
+    assert (segments(a), segments(b)) == (0, 3 * STRIDE)
+    assert b.errors == []
+
+
+async def test_a_stranger_s_file_in_another_namespace_stays(disk: FakeDisk, new: New) -> None:
+    a, b = new("a"), new("b")
+    await fill(a, CAPACITY)
+    disk.put(a.home / "notes.txt", b"mine")
+    await fill(b, 3)
+    assert [path for path in disk.files() if path.startswith(str(a.home))] == [
+        str(a.home / "notes.txt")
+    ]
+
+
+async def test_a_newer_version_s_namespace_is_left_alone(disk: FakeDisk, new: New) -> None:
+    a, b = new("a"), new("b")
+    await fill(a, CAPACITY)
+    meta = msgspec.json.decode(disk.content(a.home / "META"))
+    disk.put(a.home / "META", msgspec.json.encode({**meta, "version": 2}))
+    await fill(b, 3)
+    assert segments(a) == CAPACITY * STRIDE
