@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
@@ -104,11 +104,18 @@ def test_blocks_that_do_not_fit_exit_with_2(stack, model, capsys):
     assert "tiers[1].capacity: 1 MiB are 0 blocks" in capsys.readouterr().err
 
 
-def test_version(capsys):
+@pytest.mark.parametrize("told", ["1.2.3", "(run from its source tree)"])
+def test_version(capsys, monkeypatch, told):
+    def version(name):
+        if told.startswith("("):
+            raise PackageNotFoundError(name)
+        return told
+
+    monkeypatch.setattr("kvladder.cli.version", version)
     with pytest.raises(SystemExit) as got:
         main(["--version"])
     assert got.value.code == 0
-    assert capsys.readouterr().out == f"kvladder {version('kvladder')}\n"
+    assert capsys.readouterr().out == f"kvladder {told}\n"
 
 
 @pytest.mark.parametrize(
