@@ -141,9 +141,10 @@ def convert(
             raise ConfigError("missing", path=where, hint=hint)
     try:
         return struct(**values)
-    except ConfigError:
-        raise
-    except ValueError as error:  # from the __post_init__ of a plug-in's options
+    except ConfigError as error:  # from the __post_init__ of a plug-in's options, as is the next
+        where = join(path, error.path) if error.path else path
+        raise ConfigError(error.message, path=where, hint=error.hint) from error
+    except ValueError as error:
         raise ConfigError(masked(str(error)), path=path) from error
 
 

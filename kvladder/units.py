@@ -87,12 +87,8 @@ class Size(int):
 
     def about(self) -> str:
         """Rounded, in a binary unit, for tables: ``1.82 TiB``."""
-        value, unit = float(self), "B"
-        for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):  # noqa: B007 - the last one is used
-            if value < 1024:
-                break
-            value /= 1024
-        return f"{value:.4g} {unit}"
+        power = min((int(self).bit_length() - 1) // 10, 5)
+        return f"{int(self) / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"
 
 
 class Duration(float):

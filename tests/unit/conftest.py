@@ -50,6 +50,8 @@ class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self):
         if self.retries > 9:
             raise ValueError("at most 9 retries")
+        if self.url == "nowhere":
+            raise ConfigError("leads nowhere", path="url", hint="somewhere")
 
 
 class Remote(MemoryTier):

@@ -133,6 +133,7 @@ def test_a_plug_in_gets_its_options(remote):
         ({"url": "u", "linger": "50"}, "tiers[1].linger", "duration with a unit"),
         ({"url": 5}, "tiers[1].url", "5 (expected text: put it in quotes)"),
         ({"url": "u", "retries": 10}, "tiers[1]", "at most 9 retries"),
+        ({"url": "nowhere"}, "tiers[1].url", "leads nowhere (somewhere)"),
         ({"url": "u", "password": 1234}, "tiers[1].password", "*** (expected text"),
     ],
 )

@@ -129,6 +129,7 @@ def test_a_tier_is_named_in_the_environment_without_regard_to_case_and_dashes():
         ("KVLADDER__ARENA__", "1", "KVLADDER__ARENA__", "names no setting"),
         ("KVLADDER__ARENA", "1", "arena", "a single value (str)"),
         ("KVLADDER__ARENA__SIZE__X", "1", "KVLADDER__ARENA__SIZE__X", "is a single value"),
+        ("KVLADDER__EVENTS__MAX", "[1", "events.max", "'[1' (expected a whole number, 0 or more"),
         ("KVLADDER__TIERS__COLD__QUEUE", "0", "tiers[1].queue", "expected more than 0; set by"),
     ],
 )
@@ -237,3 +238,12 @@ def test_the_short_form_may_be_host_alone():
 def test_a_wrong_short_form(refusal, source, path, says):
     error = refusal(source)
     assert (error.path, says in str(error)) == (path, True), str(error)
+
+
+def test_a_file_system_that_does_not_answer_is_said(refusal, monkeypatch):
+    def fails(path):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("kvladder.sources.os.statvfs", fails)
+    error = refusal({"host": "1 GiB", "files": "/mnt"})
+    assert (error.path, error.message) == ("files", "/mnt: Input/output error")

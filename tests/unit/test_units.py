@@ -58,6 +58,12 @@ def test_a_size_is_shown_short_and_rounded():
         "1000001 B",
     ]
     assert Size(2_000_000_000_000).about() == "1.819 TiB"
+    assert [Size(size).about() for size in (1, 1023, 1024, 1 << 62)] == [
+        "1 B",
+        "1023 B",
+        "1 KiB",
+        "4096 PiB",
+    ]
 
 
 @pytest.mark.parametrize(
