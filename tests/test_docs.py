@@ -80,3 +80,13 @@ def test_links_lead_somewhere(page):
     prose = _BLOCK.sub("", page.read_text(encoding="utf-8"))
     broken = [link for link in _LINK.findall(prose) if not (page.parent / link).exists()]
     assert not broken
+
+
+def test_every_setting_is_explained():
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    source = {"arena": {"size": 1}, "tiers": [{"type": "host"}, {"type": "memory", "capacity": 1}]}
+    settings = [
+        re.sub(r"^tiers\[\d\]\.", "", row.path) for row in load_config(source, env={}).rows()
+    ]
+    assert len(settings) > 20
+    assert not [setting for setting in settings if f"| `{setting}` |" not in page]
