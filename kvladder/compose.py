@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def open_manager(config: StackConfig, layout: Layout) -> CacheManager:
     runtime = Runtime()
     try:
         stack = _stack(config, layout, arena, runtime)
-        space = layout.namespace(salt=config.block.salt)
+        space = _namespace(config, layout)
         _open_levels(stack, config, layout, space, runtime)
     except BaseException:
         runtime.close()
@@ -65,6 +66,13 @@ def open_manager(config: StackConfig, layout: Layout) -> CacheManager:
         settings=ManagerSettings(fetch_deadline_s=config.fetch.deadline_s),
         description=description,
     )
+
+
+def _namespace(config: StackConfig, layout: Layout) -> Namespace:
+    """The namespace of the layout under what the configuration adds to it."""
+    given = config.model.fingerprint
+    fields = {} if given == "auto" else {"model.fingerprint": given}
+    return replace(layout, fields={**layout.fields, **fields}).namespace(salt=config.block.salt)
 
 
 def _stack(config: StackConfig, layout: Layout, arena: Arena, runtime: Runtime) -> TierStack:

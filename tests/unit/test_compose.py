@@ -1,0 +1,57 @@
+"""From a configuration to a running cache: what of it reaches the parts."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+import kvladder
+from kvladder.errors import ConfigError
+
+LAYOUT = kvladder.Layout(block_tokens=4, block_bytes=4096, fields={"model": "m"})
+
+
+def stack(*below, **sections):
+    return {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, *below], **sections}
+
+
+def namespace(**sections):
+    with kvladder.open_cache(stack(**sections), layout=LAYOUT) as cache:
+        return cache.namespace
+
+
+def test_salt_and_fingerprint_tell_namespaces_apart():
+    spaces = {
+        namespace(),
+        namespace(block={"salt": "a"}),
+        namespace(model={"fingerprint": "a"}),
+        namespace(model={"fingerprint": "b"}),
+    }
+    assert len(spaces) == 4
+    assert namespace(model={"fingerprint": "auto"}) in spaces
+
+
+def test_a_cache_has_the_configured_levels_and_describes_them():
+    cold = {"name": "cold", "type": "memory", "capacity": "2 MiB", "min_priority": 50}
+    with kvladder.open_cache(stack(cold), layout=LAYOUT) as cache:
+        stats = cache.stats()
+        assert list(stats) == ["host", "cold", "arena"]
+        assert (stats["host"]["capacity"], stats["cold"]["capacity"]) == (256, 512)
+        assert "512 blocks, 2048 tokens" in cache.describe()
+
+
+def test_a_path_that_cannot_be_is_refused_and_nothing_stays_open(tmp_path):
+    (tmp_path / "file").write_text("not a directory")
+    files = {"type": "files", "path": str(tmp_path / "file"), "capacity": "10 MiB"}
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match="file"):
+        kvladder.open_cache(stack(files), layout=LAYOUT)
+    assert threading.active_count() == before
+
+
+def test_what_does_not_fit_the_blocks_is_refused_before_anything_is_opened():
+    cold = {"type": "memory", "capacity": "8 KiB"}
+    with pytest.raises(ConfigError, match="less than one batch") as got:
+        kvladder.open_cache(stack(cold), layout=LAYOUT)
+    assert got.value.path == "tiers[1].capacity"
