@@ -10,12 +10,14 @@ from typing import Any
 
 from kvladder.arena import Arena
 from kvladder.config import StackConfig, load_config
+from kvladder.errors import ConfigError
 from kvladder.events import EventBuffer
 from kvladder.keys import Namespace
 from kvladder.layout import Layout
 from kvladder.manager import CacheManager, ManagerSettings
 from kvladder.notices import Notices
 from kvladder.runtime import Runtime, SystemClock
+from kvladder.schema import within
 from kvladder.settings import LevelConfig
 from kvladder.tiers.base import Shared, TierContext
 from kvladder.tiers.breaker import BreakerSettings
@@ -125,7 +127,7 @@ def _open_levels(
     """Open the levels one after the other; if one refuses, close those that are open."""
     opened: list[Level] = []
     try:
-        for level, settings in zip(stack.levels, config.levels, strict=True):
+        for i, (level, settings) in enumerate(zip(stack.levels, config.levels, strict=True), 1):
             context = TierContext(
                 arena=stack.shared.arena,
                 layout=layout,
@@ -136,7 +138,10 @@ def _open_levels(
                 verify="checksum" in settings.codecs,
             )
             opened.append(level)
-            runtime.call(level.open(context))
+            try:
+                runtime.call(level.open(context))
+            except ConfigError as error:  # a tier knows its keys, but not where it stands
+                raise config.source.explain(within(f"tiers[{i}]", error)) from error
     except BaseException:
         for level in opened:
             runtime.call(level.aclose())

@@ -34,6 +34,12 @@ def join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
+def within(path: str, error: ConfigError) -> ConfigError:
+    """``error`` of something that does not know that it stands at ``path``."""
+    where = join(path, error.path) if error.path else path
+    return ConfigError(error.message, path=where, hint=error.hint)
+
+
 def is_secret(path: str) -> bool:
     """Whether the last name of a path says that its value must not be shown."""
     name = path.rpartition(".")[2].partition("[")[0]
@@ -142,8 +148,7 @@ def convert(
     try:
         return struct(**values)
     except ConfigError as error:  # from the __post_init__ of a plug-in's options, as is the next
-        where = join(path, error.path) if error.path else path
-        raise ConfigError(error.message, path=where, hint=error.hint) from error
+        raise within(path, error) from error
     except ValueError as error:
         raise ConfigError(masked(str(error)), path=path) from error
 

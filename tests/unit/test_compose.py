@@ -45,8 +45,9 @@ def test_a_path_that_cannot_be_is_refused_and_nothing_stays_open(tmp_path):
     (tmp_path / "file").write_text("not a directory")
     files = {"type": "files", "path": str(tmp_path / "file"), "capacity": "10 MiB"}
     before = threading.active_count()
-    with pytest.raises(ConfigError, match="file"):
+    with pytest.raises(ConfigError, match="is a file") as got:
         kvladder.open_cache(stack(files), layout=LAYOUT)
+    assert got.value.path.startswith("tiers[1]")
     assert threading.active_count() == before
 
 
