@@ -7,6 +7,7 @@ import errno
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, ClassVar, TypeVar
 
@@ -20,7 +21,7 @@ from kvladder.tiers.codecs import ChecksumCodec
 from kvladder.tiers.disk import Disk, OsDisk
 from kvladder.tiers.filesdir import is_full
 from kvladder.tiers.filestore import FileStore
-from kvladder.tiers.indexlog import PUT, RECORD_BYTES, REMOVE, items_of, tag_of, tags_of
+from kvladder.tiers.indexlog import PUT, RECORD_BYTES, REMOVE, items_of, tag_of
 from kvladder.tiers.iopool import BufferedPool, IoPool, Pool
 from kvladder.units import Size
 
@@ -33,6 +34,7 @@ LOG_SLACK_RECORDS = 4096
 RECOVER_BLOCKS = 4096
 CLOSE_TIMEOUT_S = 2.0
 
+_KEY, _EXPIRY = itemgetter(0), itemgetter(5)
 _TEMPORARY = {errno.EIO, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EINTR}
 
 
@@ -132,9 +134,7 @@ class FilesTier(Tier):
             segment_bytes=self.options.segment,
             slack_records=self._slack,
         )
-        self._tags = array("I", [0]) * self.context.capacity_blocks
-        for place, tag in tags_of(store.recovered):
-            self._tags[place] = tag
+        self._tags = store.tags
         self._blocks = len(store.recovered) // RECORD_BYTES
         self._store = store
 
@@ -233,8 +233,8 @@ class FilesTier(Tier):
 
     def _untold(self, items: list[Item], seen: set[BlockKey]) -> list[Item]:
         """Those that are still here, have time left and are not in ``seen``, which grows."""
-        keys = {item.key for item in items}
-        endless = all(item.expires_wall_s is None for item in items)
+        keys = set(map(_KEY, items))
+        endless = set(map(_EXPIRY, items)) == {None}
         if endless and self._unchanged and len(keys) == len(items) and keys.isdisjoint(seen):
             seen |= keys
             return items

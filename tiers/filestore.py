@@ -13,7 +13,7 @@ from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader
 from kvladder.tiers.codecs import Codec
 from kvladder.tiers.disk import Disk
 from kvladder.tiers.filesdir import SEGMENTS_MAX, FilesDirectory, Meta, is_full
-from kvladder.tiers.indexlog import IndexLog
+from kvladder.tiers.indexlog import Found, IndexLog
 from kvladder.tiers.segments import Geometry, Segments
 
 SEGMENTS_WANTED_MAX = SEGMENTS_MAX // 4
@@ -44,12 +44,16 @@ def config_error(path: Path, error: OSError) -> ConfigError:
 class FileStore:
     """The open files of one namespace. Made by ``open``; all methods block and raise OSError."""
 
-    def __init__(self, directory: FilesDirectory, segments: Segments, log: IndexLog) -> None:
+    def __init__(
+        self, directory: FilesDirectory, segments: Segments, log: IndexLog, found: Found
+    ) -> None:
         self.directory = directory
         self.segments = segments
         self.log = log
-        self.recovered = b""
-        """The records of what was found, until it has been told."""
+        self.tags = found.tags
+        """By place: some bytes of the key that is stored there, 0 if none is."""
+        self.recovered = found.records
+        """The records of what was found, until they have been told."""
 
     @classmethod
     def open(
@@ -84,7 +88,7 @@ class FileStore:
                 places_max=meta.capacity_blocks,
                 slack_records=slack_records,
             )
-            recovered = log.load()
+            found = log.load()
             segments = Segments(
                 disk,
                 directory,
@@ -93,8 +97,7 @@ class FileStore:
                 arena=context.arena,
                 block_bytes=layout.block_bytes,
             )
-            store = cls(directory, segments, log)
-            store.recovered = recovered
+            store = cls(directory, segments, log, found)
             segments.take_stock()
             store.allocate([0])
             store._choose(direct)

@@ -57,9 +57,13 @@ def items_of(records: memoryview) -> list[Item]:
     ]
 
 
-def tags_of(records: bytes) -> Iterator[tuple[int, int]]:
-    """The places of PUT records, with the tags of their keys."""
-    return ((place, tag or 1) for place, _, tag in _WHERE.iter_unpack(records))
+class Found(NamedTuple):
+    """What a log tells of."""
+
+    records: bytes
+    """The PUT records of what is stored, oldest first."""
+    tags: array[int]
+    """By place: the tag of the key that is stored there, 0 if none is."""
 
 
 class _Scan(NamedTuple):
@@ -67,6 +71,8 @@ class _Scan(NamedTuple):
 
     last: array[int]
     """By place: which of the good records put what is there now, or -1."""
+    tags: array[int]
+    """By place: the tag of its key, or 0."""
     slabs: list[tuple[int, int, bool]]
     """Where good records are: offset, length, and whether all of them there are good."""
     records: int
@@ -115,8 +121,8 @@ class IndexLog:
 
     # ---- start
 
-    def load(self) -> bytes:
-        """Open the log, or begin one, and return the records of what is stored, oldest first.
+    def load(self) -> Found:
+        """Open the log, or begin one, and return what is stored.
 
         Raises
         ------
@@ -127,13 +133,13 @@ class IndexLog:
             self._fd = self._disk.open(self._path, os.O_RDWR)
         except FileNotFoundError:
             self._fd = self._begin(self._path)
-            return b""
+            return Found(b"", array("I", [0]) * self._places_max)
         if not self._is_ours(self._fd):
             self._disk.close(self._fd)
             self._fd = None
             self._disk.unlink(self._path)
             self._fd = self._begin(self._path)
-            return b""
+            return Found(b"", array("I", [0]) * self._places_max)
         scan = self._scan(self._fd)
         self._sequence = scan.sequence
         self._end = self._reserved = scan.end
@@ -142,7 +148,7 @@ class IndexLog:
         if scan.beyond:  # they must not be believed if there are such places again
             with suppress(OSError):
                 self.compact(lambda: False)
-        return live
+        return Found(live, scan.tags)
 
     def _begin(self, path: Path) -> int:
         """Make an empty log."""
@@ -218,14 +224,15 @@ class IndexLog:
                 if place < self._places_max:
                     if kind == PUT:
                         last[place] = number
-                        tags[place] = tag
-                    elif tags[place] == tag:
+                        tags[place] = tag or 1
+                    elif tags[place] == (tag or 1):
                         last[place] = -1
+                        tags[place] = 0
                 else:
                     beyond = True
                 number += 1
             offset += len(slab)
-        return _Scan(last, slabs, number, sequence, last_end, beyond)
+        return _Scan(last, tags, slabs, number, sequence, last_end, beyond)
 
     def _live(self, fd: int, scan: _Scan) -> Iterator[bytes]:
         """The records of what is stored, oldest first."""

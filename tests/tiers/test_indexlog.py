@@ -36,7 +36,11 @@ def new(disk: FakeDisk, *, space: Namespace = SPACE, places: int = PLACES) -> In
 
 def opened(disk: FakeDisk, *, places: int = PLACES) -> tuple[IndexLog, list[Item]]:
     log = new(disk, places=places)
-    return log, items_of(memoryview(log.load()))
+    found = log.load()
+    items = items_of(memoryview(found.records))
+    expected = {item.place: tag_of(item.key) for item in items}
+    assert {place: tag for place, tag in enumerate(found.tags) if tag} == expected
+    return log, items
 
 
 def found(disk: FakeDisk, *, places: int = PLACES) -> list[Item]:

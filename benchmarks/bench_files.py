@@ -1,0 +1,348 @@
+"""The files tier against the raw device, and the recovery of a million blocks.
+
+The limit of a transfer is O_DIRECT pwrite or pread on the same file system, from the same memory,
+with the thread count and the length per call that turn out best; ours and raw take turns, medians
+are compared. Set KVLADDER_BENCH_DIR to a directory on the device to be measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import hashlib
+import os
+import queue
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+from benchmarks.row import Row
+from kvladder.arena import Arena
+from kvladder.events import EventBuffer
+from kvladder.keys import BlockKey
+from kvladder.layout import Layout
+from kvladder.notices import Notices
+from kvladder.policy.eviction import PrioritizedLRU
+from kvladder.policy.offload import OffloadRule
+from kvladder.runtime import SystemClock
+from kvladder.testing.sim import inline_blocking
+from kvladder.tiers.base import Item, Shared, TierContext
+from kvladder.tiers.disk import OsDisk
+from kvladder.tiers.files import FilesOptions, FilesTier
+from kvladder.tiers.indexlog import PUT, IndexLog
+from kvladder.tiers.level import Level, LevelSettings
+
+MIB = 1 << 20
+FILE_BYTES = 512 * MIB
+ROUNDS = 20
+RECOVERED = 1_000_000
+SEED = b"bench"
+
+
+def rows() -> Iterable[Row]:
+    """Writes and reads of one request at two block sizes, then recovery."""
+    with directory() as path:
+        for size in (MIB, 4 * MIB):
+            yield from asyncio.run(transfers(path / f"{size}", size))
+        yield from recovery(path / "recovery")
+
+
+@contextmanager
+def directory() -> Generator[Path]:
+    """An empty directory on the device to be measured."""
+    with tempfile.TemporaryDirectory(dir=os.environ.get("KVLADDER_BENCH_DIR")) as path:
+        yield Path(path)
+
+
+def key(number: int) -> BlockKey:
+    """The key of a block."""
+    return BlockKey(hashlib.sha256(SEED + number.to_bytes(8, "little")).digest())
+
+
+def context(arena: Arena, layout: Layout, capacity: int) -> TierContext:
+    """What a tier is opened with."""
+    return TierContext(arena, layout, layout.namespace(), capacity, SystemClock(), inline_blocking)
+
+
+# ---- transfers
+
+
+class Threads:
+    """The bare minimum: threads that take calls off a queue."""
+
+    def __init__(self, count: int) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._done = threading.Semaphore(0)
+        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            self._done.release()
+
+    def run(self, calls: Sequence[Callable[[], object]]) -> None:
+        for call in calls:
+            self._calls.put(call)
+        for _ in calls:
+            self._done.acquire()
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+class Raw:
+    """O_DIRECT calls on a preallocated file that was written once, as the tier's segments are."""
+
+    def __init__(self, path: Path, memory: memoryview) -> None:
+        self._memory = memory
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+            self.direct = True
+        except OSError:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            self.direct = False
+        os.posix_fallocate(self._fd, 0, FILE_BYTES)
+        for offset in range(0, FILE_BYTES, len(memory)):
+            os.pwritev(self._fd, [memory[: FILE_BYTES - offset]], offset)
+
+    def seconds(self, name: str, threads: Threads, length: int, start: int) -> float:
+        """Time to move all of the memory in calls of ``length`` bytes."""
+        call = os.pwritev if name == "write" else os.preadv
+
+        def job(at: int) -> Callable[[], object]:
+            return lambda: call(self._fd, [self._memory[at : at + length]], start + at)
+
+        jobs = [job(at) for at in range(0, len(self._memory), length)]
+        began = time.perf_counter()
+        threads.run(jobs)
+        return time.perf_counter() - began
+
+    def best(self, name: str, block_bytes: int) -> tuple[Threads, int]:
+        """The threads and the length per call that are fastest."""
+        found: list[tuple[float, Threads, int]] = []
+        for count in (2, 4, 8, 16):
+            threads = Threads(count)
+            for length in {block_bytes, 2 * MIB, 4 * MIB}:
+                times = [self.seconds(name, threads, length, 0) for _ in range(5)]
+                found.append((median(times), threads, length))
+        found.sort(key=lambda entry: entry[0])
+        for _, threads, _ in found:
+            if threads is not found[0][1]:
+                threads.close()
+        return found[0][1], found[0][2]
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def whole(arena: Arena) -> memoryview:
+    """All slots of an arena, one after the other."""
+    size = arena.slots * arena.slot_bytes
+    return memoryview((ctypes.c_char * size).from_address(arena.address)).cast("B")
+
+
+async def transfers(path: Path, block_bytes: int) -> list[Row]:
+    """Rows for ``put`` and ``get`` of one batch of the largest size."""
+    layout = Layout(block_tokens=16, block_bytes=block_bytes)
+    capacity = FILE_BYTES // block_bytes
+    tier = FilesTier(FilesOptions(path=str(path)))
+    count = max(1, 128 * MIB // block_bytes)
+    arena = Arena.create(count, layout.slot_bytes)
+    everything = whole(arena)
+    slots = arena.lease(count)
+    assert slots is not None
+    page = random.Random(1).randbytes(MIB)
+    for at in range(0, len(everything), MIB):
+        everything[at : at + MIB] = page[at // MIB :] + page[: at // MIB]
+    await tier.open(context(arena, layout, capacity))
+    assert tier.batch_max == count
+    raw = Raw(path / "raw", everything)
+    batches = [
+        [Item(key(first + n), first + n, slots[n]) for n in range(count)]
+        for first in range(0, capacity, count)
+    ]
+    for batch in batches:
+        assert all(await tier.put(batch))
+    made = [
+        await transfer("write", tier.put, raw, batches, block_bytes, tier),
+        await transfer("read", tier.get, raw, batches, block_bytes, tier),
+    ]
+    await tier.aclose()
+    raw.close()
+    arena.close()
+    return made
+
+
+async def transfer(
+    name: str,
+    call: Callable[[Sequence[Item]], Awaitable[Sequence[bool]]],
+    raw: Raw,
+    batches: Sequence[Sequence[Item]],
+    block_bytes: int,
+    tier: FilesTier,
+) -> Row:
+    """Ours and raw by turns."""
+    threads, length = raw.best(name, block_bytes)
+    total = len(batches[0]) * block_bytes
+    ours: list[float] = []
+    limit: list[float] = []
+    for number in range(ROUNDS):
+        batch = batches[number % len(batches)]
+        at = number % len(batches) * total
+        if number % 2:
+            limit.append(raw.seconds(name, threads, length, at))
+        began = time.perf_counter()
+        assert all(await call(batch))
+        ours.append(time.perf_counter() - began)
+        if number % 2 == 0:
+            limit.append(raw.seconds(name, threads, length, at))
+    threads.close()
+    return Row(
+        name=f"files tier {name}, {block_bytes // MIB} MiB blocks with checksum, one request",
+        unit="GB/s",
+        ours=total / median(ours) / 1e9,
+        limit=total / median(limit) / 1e9,
+        goal="ratio >= 0.95",
+        note=f"{total // MIB} MiB, {tier.describe()['io']}, {tier.options.threads} threads;"
+        f" raw {'O_DIRECT' if raw.direct else 'buffered'}, best length {length // MIB} MiB",
+    )
+
+
+# ---- recovery
+
+
+def recovery(path: Path) -> list[Row]:
+    """Rows from a process that finds a million blocks, and from another after much eviction."""
+    made: list[Row] = []
+    for dead in (False, True):
+        home = path / f"dead-{dead}"
+        home.mkdir(parents=True)
+        child("prepare", home, dead=dead)
+        seconds, of_tier, index_bytes = map(float, child("recover", home, dead=dead))
+        what = ", log as long as it gets" if dead else ""
+        made.append(
+            Row(
+                name=f"recovery of 10^6 blocks{what}",
+                unit="s",
+                ours=seconds,
+                goal="< 3",
+                note=f"level opened and filled; {of_tier:.2f} s of it in the tier",
+            )
+        )
+        if not dead:
+            made.append(
+                Row(
+                    name="memory for the index of a level with 10^6 blocks",
+                    unit="bytes a block",
+                    ours=index_bytes,
+                    goal="<= 200",
+                    note="growth of the process: index, policy, places, tags of the tier",
+                )
+            )
+    return made
+
+
+def child(task: str, path: Path, *, dead: bool) -> list[str]:
+    """Run a task in a process of its own, whose memory is fresh; what it printed."""
+    command = [sys.executable, "-m", "benchmarks.bench_files", task, str(path), str(int(dead))]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.split()
+
+
+LAYOUT = Layout(block_tokens=16, block_bytes=4096)
+
+
+def prepare(path: Path, *, dead: bool) -> None:
+    """Leave an index log as a tier with a million blocks would; of the blocks themselves, none."""
+
+    async def make_home() -> Path:
+        arena = Arena.create(1, LAYOUT.slot_bytes)
+        tier = FilesTier(FilesOptions(path=str(path)))
+        await tier.open(context(arena, LAYOUT, RECOVERED))
+        await tier.aclose()
+        home = path / LAYOUT.namespace().hex()[:16]
+        os.truncate(home / "seg-00000", 0)
+        return home
+
+    home = asyncio.run(make_home())
+    log = IndexLog(OsDisk(), home, LAYOUT.namespace(), places_max=RECOVERED, slack_records=0)
+    log.load()
+    items = [Item(key(n), n) for n in range(RECOVERED)]
+    if dead:
+        for start in range(0, RECOVERED, 128):
+            log.append(PUT, [Item(key(RECOVERED + n), n) for n in range(start, start + 128)])
+    for start in range(0, RECOVERED, 128):
+        log.append(PUT, items[start : start + 128])
+    log.flush()
+    log.close()
+
+
+def recover(path: Path) -> None:
+    """Open a level on it; print seconds, seconds in the tier alone, and bytes per block."""
+    arena = Arena.create(1, LAYOUT.slot_bytes)
+
+    async def tier_alone() -> float:
+        tier = FilesTier(FilesOptions(path=str(path)))
+        began = time.perf_counter()
+        await tier.open(context(arena, LAYOUT, RECOVERED))
+        found = sum([len(batch) async for batch in tier.recover()])
+        seconds = time.perf_counter() - began
+        assert found == RECOVERED
+        await tier.aclose()
+        return seconds
+
+    async def whole_level() -> tuple[float, float]:
+        clock = SystemClock()
+        lock = threading.RLock()
+        notices = Notices(clock.now)
+        shared = Shared(
+            arena, lock, clock, EventBuffer(events_max=1000), notices, LAYOUT.block_bytes
+        )
+        level = Level(
+            "nvme",
+            FilesTier(FilesOptions(path=str(path))),
+            OffloadRule(),
+            capacity_blocks=RECOVERED,
+            policy=PrioritizedLRU(),
+            settings=LevelSettings(),
+            shared=shared,
+        )
+        before = resident_bytes()
+        began = time.perf_counter()
+        await level.open(context(arena, LAYOUT, RECOVERED))
+        seconds = time.perf_counter() - began
+        assert len(level.index) == RECOVERED
+        grown = resident_bytes() - before
+        await level.aclose()
+        return seconds, grown / RECOVERED
+
+    seconds, index_bytes = asyncio.run(whole_level())
+    print(seconds, asyncio.run(tier_alone()), index_bytes)
+
+
+def resident_bytes() -> int:
+    """Memory of this process, without what is free and could be given back."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "prepare":
+        prepare(Path(sys.argv[2]), dead=sys.argv[3] == "1")
+    else:
+        recover(Path(sys.argv[2]))
