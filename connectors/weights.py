@@ -77,7 +77,7 @@ def downloaded(
     ConfigError
         It is not on this machine.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
 
     try:
         found = snapshot_download(

@@ -17,7 +17,8 @@ Range = tuple[int, int | None, int]
 
 
 def retention(*ranges: Range, **options: float) -> Retention:
-    return Retention(tuple(RetentionRange(*given_) for given_ in ranges), **options)  # type: ignore[arg-type]
+    made = tuple(RetentionRange(*given_) for given_ in ranges)
+    return Retention(made, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
