@@ -1,0 +1,24 @@
+"""What ``make demo`` shows is true."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.vllm.harness import HERE, environment
+
+DEMO = HERE.parents[1] / "examples" / "demo.py"
+
+
+def test_every_claim_of_the_demo_holds() -> None:
+    shown = subprocess.run(
+        [sys.executable, str(DEMO)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert shown.returncode == 0, shown.stdout[-4000:] + shown.stderr[-4000:]
+    assert "output identical to no connector:" in shown.stdout
+    assert "every claim holds" in shown.stdout
