@@ -265,27 +265,26 @@ def child(task: str, path: Path, *, dead: bool) -> list[str]:
 LAYOUT = Layout(block_tokens=16, block_bytes=4096)
 
 
-def prepare(path: Path, *, dead: bool) -> None:
-    """Leave an index log as a tier with a million blocks would; of the blocks themselves, none."""
+def prepare(path: Path, count: int, *, dead: bool) -> None:
+    """Leave an index log as a tier with so many blocks would; of the blocks themselves, none.
+
+    With ``dead`` it has as many records of blocks that are there no more.
+    """
 
     async def make_home() -> Path:
         arena = Arena.create(1, LAYOUT.slot_bytes)
         tier = FilesTier(FilesOptions(path=str(path)))
-        await tier.open(context(arena, LAYOUT, RECOVERED))
+        await tier.open(context(arena, LAYOUT, count))
         await tier.aclose()
-        home = path / LAYOUT.namespace().hex()[:16]
-        os.truncate(home / "seg-00000", 0)
-        return home
+        return path / LAYOUT.namespace().hex()[:16]
 
     home = asyncio.run(make_home())
-    log = IndexLog(OsDisk(), home, LAYOUT.namespace(), places_max=RECOVERED, slack_records=0)
+    log = IndexLog(OsDisk(), home, LAYOUT.namespace(), places_max=count, slack_records=0)
     log.load()
-    items = [Item(key(n), n) for n in range(RECOVERED)]
-    if dead:
-        for start in range(0, RECOVERED, 128):
-            log.append(PUT, [Item(key(RECOVERED + n), n) for n in range(start, start + 128)])
-    for start in range(0, RECOVERED, 128):
-        log.append(PUT, items[start : start + 128])
+    for first in (count, 0) if dead else (0,):
+        for start in range(0, count, 128):
+            places = range(start, min(count, start + 128))
+            log.append(PUT, [Item(key(first + n), n) for n in places])
     log.flush()
     log.close()
 
@@ -343,6 +342,6 @@ def resident_bytes() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "prepare":
-        prepare(Path(sys.argv[2]), dead=sys.argv[3] == "1")
+        prepare(Path(sys.argv[2]), RECOVERED, dead=sys.argv[3] == "1")
     else:
         recover(Path(sys.argv[2]))

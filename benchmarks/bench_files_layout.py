@@ -1,0 +1,223 @@
+"""One file per block against segment files: the table behind decision 0001.
+
+The peer is what such a store has to do: write aside and rename, open and read, list and look at
+every file to start again, unlink to evict. It gets the same threads, headers and checksums.
+KVLADDER_BENCH_FILES sets how many blocks are listed and evicted (10^6 for the record).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from benchmarks.bench_files import LAYOUT, MIB, context, directory, key, prepare
+from benchmarks.row import Row
+from kvladder.arena import Arena
+from kvladder.keys import BlockKey
+from kvladder.layout import Layout
+from kvladder.tiers.base import Item
+from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader, Outcome
+from kvladder.tiers.codecs import ChecksumCodec
+from kvladder.tiers.files import FilesOptions, FilesTier
+from kvladder.tiers.iopool import IoPool
+
+BLOCKS = 256
+BATCH = 64
+LISTED = int(os.environ.get("KVLADDER_BENCH_FILES", "50000"))
+THREADS = 8
+ROUNDS = 5
+
+
+class FilePerBlock:
+    """A directory of directories of files, named by the keys of their blocks."""
+
+    def __init__(self, path: Path, arena: Arena, layout: Layout) -> None:
+        self.path = path
+        self._arena = arena
+        self._bytes = layout.block_bytes
+        self._header = BlockHeader(layout.namespace(), layout.block_bytes, ChecksumCodec())
+        self.pool = IoPool(THREADS, "bench")
+        for number in range(256):
+            (path / f"{number:02x}").mkdir(parents=True)
+
+    def name(self, block: BlockKey) -> Path:
+        return self.path / f"{block[0]:02x}" / block.hex()
+
+    def _write(self, item: Item) -> bool:
+        page, view = memoryview(mmap.mmap(-1, HEADER_BYTES)), self._arena.view(item.slot)
+        self._header.write(page, item, 0, view[: self._bytes])
+        name = self.name(item.key)
+        aside = name.with_suffix(".tmp")
+        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o600)
+        os.pwritev(fd, [page, view], 0)
+        os.close(fd)
+        aside.rename(name)
+        return True
+
+    def _read(self, item: Item) -> bool:
+        page, view = memoryview(mmap.mmap(-1, HEADER_BYTES)), self._arena.view(item.slot)
+        fd = os.open(self.name(item.key), os.O_RDONLY | os.O_DIRECT)
+        os.preadv(fd, [page, view], 0)
+        os.close(fd)
+        return self._header.check(page, item, view[: self._bytes]) is Outcome.GOOD
+
+    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
+        return await self.pool.run([partial(self._write, item) for item in items])
+
+    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+        return await self.pool.run([partial(self._read, item) for item in items], urgent=True)
+
+    async def close(self) -> None:
+        await self.pool.aclose(lambda: None, timeout_s=5.0)
+
+    async def evict(self, blocks: Sequence[BlockKey]) -> None:
+        await self.pool.run([self.name(block).unlink for block in blocks])
+
+    def recover(self) -> list[tuple[int, BlockKey]]:
+        """Keys in the order of their writing; priorities would cost a read of each file more."""
+        found: list[tuple[int, BlockKey]] = []
+        for home in os.scandir(self.path):
+            with os.scandir(home) as entries:
+                for entry in entries:
+                    name = BlockKey(bytes.fromhex(entry.name))
+                    found.append((entry.stat().st_mtime_ns, name))
+        return sorted(found)
+
+
+def rows() -> Iterable[Row]:
+    """Transfers of 1 MiB blocks in a full tier, then starting and evicting with many blocks."""
+    with directory() as path:
+        yield from asyncio.run(transfers(path))
+        yield from many(path)
+
+
+async def transfers(path: Path) -> list[Row]:
+    """Evict and store a batch, and read one, by turns."""
+    layout = Layout(block_tokens=16, block_bytes=MIB)
+    arena = Arena.create(BATCH, layout.slot_bytes)
+    slots = arena.lease(BATCH)
+    assert slots is not None
+    for number, slot in enumerate(slots):
+        arena.view(slot)[:] = os.urandom(4096) * (MIB // 4096 - 1) + bytes([number]) * 4096
+    tier = FilesTier(FilesOptions(path=str(path / "tier"), threads=THREADS))
+    await tier.open(context(arena, layout, BLOCKS))
+    files = FilePerBlock(path / "files", arena, layout)
+    seconds: dict[str, list[float]] = {}
+
+    def note(name: str, began: float) -> None:
+        seconds.setdefault(name, []).append(time.perf_counter() - began)
+
+    def batch(number: int) -> list[Item]:
+        """New keys each round, at the places of those of the round before."""
+        first = number % (BLOCKS // BATCH) * BATCH
+        return [Item(key(number * BATCH + n), first + n, slots[n]) for n in range(BATCH)]
+
+    turns = BLOCKS // BATCH
+    for number in range(ROUNDS * turns):
+        full = number >= turns
+        items, old = batch(number), batch(number - turns) if full else []
+        began = time.perf_counter()
+        if full:
+            await files.evict([item.key for item in old])
+        note("peer evict", began)
+        assert all(await files.put(items))
+        note("peer store", began)
+        began = time.perf_counter()
+        if full:
+            await tier.remove(old)
+        note("ours evict", began)
+        assert all(await tier.put(items))
+        note("ours store", began)
+        began = time.perf_counter()
+        assert all(await files.get(items))
+        note("peer load", began)
+        began = time.perf_counter()
+        assert all(await tier.get(items))
+        note("ours load", began)
+    await tier.aclose()
+    await files.close()
+    arena.close()
+    middle = {name: median(values[turns:]) for name, values in seconds.items()}
+    return [
+        Row(
+            name=f"{name} of 1 MiB blocks, {BATCH} at once: segments against a file per block",
+            unit="us a block" if name == "evict" else "GB/s",
+            ours=figure(name, middle[f"ours {name}"]),
+            peer=figure(name, middle[f"peer {name}"]),
+            note="evict included" if name == "store" else "",
+        )
+        for name in ("store", "load", "evict")
+    ]
+
+
+def figure(name: str, seconds: float) -> float:
+    """Per block for evictions, else bytes per second."""
+    return seconds / BATCH * 1e6 if name == "evict" else BATCH * MIB / seconds / 1e9
+
+
+def many(path: Path) -> list[Row]:
+    """Starting with many blocks: reading the index log against listing the files."""
+    arena = Arena.create(1, LAYOUT.slot_bytes)
+    files = FilePerBlock(path / "listed", arena, LAYOUT)
+    for number in range(LISTED):
+        os.close(os.open(files.name(key(number)), os.O_CREAT | os.O_WRONLY, 0o600))
+    (path / "logged").mkdir()
+    prepare(path / "logged", LISTED, dead=False)
+
+    async def start() -> int:
+        tier = FilesTier(FilesOptions(path=str(path / "logged")))
+        await tier.open(context(arena, LAYOUT, LISTED))
+        found = sum([len(batch) async for batch in tier.recover()])
+        await tier.aclose()
+        return found
+
+    made: list[Row] = []
+    for state in ("cold", "warm"):
+        cold = state == "cold" and drop_caches()
+        began = time.perf_counter()
+        assert asyncio.run(start()) == LISTED
+        ours = time.perf_counter() - began
+        began = time.perf_counter()
+        assert len(files.recover()) == LISTED
+        peer = time.perf_counter() - began
+        made.append(
+            Row(
+                name=f"start with {LISTED} blocks, {'cold' if cold else 'warm'}:"
+                " segments against a file per block",
+                unit="s",
+                ours=ours,
+                peer=peer,
+                note="the files: names and times only, priorities would take a read of each",
+            )
+        )
+    began = time.perf_counter()
+    asyncio.run(files.evict([key(number) for number in range(LISTED)]))
+    evicted = time.perf_counter() - began
+    made.append(
+        Row(
+            name=f"evict {LISTED} empty files",
+            unit="us a block",
+            ours=0.0,
+            peer=evicted / LISTED * 1e6,
+            note="ours: a place is used again",
+        )
+    )
+    asyncio.run(files.close())
+    arena.close()
+    return made
+
+
+def drop_caches() -> bool:
+    """Forget directory entries, inodes and pages; False if that is not allowed."""
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        return False
+    return True
