@@ -1,0 +1,153 @@
+"""Runs one vLLM engine through a list of steps; each test process starts some of these.
+
+``python engine.py SPEC RESULTS``: SPEC is JSON with ``model``, ``extra`` (the connector's settings
+or null), ``engine`` (more arguments of vLLM's LLM), ``tiers`` (whether to register the ones below)
+and ``steps``. A line of JSON is appended to RESULTS for each step that is over.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvladder import registry
+from kvladder.tiers.base import Item
+from kvladder.tiers.memory import MemoryTier
+
+
+class HangingGet(MemoryTier):
+    """Stores blocks and never gives one back."""
+
+    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+
+class HangingPut(MemoryTier):
+    """Never ends a write."""
+
+    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+
+class Engine:
+    """The steps, by name."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        transfer: dict[str, Any] = {}
+        if spec["extra"] is not None:
+            transfer["kv_transfer_config"] = {
+                "kv_connector": "KVLadderConnector",
+                "kv_connector_module_path": "kvladder.connectors.vllm",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": spec["extra"],
+            }
+        arguments = {
+            "model": spec["model"],
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "dtype": "float32",
+            "block_size": 32,
+            "kv_cache_memory_bytes": 64 << 20,
+            "max_model_len": 4096,
+            "enable_prefix_caching": True,
+            "disable_log_stats": False,
+        }
+        self.llm: Any = LLM(**arguments | spec.get("engine", {}) | transfer)
+
+    @property
+    def half(self) -> Any:
+        """The connector's scheduler half, where it is in this process."""
+        return self.llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
+
+    def external_hits(self) -> int:
+        """Tokens that came from the connector, as vLLM itself counts them."""
+        name = "vllm:external_prefix_cache_hits"
+        return sum(m.value for m in self.llm.get_metrics() if m.name == name)
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        *,
+        tokens: int = 16,
+        salt: str | None = None,
+        recompute: bool = False,
+    ) -> dict[str, Any]:
+        """All prompts at once."""
+        from vllm import SamplingParams
+
+        before = self.external_hits()
+        sampling = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        sampling.skip_reading_prefix_cache = recompute
+        given = [
+            {"prompt_token_ids": prompt} | ({} if salt is None else {"cache_salt": salt})
+            for prompt in prompts
+        ]
+        outputs = self.llm.generate(given, sampling, use_tqdm=False)
+        return {
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "cached": [output.num_cached_tokens for output in outputs],
+            "external": self.external_hits() - before,
+        }
+
+    def each(self, prompts: list[list[int]], **options: Any) -> dict[str, Any]:
+        """One prompt after the other."""
+        found = [self.generate([prompt], **options) for prompt in prompts]
+        return {
+            "tokens": [one["tokens"][0] for one in found],
+            "cached": [one["cached"][0] for one in found],
+            "external": sum(one["external"] for one in found),
+        }
+
+    def reset(self, *, connector: bool = False) -> bool:
+        """Drop vLLM's own prefix cache."""
+        return bool(self.llm.reset_prefix_cache(reset_connector=connector))
+
+    def stats(self) -> Any:
+        """The connector's statistics, its invariants checked."""
+        self.half.settle()
+        self.half.connector.manager.check()
+        return self.half.stats()
+
+    def preemptions(self) -> int:
+        """How many requests vLLM has preempted."""
+        name = "vllm:num_preemptions"
+        return sum(m.value for m in self.llm.get_metrics() if m.name == name)
+
+    def pids(self) -> list[int]:
+        """This process and those below it."""
+        found = [os.getpid()]
+        for pid in found:
+            for children in Path(f"/proc/{pid}/task").glob("*/children"):
+                found += [int(child) for child in children.read_text().split()]
+        return found
+
+    def shutdown(self) -> None:
+        """End the engine in an orderly way."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def main() -> None:
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    if spec.get("tiers"):
+        registry.register("tiers", "hanging-get", HangingGet)
+        registry.register("tiers", "hanging-put", HangingPut)
+    engine = Engine(spec)
+    with Path(sys.argv[2]).open("a") as results:
+        for name, *arguments in spec["steps"]:
+            options = arguments[0] if arguments else {}
+            print(json.dumps(getattr(engine, name)(**options)), file=results, flush=True)
+    print("engine: all steps are over", flush=True)
+
+
+if __name__ == "__main__":
+    main()

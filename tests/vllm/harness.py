@@ -1,0 +1,123 @@
+"""Starts engines in processes of their own, and looks at what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import kvladder
+
+HERE = Path(__file__).parent
+BLOCK = 32
+PROMPT_TOKENS = 900
+PROMPTS = [random.Random(seed).choices(range(3, 1000), k=PROMPT_TOKENS) for seed in range(3)]
+HITS = (PROMPT_TOKENS - 1) // BLOCK * BLOCK
+"""Tokens of one prompt that can come from a cache."""
+
+
+def environment(**more: str) -> dict[str, str]:
+    """What every engine gets: no network, the same kvladder as this process, one process."""
+    return os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONPATH": str(Path(kvladder.__file__).parents[1]),
+        **more,
+    }
+
+
+class Run:
+    """An engine process."""
+
+    def __init__(self, folder: Path, spec: dict[str, Any], env: dict[str, str]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.results = folder / "results"
+        self.log = folder / "log"
+        (folder / "spec").write_text(json.dumps(spec))
+        self.results.unlink(missing_ok=True)
+        self.mark = f"KVLADDER_TEST_RUN={uuid.uuid4()}"
+        name, _, value = self.mark.partition("=")
+        command = [sys.executable, str(HERE / "engine.py"), folder / "spec", self.results]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, env=env | {name: value}, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def finish(self, timeout_s: float = 240) -> list[Any]:
+        """The result of each step, once all are over."""
+        try:
+            code = self.process.wait(timeout_s)
+        finally:
+            self.kill()
+        assert code == 0, f"{self.log.read_text()[-6000:]}"
+        return self.so_far()
+
+    def so_far(self) -> list[Any]:
+        """The results of the steps that are over."""
+        if not self.results.exists():
+            return []
+        return [json.loads(line) for line in self.results.read_text().splitlines()]
+
+    def alive(self) -> list[int]:
+        """This process and all that it started, as far as they have not ended."""
+        found: list[int] = []
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # it has ended
+                stat = environ.with_name("stat").read_text().rpartition(")")[2].split()
+                if self.mark.encode() in environ.read_bytes() and stat[0] != "Z":
+                    found.append(int(environ.parent.name))
+        return found
+
+    def kill(self) -> None:
+        """End them all at once."""
+        for pid in self.alive():
+            with suppress(ProcessLookupError):
+                os.kill(pid, 9)
+        self.process.wait()
+
+
+def shared_memory() -> set[str]:
+    """What lies in /dev/shm."""
+    return set(os.listdir("/dev/shm"))
+
+
+def data_files(directory: Path) -> list[Path]:
+    """The files that hold blocks, the largest first."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return sorted(files, key=lambda path: path.stat().st_size, reverse=True)
+
+
+def stack(directory: Path, **more: Any) -> dict[str, Any]:
+    """The settings that the filled directory was made with, and more."""
+    return {"host": "64 MiB", "files": str(directory), "capacity": "64 MiB", **more}
+
+
+def stored_payloads(directory: Path) -> list[tuple[Path, int]]:
+    """File and offset of the payload of every stored block."""
+    page, magic = 4096, b"kvblock\0"
+    found: list[tuple[Path, int]] = []
+    for path in data_files(directory):
+        with path.open("rb") as stream:
+            for offset in range(0, path.stat().st_size, page):
+                stream.seek(offset)
+                if stream.read(len(magic)) == magic:
+                    found.append((path, offset + page))
+    return found
+
+
+def flip(path: Path, offset: int, *, count: int = 1, step: int = 1) -> None:
+    """Invert a bit in each of ``count`` bytes."""
+    with path.open("r+b") as stream:
+        for position in range(offset, offset + count * step, step):
+            stream.seek(position)
+            byte = stream.read(1)[0]
+            stream.seek(position)
+            stream.write(bytes([byte ^ 0x40]))

@@ -1,0 +1,174 @@
+"""A real vLLM gets its KV blocks back, and says the same as without: the ways that must work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.conftest import Start
+from tests.vllm.harness import BLOCK, HITS, PROMPT_TOKENS, PROMPTS, Run, stack
+
+ALL = len(PROMPTS) * HITS
+Tokens = list[list[int]]
+
+
+def test_the_same_process_after_a_reset_is_served_from_host(
+    filled: tuple[Path, list[Any]], reference: Tokens
+) -> None:
+    cold, reset, warm, own, stats, _ = filled[1]
+    assert reset
+    assert [one["tokens"] for one in (cold, warm, own)] == [reference] * 3
+    assert [one["external"] for one in (cold, warm, own)] == [0, ALL, 0]
+    assert warm["cached"] == own["cached"] == [HITS] * len(PROMPTS)
+    assert stats["host"]["hits"] * BLOCK == ALL
+    assert stats["copies"]["onboard_bytes"] == stats["host"]["hits"] * (128 << 10)
+
+
+def test_a_new_process_is_served_from_files(start: Start, files: Path, reference: Tokens) -> None:
+    run = start(stack(files), ["each", {"prompts": PROMPTS}], ["stats"], ["shutdown"])
+    warm, stats, _ = run.finish()
+    assert warm["tokens"] == reference
+    assert warm["external"] == ALL
+    assert stats["files"]["hits"] * BLOCK == ALL
+    assert stats["files"]["corrupt"] == 0
+
+
+def test_the_shape_with_several_processes(start: Start, files: Path, reference: Tokens) -> None:
+    run = start(
+        stack(files, stats_file=str(files.parent / "stats.json")),
+        ["each", {"prompts": PROMPTS}],
+        ["reset"],
+        ["generate", {"prompts": PROMPTS}],
+        ["pids"],
+        ["shutdown"],
+        env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+    )
+    from_files, _, from_host, pids, _ = run.finish()
+    assert [from_files["tokens"], from_host["tokens"]] == [reference] * 2
+    assert [from_files["external"], from_host["external"]] == [ALL, ALL]
+    assert len(pids) > 2  # an engine core and a worker at least
+    assert '"onboard_bytes"' in (files.parent / "stats.json").read_text()
+
+
+def test_a_prompt_that_is_computed_in_parts(
+    start: Start, tmp_path: Path, reference: Tokens
+) -> None:
+    run = start(
+        stack(tmp_path / "kv"),
+        ["each", {"prompts": PROMPTS}],
+        ["reset"],
+        ["generate", {"prompts": PROMPTS}],
+        ["stats"],
+        ["generate", {"prompts": PROMPTS[:1], "tokens": 71}],
+        ["stats"],
+        engine={"max_num_batched_tokens": 128, "max_num_seqs": 8, "enable_chunked_prefill": True},
+    )
+    cold, _, warm, stats, _, later = run.finish()
+    assert [cold["tokens"], warm["tokens"]] == [reference] * 2
+    assert [cold["external"], warm["external"]] == [0, ALL]
+    assert stats["host"]["stored"] * BLOCK == ALL
+    generated = (PROMPT_TOKENS + 71 - 1) // BLOCK - HITS // BLOCK  # the last token has no KV yet
+    assert later["host"]["stored"] - stats["host"]["stored"] == generated
+
+
+def test_loads_that_a_step_waits_for(start: Start, files: Path, reference: Tokens) -> None:
+    run = start(
+        stack(files, load="sync"),
+        ["each", {"prompts": PROMPTS}],
+        ["reset"],
+        ["generate", {"prompts": PROMPTS}],
+        ["stats"],
+    )
+    from_files, _, from_host, stats = run.finish()
+    assert [from_files["tokens"], from_host["tokens"]] == [reference] * 2
+    assert [from_files["external"], from_host["external"]] == [ALL, ALL]
+    assert stats["host"]["stored"] == 0
+
+
+def test_a_reset_of_the_connector_forgets_everything(
+    start: Start, files: Path, reference: Tokens
+) -> None:
+    run = start(
+        stack(files),
+        ["each", {"prompts": PROMPTS[:1]}],
+        ["reset", {"connector": True}],
+        ["stats"],
+        ["each", {"prompts": PROMPTS}],
+    )
+    warm, reset, stats, cold = run.finish()
+    assert reset
+    assert (warm["external"], cold["external"]) == (HITS, 0)
+    assert cold["tokens"] == reference
+    assert (stats["host"]["blocks"], stats["files"]["blocks"]) == (0, 0)
+
+
+def test_under_pressure_requests_are_preempted_and_say_the_same(start: Start, files: Path) -> None:
+    prompts = [prompt[: 300 + 40 * i] for i, prompt in enumerate(PROMPTS * 2)]
+    run = start(
+        stack(files),
+        ["each", {"prompts": prompts, "tokens": 60, "recompute": True}],
+        ["reset"],
+        ["generate", {"prompts": prompts, "tokens": 60}],
+        ["preemptions"],
+        ["stats"],
+        engine={
+            "kv_cache_memory_bytes": 5 << 20,
+            "max_num_batched_tokens": 256,
+            "max_model_len": 1024,
+        },
+    )
+    alone, _, crowded, preemptions, stats = run.finish()
+    assert (alone["external"], preemptions > 0) == (0, True)
+    assert crowded["tokens"] == alone["tokens"]
+    assert crowded["external"] > 0
+    assert stats["arena"]["free"] + stats["host"]["blocks"] == stats["arena"]["slots"]
+
+
+def test_two_ranks_share_slots_and_nothing_with_one_rank(
+    start: Start, files: Path, reference: Tokens
+) -> None:
+    run = start(
+        stack(files),
+        ["each", {"prompts": PROMPTS}],
+        ["reset"],
+        ["generate", {"prompts": PROMPTS}],
+        ["shutdown"],
+        engine={"tensor_parallel_size": 2},
+        env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    )
+    cold, _, warm, _ = run.finish()
+    assert (cold["external"], warm["external"]) == (0, ALL)
+    assert cold["tokens"] == warm["tokens"]
+    assert [len(one) for one in cold["tokens"]] == [len(one) for one in reference]
+
+
+def test_nothing_outlives_an_engine_that_is_killed_while_it_saves(
+    start: Start, tmp_path: Path, reference: Tokens
+) -> None:
+    extra = stack(tmp_path / "kv", stats_file=str(tmp_path / "stats.json"))
+    run = start(extra, ["each", {"prompts": PROMPTS}], *[["stats"]] * 3, ["generate", {
+        "prompts": [[prompt[0], *prompt] for prompt in PROMPTS], "tokens": 2000}])  # fmt: skip
+    committed = killed_while_saving(run)
+    assert run.alive() == []  # and with the last process goes the arena, which has no name
+    again = start(stack(tmp_path / "kv"), ["each", {"prompts": PROMPTS}], ["stats"])
+    warm, stats = again.finish()
+    assert warm["tokens"] == reference
+    assert warm["external"] == ALL
+    assert stats["files"]["recovered"] >= committed >= ALL // BLOCK
+    assert stats["files"]["corrupt"] == 0
+
+
+def killed_while_saving(run: Run) -> int:
+    """Kill -9 the engine in its last step; how many blocks were in files for certain."""
+    import time
+
+    end = time.monotonic() + 240
+    while len(run.so_far()) < 4:
+        assert run.process.poll() is None, run.log.read_text()[-4000:]
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    committed: int = run.so_far()[3]["files"]["stored"]
+    time.sleep(0.5)  # it is in the middle of its last step, which takes much longer
+    assert run.process.poll() is None
+    run.kill()
+    return committed
