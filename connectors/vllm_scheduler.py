@@ -226,6 +226,8 @@ class SchedulerHalf:
         state = self._states.pop(request.request_id, None)
         if state is not None:
             self._let_go(state)
+            if state.saved:  # it was saved head first: now its tail is the first to go
+                self.connector.manager.touch(state.keys(0, state.saved))
 
     # ---- a step
 
