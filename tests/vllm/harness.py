@@ -45,7 +45,7 @@ class Run:
         self.results.unlink(missing_ok=True)
         self.mark = f"KVLADDER_TEST_RUN={uuid.uuid4()}"
         name, _, value = self.mark.partition("=")
-        command = [sys.executable, str(HERE / "engine.py"), folder / "spec", self.results]
+        command = [sys.executable, str(HERE / "engine.py"), str(folder / "spec"), str(self.results)]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command, env=env | {name: value}, stdout=log, stderr=subprocess.STDOUT
@@ -86,7 +86,7 @@ class Run:
 
 def shared_memory() -> set[str]:
     """What lies in /dev/shm."""
-    return set(os.listdir("/dev/shm"))
+    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def data_files(directory: Path) -> list[Path]:
