@@ -354,7 +354,7 @@ def _flows(moved: dict[str, dict[str, float]]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", metavar="SPEC", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.engine is not None:

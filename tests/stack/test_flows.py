@@ -1,0 +1,180 @@
+"""Saving, eviction, demotion and promotion over scripted tiers."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvladder.policy.offload import OffloadRule
+from kvladder.testing.fakes import Delay, FakeStore, FakeTier, Hold
+from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.tiers.level import LevelSettings
+from tests.stack.caches import COMMIT, cache_of, flushed
+
+
+async def test_a_block_that_was_committed_is_a_host_hit() -> None:
+    async with cache_of() as cache:
+        keys = cache.keys(1, 2, 3)
+        save = cache.manager.save(keys)
+        assert cache.manager.lookup(keys) == (0, 0), "not before it is committed"
+        assert await cache.load(keys) == []
+        for key, slot in zip(keys, save.slots, strict=True):
+            cache.arena.view(slot)[:64] = cache.payload(key)
+        save.commit()
+        assert cache.manager.lookup(keys) == (3, 3)
+        assert await cache.load(cache.keys(1, 2, 9)) == ["host"] * 2
+        assert cache.save(keys) == 0, "nothing is stored twice"
+
+
+async def test_an_aborted_save_leaves_nothing() -> None:
+    async with cache_of() as cache:
+        save = cache.manager.save(cache.keys(1, 2))
+        save.abort()
+        save.abort()
+        assert cache.arena.free == cache.arena.slots
+        assert cache.manager.lookup(cache.keys(1, 2)) == (0, 0)
+
+
+async def test_written_through_in_one_batch_of_the_prefix_in_order() -> None:
+    tier = FakeTier()
+    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        keys = cache.keys(1, 2, 3)
+        cache.save(keys)
+        await cache.settle()
+        assert tier.batches("put") == [3]
+        assert [call.keys for call in tier.calls if call.operation == "put"] == [tuple(keys)]
+        assert all(tier.stored(key) == cache.payload(key) for key in keys)
+
+
+async def test_a_burst_larger_than_the_queue_is_written_through_in_the_end() -> None:
+    tier = FakeTier([Delay(0.1, times=None)], batch_max=2)
+    spec = LevelSpec(tier, COMMIT, settings=LevelSettings(queue_blocks=2))
+    async with cache_of(spec, slots=16) as cache:
+        keys = cache.keys(*range(12))
+        assert cache.save(keys) == 12
+        await cache.settle()
+        assert [key for key in keys if tier.stored(key)] == keys
+        assert cache.manager.stats()["level1"].get("dropped_queue", 0) == 0
+
+
+async def test_written_back_only_when_it_leaves_the_level_above() -> None:
+    tier = FakeTier()
+    async with cache_of(LevelSpec(tier), slots=4, reserve_blocks=2) as cache:
+        cache.save(cache.keys(1, 2))
+        await cache.settle()
+        assert tier.batches("put") == [], "there is room"
+        cache.save(cache.keys(3, 4))
+        await cache.settle()
+        assert tier.batches("put") == [2], "two victims were cleaned ahead"
+        assert cache.save(cache.keys(5, 6)) == 2, "so that this finds room at once"
+        assert await cache.load(cache.keys(1, 2)) == ["level1"] * 2
+
+
+async def test_a_victim_stays_readable_until_it_is_below() -> None:
+    hold = Hold(on="put")
+    tier = FakeTier([hold])
+    async with cache_of(LevelSpec(tier), slots=2, reserve_blocks=2) as cache:
+        cache.save(cache.keys(1, 2))
+        await hold.reached()
+        assert cache.save(cache.keys(8, 9)) == 0, "a dirty block is not given up for a newcomer"
+        assert cache.manager.stats()["host"]["dropped_room"] == 2
+        assert await cache.load(cache.keys(1, 2)) == ["host"] * 2
+        hold.let_go()
+        await cache.settle()
+        assert cache.save(cache.keys(8, 9)) == 2
+        assert await cache.load(cache.keys(8)) == ["host"]
+
+
+async def test_e_12_a_threshold_is_inclusive_and_ends_the_prefix() -> None:
+    low, high = FakeTier(), FakeTier()
+    levels = (
+        LevelSpec(low, OffloadRule(min_priority=35, when="commit")),
+        LevelSpec(high, OffloadRule(min_priority=70, when="commit")),
+    )
+    async with cache_of(*levels) as cache:
+        keys = cache.keys(1, 2, 3, 4)
+        cache.save(keys, priorities=[70, 69, 80, 34])
+        await cache.settle()
+        assert [key for key in keys if low.stored(key)] == keys[:3]
+        assert [key for key in keys if high.stored(key)] == keys[:1], "80 lies behind a 69"
+        save = cache.manager.save(cache.keys(7), parent_floor=34, priorities=[90])
+        assert save.floor == 34
+        save.abort()
+
+
+async def test_e_5_nothing_is_saved_that_no_level_takes() -> None:
+    async with cache_of(host=OffloadRule(min_priority=35)) as cache:
+        assert cache.save(cache.keys(1, 2, 3), priorities=[35, 5, 35]) == 1
+
+
+async def test_what_host_does_not_take_goes_straight_below() -> None:
+    tier = FakeTier()
+    async with cache_of(LevelSpec(tier), host=OffloadRule(min_priority=50)) as cache:
+        keys = cache.keys(1, 2)
+        assert cache.save(keys) == 2
+        await cache.settle()
+        assert cache.manager.lookup(keys) == (0, 2)
+        assert cache.arena.free == cache.arena.slots
+        assert await cache.load(keys) == ["level1"] * 2
+        assert cache.arena.free == cache.arena.slots, "nor does it stay there when it comes up"
+
+
+async def test_eviction_is_exact_and_goes_down_the_stack() -> None:
+    first, second = FakeTier(), FakeTier()
+    levels = (LevelSpec(first, COMMIT, capacity_blocks=3), LevelSpec(second))
+    async with cache_of(*levels, slots=16) as cache:
+        for number in range(5):
+            cache.save(cache.keys(number))
+            await cache.settle()
+        stats = cache.manager.stats()
+        assert stats["level1"]["blocks"] == 3
+        assert stats["level1"]["evicted"] == 2
+        assert stats["level2"]["blocks"] == 2
+        assert all(second.stored(cache.keys(number)[0]) for number in (0, 1))
+        assert len(first.records) == 3, "the tier was told what to forget"
+
+
+async def test_the_lowest_priority_is_evicted_first() -> None:
+    async with cache_of(slots=3) as cache:
+        for number, priority in ((1, 80), (2, 5), (3, 35)):
+            cache.save(cache.keys(number), priorities=[priority])
+        assert cache.save(cache.keys(4), priorities=[50]) == 1
+        assert cache.save(cache.keys(5), priorities=[50]) == 1
+        held = [n for n in range(1, 6) if cache.manager.lookup(cache.keys(n)).host]
+        assert held == [1, 4, 5]
+        assert cache.save(cache.keys(6), priorities=[20]) == 0, "nothing here is worth less"
+
+
+async def test_a_prefix_outlives_what_follows_it() -> None:
+    async with cache_of(slots=4) as cache:
+        keys = cache.keys(1, 2, 3, 4)
+        cache.save(keys[:2])
+        cache.save(keys[2:])
+        cache.manager.touch(keys)
+        await asyncio.sleep(0.01)
+        cache.save(cache.keys(9, 9))
+        assert cache.manager.lookup(keys) == (2, 2)
+
+
+async def test_promotion_hands_the_slot_over() -> None:
+    store = FakeStore()
+    keys = SimCache.keys(1, 2, 3)
+    async with cache_of(LevelSpec(FakeTier(store=store, durable=True))) as cache:
+        cache.save(keys)
+    tier = FakeTier(store=store, durable=True)
+    async with cache_of(LevelSpec(tier)) as cache:
+        assert cache.manager.lookup(keys) == (0, 3)
+        assert await cache.load(keys) == ["level1"] * 3
+        assert tier.batches("get") == [3], "one batch"
+        assert await cache.load(keys) == ["host"] * 3
+        assert cache.arena.slots - cache.arena.free == 3
+
+
+async def test_those_who_want_a_block_that_is_on_its_way_share_its_load() -> None:
+    hold = Hold(on="get")
+    tier = FakeTier([hold], store=await flushed((1, 2, 3)), durable=True)
+    async with cache_of(LevelSpec(tier)) as cache:
+        loads = [asyncio.create_task(cache.load(cache.keys(1, 2, n))) for n in (3, 3, 9)]
+        await hold.reached()
+        hold.let_go()
+        assert [len(await load) for load in loads] == [3, 3, 2]
+        assert sum(tier.batches("get")) == 3, "each block is read once"
