@@ -59,6 +59,8 @@ class Gate:
     @property
     def retry_in_s(self) -> float:
         """Seconds until the tier may be called again; 0 if it may be called now."""
+        if self.breaker.state == "trial":  # which is over by then
+            return self._settings.timeout_s
         return self.breaker.retry_in_s(self._shared.clock.now())
 
     async def call(

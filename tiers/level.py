@@ -69,6 +69,10 @@ class Level:
         self.observer: Observer | None = None
         self.stir: Callable[[], None] = lambda: None
         """Has the loop thread wake this level soon; set by the stack."""
+        self.room: Callable[[int, int], list[Slot]] = lambda count, _: (
+            shared.arena.lease(count) or []
+        )
+        """Leases slots for so many blocks of a priority; the stack's may evict for it."""
         self.places = Places(capacity_blocks)
         self.shared = shared
         self._writer = Writer(self)
@@ -225,6 +229,7 @@ class Level:
             if answer.quiet:
                 ended()
             if answer.results is None:
+                self.wake()  # the writer has to know when the tier may be called again
                 return [False] * len(items)
             for item, ok in zip(reversed(items), reversed(answer.results), strict=True):
                 held = self.index.place(item.key) == item.place
@@ -252,3 +257,4 @@ class Level:
             closing.cancel()
         elif not closing.cancelled() and closing.exception() is not None:
             self.shared.notices.say(self.name, f"tier {self.name}: {closing.exception()!r}")
+        await self.gate.aclose()  # what only the end of the tier could end

@@ -56,6 +56,8 @@ class Loader:
         self._arrivals: dict[BlockKey, Arrival] = {}
         self._parked: deque[tuple[Fetch, int, BlockKey]] = deque()
         """What waits for room: who, which block of its prefix, and its key."""
+        self._unread: dict[BlockKey, tuple[Level, Item]] = {}
+        """Arrivals whose read has not begun."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -216,7 +218,9 @@ class Loader:
             hits = level.index.hit(place)
             meta = level.index.meta(place)._replace(hits=hits)
             self._arrivals[key] = Arrival(slot, meta, level.name)
-            batches.setdefault(level, []).append(Item(key, place, slot))
+            item = Item(key, place, slot)
+            self._unread[key] = level, item
+            batches.setdefault(level, []).append(item)
         return batches
 
     def _attach(
@@ -248,6 +252,8 @@ class Loader:
 
     def _start(self, level: Level, items: Sequence[Item]) -> None:
         """Begin to read ``items`` from ``level``, a task per batch (loop thread)."""
+        if self._closed:
+            return
         step = level.tier.batch_max
         for start in range(0, len(items), step):
             work = self._bring(level, items[start : start + step])
@@ -258,6 +264,8 @@ class Loader:
 
     async def _bring(self, level: Level, batch: Sequence[Item]) -> None:
         """Read ``batch``, publish what came, look further down for what did not."""
+        for item in batch:
+            del self._unread[item.key]
         found: Sequence[bool] = [False] * len(batch)
         try:
             found = await level.read(batch)
@@ -316,7 +324,9 @@ class Loader:
             return None
         want.level.places.begin_read(want.place)
         arrival.slot, arrival.level = slots[0], want.level.name
-        return want.level, Item(key, want.place, slots[0])
+        item = Item(key, want.place, slots[0])
+        self._unread[key] = want.level, item
+        return want.level, item
 
     # ---- for Fetch
 
@@ -340,6 +350,11 @@ class Loader:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+        with self._lock:
+            for level, item in self._unread.values():
+                level.places.end_read(item.place)
+                self._land(level, [item], [False])
+            self._unread.clear()
 
     def check(self) -> None:
         """Assert what must hold of every arrival; for tests."""

@@ -89,6 +89,7 @@ class TierStack:
             level.below = self.levels[position + 1 :]
             level.observer = self._written
             level.stir = self._schedule
+            level.room = self.host.room
 
     # ---- where blocks go when they leave the host level
 
@@ -194,7 +195,7 @@ class TierStack:
                     continue
                 del self._saving[key]
                 meta = saving[1]
-                if key in self.loader:  # a level below had it after all, and brings it up
+                if key in self.loader or key in self.host.index:  # a level below had it after all
                     self.shared.arena.release([slot])
                 elif self.host.rule.admits(meta.floor, meta.hits):
                     self.host.insert(key, slot, meta)
@@ -302,12 +303,12 @@ class TierStack:
             ]
         durable = [level for level in self.levels if level.tier.durable]
         step = min((level.settings.queue_blocks for level in durable), default=1)
-        for start in range(0, len(left) if durable else 0, step):
+        for start in range(0, len(left) + step if durable else 0, step):
+            for level in durable:  # so that its queue has room
+                await level.drain()
             with self.lock:
                 for key in left[start : start + step]:
                     self._flush_one(durable, key)
-            for level in durable:
-                await level.drain()
 
     def _flush_one(self, durable: Sequence[Level], key: BlockKey) -> None:
         slot = self.host.find(key)
@@ -356,5 +357,4 @@ class TierStack:
             for slot in slots:
                 assert self.shared.arena.claims(slot) >= 1
                 assert self.host.index.key_at(slot) is None
-            assert not self._saving.keys() & set(self.host.index)
             self.loader.check()

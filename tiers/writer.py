@@ -43,6 +43,8 @@ class Writer:
         self._writing: dict[BlockKey, Pending] = {}
         self._tombstones: set[BlockKey] = set()
         self._removals: list[Item] = []
+        self._limbo: set[BlockKey] = set()
+        """Blocks of a write or removal that was left behind and has not ended yet."""
         self._full_until_s = -inf
         self._wakeup = asyncio.Event()
         self._idle = asyncio.Event()
@@ -71,7 +73,13 @@ class Writer:
         return self._inbox.full
 
     def offer(self, key: BlockKey, slot: Slot, meta: Meta) -> bool:
-        """Queue a block that is new here; False if nothing less valuable could give way."""
+        """Queue a block that is new here; False if nothing less valuable could give way.
+
+        False too while a call about it that was left behind could still undo the write.
+        """
+        if key in self._limbo:
+            self._level.settled(key, stored=False)
+            return False
         if self._inbox.full:
             self._stats.dropped["queue"] += 1
             loser = self._inbox.loser(meta.priority)
@@ -116,14 +124,17 @@ class Writer:
 
     async def _run(self) -> None:
         while True:
-            wait_s = self._gate.retry_in_s if self._removals else None
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._wakeup.wait(), wait_s)
+            shut = not self._gate.open()
+            with suppress(TimeoutError):  # wait_for would swallow a cancellation in 3.11
+                async with asyncio.timeout(self._gate.retry_in_s if shut else None):
+                    await self._wakeup.wait()
             self._wakeup.clear()
             while self.pending and self._gate.open():
                 await self._step()
             with self._lock:
                 self._abandon()
+                if shut and self._gate.open():
+                    self._level.stir()
             self._idle.set()
 
     def _abandon(self) -> None:
@@ -154,9 +165,12 @@ class Writer:
 
         Until then a durable tier would bring them back at the next start.
         """
+        keys = [item.key for item in items]
 
         def again() -> None:
+            self._limbo.difference_update(keys)
             self._removals.extend(items)
+            self.wake()
 
         async def removing() -> Sequence[bool]:
             await self._tier.remove(items)
@@ -168,6 +182,11 @@ class Writer:
                 self._places.give([item.place for item in items])
             elif answer.quiet:
                 again()
+            else:
+                self._limbo.update(keys)
+                for key in keys:  # those that came back meanwhile
+                    if key in self._inbox:
+                        self._give_up(key)
 
     async def _write(self) -> None:
         """Make room for what is in ``_writing`` and store it."""
@@ -208,6 +227,8 @@ class Writer:
             self._stats.dropped["failed"] += len(items)
             if answer.quiet:
                 self._undo(items)
+            else:
+                self._limbo.update(item.key for item in items)
         else:
             self._publish(items, answer.results)
         for key, pending in self._writing.items():
@@ -218,6 +239,7 @@ class Writer:
 
     def _undo(self, items: Sequence[Item]) -> None:
         """A write failed or was left behind: some of it may be there, so have it removed."""
+        self._limbo.difference_update(item.key for item in items)
         self._removals.extend(items)
         self.wake()
 
@@ -270,6 +292,8 @@ class Writer:
                     gone.append(Item(key, place))
             self._stats.evicted += len(gone)
             self._shared.events.removed(self._level.name, [item.key for item in gone], "evicted")
+            for item in gone:  # host need not write it again: it would come and go for ever
+                self._level.settled(item.key, stored=False)
         for start in range(0, len(gone), self._tier.batch_max):
             await self._remove_from_tier(gone[start : start + self._tier.batch_max])
 
@@ -296,8 +320,8 @@ class Writer:
                 target = self._level.target(key, meta)
                 if target is None:
                     continue
-                slots = arena.lease(1)
-                if slots is None:
+                slots = self._level.room(1, meta.priority)
+                if not slots:
                     self._stats.dropped["arena"] += 1
                     continue
                 self._places.begin_read(place)

@@ -21,6 +21,8 @@ Ts = TypeVarTuple("Ts")
 
 TURNS_MAX = 10_000
 """Turns of the loop at one instant after which somebody must be polling."""
+TURNS_TOTAL_MAX = 1_000_000
+"""Turns of the loop after which whoever polls, with time going by, polls for ever."""
 RESOLUTION_S = 1e-9
 """The loop takes a timer as due if it is less than this in the future."""
 EPOCH_S = 1_800_000_000.0
@@ -81,6 +83,7 @@ class SimLoop(asyncio.SelectorEventLoop):
         self._random = Random(seed)
         self._now = 0.0
         self._turns = 0
+        self._turns_total = 0
         self._waiting: list[tuple[asyncio.Handle, object]] = []
         self._thread = threading.get_ident()
         selector = _Selector()
@@ -91,7 +94,7 @@ class SimLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def run_forever(self) -> None:
-        self._turns = 0
+        self._turns = self._turns_total = 0
         super().run_forever()
 
     def _turn(self, timeout: float | None) -> None:
@@ -99,7 +102,8 @@ class SimLoop(asyncio.SelectorEventLoop):
         if timeout is None:
             tasks = sorted(map(where, asyncio.all_tasks(self))) or ["no task at all"]
             raise Deadlock(f"nothing will ever happen again at {self._now:g} s:\n" + _lines(tasks))
-        if timeout > 0:
+        self._turns_total += 1
+        if timeout > 0 and self._turns_total <= TURNS_TOTAL_MAX:
             then = self._now + timeout
             if then == self._now or then + RESOLUTION_S == then:  # a timer is due only if passed
                 then = math.nextafter(then, math.inf)
@@ -107,9 +111,10 @@ class SimLoop(asyncio.SelectorEventLoop):
             self._turns = 0
             return
         self._turns += 1
-        if self._turns > TURNS_MAX:
+        if self._turns > TURNS_MAX or self._turns_total > TURNS_TOTAL_MAX:
             tasks = sorted(map(where, asyncio.all_tasks(self)))
-            raise Livelock(f"{TURNS_MAX} turns at {self._now:g} s:\n" + _lines(tasks))
+            turns = f"{self._turns_total} turns, {self._turns} of them at {self._now:g} s"
+            raise Livelock(f"{turns}:\n" + _lines(tasks))
 
     def call_soon(
         self,
@@ -122,6 +127,17 @@ class SimLoop(asyncio.SelectorEventLoop):
         future = args[0] if args and asyncio.isfuture(args[0]) else None
         self._waiting.append((handle, future))
         return handle
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        if self._now < when < self._now + RESOLUTION_S:  # or it would be due before its time
+            when = self._now + RESOLUTION_S
+        return super().call_at(when, callback, *args, context=context)
 
     def _run_one(self) -> None:
         """Run one of the callbacks that wait: whichever, but those of one future in order."""

@@ -1,0 +1,192 @@
+"""Faults that simulated runs found, each as the shortest story that tells it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from kvladder.policy.offload import OffloadRule
+from kvladder.testing.fakes import Fail, FakeStore, FakeTier, Hang, Hold
+from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.tiers.breaker import BreakerSettings
+from kvladder.tiers.gate import GateSettings
+from kvladder.tiers.level import LevelSettings
+
+COMMIT = OffloadRule(when="commit")
+QUICK = LevelSettings(
+    gate=GateSettings(timeout_s=1.0, breaker=BreakerSettings(failures=1, retry_s=5.0))
+)
+
+
+@asynccontextmanager
+async def cache_of(*levels: LevelSpec, **options: Any) -> AsyncIterator[SimCache]:
+    cache = await SimCache.open(*levels, **options)
+    yield cache
+    cache.manager.check()
+    await cache.aclose()
+    for level in levels:
+        assert isinstance(level.tier, FakeTier)
+        assert level.tier.violations == []
+
+
+async def test_a_removal_left_behind_never_meets_a_write_of_its_block() -> None:
+    """By then the block may be there again, and a late removal would take the new one."""
+    hang = Hang(on="remove", stubborn=True)
+    tier = FakeTier([hang])
+    async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
+        keys = cache.keys(1)
+        cache.save(keys)
+        await cache.settle()
+        cache.manager.remove(keys)
+        cache.save(keys)  # while the removal is under way
+        await asyncio.sleep(10.0)
+        cache.manager.remove(keys)
+        cache.save(keys)  # while it is left behind
+        await asyncio.sleep(10.0)
+        assert tier.batches("put") == [1]
+        hang.let_go()
+        await asyncio.sleep(10.0)
+        cache.manager.remove(keys)
+        cache.save(keys)
+        await cache.settle()
+        assert tier.batches("put") == [1, 1]
+
+
+async def test_a_removal_left_behind_is_repeated_as_soon_as_it_has_ended() -> None:
+    hang = Hang(on="remove", stubborn=True)
+    tier = FakeTier([hang])
+    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        keys = cache.keys(1)
+        cache.save(keys)
+        await cache.settle()
+        cache.manager.remove(keys)
+        await asyncio.sleep(10.0)
+        hang.let_go()
+        await asyncio.sleep(10.0)
+        assert tier.stored(keys[0]) is None
+        assert not cache.stack.pending
+
+
+async def test_a_small_level_below_a_reserve_is_not_written_for_ever() -> None:
+    """Two blocks that host wants clean and a level with room for one took turns in it."""
+    tier = FakeTier(batch_max=1)
+    async with cache_of(LevelSpec(tier, capacity_blocks=1), slots=2, reserve_blocks=2) as cache:
+        cache.save(cache.keys(1, 2))
+        await asyncio.sleep(100.0)
+        assert tier.batches("put") == [1, 1]
+
+
+async def test_what_waited_for_a_tier_is_written_once_it_is_well_again() -> None:
+    tier = FakeTier([Fail(on="put")])
+    settings = LevelSettings(gate=QUICK.gate, queue_blocks=1)
+    async with cache_of(LevelSpec(tier, COMMIT, settings=settings)) as cache:
+        cache.save(cache.keys(1, 2, 3))
+        await asyncio.sleep(10.0)
+        assert not cache.stack.pending
+        assert sum(tier.batches("put")) == 3
+
+
+async def test_so_it_is_if_a_read_found_the_tier_ill() -> None:
+    keys = SimCache.keys(1)
+    store = FakeStore()
+    async with cache_of(LevelSpec(FakeTier(store=store, durable=True), COMMIT)) as cache:
+        cache.save(keys)
+    tier = FakeTier([Fail(on="get")], store=store, durable=True)
+    settings = LevelSettings(gate=QUICK.gate, queue_blocks=1)
+    async with cache_of(LevelSpec(tier, COMMIT, settings=settings)) as cache:
+        assert await cache.load(keys) == []
+        cache.save(cache.keys(2, 3, 4))
+        await asyncio.sleep(10.0)
+        assert not cache.stack.pending
+        assert sum(tier.batches("put")) == 3
+
+
+async def test_the_writer_waits_while_a_read_tries_a_tier_out() -> None:
+    """It asked again and again whether the trial was over."""
+    store = FakeStore()
+    async with cache_of(LevelSpec(FakeTier(store=store, durable=True))) as cache:
+        cache.save(cache.keys(1, 2))
+    tier = FakeTier([Fail(on="get"), Hang(on="get")], store=store, durable=True)
+    async with cache_of(LevelSpec(tier, settings=QUICK)) as cache:
+        assert await cache.load(cache.keys(1)) == []
+        await asyncio.sleep(5.0)
+        load = asyncio.create_task(cache.load(cache.keys(1)))
+        await asyncio.sleep(0.5)
+        cache.manager.remove(cache.keys(1, 2)[1:])
+        assert await load == []
+        await asyncio.sleep(20.0)
+        assert not cache.stack.pending
+        assert await cache.load(cache.keys(1, 2)) == ["level1"]
+
+
+async def test_a_save_whose_block_has_arrived_meanwhile_gives_way() -> None:
+    store = FakeStore()
+    async with cache_of(LevelSpec(FakeTier(store=store, durable=True))) as cache:
+        cache.save(cache.keys(1, 2))
+    hold = Hold(on="get")
+    tier = FakeTier([hold], store=store, durable=True)
+    async with cache_of(LevelSpec(tier), fetch_blocks_max=1) as cache:
+        keys = cache.keys(1, 2)
+        load = asyncio.create_task(cache.load(keys))
+        await hold.reached()
+        save = cache.manager.save(keys)
+        assert save.indices == [1], "which still waits for the first to arrive"
+        hold.let_go()
+        assert await load == ["level1", "level1"]
+        save.commit()
+        assert await cache.load(keys) == ["host", "host"]
+
+
+async def test_closing_waits_for_what_only_the_end_of_the_tier_ends() -> None:
+    tier = FakeTier([Hang(on="put", stubborn=True)])
+    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        cache.save(cache.keys(1))
+        await asyncio.sleep(10.0)
+        assert cache.arena.claims(cache.stack.host.find(cache.keys(1)[0]) or 0) > 1
+
+
+async def test_a_load_that_had_not_begun_when_it_was_closed_leaves_no_claim() -> None:
+    store = FakeStore()
+    async with cache_of(LevelSpec(FakeTier(store=store, durable=True))) as cache:
+        cache.save(cache.keys(1, 2))
+    async with cache_of(LevelSpec(FakeTier(store=store, durable=True))) as cache:
+        fetch = cache.manager.fetch(cache.keys(1, 2))
+        await cache.stack.loader.aclose()
+        assert fetch.done
+        assert fetch.blocks == 0
+        fetch.release()
+
+
+async def test_a_flush_waits_for_a_queue_that_is_full() -> None:
+    store = FakeStore()
+    tier = FakeTier(store=store, durable=True, latency_s=0.1)
+    settings = LevelSettings(queue_blocks=1)
+    async with cache_of(LevelSpec(tier, COMMIT, settings=settings)) as cache:
+        cache.save(cache.keys(1, 2, 3, 4))
+    async with cache_of(LevelSpec(FakeTier(store=store, durable=True))) as cache:
+        assert cache.manager.lookup(cache.keys(1, 2, 3, 4)).total == 4
+
+
+async def test_demotion_goes_on_when_host_holds_every_slot() -> None:
+    """Below a small level there was nothing, since no slot was free to read its victims into."""
+    first, second = FakeTier(), FakeTier()
+    async with cache_of(
+        LevelSpec(first, capacity_blocks=2), LevelSpec(second), slots=4, reserve_blocks=2
+    ) as cache:
+        for number in range(12):
+            cache.save(cache.keys(number))
+            await asyncio.sleep(1.0)
+        assert cache.arena.free == 0
+        assert len(second.records) >= 6
+        assert await cache.load(cache.keys(0)) == ["level2"]
+
+
+async def test_a_writer_that_is_woken_and_cancelled_at_once_ends() -> None:
+    tier = FakeTier([Fail(on="put")])
+    async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
+        cache.save(cache.keys(1))
+        await asyncio.sleep(1.0)
+        cache.levels[0].wake()
+        await cache.levels[0].aclose()
