@@ -59,15 +59,13 @@ class FilesTier(Tier):
     """Blocks in preallocated segment files, addressed by their places.
 
     The tier keeps four bytes a block in memory. What it reads is compared with the header that
-    was written with it: a torn, flipped, truncated or misplaced block is a miss.
+    was written with it: a torn, flipped, truncated or misplaced block is a miss. If the context
+    says not to verify, blocks have no checksum and flipped bits reach the caller.
 
     Parameters
     ----------
     options:
         The settings.
-    verify:
-        Whether blocks are stored with a checksum and checked against it. Without, flipped bits
-        reach the caller.
     disk:
         Another file system, for tests.
     pool:
@@ -84,13 +82,11 @@ class FilesTier(Tier):
         self,
         options: FilesOptions,
         *,
-        verify: bool = True,
         disk: Disk | None = None,
         pool: Pool | None = None,
         log_slack_records: int = LOG_SLACK_RECORDS,
     ) -> None:
         self.options = options
-        self.verify = verify
         self._disk = disk or OsDisk()
         self._given_pool = pool
         self._slack = log_slack_records
@@ -108,7 +104,6 @@ class FilesTier(Tier):
 
     async def open(self, context: TierContext) -> None:
         self.context = context
-        self.verify = self.verify and context.verify
         fitting = BATCH_BYTES // context.layout.slot_bytes
         self.batch_max = max(1, min(BATCH_BLOCKS_MAX, fitting, context.capacity_blocks))
         if self._given_pool is not None:
@@ -120,16 +115,16 @@ class FilesTier(Tier):
             await starter.run([self._open])
         finally:
             await starter.aclose(lambda: None, timeout_s=CLOSE_TIMEOUT_S)
-            if self._store is not None:  # also when cancelled: aclose has to close it
-                kind = IoPool if self._store.segments.direct else BufferedPool
-                self._pool = kind(self.options.threads)
+        assert self._store is not None
+        kind = IoPool if self._store.segments.direct else BufferedPool
+        self._pool = kind(self.options.threads)
 
     def _open(self) -> None:
         store = FileStore.open(
             self._disk,
             Path(self.options.path),
             self.context,
-            codec=ChecksumCodec() if self.verify else None,
+            codec=ChecksumCodec() if self.context.verify else None,
             direct=self.options.direct,
             segment_bytes=self.options.segment,
             slack_records=self._slack,
@@ -286,12 +281,12 @@ class FilesTier(Tier):
         settings = {
             "path": self.options.path,
             "threads": str(self.options.threads),
-            "checksum": "xxh3-128" if self.verify else "none",
         }
         if self._store is not None:
             segments = self._store.segments
             settings["io"] = "O_DIRECT" if segments.direct else "buffered, through aiofiles"
             geometry = segments.geometry
+            settings["checksum"] = "xxh3-128" if self.context.verify else "none"
             settings["segment"] = f"{geometry.places(0)} blocks, {Size(geometry.size(0)).about()}"
             settings["batch"] = f"{self.batch_max} blocks"
         return settings
@@ -302,10 +297,10 @@ class FilesTier(Tier):
         self._closing = True
         if self._compacting is not None:
             await asyncio.wait({self._compacting}, timeout=CLOSE_TIMEOUT_S)
-        if self._pool is None or self._store is None:
-            return
-        # files under a call that hangs stay open, and so stays the lock: it may still write
-        await self._pool.aclose(self._store.close, timeout_s=CLOSE_TIMEOUT_S)
+        if self._store is not None:
+            # files under a call that hangs stay open, and so stays the lock: it may still write
+            pool = self._pool or IoPool(1)
+            await pool.aclose(self._store.close, timeout_s=CLOSE_TIMEOUT_S)
 
 
 def _raise_if_failed(results: Sequence[object]) -> None:

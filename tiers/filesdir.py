@@ -119,12 +119,13 @@ class FilesDirectory:
             if not self._exists(path.parent):
                 raise ConfigError(
                     f"{path} cannot be made: {path.parent} does not exist either",
+                    path="path",
                     hint="make it first, or mount the disk that it belongs to",
                 ) from None
             self._disk.mkdir(path)
             return
         if not found.is_directory:
-            raise ConfigError(f"{path} is a file", hint="expected a directory")
+            raise ConfigError(f"{path} is a file", path="path", hint="expected a directory")
 
     def _exists(self, path: Path) -> bool:
         try:
@@ -140,6 +141,7 @@ class FilesDirectory:
             self._lock_fd = None
             raise ConfigError(
                 f"{self.path} is in use by process {self._owner()}",
+                path="path",
                 hint="one process at a time; give each its own path",
             )
         self._disk.truncate(self._lock_fd, 0)
@@ -159,6 +161,7 @@ class FilesDirectory:
             if version.magic == MAGIC and version.version > VERSION:
                 raise ConfigError(
                     f"{path} is of format {version.version}, which is newer than {VERSION}",
+                    path="path",
                     hint="use the version of kvladder that wrote it, or another path",
                 )
             meta = msgspec.json.decode(data, type=Meta)

@@ -23,20 +23,25 @@ SEGMENTS_WANTED_MAX = SEGMENTS_MAX // 4
 def config_error(path: Path, error: OSError) -> ConfigError:
     """What to tell somebody whose directory cannot be used."""
     if error.errno == errno.EROFS:
-        return ConfigError(f"{path} is on a read-only file system", hint="expected a writable one")
+        return ConfigError(
+            f"{path} is on a read-only file system", path="path", hint="expected a writable one"
+        )
     if error.errno in {errno.EACCES, errno.EPERM}:
         return ConfigError(
             f"{path} is not writable: {error.strerror}",
+            path="path",
             hint="give it to the user that runs the engine, mode 0700",
         )
     if is_full(error):
         return ConfigError(
             f"{path} has no room for one segment: {error.strerror}",
+            path="path",
             hint="free some space, or set a smaller capacity or segment",
         )
     where = f" ({error.filename})" if error.filename else ""
     return ConfigError(
         f"{path} cannot be used: {error.strerror or error}{where}",
+        path="path",
         hint="expected a directory on a local disk",
     )
 
@@ -117,6 +122,7 @@ class FileStore:
         if direct and not possible:
             raise ConfigError(
                 f"{self.directory.path} is on a file system without O_DIRECT",
+                path="direct",
                 hint="leave direct out, or use another disk",
             )
         self.segments.direct = possible

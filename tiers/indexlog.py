@@ -172,6 +172,7 @@ class IndexLog:
             self._fd = None
             raise ConfigError(
                 f"{self._path} is of format {version}, which is newer than {VERSION}",
+                path="path",
                 hint="use the version of kvladder that wrote it, or another path",
             )
         ours = (MAGIC, VERSION, RECORD_BYTES, self._space)

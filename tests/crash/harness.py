@@ -70,15 +70,15 @@ class Machine:
         """A tier with segments of three blocks, and what it recovered."""
         tier = FilesTier(
             FilesOptions(path=str(ROOT), segment=Size(3 * STRIDE), direct=direct),
-            verify=verify,
             disk=self.disk,
             pool=InlinePool(),
             log_slack_records=4,
         )
         clock = SimClock(asyncio.get_running_loop())
-        await tier.open(
-            TierContext(self._arena, LAYOUT, self.space, capacity, clock, inline_blocking)
+        context = TierContext(
+            self._arena, LAYOUT, self.space, capacity, clock, inline_blocking, verify=verify
         )
+        await tier.open(context)
         return tier, [item async for batch in tier.recover() for item in batch]
 
     async def open_again(

@@ -99,14 +99,14 @@ async def test_what_the_file_system_does_not_allow(
 ) -> None:
     disk.refuse = lambda name, _path: code if name == call else 0
     message = await refused(new())
-    assert message.startswith("/disk/kv ")
+    assert message.startswith("path: /disk/kv ")
     assert text in message
 
 
 async def test_a_second_owner_is_told_who_has_it(new: New) -> None:
     tier, _ = await new().open()
     other = new("other")
-    with pytest.raises(ConfigError, match=rf"/disk/kv is in use by process {os.getpid()} \("):
+    with pytest.raises(ConfigError, match=rf"path: /disk/kv is in use by process {os.getpid()} \("):
         await other.open()
     await tier.aclose()
     tier, _ = await other.open()
@@ -175,7 +175,9 @@ async def test_goes_around_the_page_cache_where_it_can(
 
 async def test_o_direct_that_is_asked_for_and_not_there(disk: FakeDisk, new: New) -> None:
     disk.direct = False
-    assert "without O_DIRECT (leave direct out" in await refused(new(), direct=True)
+    assert "direct: /disk/kv is on a file system without O_DIRECT (leave" in await refused(
+        new(), direct=True
+    )
 
 
 # ---- a disk that fills up
