@@ -138,10 +138,6 @@ class CacheManager:
         within_s = self._settings.fetch_deadline_s if deadline_s is None else deadline_s
         return self.stack.fetch(keys, deadline_s=self.stack.shared.clock.now() + within_s)
 
-    def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """Somebody will want this prefix: begin to bring it up. Pins nothing; a hint."""
-        self.stack.prefetch(keys)
-
     def save(
         self,
         keys: Sequence[BlockKey],

@@ -100,14 +100,6 @@ class Loader:
             self._post(self._landed)
         return fetch
 
-    def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """Begin to bring up what there is room for, for nobody in particular; pins nothing."""
-        with self._lock:
-            _, wants = self._plan(keys)
-            slots = self._room_for(wants)
-            batches = self._begin(wants[: len(slots)], slots)
-        self._post_reads(batches)
-
     def _post_reads(self, batches: dict[Level, list[Item]]) -> None:
         for level, batch in batches.items():
             self._post(self._start, level, batch)

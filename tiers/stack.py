@@ -250,11 +250,6 @@ class TierStack:
         self._require_open()
         return self.loader.fetch(keys, deadline_s=deadline_s)
 
-    def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """Begin to bring up the longest prefix of ``keys``; a hint, within the fetch budget."""
-        self._require_open()
-        self.loader.prefetch(keys)
-
     # ---- everything else
 
     def remove(self, keys: Sequence[BlockKey]) -> None:

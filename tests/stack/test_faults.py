@@ -224,16 +224,6 @@ async def test_a_load_larger_than_the_arena_does_not_wait_for_what_cannot_come()
         assert asyncio.get_running_loop().time() - before < 1.0
 
 
-async def test_a_prefetch_brings_up_and_pins_nothing() -> None:
-    tier = FakeTier(store=await flushed((1, 2, 3)), durable=True)
-    async with cache_of(LevelSpec(tier), slots=4) as cache:
-        cache.manager.prefetch(cache.keys(1, 2, 3))
-        await asyncio.sleep(0.1)
-        assert cache.manager.lookup(cache.keys(1, 2, 3)) == (3, 3)
-        assert await cache.load(cache.keys(1, 2, 3)) == ["host"] * 3
-        assert cache.save(cache.keys(5, 6, 7, 8)) == 4
-
-
 async def test_back_pressure_drops_the_least_valuable_first() -> None:
     hold = Hold(on="put")
     tier = FakeTier([hold], batch_max=1)
