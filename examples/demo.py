@@ -1,10 +1,9 @@
-"""A real vLLM on CPU whose KV cache outlives the GPU, the process and a flipped bit.
+"""A real vLLM, its KV cache kept by kvladder: times, bytes, hits, and the controls.
 
-``make demo`` runs this. It makes a tiny random model, lets vLLM answer a prompt without kvladder,
-and then with it: computed, from host memory, and in a new process from files. The controls show
-that nothing is served which should not be: another salt, other weights under the same path, a
-flipped byte. Each engine is a process of its own (``demo.py --engine SPEC``). Ends with 1 if one
-claim does not hold.
+``python examples/demo.py`` (or ``make demo``) needs no GPU and no network. It makes a small random
+model, serves one long prompt with vLLM on CPU, and shows where the prompt's KV cache comes from:
+computed, from host memory, from files. Every engine is a process of its own. The exit code is 0
+only if every claim in the table holds.
 """
 
 from __future__ import annotations
@@ -19,349 +18,351 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-BLOCK = 32
-PROMPT = random.Random(7).choices(range(3, 1000), k=3000)
-ANSWER_TOKENS = 24
-LEVELS = ("host", "files")
-STACK = """\
-arena: {{size: 128 MiB}}
-tiers:
-  - {{name: host,  type: host}}
-  - {{name: files, type: files, path: {path}, capacity: 1 GiB, when: commit}}
-"""
+BLOCK_TOKENS = 32
+PROMPT_TOKENS = 3000
+PROMPT = random.Random(7).choices(range(3, 1000), k=PROMPT_TOKENS)
+CACHEABLE = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+"""One token is always computed, and a block is cached when it is full."""
+ENGINE_S_MAX = 300
+Answer = dict[str, Any]
 
-# ---- in an engine's process
+
+# ---- in processes of their own
 
 
 def make_model(directory: Path, seed: int) -> None:
-    """Save a Llama whose answers depend on all that it has read; other seeds are other weights."""
+    """Save a Llama of 30 million random parameters; other seeds are other weights.
+
+    They are larger than a trained model's, so that what it says depends on all that it read.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=1024,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
         num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
+        num_key_value_heads=8,
         max_position_embeddings=4096,
-        initializer_range=0.3,  # more than a trained model's: else it repeats a few tokens
+        initializer_range=0.2,
         tie_word_embeddings=False,
-        dtype="float32",
     )
-    LlamaForCausalLM(config).save_pretrained(directory)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
 
 
 class Engine:
-    """One vLLM."""
+    """vLLM in this process, with or without kvladder."""
 
-    def __init__(self, model: str, stack: str | None) -> None:
+    def __init__(self, model: str, extra: dict[str, Any] | None) -> None:
         from vllm import LLM
 
-        transfer: dict[str, Any] = {}
-        if stack is not None:
-            transfer["kv_transfer_config"] = {
+        connector: dict[str, Any] = {}
+        if extra is not None:
+            connector["kv_transfer_config"] = {
                 "kv_connector": "KVLadderConnector",
                 "kv_connector_module_path": "kvladder.connectors.vllm",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"config": stack},
+                "kv_connector_extra_config": extra,
             }
-        self._llm: Any = LLM(
+        self.llm: Any = LLM(
             model=model,
             skip_tokenizer_init=True,
             enforce_eager=True,
-            dtype="float32",
-            block_size=BLOCK,
+            block_size=BLOCK_TOKENS,
+            max_model_len=3584,
             kv_cache_memory_bytes=64 << 20,
-            max_model_len=4096,
-            enable_prefix_caching=True,
-            prefix_caching_hash_algo="sha256_cbor",
             disable_log_stats=False,
-            **transfer,
+            **connector,
         )
-        self._core: Any = self._llm.llm_engine.engine_core
-        self._half: Any = None
-        if stack is not None:  # the scheduler's half of the connector, which owns the cache
-            self._half = self._core.engine_core.scheduler.connector.scheduler
-        self._ask([5] * 40)  # the first request of a process pays for much that is not its own
+        self.generate([1, 2, 3])  # the first request of a process pays for much else
 
-    def _ask(self, prompt: list[int], salt: str | None = None) -> Any:
+    @property
+    def half(self) -> Any:
+        """The connector's scheduler half."""
+        return self.llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
+
+    def generate(self, prompt: list[int]) -> Any:
+        """What vLLM says to a prompt."""
         from vllm import SamplingParams
 
-        sampling = SamplingParams(
-            temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True, detokenize=False
-        )
-        request = {"prompt_token_ids": prompt} | ({} if salt is None else {"cache_salt": salt})
-        return self._llm.generate([request], sampling, use_tqdm=False)[0]
+        sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+        return self.llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0]
 
-    def _external_hits(self) -> int:
+    def external_hits(self) -> int:
+        """Tokens that came from the connector, as vLLM counts them."""
         name = "vllm:external_prefix_cache_hits"
-        return sum(m.value for m in self._llm.get_metrics() if m.name == name)
+        return sum(metric.value for metric in self.llm.get_metrics() if metric.name == name)
 
-    def _stats(self) -> dict[str, dict[str, float]]:
-        if self._half is None:
-            return {}
-        self._half.settle()
-        while not self._half.connector.manager.idle():
-            time.sleep(0.01)
-        found: dict[str, dict[str, float]] = self._half.stats()
-        return found
-
-    def ask(self, salt: str | None = None) -> dict[str, Any]:
-        """Answer the prompt: tokens, times, what vLLM counts, and what moved meanwhile."""
-        hits, before = self._external_hits(), self._stats()
-        output = self._ask(PROMPT, salt)
-        after = self._stats()
+    def serve(self, *, connector: bool = True) -> Answer:
+        """Serve the prompt: what was said, how fast, and what the tiers did for it."""
+        before, hits = self.stats() if connector else {}, self.external_hits()
+        output = self.generate(PROMPT)
         return {
             "tokens": list(output.outputs[0].token_ids),
-            "first_token_s": output.metrics.first_token_latency,
-            "cached": output.num_cached_tokens,
-            "external": self._external_hits() - hits,
-            "moved": {
-                part: {
-                    name: value - before.get(part, {}).get(name, 0)
-                    for name, value in counts.items()
-                }
-                for part, counts in after.items()
-            },
+            "ttft_s": output.metrics.first_token_latency,
+            "external": self.external_hits() - hits,
+            "before": before,
+            "after": self.settled() if connector else {},
         }
 
-    def reset(self) -> dict[str, Any]:
-        """Drop vLLM's own prefix cache."""
-        return {"reset": bool(self._llm.reset_prefix_cache())}
+    def stats(self) -> Answer:
+        """The connector's counters."""
+        self.half.settle()
+        found: Answer = self.half.stats()
+        return found
 
-    def stop(self) -> dict[str, Any]:
-        """End in an orderly way."""
-        self._core.shutdown()
-        return {}
+    def settled(self) -> Answer:
+        """The counters once everything has been copied and written."""
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            self.half.settle()
+            if not self.half.busy and self.half.connector.manager.idle():
+                break
+            time.sleep(0.02)
+        return self.stats()
+
+    def reset(self) -> bool:
+        """Drop vLLM's own prefix cache; kvladder keeps its blocks."""
+        return bool(self.llm.reset_prefix_cache())
+
+    def damage(self) -> int:
+        """Invert a bit in every other byte that is held in host memory, which is not checked."""
+        arena = self.half.connector.manager.arena
+        for slot in range(arena.slots):
+            view = arena.view(slot)
+            if any(view[:64]):
+                view[::2] = bytes(byte ^ 0x40 for byte in view[::2])
+        return int(arena.slots)
 
 
-def run_engine(spec: dict[str, Any]) -> None:
-    """Do the steps of ``spec``; a line of JSON into its results for each."""
-    with Path(spec["results"]).open("a") as results:
-        if "make" in spec:
-            make_model(Path(spec["make"]), spec["seed"])
-            print("{}", file=results, flush=True)
-            return
-        engine = Engine(spec["model"], spec["stack"])
-        for name, *arguments in spec["steps"]:
-            print(json.dumps(getattr(engine, name)(*arguments)), file=results, flush=True)
+def work(spec: Path) -> None:
+    """Run an engine through its steps; each answer is a line of JSON."""
+    wanted = json.loads(spec.read_text())
+    engine = Engine(wanted["model"], wanted["extra"])
+    answers = [getattr(engine, name)(**options) for name, options in wanted["steps"]]
+    spec.with_suffix(".answers").write_text(json.dumps(answers))
+    engine.llm.llm_engine.engine_core.shutdown()
 
 
-# ---- in the demo's own process
+# ---- here
 
 
 class Demo:
-    """The story, one engine after the other."""
+    """The runs, one after the other, and what they must show."""
 
-    def __init__(self, work: Path) -> None:
-        self._work = work
-        self._begun = time.monotonic()
-        self._runs = 0
-        self._failed = 0
-        self.model = work / "model"
-        self.kv = work / "kv"
-        self.stack = work / "stack.yaml"
-        self.stack.write_text(STACK.format(path=self.kv))
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.begun = time.monotonic()
+        self.rows: list[list[str]] = []
+        self.claims: list[tuple[str, bool]] = []
 
     def say(self, text: str) -> None:
-        """A line with the time."""
-        print(f"[{time.monotonic() - self._begun:5.0f} s] {text}", flush=True)
+        print(f"{time.monotonic() - self.begun:5.0f} s  {text}", flush=True)
 
-    def claim(self, text: str, holds: bool) -> None:
-        """A line that says whether something holds."""
-        self._failed += not holds
-        print(f"  {text + ':':<66} {'yes' if holds else 'NO'}", flush=True)
-
-    def run(self, what: str, **spec: Any) -> list[dict[str, Any]]:
-        """Run an engine's steps in a process of its own, showing that it goes on."""
-        self._runs += 1
+    def run(self, what: str, *arguments: str) -> None:
+        """Run this script as a worker, with a sign of life every five seconds."""
         self.say(what)
-        folder = self._work / f"run{self._runs}"
-        folder.mkdir()
-        spec["results"] = str(folder / "results")
+        log = self.folder / "log"
         environment = os.environ | {
             "HF_HUB_OFFLINE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        command = [sys.executable, __file__, "--engine", json.dumps(spec)]
-        with (
-            (folder / "log").open("w") as log,
-            subprocess.Popen(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT
-            ) as process,
-        ):
-            try:
-                for _ in self._waiting(process):
-                    pass
-            finally:
-                process.kill()
-        if process.returncode:
-            print((folder / "log").read_text()[-5000:], file=sys.stderr)
-            raise SystemExit(f"the engine ended with {process.returncode}: its log is above")
-        return [json.loads(line) for line in Path(spec["results"]).read_text().splitlines()]
+        command = [sys.executable, __file__, *arguments]
+        with log.open("w") as out:
+            process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+        try:
+            for _ in range(ENGINE_S_MAX // 5):
+                try:
+                    code = process.wait(5)
+                    break
+                except subprocess.TimeoutExpired:
+                    self.say("  ...")
+            else:
+                raise SystemExit(f"still not over after {ENGINE_S_MAX} s:\n{log.read_text()}")
+        finally:
+            process.kill()
+            process.wait()
+        if code != 0:
+            raise SystemExit(f"it failed:\n{log.read_text()}")
 
-    def _waiting(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
-        """Until the process has ended, at most ten minutes; a dot now and then on a terminal."""
-        dots = sys.stdout.isatty()
-        for second in range(600):
-            try:
-                process.wait(1.0)
-                break
-            except subprocess.TimeoutExpired:
-                if dots and second % 3 == 2:
-                    print(".", end="", flush=True)
-                yield
-        if dots:
-            print("\r", end="")
+    def model(self, seed: int) -> Path:
+        """A model with the weights of this seed, always at the same path."""
+        path = self.folder / "model"
+        shutil.rmtree(path, ignore_errors=True)
+        self.run(f"making a small random model, seed {seed}", "--model", str(path), str(seed))
+        return path
 
-    def tell(self) -> int:
-        """Everything; how many claims do not hold."""
-        self.run("making a tiny random model", make=str(self.model), seed=1)
-        other = self._work / "other"
-        self.run("making another one, of the same shape", make=str(other), seed=2)
-        model, stack = str(self.model), str(self.stack)
-        (plain,) = self.run("vLLM without kvladder", model=model, stack=None, steps=[["ask"]])
-        print("\nstack.yaml:\n" + self.stack.read_text())
-        cold, reset, host, _ = self.run(
-            "vLLM with kvladder: the prompt, vLLM's own cache reset, the prompt again",
-            model=model,
-            stack=stack,
-            steps=[["ask"], ["reset"], ["ask"], ["stop"]],
+    def engine(
+        self, what: str, extra: dict[str, Any] | None, *steps: str, **options: bool
+    ) -> list[Answer]:
+        """Start vLLM, have it do these steps, end it."""
+        spec = self.folder / "spec.json"
+        listed = [[step, options if step == "serve" else {}] for step in steps]
+        model = str(self.folder / "model")
+        spec.write_text(json.dumps({"model": model, "extra": extra, "steps": listed}))
+        self.run(what, "--engine", str(spec))
+        answers: list[Answer] = json.loads(spec.with_suffix(".answers").read_text())
+        return answers
+
+    def claim(self, text: str, holds: bool) -> bool:
+        self.claims.append((text, holds))
+        return holds
+
+    def row(
+        self, name: str, answer: Answer, said: list[int] | None, *, differ: bool = False
+    ) -> None:
+        """Add a line to the table; ``said`` is what the output must be, or must not."""
+        ways = [
+            ("copies", "offload"),
+            ("copies", "onboard"),
+            ("files", "stored"),
+            ("files", "loaded"),
+        ]
+        cells = [
+            name,
+            f"{answer['ttft_s'] * 1000:.0f} ms",
+            *(f"{hits(answer, tier) * BLOCK_TOKENS}" for tier in ("host", "files")),
+            *(rate(answer, tier, way) for tier, way in ways),
+        ]
+        identical = answer["tokens"] == said
+        if said is not None:
+            wanted = "another one than without a connector" if differ else "identical"
+            self.claim(f"{name}: output {wanted}", identical is not differ)
+        cells.append("" if said is None else "yes" if identical else "no")
+        self.rows.append(cells)
+
+    def table(self) -> str:
+        """What was measured, as text."""
+        head = [
+            "run", "TTFT", "host", "files", "GPU to host", "host to GPU", "to files", "from files",
+            "identical to no connector",
+        ]  # fmt: skip
+        lines = [head, *self.rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines
         )
-        files, salted, _ = self.run(
-            "a new process: the prompt, then the same under another salt",
-            model=model,
-            stack=stack,
-            steps=[["ask"], ["ask", "another"], ["stop"]],
+
+
+def delta(answer: Answer, tier: str, counter: str) -> float:
+    """How much a counter grew during a request."""
+    grown: float = answer["after"].get(tier, {}).get(counter, 0) - answer["before"].get(
+        tier, {}
+    ).get(counter, 0)
+    return grown
+
+
+def hits(answer: Answer, tier: str) -> int:
+    """Blocks that a tier served."""
+    return int(delta(answer, tier, "hits"))
+
+
+def rate(answer: Answer, tier: str, way: str) -> str:
+    """Bytes that went one way, and how fast."""
+    size = delta(answer, tier, f"{way}_bytes")
+    seconds = delta(answer, tier, f"{way}_s")
+    if not size:
+        return "-"
+    return f"{size / 1e6:.0f} MB, {size / 1e9 / max(seconds, 1e-9):.1f} GB/s"
+
+
+def flip_a_byte(directory: Path) -> None:
+    """Invert a bit in the middle of one of the stored blocks."""
+    data = max((p for p in directory.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    with data.open("r+b") as stream:
+        content = stream.read(64 << 20)
+        headers = [
+            at for at in range(0, len(content), 4096) if content.startswith(b"kvblock\0", at)
+        ]
+        at = headers[len(headers) // 2] + 4096 + 200_000
+        stream.seek(at)
+        stream.write(bytes([content[at] ^ 1]))
+
+
+def show(demo: Demo) -> None:
+    """Every run of the table, then the controls."""
+    kv = demo.folder / "kv"
+    extra = {"host": "256 MiB", "files": str(kv), "capacity": "256 MiB"}
+    demo.model(1)
+    (plain,) = demo.engine("vLLM without a connector", None, "serve", connector=False)
+    said = plain["tokens"]
+    demo.row("without connector", plain, None)
+    cold, _, warm, _, _, damaged = demo.engine(
+        "vLLM with kvladder: host memory and files; the prompt is cold, then asked again",
+        extra, "serve", "reset", "serve", "reset", "damage", "serve",
+    )  # fmt: skip
+    demo.row("cold prompt", cold, said)
+    demo.row("own prefix cache reset", warm, said)
+    demo.claim("cold prompt: nothing from kvladder", cold["external"] == 0)
+    demo.claim("after the reset: served from host", hits(warm, "host") * BLOCK_TOKENS == CACHEABLE)
+    (anew,) = demo.engine("a new vLLM process", extra, "serve")
+    demo.row("new process", anew, said)
+    demo.claim("new process: served from files", hits(anew, "files") * BLOCK_TOKENS == CACHEABLE)
+    for name, answer in (("after the reset", warm), ("new process", anew)):
+        demo.claim(
+            f"{name}: vLLM counts {CACHEABLE} external hits", answer["external"] == CACHEABLE
         )
-        rows = {
-            "without kvladder": plain,
-            "computed, and saved": cold,
-            "again, from host": host,
-            "new process, from files": files,
-        }
-        self._table(rows)
-        expected = (len(PROMPT) - 1) // BLOCK * BLOCK
-        self.claim("output identical to no connector", self._same(plain, cold, host, files))
-        self.claim("vLLM's own prefix cache was reset", reset["reset"])
-        self.claim(
-            f"vLLM counts {expected} tokens from the connector, twice",
-            [host["external"], files["external"]] == [expected] * 2,
-        )
-        print("\ncontrols")
-        self.claim("another salt: 0 hits", salted["external"] == 0 and self._same(plain, salted))
-        path, offset = self._stored_payload()
-        self._other_weights(other)
-        self._flipped(plain, path, offset)
-        print()
-        self.say(f"{self._failed} claims do not hold" if self._failed else "every claim holds")
-        return self._failed
-
-    @staticmethod
-    def _same(one: dict[str, Any], *others: dict[str, Any]) -> bool:
-        return all(other["tokens"] == one["tokens"] for other in others)
-
-    def _other_weights(self, other: Path) -> None:
-        aside = self._work / "aside"
-        self.model.rename(aside)
-        shutil.copytree(other, self.model)
-        (changed,) = self.run(
-            "other weights under the same path",
-            model=str(self.model),
-            stack=str(self.stack),
-            steps=[["ask"]],
-        )
-        shutil.rmtree(self.model)
-        aside.rename(self.model)
-        self.claim("other weights under the same path: 0 hits", changed["external"] == 0)
-
-    def _flipped(self, plain: dict[str, Any], path: Path, offset: int) -> None:
-        with path.open("r+b") as stream:
-            stream.seek(offset + 1000)
-            byte = stream.read(1)[0]
-            stream.seek(offset + 1000)
-            stream.write(bytes([byte ^ 1]))
-        (damaged,) = self.run(
-            f"one byte flipped in {path.name}",
-            model=str(self.model),
-            stack=str(self.stack),
-            steps=[["ask"]],
-        )
-        corrupt = damaged["moved"]["files"]["corrupt"]
-        self.claim(f"one flipped byte: detected (corrupt blocks: {corrupt:.0f})", corrupt == 1)
-        self.claim(
-            f"what follows it is recomputed ({damaged['external']} tokens still came from files)",
-            0 < damaged["external"] < (len(PROMPT) - 1) // BLOCK * BLOCK,
-        )
-        self.claim("output identical", self._same(plain, damaged))
-
-    def _stored_payload(self) -> tuple[Path, int]:
-        """File and offset of a block in the middle of what the prompt left behind."""
-        page, magic = 4096, b"kvblock\0"
-        found: list[tuple[Path, int]] = []
-        for path in sorted(self.kv.rglob("seg-*")):
-            data = path.read_bytes()
-            found += [
-                (path, offset + page)
-                for offset in range(0, len(data), page)
-                if data[offset : offset + len(magic)] == magic
-            ]
-        return found[len(found) // 3]
-
-    @staticmethod
-    def _table(rows: dict[str, dict[str, Any]]) -> None:
-        print(f"\na prompt of {len(PROMPT)} tokens, {ANSWER_TOKENS} more generated")
-        print(f"{'':<26}{'first token':>12}  {'tokens served from':<22}bytes moved")
-        for name, row in rows.items():
-            moved = row["moved"]
-            served = [
-                f"{level} {moved[level]['hits'] * BLOCK:.0f}"
-                for level in LEVELS
-                if moved and moved[level]["hits"]
-            ]
-            print(
-                f"{name:<26}{row['first_token_s'] * 1e3:>9.0f} ms"
-                f"  {', '.join(served) or '-':<22}{'; '.join(_flows(moved)) or '-'}"
-            )
-        print()
+    demo.row("control: damaged in host", damaged, said, differ=True)
+    controls(demo, kv, extra, said)
 
 
-def _flows(moved: dict[str, dict[str, float]]) -> list[str]:
-    """What moved between vLLM's KV cache, host slots and files, and how fast."""
-    flows = (
-        ("KV cache > host", "copies", "offload_bytes", "offload_s"),
-        ("host > files", "files", "stored_bytes", "stored_s"),
-        ("files > host", "files", "loaded_bytes", "loaded_s"),
-        ("host > KV cache", "copies", "onboard_bytes", "onboard_s"),
-    )
-    found: list[str] = []
-    for name, part, size, seconds in flows:
-        counts = moved.get(part, {})
-        if counts.get(size):
-            rate = counts[size] / counts[seconds] / 1e9
-            found.append(f"{name} {counts[size] / 2**20:.1f} MiB at {rate:.2f} GB/s")
-    return found
+def controls(demo: Demo, kv: Path, extra: dict[str, Any], said: list[int]) -> None:
+    """What must not be served is not."""
+    flip_a_byte(kv)
+    (answer,) = demo.engine("control: one byte on disk is flipped", extra, "serve")
+    demo.row("control: flipped byte", answer, said)
+    found = int(delta(answer, "files", "corrupt"))
+    demo.claim(f"flipped byte: detected and recomputed (files.corrupt = {found})", found == 1)
+    salted = extra | {"block": {"salt": "another deployment"}}
+    (answer,) = demo.engine("control: another salt", salted, "serve")
+    demo.row("control: another salt", answer, said)
+    demo.claim("another salt: 0 hits", answer["external"] == 0)
+    demo.model(2)
+    (answer,) = demo.engine("control: other weights under the same path", extra, "serve")
+    demo.row("control: other weights", answer, None)
+    demo.claim("other weights: 0 hits", answer["external"] == 0)
+    demo.claim("other weights: another output", answer["tokens"] != said)
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """A directory that is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="kvladder-demo-") as name:
+        yield Path(name)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engine", metavar="SPEC", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.engine is not None:
-        run_engine(json.loads(given.engine))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", nargs=2, metavar=("DIRECTORY", "SEED"), help=argparse.SUPPRESS)
+    parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.model:
+        make_model(Path(arguments.model[0]), int(arguments.model[1]))
         return 0
-    with tempfile.TemporaryDirectory(prefix="kvladder-demo-") as work:
-        return 1 if Demo(Path(work)).tell() else 0
+    if arguments.engine:
+        work(arguments.engine)
+        return 0
+    with folder() as place:
+        demo = Demo(place)
+        show(demo)
+        print(f"\n{PROMPT_TOKENS} prompt tokens, of which {CACHEABLE} can come from a cache\n")
+        print(demo.table(), end="\n\n")
+        for text, holds in demo.claims:
+            print(f"{'ok  ' if holds else 'FAIL'}  {text}")
+        return 0 if all(holds for _, holds in demo.claims) else 1
 
 
 if __name__ == "__main__":
