@@ -151,6 +151,11 @@ class Level:
         """Blocks that wait to be written or are being written."""
         return len(self._writer)
 
+    @property
+    def left_behind(self) -> int:
+        """Blocks of writes and removals that were left behind and have not ended yet."""
+        return self._writer.left_behind
+
     def target(self, key: BlockKey, meta: Meta) -> Level | None:
         """The level below that should get this block when it leaves here, if it lacks it."""
         for level in self.below:

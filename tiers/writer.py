@@ -72,6 +72,11 @@ class Writer:
         """Whether nothing more may wait."""
         return self._inbox.full
 
+    @property
+    def left_behind(self) -> int:
+        """Blocks of calls that were left behind and have not ended yet."""
+        return len(self._limbo)
+
     def offer(self, key: BlockKey, slot: Slot, meta: Meta) -> bool:
         """Queue a block that is new here; False if nothing less valuable could give way.
 

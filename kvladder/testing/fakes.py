@@ -11,17 +11,23 @@ from asyncio import CancelledError
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
 from random import Random
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from xxhash import xxh3_128_digest
 
-from kvladder.errors import TierError, TierFull
+from kvladder.errors import TierError
 from kvladder.keys import BlockKey, Namespace
+from kvladder.testing.steps import Delay as Delay
+from kvladder.testing.steps import Fail as Fail
+from kvladder.testing.steps import Full as Full
+from kvladder.testing.steps import Hang as Hang
+from kvladder.testing.steps import Hold as Hold
+from kvladder.testing.steps import Operation as Operation
+from kvladder.testing.steps import ShortRead as ShortRead
+from kvladder.testing.steps import Step as Step
 from kvladder.tiers.base import Item, Tier, TierContext
 
-Operation = Literal["open", "get", "put", "remove", "contains", "recover"]
 RECOVER_BATCH = 3
 _Use = tuple[Operation, int | BlockKey]
 """A call under way and the place, or key, that it is about."""
@@ -52,94 +58,11 @@ class FakeStore:
     def __init__(self) -> None:
         self.spaces: dict[Namespace, dict[int, Record]] = {}
 
-
-@dataclass(eq=False, kw_only=True)
-class Step:
-    """One thing that happens to calls."""
-
-    on: Operation | None = None
-    """To which calls; None means whichever comes next."""
-    times: int | None = 1
-    """How often before the script goes on; None means for ever."""
-    after: bool = False
-    """Whether the call has already had its effect, and only the answer is still to come."""
-
-    async def happen(self) -> CancelledError | None:
-        """Do it. What is raised is what the caller of the tier gets; what is returned, later."""
-
-
-@dataclass(eq=False)
-class Delay(Step):
-    """The call takes ``seconds`` longer."""
-
-    seconds: float
-
-    async def happen(self) -> None:
-        await asyncio.sleep(self.seconds)
-
-
-@dataclass(eq=False, kw_only=True)
-class Fail(Step):
-    """The call raises TierError."""
-
-    temporary: bool = True
-
-    async def happen(self) -> None:
-        raise TierError("scripted", temporary=self.temporary)
-
-
-@dataclass(eq=False, kw_only=True)
-class Full(Step):
-    """A put raises TierFull."""
-
-    on: Operation | None = "put"
-
-    async def happen(self) -> None:
-        raise TierFull("scripted")
-
-
-@dataclass(eq=False, kw_only=True)
-class ShortRead(Step):
-    """A get fills only the first half of each slot."""
-
-    on: Operation | None = "get"
-
-
-@dataclass(eq=False, kw_only=True)
-class Hold(Step):
-    """The call stops until ``let_go``: what happens meanwhile happens between two of its lines.
-
-    A ``stubborn`` one is not ended by cancellation either, as a thread in a system call is not:
-    once it is let go it does what it was asked to do, and only then ends as cancelled.
-    """
-
-    stubborn: bool = False
-    _reached: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _free: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-
-    async def reached(self) -> None:
-        """Wait until a call has got here."""
-        await self._reached.wait()
-
-    def let_go(self) -> None:
-        """Let calls go on, those that are to come too."""
-        self._free.set()
-
-    async def happen(self) -> CancelledError | None:
-        self._reached.set()
-        cancelled = None
-        while not self._free.is_set():
-            try:
-                await self._free.wait()
-            except CancelledError as error:
-                if not self.stubborn:
-                    raise
-                cancelled = error
-        return cancelled
-
-
-class Hang(Hold):
-    """The call does not end until it is cancelled, or the tier healed or closed."""
+    def copy(self) -> FakeStore:
+        """What is in it now, to go on with after a crash."""
+        copy = FakeStore()
+        copy.spaces = {name: dict(records) for name, records in self.spaces.items()}
+        return copy
 
 
 class FakeTier(Tier):
@@ -201,8 +124,13 @@ class FakeTier(Tier):
     def heal(self) -> None:
         """End the script and every wait in it; lost and damaged blocks stay so."""
         self.script.clear()
-        while self._holds:
-            self._holds.pop().let_go()
+        for hold in self._holds:
+            hold.let_go()
+
+    @property
+    def held(self) -> bool:
+        """Whether a call is held by its script."""
+        return bool(self._holds)
 
     @property
     def records(self) -> dict[int, Record]:
@@ -341,9 +269,13 @@ class FakeTier(Tier):
         return step
 
     async def _happen(self, step: Step | None) -> CancelledError | None:
-        if isinstance(step, Hold):
-            self._holds.append(step)
-        return None if step is None else await step.happen()
+        if not isinstance(step, Hold):
+            return None if step is None else await step.happen()
+        self._holds.append(step)
+        try:
+            return await step.happen()
+        finally:
+            self._holds.remove(step)
 
     def _latency_s(self) -> float:
         more_s = self._random.expovariate(1 / self.mean_s) if self.mean_s else 0.0

@@ -1,0 +1,87 @@
+"""What a cache may say: the reference model of a simulated run, and who asks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvladder.arena import Slot
+from kvladder.keys import BlockKey
+from kvladder.manager import Save
+from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
+from kvladder.testing.fakes import FakeStore
+from kvladder.tiers.fetch import Fetch
+
+NOTHING: frozenset[bytes] = frozenset()
+
+
+class Model:
+    """Everything that was ever saved and not removed since; whatever else may be forgotten.
+
+    Each removal changes the bytes that later saves of the key write, so that what a transfer
+    brings back from before it is told apart.
+    """
+
+    def __init__(self) -> None:
+        self.allowed: dict[BlockKey, frozenset[bytes]] = {}
+        """The bytes that may be served, by key."""
+        self.floors: dict[BlockKey, set[int]] = {}
+        """The lowest priority of its prefix that each block was ever given."""
+        self.versions: Counter[BlockKey] = Counter()
+
+    def payload(self, key: BlockKey) -> bytes:
+        """The 64 bytes that a save of this block writes now."""
+        return hashlib.sha512(key + b"%d" % self.versions[key]).digest()
+
+    def may_be(self, key: BlockKey) -> frozenset[bytes]:
+        """What the block may hold; nothing if nobody may have it."""
+        return self.allowed.get(key, NOTHING)
+
+    def asked(self, keys: Sequence[BlockKey], priorities: Sequence[int] | None) -> None:
+        """An engine offers blocks of one prefix at these priorities."""
+        floor = PRIORITY_MAX
+        for key, priority in zip(keys, priorities or [PRIORITY_DEFAULT] * len(keys), strict=True):
+            floor = min(floor, priority)
+            self.floors.setdefault(key, set()).add(floor)
+
+    def saved(self, key: BlockKey, version: int, data: bytes) -> None:
+        """A save was committed that began at this version of the key."""
+        if version == self.versions[key]:
+            self.allowed[key] = self.may_be(key) | {data}
+
+    def removed(self, keys: Sequence[BlockKey]) -> None:
+        """Nobody may have these blocks any more."""
+        for key in keys:
+            self.allowed.pop(key, None)
+            self.versions[key] += 1
+
+    def left_in(self, stores: Sequence[FakeStore]) -> None:
+        """After an end that was not clean, removals may not have reached the media."""
+        for store in stores:
+            for space in store.spaces.values():
+                for record in space.values():
+                    key = record.item.key
+                    self.allowed[key] = self.may_be(key) | {record.data}
+
+
+@dataclass(eq=False)
+class Request:
+    """One request of the engine: loads a prefix, computes the rest, saves it."""
+
+    name: int
+    keys: list[BlockKey]
+    priorities: list[int] | None
+    duration_s: float | None
+    fetch: Fetch
+    deadline_s: float
+    expected: dict[BlockKey, frozenset[bytes]]
+    """What was allowed when the fetch began."""
+    loaded: dict[Slot, bytes] = field(default_factory=dict[Slot, bytes])
+    """What is in the slots that it has pinned; must not change."""
+    save: Save | None = None
+    filled: dict[Slot, tuple[BlockKey, int, bytes]] = field(
+        default_factory=dict[Slot, tuple[BlockKey, int, bytes]]
+    )
+    """Per slot that it saves from: key, version and bytes; must not change either."""

@@ -1,0 +1,385 @@
+"""A whole cache in simulated time against a model: what an engine and its tiers may do to it.
+
+Whatever it serves has to be what the model allows; everything else it may forget.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from random import Random
+
+from kvladder.arena import Slot
+from kvladder.events import Removed, Stored
+from kvladder.keys import BlockKey
+from kvladder.testing.fakes import Fail, FakeStore, FakeTier, Full, Hang, ShortRead, Step
+from kvladder.testing.knobs import Knobs
+from kvladder.testing.model import NOTHING, Model, Request
+from kvladder.testing.sim import SimLoop, where
+from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.tiers.level import Level
+
+BLOCK_BYTES = 64
+DEADLINE_S = 3.0
+DRAIN_S = 2000.0
+"""Simulated seconds within which a healthy cache has nothing left to do."""
+
+
+class World:
+    """A cache over fake tiers, an engine that uses it, and the model of what it may say.
+
+    Every method is one step; ``check`` holds after each. ``trace`` tells what happened.
+    """
+
+    def __init__(self, knobs: Knobs, seed: int) -> None:
+        self.knobs = knobs
+        self.random = Random(seed)
+        self.trace: list[str] = []
+        self.served: Counter[str] = Counter()
+        """Blocks served, by level."""
+        self.model = Model()
+        self._seed = seed
+        self._stores = [FakeStore() for _ in knobs.levels]
+        self._names = 0
+        self.requests: list[Request] = []
+        self._open()
+
+    def _open(self) -> None:
+        self.loop = SimLoop(self._seed)
+        self.tiers = [
+            FakeTier(
+                store=store if level.durable else None,
+                durable=level.durable,
+                batch_max=level.batch_max,
+                random=Random(self._seed + number),
+                latency_s=0.001,
+                mean_s=level.mean_s,
+            )
+            for number, (level, store) in enumerate(
+                zip(self.knobs.levels, self._stores, strict=True)
+            )
+        ]
+        specs = [
+            LevelSpec(tier, level.rule, level.capacity_blocks, level.settings)
+            for tier, level in zip(self.tiers, self.knobs.levels, strict=True)
+        ]
+        knobs = self.knobs
+        opening = SimCache.open(
+            *specs,
+            slots=knobs.slots,
+            host=knobs.host,
+            reserve_blocks=knobs.reserve_blocks,
+            fetch_blocks_max=knobs.fetch_blocks_max,
+        )
+        self.cache = self.loop.run_until_complete(opening)
+        self.manager = self.cache.manager
+        self._replayed = {level.name: set(level.index) for level in self.cache.levels}
+        self._replayed["host"] = set()
+
+    def note(self, text: str) -> None:
+        """Add to the trace."""
+        self.trace.append(f"{self.loop.time():.6f} {text}")
+
+    # ---- what the engine does
+
+    def prompt(self, number: int, length: int) -> list[BlockKey]:
+        """The keys of a prompt; many of them share a prefix."""
+        path = [number & 1, number >> 1 & 1, number >> 2 & 3, 0, 0, 0, 0, 0][:length]
+        return SimCache.keys(*path)
+
+    def begin(
+        self, number: int, length: int, priority: int | None = None, duration_s: float | None = None
+    ) -> None:
+        """A request arrives, its later blocks at a lower priority."""
+        keys = self.prompt(number, length)
+        priorities = None
+        if priority is not None:
+            priorities = [max(0, priority - 5 * position) for position in range(length)]
+        lookup = self.manager.lookup(keys)
+        assert 0 <= lookup.host <= lookup.total <= length
+        deadline_s = self.random.choice((0.0, 0.05, DEADLINE_S))
+        self._names += 1
+        request = Request(
+            self._names,
+            keys,
+            priorities,
+            duration_s,
+            self.manager.fetch(keys, deadline_s=deadline_s),
+            self.loop.time() + deadline_s,
+            dict(self.model.allowed),
+        )
+        self.requests.append(request)
+        self.note(f"begin {request.name}: {number}/{length} at {priority}, {lookup}")
+
+    def poll(self) -> None:
+        """Each request does what it can do next; which one is first is random."""
+        for request in self.random.sample(self.requests, len(self.requests)):
+            if request.save is not None:
+                self._end(request)
+            elif request.fetch.done:
+                self._loaded(request)
+            else:
+                assert self.loop.time() < request.deadline_s, "a load outlasts its deadline"
+
+    def _loaded(self, request: Request) -> None:
+        """The load has ended: check the bytes, compute the rest, begin to save it."""
+        fetch = request.fetch
+        count = fetch.blocks
+        assert len(fetch.slots) == len(fetch.sources) == count <= len(request.keys)
+        for key, slot in zip(request.keys, fetch.slots, strict=False):
+            data = self._bytes(slot)
+            right = request.expected.get(key, NOTHING) | self.model.may_be(key)
+            assert data in right, f"request {request.name} got wrong bytes from {fetch.sources}"
+            request.loaded[slot] = data
+        self.served.update(fetch.sources)
+        self.note(f"loaded {request.name}: {fetch.sources}")
+        priorities, durations = request.priorities, [request.duration_s] * len(request.keys)
+        save = self.manager.save(request.keys, priorities=priorities, durations_s=durations)
+        self.model.asked(request.keys, priorities)
+        for index, slot in zip(save.indices, save.slots, strict=True):
+            key = request.keys[index]
+            assert slot not in request.loaded
+            data = self.model.payload(key)
+            self.cache.arena.view(slot)[:BLOCK_BYTES] = data
+            request.filled[slot] = (key, self.model.versions[key], data)
+        request.save = save
+
+    def _end(self, request: Request) -> None:
+        """The copies have ended: commit, or abort if they failed, and leave."""
+        assert request.save is not None
+        if self.random.random() < 0.9:
+            request.save.commit()
+            for key, version, data in request.filled.values():
+                self.model.saved(key, version, data)
+            self.note(f"commit {request.name}: {request.save.indices}")
+        else:
+            request.save.abort()
+            self.note(f"abort {request.name}")
+        request.fetch.release()
+        self.requests.remove(request)
+
+    def cancel(self, number: int) -> None:
+        """A running request goes away, wherever it is."""
+        if self.requests:
+            request = self.requests.pop(number % len(self.requests))
+            self.note(f"cancel {request.name}")
+            request.fetch.release()
+            if request.save is not None:
+                request.save.abort()
+
+    def forget(self, number: int) -> None:
+        """The bytes that a running request loaded could not be used."""
+        if self.requests:
+            request = self.requests[number % len(self.requests)]
+            if request.fetch.done and request.save is None:
+                self.note(f"forget {request.name}")
+                self.model.removed(request.keys[: request.fetch.blocks])
+                request.fetch.forget()
+                self.requests.remove(request)
+
+    def remove(self, number: int, length: int) -> None:
+        """The user removes a prompt's blocks."""
+        keys = self.prompt(number, length)
+        self.note(f"remove {number}/{length}")
+        self.manager.remove(keys)
+        self.model.removed(keys)
+
+    def clear(self) -> None:
+        """The user removes everything."""
+        self.note("clear")
+        self.manager.clear()
+        self.model.removed([*self.model.floors])
+
+    def touch(self, number: int, length: int) -> None:
+        """A prompt was used."""
+        self.manager.touch(self.prompt(number, length))
+
+    # ---- what time and tiers do
+
+    def advance(self, seconds: float) -> None:
+        """Time goes by; 0 is one turn of the loop."""
+        self.loop.run_until_complete(asyncio.sleep(seconds))
+
+    def trouble(self, level: int, kind: int) -> None:
+        """A tier gets into one kind of trouble, for one call or until it is healed."""
+        if self.tiers:
+            tier = self.tiers[level % len(self.tiers)]
+            times = self.random.choice((1, None))
+            after = self.random.random() < 0.5
+            steps: list[Step] = [
+                Fail(times=times, after=after, temporary=after),
+                Hang(times=times, after=after),
+                Hang(times=times, stubborn=True),
+                Full(times=times),
+                ShortRead(times=times),
+            ]
+            step = steps[kind % len(steps)]
+            tier.script.append(step)
+            self.note(f"trouble at {level}: {type(step).__name__} times {times} after {after}")
+
+    def heal(self, level: int) -> None:
+        """A tier gets well again."""
+        if self.tiers:
+            self.note(f"heal {level}")
+            self.tiers[level % len(self.tiers)].heal()
+
+    def damage(self, level: int, *, lose: bool) -> None:
+        """A tier loses blocks, or they change their bytes."""
+        if self.tiers:
+            tier = self.tiers[level % len(self.tiers)]
+            keys = sorted(record.item.key for record in tier.records.values())
+            chosen = self.random.sample(keys, len(keys) // 2)
+            (tier.forget if lose else tier.corrupt)(*chosen)
+            self.note(f"{'lose' if lose else 'corrupt'} {len(chosen)} blocks of {level}")
+
+    def reopen(self, *, crash: bool) -> None:
+        """The process ends, well or not, and another one begins."""
+        for request in self.requests:
+            if not crash:
+                request.fetch.release()
+                if request.save is not None:
+                    request.save.abort()
+        self.requests.clear()
+        clean = not crash and not any(tier.script or tier.held for tier in self.tiers)
+        clean = clean and not any(level.left_behind for level in self.cache.levels)
+        kept = self._must_survive()
+        errors = self._errors()
+        before = [store.copy() for store in self._stores]
+        self._close(crash=crash)
+        if crash:
+            self._stores = before
+        if not clean or self._errors() > errors:  # removals may not have reached the tiers
+            kept.clear()
+            self.model.left_in(self._stores)
+        self._open()
+        found = {key for level in self.cache.levels for key in level.index}
+        assert kept <= found, f"{len(kept - found)} blocks did not survive a clean end"
+        self.note(f"reopen {'after a crash' if crash else ''}: {len(found)} blocks")
+
+    def _must_survive(self) -> set[BlockKey]:
+        """What a clean end has to keep: what a durable level with room for it admits."""
+        host, kept, now = self.cache.stack.host.index, set[BlockKey](), self.loop.time()
+        metas = {
+            key: host.meta(place)
+            for key in host
+            if (place := host.place(key)) is not None and host.expires_s(place) > now
+        }
+        for key, meta in metas.items():
+            for level in self.cache.levels:
+                if level.tier.durable and level.admits(meta):
+                    full = level.capacity_blocks <= len(metas) + level.places.taken
+                    if not full and not level.places.limited:
+                        kept.add(key)
+                    break
+        return kept
+
+    def _errors(self) -> int:
+        return sum(level.stats.errors for level in self.cache.levels)
+
+    def _close(self, *, crash: bool) -> None:
+        self._require_rules_kept()
+        if crash:
+            self._kill()
+        else:
+            self.loop.run_until_complete(self.cache.aclose())
+        left = sorted(map(where, asyncio.all_tasks(self.loop)))
+        assert not left, f"left behind: {left}"
+        self.loop.close()
+
+    def _kill(self) -> None:
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        for tier in self.tiers:
+            self.loop.run_until_complete(tier.aclose())
+        self.advance(DRAIN_S)
+        self.cache.arena.close()
+
+    def dispose(self) -> None:
+        """Give back what the world has of the real one, whatever state it is in."""
+        if not self.loop.is_closed():
+            try:
+                self._kill()
+            finally:
+                self.loop.close()
+
+    def end(self) -> None:
+        """Everything gets well and comes to rest; then nothing may be left, or lost on the way."""
+        for tier in self.tiers:
+            tier.heal()
+        while self.requests:
+            self.advance(0.1)
+            self.poll()
+        self.advance(DRAIN_S)
+        self.check()
+        assert not self.cache.stack.pending, "still at work"
+        host = self.cache.stack.host.index
+        assert self.cache.arena.free + len(host) == self.cache.arena.slots, "a slot is lost"
+        for level, tier in zip(self.cache.levels, self.tiers, strict=True):
+            assert level.places.taken == len(level.index), f"a place of {level.name} is lost"
+            for key in level.index:
+                record = tier.records.get(level.index.place(key) or 0)
+                assert record is not None
+                assert record.item.key == key, "the index names what is not there"
+        self._close(crash=False)
+
+    # ---- what must hold
+
+    def _bytes(self, slot: Slot) -> bytes:
+        return bytes(self.cache.arena.view(slot)[:BLOCK_BYTES])
+
+    def check(self) -> None:
+        """Every invariant, after every step."""
+        self.manager.check()
+        self._require_rules_kept()
+        self._check_slots()
+        host = self.cache.stack.host
+        for key in host.index:
+            place = host.index.place(key)
+            assert place is not None
+            assert self._bytes(Slot(place)) in self.model.may_be(key), "wrong bytes in host"
+            self._check_floor(key, host.index.meta(place).floor, host.rule.min_priority)
+        for level, tier in zip(self.cache.levels, self.tiers, strict=True):
+            self._check_level(level, tier)
+        self._replay()
+
+    def _check_slots(self) -> None:
+        """What somebody uses stays as it is, and nobody else gets it to write into."""
+        writing = [slot for request in self.requests for slot in request.filled]
+        assert len(writing) == len(set(writing)), "a slot was given out twice"
+        for request in self.requests:
+            for slot, data in request.loaded.items():
+                assert slot not in writing
+                assert self._bytes(slot) == data, "a pinned slot was written into"
+            for slot, (_, _, data) in request.filled.items():
+                assert self._bytes(slot) == data, "a slot that is being saved was written into"
+
+    def _check_level(self, level: Level, tier: FakeTier) -> None:
+        for key in level.index:
+            place = level.index.place(key)
+            assert place is not None
+            assert self.model.may_be(key), f"{level.name} has a block that was removed"
+            self._check_floor(key, level.index.meta(place).floor, level.rule.min_priority)
+            record = tier.records.get(place)
+            if record is not None and record.item.key == key:
+                assert record.data in self.model.may_be(key), f"wrong bytes in {level.name}"
+
+    def _check_floor(self, key: BlockKey, floor: int, threshold: int) -> None:
+        assert floor in self.model.floors[key]
+        assert max(self.model.floors[key]) >= threshold, "a level has what it does not admit"
+
+    def _replay(self) -> None:
+        """The events of a level, from the beginning, give its index."""
+        for event in self.manager.take_events():
+            if isinstance(event, Stored):
+                assert not self._replayed[event.level] & set(event.keys)
+                self._replayed[event.level].update(event.keys)
+            else:
+                assert isinstance(event, Removed)
+                assert self._replayed[event.level] >= set(event.keys)
+                self._replayed[event.level].difference_update(event.keys)
+        indexes = {level.name: set(level.index) for level in self.cache.levels}
+        assert self._replayed == {"host": set(self.cache.stack.host.index), **indexes}
+
+    def _require_rules_kept(self) -> None:
+        for tier in self.tiers:
+            assert not tier.violations, tier.violations

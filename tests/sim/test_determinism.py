@@ -1,0 +1,45 @@
+"""A seed is all there is to a world: no address, hash or clock of the machine comes into it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvladder.testing.soak import run_world
+
+PRINT_TRACES = """
+import sys
+from kvladder.testing.soak import run_world
+for seed in map(int, sys.argv[1:]):
+    world = run_world(seed)
+    print(*world.trace, sep="\\n")
+    for tier in world.tiers:
+        print(*((call.operation, len(call.keys), call.at_s) for call in tier.calls), sep="\\n")
+"""
+SEEDS = [str(seed) for seed in range(20, 26)]
+
+
+def traces(hash_seed: str) -> str:
+    ran = subprocess.run(
+        [sys.executable, "-c", PRINT_TRACES, *SEEDS],
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return ran.stdout
+
+
+@pytest.mark.slow
+def test_other_processes_with_other_hash_seeds_do_the_same() -> None:
+    first = traces("1")
+    assert len(first.splitlines()) > 1000
+    assert traces("2") == first
+
+
+def test_the_same_seed_does_the_same_and_another_does_not() -> None:
+    assert run_world(5).trace == run_world(5).trace
+    assert run_world(5).trace != run_world(6).trace

@@ -1,0 +1,58 @@
+"""Simulated worlds: seeds that once found something, and a fresh stretch of others.
+
+Each line below is a seed and what its world found when it was first run.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from kvladder.testing import soak
+from kvladder.testing.world import World
+
+FOUND = """
+    2     a removal left behind met a write of its block; a batch of removals had a key twice
+    102   what waited for a level behind its breaker was never written
+    232   a call that only the end of its tier could end held a slot past closing
+    301   a flush lost blocks to a queue that was full already
+    302   a removal left behind was not repeated when it had ended
+    400   two blocks took turns for ever in a level smaller than the reserve
+    508   a commit met its block, which had arrived meanwhile
+    1017  a block came back while its removal was under way, which was then left behind
+    3079  a writer that was cancelled and woken at once went on
+    4070  a load that had not begun at the end kept its slot
+    5040  the writer asked again and again whether a trial was over
+    5116  demotion came to a halt in a full arena
+    7064  what waited for a level was not written after a read had opened its breaker
+"""
+SEEDS = [int(line.split()[0]) for line in FOUND.strip().splitlines()]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_worlds_that_found_something(seed: int) -> None:
+    soak.run_world(seed)
+
+
+@pytest.mark.slow
+def test_ten_thousand_steps_in_other_worlds() -> None:
+    worlds = [soak.run_world(seed) for seed in range(50_000, 50_050)]
+    served = sum((world.served for world in worlds), start=worlds[0].served)
+    assert set(served) == {"host", "level1", "level2", "level3"}, "they reach every level"
+
+
+def test_the_command_says_what_was_served(capsys: pytest.CaptureFixture[str]) -> None:
+    assert soak.main(["--steps", "400", "--seed", "3"]) == 0
+    assert capsys.readouterr().out.startswith("2/2 worlds, to seed 4; blocks served: host ")
+
+
+def test_the_command_names_the_seed_of_a_world_that_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: object) -> None:
+        raise AssertionError("broken")
+
+    monkeypatch.setattr(World, "check", broken)
+    with pytest.raises(AssertionError) as failure:
+        soak.main(["--steps", "1", "--seed", "7"])
+    assert "--seed 7" in capsys.readouterr().out
+    assert failure.value.__notes__[0].startswith("seed 7\nKnobs(")
