@@ -69,7 +69,8 @@ class TierStack:
         )
         self._post = post
         self._saving: dict[BlockKey, tuple[Slot, Meta]] = {}
-        self._refused: set[BlockKey] = set()
+        self._refused: set[tuple[Level, BlockKey]] = set()
+        """Blocks of the host level that a level did not take, or took and gave up again."""
         self._backlog: dict[Level, OrderedDict[BlockKey, None]] = {
             level: OrderedDict() for level in levels if level.rule.when == "commit"
         }
@@ -97,7 +98,8 @@ class TierStack:
         """The level that a block of the host level still has to be written to, if any."""
         for level in self.levels:
             if level.admits(meta):
-                return None if key in level.index or key in self._refused else level
+                done = key in level.index or (level, key) in self._refused
+                return None if done else level
         return None
 
     def _loose(self, key: BlockKey, meta: Meta) -> bool:
@@ -106,9 +108,9 @@ class TierStack:
     def _written(self, level: Level, key: BlockKey, *, stored: bool) -> None:
         """A level settled a block: if it did not take it, the host level need not wait for it."""
         if stored:
-            self._refused.discard(key)
+            self._refused.discard((level, key))
         elif key in self.host.index:
-            self._refused.add(key)
+            self._refused.add((level, key))
         self._schedule()
 
     def _schedule(self) -> None:
@@ -123,7 +125,7 @@ class TierStack:
             self._scheduled = False
             if self._closed:
                 return
-            self._refused = {key for key in self._refused if key in self.host.index}
+            self._refused = {held for held in self._refused if held[1] in self.host.index}
             for key, slot, meta in self.host.next_to_go():
                 target = self._target(key, meta)
                 if target is not None:

@@ -24,6 +24,7 @@ FOUND = """
     5040  the writer asked again and again whether a trial was over
     5116  demotion came to a halt in a full arena
     7064  what waited for a level was not written after a read had opened its breaker
+    200192  blocks took turns for ever in a level smaller than the reserve, and below it
 """
 SEEDS = [int(line.split()[0]) for line in FOUND.strip().splitlines()]
 

@@ -78,6 +78,16 @@ async def test_a_small_level_below_a_reserve_is_not_written_for_ever() -> None:
         assert tier.batches("put") == [1, 1]
 
 
+async def test_nor_are_its_victims_if_they_find_room_below() -> None:
+    first, second = FakeTier(batch_max=1), FakeTier()
+    levels = LevelSpec(first, capacity_blocks=1), LevelSpec(second)
+    async with cache_of(*levels, slots=8, reserve_blocks=6) as cache:
+        cache.save(cache.keys(1, 2, 3, 4, 5, 6))
+        await asyncio.sleep(100.0)
+        assert len(first.batches("put")) <= 6
+        assert len(second.batches("put")) <= 6
+
+
 async def test_what_waited_for_a_tier_is_written_once_it_is_well_again() -> None:
     tier = FakeTier([Fail(on="put")])
     settings = LevelSettings(gate=QUICK.gate, queue_blocks=1)
