@@ -1,3 +1,83 @@
-"""Every test runs with the shipped plugin, whether or not kvladder is installed."""
+"""Every test runs with the shipped plugin, and leaves no claim, thread or file behind.
+
+Tasks are the plugin's to watch. Hypothesis runs as many examples as ``HYPOTHESIS_PROFILE`` says:
+``dev`` (the default), ``ci`` (more, the same each time) or ``night`` (many).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from kvladder.arena import Arena
 
 pytest_plugins = ["kvladder.testing.plugin"]
+
+settings.register_profile("dev", max_examples=50, deadline=None)
+settings.register_profile(
+    "ci",
+    max_examples=300,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("night", max_examples=10_000, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "dev"))
+
+JOIN_S = 2.0
+OTHERS = ("gpu", "vllm")
+"""Marks of tests in which other libraries keep what they opened."""
+
+
+def open_files() -> set[str]:
+    """What this process has open, but for arenas: an exception may still refer to a slot."""
+    found: set[str] = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(entry.readlink())
+        except OSError:  # it is the one that lists them
+            continue
+        if not target.startswith("/memfd:kvladder-arena"):
+            found.add(f"{entry.name} -> {target}")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Fail a test that ends with a claim on a slot, a thread or an open file of its own."""
+    if any(request.node.get_closest_marker(name) for name in OTHERS):
+        yield
+        return
+    threads, files = set(threading.enumerate()), open_files()
+    claimed: dict[Arena, int | None] = {}
+    begin, end = Arena.__init__, Arena.close
+
+    def beginning(arena: Arena, *arguments: Any, **options: Any) -> None:
+        begin(arena, *arguments, **options)
+        claimed[arena] = None
+
+    def ending(arena: Arena) -> None:
+        claimed[arena] = arena.slots - arena.free
+        end(arena)
+
+    monkeypatch.setattr(Arena, "__init__", beginning)
+    monkeypatch.setattr(Arena, "close", ending)
+    yield
+    assert None not in claimed.values(), "an arena was not closed"
+    assert not any(claimed.values()), f"claims on slots of closed arenas: {claimed.values()}"
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(JOIN_S)
+    left = sorted(thread.name for thread in set(threading.enumerate()) - threads)
+    assert not left, f"threads: {left}"
+    if open_files() - files:
+        gc.collect()
+    assert not open_files() - files

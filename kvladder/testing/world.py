@@ -292,7 +292,10 @@ class World:
         for tier in self.tiers:
             self.loop.run_until_complete(tier.aclose())
         self.advance(DRAIN_S)
-        self.cache.arena.close()
+        arena = self.cache.arena
+        for slot in map(Slot, range(arena.slots)):  # a process takes its claims with it
+            arena.release([slot] * arena.claims(slot))
+        arena.close()
 
     def dispose(self) -> None:
         """Give back what the world has of the real one, whatever state it is in."""

@@ -85,6 +85,7 @@ async def check(path: Path, promised: dict[int, int]) -> None:
         assert arena.view(slot)[: LAYOUT.block_bytes] == data(number)
     assert tier.corrupt_blocks() == 0
     await tier.aclose()
+    arena.release([slot])
     arena.close()
 
 
