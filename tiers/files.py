@@ -20,8 +20,8 @@ from kvladder.tiers.blockheader import HEADER_BYTES, Outcome
 from kvladder.tiers.codecs import ChecksumCodec
 from kvladder.tiers.disk import Disk, OsDisk
 from kvladder.tiers.filesdir import is_full
-from kvladder.tiers.filestore import FileStore
-from kvladder.tiers.indexlog import PUT, RECORD_BYTES, REMOVE, items_of, tag_of
+from kvladder.tiers.filestore import FileStore, PutBatch
+from kvladder.tiers.indexlog import RECORD_BYTES, REMOVE, items_of, tag_of
 from kvladder.tiers.iopool import BufferedPool, IoPool, Pool
 from kvladder.units import Size
 
@@ -183,26 +183,15 @@ class FilesTier(Tier):
         missing = store.segments.missing(items)
         if missing:
             _raise_if_failed(await self._run([lambda: store.allocate(missing)]))
-        runs = list(store.segments.runs(items, range(len(items)), self.options.threads))
-        first = store.log.number(len(items))
-        writes: list[Callable[[], None]] = []
-        for run in runs:
-            writes.append(partial(store.segments.write, [items[i] for i in run], first))
-            first += len(run)
-        results = await self._run(writes)
-        failures = [result for result in results if result is not None]
-        if any(is_full(failure) for failure in failures) or len(failures) == len(results):
-            _raise_if_failed(results)
-        kept = [False] * len(items)
-        for run, result in zip(runs, results, strict=True):
-            for index in run:
-                kept[index] = result is None
-        stored = [item for item, ok in zip(items, kept, strict=True) if ok]
-        _raise_if_failed(await self._run([lambda: store.log.append(PUT, stored)]))
-        for item in stored:
-            self._set_tag(item, tag_of(item.key))
+        batch = PutBatch(store, items, self.options.threads)
+        await self._run(batch.jobs)
+        if not any(batch.kept):
+            _raise_if_failed(batch.failures)
+        for item, kept in zip(items, batch.kept, strict=True):
+            if kept:
+                self._set_tag(item, tag_of(item.key))
         self._compact_if_due()
-        return kept
+        return batch.kept
 
     async def remove(self, items: Sequence[Item]) -> None:
         store, _ = self._opened()

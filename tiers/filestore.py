@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from kvladder.errors import ConfigError
-from kvladder.tiers.base import TierContext
+from kvladder.tiers.base import Item, TierContext
 from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader
 from kvladder.tiers.codecs import Codec
 from kvladder.tiers.disk import Disk
 from kvladder.tiers.filesdir import SEGMENTS_MAX, FilesDirectory, Meta, is_full
-from kvladder.tiers.indexlog import Found, IndexLog
+from kvladder.tiers.indexlog import PUT, Found, IndexLog
 from kvladder.tiers.segments import Geometry, Segments
 
 SEGMENTS_WANTED_MAX = SEGMENTS_MAX // 4
@@ -136,6 +138,55 @@ class FileStore:
         for step in (self.log.flush, self.segments.close, self.log.close, self.directory.close):
             with suppress(OSError):  # what is not on the disk yet is forgotten after a power cut
                 step()
+
+
+class PutBatch:
+    """A batch on its way to the disk, as jobs for several threads.
+
+    Whoever writes the last of it appends all of it to the log: a block is published after its
+    bytes are complete. If a job is left out, nothing is published.
+    """
+
+    def __init__(self, store: FileStore, items: Sequence[Item], parts: int) -> None:
+        self._store = store
+        self._items = items
+        self._lock = threading.Lock()
+        self.kept = [False] * len(items)
+        """Which items are stored and published, once all jobs have run."""
+        self.failures: list[OSError] = []
+        self.jobs: list[Callable[[], None]] = []
+        number = store.log.number(len(items))
+        for run in store.segments.runs(items, range(len(items)), parts):
+            self.jobs.append(partial(self._write, run, number))
+            number += len(run)
+        self._left = len(self.jobs)
+
+    def _write(self, run: Sequence[int], number: int) -> None:
+        failure: OSError | None = None
+        try:
+            self._store.segments.write([self._items[index] for index in run], number)
+        except OSError as error:
+            failure = error
+        with self._lock:
+            if failure is not None:
+                self.failures.append(failure)
+            for index in run:
+                self.kept[index] = failure is None
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._publish()
+
+    def _publish(self) -> None:
+        stored = [item for item, ok in zip(self._items, self.kept, strict=True) if ok]
+        try:
+            if any(map(is_full, self.failures)):
+                self.kept = [False] * len(self._items)
+            else:
+                self._store.log.append(PUT, stored)
+        except OSError as error:
+            self.failures.append(error)
+            self.kept = [False] * len(self._items)
 
 
 def _wanted(context: TierContext, segment_bytes: int) -> Meta:

@@ -182,21 +182,25 @@ class Segments:
     ) -> Iterator[list[int]]:
         """``indices`` into ``items``, grouped into runs of adjacent places, ``parts`` or more.
 
-        A run is within one segment and at most ``PIECE_BYTES`` or one block long.
+        A run is within one segment and at most ``PIECE_BYTES`` or one block long; the first ones
+        are shorter, so that the disk has something to do early.
         """
         share = min(PIECE_BYTES, len(indices) * self.geometry.slot_bytes // parts)
         blocks = min(PIECE_BLOCKS_MAX, max(1, share // self.geometry.slot_bytes))
+        short = max(1, blocks // 4)
         run: list[int] = []
         next_place = -1
+        begun = 0
         for index in sorted(indices, key=lambda index: items[index].place):
             place = items[index].place
             if run and (
                 place != next_place
-                or len(run) == blocks
+                or len(run) == (short if begun < parts else blocks)
                 or place % self.geometry.segment_places == 0
             ):
                 yield run
                 run = []
+                begun += 1
             run.append(index)
             next_place = place + 1
         if run:
