@@ -241,7 +241,8 @@ class World:
                     request.save.abort()
         self.requests.clear()
         clean = not crash and not any(tier.script or tier.held for tier in self.tiers)
-        clean = clean and not any(level.left_behind for level in self.cache.levels)
+        for level in self.cache.levels:
+            clean = clean and level.gate.open() and not level.left_behind
         kept = self._must_survive()
         errors = self._errors()
         before = [store.copy() for store in self._stores]
