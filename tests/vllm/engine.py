@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -113,8 +114,13 @@ class Engine:
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
 
     def stats(self) -> Any:
-        """The connector's statistics, its invariants checked."""
-        self.half.settle()
+        """The connector's statistics, its invariants checked, once the tiers are idle or hang."""
+        end = time.monotonic() + 5
+        while time.monotonic() < end:
+            self.half.settle()
+            if not self.half.busy and self.half.connector.manager.idle():
+                break
+            time.sleep(0.02)
         self.half.connector.manager.check()
         return self.half.stats()
 
