@@ -71,12 +71,20 @@ class Connector(ABC):
         """
 
     @abstractmethod
-    def save(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> JobId | None:
+    def save(
+        self,
+        keys: Sequence[BlockKey],
+        blocks: Sequence[int],
+        *,
+        priorities: Sequence[tuple[int, float | None]] | None = None,
+    ) -> JobId | None:
         """Begin to save those of ``blocks`` that are not cached yet and that a level would take.
 
         ``keys`` name consecutive blocks of one prefix, as many as there are ``blocks``, complete
-        or complete once what the engine's device was told so far is done. None: nothing to copy.
-        They are hits when the end of the job has been polled.
+        or complete once what the engine's device was told so far is done. ``priorities`` has a
+        priority and its duration in seconds, None for good, for each of them, as
+        :meth:`kvladder.Retention.of_blocks` returns it; None gives them the default. Returns None
+        if there is nothing to copy. They are hits when the end of the job has been polled.
         """
 
     @abstractmethod

@@ -65,10 +65,23 @@ class JobConnector(Connector):
         job = CopyJob(JobId(next(self._ids)), "onboard", tuple(blocks), tuple(slots))
         return self._begin(job, match)
 
-    def save(self, keys: Sequence[BlockKey], blocks: Sequence[int]) -> JobId | None:
+    def save(
+        self,
+        keys: Sequence[BlockKey],
+        blocks: Sequence[int],
+        *,
+        priorities: Sequence[tuple[int, float | None]] | None = None,
+    ) -> JobId | None:
         if len(keys) != len(blocks):
             raise ValueError(f"{len(keys)} keys for {len(blocks)} blocks")
-        save = self.manager.save(keys)
+        if priorities is None:
+            save = self.manager.save(keys)
+        else:
+            save = self.manager.save(
+                keys,
+                priorities=[priority for priority, _ in priorities],
+                durations_s=[duration_s for _, duration_s in priorities],
+            )
         if not save.slots:
             return None
         chosen = tuple(blocks[index] for index in save.indices)

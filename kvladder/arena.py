@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NewType
 
-from kvladder.errors import ArenaError, ClosedError, ConfigError
+from kvladder.errors import ArenaError, ConfigError
 from kvladder.layout import PAGE_BYTES, align
 
 Slot = NewType("Slot", int)
@@ -249,8 +249,3 @@ class Arena:
             self._map.close()
         except BufferError:  # a view is still held: its holder frees the mapping
             pass
-
-    def require_open(self) -> None:
-        """Raise ClosedError after :meth:`close`."""
-        if self._fd < 0:
-            raise ClosedError("the arena is closed")

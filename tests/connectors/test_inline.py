@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvladder import CacheManager, Layout, open_cache
+from kvladder import CacheManager, Layout, Retention, RetentionRange, open_cache
 from kvladder.connectors.inline import InlineConnector
 from kvladder.connectors.jobs import JobConnector
 from kvladder.errors import LayoutError
@@ -184,3 +184,24 @@ def test_more_blocks_than_matched_are_refused_and_nothing_stays_pinned(
     with pytest.raises(ValueError, match="2 keys for 1 blocks"):
         ranks.save(KEYS[:2], [1])
     assert {manager.arena.claims(slot) for slot in ranks.jobs[0].slots} == {1}
+
+
+def test_a_retention_decides_what_stays() -> None:
+    kv = torch.arange(16 * 64, dtype=torch.float32).reshape(16, 64)
+    layout = Layout(block_tokens=4, block_bytes=kv[0].nbytes)
+    stack = {"arena": {"size": "16 KiB"}, "tiers": [{"type": "host", "min_priority": 20}]}
+    retention = Retention(
+        (RetentionRange(0, 4, 80), RetentionRange(4, None, 20, duration_s=60.0)), decode_priority=5
+    )
+    with open_cache(stack, layout=layout) as cache:
+        connector = InlineConnector(cache, kv)
+        keys = connector.keys(range(16))
+        pairs = retention.of_blocks(range(4), block_tokens=4, prompt_tokens=12)
+        assert pairs == [(80, None), (20, 60.0), (20, 60.0), (5, None)]
+        connector.wait(connector.save(keys, range(4), priorities=pairs))
+        assert cache.lookup(keys).host == 3, "what was generated is below the threshold"
+        others = connector.keys(range(100, 112))
+        connector.wait(connector.save(others, range(4, 7)))
+        assert cache.lookup(others).host == 3
+        assert cache.lookup(keys).host == 1, "the head was to stay"
+        connector.close()
