@@ -12,7 +12,7 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,25 +41,42 @@ class ArenaHandle:
 def memory_available(root: Path = Path("/")) -> int:
     """Bytes this process may still use: the machine's, or its container's where that is less.
 
-    Reads ``/proc/meminfo`` and the limits of cgroup v2 and v1 below ``root``.
+    Reads ``/proc/meminfo`` and the limits of cgroup v2 and v1 below ``root``, those around it too.
+    The page cache that a container is charged for, such as a model's files, is not in the way.
     """
     available = _meminfo(root, "MemAvailable")
-    limits = [
-        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-        (
-            "sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ]
-    for limit_path, used_path in limits:
+    for folder, (limit_name, used_name, total) in _cgroups(root):
         try:
-            limit = (root / limit_path).read_text().strip()
-            used = (root / used_path).read_text().strip()
+            limit = (folder / limit_name).read_text().strip()
+            used = int((folder / used_name).read_text())
+            stat = (folder / "memory.stat").read_text()
         except OSError:
             continue
-        if limit.isdigit() and used.isdigit():
-            available = min(available, max(0, int(limit) - int(used)))
+        for line in stat.splitlines():
+            name, _, value = line.partition(" ")
+            if name in {f"{total}active_file", f"{total}inactive_file"}:
+                used -= int(value)
+        if limit.isdigit():
+            available = min(available, max(0, int(limit) - max(0, used)))
     return available
+
+
+_V2 = ("memory.max", "memory.current", "")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+
+
+def _cgroups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Folders of the memory cgroups that this process is in, and what their files are called."""
+    own = {"": "", "memory": ""}
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            own.update(dict.fromkeys(controllers.split(","), path.strip("/")))
+    for base, names, path in (("", _V2, own[""]), ("memory", _V1, own["memory"])):
+        top = root / "sys/fs/cgroup" / base
+        for folder in (top / path, *(top / path).parents):
+            if folder.is_relative_to(top):
+                yield folder, names
 
 
 def _meminfo(root: Path, field: str, *, scale: int = 1024) -> int:

@@ -1,0 +1,360 @@
+"""The arena: claims, bytes, other processes, and memory that is not there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvladder.arena import HUGE_PAGE_BYTES, Arena, ArenaHandle, Slot, memory_available
+from kvladder.errors import ArenaError, ConfigError
+
+SLOT_BYTES = 4096
+MIB = 2**20
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena.create(4, SLOT_BYTES)
+    yield arena
+    arena.check()
+    for slot in map(Slot, range(arena.slots)):
+        arena.release([slot] * arena.claims(slot))
+    arena.close()
+
+
+def state(arena: Arena) -> tuple[int, list[int]]:
+    return arena.free, [arena.claims(Slot(slot)) for slot in range(arena.slots)]
+
+
+# ---- claims
+
+
+def test_leases_all_or_none(arena: Arena) -> None:
+    assert arena.lease(3) == [0, 1, 2]
+    assert arena.lease(2) is None
+    assert state(arena) == (1, [1, 1, 1, 0])
+    assert arena.lease(0) == []
+    assert arena.lease(1) == [3]
+    assert arena.lease(1) is None
+
+
+def test_e2_a_leased_slot_is_not_handed_out_again(arena: Arena) -> None:
+    (first,) = arena.lease(1) or []
+    others = arena.lease(3) or []
+    assert first not in others
+    arena.release(others)
+    assert first not in (arena.lease(3) or [])
+
+
+def test_a_slot_is_free_when_the_last_claim_is_released(arena: Arena) -> None:
+    slots = arena.lease(2) or []
+    arena.share(slots)
+    arena.share(slots[:1])
+    arena.release(slots)
+    assert state(arena) == (2, [2, 1, 0, 0])
+    arena.release(slots)
+    assert state(arena) == (3, [1, 0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    "released",
+    [
+        pytest.param([3], id="never leased"),
+        pytest.param([0, 3], id="the second was never leased"),
+        pytest.param([1, 1], id="twice in one call"),
+        pytest.param([0, 0, 0], id="once too often"),
+    ],
+)
+def test_e9_a_release_too_many_raises_and_changes_nothing(
+    arena: Arena, released: list[int]
+) -> None:
+    arena.share([(arena.lease(2) or [])[0]])
+    before = state(arena)
+    with pytest.raises(ArenaError, match="more often than it was leased"):
+        arena.release([Slot(slot) for slot in released])
+    assert state(arena) == before
+    arena.check()
+
+
+def test_a_free_slot_cannot_be_shared(arena: Arena) -> None:
+    slots = arena.lease(1) or []
+    before = state(arena)
+    with pytest.raises(ArenaError, match="slot 2 is free"):
+        arena.share([*slots, Slot(2)])
+    assert state(arena) == before
+
+
+class ClaimsMachine(RuleBasedStateMachine):
+    """Any order of leases, shares and releases against a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arena = Arena.create(5, SLOT_BYTES)
+        self.model: Counter[Slot] = Counter()
+
+    @rule(count=st.integers(0, 6))
+    def lease(self, count: int) -> None:
+        slots = self.arena.lease(count)
+        if count > 5 - len(+self.model):
+            assert slots is None
+        else:
+            assert slots is not None
+            assert len(set(slots)) == count
+            assert not any(self.model[slot] for slot in slots)
+            self.model.update(slots)
+
+    @precondition(lambda self: any(self.model.values()))
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        slots = data.draw(st.lists(st.sampled_from(sorted(+self.model)), max_size=4))
+        self.arena.share(slots)
+        self.model.update(slots)
+
+    @rule(slots=st.lists(st.integers(0, 4).map(Slot), max_size=4))
+    def release(self, slots: list[Slot]) -> None:
+        if all(self.model[slot] >= count for slot, count in Counter(slots).items()):
+            self.arena.release(slots)
+            self.model.subtract(slots)
+        else:
+            with pytest.raises(ArenaError):
+                self.arena.release(slots)
+
+    @invariant()
+    def agrees(self) -> None:
+        self.arena.check()
+        assert state(self.arena) == (5 - len(+self.model), [self.model[Slot(n)] for n in range(5)])
+
+    def teardown(self) -> None:
+        self.arena.release(list(self.model.elements()))
+        self.arena.close()
+
+
+TestClaims: Any = ClaimsMachine.TestCase
+
+
+# ---- bytes
+
+
+def test_slots_are_pages_side_by_side(arena: Arena) -> None:
+    assert arena.address % SLOT_BYTES == 0
+    assert arena.size_bytes % HUGE_PAGE_BYTES == 0
+    for slot in map(Slot, range(4)):
+        view = arena.view(slot)
+        assert len(view) == SLOT_BYTES
+        assert not view.readonly
+        view[:] = bytes([slot]) * SLOT_BYTES
+    assert [set(arena.view(Slot(slot))) for slot in range(4)] == [{0}, {1}, {2}, {3}]
+
+
+def test_an_attached_arena_is_the_same_memory(arena: Arena) -> None:
+    other = Arena.attach(arena.handle)
+    other.view(Slot(1))[:3] = b"abc"
+    assert bytes(arena.view(Slot(1))[:3]) == b"abc"
+    other.close()
+    assert bytes(arena.view(Slot(1))[:3]) == b"abc"
+
+
+ATTACH = """
+import sys
+from kvladder.arena import Arena, ArenaHandle, Slot
+arena = Arena.attach(ArenaHandle(*map(int, sys.argv[1:])))
+assert bytes(arena.view(Slot(2))[:5]) == b"hello"
+arena.view(Slot(3))[:5] = b"there"
+arena.close()
+"""
+
+
+def other_process(code: str, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_another_process_sees_the_bytes(arena: Arena) -> None:
+    arena.view(Slot(2))[:5] = b"hello"
+    handle = arena.handle
+    with other_process(ATTACH, handle.pid, handle.fd, handle.slots, handle.slot_bytes) as process:
+        pass
+    assert process.returncode == 0
+    assert bytes(arena.view(Slot(3))[:5]) == b"there"
+
+
+OWN = """
+from kvladder.arena import Arena, Slot
+arena = Arena.create(4, 4096)
+arena.view(Slot(0))[:4] = b"mine"
+handle = arena.handle
+print(handle.pid, handle.fd, handle.slots, handle.slot_bytes, flush=True)
+input()
+"""
+
+
+def arenas_in_use() -> set[str]:
+    """Every arena that some process has open or mapped, or that lies in /dev/shm."""
+    found = {name for name in os.listdir("/dev/shm") if "kvladder" in name}  # noqa: PTH208
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            maps = (process / "maps").read_text()
+        except OSError:
+            continue
+        found |= {line.split()[4] for line in maps.splitlines() if "kvladder-arena" in line}
+    return found
+
+
+@pytest.mark.crash
+def test_kill_9_of_the_owner_leaves_nothing_behind() -> None:
+    before = arenas_in_use()
+    with other_process(OWN) as process:
+        assert process.stdout is not None
+        handle = ArenaHandle(*map(int, process.stdout.readline().split()))
+        attached = Arena.attach(handle)
+        process.kill()
+    assert bytes(attached.view(Slot(0))[:4]) == b"mine", "a worker may finish its copies"
+    assert len(arenas_in_use() - before) == 1
+    attached.close()
+    assert arenas_in_use() <= before
+    with pytest.raises(ArenaError, match=f"arena of process {handle.pid}"):
+        Arena.attach(handle)
+
+
+def test_what_is_attached_has_to_be_the_arena(arena: Arena) -> None:
+    with pytest.raises(ArenaError, match="is not"):
+        Arena.attach(replace(arena.handle, slots=HUGE_PAGE_BYTES))
+    with pytest.raises(ArenaError, match="No such file"):
+        Arena.attach(replace(arena.handle, fd=999_999))
+
+
+def test_may_be_closed_twice_and_while_somebody_looks_at_a_slot() -> None:
+    arena = Arena.create(1, SLOT_BYTES)
+    view = arena.view(Slot(0))
+    arena.close()
+    arena.close()
+    assert view[0] == 0, "who still looks at a slot keeps its memory"
+
+
+# ---- memory that is not there
+
+
+@pytest.mark.parametrize("slots", [0, -1])
+def test_an_arena_has_room_for_a_block(slots: int) -> None:
+    with pytest.raises(ConfigError, match=r"arena\.size: .*at least one block, 4096 bytes"):
+        Arena.create(slots, SLOT_BYTES)
+
+
+@pytest.mark.parametrize("slot_bytes", [0, 1, 4095, 4097, -4096])
+def test_slots_are_whole_pages(slot_bytes: int) -> None:
+    with pytest.raises(ConfigError, match="a multiple of 4096"):
+        Arena.create(1, slot_bytes)
+
+
+def test_says_what_would_fit_where_memory_is_short() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Arena.create(4096, MIB, available_bytes=1024 * MIB)
+    assert str(refusal.value) == (
+        "arena.size: 4.00 GiB do not fit in the 1.00 GiB of memory that are available here"
+        " (0.90 GiB would fit)"
+    )
+    fits = Arena.create(921, 4096, available_bytes=1024 * MIB)
+    fits.close()
+
+
+def test_an_arena_larger_than_this_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="would fit"):
+        Arena.create(2**40, SLOT_BYTES)
+
+
+def test_a_reservation_that_fails_is_refused_and_closes_its_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fallocate(fd: int, offset: int, size: int) -> None:
+        del fd, offset, size
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    with pytest.raises(ConfigError, match="cannot be had: No space left"):
+        Arena.create(1, SLOT_BYTES)
+
+
+def machine(root: Path, **files: str) -> Path:
+    """A fake root with 100 MiB of memory and these files below /sys/fs/cgroup."""
+    (root / "proc").mkdir()
+    (root / "proc/meminfo").write_text("MemTotal: 204800 kB\nMemAvailable:   102400 kB\n")
+    for name, text in files.items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+V2 = "memory.max", "memory.current", "memory.stat"
+V1 = "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"
+
+
+def limits(names: tuple[str, str, str], limit: str, used: int, stat: str = "") -> dict[str, str]:
+    return dict(zip(names, (f"{limit}\n", f"{used}\n", stat), strict=True))
+
+
+def test_without_a_limit_it_is_the_machines_memory(tmp_path: Path) -> None:
+    assert memory_available(machine(tmp_path)) == 100 * MIB
+
+
+@pytest.mark.parametrize("names", [V1, V2], ids=["v1", "v2"])
+def test_a_containers_limit_counts_where_it_is_less(
+    tmp_path: Path, names: tuple[str, str, str]
+) -> None:
+    files = limits(names, str(50 * MIB), 20 * MIB)
+    assert memory_available(machine(tmp_path, **files)) == 30 * MIB
+
+
+@pytest.mark.parametrize("names", [V1, V2], ids=["v1", "v2"])
+def test_a_containers_page_cache_is_not_in_the_way(
+    tmp_path: Path, names: tuple[str, str, str]
+) -> None:
+    total = "total_" if names == V1 else ""
+    stat = f"anon 5\n{total}inactive_file {10 * MIB}\n{total}active_file {4 * MIB}\nfile 1\n"
+    files = limits(names, str(50 * MIB), 20 * MIB, stat)
+    assert memory_available(machine(tmp_path, **files)) == 44 * MIB
+
+
+@pytest.mark.parametrize(
+    ("names", "line"),
+    [(V1, "4:cpu,memory:/pods/one"), (V2, "0::/pods/one")],
+    ids=["v1", "v2"],
+)
+@pytest.mark.parametrize("where", ["pods/one", "pods", "."])
+def test_the_limits_of_every_group_around_the_process_count(
+    tmp_path: Path, names: tuple[str, str, str], line: str, where: str
+) -> None:
+    files = limits(names, str(50 * MIB), 20 * MIB)
+    base = "memory/" if names == V1 else ""
+    nested = {f"{base}{where}/{name.removeprefix(base)}": text for name, text in files.items()}
+    root = machine(tmp_path, **nested)
+    (root / "proc/self").mkdir()
+    (root / "proc/self/cgroup").write_text(f"8:pids:/elsewhere\n{line}\n")
+    assert memory_available(root) == 30 * MIB
+
+
+def test_a_container_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
+    assert memory_available(machine(tmp_path, **limits(V2, str(50 * MIB), 60 * MIB))) == 0
+
+
+@pytest.mark.parametrize(("names", "limit"), [(V2, "max"), (V1, "9223372036854771712")])
+def test_an_unlimited_container_has_the_machines_memory(
+    tmp_path: Path, names: tuple[str, str, str], limit: str
+) -> None:
+    assert memory_available(machine(tmp_path, **limits(names, limit, MIB))) == 100 * MIB

@@ -1,0 +1,193 @@
+"""Keys: equal if and only if everything that they bind is equal."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvladder.errors import ConfigError
+from kvladder.keys import KEY_BYTES, BlockKey, KeyScheme, namespace
+
+TOKENS = st.lists(st.integers(0, 3) | st.integers(0, 2**32 - 1), max_size=12)
+NAMES = st.text(st.sampled_from("ab\0="), max_size=3)
+
+
+def scheme(block_tokens: int = 4, **fields: str) -> KeyScheme:
+    return KeyScheme(namespace(fields), block_tokens=block_tokens)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """All that one block's key depends on."""
+
+    fields: tuple[tuple[str, str], ...]
+    deployment: str
+    block_tokens: int
+    salt: str
+    lora: str
+    tokens: tuple[int, ...]
+    extra: tuple[tuple[int, bytes], ...]
+
+    def keys(self) -> list[BlockKey]:
+        space = namespace(dict(self.fields), salt=self.deployment)
+        keys = KeyScheme(space, block_tokens=self.block_tokens)
+        root = keys.root(salt=self.salt, lora=self.lora)
+        return keys.chain(self.tokens, parent=root, extra=self.extra)
+
+    def prefix(self, blocks: int) -> tuple[object, ...]:
+        """What the key of the last of so many blocks must depend on, and nothing else."""
+        end = blocks * self.block_tokens
+        extra = tuple(sorted((at, content) for at, content in self.extra if at < end))
+        names = (frozenset(self.fields), self.deployment, self.block_tokens, self.salt, self.lora)
+        return (*names, self.tokens[:end], extra)
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> Prompt:
+    tokens = draw(TOKENS)
+    at = st.integers(0, max(0, len(tokens) - 1))
+    extra = draw(st.lists(st.tuples(at, st.binary(max_size=2)), max_size=2)) if tokens else []
+    return Prompt(
+        fields=tuple(draw(st.dictionaries(NAMES, NAMES, max_size=2)).items()),
+        deployment=draw(NAMES),
+        block_tokens=draw(st.integers(1, 4)),
+        salt=draw(NAMES),
+        lora=draw(NAMES),
+        tokens=tuple(tokens),
+        extra=tuple(extra),
+    )
+
+
+@given(left=prompts(), right=prompts())
+def test_equal_if_and_only_if_all_that_they_bind_is_equal(left: Prompt, right: Prompt) -> None:
+    for i, one in enumerate(left.keys(), 1):
+        for j, other in enumerate(right.keys(), 1):
+            assert (one == other) == (left.prefix(i) == right.prefix(j))
+
+
+@given(prompt=prompts(), data=st.data())
+def test_one_change_changes_every_key_after_it_and_none_before(
+    prompt: Prompt, data: st.DataObject
+) -> None:
+    if not prompt.tokens:
+        return
+    at = data.draw(st.integers(0, len(prompt.tokens) - 1))
+    tokens = list(prompt.tokens)
+    tokens[at] ^= 1
+    changed = Prompt(**{**prompt.__dict__, "tokens": tuple(tokens)})
+    same = at // prompt.block_tokens
+    before, after = prompt.keys(), changed.keys()
+    assert before[:same] == after[:same]
+    assert not set(before[same:]) & set(after[same:])
+
+
+@given(tokens=TOKENS, split=st.integers(0, 3))
+def test_a_chain_goes_on_where_another_ended(tokens: list[int], split: int) -> None:
+    keys = scheme(block_tokens=2)
+    whole = keys.chain(tokens)
+    head = keys.chain(tokens[: 2 * split])
+    parent = head[-1] if head else None
+    assert head + keys.chain(tokens[2 * len(head) :], parent=parent) == whole
+
+
+def test_keys_are_long_digests_of_whole_blocks() -> None:
+    keys = scheme().chain(range(11))
+    assert [len(key) for key in keys] == [KEY_BYTES, KEY_BYTES]
+    assert 8 * KEY_BYTES >= 256
+    assert scheme().chain(range(3)) == []
+
+
+def test_the_chain_is_what_the_documentation_says() -> None:
+    """Worked out anew: other programs may have to make the same keys."""
+    keys = scheme()
+    first = hashlib.sha256(keys.root() + struct.pack("<4I", 1, 2, 3, 2**32 - 1)).digest()
+    second = hashlib.sha256(first + struct.pack("<4I", 5, 6, 7, 8)).digest()
+    assert keys.chain([1, 2, 3, 2**32 - 1, 5, 6, 7, 8]) == [first, second]
+
+
+def test_q7_flipping_a_token_leaves_the_blocks_before_it() -> None:
+    """Three blocks of 16: hit 3; token 19 flipped: 1; token 0: 0; other LoRA or salt: 0."""
+    keys = scheme(block_tokens=16)
+    tokens = list(range(48))
+    stored = set(keys.chain(tokens))
+
+    def hits(changed: list[int], **names: str) -> int:
+        found = keys.chain(changed, parent=keys.root(**names))
+        return next((n for n, key in enumerate(found) if key not in stored), len(found))
+
+    assert hits(tokens) == 3
+    assert hits([*tokens[:19], 99, *tokens[20:]]) == 1
+    assert hits([99, *tokens[1:]]) == 0
+    assert hits(tokens, lora="other") == 0
+    assert hits(tokens, salt="other") == 0
+
+
+def test_u14_loras_salts_and_contents_never_share_a_block() -> None:
+    keys = scheme()
+    tokens = range(8)
+    roots = [
+        keys.root(),
+        keys.root(lora="0"),
+        keys.root(lora="1"),
+        keys.root(salt="a"),
+        keys.root(salt="b"),
+        keys.root(salt="a", lora="0"),
+    ]
+    chains = [keys.chain(tokens, parent=root) for root in roots]
+    images = [((2, b"cat"),), ((2, b"dog"),), ((3, b"cat"),), ((2, b"cat"), (2, b"dog"))]
+    chains += [keys.chain(tokens, extra=extra) for extra in images]
+    everything = [key for chain in chains for key in chain]
+    assert len(set(everything)) == len(everything)
+    assert chains == [keys.chain(tokens, parent=root) for root in roots] + [
+        keys.chain(tokens, extra=extra) for extra in images
+    ], "inside each of them reuse is full"
+
+
+def test_an_image_in_the_second_block_leaves_the_first() -> None:
+    keys = scheme()
+    plain, with_image = keys.chain(range(12)), keys.chain(range(12), extra=[(5, b"cat")])
+    assert plain[0] == with_image[0]
+    assert not set(plain[1:]) & set(with_image[1:])
+
+
+def test_the_order_of_extras_does_not_matter() -> None:
+    keys = scheme()
+    extra = [(5, b"cat"), (1, b"dog"), (5, b"ant")]
+    assert keys.chain(range(8), extra=extra) == keys.chain(range(8), extra=extra[::-1])
+
+
+def test_names_cannot_run_into_each_other() -> None:
+    spaces = [
+        namespace({"a": "bc"}),
+        namespace({"ab": "c"}),
+        namespace({"a": "b", "c": ""}),
+        namespace({"a": "bc"}, salt="d"),
+        namespace({"a": "bcd"}),
+        namespace({}),
+    ]
+    assert len(set(spaces)) == len(spaces)
+    keys = scheme()
+    assert keys.root(salt="ab", lora="c") != keys.root(salt="a", lora="bc")
+    assert scheme(2).root() != scheme(4).root()
+
+
+@pytest.mark.parametrize("token", [-1, 2**32, 1.5, "1"])
+def test_strange_tokens_are_refused(token: object) -> None:
+    with pytest.raises(ValueError, match="token ids"):
+        scheme().chain([0, 0, 0, token])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("offset", [-1, 4])
+def test_an_extra_lies_among_the_tokens(offset: int) -> None:
+    with pytest.raises(ValueError, match="extra at token"):
+        scheme().chain(range(4), extra=[(offset, b"x")])
+
+
+def test_a_block_has_tokens() -> None:
+    with pytest.raises(ConfigError, match="0 tokens"):
+        scheme(0)
