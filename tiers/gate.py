@@ -57,6 +57,11 @@ class Gate:
         return self.breaker.allows(self._shared.clock.now())
 
     @property
+    def ill(self) -> bool:
+        """Whether the last that is known of the tier is that it failed too often."""
+        return self.breaker.state != "closed"
+
+    @property
     def retry_in_s(self) -> float:
         """Seconds until the tier may be called again; 0 if it may be called now."""
         if self.breaker.state == "trial":  # which is over by then

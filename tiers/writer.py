@@ -129,17 +129,18 @@ class Writer:
 
     async def _run(self) -> None:
         while True:
-            shut = not self._gate.open()
+            was_ill = self._gate.ill
             with suppress(TimeoutError):  # wait_for would swallow a cancellation in 3.11
-                async with asyncio.timeout(self._gate.retry_in_s if shut else None):
+                wait_s = None if self._gate.open() else self._gate.retry_in_s
+                async with asyncio.timeout(wait_s):
                     await self._wakeup.wait()
             self._wakeup.clear()
             while self.pending and self._gate.open():
                 await self._step()
             with self._lock:
                 self._abandon()
-                if shut and self._gate.open():
-                    self._level.stir()
+                if was_ill and self._gate.open():
+                    self._level.stir()  # others may have something for it again
             self._idle.set()
 
     def _abandon(self) -> None:

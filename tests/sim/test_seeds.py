@@ -25,6 +25,7 @@ FOUND = """
     5116  demotion came to a halt in a full arena
     7064  what waited for a level was not written after a read had opened its breaker
     200192  blocks took turns for ever in a level smaller than the reserve, and below it
+    303258  what waited for a level was not written after a removal had tried it out
 """
 SEEDS = [int(line.split()[0]) for line in FOUND.strip().splitlines()]
 

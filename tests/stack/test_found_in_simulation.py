@@ -113,6 +113,24 @@ async def test_so_it_is_if_a_read_found_the_tier_ill() -> None:
         assert sum(tier.batches("put")) == 3
 
 
+async def test_so_it_is_if_a_removal_found_it_well_again() -> None:
+    store = FakeStore()
+    async with cache_of(LevelSpec(FakeTier(store=store, durable=True))) as cache:
+        cache.save(cache.keys(1))
+    hold = Hold(on="remove")
+    tier = FakeTier([Fail(on="get"), hold], store=store, durable=True)
+    async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
+        assert await cache.load(cache.keys(1)) == []
+        await asyncio.sleep(10.0)
+        cache.manager.remove(cache.keys(1))
+        await hold.reached()
+        cache.save(cache.keys(2, 3))
+        hold.let_go()
+        await asyncio.sleep(10.0)
+        assert not cache.stack.pending
+        assert cache.manager.stats()["level1"]["blocks"] == 2
+
+
 async def test_the_writer_waits_while_a_read_tries_a_tier_out() -> None:
     """It asked again and again whether the trial was over."""
     store = FakeStore()
