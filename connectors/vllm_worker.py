@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,15 +31,24 @@ class WorkerHalf:
         vLLM's own.
     rank:
         This worker's position in its tensor-parallel group.
+    make_copier:
+        Another way to copy, for tests.
     """
 
     def __init__(
-        self, vllm_config: Any, kv_cache_config: Any, *, rank: int, notices: Notices
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        *,
+        rank: int,
+        notices: Notices,
+        make_copier: Callable[..., Copier] = copier_for,
     ) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._rank = rank
         self._notices = notices
+        self._make_copier = make_copier
         self._pages: BlockPages | None = None
         self._fields: dict[str, str] = {}
         self._arena: Arena | None = None
@@ -173,7 +182,7 @@ class WorkerHalf:
             assert self._pages is not None
             self._arena = Arena.attach(attach.arena)
             offset = attach.offsets[self._rank]
-            self._copier = copier_for(self._pages, self._arena, offset=offset)
+            self._copier = self._make_copier(self._pages, self._arena, offset=offset)
         return self._copier
 
     def _poll(self) -> None:

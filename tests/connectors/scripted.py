@@ -1,0 +1,419 @@
+"""A small engine that behaves as vLLM does towards both halves, and checks every byte it reads.
+
+It keeps no prefix cache of its own, hands blocks out again at once and in any order, computes in
+parts, preempts, and aborts requests in every state. What a forward pass reads must be what the
+tokens before it wrote: each token writes a number that depends on its whole prefix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvladder.arena import Arena
+from kvladder.config import load_config
+from kvladder.gpu.copy import Copier, CopyJob, Finished, JobId
+from kvladder.gpu.cpu import CpuCopier
+from kvladder.gpu.pages import BlockPages
+from kvladder.notices import Notices
+
+TOKENS = 4
+LAYERS = 2
+NULL = 0
+
+
+class LazyCopier(Copier):
+    """Copies when it is asked to wait, or at some later poll, in any order; or fails."""
+
+    def __init__(self, pages: BlockPages, arena: Arena, *, offset: int, random: Random) -> None:
+        self._real = CpuCopier(pages, arena, offset=offset)
+        self._random = random
+        self._waiting: list[CopyJob] = []
+        self._finished: list[Finished] = []
+        self.failing = 0.0
+        self.failing_way: str | None = None
+        """Only jobs of this direction fail; None: any."""
+        self.held = False
+        """Whether nothing ends unless somebody waits for it."""
+
+    def submit(self, job: CopyJob) -> None:
+        self._waiting.append(job)
+
+    def _run(self, job: CopyJob) -> None:
+        self._waiting.remove(job)
+        may_fail = self.failing_way in (None, job.direction)
+        if may_fail and self._random.random() < self.failing:
+            self._finished.append(Finished(job.id, False, 0, 0.0, "by the script"))
+            return
+        self._real.submit(job)
+        self._real.wait([job.id])
+        self._finished += self._real.poll()
+
+    def poll(self) -> list[Finished]:
+        for job in self._random.sample(self._waiting, len(self._waiting)):
+            if not self.held and self._random.random() < 0.4:
+                self._run(job)
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, ids: Sequence[JobId]) -> None:
+        for job in [job for job in self._waiting if job.id in ids]:
+            self._run(job)
+
+    def rest(self, timeout_s: float) -> None:
+        """Nothing goes on elsewhere."""
+
+    def fence(self, ids: Sequence[JobId]) -> None:
+        self.wait(ids)
+
+    def close(self) -> None:
+        self.wait([job.id for job in self._waiting])
+        self._real.close()
+
+
+class Request:
+    """Like vLLM's, as far as the connector looks at it."""
+
+    def __init__(self, request_id: str, tokens: Sequence[int]) -> None:
+        self.request_id = request_id
+        self.tokens = list(tokens)
+        self.num_prompt_tokens = len(tokens)
+        self.num_computed_tokens = 0
+        self.block_hashes: list[bytes] = []
+        self.skip_reading_prefix_cache = False
+        self.lora_request: Any = None
+        self.hash()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    def hash(self) -> None:
+        while (len(self.block_hashes) + 1) * TOKENS <= len(self.tokens):
+            end = (len(self.block_hashes) + 1) * TOKENS
+            self.block_hashes.append(hashlib.sha256(repr(self.tokens[:end]).encode()).digest())
+
+    def content(self, position: int) -> int:
+        """What the forward pass writes for a token."""
+        return int.from_bytes(
+            hashlib.sha256(repr(self.tokens[: position + 1]).encode()).digest()[:6]
+        )
+
+
+@dataclass
+class Entry:
+    """A request in the engine."""
+
+    request: Request
+    length: int
+    """Tokens after which it is over."""
+    table: list[int] = field(default_factory=list[int])
+    state: str = "waiting"
+    new: bool = True
+    resumed: bool = False
+    fresh: list[int] = field(default_factory=list[int])
+    """Blocks that it got since the last step that it was scheduled in."""
+    arrivals: int = 0
+    """Ranks that have reported the end of its load."""
+
+
+def configs(*, hash_name: str = "sha256", ranks: int = 1) -> tuple[Any, Any]:
+    """Stand-ins for vLLM's VllmConfig and KVCacheConfig."""
+    spec = type("FullAttentionSpec", (), {})()
+    spec.block_size = TOKENS
+    spec.page_size_bytes = spec.unpadded_page_size_bytes = TOKENS * 8
+    group = SimpleNamespace(layer_names=[f"l{i}" for i in range(LAYERS)], kv_cache_spec=spec)
+    cache = SimpleNamespace(prefix_caching_hash_algo=hash_name, cache_dtype="auto")
+    model = SimpleNamespace(
+        model="tiny", dtype="int64", quantization=None, hf_config=SimpleNamespace(to_dict=dict)
+    )
+    vllm_config = SimpleNamespace(
+        model_config=model,
+        cache_config=cache,
+        load_config=SimpleNamespace(load_format="dummy"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        speculative_config=None,
+    )
+    return vllm_config, SimpleNamespace(kv_cache_groups=[group], kv_cache_layout="LBHNC")
+
+
+class Engine:
+    """One engine with its two halves (of ``ranks`` workers each has the same tensors)."""
+
+    def __init__(
+        self,
+        source: Mapping[str, Any],
+        *,
+        blocks: int = 40,
+        seed: int = 0,
+        load: str = "async",
+        save_decode: bool = True,
+        ranks: int = 1,
+    ) -> None:
+        from kvladder.connectors import vllm_worker
+        from kvladder.connectors.vllm_options import Options
+        from kvladder.connectors.vllm_scheduler import SchedulerHalf
+
+        self.random = Random(seed)
+        self.is_async = load == "async"
+        vllm_config, kv_config = configs(ranks=ranks)
+        kv_config.num_blocks = blocks
+        self.notices = Notices(lambda: 0.0)
+        self.copiers: list[LazyCopier] = []
+
+        def make(pages: BlockPages, arena: Arena, *, offset: int = 0) -> Copier:
+            copier = LazyCopier(pages, arena, offset=offset, random=self.random)
+            self.copiers.append(copier)
+            return copier
+
+        self.kv = [
+            torch.zeros(LAYERS, blocks, 1, TOKENS, 1, dtype=torch.int64) for _ in range(ranks)
+        ]
+        self.workers = []
+        for rank, kv in enumerate(self.kv):
+            worker = vllm_worker.WorkerHalf(
+                vllm_config, kv_config, rank=rank, notices=self.notices, make_copier=make
+            )
+            worker.register({f"l{i}": kv[i] for i in range(LAYERS)})
+            self.workers.append(worker)
+        options = Options(load="async" if self.is_async else "sync", save_decode=save_decode)
+        self.half = SchedulerHalf(
+            vllm_config,
+            kv_config,
+            options=options,
+            config=load_config(source),
+            notices=self.notices,
+        )
+        self.half.start({rank: worker.describe() for rank, worker in enumerate(self.workers)})
+        self.free = list(range(1, blocks))
+        self.entries: dict[str, Entry] = {}
+        self.loaded = 0
+        self.read = 0
+        self.steps = 0
+
+    # ---- what a user does
+
+    def add(self, tokens: Sequence[int], *, length: int | None = None) -> Request:
+        request = Request(f"r{len(self.entries)}-{self.steps}", tokens)
+        self.entries[request.request_id] = Entry(request, length or len(tokens) + 1)
+        self.half.arrived(request)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        entry = self.entries[request_id]
+        self.half.finished(entry.request)
+        if entry.state == "loading":
+            entry.state = "aborted"  # its blocks are still being written to
+        else:
+            self._drop(entry)
+
+    def preempt(self, request_id: str) -> None:
+        self._give_way(self.entries[request_id])
+
+    def _give_way(self, entry: Entry) -> None:
+        assert entry.state in {"running", "waiting"}
+        self._free(entry)
+        entry.request.num_computed_tokens = 0
+        entry.state, entry.resumed = "waiting", not entry.new
+
+    def run(self, steps_max: int = 2000) -> None:
+        """Step until every request is over and everything is copied."""
+        for _ in range(steps_max):
+            if not self.entries and not self.half.busy:
+                return
+            self.step()
+        raise AssertionError(f"not over after {steps_max} steps: {self.entries}")
+
+    # ---- one step
+
+    def step(self, budget: int = 24) -> Any:
+        """Schedule, execute, take in what came out of it."""
+        self.steps += 1
+        scheduled: dict[str, int] = {}
+        for entry in self.entries.values():
+            if entry.state == "running" and budget > 0:
+                budget -= self._schedule(entry, scheduled, budget)
+        for entry in list(self.entries.values()):
+            if entry.state == "waiting" and budget > 0:
+                budget -= self._admit(entry, scheduled, budget)
+        step = self.half.build(self._output(scheduled))
+        for worker in self.workers:
+            worker.begin(step)
+        if any(load.sync for load in step.loads):
+            self._each("load", step)
+            self._forward(scheduled)
+        else:
+            self._forward(scheduled)
+            self._each("load", step)
+        self._each("save", step)
+        bad = set[int]().union(*(worker.bad_blocks() for worker in self.workers))
+        received = [worker.received() for worker in self.workers]
+        bad |= set[int]().union(*(worker.bad_blocks() for worker in self.workers))
+        self._take(scheduled, received, bad)
+        reports = [r for r in (worker.report() for worker in self.workers) if r is not None]
+        if reports:
+            whole = reports[0]
+            for other in reports[1:]:
+                whole = whole.aggregate(other)
+            self.half.report(whole)
+        return step
+
+    def _each(self, name: str, step: Any) -> None:
+        for worker in self.workers:
+            getattr(worker, name)(step)
+
+    def _room(self, entry: Entry, tokens: int) -> bool:
+        """Give ``entry`` blocks for its first ``tokens`` tokens, all or none."""
+        wanted = -(-tokens // TOKENS) - len(entry.table)
+        if wanted > len(self.free):
+            return False
+        for _ in range(wanted):
+            block = self.free.pop(self.random.randrange(len(self.free)))
+            entry.table.append(block)
+            entry.fresh.append(block)
+        return True
+
+    def _schedule(self, entry: Entry, scheduled: dict[str, int], budget: int) -> int:
+        """Let a running request go on as far as there is room; younger ones give way to it."""
+        request = entry.request
+        if request.num_computed_tokens == len(entry.table) * TOKENS and not self.free:
+            others = [e for e in self.entries.values() if e.table and e is not entry]
+            for victim in reversed(others):
+                if victim.state in {"running", "waiting"}:
+                    scheduled.pop(victim.request.request_id, None)
+                    self._give_way(victim)
+                    break
+            else:
+                return 0
+        room = (len(entry.table) + len(self.free)) * TOKENS - request.num_computed_tokens
+        count = min(budget, request.num_tokens - request.num_computed_tokens, room)
+        assert self._room(entry, request.num_computed_tokens + count)
+        scheduled[request.request_id] = count
+        return count
+
+    def _admit(self, entry: Entry, scheduled: dict[str, int], budget: int) -> int:
+        """Let a waiting request run, or load; room for all of it is there before it is told."""
+        request = entry.request
+        external, is_async = 0, False
+        if request.num_computed_tokens == 0:
+            found, is_async = self.half.ask(request, 0)
+            if found is None:
+                return 0
+            assert is_async == (found > 0 and self.is_async)
+            external = found
+        computed = request.num_computed_tokens + external
+        count = 0 if is_async else min(budget, request.num_tokens - computed)
+        if not self._room(entry, computed + count):
+            return 0
+        request.num_computed_tokens = computed
+        self.half.allocated(request, list(entry.table), external)
+        self.loaded += external // TOKENS
+        entry.state = "loading" if is_async else "running"
+        if count:
+            scheduled[request.request_id] = count
+        return count
+
+    def _output(self, scheduled: dict[str, int]) -> Any:
+        new: list[Any] = []
+        cached = SimpleNamespace(
+            req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
+        )
+        for request_id in scheduled:
+            entry = self.entries[request_id]
+            computed = entry.request.num_computed_tokens
+            if entry.new:
+                new.append(
+                    SimpleNamespace(block_ids=[list(entry.table)], num_computed_tokens=computed)
+                )
+            else:
+                whole = entry.table if entry.resumed else entry.fresh
+                cached.req_ids.append(request_id)
+                cached.new_block_ids.append((list(whole),) if whole else None)
+                cached.num_computed_tokens.append(computed)
+                if entry.resumed:
+                    cached.resumed_req_ids.add(request_id)
+            entry.new = entry.resumed = False
+            entry.fresh.clear()
+        tables = {request_id: (list(self.entries[request_id].table),) for request_id in scheduled}
+        return SimpleNamespace(
+            num_scheduled_tokens=dict(scheduled),
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=cached,
+            new_block_ids_to_zero=None,
+            kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get),
+        )
+
+    def _forward(self, scheduled: dict[str, int]) -> None:
+        """Read all that came before, unless it was reported as bad, and write what is new."""
+        spoiled = set[int]().union(*(worker._bad_blocks for worker in self.workers))
+        for request_id, count in scheduled.items():
+            entry = self.entries[request_id]
+            request, start = entry.request, entry.request.num_computed_tokens
+            if not spoiled & set(entry.table):
+                for position in range(start):
+                    self.read += 1
+                    for kv in self.kv:
+                        cell = kv[:, entry.table[position // TOKENS], 0, position % TOKENS, 0]
+                        assert cell.tolist() == [request.content(position)] * LAYERS, (
+                            f"step {self.steps}: {request_id} reads another token's KV"
+                        )
+            for position in range(start, start + count):
+                value = -1 if spoiled & set(entry.table) else request.content(position)
+                for kv in self.kv:
+                    kv[:, entry.table[position // TOKENS], 0, position % TOKENS, 0] = value
+
+    def _take(self, scheduled: dict[str, int], received: Sequence[set[str]], bad: set[int]) -> None:
+        for request_id, count in scheduled.items():
+            entry = self.entries[request_id]
+            request = entry.request
+            request.num_computed_tokens += count
+            failed = [i for i, block in enumerate(entry.table) if block in bad]
+            if failed:
+                request.num_computed_tokens = failed[0] * TOKENS
+            elif request.num_computed_tokens == request.num_tokens:
+                request.tokens.append(self.random.randrange(50))
+                request.hash()
+                if request.num_tokens >= entry.length:
+                    self.half.finished(request)
+                    self._drop(entry)
+        for request_id in [request_id for rank in received for request_id in rank]:
+            entry = self.entries[request_id]
+            failed = [i for i, block in enumerate(entry.table) if block in bad]
+            if failed:
+                computed = min(entry.request.num_computed_tokens, failed[0] * TOKENS)
+                entry.request.num_computed_tokens = computed
+            entry.arrivals += 1
+            if entry.arrivals == len(self.workers):
+                self._received(entry)
+
+    def _received(self, entry: Entry) -> None:
+        entry.arrivals = 0
+        if entry.state == "aborted":
+            self._drop(entry)
+            return
+        assert entry.state == "loading"
+        entry.state = "waiting"
+        if entry.request.num_computed_tokens == 0:
+            self._free(entry)
+
+    def _free(self, entry: Entry) -> None:
+        self.free += entry.table
+        entry.table.clear()
+        entry.fresh.clear()
+
+    def _drop(self, entry: Entry) -> None:
+        self._free(entry)
+        del self.entries[entry.request.request_id]
+
+    def close(self) -> None:
+        """End it as vLLM does, the workers first."""
+        for worker in self.workers:
+            worker.close()
+        self.half.close()
