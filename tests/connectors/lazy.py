@@ -1,0 +1,60 @@
+"""A copier whose every delay and failure is the test's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from kvladder.arena import Arena
+from kvladder.gpu.copy import Copier, CopyJob, Finished, JobId
+from kvladder.gpu.cpu import CpuCopier
+from kvladder.gpu.pages import BlockPages
+
+
+class LazyCopier(Copier):
+    """Copies when it is asked to wait, or at some later poll, in any order; or fails."""
+
+    def __init__(self, pages: BlockPages, arena: Arena, *, offset: int, random: Random) -> None:
+        self._real = CpuCopier(pages, arena, offset=offset)
+        self._random = random
+        self._waiting: list[CopyJob] = []
+        self._finished: list[Finished] = []
+        self.failing = 0.0
+        self.failing_way: str | None = None
+        """Only jobs of this direction fail; None: any."""
+        self.held = False
+        """Whether nothing ends unless somebody waits for it."""
+
+    def submit(self, job: CopyJob) -> None:
+        self._waiting.append(job)
+
+    def _run(self, job: CopyJob) -> None:
+        self._waiting.remove(job)
+        may_fail = self.failing_way in (None, job.direction)
+        if may_fail and self._random.random() < self.failing:
+            self._finished.append(Finished(job.id, False, 0, 0.0, "by the script"))
+            return
+        self._real.submit(job)
+        self._real.wait([job.id])
+        self._finished += self._real.poll()
+
+    def poll(self) -> list[Finished]:
+        for job in self._random.sample(self._waiting, len(self._waiting)):
+            if not self.held and self._random.random() < 0.4:
+                self._run(job)
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, ids: Sequence[JobId]) -> None:
+        for job in [job for job in self._waiting if job.id in ids]:
+            self._run(job)
+
+    def rest(self, timeout_s: float) -> None:
+        """Nothing goes on elsewhere."""
+
+    def fence(self, ids: Sequence[JobId]) -> None:
+        self.wait(ids)
+
+    def close(self) -> None:
+        self.wait([job.id for job in self._waiting])
+        self._real.close()

@@ -1,0 +1,264 @@
+"""What the vLLM connector accepts and refuses at start, and what its blocks are named by."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvladder.connectors import vllm_plugin, weights
+from kvladder.connectors.vllm_checks import (
+    check_engine,
+    check_features,
+    check_groups,
+    layer_page_bytes,
+)
+from kvladder.connectors.vllm_fingerprint import model_fields
+from kvladder.connectors.vllm_options import parse
+from kvladder.connectors.vllm_stats import StatsFile
+from kvladder.connectors.weights import weights_digest
+from kvladder.errors import ConfigError, LayoutError
+from tests.connectors.scripted import configs
+
+HOST = {"host": "64 MiB"}
+
+
+def test_the_short_form_and_the_file_give_a_stack(tmp_path: Path) -> None:
+    options, config = parse({**HOST, "load": "sync", "save_decode": False})
+    assert (options.load, options.save_decode, options.stats_file) == ("sync", False, None)
+    assert config.arena.size_bytes == 64 << 20
+    path = tmp_path / "stack.yaml"
+    path.write_text("arena: {size: 32 MiB}\ntiers: [{type: host}]\n")
+    options, config = parse({"config": str(path)})
+    assert (options.load, config.arena.size_bytes) == ("async", 32 << 20)
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"lod": "sync", **HOST}, r"kv_connector_extra_config.lod: unknown key .*'load'"),
+        ({"hots": "1 GiB"}, r"kv_connector_extra_config.hots: unknown key .*'host'"),
+        ({"load": "later", **HOST}, r"kv_connector_extra_config.load: 'later' .*'async' or 'sync'"),
+        ({"save_decode": "yes", **HOST}, r"save_decode: 'yes' .*true or false"),
+        ({}, r"kv_connector_extra_config: no stack .*stack.yaml"),
+        ({"load": "sync"}, "no stack"),
+        ({"config": "stack.yaml", **HOST}, r"host: stands beside config .*stack.yaml"),
+        ({"config": "/nowhere/stack.yaml"}, r"/nowhere/stack.yaml: No such file"),
+        ({"stats_file": "/nowhere/stats", **HOST}, r"stats_file: /nowhere/stats .*does not exist"),
+        ({"host": "64 XB"}, "host: '64 XB' .*unknown unit"),
+    ],
+)
+def test_wrong_settings_say_where_what_and_what_instead(extra: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        parse(extra)
+
+
+@pytest.mark.parametrize(
+    ("part", "option", "value", "text"),
+    [
+        ("parallel_config", "pipeline_parallel_size", 2, "--pipeline-parallel-size: 2"),
+        ("parallel_config", "decode_context_parallel_size", 2, "--decode-context-parallel-size"),
+        ("parallel_config", "nnodes", 3, "--nnodes: 3 .*supports 1"),
+        ("cache_config", "prefix_caching_hash_algo", "xxhash_cbor", "sha256 or sha256_cbor"),
+        ("cache_config", "calculate_kv_scales", True, "--calculate-kv-scales"),
+    ],
+)
+def test_engines_that_are_not_supported_are_refused(
+    part: str, option: str, value: object, text: str
+) -> None:
+    vllm_config, _ = configs()
+    check_engine(vllm_config)
+    setattr(getattr(vllm_config, part), option, value)
+    with pytest.raises(ConfigError, match=text):
+        check_engine(vllm_config)
+
+
+def test_models_with_several_kinds_of_blocks_are_refused_by_name() -> None:
+    vllm_config, kv_config = configs()
+    check_groups(vllm_config, kv_config)
+    group = kv_config.kv_cache_groups[0]
+    kv_config.kv_cache_groups.append(group)
+    with pytest.raises(LayoutError, match=r"tiny has 2 groups of KV cache \(FullAttentionSpec\)"):
+        check_groups(vllm_config, kv_config)
+    mamba = type("MambaSpec", (), {})()
+    kv_config.kv_cache_groups[:] = [SimpleNamespace(layer_names=["m"], kv_cache_spec=mamba)]
+    with pytest.raises(LayoutError, match=r"1 groups of KV cache \(MambaSpec\)"):
+        check_groups(vllm_config, kv_config)
+    kv_config.kv_cache_groups[:] = [group]
+    kv_config.hash_block_size = 2
+    with pytest.raises(LayoutError, match="hashes every 2 tokens, but its blocks have 4"):
+        check_groups(vllm_config, kv_config)
+
+
+def test_layers_of_one_group_may_have_sizes_of_their_own() -> None:
+    _, kv_config = configs()
+    own = type("MLAAttentionSpec", (), {})()
+    own.page_size_bytes, own.unpadded_page_size_bytes = 128, 100
+    kv_config.kv_cache_groups[0].kv_cache_spec.kv_cache_specs = {"l1": own}
+    assert layer_page_bytes(kv_config) == {"l0": 32, "l1": 100}
+
+
+def test_a_vllm_that_lacks_something_is_told_what() -> None:
+    with pytest.raises(ConfigError, match=r"lack handle_preemptions, needed for fencing saves"):
+        check_features(object)
+
+
+def test_everything_that_changes_the_bytes_changes_the_name() -> None:
+    def fields(**changes: Any) -> dict[str, str]:
+        vllm_config, _ = configs()
+        for name, value in changes.items():
+            part, _, option = name.partition("__")
+            setattr(getattr(vllm_config, part), option, value)
+        return model_fields(vllm_config, fingerprint="auto")
+
+    plain = fields()
+    assert fields() == plain
+    rope = SimpleNamespace(to_dict=lambda: {"rope_theta": 5, "_name_or_path": "x"})
+    again = SimpleNamespace(to_dict=lambda: {"rope_theta": 5, "transformers_version": "5"})
+    changed = [
+        fields(model_config__model="other"),
+        fields(model_config__dtype="float16"),
+        fields(model_config__quantization="fp8"),
+        fields(cache_config__cache_dtype="fp8"),
+        fields(cache_config__prefix_caching_hash_algo="sha256_cbor"),
+        fields(model_config__hf_config=rope),
+    ]
+    assert plain not in changed
+    assert len({json.dumps(one) for one in changed}) == len(changed)
+    assert fields(model_config__hf_config=again) == changed[-1]
+    vllm_config, _ = configs()
+    given = [model_fields(vllm_config, fingerprint=name)["weights"] for name in ("v1", "v2")]
+    assert given == ["given v1", "given v2"]
+
+
+# ---- weights
+
+
+def safetensors(path: Path, tensors: dict[str, bytes]) -> Path:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, data in tensors.items():
+        header[name] = {
+            "dtype": "U8",
+            "shape": [len(data)],
+            "data_offsets": [begin, begin + len(data)],
+        }
+        begin += len(data)
+    text = json.dumps(header).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(tensors.values()))
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "weights.json"
+
+
+def test_other_weights_have_another_digest(tmp_path: Path, cache: Path) -> None:
+    base = {"a": bytes(100_000), "b": bytes(1000), "c": bytes(50)}
+    variants = [base, {**base, "a": b"\1" * 100_000}, {**base, "c": b"\1" * 50}, {**base, "d": b""}]
+    digests = []
+    for index, tensors in enumerate([*variants, base]):
+        safetensors(tmp_path / str(index) / "model.safetensors", tensors)
+        digests.append(weights_digest(tmp_path / str(index), cache=cache))
+    assert digests[-1] == digests[0]
+    assert len(set(digests)) == len(variants)
+
+
+def test_changed_weights_under_the_same_path_are_noticed(tmp_path: Path, cache: Path) -> None:
+    file = safetensors(tmp_path / "m" / "model.safetensors", {"a": bytes(9000)})
+    first = weights_digest(tmp_path / "m", cache=cache)
+    stat = file.stat()
+    safetensors(file, {"a": b"\7" * 9000})
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert weights_digest(tmp_path / "m", cache=cache) != first
+
+
+def test_files_that_did_not_change_are_not_read_again(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    safetensors(tmp_path / "m" / "model.safetensors", {"a": bytes(9000)})
+    first = weights_digest(tmp_path / "m", cache=cache)
+
+    def unread(*_: object) -> str:
+        raise AssertionError("it was read")
+
+    monkeypatch.setattr(weights, "_file_digest", unread)
+    assert weights_digest(tmp_path / "m", cache=cache) == first
+    cache.write_text("not JSON")
+    with pytest.raises(AssertionError, match="it was read"):
+        weights_digest(tmp_path / "m", cache=cache)
+
+
+def test_other_formats_and_damaged_headers_are_sampled(tmp_path: Path, cache: Path) -> None:
+    found = set()
+    for index, content in enumerate([b"", b"abc", bytes(3_000_000), b"\xff" * 3_000_000]):
+        for suffix in (".bin", ".safetensors"):
+            folder = tmp_path / f"{index}{suffix}"
+            folder.mkdir()
+            (folder / f"x{suffix}").write_bytes(content)
+            found.add(weights_digest(folder, cache=cache))
+    assert len(found) == 8
+
+
+def test_a_directory_without_weights_asks_for_a_fingerprint(tmp_path: Path, cache: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.fingerprint: no weights in .*text of your own"):
+        weights_digest(tmp_path, cache=cache)
+    with pytest.raises(ConfigError, match="no weights in .*gone.safetensors"):
+        weights_digest(tmp_path / "gone.safetensors", cache=cache)
+
+
+def test_a_model_that_was_never_downloaded_is_not_guessed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("huggingface_hub")
+    with pytest.raises(ConfigError, match="weights of model no/such are not found"):
+        weights.downloaded("no/such", cache_dir=str(tmp_path))
+
+
+# ---- the rest
+
+
+def test_statistics_are_written_whole_and_at_the_end(tmp_path: Path) -> None:
+    counts = {"host": {"hits": 1}}
+    file = StatsFile(tmp_path / "stats.json", lambda: counts, every_s=3600)
+    file.write()
+    assert json.loads((tmp_path / "stats.json").read_text()) == counts
+    counts["host"] = {"hits": 2}
+    file.close()
+    file.close()
+    assert json.loads((tmp_path / "stats.json").read_text()) == counts
+    assert [path.name for path in tmp_path.iterdir()] == ["stats.json"]
+
+
+def test_statistics_that_cannot_be_written_stop_nothing(tmp_path: Path) -> None:
+    (tmp_path / "stats.json").mkdir()
+    file = StatsFile(tmp_path / "stats.json", lambda: {"host": 1}, every_s=3600)
+    file.write()
+    file.close()
+
+
+def test_the_plugin_registers_the_connector_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: dict[str, tuple[str, str]] = {}
+
+    def register_connector(name: str, module: str, cls: str) -> None:
+        if name in registered:
+            raise ValueError("already registered")
+        registered[name] = (module, cls)
+
+    factory = SimpleNamespace(
+        KVConnectorFactory=SimpleNamespace(register_connector=register_connector)
+    )
+    path = ["vllm", "distributed", "kv_transfer", "kv_connector", "factory"]
+    for end in range(1, len(path) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(path[:end]), factory)
+    vllm_plugin.register()
+    vllm_plugin.register()
+    assert registered == {"KVLadderConnector": ("kvladder.connectors.vllm", "KVLadderConnector")}
