@@ -1,7 +1,8 @@
 """Copies between KV tensors and slots against plain memcpy of as many bytes, block by block.
 
 The limit is one ``memmove`` per block between the same two memories, in the same order. Ours has a
-block's bytes in 16 pieces, one per layer, each layer a tensor of its own, as vLLM has them.
+block's bytes in 16 pieces, one per layer, the layers one after the other in one allocation, which
+is what vLLM does.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from time import perf_counter
 import torch
 
 from benchmarks.row import Row
-from kvladder.arena import Arena
+from kvladder.arena import Arena, Slot
 from kvladder.gpu.copy import CopyJob, Direction, JobId
 from kvladder.gpu.cpu import CpuCopier
 from kvladder.gpu.pages import BlockPages
@@ -36,12 +37,12 @@ def rows() -> Iterable[Row]:
 def copy(size: int, name: str, direction: Direction) -> Row:
     """One row: ours and memcpy in turn, the medians compared."""
     count = TOTAL_BYTES // size
-    tensors = {
-        f"layer{n}": torch.ones(count, size // LAYERS, dtype=torch.uint8) for n in range(LAYERS)
-    }
+    kv = torch.ones(LAYERS, count, size // LAYERS, dtype=torch.uint8)
+    tensors = {f"layer{n}": kv[n] for n in range(LAYERS)}
     flat = torch.ones(count, size, dtype=torch.uint8)
     order = random.Random(1)
-    blocks, slots = order.sample(range(count), count), order.sample(range(count), count)
+    blocks = order.sample(range(count), count)
+    slots = [Slot(slot) for slot in order.sample(range(count), count)]
     arena = Arena.create(count, size)
     copier = CpuCopier(BlockPages.of(tensors, blocks=count), arena)
     try:
@@ -55,7 +56,7 @@ def copy(size: int, name: str, direction: Direction) -> Row:
                 ctypes.memmove(target, origin, size)
 
         def ours() -> None:
-            job = CopyJob(JobId(1), direction, tuple(blocks), tuple(slots))  # type: ignore[arg-type]
+            job = CopyJob(JobId(1), direction, tuple(blocks), tuple(slots))
             copier.submit(job)
             copier.wait([job.id])
             (finished,) = copier.poll()
