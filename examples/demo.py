@@ -54,7 +54,8 @@ def make_model(directory: Path, seed: int) -> None:
         initializer_range=0.2,
         tie_word_embeddings=False,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(directory)
 
 
 class Engine:

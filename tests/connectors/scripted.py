@@ -74,11 +74,15 @@ class Entry:
     """Ranks that have reported the end of its load."""
 
 
+def kv_spec(kind: str, **attributes: int) -> Any:
+    """A stand-in for one of vLLM's kinds of KV cache, which are told by their names."""
+    return type(kind, (), {"block_size": TOKENS, **attributes})()
+
+
 def configs(*, hash_name: str = "sha256", ranks: int = 1) -> tuple[Any, Any]:
     """Stand-ins for vLLM's VllmConfig and KVCacheConfig."""
-    spec = type("FullAttentionSpec", (), {})()
-    spec.block_size = TOKENS
-    spec.page_size_bytes = spec.unpadded_page_size_bytes = TOKENS * 8
+    page = TOKENS * 8
+    spec = kv_spec("FullAttentionSpec", page_size_bytes=page, unpadded_page_size_bytes=page)
     group = SimpleNamespace(layer_names=[f"l{i}" for i in range(LAYERS)], kv_cache_spec=spec)
     cache = SimpleNamespace(prefix_caching_hash_algo=hash_name, cache_dtype="auto")
     model = SimpleNamespace(

@@ -24,7 +24,7 @@ from kvladder.connectors.vllm_options import parse
 from kvladder.connectors.vllm_stats import StatsFile
 from kvladder.connectors.weights import weights_digest
 from kvladder.errors import ConfigError, LayoutError
-from tests.connectors.scripted import configs
+from tests.connectors.scripted import configs, kv_spec
 
 HOST = {"host": "64 MiB"}
 
@@ -86,7 +86,7 @@ def test_models_with_several_kinds_of_blocks_are_refused_by_name() -> None:
     kv_config.kv_cache_groups.append(group)
     with pytest.raises(LayoutError, match=r"tiny has 2 groups of KV cache \(FullAttentionSpec\)"):
         check_groups(vllm_config, kv_config)
-    mamba = type("MambaSpec", (), {})()
+    mamba = kv_spec("MambaSpec")
     kv_config.kv_cache_groups[:] = [SimpleNamespace(layer_names=["m"], kv_cache_spec=mamba)]
     with pytest.raises(LayoutError, match=r"1 groups of KV cache \(MambaSpec\)"):
         check_groups(vllm_config, kv_config)
@@ -98,8 +98,7 @@ def test_models_with_several_kinds_of_blocks_are_refused_by_name() -> None:
 
 def test_layers_of_one_group_may_have_sizes_of_their_own() -> None:
     _, kv_config = configs()
-    own = type("MLAAttentionSpec", (), {})()
-    own.page_size_bytes, own.unpadded_page_size_bytes = 128, 100
+    own = kv_spec("MLAAttentionSpec", page_size_bytes=128, unpadded_page_size_bytes=100)
     kv_config.kv_cache_groups[0].kv_cache_spec.kv_cache_specs = {"l1": own}
     assert layer_page_bytes(kv_config) == {"l0": 32, "l1": 100}
 

@@ -183,13 +183,15 @@ def test_waiting_for_what_was_never_submitted_or_is_over_returns(make: Make, are
 class Stepwise(ThreadedCopier):
     """Copies nothing; each step of a job is allowed by the test."""
 
-    block_bytes = 1
-
     def __init__(self) -> None:
         self.log: list[int] = []
         self.allowed = threading.Semaphore(0)
         self.begun = threading.Event()
         super().__init__(name="stepwise")
+
+    @property
+    def block_bytes(self) -> int:
+        return 1
 
     def submit(self, job: CopyJob) -> None:
         self._submit(job, self._steps(job))
