@@ -1,0 +1,52 @@
+"""A million blocks are found again within seconds, and known by four bytes each."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+
+import pytest
+
+from kvladder.arena import Arena
+from kvladder.keys import BlockKey
+from kvladder.layout import Layout
+from kvladder.runtime import SystemClock
+from kvladder.testing.sim import inline_blocking
+from kvladder.tiers.base import Item, TierContext
+from kvladder.tiers.disk import OsDisk
+from kvladder.tiers.files import FilesOptions, FilesTier
+from kvladder.tiers.indexlog import PUT, REMOVE, IndexLog
+
+COUNT = 1_000_000
+SECONDS_MAX = 4.0
+"""Of this process's own time, so that a busy machine does not matter; about 1.6 are needed."""
+
+
+@pytest.mark.slow
+@pytest.mark.real
+async def test_recovers_a_million_blocks(tmp_path: Path) -> None:
+    layout = Layout(block_tokens=16, block_bytes=4096)
+    arena = Arena.create(1, layout.slot_bytes)
+    context = TierContext(arena, layout, layout.namespace(), COUNT, SystemClock(), inline_blocking)
+    tier = FilesTier(FilesOptions(path=str(tmp_path)))
+    await tier.open(context)
+    await tier.aclose()
+    home = tmp_path / layout.namespace().hex()[:16]
+    log = IndexLog(OsDisk(), home, layout.namespace(), places_max=COUNT, slack_records=0)
+    log.load()
+    for start in range(0, COUNT, 250):
+        keys = [hashlib.sha256(b"%d" % n).digest() for n in range(start, start + 250)]
+        log.append(PUT, [Item(BlockKey(key), start + n) for n, key in enumerate(keys)])
+        log.append(REMOVE, [Item(BlockKey(keys[7]), start + 7)])
+    log.close()
+
+    tier = FilesTier(FilesOptions(path=str(tmp_path)))
+    began = time.process_time()
+    await tier.open(context)
+    places = [item.place async for batch in tier.recover() for item in batch]
+    seconds = time.process_time() - began
+    await tier.aclose()
+    arena.close()
+    assert places == [place for place in range(COUNT) if place % 250 != 7]
+    assert seconds < SECONDS_MAX
