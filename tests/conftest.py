@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from kvladder.arena import Arena
 
-pytest_plugins = ["kvladder.testing.plugin"]
+pytest_plugins = ["kvladder.testing.plugin", "pytester"]
 
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile(

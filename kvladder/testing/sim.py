@@ -41,7 +41,7 @@ class Livelock(SimulationError):
     """The loop turns and turns while time stands still: somebody polls instead of waiting."""
 
 
-_SUSPENDED = (("cr_frame", "cr_await"), ("ag_frame", "ag_await"), ("gi_frame", "gi_yieldfrom"))
+_SUSPENDED = (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"))
 
 
 def where(task: asyncio.Task[Any]) -> str:

@@ -1,0 +1,195 @@
+"""The pytest plugin: which loop a test gets, and what becomes of what it leaves behind."""
+
+from __future__ import annotations
+
+import pytest
+
+PLUGIN = ("-p", "kvladder.testing.plugin", "-p", "no:cacheprovider", "--strict-markers")
+
+
+def run(pytester: pytest.Pytester, code: str, *options: str) -> pytest.RunResult:
+    pytester.makepyfile(code)
+    return pytester.runpytest_inprocess(*PLUGIN, *options)
+
+
+def test_async_tests_run_in_simulated_time_and_marked_ones_for_real(
+    pytester: pytest.Pytester,
+) -> None:
+    result = run(
+        pytester,
+        """
+        import asyncio
+        import pytest
+        from kvladder.testing import SimLoop
+
+        def simulated():
+            return isinstance(asyncio.get_running_loop(), SimLoop)
+
+        async def test_simulated():
+            await asyncio.sleep(1e6)
+            assert simulated()
+
+        @pytest.mark.real
+        async def test_real():
+            assert not simulated()
+            assert await asyncio.to_thread(int, "7") == 7
+
+        class TestAll:
+            real = True
+
+            async def test_real(self):
+                assert not simulated()
+
+        def test_sync():
+            with pytest.raises(RuntimeError):
+                simulated()
+        """,
+    )
+    result.assert_outcomes(passed=4)
+
+
+def test_async_fixtures_run_on_the_loop_of_their_test(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester,
+        """
+        import asyncio
+        import pytest
+        ended = []
+
+        @pytest.fixture
+        async def started():
+            await asyncio.sleep(100)
+            return asyncio.get_running_loop()
+
+        @pytest.fixture
+        async def around(started):
+            assert asyncio.get_running_loop() is started
+            yield "value"
+            await asyncio.sleep(100)
+            ended.append(started.time())
+
+        async def test_function(around, started):
+            assert around == "value"
+            assert asyncio.get_running_loop() is started
+            assert started.time() == 100
+
+        class TestMethods:
+            @pytest.fixture
+            async def mine(self, around):
+                self.seen = around
+                yield self
+
+            @pytest.mark.parametrize("number", [1, 2])
+            async def test_method(self, mine, number):
+                assert mine is self
+                assert self.seen == "value"
+
+            def test_sync_ones_get_their_value(self, mine):
+                assert mine.seen == "value"
+
+        def test_the_end():
+            assert ended == [200] * 4
+        """,
+    )
+    result.assert_outcomes(passed=5)
+
+
+def test_what_is_wrong_with_a_fixture_is_said(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester,
+        """
+        import pytest
+
+        @pytest.fixture
+        async def twice():
+            yield 1
+            yield 2
+
+        @pytest.fixture
+        async def broken():
+            raise OSError("no such thing")
+
+        async def test_twice(twice):
+            pass
+
+        async def test_broken(broken):
+            pass
+        """,
+    )
+    result.assert_outcomes(passed=1, errors=2)
+    result.stdout.fnmatch_lines(["*async fixture twice yielded twice*", "*no such thing*"])
+
+
+def test_a_task_left_behind_is_an_error(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester,
+        """
+        import asyncio
+
+        async def test_leaves_one():
+            asyncio.create_task(asyncio.sleep(5), name="left over")
+
+        async def test_fails_anyway():
+            asyncio.create_task(asyncio.sleep(5), name="not told")
+            assert 1 == 2
+        """,
+    )
+    result.assert_outcomes(passed=1, failed=1, errors=1)
+    result.stdout.fnmatch_lines(["*the test left tasks behind:*", "*left over: *"])
+    result.stdout.no_fnmatch_line("*not told: *")
+
+
+def test_a_deadlock_is_a_failure_and_the_next_test_runs(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester,
+        """
+        import asyncio
+
+        async def test_waits():
+            await asyncio.Event().wait()
+
+        async def test_goes_on():
+            await asyncio.sleep(1)
+        """,
+    )
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*nothing will ever happen again at 0 s*"])
+
+
+def test_the_seed_is_an_option(pytester: pytest.Pytester) -> None:
+    code = """
+        import asyncio
+
+        async def test_order():
+            turns = []
+            async def turn(number):
+                turns.append(number)
+            await asyncio.gather(*map(turn, range(9)))
+            print("order", turns, asyncio.get_running_loop().seed)
+        """
+    orders: list[str] = []
+    for seed in ("1", "2", "1"):
+        result = run(pytester, code, "-s", f"--sim-seed={seed}")
+        orders += [line for line in result.outlines if "order" in line]
+    assert len(orders) == 3
+    assert orders[0] == orders[2] != orders[1]
+
+
+@pytest.mark.parametrize("other", ["asyncio", "anyio", "trio"])
+def test_tests_of_other_plugins_are_left_to_them(pytester: pytest.Pytester, other: str) -> None:
+    result = run(
+        pytester,
+        f"""
+        import pytest
+
+        @pytest.mark.{other}
+        async def test_not_ours():
+            pass
+        """,
+        "-p",
+        "no:anyio",
+        "-o",
+        f"markers={other}",
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*async def functions are not natively supported*"])
