@@ -13,6 +13,7 @@ import pytest
 from kvladder.errors import ConfigError, TierError, TierFull
 from kvladder.testing.disk import FakeDisk
 from kvladder.tiers.files import FilesOptions
+from kvladder.tiers.filesdir import SEGMENTS_MAX
 from tests.crash.harness import CAPACITY, ROOT, STRIDE, Machine, key, new_disk
 
 
@@ -147,6 +148,28 @@ async def test_a_damaged_meta_begins_anew(disk: FakeDisk, new: New, damage: byte
     await machine.check(all_kept=False)
 
 
+async def test_files_that_would_be_far_too_many_are_begun_anew(disk: FakeDisk, new: New) -> None:
+    machine = new()
+    tier, _ = await machine.open()
+    await machine.put(tier, (0, 0))
+    tier, recovered = await machine.open_again(tier, capacity=3 * SEGMENTS_MAX)
+    assert len(recovered) == 1
+    tier, recovered = await machine.open_again(tier, capacity=3 * SEGMENTS_MAX + 1)
+    assert recovered == []
+    assert tier.describe()["segment"].startswith("13 blocks")  # 1/128 of the capacity
+    await tier.aclose()
+
+
+async def test_a_meta_of_another_shape_begins_anew(disk: FakeDisk, new: New) -> None:
+    machine = new()
+    tier, _ = await machine.open()
+    await machine.put(tier, (0, 0))
+    await tier.aclose()
+    meta = msgspec.json.decode(disk.content(machine.home / "META"))
+    disk.put(machine.home / "META", msgspec.json.encode({**meta, "stride": STRIDE * 2}))
+    await machine.check(all_kept=False)
+
+
 # ---- O_DIRECT
 
 
@@ -170,6 +193,17 @@ async def test_goes_around_the_page_cache_where_it_can(
     assert tier.describe()["segment"] == f"3 blocks, {3 * STRIDE // 1024} KiB"
     await machine.put(tier, (0, 0))
     assert await machine.get(tier, [(key(0), 0)]) == [True]
+    await tier.aclose()
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
+async def test_o_direct_that_opens_but_cannot_read(disk: FakeDisk, new: New, code: int) -> None:
+    disk.refuse = lambda name, path: code if (name, path[-9:]) == ("preadv", "seg-00000") else 0
+    if code == errno.EIO:
+        assert "cannot be used" in await refused(new())
+        return
+    tier, _ = await new().open()
+    assert tier.describe()["io"] == "buffered, through aiofiles"
     await tier.aclose()
 
 
@@ -229,6 +263,21 @@ async def test_other_errors_are_tier_errors(
     assert {error.temporary for error in machine.errors} == {temporary}
     disk.refuse = lambda _name, _path: 0
     assert await machine.get(tier, [(key(0), 0)]) == [False]
+    await tier.aclose()
+
+
+async def test_too_many_open_files_when_reading(disk: FakeDisk, new: New) -> None:
+    machine = new()
+    tier, _ = await machine.open()
+    await machine.put(tier, (0, 0))
+    tier, _ = await machine.open_again(tier)
+    disk.refuse = lambda name, _path: errno.EMFILE if name == "open" else 0
+    assert await machine.get(tier, [(key(0), 0)]) == [False]
+    assert [str(error) for error in machine.errors] == [
+        f"[Errno 24] Too many open files: '{machine.home / 'seg-00000'}'"
+    ]
+    disk.refuse = lambda _name, _path: 0
+    assert await machine.get(tier, [(key(0), 0)]) == [True]
     await tier.aclose()
 
 
