@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Protocol
 
 from kvladder.arena import Slot
@@ -189,15 +188,12 @@ class Level:
         places: list[int] = []
         async for batch in self.tier.recover():
             with self.shared.lock:
-                for item in batch:
-                    places.append(item.place)
-                    if item.floor < self.rule.min_priority:
-                        self._writer.remove_later([item])
-                        continue
-                    wall_s = item.expires_wall_s
-                    expires_s = inf if wall_s is None else wall_s + behind_s
-                    meta = Meta(item.priority, item.floor)
-                    self.index.insert(item.key, item.place, meta, expires_s=expires_s)
+                places += [item.place for item in batch]
+                admitted = [item for item in batch if item.floor >= self.rule.min_priority]
+                self.index.fill(admitted, behind_s)
+                if len(admitted) < len(batch):
+                    least = self.rule.min_priority
+                    self._writer.remove_later(item for item in batch if item.floor < least)
         self.places.occupy(places)
         self.stats.recovered = len(self.index)
 

@@ -10,6 +10,7 @@ import pytest
 
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PrioritizedLRU
+from kvladder.tiers.base import Item
 from kvladder.tiers.index import HITS_MAX, LevelIndex, Meta
 
 
@@ -130,6 +131,24 @@ def test_expiry_times_are_kept_only_where_there_is_a_ttl() -> None:
         index.insert(key(0), 0, Meta(), expires_s=4.0)
     assert with_ttl.expires_s(0) == 4.0
     assert without.expires_s(0) == inf
+
+
+def test_what_was_recovered_is_held_as_if_it_were_inserted() -> None:
+    items = [
+        Item(key(0), 5, priority=80, floor=40),
+        Item(key(1), 0, priority=35, floor=35, expires_wall_s=1010.0),
+    ]
+    index = LevelIndex(PrioritizedLRU(), ttl=True)
+    index.fill(items, behind_s=-1000.0)
+    index.fill([], behind_s=0.0)
+    assert [index.place(key(n)) for n in range(2)] == [5, 0]
+    assert index.meta(5) == Meta(80, 40)
+    assert [index.expires_s(place) for place in (5, 0)] == [inf, 10.0]
+    assert list(index.victims()) == [0, 5]
+    with pytest.raises(AssertionError, match="twice"):
+        index.fill([Item(key(1), 3)], behind_s=0.0)
+    with pytest.raises(AssertionError, match="taken"):
+        index.fill([Item(key(2), 5)], behind_s=0.0)
 
 
 def test_equals_a_sorted_list() -> None:
