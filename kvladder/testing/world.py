@@ -171,8 +171,10 @@ class World:
         """The bytes that a running request loaded could not be used."""
         if self.requests:
             request = self.requests[number % len(self.requests)]
-            if request.fetch.done and request.save is None:
+            if request.fetch.done:
                 self.note(f"forget {request.name}")
+                if request.save is not None:
+                    request.save.abort()
                 self.model.removed(request.keys[: request.fetch.blocks])
                 request.fetch.forget()
                 self.requests.remove(request)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 
 BROKEN = '''
@@ -317,7 +320,10 @@ FINDS = {
 
 
 @pytest.mark.slow
-def test_each_broken_rule_is_found(pytester: pytest.Pytester) -> None:
+def test_each_broken_rule_is_found(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     pytester.makepyfile(BROKEN)
     options = ("-p", "kvladder.testing.plugin", "-p", "no:cacheprovider", "-q", "-rfE")
     lines = pytester.runpytest_subprocess(*options).outlines

@@ -25,7 +25,11 @@ SEEDS = [str(seed) for seed in range(20, 26)]
 def traces(hash_seed: str) -> str:
     ran = subprocess.run(
         [sys.executable, "-c", PRINT_TRACES, *SEEDS],
-        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        env={
+            **os.environ,
+            "PYTHONHASHSEED": hash_seed,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
         capture_output=True,
         text=True,
         check=True,

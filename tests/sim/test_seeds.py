@@ -11,19 +11,15 @@ from kvladder.testing import soak
 from kvladder.testing.world import World
 
 FOUND = """
-    2     a removal left behind met a write of its block; a batch of removals had a key twice
-    102   what waited for a level behind its breaker was never written
-    232   a call that only the end of its tier could end held a slot past closing
-    301   a flush lost blocks to a queue that was full already
-    302   a removal left behind was not repeated when it had ended
-    400   two blocks took turns for ever in a level smaller than the reserve
-    508   a commit met its block, which had arrived meanwhile
-    1017  a block came back while its removal was under way, which was then left behind
-    3079  a writer that was cancelled and woken at once went on
-    4070  a load that had not begun at the end kept its slot
-    5040  the writer asked again and again whether a trial was over
-    5116  demotion came to a halt in a full arena
-    7064  what waited for a level was not written after a read had opened its breaker
+    2       a removal left behind met a write of its block
+    13      what waited for a level behind its breaker was never written
+    37      two blocks took turns for ever in a level smaller than the reserve
+    54      a call that only the end of its tier could end held a slot past closing
+    145     a batch of removals had a key twice
+    290     a commit met its block, which had arrived meanwhile
+    349     a removal met a write of its block that had been left behind
+    583     a writer that was cancelled and woken at once went on
+    662     closing waited for ever for a writer that was cancelled and woken at once
     200192  blocks took turns for ever in a level smaller than the reserve, and below it
     303258  what waited for a level was not written after a removal had tried it out
 """

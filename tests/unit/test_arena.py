@@ -195,39 +195,44 @@ def test_another_process_sees_the_bytes(arena: Arena) -> None:
 
 
 OWN = """
+import os
 from kvladder.arena import Arena, Slot
 arena = Arena.create(4, 4096)
 arena.view(Slot(0))[:4] = b"mine"
 handle = arena.handle
-print(handle.pid, handle.fd, handle.slots, handle.slot_bytes, flush=True)
+inode = os.fstat(handle.fd).st_ino
+print(inode, handle.pid, handle.fd, handle.slots, handle.slot_bytes, flush=True)
 input()
 """
 
 
-def arenas_in_use() -> set[str]:
-    """Every arena that some process has open or mapped, or that lies in /dev/shm."""
-    found = {name for name in os.listdir("/dev/shm") if "kvladder" in name}  # noqa: PTH208
+def who_maps(inode: int) -> list[int]:
+    """The processes that have this arena mapped: it is nowhere else."""
+    found: list[int] = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            maps = (process / "maps").read_text()
+            lines = (process / "maps").read_text().splitlines()
         except OSError:
             continue
-        found |= {line.split()[4] for line in maps.splitlines() if "kvladder-arena" in line}
+        if any("kvladder-arena" in line and int(line.split()[4]) == inode for line in lines):
+            found.append(int(process.name))
     return found
 
 
 @pytest.mark.crash
 def test_kill_9_of_the_owner_leaves_nothing_behind() -> None:
-    before = arenas_in_use()
     with other_process(OWN) as process:
         assert process.stdout is not None
-        handle = ArenaHandle(*map(int, process.stdout.readline().split()))
+        inode, *numbers = map(int, process.stdout.readline().split())
+        handle = ArenaHandle(*numbers)
+        assert who_maps(inode) == [handle.pid]
         attached = Arena.attach(handle)
         process.kill()
     assert bytes(attached.view(Slot(0))[:4]) == b"mine", "a worker may finish its copies"
-    assert len(arenas_in_use() - before) == 1
+    assert who_maps(inode) == [os.getpid()]
     attached.close()
-    assert arenas_in_use() <= before
+    assert who_maps(inode) == []
+    assert not [path for path in Path("/dev/shm").iterdir() if "kvladder" in path.name]
     with pytest.raises(ArenaError, match=f"arena of process {handle.pid}"):
         Arena.attach(handle)
 
