@@ -1,0 +1,92 @@
+"""Simulated worlds find out what they are for: each fault below, put into the product, is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvladder.events import EventBuffer
+from kvladder.policy.offload import OffloadRule
+from kvladder.testing.fakes import FakeTier
+from kvladder.testing.soak import run_world
+from kvladder.tiers.gate import Gate
+from kvladder.tiers.host import HostLevel
+from kvladder.tiers.level import Level
+from kvladder.tiers.loader import Loader
+from kvladder.tiers.places import Places
+from kvladder.tiers.stack import TierStack
+from kvladder.tiers.writer import Writer
+
+WORLDS = 120
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def after(cls: type, name: str, then: Callable[..., None]) -> Callable[..., Any]:
+    """A method that does something wrong in addition."""
+    method = getattr(cls, name)
+
+    def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
+        result = method(self, *arguments, **options)
+        then(self, *arguments)
+        return result
+
+    return wrapped
+
+
+_call = Gate.call
+
+
+async def unclaimed(gate: Gate, operation: Any, slots: Any, late: Any) -> Any:
+    del slots
+    return await _call(gate, operation, (), late)
+
+
+FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "damage is not noticed": (
+        FakeTier,
+        "_sound",
+        lambda tier, item: tier._record(item) is not None,
+    ),
+    "a removal does not reach loads under way": (Loader, "recall", nothing),
+    "a removal does not reach writes under way": (Writer, "recall", nothing),
+    "thresholds are ignored": (OffloadRule, "admits", lambda *_: True),
+    "what is loaded from is not pinned": (
+        HostLevel,
+        "pin",
+        lambda host, slots: host._shared.arena.share(slots),
+    ),
+    "places are free while they are read": (
+        Places,
+        "give",
+        lambda self, places: self._free.extend(places),
+    ),
+    "a place is not given back": (Places, "give", nothing),
+    "a fetch keeps a claim": (
+        Loader,
+        "unpin",
+        after(Loader, "unpin", lambda self, _, slots: self._shared.arena.share(slots)),
+    ),
+    "a call has no claim of its own": (Gate, "call", unclaimed),
+    "the writer never looks again": (Level, "wake", nothing),
+    "events of evictions are lost": (EventBuffer, "removed", nothing),
+    "a flush does nothing": (TierStack, "_flush_one", nothing),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*FAULTS[fault])
+    monkeypatch.setattr("kvladder.testing.sim.TURNS_TOTAL_MAX", 50_000)
+
+    def run_worlds() -> None:
+        for seed in range(WORLDS):
+            run_world(seed)
+
+    with pytest.raises((AssertionError, KeyError)):
+        run_worlds()
