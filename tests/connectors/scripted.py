@@ -239,19 +239,22 @@ class Engine:
         """Let a running request go on as far as there is room; younger ones give way to it."""
         request = entry.request
         if request.num_computed_tokens == len(entry.table) * TOKENS and not self.free:
-            others = [e for e in self.entries.values() if e.table and e is not entry]
-            for victim in reversed(others):
-                if victim.state in {"running", "waiting"}:
-                    scheduled.pop(victim.request.request_id, None)
-                    self._give_way(victim)
-                    break
-            else:
+            self._make_room(entry, scheduled)
+            if not self.free:
                 return 0
         room = (len(entry.table) + len(self.free)) * TOKENS - request.num_computed_tokens
         count = min(budget, request.num_tokens - request.num_computed_tokens, room)
         assert self._room(entry, request.num_computed_tokens + count)
         scheduled[request.request_id] = count
         return count
+
+    def _make_room(self, entry: Entry, scheduled: dict[str, int]) -> None:
+        """Have the youngest other request that holds blocks give way, unless it is loading."""
+        for victim in reversed(self.entries.values()):
+            if victim.table and victim is not entry and victim.state in {"running", "waiting"}:
+                scheduled.pop(victim.request.request_id, None)
+                self._give_way(victim)
+                return
 
     def _admit(self, entry: Entry, scheduled: dict[str, int], budget: int) -> int:
         """Let a waiting request run, or load; room for all of it is there before it is told."""
@@ -266,6 +269,8 @@ class Engine:
         computed = request.num_computed_tokens + external
         count = 0 if is_async else min(budget, request.num_tokens - computed)
         if not self._room(entry, computed + count):
+            if entry.table and not any(e.state == "running" for e in self.entries.values()):
+                self._make_room(entry, scheduled)
             return 0
         request.num_computed_tokens = computed
         self.half.allocated(request, list(entry.table), external)

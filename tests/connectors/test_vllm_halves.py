@@ -261,12 +261,11 @@ def test_a_step_that_could_not_be_made_loses_its_saves_only(
             boom()
         original(state, *arguments)
 
-    monkeypatch.setattr(half, "_save", save)
-    with pytest.raises(RuntimeError, match="boom"):
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="boom"):
+        patch.setattr(half, "_save", save)
         engine.step(100)
     assert not half.connector.saving  # too late for the second one's blocks
     assert [load.request_id[:2] for load in half._lost] == ["r0"]
-    monkeypatch.undo()
     for entry in engine.entries.values():
         entry.new = True
     engine.run()
