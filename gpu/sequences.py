@@ -301,7 +301,7 @@ class Sequences:
         self.pool.release(sequence.table)
 
     def _store_tail(self, sequence: KVSequence) -> None:
-        """Commit the block that is cut short, unless something covers it already."""
+        """Commit the block that is cut short, unless others write it or something covers it."""
         pool, size = self.pool, self._tokens
         whole, count = divmod(sequence.computed, size)
         if pool.settings.partial == "off" or not count or sequence.stored < whole:
@@ -314,7 +314,7 @@ class Sequences:
         tokens = sequence.tokens[begin : begin + count]
         limits = self.prefixes.limits(sequence.extra, whole, whole + 1)
         useful = count if limits is None else min(count, limits[0])
-        if above is None or not useful or pool.ledger.index.node_at[slot] != NO_NODE:
+        if above is None or not useful or not self._own(slot):
             return
         words = packed(tokens)
         for _, _, covered in pool.ledger.index.partial(above, words[: useful * TOKEN_BYTES]):
