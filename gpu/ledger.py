@@ -39,7 +39,7 @@ class Ledger:
         )
         self.order = EvictionOrder(self.nodes)
         self.slots = slots
-        self.free = deque(map(DeviceSlot, range(slots)))
+        self.free: deque[DeviceSlot] = deque(map(DeviceSlot, range(slots)))
         self.refs: dict[DeviceSlot, int] = {}
         """How often each held slot is referenced."""
 

@@ -164,6 +164,7 @@ class Moves:
             if node in self.leaving:
                 self.leaving.discard(node)
                 rows.kids[rows.parent[node]] += 1
+                self._stats.evicted -= 1
 
     # ---- in
 

@@ -109,17 +109,18 @@ class Reservations:
         kept += also
         idle = ledger.idle(kept)
         available = ledger.available - len(idle)
-        if fresh > available:
+        leaving = len(self._moves.leaving.difference(kept))
+        if fresh > available + leaving:
             self.forgo(match)
             raise OutOfBlocks(fresh, available)
         stamps = ledger.order.remove(idle)
         ledger.retain(pick(slot, kept))
-        short = max(0, fresh - len(ledger.free))
+        short = max(0, fresh - len(ledger.free) - leaving)
         victims = ledger.order.select(short)
         hold = Hold(match, kept, idle, stamps, victims, fresh)
         if len(victims) < short:  # something that is held keeps others from being leaves
             self.cancel(hold)
-            raise OutOfBlocks(fresh, len(ledger.free) + len(victims))
+            raise OutOfBlocks(fresh, fresh - short + len(victims))
         return hold
 
     def cancel(self, hold: Hold) -> None:

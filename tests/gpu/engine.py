@@ -192,6 +192,8 @@ class Host:
                 self.device.kv[slot] = list(kept.kv) if ok else [b"garbage"] * len(kept.kv)
                 if not ok or not (keep or self.inclusive):
                     self._forget(key)
+            if not ok and self.pool is not None:
+                self.pool.forgotten(keys)
 
         kept = keep or self.inclusive
         if self.delayed:

@@ -33,11 +33,11 @@ class Run:
     tokens: list[int]
     prompt: int
     retention: Retention | None
-    table: list[Name | Private] = field(default_factory=list)
+    table: list[Name | Private] = field(default_factory=list[Name | Private])
     computed: int = 0
     stored: int = 0
     storing: bool = True
-    copied: list[Name | Private] = field(default_factory=list)
+    copied: list[Name | Private] = field(default_factory=list[Name | Private])
     """Sources that are held until their copy is made."""
 
 

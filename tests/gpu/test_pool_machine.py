@@ -221,6 +221,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert now == self.index
 
 
-@pytest.mark.slow
-class TestPoolMachine(PoolMachine.TestCase):  # type: ignore[name-defined,misc]
-    settings = profile(max_examples=100, stateful_step_count=30, deadline=None)
+TestPoolMachine = pytest.mark.slow(PoolMachine.TestCase)
+TestPoolMachine.settings = profile(max_examples=100, stateful_step_count=30, deadline=None)

@@ -159,6 +159,5 @@ class TiersMachine(RuleBasedStateMachine):
         self.engine.check()
 
 
-@pytest.mark.slow
-class TestTiersMachine(TiersMachine.TestCase):  # type: ignore[name-defined,misc]
-    settings = profile(max_examples=400, stateful_step_count=40, deadline=None)
+TestTiersMachine = pytest.mark.slow(TiersMachine.TestCase)
+TestTiersMachine.settings = profile(max_examples=200, stateful_step_count=40, deadline=None)
