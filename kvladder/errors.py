@@ -59,3 +59,32 @@ class TierError(KvladderError):
 
 class TierFull(TierError):
     """The medium has no room; the blocks were not stored, what was stored before is intact."""
+
+
+class PoolError(KvladderError, RuntimeError):
+    """A block pool was used against its rules; nothing was changed."""
+
+
+class NotHeld(PoolError):
+    """Blocks or a sequence were used or given back by a caller who does not hold them."""
+
+
+class NotReady(PoolError):
+    """The sequence's blocks have not arrived yet, or were lost on the way: wait, or begin anew."""
+
+
+class OutOfBlocks(PoolError):
+    """More blocks were asked for than can be freed: wait for others to finish, or preempt one."""
+
+    def __init__(self, needed: int, available: int) -> None:
+        self.needed = needed
+        self.available = available
+        super().__init__(f"{needed} blocks are needed, {available} can be had")
+
+
+class BlocksBusy(OutOfBlocks):
+    """Enough blocks are on their way out: ask again when their copies have landed."""
+
+
+class PlanError(ConfigError):
+    """A model's resources contradict each other, or do not fit into the memory."""

@@ -54,6 +54,10 @@ def namespace(fields: Mapping[str, str], *, salt: str = "") -> Namespace:
     return Namespace(_bind("kvladder namespace v1", bound))
 
 
+_TAIL = _bind("kvladder tail v1", {})
+"""Begins what is digested for a block cut short, where a key stands for a whole one."""
+
+
 class KeyScheme:
     """Makes the keys of one namespace and one block size.
 
@@ -129,6 +133,39 @@ class KeyScheme:
             key = sha256(key + data[index * step : (index + 1) * step] + tail).digest()
             keys.append(BlockKey(key))
         return keys
+
+    def tail(
+        self,
+        tokens: Sequence[int],
+        *,
+        parent: BlockKey,
+        extra: Sequence[tuple[int, bytes]] = (),
+    ) -> BlockKey:
+        """The key of a block that is cut short after ``tokens``; no whole block has it.
+
+        Parameters
+        ----------
+        tokens:
+            1 to ``block_tokens - 1`` token ids.
+        parent:
+            Key of the block before it, or the root.
+        extra:
+            As for ``chain``.
+
+        Raises
+        ------
+        ValueError
+            A token id, an offset or the number of tokens is out of its range.
+        """
+        if not 0 < len(tokens) < self.block_tokens:
+            raise ValueError(f"{len(tokens)} tokens: expected 1 .. {self.block_tokens - 1}")
+        state = hashlib.sha256(_TAIL + parent + struct.pack("<Q", len(tokens)))
+        try:
+            state.update(struct.pack(f"<{len(tokens)}I", *tokens))
+        except struct.error as error:
+            raise ValueError(f"token ids are integers in 0 .. 2**32 - 1: {error}") from None
+        state.update(self._extras(extra, len(tokens)).get(0, b""))
+        return BlockKey(state.digest())
 
     def _extras(self, extra: Sequence[tuple[int, bytes]], tokens: int) -> dict[int, bytes]:
         """Per block, what its extras add to the digest: offsets and lengths make it unambiguous."""

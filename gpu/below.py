@@ -1,0 +1,92 @@
+"""What a block pool needs of the tiers below it, given to it by whoever has both in view."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from kvladder.gpu.names import DeviceSlot, Ticket
+from kvladder.keys import BlockKey
+
+
+class Victim(NamedTuple):
+    """A block that leaves the device, and what travels with it."""
+
+    key: BlockKey
+    slot: DeviceSlot
+    tokens: int
+    """How many tokens it holds; less than a whole block for the tail of a prompt."""
+    priority: int
+    floor: int
+    """The lowest priority among the block and its ancestors, see ``OffloadRule``."""
+    hits: int
+    until_s: float
+    """When the priority reverts to the default, in the pool's time; inf for never."""
+
+
+class Taken(NamedTuple):
+    """The tiers took a victim's bytes over."""
+
+    level: str
+    """Where it can be got from."""
+    ticket: Ticket | None = None
+    """The copy that still reads the device slot; None if the slot may be written at once."""
+
+
+class Arrival(NamedTuple):
+    """Blocks are being brought to the device."""
+
+    ticket: Ticket | None = None
+    """The copy that still writes the device slots; None if the bytes are there."""
+    kept: bool = False
+    """Whether the tiers keep their copies, so that these blocks need no offload later."""
+
+
+class Below(Protocol):
+    """The tiers as a pool sees them. Every call is synchronous and returns at once.
+
+    A tier may forget, it must never lie. The answers come back by ``BlockPool.landed``,
+    ``forgotten`` and ``moved``, called on the pool's thread.
+    """
+
+    @property
+    def capacities(self) -> Mapping[str, int]:
+        """Blocks per level, hottest first."""
+        ...
+
+    def offload(self, victims: Sequence[Victim]) -> Sequence[Taken | None]:
+        """Take these blocks over, as far as rules and room allow: one answer each.
+
+        Parents come before their children. A slot is read until its ticket lands; of what is
+        answered None the bytes are forgotten.
+        """
+        ...
+
+    def claim(self, keys: Sequence[BlockKey]) -> Sequence[str]:
+        """The levels of the leading ``keys`` that can be onboarded now, as many as there are.
+
+        They stay until ``onboard`` or ``disclaim`` is called for each.
+        """
+        ...
+
+    def disclaim(self, keys: Sequence[BlockKey]) -> None:
+        """These claimed blocks are not wanted after all."""
+        ...
+
+    def onboard(
+        self, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot], *, keep: bool
+    ) -> Arrival:
+        """Begin to copy ``keys``, which were claimed, to these device slots.
+
+        With ``keep`` the tiers must keep their copies, else they may give them up when the bytes
+        have arrived.
+        """
+        ...
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        """Forget these blocks; no copy under way brings them back."""
+        ...
+
+    def clear(self) -> None:
+        """Forget every block."""
+        ...

@@ -1,0 +1,356 @@
+"""The prefix index: which blocks are known, whose children they are, and where each one is."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+from kvladder.gpu.names import NO_NODE, NO_SLOT, NOWHERE, DeviceSlot, NodeId, Root
+from kvladder.gpu.nodes import Nodes
+from kvladder.keys import BlockKey
+from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
+
+TOKEN_BYTES = 4
+CANDIDATES_MAX = 64
+"""Children looked at for a partial match; those that share most come first."""
+_ROOTS_MIN = 64
+
+
+def common_tokens(left: bytes, right: bytes) -> int:
+    """How many leading token ids, 4 bytes each and big-endian, two strings of them share."""
+    size = min(len(left), len(right))
+    left, right = left[:size], right[:size]
+    if left == right:
+        return size // TOKEN_BYTES
+    differs = int.from_bytes(left, "big") ^ int.from_bytes(right, "big")
+    return (size * 8 - differs.bit_length()) // (TOKEN_BYTES * 8)
+
+
+def _siblings(held: NodeId | list[NodeId]) -> list[NodeId]:
+    return held if isinstance(held, list) else [held]
+
+
+class PrefixIndex:
+    """Blocks by key and by device slot, as a tree of prefixes.
+
+    A block is known while it is on the device or in a tier. Not thread-safe.
+
+    Parameters
+    ----------
+    nodes:
+        The columns, shared with the order of eviction.
+    slots:
+        Device slots there are.
+    chained:
+        Whether a block is only of use with all blocks before it. Without, as behind a sliding
+        window, blocks have no parents here.
+    family:
+        Whether children are listed, which partial matches and tiers need.
+    labels:
+        Whether token ids are kept.
+    """
+
+    def __init__(
+        self, nodes: Nodes, *, slots: int, chained: bool, family: bool, labels: bool
+    ) -> None:
+        self.nodes = nodes
+        self.chained = chained
+        self.labels = labels
+        self.node_at: list[NodeId] = [NO_NODE] * slots
+        """By device slot, the block in it that the index knows, or ``NO_NODE``."""
+        self.colder: dict[NodeId, str] = {}
+        """The level of those that a tier holds, whether they are on the device too or not."""
+        self.limits: dict[NodeId, int] = {}
+        """How many leading tokens tell what is in a block, where something else does too."""
+        self.origin: dict[NodeId, tuple[BlockKey | None, Root]] = {}
+        """Parent and root, for events, of blocks that have no parents here."""
+        self._node: dict[BlockKey, NodeId] = {}
+        self._roots: dict[BlockKey, NodeId] = {}
+        self._root_of: dict[NodeId, Root] = {}
+        self._roots_max = _ROOTS_MIN
+        self._children: dict[NodeId, NodeId | list[NodeId]] | None = {} if family else None
+
+    def __len__(self) -> int:
+        return len(self._node)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._node
+
+    def find(self, key: BlockKey) -> NodeId | None:
+        """The block's node, or None."""
+        return self._node.get(key)
+
+    def match(self, keys: Sequence[BlockKey]) -> list[NodeId]:
+        """The longest leading run of ``keys`` that is on the device."""
+        find, slot = self._node.get, self.nodes.slot
+        found: list[NodeId] = []
+        for key in keys:
+            node = find(key)
+            if node is None or slot[node] == NO_SLOT:
+                break
+            found.append(node)
+        return found
+
+    def known(self) -> list[NodeId]:
+        """All blocks, oldest first."""
+        return list(self._node.values())
+
+    def all_new(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether none of ``keys`` is known."""
+        return self._node.keys().isdisjoint(keys)
+
+    # ---- the tree
+
+    def root(self, root: Root, *, create: bool) -> NodeId | None:
+        """The node under which a root's first blocks are; None if there is none yet."""
+        node = self._roots.get(root.key)
+        if node is None and create:
+            if len(self._roots) >= self._roots_max:
+                self._sweep_roots()
+            [node] = self.nodes.take(1)
+            self.nodes.key[node] = root.key
+            self.nodes.parent[node] = NOWHERE
+            self.nodes.floor[node] = PRIORITY_MAX
+            self._roots[root.key] = node
+            self._root_of[node] = root
+        return node
+
+    def _sweep_roots(self) -> None:
+        """Forget roots without blocks; rare enough to cost nothing per root."""
+        left = [root for root, node in self._roots.items() if not self.has_children(node)]
+        for key in left:
+            node = self._roots.pop(key)
+            del self._root_of[node]
+            self.nodes.floor[node] = PRIORITY_DEFAULT
+            self.nodes.give([node])
+        self._roots_max = max(_ROOTS_MIN, 2 * len(self._roots))
+
+    def above(self, parent: BlockKey, root: Root) -> NodeId | None:
+        """The node whose children follow ``parent``, which may be the root's key."""
+        if not self.chained:
+            return NOWHERE
+        if parent == root.key:
+            return self.root(root, create=True)
+        return self._node.get(parent)
+
+    def has_children(self, node: NodeId) -> bool:
+        """Whether a known block follows this one, wherever it is."""
+        return self.nodes.kids[node] > 0 or bool(self._children and node in self._children)
+
+    def subtree(self, tops: Iterable[NodeId]) -> list[NodeId]:
+        """These blocks and all that follow them, each once, followers after what they follow."""
+        children = self._listed() if self._children is None else self._children
+        found = dict.fromkeys(tops)
+        ahead = list(found)
+        while ahead:
+            held = children.get(ahead.pop())
+            if held is not None:
+                more = [node for node in _siblings(held) if node not in found]
+                found.update(dict.fromkeys(more))
+                ahead.extend(more)
+        return list(found)
+
+    def _listed(self) -> dict[NodeId, NodeId | list[NodeId]]:
+        """Children by parent, found out from the parents; O(n)."""
+        listed: dict[NodeId, list[NodeId]] = {}
+        for node in self._node.values() if self.chained else ():
+            listed.setdefault(self.nodes.parent[node], []).append(node)
+        return dict(listed)
+
+    def _label(self, node: NodeId) -> bytes:
+        """What siblings are sorted by: first of all their tokens."""
+        return self.nodes.tokens[node] + (self.nodes.key[node] or b"")
+
+    def _adopt(self, above: NodeId, node: NodeId) -> None:
+        assert self._children is not None
+        held = self._children.get(above)
+        if held is None:
+            self._children[above] = node
+        elif isinstance(held, list):
+            insort(held, node, key=self._label)
+        else:
+            self._children[above] = sorted((held, node), key=self._label)
+
+    def _disown(self, above: NodeId, node: NodeId) -> None:
+        assert self._children is not None
+        held = self._children[above]
+        if not isinstance(held, list):
+            assert held == node
+            del self._children[above]
+            return
+        at = bisect_left(held, self._label(node), key=self._label)
+        assert held[at] == node
+        del held[at]
+        if len(held) == 1:
+            self._children[above] = held[0]
+
+    def partial(self, above: NodeId, tokens: bytes) -> Iterator[tuple[NodeId, int, int]]:
+        """Children of ``above`` that begin like ``tokens``, those that share most first.
+
+        Yields ``(node, tokens shared, those that count)``: fewer count where something else than
+        tokens tells what is in the block.
+        """
+        held = self._children.get(above) if self._children is not None else None
+        if held is None:
+            return
+        siblings = _siblings(held)
+        right = bisect_left(siblings, tokens, key=self._label)
+        left = right - 1
+        labels, limits = self.nodes.tokens, self.limits
+        for _ in range(CANDIDATES_MAX):
+            low = common_tokens(labels[siblings[left]], tokens) if left >= 0 else 0
+            high = common_tokens(labels[siblings[right]], tokens) if right < len(siblings) else 0
+            if low == high == 0:
+                return
+            if low >= high:
+                node, left = siblings[left], left - 1
+            else:
+                node, right = siblings[right], right + 1
+            shared = max(low, high)
+            yield node, shared, min(shared, limits.get(node, shared))
+
+    # ---- what comes and goes
+
+    def add(
+        self,
+        above: NodeId,
+        keys: Sequence[BlockKey],
+        slots: Sequence[DeviceSlot],
+        tokens: Sequence[bytes],
+    ) -> list[NodeId]:
+        """Know blocks that were not known, each the child of the one before, first of ``above``.
+
+        They are on the device; ``tokens`` is as long as ``keys``, or empty if not kept.
+        """
+        nodes = self.nodes
+        made = nodes.take(len(keys))
+        self._node.update(zip(keys, made, strict=True))
+        key_of, slot_of, parent, kids = nodes.key, nodes.slot, nodes.parent, nodes.kids
+        node_at, chained, family = self.node_at, self.chained, self._children is not None
+        before = above
+        for node, key, slot in zip(made, keys, slots, strict=True):
+            key_of[node] = key
+            slot_of[node] = slot
+            node_at[slot] = node
+            parent[node] = before
+            kids[before] += 1
+            if chained:
+                before = node
+        for node, held in zip(made, tokens, strict=True) if tokens else ():
+            nodes.tokens[node] = held
+        if family:
+            for first, second in pairwise((above, *made)):
+                self._adopt(first, second)
+        return made
+
+    def know(self, above: NodeId, key: BlockKey, level: str, tokens: bytes) -> NodeId:
+        """Know a block that was not known, and that only a tier holds."""
+        [node] = self.nodes.take(1)
+        self._node[key] = node
+        self.nodes.key[node] = key
+        self.nodes.slot[node] = NO_SLOT
+        self.nodes.parent[node] = above
+        self.nodes.tokens[node] = tokens
+        self.colder[node] = level
+        if self._children is not None:
+            self._adopt(above, node)
+        return node
+
+    def place(self, node: NodeId, slot: DeviceSlot) -> None:
+        """A known block, which was not on the device, is in ``slot``."""
+        assert self.nodes.slot[node] == NO_SLOT
+        self.nodes.slot[node] = slot
+        self.node_at[slot] = node
+        self.nodes.kids[self.nodes.parent[node]] += 1
+
+    def displace(self, node: NodeId) -> DeviceSlot:
+        """A block is not on the device any more; its slot. Does not count it off its parent."""
+        slot = self.nodes.slot[node]
+        assert self.node_at[slot] == node
+        self.nodes.slot[node] = NO_SLOT
+        self.node_at[slot] = NO_NODE
+        return slot
+
+    def evict(self, nodes: Sequence[NodeId]) -> tuple[list[BlockKey], list[DeviceSlot]]:
+        """Forget blocks that are on the device and nowhere else, children before their parents.
+
+        Counts nothing off their parents. Keys and slots, in the order given.
+        """
+        slots = [self.nodes.slot[node] for node in nodes]
+        node_at = self.node_at
+        for slot in slots:
+            node_at[slot] = NO_NODE
+        return self.drop(nodes), slots
+
+    def drop(self, nodes: Sequence[NodeId]) -> list[BlockKey]:
+        """Forget blocks, children before their parents; whatever follows them is among them.
+
+        Their keys, in the order given.
+        """
+        rows, find = self.nodes, self._node
+        keys: list[BlockKey] = []
+        for node in nodes:
+            key = rows.key[node]
+            assert key is not None
+            del find[key]
+            keys.append(key)
+        if self._children is not None:
+            for node in nodes:
+                self._disown(rows.parent[node], node)
+        if self.colder:
+            for node in nodes:
+                self.colder.pop(node, None)
+        if self.limits or self.origin:
+            for node in nodes:
+                self.limits.pop(node, None)
+                self.origin.pop(node, None)
+        rows.give(nodes)
+        return keys
+
+    # ---- for people and tests
+
+    def families(self) -> Iterator[tuple[BlockKey | None, Root, list[NodeId]]]:
+        """``(parent, root, siblings)`` of everything known, parents before their children."""
+        if not self.chained:
+            for node, (parent, root) in self.origin.items():
+                yield parent, root, [node]
+            return
+        children = self._listed() if self._children is None else self._children
+        ahead = [(node, self._root_of[node]) for node in self._roots.values()]
+        while ahead:
+            above, root = ahead.pop()
+            held = children.get(above)
+            if held is not None:
+                siblings = _siblings(held)
+                parent = None if above in self._root_of else self.nodes.key[above]
+                yield parent, root, siblings
+                ahead.extend((node, root) for node in siblings)
+
+    def check(self) -> None:
+        """Assert that keys, slots, parents and children agree; O(n), for tests."""
+        rows = self.nodes
+        known = set(self._node.values())
+        assert len(known) == len(self._node)
+        for key, node in self._node.items():
+            assert rows.key[node] == key
+            slot = rows.slot[node]
+            assert slot != NO_SLOT or node in self.colder, "known, but nowhere"
+            assert slot == NO_SLOT or self.node_at[slot] == node
+            above = rows.parent[node]
+            assert (above in known or above in self._root_of) == self.chained
+        for place, node in enumerate(self.node_at):
+            assert node == NO_NODE or (node in known and rows.slot[node] == place)
+        assert self.colder.keys() <= known
+        assert self.limits.keys() | self.origin.keys() <= known
+        for key, node in self._roots.items():
+            assert rows.key[node] == key == self._root_of[node].key
+        taken = known | self._root_of.keys() | {NOWHERE}
+        assert taken.isdisjoint(rows.free)
+        assert len(taken) + len(rows.free) == len(rows)
+        if self._children is not None:
+            listed = {
+                above: sorted(_siblings(held), key=self._label)
+                for above, held in self._listed().items()
+            }
+            assert {above: _siblings(held) for above, held in self._children.items()} == listed

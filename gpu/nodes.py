@@ -1,0 +1,95 @@
+"""What is known of each block, in flat columns indexed by node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvladder.gpu.names import NO_SLOT, NOWHERE, DeviceSlot, NodeId
+from kvladder.keys import BlockKey
+from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
+
+
+class Nodes:
+    """One row per block that the index knows, wherever its bytes are.
+
+    Rows are reused; columns only grow and are extended in place, so that others may keep hold of
+    them. Row ``NOWHERE`` always exists. About 60 bytes a row, beside the key.
+    """
+
+    __slots__ = (
+        "floor", "free", "hits", "key", "kids", "parent", "priority", "slot", "special", "stamp",
+        "tokens", "until",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.key: list[BlockKey | None] = []
+        """The block's name; None if the row is free."""
+        self.parent: list[NodeId] = []
+        """The node before it in its prefix, a root at the beginning."""
+        self.slot: list[DeviceSlot] = []
+        """Where it is on the device, or ``NO_SLOT``."""
+        self.kids: list[int] = []
+        """How many of its children are on the device and not on their way out."""
+        self.stamp: list[int] = []
+        """When it became evictable, see ``EvictionOrder``; 0 or less if it is not."""
+        self.tokens: list[bytes] = []
+        """Its token ids, 4 bytes each, big-endian so that they sort; empty if not kept."""
+        self.priority = bytearray()
+        self.floor = bytearray()
+        """The lowest priority among the block and its ancestors when it was last retained."""
+        self.hits = bytearray()
+        """How often it was reused, counted where there are tiers to tell."""
+        self.special = False
+        """Whether any row ever had another priority than the default."""
+        self.until: dict[NodeId, float] = {}
+        """When the priority of those reverts to the default whose retention ends."""
+        self.free: list[NodeId] = []
+        self._grow(1)
+        self.free.remove(NOWHERE)
+        self.floor[NOWHERE] = PRIORITY_MAX
+
+    def __len__(self) -> int:
+        """How many rows there are, free ones included."""
+        return len(self.key)
+
+    def _grow(self, count: int) -> None:
+        first = len(self.key)
+        more = max(count, 64)
+        self.key.extend([None] * more)
+        self.parent.extend([NOWHERE] * more)
+        self.slot.extend([NO_SLOT] * more)
+        self.kids.extend([0] * more)
+        self.stamp.extend([0] * more)
+        self.tokens.extend([b""] * more)
+        for column in (self.priority, self.floor):
+            column.extend(bytes([PRIORITY_DEFAULT]) * more)
+        self.hits.extend(bytes(more))
+        self.free.extend(map(NodeId, range(first + more - 1, first - 1, -1)))
+
+    def take(self, count: int) -> list[NodeId]:
+        """``count`` free rows; the taker fills them, they count no children and no stamp."""
+        if count > len(self.free):
+            self._grow(count - len(self.free))
+        if not count:
+            return []
+        taken = self.free[-count:]
+        del self.free[-count:]
+        return taken
+
+    def give(self, nodes: Iterable[NodeId]) -> None:
+        """Free rows that have no children and nothing refers to any more."""
+        given = list(nodes)
+        for node in given:
+            self.key[node] = None
+            self.stamp[node] = 0
+        if self.special:
+            for node in given:
+                self.priority[node] = self.floor[node] = PRIORITY_DEFAULT
+                self.until.pop(node, None)
+        self.free.extend(given)
+
+    def set_priority(self, node: NodeId, priority: int, floor: int) -> None:
+        """Give a row a priority, and its floor."""
+        self.special = self.special or priority != PRIORITY_DEFAULT or floor != PRIORITY_DEFAULT
+        self.priority[node] = priority
+        self.floor[node] = floor

@@ -1,0 +1,192 @@
+"""The cached prefix of a prompt: find it, hold it, put it into a sequence's table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kvladder.gpu.commit import Content
+from kvladder.gpu.index import TOKEN_BYTES
+from kvladder.gpu.names import NO_SLOT, DeviceSlot, NodeId
+from kvladder.gpu.pool import BlockPool
+from kvladder.gpu.reserve import Hold, Match
+from kvladder.gpu.retain import Retain
+from kvladder.gpu.sequence import BlockCopy, Extra, KVSequence, packed
+from kvladder.gpu.stats import RequestStats
+from kvladder.policy.eviction import PRIORITY_DEFAULT
+
+HITS_MAX = 255
+
+
+class _Part(NamedTuple):
+    """A cached block of which a prompt shares the first ``tokens`` tokens."""
+
+    node: NodeId
+    tokens: int
+
+
+class Found(NamedTuple):
+    """What a prompt found cached."""
+
+    match: Match
+    part: _Part | None
+
+
+class Prefixes:
+    """The prompts of one pool's sequences, before they run."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self._tokens = pool.settings.block_tokens
+
+    def find(self, sequence: KVSequence, limit: int) -> Found:
+        """The longest cached prefix within the first ``limit`` tokens; claims what tiers hold."""
+        words = packed(sequence.tokens[:limit])
+        blocks = limit // self._tokens
+        content = Content(
+            sequence.keys[:blocks],
+            sequence.root,
+            sequence.root.key,
+            words,
+            self.limits(sequence.extra, 0, blocks),
+        )
+        match = self.pool.reserve.reach(content)
+        return Found(match, self._part(sequence, match, words))
+
+    def hold(self, found: Found, blocks: int) -> Hold:
+        """Hold what was found, and room for the rest of ``blocks``; see ``Reservations.hold``."""
+        match, part = found
+        on_device = len(match.nodes) - len(match.claimed)
+        also: list[NodeId] = []
+        if part is not None:
+            if self.pool.ledger.nodes.slot[part.node] == NO_SLOT:
+                match = Match(match.nodes, [*match.claimed, part.node])
+            else:
+                also.append(part.node)
+                on_device += self.pool.settings.partial == "take"
+        return self.pool.reserve.hold(match, blocks - on_device, also=also)
+
+    def limits(self, extra: Extra, first: int, end: int) -> dict[int, int] | None:
+        """By position from block ``first`` on, how many tokens come before the first extra."""
+        limits: dict[int, int] = {}
+        for offset, _ in sorted(extra):
+            block, within = divmod(offset, self._tokens)
+            if first <= block < end:
+                limits.setdefault(block - first, within)
+        return limits or None
+
+    def _part(self, sequence: KVSequence, match: Match, words: bytes) -> _Part | None:
+        """The cached block that shares most of what follows the match, if it can be used."""
+        pool, size = self.pool, self._tokens
+        begin = len(match.nodes) * size
+        if pool.settings.partial == "off" or begin * TOKEN_BYTES >= len(words):
+            return None
+        index = pool.ledger.index
+        above = match.nodes[-1] if match.nodes else index.root(sequence.root, create=False)
+        if above is None:
+            return None
+        query = words[begin * TOKEN_BYTES : (begin + size) * TOKEN_BYTES]
+        limits = self.limits(sequence.extra, len(match.nodes), len(match.nodes) + 1)
+        if limits is not None:
+            query = query[: limits[0] * TOKEN_BYTES]
+        best: _Part | None = None
+        for node, shared, tokens in index.partial(above, query):
+            if best is not None and shared <= best.tokens:
+                break
+            if tokens > (0 if best is None else best.tokens) and self._usable(node):
+                best = _Part(node, tokens)
+        if best is None or pool.ledger.nodes.slot[best.node] != NO_SLOT:
+            return best
+        key = pool.ledger.nodes.key[best.node]
+        return best if key is not None and pool.moves.claim([key]) else None
+
+    def _usable(self, node: NodeId) -> bool:
+        pool = self.pool
+        if node in pool.moves.leaving:
+            return False
+        if pool.ledger.nodes.slot[node] == NO_SLOT or pool.settings.partial == "copy":
+            return True
+        return node in pool.ledger.order and not pool.ledger.index.has_children(node)
+
+    def fill(
+        self,
+        sequence: KVSequence,
+        found: Found,
+        slots: Iterable[DeviceSlot],
+    ) -> None:
+        """Put what was held and handed out into the table, and bring or copy what has to be."""
+        match, part = found
+        pool, rows, size = self.pool, self.pool.ledger.nodes, self._tokens
+        fresh = iter(slots)
+        claimed = set(match.claimed)
+        places = [next(fresh) if n in claimed else rows.slot[n] for n in match.nodes]
+        if match.claimed:
+            targets = [places[i] for i, node in enumerate(match.nodes) if node in claimed]
+            pool.moves.onboard(match.claimed, targets)
+        if pool.moves.below is not None:
+            for node in match.nodes:
+                rows.hits[node] = min(rows.hits[node] + 1, HITS_MAX)
+        if sequence.retention is not None and match.nodes:
+            wanted = self.wanted(sequence, 0, len(match.nodes), cached=True)
+            pool.retainer.apply(match.nodes, wanted or [], new=())
+        sequence.table = places
+        if part is not None:
+            self._take_part(sequence, part, fresh)
+        sequence.table.extend(fresh)
+        sequence.cached = len(match.nodes) * size + (0 if part is None else part.tokens)
+        sequence.computed = sequence.cached
+        sequence.stored = len(match.nodes)
+        stats = RequestStats(
+            reused=len(match.nodes),
+            missed=len(sequence.table) - len(match.nodes),
+            onboarded=len(match.claimed),
+            partial_tokens=0 if part is None else part.tokens,
+        )
+        sequence.stats = stats
+        pool.stats.reused += stats.reused
+        pool.stats.missed += stats.missed
+        pool.stats.partial += part is not None
+
+    def _take_part(self, sequence: KVSequence, part: _Part, fresh: Iterable[DeviceSlot]) -> None:
+        """Have the first tokens of a cached block in the sequence's next one."""
+        pool = self.pool
+        source, key = pool.ledger.nodes.slot[part.node], pool.ledger.nodes.key[part.node]
+        assert key is not None
+        if source == NO_SLOT:
+            target = next(iter(fresh))
+            pool.moves.onboard([part.node], [target], private=True)
+        elif pool.settings.partial == "take":
+            target = pool.take_over(key)
+        else:
+            target = next(iter(fresh))
+            self.copy(sequence, source, target, part.tokens)
+        sequence.table.append(target)
+
+    def copy(
+        self, sequence: KVSequence, source: DeviceSlot, target: DeviceSlot, tokens: int
+    ) -> None:
+        """Have the engine copy; takes the caller's reference to the source over."""
+        copy = BlockCopy(source, target, tokens, self.pool.moves.arriving.get(source))
+        self.pool.retain([target])
+        sequence.copies.append(copy)
+
+    def wanted(
+        self, sequence: KVSequence, first: int, end: int, *, cached: bool = False
+    ) -> list[Retain | None] | None:
+        """What the sequence asks for its blocks; of ``cached`` ones only what it says itself."""
+        retention = sequence.retention
+        if retention is None:
+            return None
+        asked = retention.of_blocks(
+            range(first, end),
+            block_tokens=self._tokens,
+            prompt_tokens=sequence.prompt_tokens,
+        )
+        wanted: list[Retain | None] = []
+        for block, (priority, duration_s) in enumerate(asked, first):
+            silent = block < len(sequence.said) and sequence.said[block] is None
+            if silent and (cached or priority == PRIORITY_DEFAULT):
+                wanted.append(None)
+            else:
+                wanted.append(Retain(priority, duration_s))
+        return wanted

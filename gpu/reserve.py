@@ -1,0 +1,158 @@
+"""What a request is about to get, in steps that can be undone: reach, hold, settle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvladder.errors import BlocksBusy, OutOfBlocks
+from kvladder.gpu.commit import Committer, Content
+from kvladder.gpu.ledger import Ledger, pick
+from kvladder.gpu.moves import Moves
+from kvladder.gpu.names import NO_SLOT, DeviceSlot, NodeId
+from kvladder.gpu.retain import Retainer
+from kvladder.gpu.stats import PoolStats
+
+
+class Match(NamedTuple):
+    """Blocks that a request found cached. Those that only tiers hold are claimed there."""
+
+    nodes: list[NodeId]
+    claimed: list[NodeId]
+    """Those of ``nodes`` that are not on the device, in order."""
+
+
+class Hold(NamedTuple):
+    """What a request is about to get: held and chosen, but nothing evicted yet."""
+
+    match: Match
+    kept: list[NodeId]
+    """What of it is on the device, and now held."""
+    idle: Sequence[NodeId]
+    """Those that nobody held before, and their places in the order of eviction."""
+    stamps: list[int]
+    victims: list[NodeId]
+    fresh: int
+    """Slots to hand out, those for what is claimed included."""
+
+
+NOTHING = Match([], [])
+
+
+class Reservations:
+    """Finds, holds and hands out blocks of one pool, so that several pools can serve one request.
+
+    ``reach`` comes first and claims; ``hold`` of every pool comes next and raises if there is not
+    enough; ``settle`` of every pool evicts. Until then ``cancel`` puts everything back, down to
+    the order of eviction.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        moves: Moves,
+        retainer: Retainer,
+        committer: Committer,
+        stats: PoolStats,
+    ) -> None:
+        self._ledger = ledger
+        self._moves = moves
+        self._retainer = retainer
+        self._committer = committer
+        self._stats = stats
+
+    def reach(self, content: Content) -> Match:
+        """The longest prefix of the content's blocks that is on the device or in a tier.
+
+        What only tiers hold is claimed: the match must be given to ``hold`` or ``forgo``.
+        """
+        keys, index, slot = content.keys, self._ledger.index, self._ledger.nodes.slot
+        nodes, claimed = index.match(keys), list[NodeId]()
+        while len(nodes) < len(keys) and (levels := self._moves.claim(keys[len(nodes) :])):
+            surplus: list[NodeId] = []
+            for level in levels:
+                at = len(nodes)
+                node = index.find(keys[at])
+                if node is None:
+                    node = self._committer.know(content, at, level)
+                (claimed if slot[node] == NO_SLOT else surplus).append(node)
+                nodes.append(node)
+            self._moves.disclaim(surplus)
+            nodes += index.match(keys[len(nodes) :])
+        return Match(nodes, claimed)
+
+    def shorten(self, match: Match, blocks: int) -> Match:
+        """The first ``blocks`` of a match; the rest is forgone."""
+        nodes = match.nodes[:blocks]
+        rest = set(match.nodes[blocks:])
+        self._moves.disclaim([node for node in match.claimed if node in rest])
+        return Match(nodes, [node for node in match.claimed if node not in rest])
+
+    def forgo(self, match: Match) -> None:
+        """Nothing will come of this match."""
+        self._moves.disclaim(match.claimed)
+
+    def hold(self, match: Match, fresh: int, *, also: Sequence[NodeId] = ()) -> Hold:
+        """Hold what a match found, ``also`` other blocks on the device, and choose who gives way.
+
+        ``fresh`` is how many slots are needed, those for what is claimed included. Nothing is
+        evicted before ``settle``.
+
+        Raises
+        ------
+        OutOfBlocks
+            There are not that many; nothing was changed, and the match was forgone.
+        """
+        self._retainer.expire()
+        ledger, slot = self._ledger, self._ledger.nodes.slot
+        kept = [node for node in match.nodes if slot[node] != NO_SLOT]
+        kept += also
+        idle = ledger.idle(kept)
+        available = ledger.available - len(idle)
+        leaving = len(self._moves.leaving.difference(kept))
+        if fresh > available + leaving:
+            self.forgo(match)
+            raise OutOfBlocks(fresh, available)
+        stamps = ledger.order.remove(idle)
+        ledger.retain(pick(slot, kept))
+        short = max(0, fresh - len(ledger.free) - leaving)
+        victims = ledger.order.select(short)
+        hold = Hold(match, kept, idle, stamps, victims, fresh)
+        if len(victims) < short:  # something that is held keeps others from being leaves
+            self.cancel(hold)
+            raise OutOfBlocks(fresh, fresh - short + len(victims))
+        return hold
+
+    def cancel(self, hold: Hold) -> None:
+        """Undo ``hold``: every block is where it was in the order, and the match is forgone."""
+        ledger = self._ledger
+        ledger.order.unselect(hold.victims)
+        idle = set(hold.idle)
+        for node in hold.kept:
+            slot = ledger.nodes.slot[node]
+            if node in idle:
+                del ledger.refs[slot]
+            else:
+                ledger.refs[slot] -= 1
+        ledger.order.restore(hold.idle, hold.stamps)
+        self.forgo(hold.match)
+
+    def settle(self, hold: Hold) -> list[DeviceSlot]:
+        """Evict whom ``hold`` chose and hand the fresh slots out, one reference each.
+
+        The caller owns a reference to each block that was held, and onboards what is claimed.
+
+        Raises
+        ------
+        BlocksBusy
+            Some slots are still being read; nothing is held, ask again when that has landed.
+        """
+        if hold.victims:
+            self._moves.evict(hold.victims)
+        free = len(self._ledger.free)
+        if hold.fresh > free:
+            self.cancel(hold._replace(victims=[]))
+            raise BlocksBusy(hold.fresh, free)
+        self._moves.keep(hold.kept)
+        self._stats.allocated += hold.fresh
+        return self._ledger.take(hold.fresh)

@@ -1,0 +1,332 @@
+"""Begin, grow, fork, rewind and release sequences over one block pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvladder.errors import ConfigError
+from kvladder.gpu.commit import Content
+from kvladder.gpu.index import TOKEN_BYTES
+from kvladder.gpu.names import NO_NODE, DeviceSlot, Root, Ticket
+from kvladder.gpu.pool import BlockPool
+from kvladder.gpu.prefixes import Prefixes
+from kvladder.gpu.sequence import Extra, KVSequence, as_tokens, packed
+from kvladder.keys import BlockKey, KeyScheme
+from kvladder.policy.retention import Retention
+
+HITS_MAX = 255
+
+
+class Sequences:
+    """Running sequences over one pool.
+
+    An engine begins a sequence with its prompt, computes what was not cached, says so by
+    ``commit``, appends what it generates, and releases the sequence. Calls come from the pool's
+    thread and never wait.
+
+    Parameters
+    ----------
+    pool:
+        Whose blocks they use.
+    scheme:
+        Makes the keys; its blocks have the pool's size.
+    """
+
+    def __init__(self, pool: BlockPool, scheme: KeyScheme) -> None:
+        if scheme.block_tokens != pool.settings.block_tokens:
+            raise ConfigError(
+                f"keys of {scheme.block_tokens} tokens for blocks of {pool.settings.block_tokens}",
+                path="block.tokens",
+            )
+        self.pool = pool
+        self.scheme = scheme
+        self._tokens = scheme.block_tokens
+        self._waiting: dict[Ticket, list[KVSequence]] = {}
+        self.prefixes = Prefixes(pool)
+        self._labels = pool.ledger.index.labels
+        pool.moves.observers.append(self._landed)
+
+    # ---- begin
+
+    def begin(
+        self,
+        tokens: Sequence[int],
+        *,
+        retention: Retention | None = None,
+        salt: str = "",
+        lora: str = "",
+        extra: Extra = (),
+        cached_max: int | None = None,
+    ) -> KVSequence:
+        """A sequence for this prompt, with slots for all of it and the cached prefix in place.
+
+        The caller owns it until ``release``. At most all tokens but the last are served, since
+        the logits of that one are needed; ``cached_max`` bounds them further.
+
+        Parameters
+        ----------
+        tokens:
+            The prompt, 1 token or more.
+        retention:
+            Priorities of its blocks. What it says of cached blocks replaces what they had.
+        salt, lora, extra:
+            What tells its content from that of others with the same tokens.
+
+        Raises
+        ------
+        OutOfBlocks, BlocksBusy
+            There is no room, or not yet; nothing is held.
+        ValueError
+            There are no tokens, or an argument is out of its range; nothing was changed.
+        """
+        sequence = self._make(tokens, retention, salt, lora, extra)
+        count, size = len(sequence.tokens), self._tokens
+        limit = count - 1 if cached_max is None else max(0, min(count - 1, cached_max))
+        found = self.prefixes.find(sequence, limit)
+        hold = self.prefixes.hold(found, -(-count // size))
+        self.prefixes.fill(sequence, found, self.pool.reserve.settle(hold))
+        self._wait_for(sequence)
+        return sequence
+
+    def _make(
+        self,
+        tokens: Sequence[int],
+        retention: Retention | None,
+        salt: str,
+        lora: str,
+        extra: Extra,
+    ) -> KVSequence:
+        if not len(tokens):
+            raise ValueError("no tokens: expected 1 or more")
+        root = Root(self.scheme.root(salt=salt, lora=lora), salt, lora)
+        sequence = KVSequence(as_tokens(tokens), root, retention=retention, extra=extra)
+        sequence.keys = self.scheme.chain(sequence.tokens, parent=root.key, extra=extra)
+        if retention is not None:
+            sequence.said = retention.explicit(self._tokens, len(sequence.tokens))
+        sequence.resets = self.pool.resets
+        return sequence
+
+    def _wait_for(self, sequence: KVSequence) -> None:
+        arriving = self.pool.moves.arriving
+        sources = (copy.source for copy in sequence.copies)
+        for slot in (*sequence.table, *sources) if arriving else ():
+            ticket = arriving.get(slot)
+            if ticket is not None and ticket not in sequence.waits:
+                sequence.waits.add(ticket)
+                self._waiting.setdefault(ticket, []).append(sequence)
+
+    def _landed(self, ticket: Ticket, ok: bool) -> None:
+        for sequence in self._waiting.pop(ticket, ()):
+            sequence.waits.discard(ticket)
+            sequence.lost = sequence.lost or not ok
+
+    def copied(self, sequence: KVSequence) -> None:
+        """The engine made the sequence's copies, or ordered them before all it does from now on.
+
+        May be called again, and after the sequence was released.
+        """
+        copies, sequence.copies = sequence.copies, []
+        for copy in copies:
+            self.pool.release([copy.source])
+            self.pool.release([copy.target])
+
+    # ---- run
+
+    def append(self, sequence: KVSequence, tokens: Sequence[int]) -> None:
+        """The sequence goes on with ``tokens``: there are slots to write their KV to.
+
+        What others share or may reuse is not written: the block that is cut short becomes one of
+        the sequence's own first, with a copy to be made of what is in it.
+
+        Raises
+        ------
+        NotHeld, NotReady
+            The sequence was released, or is not ready.
+        OutOfBlocks, BlocksBusy
+            There is no room, or not yet; nothing was changed.
+        """
+        sequence.require_ready()
+        added = as_tokens(tokens)
+        table, size = sequence.table, self._tokens
+        first = sequence.computed // size
+        shared = [at for at in range(first, len(table)) if not self._own(table[at])]
+        leaf = self._leaf_of(table[shared[0]]) if len(shared) == 1 else None
+        if leaf is not None:
+            shared = []
+        more = -(-(len(sequence.tokens) + len(added)) // size) - len(table)
+        fresh = self.pool.allocate(max(0, more) + len(shared)) if more > 0 or shared else []
+        if leaf is not None:
+            self.pool.take_over(leaf)
+        for at in shared:
+            old, table[at] = table[at], fresh.pop()
+            filled = sequence.computed - at * size
+            if filled > 0:
+                self.prefixes.copy(sequence, old, table[at], filled)
+            else:
+                self.pool.release([old])
+        table.extend(fresh)
+        sequence.tokens.extend(added)
+
+    def _own(self, slot: DeviceSlot) -> bool:
+        """Whether a held slot may be written: nobody else holds or finds it."""
+        ledger = self.pool.ledger
+        return ledger.refs[slot] == 1 and ledger.index.node_at[slot] == NO_NODE
+
+    def _leaf_of(self, slot: DeviceSlot) -> BlockKey | None:
+        """The key of the block in ``slot`` if whoever holds it may take it over."""
+        ledger = self.pool.ledger
+        node = ledger.index.node_at[slot]
+        if node == NO_NODE or ledger.refs[slot] > 1 or ledger.index.has_children(node):
+            return None
+        return None if self.pool.settings.partial == "copy" else ledger.nodes.key[node]
+
+    def commit(self, sequence: KVSequence, computed: int) -> None:
+        """The KV of the first ``computed`` tokens is complete: whole blocks can be reused by all.
+
+        Slots of the table change where others have the same content already, see
+        ``BlockPool.commit``.
+
+        Raises
+        ------
+        NotHeld, NotReady
+            The sequence was released, or is not ready.
+        ValueError
+            ``computed`` is less than before, or more than there are tokens; nothing was changed.
+        """
+        sequence.require_ready()
+        if not sequence.computed <= computed <= len(sequence.tokens):
+            raise ValueError(
+                f"{computed} tokens computed: expected {sequence.computed} .. "
+                f"{len(sequence.tokens)}"
+            )
+        sequence.computed = computed
+        first, end = sequence.stored, computed // self._tokens
+        if end > first and self._stores(sequence):
+            self._extend_keys(sequence, end)
+            self._store(sequence, first, end)
+
+    def _stores(self, sequence: KVSequence) -> bool:
+        return sequence.storing and sequence.resets == self.pool.resets
+
+    def _extend_keys(self, sequence: KVSequence, end: int) -> None:
+        """Name the whole blocks before ``end`` that have no key yet."""
+        have, size = len(sequence.keys), self._tokens
+        if have < end:
+            begin = have * size
+            sequence.keys += self.scheme.chain(
+                sequence.tokens[begin : end * size],
+                parent=sequence.keys[-1] if have else sequence.root.key,
+                extra=_shifted(sequence.extra, begin, end * size),
+            )
+
+    def _store(self, sequence: KVSequence, first: int, end: int) -> None:
+        """Commit the whole blocks from ``first`` to ``end``."""
+        size = self._tokens
+        content = Content(
+            sequence.keys[first:end],
+            sequence.root,
+            sequence.keys[first - 1] if first else sequence.root.key,
+            packed(sequence.tokens[first * size : end * size]) if self._labels else b"",
+            self.prefixes.limits(sequence.extra, first, end),
+        )
+        wanted = self.prefixes.wanted(sequence, first, end)
+        slots = self.pool.committer.commit(sequence.table[first:end], content, wanted)
+        if slots is None:  # what comes before was removed
+            sequence.storing = False
+        else:
+            sequence.table[first:end] = slots
+            sequence.stored = end
+
+    def rewind(self, sequence: KVSequence, count: int) -> None:
+        """Take the last ``count`` tokens back; blocks that hold none of the others are released.
+
+        Raises
+        ------
+        NotHeld, NotReady
+            The sequence was released, or is not ready.
+        ValueError
+            There are not that many; nothing was changed.
+        """
+        sequence.require_ready()
+        left = len(sequence.tokens) - count
+        if count < 0 or left < 0:
+            raise ValueError(f"{count} tokens: expected 0 .. {len(sequence.tokens)}")
+        del sequence.tokens[left:]
+        whole = left // self._tokens
+        surplus = sequence.table[-(-left // self._tokens) :]
+        del sequence.table[-(-left // self._tokens) :], sequence.keys[whole:]
+        self.pool.release(surplus)
+        sequence.prompt_tokens = min(sequence.prompt_tokens, left)
+        del sequence.said[-(-left // self._tokens) :]
+        sequence.computed = min(sequence.computed, left)
+        sequence.cached = min(sequence.cached, left)
+        sequence.stored = min(sequence.stored, whole)
+        sequence.extra = [(at, content) for at, content in sequence.extra if at < left]
+
+    def fork(self, sequence: KVSequence, count: int) -> list[KVSequence]:
+        """``count`` more sequences with the same tokens, which share all of its blocks.
+
+        The caller owns each. Whoever first appends to a block that is cut short gets one of its
+        own, the last to do so keeps the shared one.
+
+        Raises
+        ------
+        NotHeld, NotReady
+            The sequence was released, or is not ready.
+        """
+        sequence.require_ready()
+        if count < 0:
+            raise ValueError(f"{count} forks: expected 0 or more")
+        forks: list[KVSequence] = []
+        for _ in range(count):
+            self.pool.retain(sequence.table)
+            forks.append(sequence.copy())
+        return forks
+
+    def release(self, sequence: KVSequence, *, store: bool = True) -> None:
+        """The sequence is over: its blocks may be reused, the last first.
+
+        With ``store`` the block that is cut short is kept for others too, as far as it is
+        computed, unless partial matches are off. Copies that were not reported stay under way.
+
+        Raises
+        ------
+        NotHeld
+            It was released before.
+        """
+        sequence.require_open()
+        if store and sequence.ready and self._stores(sequence):
+            self._store_tail(sequence)
+        sequence.closed = True
+        self.pool.release(sequence.table)
+
+    def _store_tail(self, sequence: KVSequence) -> None:
+        """Commit the block that is cut short, unless others write it or something covers it."""
+        pool, size = self.pool, self._tokens
+        whole, count = divmod(sequence.computed, size)
+        if pool.settings.partial == "off" or not count or sequence.stored < whole:
+            return
+        slot = sequence.table[whole]
+        self._extend_keys(sequence, whole)
+        parent = sequence.keys[whole - 1] if whole else sequence.root.key
+        above = pool.ledger.index.above(parent, sequence.root)
+        begin = whole * size
+        tokens = sequence.tokens[begin : begin + count]
+        limits = self.prefixes.limits(sequence.extra, whole, whole + 1)
+        useful = count if limits is None else min(count, limits[0])
+        if above is None or not useful or not self._own(slot):
+            return
+        words = packed(tokens)
+        for _, _, covered in pool.ledger.index.partial(above, words[: useful * TOKEN_BYTES]):
+            if covered >= useful:
+                return
+        key = self.scheme.tail(
+            tokens, parent=parent, extra=_shifted(sequence.extra, begin, begin + count)
+        )
+        content = Content([key], sequence.root, parent, words, limits)
+        pool.commit([slot], content, retain=self.prefixes.wanted(sequence, whole, whole + 1))
+
+
+def _shifted(extra: Extra, begin: int, end: int) -> Extra:
+    """Those of ``extra`` at tokens ``[begin, end)``, counted from ``begin``."""
+    return [(at - begin, content) for at, content in extra if begin <= at < end]

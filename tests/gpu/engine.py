@@ -1,0 +1,332 @@
+"""A small engine over a block pool whose KV can be checked, and a small tier below it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+from kvladder.gpu.below import Arrival, Taken, Victim
+from kvladder.gpu.events import Created, PoolEvent, PoolEvents, Removed, Stored, Updated
+from kvladder.gpu.names import DeviceSlot, Ticket
+from kvladder.gpu.pool import BlockPool, Partial, PoolSettings
+from kvladder.gpu.sequence import Extra, KVSequence
+from kvladder.gpu.sequences import Sequences
+from kvladder.keys import BlockKey, KeyScheme, namespace
+from kvladder.policy.offload import OffloadRule
+from kvladder.policy.retention import Retention
+
+Kv = bytes | None
+"""What a model would compute for one token: it depends on all tokens before it."""
+
+
+Indexed = dict[BlockKey, tuple[BlockKey | None, str, int]]
+
+
+def replay(events: list[PoolEvent], index: Indexed) -> None:
+    """Apply events to ``{key: (parent, level, priority)}``."""
+    for event in events:
+        if isinstance(event, Stored):
+            parent = event.parent
+            for block in event.blocks:
+                assert block.key not in index
+                index[block.key] = (parent, event.level, block.priority)
+                parent = block.key
+        elif isinstance(event, Removed):
+            del index[event.key]
+        elif isinstance(event, Updated):
+            parent, level, priority = index[event.key]
+            if event.level is not None:
+                assert event.level[0] == level
+                level = event.level[1]
+            if event.priority is not None:
+                assert event.priority[0] == priority
+                priority = event.priority[1]
+            index[event.key] = (parent, level, priority)
+        else:
+            assert isinstance(event, Created)
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Device:
+    """KV of each token of each slot; None where nothing was written."""
+
+    def __init__(self, slots: int, block_tokens: int) -> None:
+        self.kv: list[list[Kv]] = [[None] * block_tokens for _ in range(slots)]
+
+
+@dataclass
+class Kept:
+    """A block in the host level."""
+
+    slot: int
+    kv: list[Kv]
+    priority: int
+    stamp: int
+    claims: int = 0
+    flying: bool = False
+
+
+@dataclass
+class Host:
+    """The stand-in for the tiers: some host slots, least valuable block out first.
+
+    Copies are done at once, or with ``delayed`` when ``complete`` is called. Unless ``inclusive``
+    a block that was onboarded is given up.
+    """
+
+    device: Device
+    slots: int = 4
+    rule: OffloadRule = field(default_factory=lambda: OffloadRule(min_priority=35))
+    delayed: bool = False
+    inclusive: bool = False
+    name: str = "host"
+
+    def __post_init__(self) -> None:
+        self.pool: BlockPool | None = None
+        self.blocks: dict[BlockKey, Kept] = {}
+        self.free = list(range(self.slots))
+        self.flights: dict[Ticket, Callable[[bool], None]] = {}
+        self.offered: list[Victim] = []
+        self.brought: list[BlockKey] = []
+        self._stamp = 0
+        self._tickets = 0
+
+    @property
+    def capacities(self) -> Mapping[str, int]:
+        return {self.name: self.slots}
+
+    def _ticket(self, work: Callable[[bool], None]) -> Ticket:
+        self._tickets += 1
+        self.flights[Ticket(self._tickets)] = work
+        return Ticket(self._tickets)
+
+    def complete(self, ticket: Ticket, *, ok: bool = True) -> None:
+        """Make a copy, or have it fail, and tell the pool."""
+        assert self.pool is not None
+        self.flights.pop(ticket)(ok)
+        self.pool.landed(ticket, ok=ok)
+
+    def _room(self, priority: int, stamp: int) -> int | None:
+        """A slot, if need be that of a less valuable block."""
+        if self.free:
+            return self.free.pop(0)
+        loose = {
+            key: (held.priority, held.stamp)
+            for key, held in self.blocks.items()
+            if not held.claims and not held.flying
+        }
+        if not loose or min(loose.values()) > (priority, stamp):
+            return None
+        key = min(loose, key=loose.__getitem__)
+        slot = self.blocks.pop(key).slot
+        assert self.pool is not None
+        self.pool.forgotten([key])
+        return slot
+
+    def offload(self, victims: Sequence[Victim]) -> Sequence[Taken | None]:
+        self._stamp += len(victims)
+        self.offered += victims
+        return [self._take(victim, self._stamp - at) for at, victim in enumerate(victims)]
+
+    def _take(self, victim: Victim, stamp: int) -> Taken | None:
+        assert victim.key not in self.blocks or self.inclusive
+        if not self.rule.admits(victim.floor, victim.hits):
+            return None
+        if victim.key in self.blocks:
+            return Taken(self.name)
+        slot = self._room(victim.priority, stamp)
+        if slot is None:
+            return None
+        kept = Kept(slot, [], victim.priority, stamp, flying=self.delayed)
+        self.blocks[victim.key] = kept
+
+        def copy(ok: bool) -> None:
+            kept.flying = False
+            kept.kv = list(self.device.kv[victim.slot])
+            if not ok:
+                self._forget(victim.key)
+
+        if self.delayed:
+            return Taken(self.name, self._ticket(copy))
+        copy(True)
+        return Taken(self.name)
+
+    def _forget(self, key: BlockKey) -> None:
+        kept = self.blocks.pop(key, None)
+        if kept is not None:
+            self.free.append(kept.slot)
+
+    def claim(self, keys: Sequence[BlockKey]) -> Sequence[str]:
+        found: list[str] = []
+        for key in keys:
+            if key not in self.blocks or self.blocks[key].flying:
+                break
+            self.blocks[key].claims += 1
+            found.append(self.name)
+        return found
+
+    def disclaim(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            self.blocks[key].claims -= 1
+            assert self.blocks[key].claims >= 0
+
+    def onboard(
+        self, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot], *, keep: bool
+    ) -> Arrival:
+        self.brought += keys
+
+        def copy(ok: bool) -> None:
+            for key, slot in zip(keys, slots, strict=True):
+                kept = self.blocks[key]
+                kept.claims -= 1
+                self.device.kv[slot] = list(kept.kv) if ok else [b"garbage"] * len(kept.kv)
+                if not ok or not (keep or self.inclusive):
+                    self._forget(key)
+            if not ok and self.pool is not None:
+                self.pool.forgotten(keys)
+
+        kept = keep or self.inclusive
+        if self.delayed:
+            return Arrival(self._ticket(copy), kept=kept)
+        copy(True)
+        return Arrival(kept=kept)
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            if key in self.blocks and not self.blocks[key].flying:
+                self._forget(key)
+
+    def clear(self) -> None:
+        self.remove(list(self.blocks))
+
+
+class Engine:
+    """Runs prompts over a pool, writes their KV, and checks what it is served."""
+
+    def __init__(
+        self,
+        blocks: int = 8,
+        *,
+        host: int = 0,
+        rule: OffloadRule | None = None,
+        block_tokens: int = 4,
+        partial: Partial = "take",
+        events_max: int = 0,
+        delayed: bool = False,
+        inclusive: bool = False,
+    ) -> None:
+        self.clock = Clock()
+        self.device = Device(blocks, block_tokens)
+        self.host = Host(
+            self.device,
+            host,
+            rule or OffloadRule(min_priority=35),
+            delayed=delayed,
+            inclusive=inclusive,
+        )
+        self.events = PoolEvents(events_max)
+        self.pool = BlockPool(
+            PoolSettings(blocks, block_tokens, partial=partial),
+            now=self.clock,
+            below=self.host if host else None,
+            events=self.events,
+        )
+        self.host.pool = self.pool
+        self.scheme = KeyScheme(namespace({"model": "tiny"}), block_tokens=block_tokens)
+        self.sequences = Sequences(self.pool, self.scheme)
+        self.block_tokens = block_tokens
+
+    def check(self) -> None:
+        """Every invariant, and that ``free + used == total``."""
+        self.pool.check()
+        assert self.pool.free + self.pool.used == self.pool.blocks
+        held = [kept.slot for kept in self.host.blocks.values()]
+        assert sorted([*held, *self.host.free]) == list(range(self.host.slots))
+
+    def kv(self, sequence: KVSequence, position: int) -> bytes:
+        """What the model computes for the token at ``position``."""
+        words = sequence.tokens[: position + 1].tobytes()
+        seen = [content for at, content in sorted(sequence.extra) if at <= position]
+        return sha256(sequence.root.key + words + b"".join(seen)).digest()
+
+    def begin(
+        self,
+        prompt: Sequence[int],
+        *,
+        retention: Retention | None = None,
+        salt: str = "",
+        lora: str = "",
+        extra: Extra = (),
+    ) -> KVSequence:
+        """A sequence whose prompt is computed, once its blocks are there."""
+        sequence = self.sequences.begin(
+            prompt, retention=retention, salt=salt, lora=lora, extra=extra
+        )
+        self.check()
+        if not sequence.waits:
+            self.compute(sequence)
+        return sequence
+
+    def compute(self, sequence: KVSequence) -> None:
+        """Copy what has to be copied, check what is there, compute the rest, commit."""
+        for copy in sequence.copies:
+            assert copy.after is None or copy.after not in self.host.flights
+            source, target = self.device.kv[copy.source], self.device.kv[copy.target]
+            target[: copy.tokens] = source[: copy.tokens]
+            assert all(kv is not None for kv in target[: copy.tokens])
+        self.sequences.copied(sequence)
+        self.verify(sequence)
+        for position in range(sequence.computed, len(sequence.tokens)):
+            block, within = divmod(position, self.block_tokens)
+            self.device.kv[sequence.table[block]][within] = self.kv(sequence, position)
+        self.sequences.commit(sequence, len(sequence.tokens))
+        self.verify(sequence)
+        self.check()
+
+    def verify(self, sequence: KVSequence) -> None:
+        """Every token that counts as computed has its own KV."""
+        for position in range(sequence.computed):
+            block, within = divmod(position, self.block_tokens)
+            held = self.device.kv[sequence.table[block]][within]
+            assert held == self.kv(sequence, position), (position, held)
+
+    def generate(self, sequence: KVSequence, tokens: Sequence[int]) -> None:
+        """Append tokens one by one, computing each but the last, whose KV comes with the next."""
+        for token in tokens:
+            if sequence.computed < len(sequence.tokens):
+                self.compute(sequence)
+            self.sequences.append(sequence, [token])
+            self.check()
+
+    def release(self, sequence: KVSequence, *, store: bool = True) -> None:
+        self.sequences.release(sequence, store=store)
+        self.check()
+
+    def run(
+        self,
+        prompt: Sequence[int],
+        generated: Sequence[int] = (),
+        *,
+        retention: Retention | None = None,
+        salt: str = "",
+        lora: str = "",
+        extra: Extra = (),
+    ) -> int:
+        """A whole request; how many tokens of its prompt were served."""
+        sequence = self.begin(prompt, retention=retention, salt=salt, lora=lora, extra=extra)
+        self.generate(sequence, generated)
+        self.release(sequence)
+        return sequence.cached
+
+    def keys(self, tokens: Sequence[int], *, salt: str = "", lora: str = "") -> list[BlockKey]:
+        return self.scheme.chain(tokens, parent=self.scheme.root(salt=salt, lora=lora))
