@@ -65,8 +65,8 @@ class EvictionOrder:
         self._parked: set[NodeId] = set()
         """Met in their turn while they had children; may hold nodes that left the order since."""
         self._len = 0
-        self._entries = 0
-        """In runs, the invalid ones included."""
+        self.entries = 0
+        """How much is kept, the invalid entries included."""
         self._next = _FIRST
         self._front = _FIRST - 1
         self._sweeping = 0
@@ -89,7 +89,7 @@ class EvictionOrder:
         for node, at in zip(nodes, stamps, strict=True):
             stamp[node] = at
         self._len += len(nodes)
-        self._entries += len(nodes)
+        self.entries += len(nodes)
         if not self._nodes.special:
             self._append(PRIORITY_DEFAULT, nodes, stamps)
         else:
@@ -130,7 +130,7 @@ class EvictionOrder:
         priority = self._nodes.priority[node]
         self._nodes.stamp[node] = stamp
         heappush(self._queues[priority].late, (stamp, node))
-        self._entries += 1
+        self.entries += 1
         self._used |= 1 << priority
 
     def remove(self, nodes: Sequence[NodeId]) -> list[int]:
@@ -217,7 +217,7 @@ class EvictionOrder:
                     disturbed = True
                     break
             run.at = at
-            self._entries -= at - begin
+            self.entries -= at - begin
             if at == len(run.nodes):
                 runs.popleft()
             if disturbed:
@@ -229,7 +229,7 @@ class EvictionOrder:
         """Select the first of those out of step, if it is valid and a leaf."""
         nodes = self._nodes
         mark, node = heappop(queue.late)
-        self._entries -= 1
+        self.entries -= 1
         if nodes.stamp[node] != mark or self._queues[nodes.priority[node]] is not queue:
             return
         if nodes.kids[node]:
@@ -244,7 +244,7 @@ class EvictionOrder:
 
     def _tidy(self, pushed: int) -> None:
         """Work off some invalid entries, in proportion to what was pushed."""
-        if self._entries > 2 * self._len + SLACK_MAX:
+        if self.entries > 2 * self._len + SLACK_MAX:
             self._sweep(2 * pushed)
 
     def _sweep(self, budget: int) -> None:
@@ -267,7 +267,7 @@ class EvictionOrder:
         entries = zip(run.nodes[run.at :], run.stamps[run.at :], strict=True)
         valid = [(node, mark) for node, mark in entries if stamp[node] == mark]
         before = len(run.nodes) - run.at
-        self._entries -= before - len(valid)
+        self.entries -= before - len(valid)
         if valid:
             kept, marks = [node for node, _ in valid], [mark for _, mark in valid]
             last = queue.swept[-1] if queue.swept else None
@@ -286,7 +286,7 @@ class EvictionOrder:
             if nodes.stamp[node] == mark and nodes.priority[node] == priority
         ]
         heapify(queue.late)
-        self._entries -= before - len(queue.late)
+        self.entries -= before - len(queue.late)
 
     def ordered(self) -> list[NodeId]:
         """All nodes in the order, first to go first, as if each were a leaf; O(n log n)."""
@@ -315,7 +315,7 @@ class EvictionOrder:
             for mark, node in set(queue.late):
                 if nodes.stamp[node] == mark and nodes.priority[node] == priority:
                     found[node] = found.get(node, 0) + 1
-        assert entries == self._entries, (entries, self._entries)
+        assert entries == self.entries, (entries, self.entries)
         held = self.ordered()
         assert len(held) == self._len, (len(held), self._len)
         for node in held:
