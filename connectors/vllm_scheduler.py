@@ -16,6 +16,7 @@ from kvladder.connectors.vllm_step import Load, RankDescription, Report, Step, S
 from kvladder.errors import ConfigError
 from kvladder.gpu.copy import CopyJob, JobId
 from kvladder.keys import BlockKey
+from kvladder.metrics import Stats
 from kvladder.notices import Notices
 
 EARLY_SHARE = 0.5
@@ -340,10 +341,9 @@ class SchedulerHalf:
         """The resolved stack."""
         return self.connector.manager.describe()
 
-    def stats(self) -> dict[str, dict[str, int | float]]:
+    def stats(self) -> Stats:
         """Counters by level, of the arena, and of copies between it and vLLM's KV cache."""
-        copies: dict[str, int | float] = dict(self._copied)
-        return {**self.connector.manager.stats(), "copies": copies}
+        return {**self.connector.manager.stats(), "copies": dict(self._copied)}
 
     def close(self) -> None:
         """End everything; the workers were closed before. May be called again."""

@@ -17,6 +17,7 @@ import msgspec
 
 from kvladder import registry, resolved
 from kvladder.errors import ConfigError
+from kvladder.exposition import SECTIONS
 from kvladder.layout import Layout
 from kvladder.policy.eviction import EvictionPolicy
 from kvladder.resolved import Row
@@ -36,7 +37,7 @@ from kvladder.tiers.base import Tier
 from kvladder.units import Share, Size
 
 HOST: Final = "host"
-RESERVED_NAMES: Final = {"arena"}
+RESERVED_NAMES: Final = set(SECTIONS)
 """Not for tiers: what stands beside them in the statistics."""
 _CAPACITY = re.compile(r"tiers\[([0-9]+)\]\.capacity")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")

@@ -12,8 +12,10 @@ from kvladder.errors import ClosedError
 from kvladder.events import Event
 from kvladder.keys import BlockKey, Namespace
 from kvladder.layout import Layout
+from kvladder.metrics import Stats
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 from kvladder.policy.retention import checked_priority
+from kvladder.tiers.breaker import BREAKER_STATES
 from kvladder.tiers.fetch import Fetch
 from kvladder.tiers.index import Meta
 from kvladder.tiers.stack import Post, TierStack
@@ -183,20 +185,21 @@ class CacheManager:
         """Forget every block of this namespace in every level."""
         self.stack.clear()
 
-    def stats(self) -> dict[str, dict[str, int | float]]:
-        """Counters and occupancy by level, hottest first, and of the arena; plain numbers."""
+    def stats(self) -> Stats:
+        """Counters and occupancy by level, hottest first, and of the arena; plain data."""
         stack = self.stack
         with stack.lock:
-            host = stack.host.stats.as_dict()
-            host.update(blocks=len(stack.host.index), capacity=self.arena.slots)
-            found = {stack.host.name: host}
+            host = {**stack.host.stats.as_dict(), **stack.host.index.as_dict()}
+            host["capacity"] = self.arena.slots
+            found: Stats = {stack.host.name: host}
             for level in stack.levels:
-                counts = level.stats.as_dict()
+                counts = {**level.stats.as_dict(), **level.index.as_dict()}
                 counts.update(
-                    blocks=len(level.index),
                     capacity=level.capacity_blocks,
                     queued=level.queued,
+                    queue_age_s=level.queue_age_s,
                     corrupt=level.tier.corrupt_blocks(),
+                    breaker=BREAKER_STATES.index(level.gate.breaker.state),
                     breaker_open=int(not level.gate.open()),
                     breaker_opened=level.gate.breaker.opened,
                 )

@@ -1,19 +1,57 @@
-"""Counters of one level, as plain numbers."""
+"""Counters and histograms of one level, as plain numbers."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+Stats = dict[str, dict[str, Any]]
+"""Plain data by level: numbers, and mappings or lists of numbers."""
+
+AGES_S = (1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600, 7 * 24 * 3600)
+"""Upper bounds of the buckets for a block's age."""
+DISTANCES = tuple(4**power for power in range(2, 13))
+"""Upper bounds of the buckets for a reuse distance in blocks: 16 to 16 million."""
+
+
+class Histogram:
+    """Counts of values in fixed buckets, ``le`` their inclusive upper bounds."""
+
+    __slots__ = ("counts", "le", "sum")
+
+    def __init__(self, le: Sequence[float]) -> None:
+        self.le = le
+        self.counts = [0] * (len(le) + 1)
+        """Per bucket, not added up; the last is for what is above all bounds."""
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.le, value)] += 1
+        self.sum += value
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data: bounds, counts and sum."""
+        return {"le": list(self.le), "counts": list(self.counts), "sum": self.sum}
 
 
 @dataclass(slots=True)
 class LevelStats:
     """What one level did since it was opened. Blocks unless a name says otherwise."""
 
+    queries: int = 0
+    """Blocks that fetches asked for and no hotter level had."""
     hits: int = 0
     """Blocks served from this level."""
+    joined: int = 0
+    """Of the host level: blocks that were on their way already, for another fetch."""
     misses: int = 0
     """Blocks that the index named but the tier did not deliver."""
+    late: int = 0
+    """Blocks that had not arrived at their fetch's deadline."""
     stored: int = 0
     stored_bytes: int = 0
     stored_s: float = 0.0
@@ -31,13 +69,22 @@ class LevelStats:
     timeouts: int = 0
     throttled: int = 0
     """Blocks not fetched because of the fetch budget or for want of slots."""
-    dropped: Counter[str] = field(default_factory=Counter[str])
-    """Blocks that could have been kept and were not, by reason."""
+    dropped: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
+    """Blocks that could have been kept and were not, by reason and tens of priority."""
 
-    def as_dict(self) -> dict[str, int | float]:
-        """Flat numbers; the drops appear as ``dropped_<reason>``."""
-        flat: dict[str, int | float] = {
+    def drop(self, reason: str, priority: int) -> None:
+        """A block of this priority could have been kept and was not."""
+        self.dropped[reason, priority // 10 * 10] += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Numbers by name; ``dropped_<reason>``, and by priority ``dropped[reason][tens]``."""
+        found: dict[str, Any] = {
             name: getattr(self, name) for name in self.__slots__ if name != "dropped"
         }
-        flat.update({f"dropped_{reason}": count for reason, count in self.dropped.items()})
-        return flat
+        dropped: dict[str, dict[str, int]] = {}
+        for (reason, tens), count in sorted(self.dropped.items()):
+            dropped.setdefault(reason, {})[str(tens)] = count
+        found["dropped"] = dropped
+        for reason, counts in dropped.items():
+            found[f"dropped_{reason}"] = sum(counts.values())
+        return found

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-State = Literal["closed", "open", "trial"]
+State = Literal["closed", "trial", "open"]
+BREAKER_STATES: tuple[State, ...] = get_args(State)
+"""In the order of their numbers in statistics."""
 
 
 @dataclass(frozen=True, slots=True)

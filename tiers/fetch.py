@@ -33,6 +33,10 @@ class Pins(Protocol):
         """Give pinned slots back."""
         ...
 
+    def late(self, levels: Sequence[str]) -> None:
+        """Blocks from these levels, one each, have not arrived at the deadline."""
+        ...
+
     def discard(self, keys: Sequence[BlockKey]) -> None:
         """Remove blocks whose bytes turned out to be of no use."""
         ...
@@ -105,6 +109,9 @@ class Fetch:
             return True
         if self._waiting and self._clock.now() < self._deadline_s:
             return False
+        if self._waiting:
+            with self._lock:
+                self._stack.late([self._sources[index] for index in self._waiting])
         self._answer()
         return True
 

@@ -40,7 +40,7 @@ class HostLevel:
         self.demand_blocks = 0
         """Slots that loads wait for, on top of the reserve."""
         self.stats = LevelStats()
-        self.index = LevelIndex(policy, ttl=rule.ttl_s is not None)
+        self.index = LevelIndex(policy, ttl=rule.ttl_s is not None, now=shared.clock.now)
         self._shared = shared
         self._loose = loose
         """Whether a block may go at once: a level below has it, or none would take it."""
@@ -95,11 +95,12 @@ class HostLevel:
         written to a level below: then there are fewer slots than asked for.
         """
         arena = self._shared.arena
-        self.index.revert(self._shared.clock.now())
+        now = self._shared.clock.now()
+        self.index.revert(now)
         missing = count - arena.free
         if missing > 0:
             gone = self._evictable(missing, priority)
-            arena.release([Slot(self.index.drop(key)) for key in gone])
+            arena.release([Slot(self.index.evict(key, now)) for key in gone])
             self.stats.evicted += len(gone)
             self._shared.events.removed(self.name, gone, "evicted")
         return arena.lease(min(count, arena.free)) or []

@@ -16,6 +16,8 @@ class Pending(NamedTuple):
 
     slot: Slot
     meta: Meta
+    since_s: float
+    """Loop time at which it was offered."""
 
 
 class Inbox:
@@ -48,12 +50,19 @@ class Inbox:
         """Whether nothing more fits."""
         return len(self._blocks) >= self._max
 
-    def add(self, key: BlockKey, slot: Slot, meta: Meta) -> None:
+    def __getitem__(self, key: BlockKey) -> Pending:
+        return self._blocks[key]
+
+    def oldest(self) -> Pending | None:
+        """What has waited longest."""
+        return next(iter(self._blocks.values()), None)
+
+    def add(self, key: BlockKey, slot: Slot, meta: Meta, now_s: float) -> None:
         """Queue a block and take a claim on its slot; there is room."""
         assert not self.full
         assert key not in self._blocks
         self._arena.share([slot])
-        self._blocks[key] = Pending(slot, meta)
+        self._blocks[key] = Pending(slot, meta, now_s)
         self._by_priority[meta.priority] += 1
 
     def remove(self, key: BlockKey) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvladder.keys import BlockKey
+from kvladder.metrics import AGES_S, DISTANCES, Histogram
 from kvladder.policy.eviction import PRIORITY_DEFAULT, EvictionPolicy
 from kvladder.tiers.base import Item
 
 HITS_MAX = 255
+_MASK = 0xFFFFFFFF
 
 
 class Meta(NamedTuple):
@@ -32,12 +34,28 @@ class LevelIndex:
 
     A place is a small non-negative int that the level gives out, at most one block in each.
     A pinned block is not in the policy, so it is never a victim. Not thread-safe: the stack's lock
-    is held around every call. Costs about 180 bytes a block: the key (80), the dict (42), the
-    place (32) and flat arrays (11, and 8 more with a TTL).
+    is held around every call. Costs about 190 bytes a block: the key (80), the dict (42), the
+    place (32) and flat arrays (28, and 8 more with a TTL).
     """
 
-    def __init__(self, policy: EvictionPolicy, *, ttl: bool = False) -> None:
+    def __init__(
+        self,
+        policy: EvictionPolicy,
+        *,
+        ttl: bool = False,
+        now: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self.policy = policy
+        self.ages = Histogram(AGES_S)
+        """Seconds between the last use of a block and its eviction."""
+        self.distances = Histogram(DISTANCES)
+        """Between two uses of a block: how many blocks were stored or used, itself included."""
+        self._now = now
+        self._began_s = now()  # so that 4 bytes are exact enough
+        self._uses = 0  # modulo 2**32
+        self._used = array("I")
+        """Per place, ``_uses`` when its block was used last."""
+        self._used_s = array("f")
         self._place: dict[BlockKey, int] = {}
         self._key: list[BlockKey | None] = []
         self._priority = bytearray()
@@ -57,6 +75,14 @@ class LevelIndex:
     def __iter__(self) -> Iterator[BlockKey]:
         """All keys, oldest insertion first; do not change the index meanwhile."""
         return iter(self._place)
+
+    def as_dict(self) -> dict[str, Any]:
+        """How many blocks it holds, and its histograms, as plain data."""
+        return {
+            "blocks": len(self),
+            "eviction_age_s": self.ages.as_dict(),
+            "reuse_distance": self.distances.as_dict(),
+        }
 
     def place(self, key: BlockKey) -> int | None:
         """The block's place, or None if it is not held."""
@@ -99,6 +125,9 @@ class LevelIndex:
         self._priority[place] = meta.priority
         self._floor[place] = meta.floor
         self._hits[place] = min(meta.hits, HITS_MAX)
+        self._uses = uses = self._uses + 1 & _MASK
+        self._used[place] = uses
+        self._used_s[place] = self._now() - self._began_s
         if self._expires is not None:
             self._expires[place] = expires_s
         if meta.until_s != inf:
@@ -140,8 +169,16 @@ class LevelIndex:
         self._key.extend([None] * more)
         for column in (self._priority, self._floor, self._hits):
             column.extend(bytes(more))
+        self._used.extend(array("I", [self._uses]) * more)
+        self._used_s.extend(array("f", [self._now() - self._began_s]) * more)
         if self._expires is not None:
             self._expires.extend(array("d", [inf]) * more)
+
+    def evict(self, key: BlockKey, now_s: float) -> int:
+        """``drop``, because of others that need the room."""
+        place = self.drop(key)
+        self.ages.observe(now_s - self._began_s - self._used_s[place])
+        return place
 
     def drop(self, key: BlockKey) -> int:
         """Forget ``key``, pinned or not, and return its place."""
@@ -154,14 +191,21 @@ class LevelIndex:
 
     def touch(self, places: Iterable[int]) -> None:
         """Make these the most recently used; the last of ``places`` ends up the most recent."""
+        now_s = self._now() - self._began_s
         for place in places:
+            self._used[place] = self._uses
+            self._used_s[place] = now_s
             if place not in self._pins:
                 self.policy.touch(place)
 
-    def hit(self, place: int) -> int:
+    def hit(self, place: int, now_s: float) -> int:
         """Count one more use of the block at ``place`` and return the count."""
         hits = min(self._hits[place] + 1, HITS_MAX)
         self._hits[place] = hits
+        self._uses = uses = self._uses + 1 & _MASK
+        self.distances.observe(uses - self._used[place] & _MASK)
+        self._used[place] = uses
+        self._used_s[place] = now_s - self._began_s
         return hits
 
     def pin(self, place: int) -> None:

@@ -62,7 +62,7 @@ class Level:
         self.settings = settings
         self.capacity_blocks = capacity_blocks
         self.stats = LevelStats()
-        self.index = LevelIndex(policy, ttl=rule.ttl_s is not None)
+        self.index = LevelIndex(policy, ttl=rule.ttl_s is not None, now=shared.clock.now)
         self.gate = Gate(name, settings.gate, shared, self.stats)
         self.below: Sequence[Level] = ()
         self.observer: Observer | None = None
@@ -149,6 +149,11 @@ class Level:
     def queued(self) -> int:
         """Blocks that wait to be written or are being written."""
         return len(self._writer)
+
+    @property
+    def queue_age_s(self) -> float:
+        """How long the oldest of them has waited; 0 without any."""
+        return self._writer.oldest_s()
 
     @property
     def left_behind(self) -> int:

@@ -94,7 +94,9 @@ class Loader:
                 cut = [i for i in range(end, len(found)) if found[i] != NO_SLOT]
                 self._host.unpin([keys[i] for i in cut], [found[i] for i in cut])
             batches = self._begin(wants[: len(slots)], slots)
-            self._attach(fetch, keys[:end], found, later)
+            hits, waiting = self._attach(fetch, keys[:end], found, later)
+            begun = wants[: len(slots) + len(later)]
+            self._count(len(keys), hits, waiting - len(slots), begun)
         self._post_reads(batches)
         if later:
             self._post(self._landed)
@@ -141,6 +143,7 @@ class Loader:
                 if slot is not None:
                     self._host.pin([slot])
                     fetch.arrived(position, slot, self._host.name)
+                    self._host.stats.hits += 1
                 elif arrival is not None and not arrival.dead:
                     arrival.waiters.append((fetch, position))
                 else:
@@ -205,9 +208,10 @@ class Loader:
     def _begin(self, wants: Sequence[Want], slots: Sequence[Slot]) -> dict[Level, list[Item]]:
         """Register an arrival for each block that has to come: what to read, by level."""
         batches: dict[Level, list[Item]] = {}
+        now = self._shared.clock.now()
         for (_, key, level, place), slot in zip(wants, slots, strict=True):
             level.places.begin_read(place)
-            hits = level.index.hit(place)
+            hits = level.index.hit(place, now)
             meta = level.index.meta(place)._replace(hits=hits)
             self._arrivals[key] = Arrival(slot, meta, level.name)
             item = Item(key, place, slot)
@@ -221,8 +225,10 @@ class Loader:
         keys: Sequence[BlockKey],
         found: Sequence[Slot],
         later: dict[int, Want],
-    ) -> None:
-        """Fill ``fetch`` and have it wait for what is on its way."""
+    ) -> tuple[int, int]:
+        """Fill ``fetch`` and have it wait; its blocks in the host level, and on their way."""
+        hits = waiting = 0
+        now = self._shared.clock.now()
         for index, (key, slot) in enumerate(zip(keys, found, strict=False)):
             if index in later:
                 fetch.add(NO_SLOT, later[index].level.name)
@@ -230,11 +236,24 @@ class Loader:
                 arrival = self._arrivals[key]
                 fetch.add(NO_SLOT, arrival.level)
                 arrival.waiters.append((fetch, index))
+                waiting += 1
             else:
                 fetch.add(slot, self._host.name)
-                hits = self._host.index.hit(slot)
-                self._host.stats.hits += 1
-                self._write_on_hit(key, slot, hits)
+                hits += 1
+                self._write_on_hit(key, slot, self._host.index.hit(slot, now))
+        return hits, waiting
+
+    def _count(self, asked: int, hits: int, joined: int, wants: Sequence[Want]) -> None:
+        """Count a fetch: what a level is asked for is what no hotter one has."""
+        host = self._host.stats
+        host.queries += asked
+        host.hits += hits
+        host.joined += joined
+        asked -= hits + joined
+        for level in self._levels:
+            if level.gate.open():
+                level.stats.queries += asked
+                asked -= sum(1 for want in wants if want.level is level)
 
     def _write_on_hit(self, key: BlockKey, slot: Slot, hits: int) -> None:
         """Offer a block to a write-through level that asks for just this many hits."""
@@ -321,6 +340,11 @@ class Loader:
         return want.level, item
 
     # ---- for Fetch
+
+    def late(self, levels: Sequence[str]) -> None:
+        """Count blocks that have not arrived at their deadline."""
+        for level in self._levels:
+            level.stats.late += levels.count(level.name)
 
     def unpin(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """Give pinned slots back."""

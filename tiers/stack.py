@@ -174,7 +174,8 @@ class TierStack:
             lowest = min((metas[index].priority for index in wanted), default=0)
             slots = self.host.room(len(wanted), lowest) if wanted else []
             if len(slots) < len(wanted):
-                self.host.stats.dropped["room"] += len(wanted) - len(slots)
+                for index in wanted[len(slots) :]:
+                    self.host.stats.drop("room", metas[index].priority)
                 self._schedule()
             del wanted[len(slots) :]
             for index, slot in zip(wanted, slots, strict=True):

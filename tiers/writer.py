@@ -77,6 +77,11 @@ class Writer:
         """Blocks of calls that were left behind and have not ended yet."""
         return len(self._limbo)
 
+    def oldest_s(self) -> float:
+        """Seconds for which the oldest block that is not stored has waited; 0 without one."""
+        oldest = next(iter(self._writing.values()), None) or self._inbox.oldest()
+        return 0.0 if oldest is None else self._shared.clock.now() - oldest.since_s
+
     def offer(self, key: BlockKey, slot: Slot, meta: Meta) -> bool:
         """Queue a block that is new here; False if nothing less valuable could give way.
 
@@ -86,12 +91,13 @@ class Writer:
             self._level.settled(key, stored=False)
             return False
         if self._inbox.full:
-            self._stats.dropped["queue"] += 1
             loser = self._inbox.loser(meta.priority)
+            lost = meta if loser is None else self._inbox[loser].meta
+            self._stats.drop("queue", lost.priority)
             if loser is None:
                 return False
             self._give_up(loser)
-        self._inbox.add(key, slot, meta)
+        self._inbox.add(key, slot, meta, self._shared.clock.now())
         return True
 
     def _give_up(self, key: BlockKey) -> None:
@@ -145,9 +151,8 @@ class Writer:
 
     def _abandon(self) -> None:
         """The tier is left alone: what waits is dropped rather than keep slots from others."""
-        if self._inbox:
-            self._stats.dropped["breaker"] += len(self._inbox)
         for key in list(self._inbox):
+            self._stats.drop("breaker", self._inbox[key].meta.priority)
             self._give_up(key)
 
     async def _step(self) -> None:
@@ -200,9 +205,8 @@ class Writer:
         now = self._shared.clock.now()
         with self._lock:
             places = self._places.take(len(self._writing))
-            missing = len(self._writing) - len(places)
-            if missing:
-                self._stats.dropped["full" if self._places.limited else "busy"] += missing
+            for pending in list(self._writing.values())[len(places) :]:
+                self._stats.drop("full" if self._places.limited else "busy", pending.meta.priority)
             items = [
                 self._item(key, place, pending)
                 for place, (key, pending) in zip(places, self._writing.items(), strict=False)
@@ -228,9 +232,9 @@ class Writer:
     def _settle(self, items: Sequence[Item], answer: Answer) -> None:
         """End the write under way: publish what was stored, free the rest, tell the stack."""
         if answer.full:
-            self._full([item.place for item in items])
+            self._full(items)
         elif answer.results is None:
-            self._stats.dropped["failed"] += len(items)
+            self._drop("failed", items)
             if answer.quiet:
                 self._undo(items)
             else:
@@ -256,7 +260,7 @@ class Writer:
         for item, kept in zip(reversed(items), reversed(results), strict=True):
             if not kept:
                 self._places.give([item.place])
-                self._stats.dropped["refused"] += 1
+                self._drop("refused", [item])
             elif item.key in self._tombstones:
                 self._removals.append(item)
             else:
@@ -268,10 +272,14 @@ class Writer:
         self._stats.stored_bytes += len(stored) * self._shared.block_bytes
         self._shared.events.stored(self._level.name, stored[::-1])
 
-    def _full(self, places: Sequence[int]) -> None:
+    def _drop(self, reason: str, items: Sequence[Item]) -> None:
+        for item in items:
+            self._stats.drop(reason, self._writing[item.key].meta.priority)
+
+    def _full(self, items: Sequence[Item]) -> None:
         """The medium is full: work within the places in use, try for more after a while."""
-        self._stats.dropped["full"] += len(places)
-        self._places.withhold(places)
+        self._drop("full", items)
+        self._places.withhold([item.place for item in items])
         self._full_until_s = self._shared.clock.now() + FULL_RETRY_S
         self._shared.notices.say(
             f"{self._level.name} full",
@@ -294,7 +302,7 @@ class Writer:
             gone: list[Item] = []
             for key, place in victims:
                 if self._index.place(key) == place and not self._places.being_read(place):
-                    self._index.drop(key)
+                    self._index.evict(key, now)
                     gone.append(Item(key, place))
             self._stats.evicted += len(gone)
             self._shared.events.removed(self._level.name, [item.key for item in gone], "evicted")
@@ -328,7 +336,7 @@ class Writer:
                     continue
                 slots = self._level.room(1, meta.priority)
                 if not slots:
-                    self._stats.dropped["arena"] += 1
+                    self._stats.drop("arena", meta.priority)
                     continue
                 self._places.begin_read(place)
                 moves.append((Item(key, place, slots[0]), meta, target))

@@ -8,7 +8,7 @@ import pytest
 
 from kvladder.events import EventBuffer, Overflow, Removed, Stored
 from kvladder.keys import BlockKey
-from kvladder.metrics import LevelStats
+from kvladder.metrics import Histogram, LevelStats
 from kvladder.notices import Notices
 
 A, B = BlockKey(b"a" * 32), BlockKey(b"b" * 32)
@@ -55,8 +55,18 @@ def test_a_fault_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None
 def test_statistics_are_plain_numbers() -> None:
     stats = LevelStats()
     stats.stored += 3
-    stats.dropped["queue"] += 2
-    flat = stats.as_dict()
-    assert flat["stored"] == 3
-    assert flat["dropped_queue"] == 2
-    assert all(isinstance(value, int | float) for value in flat.values())
+    for priority in (35, 39, 100):
+        stats.drop("queue", priority)
+    stats.drop("full", 0)
+    found = stats.as_dict()
+    assert found["stored"] == 3
+    assert (found["dropped_queue"], found["dropped_full"]) == (3, 1)
+    assert found.pop("dropped") == {"queue": {"30": 2, "100": 1}, "full": {"0": 1}}
+    assert all(isinstance(value, int | float) for value in found.values())
+
+
+def test_a_value_is_counted_in_the_first_bucket_that_holds_it() -> None:
+    histogram = Histogram((1, 10))
+    for value in (0.5, 1, 2, 11):
+        histogram.observe(value)
+    assert histogram.as_dict() == {"le": [1, 10], "counts": [2, 1, 1], "sum": 14.5}

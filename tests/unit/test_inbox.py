@@ -23,7 +23,7 @@ def arena() -> Iterator[Arena]:
 def add(inbox: Inbox, arena: Arena, name: str, priority: int) -> Slot:
     leased = arena.lease(1)
     assert leased is not None
-    inbox.add(BlockKey(name.encode()), leased[0], Meta(priority, priority))
+    inbox.add(BlockKey(name.encode()), leased[0], Meta(priority, priority), 0.0)
     arena.release(leased)
     return leased[0]
 

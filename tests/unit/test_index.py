@@ -119,9 +119,9 @@ def test_a_pinned_block_reverts_too() -> None:
 
 def test_hits_are_counted_up_to_their_maximum() -> None:
     index = index_of(35)
-    assert [index.hit(0) for _ in range(3)] == [1, 2, 3]
+    assert [index.hit(0, 0.0) for _ in range(3)] == [1, 2, 3]
     for _ in range(HITS_MAX):
-        index.hit(0)
+        index.hit(0, 0.0)
     assert index.meta(0).hits == HITS_MAX
 
 
@@ -169,6 +169,25 @@ def test_equals_a_sorted_list() -> None:
             model[number] = (priority, step)
         assert list(index.victims()) == sorted(model, key=model.__getitem__)
     index.check(40)
+
+
+def test_age_and_reuse_distance_are_observed() -> None:
+    now = 100.0
+    index = LevelIndex(PrioritizedLRU(), now=lambda: now)
+    for place in range(20):
+        index.insert(key(place), place, Meta())
+    index.hit(0, now)  # 20 uses after its insertion, itself included
+    index.hit(0, now)
+    assert index.distances.as_dict()["counts"][:3] == [1, 1, 0]
+    assert index.distances.sum == 21
+    now = 107.0
+    index.touch([1])
+    assert index.evict(key(0), 110.0) == 0
+    assert index.evict(key(1), 110.0) == 1
+    index.drop(key(2))
+    assert index.ages.as_dict()["counts"][:3] == [0, 1, 1]
+    assert index.ages.sum == pytest.approx(10 + 3)
+    assert index.as_dict()["blocks"] == 17
 
 
 @pytest.mark.slow

@@ -1,0 +1,197 @@
+"""What statistics mean to somebody who watches: names, kinds, units and labels of metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple
+
+from kvladder.metrics import Stats
+
+PREFIX: Final = "kvladder_"
+SECTIONS: Final = ("arena", "copies")
+"""Sections of statistics that are not of a tier."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric; counters end in ``_total``."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    fields: Mapping[str, tuple[str, ...]]
+    """From which statistics it comes, and what labels of its own each of them has."""
+    labels: tuple[str, ...] = ("tier",)
+    section: str = "tier"
+
+
+class Sample(NamedTuple):
+    """One value of a metric under some labels; a histogram's is its plain data."""
+
+    metric: Metric
+    labels: tuple[str, ...]
+    value: Any
+
+
+def _tier(
+    name: str, kind: Literal["counter", "gauge", "histogram"], help_: str, field_: str
+) -> Metric:
+    return Metric(PREFIX + name, kind, help_, {field_: ()})
+
+
+_BOTH_WAYS = ("tier", "direction")
+METRICS: Final = (
+    _tier(
+        "tier_queried_blocks_total",
+        "counter",
+        "Blocks that fetches asked for and no hotter tier had",
+        "queries",
+    ),
+    _tier("tier_hit_blocks_total", "counter", "Blocks served from the tier", "hits"),
+    _tier(
+        "tier_joined_blocks_total",
+        "counter",
+        "Blocks that were on their way to host already, for another fetch",
+        "joined",
+    ),
+    _tier(
+        "tier_throttled_blocks_total",
+        "counter",
+        "Blocks not fetched because of the fetch budget or for want of slots",
+        "throttled",
+    ),
+    _tier(
+        "tier_late_blocks_total",
+        "counter",
+        "Blocks that had not arrived at their fetch's deadline",
+        "late",
+    ),
+    Metric(
+        PREFIX + "tier_transferred_blocks_total",
+        "counter",
+        "Blocks written to and read from the tier",
+        {"stored": ("store",), "loaded": ("load",)},
+        _BOTH_WAYS,
+    ),
+    Metric(
+        PREFIX + "tier_transferred_bytes_total",
+        "counter",
+        "Bytes written to and read from the tier",
+        {"stored_bytes": ("store",), "loaded_bytes": ("load",)},
+        _BOTH_WAYS,
+    ),
+    Metric(
+        PREFIX + "tier_transfer_seconds_total",
+        "counter",
+        "Seconds of calls that write to and read from the tier",
+        {"stored_s": ("store",), "loaded_s": ("load",)},
+        _BOTH_WAYS,
+    ),
+    _tier("tier_blocks", "gauge", "Blocks that the tier holds", "blocks"),
+    _tier("tier_capacity_blocks", "gauge", "Blocks that the tier can hold", "capacity"),
+    _tier(
+        "tier_recovered_blocks_total",
+        "counter",
+        "Blocks of an earlier process found at start",
+        "recovered",
+    ),
+    Metric(
+        PREFIX + "tier_removed_blocks_total",
+        "counter",
+        "Blocks that left the tier",
+        {
+            "evicted": ("evicted",),
+            "expired": ("expired",),
+            "removed": ("removed",),
+            "misses": ("lost",),
+        },
+        ("tier", "reason"),
+    ),
+    Metric(
+        PREFIX + "tier_dropped_blocks_total",
+        "counter",
+        "Blocks that could have been kept and were not",
+        {"dropped": ()},
+        ("tier", "reason", "priority"),
+    ),
+    _tier(
+        "tier_corrupt_blocks_total", "counter", "Blocks whose bytes failed their check", "corrupt"
+    ),
+    _tier(
+        "tier_errors_total", "counter", "Calls to the tier that failed, time-outs too", "errors"
+    ),
+    _tier("tier_timeouts_total", "counter", "Calls to the tier that took too long", "timeouts"),
+    _tier("tier_queue_blocks", "gauge", "Blocks that wait to be written", "queued"),
+    _tier(
+        "tier_queue_age_seconds",
+        "gauge",
+        "How long the oldest of them has waited",
+        "queue_age_s",
+    ),
+    _tier(
+        "tier_breaker_state",
+        "gauge",
+        "Circuit breaker: 0 closed, 1 one call is tried, 2 the tier is left alone",
+        "breaker",
+    ),
+    _tier(
+        "tier_breaker_openings_total",
+        "counter",
+        "How often the circuit breaker has opened",
+        "breaker_opened",
+    ),
+    _tier(
+        "tier_eviction_age_seconds",
+        "histogram",
+        "Seconds between the last use of a block and its eviction",
+        "eviction_age_s",
+    ),
+    _tier(
+        "tier_reuse_distance_blocks",
+        "histogram",
+        "How many blocks the tier stored or served between two uses of one block",
+        "reuse_distance",
+    ),
+    Metric(PREFIX + "arena_slots", "gauge", "Host slots for blocks", {"slots": ()}, (), "arena"),
+    Metric(
+        PREFIX + "arena_free_slots", "gauge", "Host slots not in use", {"free": ()}, (), "arena"
+    ),
+    Metric(
+        PREFIX + "copied_bytes_total",
+        "counter",
+        "Bytes copied out of (offload) and into (onboard) the engine's KV cache",
+        {"offload_bytes": ("offload",), "onboard_bytes": ("onboard",)},
+        ("direction",),
+        "copies",
+    ),
+    Metric(
+        PREFIX + "copy_seconds_total",
+        "counter",
+        "Seconds of those copies",
+        {"offload_s": ("offload",), "onboard_s": ("onboard",)},
+        ("direction",),
+        "copies",
+    ),
+)  # fmt: skip
+
+
+def samples(stats: Stats) -> Iterator[Sample]:
+    """The values of all metrics in some statistics."""
+    for name, values in stats.items():
+        section = name if name in SECTIONS else "tier"
+        first = (name,) if section == "tier" else ()
+        for metric in METRICS:
+            if metric.section == section:
+                for key, own in metric.fields.items():
+                    if key in values:
+                        yield from _samples(metric, (*first, *own), values[key])
+
+
+def _samples(metric: Metric, labels: tuple[str, ...], value: Any) -> Iterator[Sample]:
+    """One sample, or one per label that ``value`` has as its keys."""
+    if len(labels) == len(metric.labels):
+        yield Sample(metric, labels, value)
+        return
+    for label, inner in value.items():
+        yield from _samples(metric, (*labels, label), inner)

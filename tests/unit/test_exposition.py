@@ -1,0 +1,85 @@
+"""Every statistic is exposed, under names and units as Prometheus wants them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvladder.exposition import METRICS, SECTIONS, samples
+from kvladder.metrics import DISTANCES
+from kvladder.testing.fakes import FakeTier
+from kvladder.testing.stacks import LevelSpec
+from tests.stack.caches import COMMIT, cache_of
+
+DERIVED = re.compile(r"dropped_\w+|breaker_open")
+"""Statistics that others tell, too."""
+UNITS = ("_blocks", "_bytes", "_seconds", "_slots", "_state", "_errors", "_timeouts", "_openings")
+
+
+def test_names_follow_the_rules() -> None:
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    for metric in METRICS:
+        assert re.fullmatch(r"kvladder_[a-z_]+", metric.name)
+        assert metric.name.endswith("_total") == (metric.kind == "counter")
+        assert metric.name.removesuffix("_total").endswith(UNITS), metric.name
+        assert metric.section in ("tier", *SECTIONS)
+
+
+async def test_every_statistic_is_exposed() -> None:
+    async with cache_of(LevelSpec(FakeTier(), COMMIT)) as cache:
+        stats = cache.manager.stats()
+        stats["copies"] = {"offload_bytes": 1, "offload_s": 1.0, "onboard_bytes": 0, "onboard_s": 0}
+        known = {(metric.section, key) for metric in METRICS for key in metric.fields}
+        for name, values in stats.items():
+            section = name if name in SECTIONS else "tier"
+            missing = [key for key in values if (section, key) not in known]
+            assert not [key for key in missing if not DERIVED.fullmatch(key)]
+        for section, key in known:
+            assert any(key in values for name, values in stats.items()), (section, key)
+
+
+async def test_each_sample_has_its_labels() -> None:
+    async with cache_of(LevelSpec(FakeTier(), COMMIT), slots=2) as cache:
+        cache.save(cache.keys(1, 2))
+        await cache.settle()
+        await cache.load(cache.keys(1, 2, 3))
+        held = cache.manager.save(cache.keys(7, 8))
+        cache.save(cache.keys(9), priorities=[47])
+        found = {(s.metric.name, s.labels): s.value for s in samples(cache.manager.stats())}
+        held.abort()
+    assert found["kvladder_tier_queried_blocks_total", ("host",)] == 3
+    assert found["kvladder_tier_hit_blocks_total", ("host",)] == 2
+    assert found["kvladder_tier_transferred_bytes_total", ("level1", "store")] == 2 * 64
+    assert found["kvladder_tier_removed_blocks_total", ("host", "evicted")] == 2
+    assert found["kvladder_tier_dropped_blocks_total", ("host", "room", "40")] == 1
+    assert found["kvladder_arena_slots", ()] == 2
+    assert found["kvladder_tier_reuse_distance_blocks", ("host",)]["counts"][0] == 2
+
+
+async def test_prometheus_reads_what_the_collector_gives() -> None:
+    pytest.importorskip("prometheus_client")
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from kvladder.prometheus import StatsCollector
+
+    async with cache_of(LevelSpec(FakeTier(), COMMIT)) as cache:
+        cache.save(cache.keys(1, 2))
+        await cache.settle()
+        for _ in range(2):
+            await cache.load(cache.keys(1, 2))
+        registry = CollectorRegistry()
+        registry.register(StatsCollector(cache.manager.stats))
+        text = generate_latest(registry).decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    hits = families["kvladder_tier_hit_blocks"]
+    assert hits.type == "counter"
+    assert {s.labels["tier"]: s.value for s in hits.samples} == {"host": 4, "level1": 0}
+    reuse = {
+        (s.name.rpartition("_")[2], s.labels.get("le")): s.value
+        for s in families["kvladder_tier_reuse_distance_blocks"].samples
+        if s.labels["tier"] == "host"
+    }
+    assert reuse["bucket", "16.0"] == reuse["bucket", "+Inf"] == reuse["count", None] == 4
+    assert len(reuse) == len(DISTANCES) + 3
