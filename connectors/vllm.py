@@ -25,10 +25,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.logger import init_logger
 
 from kvladder.connectors.vllm_checks import check_engine, check_features, check_groups
+from kvladder.connectors.vllm_metrics import Changes, KVLadderStats, PromMetrics
 from kvladder.connectors.vllm_options import parse
+from kvladder.connectors.vllm_plugin import register
 from kvladder.connectors.vllm_scheduler import SchedulerHalf
 from kvladder.connectors.vllm_stats import StatsFile
 from kvladder.connectors.vllm_step import RankDescription, Report, Step
@@ -37,6 +43,7 @@ from kvladder.notices import Notices
 from kvladder.runtime import SystemClock
 
 logger = init_logger("vllm.kvladder")  # below vLLM's own, so that its handlers print it
+register()  # a MultiConnector looks statistics up by the name of the class
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -75,6 +82,7 @@ class KVLadderConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self.notices = Notices(SystemClock().now)
         self.scheduler: SchedulerHalf | None = None
         self.worker: WorkerHalf | None = None
+        self._changes = Changes(SystemClock().now)
         self._stats_path = options.stats_file
         self._stats_file: StatsFile | None = None
         if role == KVConnectorRole.WORKER:
@@ -235,6 +243,27 @@ class KVLadderConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def reset_cache(self) -> bool | None:
         self._decides.clear()
         return True
+
+    @_harmless(lambda: None)
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self.scheduler is None or not self.scheduler.started:
+            return None
+        return self._changes.take(self.scheduler.stats, last=not self.scheduler.serving)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        copied = {name: dict(values) for name, values in (data or {}).items()}
+        return KVLadderStats(data=copied)  # which is added to, while others read ``data``
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ---- both
 

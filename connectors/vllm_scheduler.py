@@ -329,6 +329,16 @@ class SchedulerHalf:
         """Whether copies are under way whose end is to be reported."""
         return self._connector is not None and self._connector.busy
 
+    @property
+    def started(self) -> bool:
+        """Whether the cache is open."""
+        return self._connector is not None
+
+    @property
+    def serving(self) -> bool:
+        """Whether any request is not over."""
+        return bool(self._states)
+
     def clear(self) -> None:
         """Forget every block in every level."""
         self.settle()

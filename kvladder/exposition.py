@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
-from kvladder.metrics import Stats
+from kvladder.metrics import AGES_S, DISTANCES, Stats
 
 PREFIX: Final = "kvladder_"
 SECTIONS: Final = ("arena", "copies")
@@ -24,6 +24,8 @@ class Metric:
     """From which statistics it comes, and what labels of its own each of them has."""
     labels: tuple[str, ...] = ("tier",)
     section: str = "tier"
+    le: tuple[float, ...] = ()
+    """Of a histogram: the inclusive upper bounds of its buckets."""
 
 
 class Sample(NamedTuple):
@@ -34,9 +36,7 @@ class Sample(NamedTuple):
     value: Any
 
 
-def _tier(
-    name: str, kind: Literal["counter", "gauge", "histogram"], help_: str, field_: str
-) -> Metric:
+def _tier(name: str, kind: Literal["counter", "gauge"], help_: str, field_: str) -> Metric:
     return Metric(PREFIX + name, kind, help_, {field_: ()})
 
 
@@ -141,17 +141,19 @@ METRICS: Final = (
         "How often the circuit breaker has opened",
         "breaker_opened",
     ),
-    _tier(
-        "tier_eviction_age_seconds",
+    Metric(
+        PREFIX + "tier_eviction_age_seconds",
         "histogram",
         "Seconds between the last use of a block and its eviction",
-        "eviction_age_s",
+        {"eviction_age_s": ()},
+        le=AGES_S,
     ),
-    _tier(
-        "tier_reuse_distance_blocks",
+    Metric(
+        PREFIX + "tier_reuse_distance_blocks",
         "histogram",
         "How many blocks the tier stored or served between two uses of one block",
-        "reuse_distance",
+        {"reuse_distance": ()},
+        le=DISTANCES,
     ),
     Metric(PREFIX + "arena_slots", "gauge", "Host slots for blocks", {"slots": ()}, (), "arena"),
     Metric(
