@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from kvladder.errors import NotHeld, PoolError
 from kvladder.gpu.events import PoolEvents, StoredBlock
-from kvladder.gpu.index import TOKEN_BYTES
-from kvladder.gpu.ledger import Ledger, pick
+from kvladder.gpu.ledger import Ledger
 from kvladder.gpu.moves import Moves
-from kvladder.gpu.names import NO_NODE, NO_SLOT, DeviceSlot, NodeId, Root
+from kvladder.gpu.names import NO_NODE, NO_SLOT, TOKEN_BYTES, DeviceSlot, NodeId, Root
 from kvladder.gpu.retain import Retain, Retainer
+from kvladder.gpu.slots import pick
 from kvladder.gpu.stats import PoolStats
 from kvladder.keys import BlockKey
 
@@ -99,7 +99,7 @@ class Committer:
         keys, ledger = content.keys, self._ledger
         if len(keys) != len(slots) or (wanted is not None and len(wanted) != len(keys)):
             raise ValueError(f"{len(slots)} slots for {len(keys)} keys")
-        if not all(map(ledger.refs.__contains__, slots)):
+        if not ledger.refs.all_held(slots):
             raise NotHeld("a slot is not held")
         if len(set(slots)) < len(slots) or len(set(keys)) < len(keys):
             raise PoolError("a slot or a key is named twice")

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from kvladder.gpu.names import NO_NODE, NO_SLOT, NOWHERE, DeviceSlot, NodeId, Root
 from kvladder.gpu.nodes import Nodes
+from kvladder.gpu.siblings import Siblings, common_tokens, label
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 
-TOKEN_BYTES = 4
-CANDIDATES_MAX = 64
-"""Children looked at for a partial match; those that share most come first."""
 _ROOTS_MIN = 64
 
 
-def common_tokens(left: bytes, right: bytes) -> int:
-    """How many leading token ids, 4 bytes each and big-endian, two strings of them share."""
-    size = min(len(left), len(right))
-    left, right = left[:size], right[:size]
-    if left == right:
-        return size // TOKEN_BYTES
-    differs = int.from_bytes(left, "big") ^ int.from_bytes(right, "big")
-    return (size * 8 - differs.bit_length()) // (TOKEN_BYTES * 8)
-
-
-def _siblings(held: NodeId | list[NodeId]) -> list[NodeId]:
-    return held if isinstance(held, list) else [held]
+def _nodes(held: NodeId | Siblings) -> list[NodeId]:
+    return held.nodes() if isinstance(held, Siblings) else [held]
 
 
 class PrefixIndex:
@@ -69,7 +56,7 @@ class PrefixIndex:
         self._roots: dict[BlockKey, NodeId] = {}
         self._root_of: dict[NodeId, Root] = {}
         self._roots_max = _ROOTS_MIN
-        self._children: dict[NodeId, NodeId | list[NodeId]] | None = {} if family else None
+        self._children: dict[NodeId, NodeId | Siblings] | None = {} if family else None
 
     def __len__(self) -> int:
         return len(self._node)
@@ -140,50 +127,49 @@ class PrefixIndex:
 
     def subtree(self, tops: Iterable[NodeId]) -> list[NodeId]:
         """These blocks and all that follow them, each once, followers after what they follow."""
-        children = self._listed() if self._children is None else self._children
+        children = self._families()
         found = dict.fromkeys(tops)
         ahead = list(found)
         while ahead:
             held = children.get(ahead.pop())
             if held is not None:
-                more = [node for node in _siblings(held) if node not in found]
+                more = [node for node in _nodes(held) if node not in found]
                 found.update(dict.fromkeys(more))
                 ahead.extend(more)
         return list(found)
 
-    def _listed(self) -> dict[NodeId, NodeId | list[NodeId]]:
-        """Children by parent, found out from the parents; O(n)."""
-        listed: dict[NodeId, list[NodeId]] = {}
+    def _families(self) -> Mapping[NodeId, NodeId | Siblings]:
+        """Children by parent; O(n) where they are not listed."""
+        if self._children is not None:
+            return self._children
+        listed: dict[NodeId, Siblings] = {}
         for node in self._node.values() if self.chained else ():
-            listed.setdefault(self.nodes.parent[node], []).append(node)
-        return dict(listed)
-
-    def _label(self, node: NodeId) -> bytes:
-        """What siblings are sorted by: first of all their tokens."""
-        return self.nodes.tokens[node] + (self.nodes.key[node] or b"")
+            listed.setdefault(self.nodes.parent[node], Siblings(self.nodes)).add(node)
+        return listed
 
     def _adopt(self, above: NodeId, node: NodeId) -> None:
         assert self._children is not None
         held = self._children.get(above)
         if held is None:
             self._children[above] = node
-        elif isinstance(held, list):
-            insort(held, node, key=self._label)
-        else:
-            self._children[above] = sorted((held, node), key=self._label)
+            return
+        if not isinstance(held, Siblings):
+            first, held = held, Siblings(self.nodes)
+            held.add(first)
+            self._children[above] = held
+        held.add(node)
 
     def _disown(self, above: NodeId, node: NodeId) -> None:
+        """``node`` is a child no more; its row is freed before anything else is asked."""
         assert self._children is not None
         held = self._children[above]
-        if not isinstance(held, list):
+        if isinstance(held, Siblings):
+            held.discard()
+            if held.alive:
+                return
+        else:
             assert held == node
-            del self._children[above]
-            return
-        at = bisect_left(held, self._label(node), key=self._label)
-        assert held[at] == node
-        del held[at]
-        if len(held) == 1:
-            self._children[above] = held[0]
+        del self._children[above]
 
     def partial(self, above: NodeId, tokens: bytes) -> Iterator[tuple[NodeId, int, int]]:
         """Children of ``above`` that begin like ``tokens``, those that share most first.
@@ -194,21 +180,13 @@ class PrefixIndex:
         held = self._children.get(above) if self._children is not None else None
         if held is None:
             return
-        siblings = _siblings(held)
-        right = bisect_left(siblings, tokens, key=self._label)
-        left = right - 1
-        labels, limits = self.nodes.tokens, self.limits
-        for _ in range(CANDIDATES_MAX):
-            low = common_tokens(labels[siblings[left]], tokens) if left >= 0 else 0
-            high = common_tokens(labels[siblings[right]], tokens) if right < len(siblings) else 0
-            if low == high == 0:
-                return
-            if low >= high:
-                node, left = siblings[left], left - 1
-            else:
-                node, right = siblings[right], right + 1
-            shared = max(low, high)
-            yield node, shared, min(shared, limits.get(node, shared))
+        if isinstance(held, Siblings):
+            found = held.nearest(tokens)
+        else:
+            common = common_tokens(self.nodes.tokens[held], tokens)
+            found = iter([(held, common)] if common else [])
+        for node, shared in found:
+            yield node, shared, min(shared, self.limits.get(node, shared))
 
     # ---- what comes and goes
 
@@ -316,13 +294,13 @@ class PrefixIndex:
             for node, (parent, root) in self.origin.items():
                 yield parent, root, [node]
             return
-        children = self._listed() if self._children is None else self._children
+        children = self._families()
         ahead = [(node, self._root_of[node]) for node in self._roots.values()]
         while ahead:
             above, root = ahead.pop()
             held = children.get(above)
             if held is not None:
-                siblings = _siblings(held)
+                siblings = _nodes(held)
                 parent = None if above in self._root_of else self.nodes.key[above]
                 yield parent, root, siblings
                 ahead.extend((node, root) for node in siblings)
@@ -349,8 +327,9 @@ class PrefixIndex:
         assert taken.isdisjoint(rows.free)
         assert len(taken) + len(rows.free) == len(rows)
         if self._children is not None:
-            listed = {
-                above: sorted(_siblings(held), key=self._label)
-                for above, held in self._listed().items()
-            }
-            assert {above: _siblings(held) for above, held in self._children.items()} == listed
+            listed: dict[NodeId, list[NodeId]] = {}
+            for node in sorted(known, key=lambda node: label(rows, node)):
+                listed.setdefault(rows.parent[node], []).append(node)
+            assert {above: _nodes(held) for above, held in self._children.items()} == listed
+            held = [held for held in self._children.values() if isinstance(held, Siblings)]
+            assert all(some.alive == len(some.nodes()) for some in held)

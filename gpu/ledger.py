@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Container, Sequence
-from operator import itemgetter
-from typing import TypeVar
 
-from kvladder.errors import NotHeld
 from kvladder.gpu.index import PrefixIndex
 from kvladder.gpu.names import NO_NODE, NO_SLOT, DeviceSlot, NodeId
 from kvladder.gpu.nodes import Nodes
 from kvladder.gpu.order import EvictionOrder
+from kvladder.gpu.slots import FreeSlots, References, pick
 from kvladder.keys import BlockKey
-
-T = TypeVar("T")
-
-
-def pick(column: Sequence[T], rows: Sequence[int]) -> Sequence[T]:
-    """``column[row]`` for each of ``rows``, at the speed of C where there are several."""
-    if len(rows) > 1:
-        picked: tuple[T, ...] = itemgetter(*rows)(column)
-        return picked
-    return [column[row] for row in rows]
 
 
 class Ledger:
@@ -39,9 +26,8 @@ class Ledger:
         )
         self.order = EvictionOrder(self.nodes)
         self.slots = slots
-        self.free: deque[DeviceSlot] = deque(map(DeviceSlot, range(slots)))
-        self.refs: dict[DeviceSlot, int] = {}
-        """How often each held slot is referenced."""
+        self.free = FreeSlots(slots)
+        self.refs = References(slots)
 
     @property
     def available(self) -> int:
@@ -50,24 +36,18 @@ class Ledger:
 
     def take(self, count: int) -> list[DeviceSlot]:
         """Hand out ``count`` of the free slots, with one reference each."""
-        take = self.free.popleft
-        slots = [take() for _ in range(count)]
-        self.refs.update(dict.fromkeys(slots, 1))
+        slots = self.free.take(count)
+        self.refs.first(slots)
         return slots
 
     def retain(self, slots: Sequence[DeviceSlot]) -> None:
         """Add a reference to each slot; those that nobody held were taken out of the order."""
-        refs = self.refs
-        if refs.keys().isdisjoint(slots):
-            refs.update(dict.fromkeys(slots, 1))
-        else:
-            for slot in slots:
-                refs[slot] = refs.get(slot, 0) + 1
+        self.refs.add(slots)
 
     def idle(self, nodes: Sequence[NodeId]) -> Sequence[NodeId]:
         """Those of ``nodes``, which are on the device, that nobody references."""
         slots = pick(self.nodes.slot, nodes)
-        if self.refs.keys().isdisjoint(slots):
+        if self.refs.none_held(slots):
             return nodes
         return [n for n, slot in zip(nodes, slots, strict=True) if slot not in self.refs]
 
@@ -82,21 +62,7 @@ class Ledger:
         NotHeld
             A slot is not referenced, or named twice; nothing was changed.
         """
-        refs = self.refs
-        counts: list[int] = []
-        try:
-            counts.extend(map(refs.pop, slots))
-        except KeyError as error:
-            refs.update(zip(slots, counts, strict=False))
-            raise NotHeld(f"slot {error.args[0]} is not held, or released twice at once") from None
-        if counts.count(1) == len(counts):
-            self.vacate(slots, front=front)
-            return
-        last = [slot for slot, count in zip(slots, counts, strict=True) if count == 1]
-        for slot, count in zip(slots, counts, strict=True):
-            if count > 1:
-                refs[slot] = count - 1
-        self.vacate(last, front=front)
+        self.vacate(self.refs.drop(slots), front=front)
 
     def vacate(self, slots: Sequence[DeviceSlot], *, front: bool = False) -> None:
         """Nobody references these slots any more: cached ones may be evicted, others are free."""
@@ -111,10 +77,10 @@ class Ledger:
         else:
             free, cached = [], list(nodes)
         if front:
-            self.free.extendleft(reversed(free))
+            self.free.add_front(free)
             self.order.push_front(cached)
         else:
-            self.free.extend(free)
+            self.free.add(free)
             cached.reverse()
             self.order.push(cached)
 
@@ -132,7 +98,7 @@ class Ledger:
                     self.uncount(rows.parent[node])
                 slot = index.displace(node)
                 if slot not in self.refs:
-                    self.free.append(slot)
+                    self.free.add([slot])
         return index.drop(tree)
 
     def uncount(self, above: NodeId) -> None:
@@ -151,9 +117,11 @@ class Ledger:
         assert len(free) == len(self.free), "free twice"
         assert NO_SLOT not in evictable
         assert len(evictable) == len(self.order)
-        assert not free & self.refs.keys()
+        held = self.refs.held()
+        assert len(held) == len(self.refs)
+        assert not free & held.keys()
         assert not free & evictable
-        assert not evictable & self.refs.keys()
-        assert len(free) + len(self.refs) + len(evictable) == self.slots
-        assert all(count > 0 for count in self.refs.values())
+        assert not evictable & held.keys()
+        assert len(free) + len(held) + len(evictable) == self.slots
+        assert all(count > 0 for count in held.values())
         assert all(self.index.node_at[slot] == NO_NODE for slot in free)

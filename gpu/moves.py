@@ -10,9 +10,8 @@ from typing import NamedTuple, TypeVar
 from kvladder.errors import NotHeld
 from kvladder.gpu.below import Below, Victim
 from kvladder.gpu.events import PoolEvents, Why
-from kvladder.gpu.index import TOKEN_BYTES
 from kvladder.gpu.ledger import Ledger
-from kvladder.gpu.names import NO_SLOT, DeviceSlot, NodeId, Ticket
+from kvladder.gpu.names import NO_SLOT, TOKEN_BYTES, DeviceSlot, NodeId, Ticket
 from kvladder.gpu.stats import PoolStats
 from kvladder.keys import BlockKey
 
@@ -82,7 +81,7 @@ class Moves:
         self._stats.evicted += len(victims)
         if self.below is None:
             keys, slots = ledger.index.evict(victims)
-            ledger.free.extend(slots)
+            ledger.free.add(slots)
             self._events.removed(self._group, keys, "evicted")
             return
         dirty: list[NodeId] = []
@@ -106,7 +105,7 @@ class Moves:
             elif answer.ticket is None:
                 self._gone(node, answer.level)
             else:
-                ledger.refs[victim.slot] = 1
+                ledger.refs.first([victim.slot])
                 self.leaving.add(node)
                 block = _Leaving(victim.key, victim.slot, answer.level)
                 self._out.setdefault(answer.ticket, []).append(block)
@@ -132,7 +131,7 @@ class Moves:
         """A block is in a tier now, and not on the device any more."""
         ledger = self._ledger
         ledger.index.colder[node] = level
-        ledger.free.append(ledger.index.displace(node))
+        ledger.free.add([ledger.index.displace(node)])
         key = ledger.nodes.key[node]
         assert key is not None
         self._events.moved(self._group, key, self._level, level)
@@ -252,7 +251,7 @@ class Moves:
                 ledger.release([slot])
             else:
                 self.leaving.discard(node)
-                del ledger.refs[slot]
+                ledger.refs.drop([slot])
                 if ok:
                     self._gone(node, level)
                 else:

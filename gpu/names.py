@@ -15,6 +15,9 @@ NodeId = NewType("NodeId", int)
 Ticket = NewType("Ticket", int)
 """Names a copy that is under way; given out by whoever copies."""
 
+TOKEN_BYTES = 4
+"""A token id, where it is kept; big-endian, so that they sort."""
+
 NO_SLOT = DeviceSlot(-1)
 NO_NODE = NodeId(-1)
 

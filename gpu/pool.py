@@ -10,11 +10,12 @@ from kvladder.errors import ConfigError, NotHeld, PoolError
 from kvladder.gpu.below import Below
 from kvladder.gpu.commit import Committer, Content, token_ids
 from kvladder.gpu.events import PoolEvents, Stored, StoredBlock
-from kvladder.gpu.ledger import Ledger, pick
+from kvladder.gpu.ledger import Ledger
 from kvladder.gpu.moves import Moves
 from kvladder.gpu.names import NO_NODE, NO_SLOT, DeviceSlot, Root, Ticket
-from kvladder.gpu.reserve import NOTHING, Match, Reservations
+from kvladder.gpu.reserve import Match, Reservations
 from kvladder.gpu.retain import Retain, Retainer
+from kvladder.gpu.slots import pick
 from kvladder.gpu.stats import PoolStats
 from kvladder.keys import KEY_BYTES, BlockKey
 
@@ -171,7 +172,7 @@ class BlockPool:
         if count < 0:
             raise ValueError(f"{count} blocks: expected 0 or more")
         if count > len(self.ledger.free):
-            return self.reserve.settle(self.reserve.hold(NOTHING, count))
+            return self.reserve.room(count)
         self.stats.allocated += count
         return self.ledger.take(count)
 
@@ -196,7 +197,7 @@ class BlockPool:
         NotHeld
             A slot is not held; nothing was changed.
         """
-        if not all(map(self.ledger.refs.__contains__, slots)):
+        if not self.ledger.refs.all_held(slots):
             raise NotHeld("a slot is not held")
         self.ledger.retain(slots)
 
@@ -311,7 +312,7 @@ class BlockPool:
         index, rows = self.ledger.index, self.ledger.nodes
         node = index.find(key)
         slot = NO_SLOT if node is None else rows.slot[node]
-        if node is None or self.ledger.refs.get(slot) != 1:
+        if node is None or self.ledger.refs[slot] != 1:
             raise NotHeld("the block is not held, or shared")
         if index.has_children(node):
             raise PoolError("other blocks follow this one")
@@ -377,7 +378,7 @@ class BlockPool:
         self.retainer.check()
         self.moves.check()
         assert self.free + self.used == self.blocks
-        assert self._pins.keys() <= self.ledger.refs.keys()
+        assert self._pins.keys() <= self.ledger.refs.held().keys()
         assert all(self.ledger.refs[slot] >= count for slot, count in self._pins.items())
         rows, leaving = self.ledger.nodes, self.moves.leaving
         kids = [0] * len(rows)

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvladder.gpu.commit import Content
-from kvladder.gpu.index import TOKEN_BYTES
-from kvladder.gpu.names import NO_SLOT, DeviceSlot, NodeId
+from kvladder.gpu.names import NO_SLOT, TOKEN_BYTES, DeviceSlot, NodeId
 from kvladder.gpu.pool import BlockPool
 from kvladder.gpu.reserve import Hold, Match
 from kvladder.gpu.retain import Retain

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from kvladder.errors import BlocksBusy, OutOfBlocks
 from kvladder.gpu.commit import Committer, Content
-from kvladder.gpu.ledger import Ledger, pick
+from kvladder.gpu.ledger import Ledger
 from kvladder.gpu.moves import Moves
 from kvladder.gpu.names import NO_SLOT, DeviceSlot, NodeId
 from kvladder.gpu.retain import Retainer
+from kvladder.gpu.slots import pick
 from kvladder.gpu.stats import PoolStats
 
 
@@ -34,9 +35,6 @@ class Hold(NamedTuple):
     victims: list[NodeId]
     fresh: int
     """Slots to hand out, those for what is claimed included."""
-
-
-NOTHING = Match([], [])
 
 
 class Reservations:
@@ -109,7 +107,7 @@ class Reservations:
         kept += also
         idle = ledger.idle(kept)
         available = ledger.available - len(idle)
-        leaving = len(self._moves.leaving.difference(kept))
+        leaving = len(self._moves.leaving.difference(kept)) if self._moves.leaving else 0
         if fresh > available + leaving:
             self.forgo(match)
             raise OutOfBlocks(fresh, available)
@@ -123,17 +121,37 @@ class Reservations:
             raise OutOfBlocks(fresh, fresh - short + len(victims))
         return hold
 
+    def room(self, fresh: int) -> list[DeviceSlot]:
+        """``hold`` and ``settle`` where nothing was matched.
+
+        Raises
+        ------
+        OutOfBlocks, BlocksBusy
+            See there.
+        """
+        self._retainer.expire()
+        ledger, leaving = self._ledger, len(self._moves.leaving)
+        available = ledger.available
+        if fresh > available + leaving:
+            raise OutOfBlocks(fresh, available)
+        short = max(0, fresh - len(ledger.free) - leaving)
+        victims = ledger.order.select(short)
+        if len(victims) < short:
+            ledger.order.unselect(victims)
+            raise OutOfBlocks(fresh, fresh - short + len(victims))
+        if victims:
+            self._moves.evict(victims)
+        if fresh > len(ledger.free):
+            raise BlocksBusy(fresh, len(ledger.free))
+        self._stats.allocated += fresh
+        return ledger.take(fresh)
+
     def cancel(self, hold: Hold) -> None:
         """Undo ``hold``: every block is where it was in the order, and the match is forgone."""
         ledger = self._ledger
         ledger.order.unselect(hold.victims)
-        idle = set(hold.idle)
-        for node in hold.kept:
-            slot = ledger.nodes.slot[node]
-            if node in idle:
-                del ledger.refs[slot]
-            else:
-                ledger.refs[slot] -= 1
+        for node in hold.kept:  # one by one, since a block may be held twice
+            ledger.refs.drop([ledger.nodes.slot[node]])
         ledger.order.restore(hold.idle, hold.stamps)
         self.forgo(hold.match)
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from kvladder.errors import ConfigError
 from kvladder.gpu.commit import Content
-from kvladder.gpu.index import TOKEN_BYTES
-from kvladder.gpu.names import NO_NODE, DeviceSlot, Root, Ticket
+from kvladder.gpu.names import NO_NODE, TOKEN_BYTES, DeviceSlot, Root, Ticket
 from kvladder.gpu.pool import BlockPool
 from kvladder.gpu.prefixes import Prefixes
 from kvladder.gpu.sequence import Extra, KVSequence, as_tokens, packed

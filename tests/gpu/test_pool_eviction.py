@@ -105,17 +105,17 @@ def test_e9_a_block_released_twice_raises_and_changes_nothing() -> None:
     engine = Engine(8)
     [slot, other] = engine.pool.allocate(2)
     engine.pool.retain([slot])
-    before = dict(engine.pool.ledger.refs), list(engine.pool.ledger.free)
+    before = engine.pool.ledger.refs.held(), list(engine.pool.ledger.free)
     with pytest.raises(NotHeld):
         engine.pool.release([other, slot, slot])
-    assert before == (engine.pool.ledger.refs, list(engine.pool.ledger.free))
+    assert before == (engine.pool.ledger.refs.held(), list(engine.pool.ledger.free))
     engine.pool.release([slot, other])
     engine.pool.release([slot])
-    before = dict(engine.pool.ledger.refs), list(engine.pool.ledger.free)
+    before = engine.pool.ledger.refs.held(), list(engine.pool.ledger.free)
     for wrong in ([slot], [slot, slot], [DeviceSlot(99)], [DeviceSlot(-1)]):
         with pytest.raises(NotHeld):
             engine.pool.release(wrong)
-    assert before == (engine.pool.ledger.refs, list(engine.pool.ledger.free))
+    assert before == (engine.pool.ledger.refs.held(), list(engine.pool.ledger.free))
     engine.check()
 
 
@@ -138,14 +138,14 @@ def test_e11_more_than_can_be_freed_raises_and_changes_nothing() -> None:
     held = engine.pool.allocate(3)
     engine.events.take()
     order = engine.pool.ledger.order.ordered()
-    state = dict(engine.pool.ledger.refs), list(engine.pool.ledger.free), engine.pool.snapshot()
+    state = engine.pool.ledger.refs.held(), list(engine.pool.ledger.free), engine.pool.snapshot()
     with pytest.raises(OutOfBlocks) as caught:
         engine.pool.allocate(6)
     assert (caught.value.needed, caught.value.available) == (6, 5)
     with pytest.raises(OutOfBlocks):
         engine.begin(range(40))
     assert state == (
-        engine.pool.ledger.refs,
+        engine.pool.ledger.refs.held(),
         list(engine.pool.ledger.free),
         engine.pool.snapshot(),
     )

@@ -184,7 +184,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert {index.nodes.key[node] for node in index.known()} == names.keys()
         for key, name in names.items():
             assert self.pool.priority(key) == self.model.cached[name].priority
-            refs = self.pool.ledger.refs.get(self.slot(name), 0)
+            refs = self.pool.ledger.refs[self.slot(name)]
             assert refs == self.model.refs(name)
         assert self.pool.free == self.model.free()
 
