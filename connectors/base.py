@@ -52,7 +52,8 @@ class Connector(ABC):
 
     Keys name blocks by content and prefix (see :class:`kvladder.keys.KeyScheme`), numbers name
     blocks in the engine's KV cache. Between ``load`` or ``save`` and the report of its end by
-    ``poll``, the engine neither reuses nor writes the blocks concerned.
+    ``poll``, the engine neither reuses nor writes the blocks concerned. Blocks of different layers
+    or shapes are told apart by ``group``; a key names a block of one group.
     """
 
     @abstractmethod
@@ -63,7 +64,7 @@ class Connector(ABC):
         """
 
     @abstractmethod
-    def load(self, match: Match, blocks: Sequence[int], *, first: int = 0) -> JobId:
+    def load(self, match: Match, blocks: Sequence[int], *, first: int = 0, group: int = 0) -> JobId:
         """Begin to copy the matched blocks from ``first`` on into ``blocks``.
 
         ``first + len(blocks) <= match.blocks``. Takes the match over: it is released when the copy
@@ -77,6 +78,7 @@ class Connector(ABC):
         blocks: Sequence[int],
         *,
         priorities: Sequence[tuple[int, float | None]] | None = None,
+        group: int = 0,
     ) -> JobId | None:
         """Begin to save those of ``blocks`` that are not cached yet and that a level would take.
 

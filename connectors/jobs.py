@@ -56,13 +56,13 @@ class JobConnector(Connector):
     def release(self, match: Match) -> None:
         match.release()
 
-    def load(self, match: Match, blocks: Sequence[int], *, first: int = 0) -> JobId:
+    def load(self, match: Match, blocks: Sequence[int], *, first: int = 0, group: int = 0) -> JobId:
         assert match.done
         slots = match.slots[first : first + len(blocks)]
         if len(slots) < len(blocks):
             match.release()
             raise ValueError(f"{len(blocks)} blocks from {first} on, but {match.blocks} matched")
-        job = CopyJob(JobId(next(self._ids)), "onboard", tuple(blocks), tuple(slots))
+        job = CopyJob(JobId(next(self._ids)), "onboard", tuple(blocks), tuple(slots), group)
         return self._begin(job, match)
 
     def save(
@@ -71,6 +71,7 @@ class JobConnector(Connector):
         blocks: Sequence[int],
         *,
         priorities: Sequence[tuple[int, float | None]] | None = None,
+        group: int = 0,
     ) -> JobId | None:
         if len(keys) != len(blocks):
             raise ValueError(f"{len(keys)} keys for {len(blocks)} blocks")
@@ -85,7 +86,7 @@ class JobConnector(Connector):
         if not save.slots:
             return None
         chosen = tuple(blocks[index] for index in save.indices)
-        job = CopyJob(JobId(next(self._ids)), "offload", chosen, tuple(save.slots))
+        job = CopyJob(JobId(next(self._ids)), "offload", chosen, tuple(save.slots), group)
         return self._begin(job, save)
 
     def _begin(self, job: CopyJob, holds: Match | Save) -> JobId:

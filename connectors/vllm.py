@@ -23,7 +23,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -69,16 +71,16 @@ def _harmless(answer: Callable[[], object]) -> Callable[[F], F]:
     return wrap
 
 
-class KVLadderConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """The class that vLLM loads; each method is one of its hooks."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         check_features(KVConnectorBase_V1)
         super().__init__(vllm_config, role, kv_cache_config)
         check_engine(vllm_config)
-        check_groups(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         options, config = parse(transfer.kv_connector_extra_config)
+        check_groups(vllm_config, kv_cache_config, load=options.load)
         self.notices = Notices(SystemClock().now)
         self.scheduler: SchedulerHalf | None = None
         self.worker: WorkerHalf | None = None
@@ -86,9 +88,10 @@ class KVLadderConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._stats_path = options.stats_file
         self._stats_file: StatsFile | None = None
         if role == KVConnectorRole.WORKER:
-            from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+            from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-            rank = get_tensor_model_parallel_rank()
+            tensor, stage = get_tp_group(), get_pp_group()
+            rank = stage.rank_in_group * tensor.world_size + tensor.rank_in_group
             self.worker = WorkerHalf(vllm_config, kv_cache_config, rank=rank, notices=self.notices)
             return
         if transfer.kv_load_failure_policy != "recompute":
@@ -119,7 +122,7 @@ class KVLadderConnector(KVConnectorBase_V1):  # type: ignore[misc]
         step = self._get_connector_metadata()
         return step if isinstance(step, Step) else Step()
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._copies.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -146,9 +149,12 @@ class KVLadderConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         self._copies.save(self._step)
 
-    @_harmless(lambda: (None, None))
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self._copies.received() or None
+    @_harmless(KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        received = self._copies.received()
+        return KVConnectorTransferResults(
+            finished_recving=received, failed_recving=self._copies.failed()
+        )
 
     @_harmless(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -197,8 +203,7 @@ class KVLadderConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @_harmless(lambda: None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        (table,) = blocks.get_block_ids()
-        self._decides.allocated(request, table, num_external_tokens)
+        self._decides.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
@@ -229,8 +234,8 @@ class KVLadderConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._decides.report(report)
 
     @_harmless(lambda: (False, None))
-    def request_finished(
-        self, request: Any, block_ids: list[int]
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._decides.finished(request)
         return False, None

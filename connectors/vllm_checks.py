@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from kvladder.connectors.vllm_groups import groups_of, layer_specs
+from kvladder.connectors.vllm_options import WHERE
 from kvladder.errors import ConfigError, LayoutError
 from kvladder.gpu.pages import BlockPages
 
 HASHES: Final = ("sha256", "sha256_cbor")
 """vLLM's block hashes that no two prefixes share."""
-
-SPECS: Final = ("FullAttentionSpec", "MLAAttentionSpec")
-"""vLLM's kinds of KV cache in which every block of a prefix is kept and means the same."""
 
 _FEATURES: Final = {
     "handle_preemptions": "fencing saves before their blocks are reused",
@@ -49,7 +49,6 @@ def check_engine(vllm_config: Any) -> None:
     """Raise ConfigError unless the engine is set up in a way that is supported."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     for option in (
-        "pipeline_parallel_size",
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
         "nnodes",
@@ -73,65 +72,77 @@ def check_engine(vllm_config: Any) -> None:
         )
 
 
-def check_groups(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise LayoutError unless all layers share one kind of block that is supported."""
-    model = vllm_config.model_config.model
-    groups = kv_cache_config.kv_cache_groups
-    kinds = sorted({type(spec).__name__ for g in groups for spec in _layer_specs(g).values()})
-    unsupported = [kind for kind in kinds if kind not in SPECS]
-    if len(groups) != 1 or unsupported:
-        raise LayoutError(
-            f"{model} has {len(groups)} groups of KV cache ({', '.join(kinds)})",
-            hint=f"kvladder supports models with one group, of {' or '.join(SPECS)}",
+def check_groups(vllm_config: Any, kv_cache_config: Any, *, load: str) -> None:
+    """Raise LayoutError or ConfigError unless every kind of KV cache is supported."""
+    model = str(vllm_config.model_config.model)
+    groups = groups_of(kv_cache_config, model=model)
+    if len(groups) > 1 and load == "sync":
+        raise ConfigError(
+            f"vLLM cannot recompute blocks of {model}, which has {len(groups)} groups of KV cache",
+            path=f"{WHERE}.load",
+            hint="use async",
         )
-    tokens = block_tokens(kv_cache_config)
-    hashed = getattr(kv_cache_config, "hash_block_size", None)
-    if hashed not in (None, tokens):
-        raise LayoutError(
-            f"vLLM hashes every {hashed} tokens, but its blocks have {tokens}",
-            hint="leave --prefix-match-unit unset",
+    states = any(group.kind == "state" for group in groups)
+    if states and vllm_config.speculative_config is not None:
+        raise ConfigError(
+            f"with drafts, vLLM moves the recurrent states of {model} after they were handed over",
+            path="--speculative-config",
+            hint="leave it out for this model",
         )
 
 
-def block_tokens(kv_cache_config: Any) -> int:
-    """Tokens per block of the only group."""
-    size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-    return size
+def group_pages(
+    group: Any, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], *, blocks: int
+) -> BlockPages | None:
+    """Where the bytes of a group's blocks lie on this rank; None if it has none of the layers.
+
+    Raises
+    ------
+    LayoutError
+        There is no tensor for a layer, or it is not what vLLM's own specification says.
+    """
+    found: dict[str, torch.Tensor] = {}
+    sizes: dict[str, int] = {}
+    for name, spec in layer_specs(group).items():
+        given = tensors.get(name)
+        parts = [given] if isinstance(given, torch.Tensor) else [*(given or ())]
+        expected = _part_bytes(spec, whole=len(parts) == 1)
+        if len(parts) != len(expected):
+            raise LayoutError(
+                f"{len(parts)} KV tensors for {name}", hint=f"expected {len(expected)}"
+            )
+        for number, (part, size) in enumerate(zip(parts, expected, strict=True)):
+            key = name if len(parts) == 1 else f"{name}.{number}"
+            found[key], sizes[key] = part, size
+    return BlockPages.of(found, blocks=blocks, page_bytes=sizes) if found else None
 
 
-def _layer_specs(group: Any) -> dict[str, Any]:
-    """The specification that vLLM has for each layer of a group, in order."""
-    own: Mapping[str, Any] = getattr(group.kv_cache_spec, "kv_cache_specs", {})
-    return {name: own.get(name, group.kv_cache_spec) for name in group.layer_names}
-
-
-def layer_page_bytes(kv_cache_config: Any) -> dict[str, int]:
-    """What vLLM says a block takes in each layer, padding not counted."""
-    specs = _layer_specs(kv_cache_config.kv_cache_groups[0])
-    return {
-        name: getattr(spec, "unpadded_page_size_bytes", spec.page_size_bytes)
-        for name, spec in specs.items()
-    }
+def _part_bytes(spec: Any, *, whole: bool) -> list[int]:
+    """Bytes that a block takes in each of a layer's tensors, padding not counted."""
+    if not hasattr(spec, "shapes"):
+        return [getattr(spec, "unpadded_page_size_bytes", spec.page_size_bytes)]
+    parts = [  # of a state, which vLLM gives as one tensor of bytes or part by part
+        prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    ]
+    return [sum(parts)] if whole else parts
 
 
 def tensor_fields(
-    vllm_config: Any, tensors: Mapping[str, torch.Tensor], pages: BlockPages
+    vllm_config: Any, groups: Mapping[int, BlockPages], names: Sequence[str]
 ) -> dict[str, str]:
     """What of this rank's KV tensors must agree before their bytes may be shared.
 
-    On a CPU the attention kernels pack pages in an order of their own, which depends on the
-    instruction set and may change with vLLM's version.
+    ``names`` are those of its layers. On a CPU the attention kernels pack pages in an order of
+    their own, which depends on the instruction set and may change with vLLM's version.
     """
     layers = vllm_config.compilation_config.static_forward_context
-    found = [layers[name] for name in tensors if name in layers]
+    found = [layers[name] for name in names if name in layers]
     backends = {layer.attn_backend.get_name() for layer in found if hasattr(layer, "attn_backend")}
-    shapes = {f"{tensor.dtype}{list(tensor.shape[1:])}" for tensor in tensors.values()}
-    fields = {
-        "kv.pages": pages.describe(),
-        "kv.shapes": ",".join(sorted(shapes)),
-        "attention": ",".join(sorted(backends)),
-    }
-    if pages.device.type == "cpu":
+    fields = {"attention": ",".join(sorted(backends))}
+    for index, pages in groups.items():
+        fields[f"kv.pages.{index}"] = pages.describe()
+        fields[f"kv.shapes.{index}"] = ",".join(sorted(pages.shapes))
+    if any(pages.device.type == "cpu" for pages in groups.values()):
         packed = sorted({str(getattr(layer, "isa", "unknown")) for layer in found})
         capability = torch.backends.cpu.get_cpu_capability()
         fields["cpu"] = f"{platform.machine()} {capability} {','.join(packed)}"

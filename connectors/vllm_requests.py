@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvladder.connectors.base import Match
+from kvladder.connectors.vllm_find import Find
+from kvladder.connectors.vllm_groups import Group, Groups
 from kvladder.connectors.weights import downloaded, weights_digest
 from kvladder.gpu.copy import JobId
 from kvladder.keys import BlockKey
@@ -19,36 +20,46 @@ class RequestState:
     """What is known of one request."""
 
     request: Any
+    groups: Groups
     adapter: bytes = b""
     """Digest of its LoRA adapter's weights, empty without one."""
-    saved: int = 0
-    """Its leading blocks that were offered to the cache."""
-    match: Match | None = None
+    saved: list[int] = field(default_factory=list[int])
+    """By group, how many of its leading blocks were offered to the cache."""
+    find: Find | None = None
     """What the cache has for it, from the time it was looked for until it is loaded."""
-    first: int = 0
-    """Position of the first block of ``match``."""
     pins: int = 0
-    """How many blocks ``match`` counts for while it waits."""
+    """How many blocks ``find`` counts for while it waits."""
     answer: tuple[int, int] | None = None
-    """How many blocks vLLM has itself, and how many more it was told that the cache has."""
-    loading: JobId | None = None
+    """How many tokens vLLM has itself, and how many more it was told that the cache has."""
+    loading: set[JobId] = field(default_factory=set[JobId])
+    """The copies that fill its blocks, one for each group."""
     sources: list[str] = field(default_factory=list[str])
-    """The levels that the blocks of the last load came from."""
+    """The levels that the blocks of the last load came from, in the main group."""
     computes: bool = False
     """Nothing is loaded for it: a load failed, and must not be tried for ever."""
     apart: bool = False
     """Nothing is saved for it either: its blocks cannot be named."""
 
-    def keys(self, start: int, end: int) -> list[BlockKey]:
-        """Names of its blocks ``start <= n < end``, as far as vLLM has hashed them.
+    def __post_init__(self) -> None:
+        self.saved = [0] * len(self.groups)
+
+    def keys(self, group: Group, start: int, end: int) -> list[BlockKey]:
+        """Names of a group's blocks ``start <= n < end``, as far as vLLM has hashed them.
 
         vLLM's hash covers tokens, multimodal content, salt, and of an adapter name and path; what
         the adapter's weights are is added here.
         """
-        hashes: Sequence[bytes] = self.request.block_hashes[start:end]
+        keys = group.keys(self.request.block_hashes, start, end)
         if not self.adapter:
-            return [BlockKey(one) for one in hashes]
-        return [BlockKey(hashlib.sha256(self.adapter + one).digest()) for one in hashes]
+            return keys
+        return [BlockKey(hashlib.sha256(self.adapter + one).digest()) for one in keys]
+
+    def read(self, end: int) -> Iterator[list[BlockKey]]:
+        """By group, the names of what is read once ``end`` tokens are computed."""
+        for group in self.groups:
+            keys = self.keys(group, group.first(end), end // group.tokens)
+            if keys:
+                yield keys
 
 
 class Adapters:

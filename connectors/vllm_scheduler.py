@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
 from kvladder.config import StackConfig
-from kvladder.connectors.vllm_checks import block_tokens
+from kvladder.connectors.vllm_find import Find
+from kvladder.connectors.vllm_groups import groups_of
 from kvladder.connectors.vllm_options import Options
 from kvladder.connectors.vllm_requests import Adapters, RequestState
+from kvladder.connectors.vllm_saves import Saves, written
 from kvladder.connectors.vllm_start import Assembled, assemble
 from kvladder.connectors.vllm_step import Load, RankDescription, Report, Step, StepConnector
 from kvladder.errors import ConfigError
 from kvladder.gpu.copy import CopyJob, JobId
-from kvladder.keys import BlockKey
 from kvladder.metrics import Stats
 from kvladder.notices import Notices
+
+Tables = Sequence[Sequence[int]]
+"""By group, the blocks that a request has in vLLM."""
 
 EARLY_SHARE = 0.5
 """How much of the arena may be pinned before a request that arrives has to wait its turn."""
@@ -40,7 +44,7 @@ class SchedulerHalf:
         self._options = options
         self._config = config
         self._notices = notices
-        self._tokens = block_tokens(kv_cache_config)
+        self._groups = groups_of(kv_cache_config, model=str(vllm_config.model_config.model))
         self._adapters = Adapters()
         self._states: dict[str, RequestState] = {}
         self._loads: dict[JobId, Load] = {}
@@ -63,9 +67,17 @@ class SchedulerHalf:
         ConfigError
             It cannot be had; says where, what and what instead.
         """
-        parts = assemble(ranks, self._vllm_config, self._kv_cache_config, self._config)
+        parts = assemble(
+            ranks, self._vllm_config, self._kv_cache_config, self._config, self._groups
+        )
         self._parts = parts
         self._connector = StepConnector(parts.manager, ranks=len(ranks))
+        self._saves = Saves(
+            self._groups,
+            self._connector,
+            decode=self._options.save_decode,
+            interval=getattr(self._kv_cache_config, "prefix_cache_retention_interval", None),
+        )
 
     def bind(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to see what it holds itself."""
@@ -86,7 +98,7 @@ class SchedulerHalf:
     def arrived(self, request: Any) -> None:
         """A request is new: begin to bring up what the cache has for it."""
         self.settle()
-        state = RequestState(request)
+        state = RequestState(request, self._groups)
         self._states[request.request_id] = state
         try:
             state.adapter = self._adapters.digest(getattr(request, "lora_request", None))
@@ -98,27 +110,29 @@ class SchedulerHalf:
             return
         if self._pins >= EARLY_SHARE * manager.arena.slots:
             return
-        first = self._held_by_vllm(request)
-        keys = state.keys(first, self._loadable(request))
-        found = manager.lookup(keys).total
-        if found:
-            self._hold(state, first, keys[:found])
+        self._hold(state, self._held_by_vllm(request))
+        if not state.pins:
+            self._let_go(state)
 
     def _held_by_vllm(self, request: Any) -> int:
-        """How many of a request's leading blocks are in vLLM's own prefix cache now."""
+        """How many of a request's leading tokens are in vLLM's own prefix cache now, about."""
         find = getattr(self._pool, "get_cached_block", None)
-        if find is None:
+        group, end = self._groups.main, self._loadable(request)
+        if find is None or group.hashes > 1 or group.kind != "full":
             return 0
-        end = self._loadable(request)
-        for index, block_hash in enumerate(request.block_hashes[:end]):
-            if not find(block_hash, [0]):
-                return index
-        return min(end, len(request.block_hashes))
+        count = 0
+        for block_hash in request.block_hashes[: end // group.tokens]:
+            if not find(block_hash, [group.index]):
+                break
+            count += 1
+        return self._aligned(count * group.tokens)
+
+    def _aligned(self, tokens: int) -> int:
+        return tokens // self._groups.step * self._groups.step
 
     def _loadable(self, request: Any) -> int:
-        """How many of its blocks may come from the cache: one token is always computed."""
-        tokens: int = request.num_tokens
-        return (tokens - 1) // self._tokens
+        """How many of its tokens may come from the cache: one is always computed."""
+        return self._aligned(request.num_tokens - 1)
 
     def ask(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """How many tokens after ``computed`` the cache has; None: ask again in the next step.
@@ -128,92 +142,125 @@ class SchedulerHalf:
         state = self._states.get(request.request_id)
         if state is None or state.computes or state.apart or request.skip_reading_prefix_cache:
             return 0, False
-        own, rest = divmod(computed, self._tokens)
-        if rest:
+        if computed % self._groups.step:
             return 0, False
-        if state.loading is not None:
+        if state.loading:
             return None, False
-        if state.answer is None or state.answer[0] != own:
-            found = self._find(state, own)
+        if state.answer is None or state.answer[0] != computed:
+            found = self._find(state, computed)
             if found is None:
                 self._awaited = True
                 return None, False
-            state.answer = (own, found)
-        blocks = state.answer[1]
-        return blocks * self._tokens, blocks > 0 and self._options.load == "async"
+            state.answer = (computed, found)
+        found = state.answer[1]
+        return found, found > 0 and self._options.load == "async"
 
     def _find(self, state: RequestState, own: int) -> int | None:
-        """How many blocks after the first ``own`` the cache has in host slots; None: not yet."""
-        end = self._loadable(state.request)
-        for _ in range(2):  # what was held early may begin or end in the wrong place
-            if state.match is None or state.first > own:
-                keys = state.keys(own, end)
-                if not keys:
-                    return 0
-                self._hold(state, own, keys)
-            match = state.match
-            assert match is not None
-            if not match.done:
+        """How many tokens after the first ``own`` the cache has in host slots; None: not yet."""
+        limit = self._loadable(state.request)
+        if state.find is not None and state.find.own > own:
+            self._let_go(state)
+        for _ in range(2):  # what was held early may end where vLLM's own blocks do
+            if state.find is None:
+                self._hold(state, own)
+            find = state.find
+            assert find is not None
+            if not find.done:
                 return None
-            self._pins += match.blocks - state.pins
-            state.pins = match.blocks
-            found = min(state.first + match.blocks, end) - own
-            if found > 0:
-                return found
-            begun_here = state.first == own
+            self._count(state)
+            if own < find.end <= limit:
+                return find.end - own
+            begun_here = find.own == own
             self._let_go(state)
             if begun_here:
                 break
         return 0
 
-    def _hold(self, state: RequestState, first: int, keys: Sequence[BlockKey]) -> None:
-        self._let_go(state)
-        state.match = self.connector.match(keys)
-        state.first = first
-        state.pins = len(keys)
-        self._pins += len(keys)
+    def _hold(self, state: RequestState, own: int) -> None:
+        """Look for what follows the first ``own`` tokens, and pin it."""
+        manager = self.connector.manager
+        state.find = Find(
+            self._groups,
+            state.keys,
+            match=self.connector.match,
+            lookup=lambda keys: manager.lookup(keys).total,
+            own=own,
+            limit=self._loadable(state.request),
+        )
+        self._count(state)
+
+    def _count(self, state: RequestState) -> None:
+        pins = 0 if state.find is None else state.find.pins
+        self._pins += pins - state.pins
+        state.pins = pins
 
     def _let_go(self, state: RequestState) -> None:
-        if state.match is not None:
-            self.connector.release(state.match)
-            state.match = None
-        self._pins -= state.pins
-        state.pins = 0
+        if state.find is not None:
+            state.find.release()
+            state.find = None
+        self._count(state)
 
-    def allocated(self, request: Any, blocks: Sequence[int], external: int) -> None:
+    def allocated(self, request: Any, tables: Tables, external: int) -> None:
         """A request has got its blocks from vLLM; ``external`` of its tokens are to be loaded.
 
-        ``blocks`` is the request's whole table. Called again with 0 once a load has ended.
+        ``tables`` are the request's, by group. Called again with 0 once a load has ended.
         """
         state = self._states.get(request.request_id)
         if state is None:
             return
         answer, state.answer = state.answer, None
         if answer is not None and answer[0]:
-            self.connector.manager.touch(state.keys(0, answer[0]))
+            for keys in state.read(answer[0]):
+                self.connector.manager.touch(keys)
         if not external:
             self._let_go(state)
             return
         own = 0 if answer is None else answer[0]
-        targets = tuple(blocks[own : own + external // self._tokens])
         is_sync = self._options.load == "sync"
         try:
-            self._load(state, own, targets, sync=is_sync)
+            self._load(state, own, own + external, tables, sync=is_sync)
         except Exception:  # vLLM counts on these blocks by now: tell it that they are not there
             state.computes = True
-            job = CopyJob(JobId(next(self._lost_ids)), "onboard", targets, ())  # fails: no slots
+            main = self._groups.main
+            lost = tuple(tables[main.index][own // main.tokens : (own + external) // main.tokens])
+            job = CopyJob(JobId(next(self._lost_ids)), "onboard", lost, ())  # fails: no slots
             self._lost.append(Load(job, request.request_id, is_sync))
             raise
 
-    def _load(self, state: RequestState, own: int, targets: tuple[int, ...], *, sync: bool) -> None:
-        match, first = state.match, own - state.first
-        assert match is not None
-        state.sources = match.sources[first : first + len(targets)]
-        state.match = None
-        self._let_go(state)
-        state.loading = self.connector.load(match, targets, first=first)
-        job = CopyJob(state.loading, "onboard", targets, ())
-        self._loads[state.loading] = Load(job, state.request.request_id, sync)
+    def _load(
+        self,
+        state: RequestState,
+        own: int,
+        end: int,
+        tables: Sequence[Sequence[int]],
+        *,
+        sync: bool,
+    ) -> None:
+        find, state.find = state.find, None
+        assert find is not None
+        found = find.end
+        held = find.take()
+        self._count(state)
+        try:
+            assert found == end, f"{end} tokens are to be loaded, {found} were found"
+            for group in self._groups:
+                start, stop = max(group.first(end), own // group.tokens), end // group.tokens
+                targets = tuple(tables[group.index][start:stop])
+                if not targets:
+                    continue
+                assert len(targets) == stop - start, "blocks are missing in vLLM's table"
+                assert 0 not in targets, "a block that is read is null in vLLM's table"
+                mine = held.pop(group.index)
+                first = start - mine.first
+                if group is self._groups.main:
+                    state.sources = mine.match.sources[first : first + len(targets)]
+                job_id = self.connector.load(mine.match, targets, first=first, group=group.index)
+                state.loading.add(job_id)
+                job = CopyJob(job_id, "onboard", targets, (), group.index)
+                self._loads[job_id] = Load(job, state.request.request_id, sync)
+        finally:
+            for left in held.values():
+                left.match.release()
 
     def sources(self, request: Any) -> list[str]:
         """The types of the levels that the blocks of a request's last load came from."""
@@ -227,8 +274,9 @@ class SchedulerHalf:
         state = self._states.pop(request.request_id, None)
         if state is not None:
             self._let_go(state)
-            if state.saved:  # it was saved head first: now its tail is the first to go
-                self.connector.manager.touch(state.keys(0, state.saved))
+            main = self._groups.main
+            for keys in state.read(self._aligned(state.saved[main.index] * main.tokens)):
+                self.connector.manager.touch(keys)  # saved head first: now the tail goes first
 
     # ---- a step
 
@@ -244,11 +292,13 @@ class SchedulerHalf:
         connector = self.connector
         step = Step()
         if connector.saving:
-            step.fence = connector.reading(self._written(output))
+            loading = (block for load in self._loads.values() for block in load.job.blocks)
+            step.fence = connector.reading([*written(self._groups, output), *loading])
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._states.get(request_id)
             if state is not None and not state.apart:
-                self._save(state, output, state.request.num_computed_tokens + scheduled)
+                self._saves.full(state, output, state.request.num_computed_tokens + scheduled)
+        self._saves.handed(self._states, output)
         step.loads, self._lost = self._lost, []
         for job in connector.take():
             if job.direction == "offload":
@@ -270,37 +320,6 @@ class SchedulerHalf:
             else:
                 self._lost.append(replace(self._loads[job.id], job=job))
 
-    def _written(self, output: Any) -> Iterator[int]:
-        """Blocks that the step may write to and no step before wrote to for the same request."""
-        for new in output.scheduled_new_reqs:
-            yield from new.block_ids[0][new.num_computed_tokens // self._tokens :]
-        cached = output.scheduled_cached_reqs
-        for request_id, blocks, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            if blocks:
-                resumed = request_id in cached.resumed_req_ids  # then it is the whole table
-                yield from blocks[0][computed // self._tokens if resumed else 0 :]
-        for load in self._loads.values():
-            yield from load.job.blocks
-        yield from output.new_block_ids_to_zero or ()
-        for copy in getattr(output, "kv_cache_block_copies", None) or ():
-            yield copy.dst_block_id
-
-    def _save(self, state: RequestState, output: Any, computed: int) -> None:
-        """Save the blocks that are full once ``computed`` tokens are."""
-        if not self._options.save_decode:
-            computed = min(computed, state.request.num_prompt_tokens)
-        full = min(len(state.request.block_hashes), computed // self._tokens)
-        if full <= state.saved:
-            return
-        start, state.saved = state.saved, full
-        table = output.kv_connector_block_state.get_block_ids(state.request.request_id)
-        blocks = table[0][start:full]
-        if 0 in blocks:  # vLLM's null block: nothing is kept from there on
-            blocks = blocks[: blocks.index(0)]
-        self.connector.save(state.keys(start, start + len(blocks)), blocks)
-
     def report(self, report: Report) -> None:
         """Take in which copies ended."""
         connector = self.connector
@@ -311,11 +330,11 @@ class SchedulerHalf:
             self._copied[f"{name}_bytes"] += finished.bytes
             self._copied[f"{name}_s"] += finished.seconds
             state = None if load is None else self._states.get(load.request_id)
-            if state is not None and state.loading == finished.id:
-                state.loading = None
+            if state is not None and finished.id in state.loading:
+                state.loading.discard(finished.id)
                 if not finished.ok:
                     state.computes = True
-                    state.saved = 0
+                    state.saved = [0] * len(self._groups)
 
     def settle(self) -> None:
         """Take in saves that ended on a worker in this process and were not reported yet."""

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from kvladder.compose import open_manager
 from kvladder.config import StackConfig
-from kvladder.connectors.vllm_checks import block_tokens, this_node
+from kvladder.connectors.vllm_checks import this_node
 from kvladder.connectors.vllm_fingerprint import model_fields
+from kvladder.connectors.vllm_groups import Groups
 from kvladder.connectors.vllm_step import Attach, RankDescription
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
@@ -28,43 +29,60 @@ def layout_of(
     ranks: Mapping[int, RankDescription],
     vllm_config: Any,
     kv_cache_config: Any,
+    groups: Groups,
     *,
     fingerprint: str,
-) -> Layout:
-    """The layout of blocks whose parts are on these ranks.
+) -> tuple[Layout, tuple[tuple[int, ...], ...]]:
+    """The layout of a slot, and by rank and group where in it a rank's bytes begin.
+
+    A slot holds one block of any group: the parts of all ranks one after the other, of ranks that
+    hold the same bytes only one. It is as large as the largest group needs.
 
     Raises
     ------
     ConfigError
         A rank is missing, runs elsewhere, or has blocks of another shape.
     """
-    wanted = vllm_config.parallel_config.tensor_parallel_size
-    if sorted(ranks) != list(range(wanted)):
+    parallel = vllm_config.parallel_config
+    width: int = parallel.tensor_parallel_size
+    count = width * getattr(parallel, "pipeline_parallel_size", 1)
+    if sorted(ranks) != list(range(count)):
         raise ConfigError(
-            f"ranks {sorted(ranks)} described their KV tensors",
-            hint=f"expected 0 .. {wanted - 1}",
+            f"ranks {sorted(ranks)} described their KV tensors", hint=f"expected 0 .. {count - 1}"
         )
-    first = ranks[0]
-    for rank, described in ranks.items():
+    fields: dict[str, str] = {}
+    for rank, described in sorted(ranks.items()):
         if described.node != this_node():
             raise ConfigError(
                 f"rank {rank} runs on {described.node.partition('/')[0]}",
                 hint="kvladder supports ranks on one machine",
             )
+        stage = f"stage.{rank // width}." if rank >= width else ""
         for name, value in described.fields.items():
-            if first.fields.get(name) != value:
+            if fields.setdefault(f"{stage}{name}", value) != value:
                 raise ConfigError(
-                    f"rank {rank} has {name} {value!r}", hint=f"rank 0 has {first.fields.get(name)}"
+                    f"rank {rank} has {name} {value!r}",
+                    hint=f"rank {rank // width * width} has {fields[f'{stage}{name}']}",
                 )
-    layout_name = str(getattr(kv_cache_config, "kv_cache_layout", None))
+    ends = [0] * len(groups)
+    offsets: list[tuple[int, ...]] = []
+    for rank in range(count):
+        if rank % ranks[rank].replicas == 0:
+            offsets.append(tuple(ends))
+            ends = [end + size for end, size in zip(ends, ranks[rank].sizes, strict=True)]
+        else:
+            offsets.append(offsets[-1])
+    apart = len(set(offsets))
     fields = {
         **model_fields(vllm_config, fingerprint=fingerprint),
-        **first.fields,
-        "kv.layout": layout_name,
-        "ranks": str(wanted),
+        **fields,
+        "kv.groups": ";".join(
+            f"{g.kind} {g.tokens} {g.reach} {size}" for g, size in zip(groups, ends, strict=True)
+        ),
+        "kv.layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
+        "ranks": str(apart),
     }
-    size = sum(described.block_bytes for described in ranks.values())
-    return Layout(block_tokens(kv_cache_config), size, fields)
+    return Layout(groups.main.tokens, max(ends), fields), tuple(offsets)
 
 
 def assemble(
@@ -72,6 +90,7 @@ def assemble(
     vllm_config: Any,
     kv_cache_config: Any,
     config: StackConfig,
+    groups: Groups,
 ) -> Assembled:
     """Open the cache that ``config`` describes for these ranks.
 
@@ -80,10 +99,9 @@ def assemble(
     ConfigError
         It cannot be had; says where, what and what instead.
     """
-    layout = layout_of(ranks, vllm_config, kv_cache_config, fingerprint=config.model.fingerprint)
+    layout, offsets = layout_of(
+        ranks, vllm_config, kv_cache_config, groups, fingerprint=config.model.fingerprint
+    )
     manager = open_manager(config, layout)
-    offsets = [0]
-    for rank in range(len(ranks) - 1):
-        offsets.append(offsets[-1] + ranks[rank].block_bytes)
-    attach = Attach(manager.arena.handle, tuple(offsets))
+    attach = Attach(manager.arena.handle, offsets)
     return Assembled(manager, attach, ranks[0].worker if len(ranks) == 1 else None)

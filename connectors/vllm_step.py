@@ -23,12 +23,15 @@ class RankDescription(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """What one rank's worker says about its KV tensors when it has them."""
 
     rank: int
+    """Its position among all: of its stage first, of its tensor-parallel group in it."""
     node: str
     """The machine that it runs on."""
-    block_bytes: int
-    """Bytes of one block on this rank."""
+    sizes: tuple[int, ...]
+    """By group, bytes of one block on this rank; 0 where it has none of the group's layers."""
     fields: dict[str, str]
-    """What must agree before bytes may be shared, and among ranks."""
+    """What must agree before bytes may be shared, and among the ranks of a stage."""
+    replicas: int = 1
+    """How many neighbouring ranks, this one among them, hold the same bytes."""
     worker: Any = None
     """The worker half itself where it is in the scheduler's process; never pickled."""
 
@@ -41,7 +44,8 @@ class Attach:
     """How a worker maps the arena, and where each rank's bytes begin in a slot."""
 
     arena: ArenaHandle
-    offsets: tuple[int, ...]
+    offsets: tuple[tuple[int, ...], ...]
+    """By rank and group."""
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from kvladder.arena import Arena
-from kvladder.connectors.vllm_checks import layer_page_bytes, tensor_fields, this_node
+from kvladder.connectors.vllm_checks import group_pages, tensor_fields, this_node
 from kvladder.connectors.vllm_step import Attach, Load, RankDescription, Report, Step
 from kvladder.errors import LayoutError
-from kvladder.gpu.copy import Copier, Finished, JobId
-from kvladder.gpu.pages import BlockPages
+from kvladder.gpu.copy import Copier, CopyJob, Finished, JobId
+from kvladder.gpu.pages import BlockPages, Part
 from kvladder.gpu.select import copier_for
 from kvladder.notices import Notices
 
@@ -30,7 +31,7 @@ class WorkerHalf:
     vllm_config, kv_cache_config:
         vLLM's own.
     rank:
-        This worker's position in its tensor-parallel group.
+        Its position among all ranks; see :class:`RankDescription`.
     make_copier:
         Another way to copy, for tests.
     """
@@ -49,46 +50,53 @@ class WorkerHalf:
         self._rank = rank
         self._notices = notices
         self._make_copier = make_copier
-        self._pages: BlockPages | None = None
+        self._pages: dict[int, BlockPages] = {}
         self._fields: dict[str, str] = {}
+        self._replicas: int = getattr(kv_cache_config, "kv_tp_replicas", 1)
         self._arena: Arena | None = None
         self._copier: Copier | None = None
         self._loads: dict[JobId, Load] = {}
+        self._parts: Counter[str] = Counter()
         self._distrusted: set[JobId] = set()
         self._spoiled = False
         self._resting = threading.Event()
         self._loaded = Report()
         self._saved = Report()
         self._received: set[str] = set()
+        self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
 
     # ---- at start
 
-    def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take the KV tensors, by layer.
+    def register(self, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
+        """Take the KV tensors, by layer; a layer with a recurrent state has several.
 
         Raises
         ------
         LayoutError
             They are not what vLLM's own specification of them says.
         """
-        expected = layer_page_bytes(self._kv_cache_config)
-        missing = [name for name in expected if not isinstance(tensors.get(name), torch.Tensor)]
-        if missing:
-            raise LayoutError(f"no KV tensor for {missing[0]}", hint="expected one per layer")
-        chosen = {name: tensors[name] for name in expected}
         blocks: int = self._kv_cache_config.num_blocks
-        self._pages = BlockPages.of(chosen, blocks=blocks, page_bytes=expected)
-        self._fields = tensor_fields(self._vllm_config, chosen, self._pages)
+        names: list[str] = []
+        for index, group in enumerate(self._kv_cache_config.kv_cache_groups):
+            pages = group_pages(group, tensors, blocks=blocks)
+            if pages is not None:
+                self._pages[index] = pages
+                names += group.layer_names
+        if not names:
+            raise LayoutError(f"rank {self._rank} has no KV tensors", hint="expected at least one")
+        self._fields = tensor_fields(self._vllm_config, self._pages, names)
 
     def describe(self) -> RankDescription:
         """What the scheduler half needs to know."""
-        assert self._pages is not None, "the KV tensors were not registered"
+        assert self._pages, "the KV tensors were not registered"
+        groups = range(len(self._kv_cache_config.kv_cache_groups))
         return RankDescription(
             rank=self._rank,
             node=this_node(),
-            block_bytes=self._pages.block_bytes,
+            sizes=tuple(self._pages[i].block_bytes if i in self._pages else 0 for i in groups),
             fields=self._fields,
+            replicas=self._replicas,
             worker=self,
         )
 
@@ -108,11 +116,11 @@ class WorkerHalf:
     def load(self, step: Step) -> None:
         """Begin the step's loads; those that its forward pass reads have ended on return."""
         waiting = list(step.loads)
+        self._parts.update(load.request_id for load in waiting if not load.sync)
         try:
             while waiting:
-                copier = self._attach(step.attach)
                 self._loads[waiting[0].job.id] = waiting[0]
-                copier.submit(waiting[0].job)
+                self._submit(step, waiting[0].job)
                 del waiting[0]
             sync = [load.job.id for load in step.loads if load.sync]
             if sync and self._copier is not None:
@@ -132,7 +140,7 @@ class WorkerHalf:
         waiting = list(step.saves)
         try:
             while waiting and not self._spoiled:
-                self._attach(step.attach).submit(waiting[0])
+                self._submit(step, waiting[0])
                 del waiting[0]
         finally:
             for job in waiting:
@@ -147,6 +155,11 @@ class WorkerHalf:
         self._poll()
         received, self._received = self._received, set()
         return received
+
+    def failed(self) -> set[str]:
+        """Requests whose async loads failed since the last call, where blocks cannot tell."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     def bad_blocks(self) -> set[int]:
         """Blocks that loads were to fill and did not, since the last call."""
@@ -175,14 +188,22 @@ class WorkerHalf:
         if self._arena is not None:
             self._arena.close()
 
+    def _submit(self, step: Step, job: CopyJob) -> None:
+        """Begin a job, unless this rank has no part in it: another has the same bytes, or all."""
+        twin = job.direction == "offload" and self._rank % self._replicas
+        if job.group in self._pages and not twin:
+            self._attach(step.attach).submit(job)
+        else:
+            self._ended(Finished(job.id, True, 0, 0.0))
+
     def _attach(self, attach: Attach | None) -> Copier:
         """The copier; made when the arena is named for the first time."""
         if self._copier is None:
             assert attach is not None
-            assert self._pages is not None
             self._arena = Arena.attach(attach.arena)
-            offset = attach.offsets[self._rank]
-            self._copier = self._make_copier(self._pages, self._arena, offset=offset)
+            offsets = attach.offsets[self._rank]
+            parts = {index: Part(pages, offsets[index]) for index, pages in self._pages.items()}
+            self._copier = self._make_copier(parts, self._arena)
         return self._copier
 
     def _poll(self) -> None:
@@ -200,8 +221,13 @@ class WorkerHalf:
             self._saved.add(replace(finished, ok=finished.ok and trusted))
             return
         self._loaded.add(finished)
-        if not load.sync:
-            self._received.add(load.request_id)
-        if not finished.ok:
+        if not finished.ok and len(self._kv_cache_config.kv_cache_groups) > 1:
+            self._failed.add(load.request_id)
+        elif not finished.ok:
             self._bad_blocks.update(load.job.blocks)
             self._spoiled = self._spoiled or load.sync
+        if not load.sync:
+            self._parts[load.request_id] -= 1
+            if not self._parts[load.request_id]:
+                del self._parts[load.request_id]
+                self._received.add(load.request_id)

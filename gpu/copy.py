@@ -30,6 +30,8 @@ class CopyJob:
     direction: Direction
     blocks: tuple[int, ...]
     slots: tuple[Slot, ...]
+    group: int = 0
+    """Which of the copier's kinds of blocks these are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +106,9 @@ class ThreadedCopier(Copier):
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
-    @property
     @abstractmethod
-    def block_bytes(self) -> int:
-        """Bytes that are copied per block."""
+    def block_bytes(self, group: int) -> int:
+        """Bytes that are copied per block of a group."""
 
     def _submit(self, job: CopyJob, steps: Iterator[None]) -> None:
         """Have the thread run ``steps``, an iterator that does a part of ``job`` at each turn."""
@@ -152,7 +153,7 @@ class ThreadedCopier(Copier):
 
     def _report(self, job: CopyJob, begun_s: float, *, error: str = "") -> None:
         """The job is over, its copy included."""
-        size = 0 if error else len(job.blocks) * self.block_bytes
+        size = 0 if error else len(job.blocks) * self.block_bytes(job.group)
         finished = Finished(job.id, not error, size, self._now() - begun_s, error)
         with self._changed:
             self._active.discard(job.id)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvladder.arena import Arena
 from kvladder.gpu.copy import CopyJob, ThreadedCopier, require_places
-from kvladder.gpu.pages import BlockPages, Page
+from kvladder.gpu.pages import Page, Part, Parts, by_group
 
 Bytes = NDArray[np.uint8]
 
@@ -28,54 +28,54 @@ class CpuCopier(ThreadedCopier):
 
     Parameters
     ----------
-    pages:
+    parts:
         This rank's pages; their device is ``cpu``.
     arena:
         Stays open until the copier is closed.
-    offset:
-        Where this rank's bytes begin in each slot.
     """
 
     def __init__(
-        self,
-        pages: BlockPages,
-        arena: Arena,
-        *,
-        offset: int = 0,
-        now: Callable[[], float] = perf_counter,
+        self, parts: Parts, arena: Arena, *, now: Callable[[], float] = perf_counter
     ) -> None:
-        assert pages.device.type == "cpu"
-        assert 0 <= offset <= arena.slot_bytes - pages.block_bytes
-        self._pages = pages
         self._slots = arena.slots
-        self._step_blocks = max(1, STEP_BYTES // pages.block_bytes)
-        base = arena.address + offset
-        self._runs = [
-            (_blocks(run, pages.blocks), _slots(run, base, arena.slots, arena.slot_bytes))
-            for run in _even_runs(pages.pages)
-        ]
+        self._groups = {group: _Group(part, arena) for group, part in by_group(parts).items()}
         super().__init__(name="kvladder-copy", now=now)
 
-    @property
-    def block_bytes(self) -> int:
-        return self._pages.block_bytes
+    def block_bytes(self, group: int) -> int:
+        return self._groups[group].pages.block_bytes
 
     def submit(self, job: CopyJob) -> None:
         self._submit(job, self._steps(job))
 
     def _steps(self, job: CopyJob) -> Iterator[None]:
-        require_places(job, blocks=self._pages.blocks, slots=self._slots)
-        for start in range(0, len(job.blocks), self._step_blocks):
-            end = min(start + self._step_blocks, len(job.blocks))
+        group = self._groups[job.group]
+        require_places(job, blocks=group.pages.blocks, slots=self._slots)
+        for start in range(0, len(job.blocks), group.step_blocks):
+            end = min(start + group.step_blocks, len(job.blocks))
             for first, block, slot, count in _neighbours(job, start, end):
                 assert start <= first < end
-                for in_blocks, in_slots in self._runs:
+                for in_blocks, in_slots in group.runs:
                     mine, theirs = in_blocks[block : block + count], in_slots[slot : slot + count]
                     if job.direction == "offload":
                         np.copyto(theirs, mine)
                     else:
                         np.copyto(mine, theirs)
             yield
+
+
+class _Group:
+    """Blocks of one kind, as arrays to copy between."""
+
+    def __init__(self, part: Part, arena: Arena) -> None:
+        self.pages = part.pages
+        assert self.pages.device.type == "cpu"
+        assert 0 <= part.offset <= arena.slot_bytes - self.pages.block_bytes
+        self.step_blocks = max(1, STEP_BYTES // self.pages.block_bytes)
+        base = arena.address + part.offset
+        self.runs = [
+            (_blocks(run, self.pages.blocks), _slots(run, base, arena.slots, arena.slot_bytes))
+            for run in _even_runs(self.pages.pages)
+        ]
 
 
 def _neighbours(job: CopyJob, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:

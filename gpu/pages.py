@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import NamedTuple
 
 import torch
 
@@ -40,8 +41,12 @@ class BlockPages:
     are not one run per tensor is refused.
     """
 
-    def __init__(self, pages: Sequence[Page], *, blocks: int) -> None:
+    def __init__(
+        self, pages: Sequence[Page], *, blocks: int, shapes: frozenset[str] = frozenset()
+    ) -> None:
         self.pages = tuple(pages)
+        self.shapes = shapes
+        """Element type and shape of one block in each of the tensors, as text."""
         self.blocks = blocks
         """Blocks that the tensors hold; ids are ``0 <= id < blocks``."""
         self.block_bytes = sum(page.size_bytes for page in pages)
@@ -94,11 +99,29 @@ class BlockPages:
             pages.append(Page(tuple(names), view, offset))
             offset += view.shape[1]
         _require_apart(pages, blocks)
-        return cls(pages, blocks=blocks)
+        shapes = frozenset(f"{tensor.dtype}{list(tensor.shape[1:])}" for tensor in tensors.values())
+        return cls(pages, blocks=blocks, shapes=shapes)
 
     def describe(self) -> str:
         """The layout as text that is equal for equal layouts, whatever the number of blocks."""
         return ";".join(f"{','.join(page.names)}={page.size_bytes}" for page in self.pages)
+
+
+class Part(NamedTuple):
+    """One rank's share of the blocks of one group."""
+
+    pages: BlockPages
+    offset: int = 0
+    """Where its bytes begin in a slot that holds such a block."""
+
+
+Parts = BlockPages | Mapping[int, Part]
+"""By group; or the pages of the only one, 0, whose bytes begin where a slot does."""
+
+
+def by_group(parts: Parts) -> dict[int, Part]:
+    """The parts by group."""
+    return {0: Part(parts)} if isinstance(parts, BlockPages) else dict(parts)
 
 
 def _view(name: str, tensor: torch.Tensor, blocks: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from kvladder.arena import Arena
 from kvladder.gpu.copy import CopyJob, Direction, Finished, JobId, ThreadedCopier, require_places
-from kvladder.gpu.pages import BlockPages, Page
+from kvladder.gpu.pages import BlockPages, Page, Parts, by_group
 
 logger = logging.getLogger("kvladder")
 
@@ -134,12 +134,10 @@ class StreamCopier(ThreadedCopier):
 
     Parameters
     ----------
-    pages:
-        This rank's pages.
+    parts:
+        This rank's pages, all on one device.
     arena:
         Stays open until the copier is closed.
-    offset:
-        Where this rank's bytes begin in each slot.
     device:
         None: what the pages' device needs.
     staging_bytes:
@@ -148,22 +146,25 @@ class StreamCopier(ThreadedCopier):
 
     def __init__(
         self,
-        pages: BlockPages,
+        parts: Parts,
         arena: Arena,
         *,
-        offset: int = 0,
         device: Device | None = None,
         staging_bytes: int = STAGING_BYTES,
         now: Callable[[], float] = perf_counter,
     ) -> None:
-        assert 0 <= offset <= arena.slot_bytes - pages.block_bytes
-        self._pages = pages
-        self._device = CudaDevice(pages.device) if device is None else device
+        self._groups = by_group(parts)
         self._address, self._size = arena.address, arena.size_bytes
         memory = (ctypes.c_uint8 * (arena.slots * arena.slot_bytes)).from_address(arena.address)
         slots = torch.frombuffer(memory, dtype=torch.uint8).view(arena.slots, arena.slot_bytes)
-        self._slots = slots[:, offset : offset + pages.block_bytes]
-        self._batch = max(1, staging_bytes // pages.block_bytes)
+        self._slots: dict[int, torch.Tensor] = {}
+        for group, (pages, offset) in self._groups.items():
+            assert 0 <= offset <= arena.slot_bytes - pages.block_bytes
+            self._slots[group] = slots[:, offset : offset + pages.block_bytes]
+        widest = max(part.pages.block_bytes for part in self._groups.values())
+        self._staging_bytes = max(staging_bytes, widest)
+        self._torch_device = next(iter(self._groups.values())).pages.device
+        self._device = CudaDevice(self._torch_device) if device is None else device
         self._staging: dict[Direction, torch.Tensor] = {}
         self._streams: dict[Direction, Any] = {
             "offload": self._device.new_stream(),
@@ -173,27 +174,28 @@ class StreamCopier(ThreadedCopier):
         self._pinned: bool | None = None
         super().__init__(name="kvladder-copy", now=now)
 
-    @property
-    def block_bytes(self) -> int:
-        return self._pages.block_bytes
+    def block_bytes(self, group: int) -> int:
+        return self._groups[group].pages.block_bytes
 
     def submit(self, job: CopyJob) -> None:
         self._submit(job, self._steps(job, self._device.mark()))
 
     def _steps(self, job: CopyJob, ready: Event) -> Iterator[None]:
-        require_places(job, blocks=self._pages.blocks, slots=self._slots.shape[0])
+        pages, slots_of_group = self._groups[job.group].pages, self._slots[job.group]
+        require_places(job, blocks=pages.blocks, slots=slots_of_group.shape[0])
+        batch = self._staging_bytes // pages.block_bytes
         self._pin()
         stream = self._streams[job.direction]
         self._device.after(stream, ready)
         with torch.inference_mode():
-            for start in range(0, len(job.blocks), self._batch):
-                blocks = job.blocks[start : start + self._batch]
-                slots = job.slots[start : start + self._batch]
+            for start in range(0, len(job.blocks), batch):
+                blocks = job.blocks[start : start + batch]
+                slots = [slots_of_group[slot] for slot in job.slots[start : start + batch]]
                 with self._device.use(stream):
                     if job.direction == "offload":
-                        self._offload(blocks, slots)
+                        self._offload(pages, blocks, slots)
                     else:
-                        self._onboard(blocks, slots)
+                        self._onboard(pages, blocks, slots)
         return
         yield  # launching is quick: a job is one step
 
@@ -203,31 +205,34 @@ class StreamCopier(ThreadedCopier):
             if not self._pinned:
                 logger.warning("%d bytes of host memory cannot be pinned: slower", self._size)
 
-    def _room(self, direction: Direction, count: int) -> torch.Tensor:
-        """The first rows of a direction's staging buffer; its stream keeps batches apart."""
+    def _room(self, direction: Direction, pages: BlockPages, count: int) -> torch.Tensor:
+        """Rows of a direction's staging buffer; its stream keeps batches apart."""
         if direction not in self._staging:
-            shape = (self._batch, self._pages.block_bytes)
             self._staging[direction] = torch.empty(
-                shape, dtype=torch.uint8, device=self._pages.device
+                self._staging_bytes, dtype=torch.uint8, device=self._torch_device
             )
-        return self._staging[direction][:count]
+        return self._staging[direction][: count * pages.block_bytes].view(count, -1)
 
     def _ids(self, blocks: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(blocks, dtype=torch.int64).to(self._pages.device)
+        return torch.tensor(blocks, dtype=torch.int64).to(self._torch_device)
 
-    def _offload(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        rows, ids = self._room("offload", len(blocks)), self._ids(blocks)
-        for page in self._pages.pages:
+    def _offload(
+        self, pages: BlockPages, blocks: Sequence[int], slots: Sequence[torch.Tensor]
+    ) -> None:
+        rows, ids = self._room("offload", pages, len(blocks)), self._ids(blocks)
+        for page in pages.pages:
             source, target = _wide(page, rows)
             target.copy_(source.index_select(0, ids))
         for row, slot in zip(rows, slots, strict=True):
-            self._slots[slot].copy_(row, non_blocking=True)
+            slot.copy_(row, non_blocking=True)
 
-    def _onboard(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        rows, ids = self._room("onboard", len(blocks)), self._ids(blocks)
+    def _onboard(
+        self, pages: BlockPages, blocks: Sequence[int], slots: Sequence[torch.Tensor]
+    ) -> None:
+        rows, ids = self._room("onboard", pages, len(blocks)), self._ids(blocks)
         for row, slot in zip(rows, slots, strict=True):
-            row.copy_(self._slots[slot], non_blocking=True)
-        for page in self._pages.pages:
+            row.copy_(slot, non_blocking=True)
+        for page in pages.pages:
             target, source = _wide(page, rows)
             target.index_copy_(0, ids, source)
 

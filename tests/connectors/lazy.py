@@ -8,14 +8,14 @@ from random import Random
 from kvladder.arena import Arena
 from kvladder.gpu.copy import Copier, CopyJob, Finished, JobId
 from kvladder.gpu.cpu import CpuCopier
-from kvladder.gpu.pages import BlockPages
+from kvladder.gpu.pages import Parts
 
 
 class LazyCopier(Copier):
     """Copies when it is asked to wait, or at some later poll, in any order; or fails."""
 
-    def __init__(self, pages: BlockPages, arena: Arena, *, offset: int, random: Random) -> None:
-        self._real = CpuCopier(pages, arena, offset=offset)
+    def __init__(self, parts: Parts, arena: Arena, *, random: Random) -> None:
+        self._real = CpuCopier(parts, arena)
         self._random = random
         self._waiting: list[CopyJob] = []
         self._finished: list[Finished] = []

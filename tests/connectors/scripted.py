@@ -19,7 +19,7 @@ import torch
 from kvladder.arena import Arena
 from kvladder.config import load_config
 from kvladder.gpu.copy import Copier
-from kvladder.gpu.pages import BlockPages
+from kvladder.gpu.pages import Parts
 from kvladder.notices import Notices
 from tests.connectors.lazy import LazyCopier
 
@@ -74,7 +74,7 @@ class Entry:
     """Ranks that have reported the end of its load."""
 
 
-def kv_spec(kind: str, **attributes: int) -> Any:
+def kv_spec(kind: str, **attributes: Any) -> Any:
     """A stand-in for one of vLLM's kinds of KV cache, which are told by their names."""
     return type(kind, (), {"block_size": TOKENS, **attributes})()
 
@@ -123,8 +123,8 @@ class Engine:
         self.notices = Notices(lambda: 0.0)
         self.copiers: list[LazyCopier] = []
 
-        def make(pages: BlockPages, arena: Arena, *, offset: int = 0) -> Copier:
-            copier = LazyCopier(pages, arena, offset=offset, random=self.random)
+        def make(parts: Parts, arena: Arena) -> Copier:
+            copier = LazyCopier(parts, arena, random=self.random)
             self.copiers.append(copier)
             return copier
 
@@ -273,7 +273,7 @@ class Engine:
                 self._make_room(entry, scheduled)
             return 0
         request.num_computed_tokens = computed
-        self.half.allocated(request, list(entry.table), external)
+        self.half.allocated(request, [list(entry.table)], external)
         self.loaded += external // TOKENS
         entry.state = "loading" if is_async else "running"
         if count:

@@ -254,7 +254,7 @@ def test_a_step_that_could_not_be_made_loses_its_saves_only(
     engine.add(prompt(1))
     engine.add(prompt(2))
     last = engine.add(prompt(3))
-    original = half._save
+    original = half._saves.full
 
     def save(state: Any, *arguments: Any) -> None:
         if state.request is last:
@@ -262,7 +262,7 @@ def test_a_step_that_could_not_be_made_loses_its_saves_only(
         original(state, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(half, "_save", save)
+        patch.setattr(half._saves, "full", save)
         with pytest.raises(RuntimeError, match="boom"):
             engine.step(100)
     assert not half.connector.saving  # too late for the second one's blocks
@@ -283,10 +283,10 @@ def test_a_match_that_begins_before_what_vllm_has_is_loaded_from_there_on(
     request = Request("partly", prompt(1))
     half.arrived(request)
     assert half.ask(request, 20) == (8, True)
-    match = half._states["partly"].match
-    assert match is not None
-    slots = match.slots
-    half.allocated(request, [30, 31, 32, 33, 34, 35, 36, 37], 8)
+    find = half._states["partly"].find
+    assert find is not None
+    slots = find.held[0].slots(0, 7)
+    half.allocated(request, [[30, 31, 32, 33, 34, 35, 36, 37]], 8)
     assert half.sources(request) == ["host", "host"]
     step = half.build(engine._output({}))
     (load,) = step.loads

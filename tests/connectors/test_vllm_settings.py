@@ -11,13 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvladder.connectors import vllm_plugin, weights
 from kvladder.connectors.vllm_checks import (
     check_engine,
     check_features,
     check_groups,
-    layer_page_bytes,
+    group_pages,
 )
 from kvladder.connectors.vllm_fingerprint import model_fields
 from kvladder.connectors.vllm_options import parse
@@ -62,7 +63,6 @@ def test_wrong_settings_say_where_what_and_what_instead(extra: Any, text: str) -
 @pytest.mark.parametrize(
     ("part", "option", "value", "text"),
     [
-        ("parallel_config", "pipeline_parallel_size", 2, "--pipeline-parallel-size: 2"),
         ("parallel_config", "decode_context_parallel_size", 2, "--decode-context-parallel-size"),
         ("parallel_config", "nnodes", 3, "--nnodes: 3 .*supports 1"),
         ("cache_config", "prefix_caching_hash_algo", "xxhash_cbor", "sha256 or sha256_cbor"),
@@ -79,28 +79,69 @@ def test_engines_that_are_not_supported_are_refused(
         check_engine(vllm_config)
 
 
-def test_models_with_several_kinds_of_blocks_are_refused_by_name() -> None:
+def test_kinds_of_blocks_that_are_not_supported_are_refused_by_name() -> None:
+    def check(spec: Any, *, load: str = "async", **more: Any) -> None:
+        vllm_config, kv_config = configs()
+        group = SimpleNamespace(layer_names=["m"], kv_cache_spec=spec, **more)
+        kv_config.kv_cache_groups.append(group)
+        check_groups(vllm_config, kv_config, load=load)
+
+    window = kv_spec("SlidingWindowSpec", sliding_window=8)
+    check(window)
+    check(kv_spec("ChunkedLocalAttentionSpec", attention_chunk_size=8))
+    check(kv_spec("MambaSpec", mamba_cache_mode="align"))
+    with pytest.raises(LayoutError, match=r"tiny: m ... has KV cache of kind CrossAttentionSpec"):
+        check(kv_spec("CrossAttentionSpec"))
+    with pytest.raises(LayoutError, match="does not keep for later requests"):
+        check(kv_spec("SlidingWindowMLASpec", sliding_window=8, prefix_cacheable=False))
+    with pytest.raises(LayoutError, match="does not keep for later requests"):
+        check(window, enable_kv_transfer=False)
+    with pytest.raises(LayoutError, match="--mamba-cache-mode align"):
+        check(kv_spec("MambaSpec", mamba_cache_mode="none"))
+    with pytest.raises(ConfigError, match=r"extra_config.load: .* tiny, which has 2 .*use async"):
+        check(window, load="sync")
+    mixed = kv_spec("UniformTypeKVCacheSpecs")
+    mixed.kv_cache_specs = {"m": window, "n": kv_spec("FullAttentionSpec")}
     vllm_config, kv_config = configs()
-    check_groups(vllm_config, kv_config)
-    group = kv_config.kv_cache_groups[0]
+    group = SimpleNamespace(layer_names=["m", "n"], kv_cache_spec=mixed)
     kv_config.kv_cache_groups.append(group)
-    with pytest.raises(LayoutError, match=r"tiny has 2 groups of KV cache \(FullAttentionSpec\)"):
-        check_groups(vllm_config, kv_config)
-    mamba = kv_spec("MambaSpec")
-    kv_config.kv_cache_groups[:] = [SimpleNamespace(layer_names=["m"], kv_cache_spec=mamba)]
-    with pytest.raises(LayoutError, match=r"1 groups of KV cache \(MambaSpec\)"):
-        check_groups(vllm_config, kv_config)
-    kv_config.kv_cache_groups[:] = [group]
-    kv_config.hash_block_size = 2
-    with pytest.raises(LayoutError, match="hashes every 2 tokens, but its blocks have 4"):
-        check_groups(vllm_config, kv_config)
+    with pytest.raises(LayoutError, match="of kind FullAttentionSpec, SlidingWindowSpec"):
+        check_groups(vllm_config, kv_config, load="async")
+    vllm_config, kv_config = configs()
+    vllm_config.speculative_config = SimpleNamespace(model="draft")
+    check_groups(vllm_config, kv_config, load="async")
+    state = kv_spec("MambaSpec", mamba_cache_mode="align")
+    kv_config.kv_cache_groups = [SimpleNamespace(layer_names=["m"], kv_cache_spec=state)]
+    with pytest.raises(ConfigError, match="--speculative-config: with drafts"):
+        check_groups(vllm_config, kv_config, load="async")
+    vllm_config, kv_config = configs()
+    kv_config.hash_block_size = 3
+    with pytest.raises(LayoutError, match="hashes every 3 tokens, but blocks have 4"):
+        check_groups(vllm_config, kv_config, load="async")
 
 
-def test_layers_of_one_group_may_have_sizes_of_their_own() -> None:
-    _, kv_config = configs()
-    own = kv_spec("MLAAttentionSpec", page_size_bytes=128, unpadded_page_size_bytes=100)
-    kv_config.kv_cache_groups[0].kv_cache_spec.kv_cache_specs = {"l1": own}
-    assert layer_page_bytes(kv_config) == {"l0": 32, "l1": 100}
+def test_layers_of_one_group_may_have_sizes_and_parts_of_their_own() -> None:
+    spec = kv_spec("UniformTypeKVCacheSpecs")
+    mla = kv_spec("MLAAttentionSpec", page_size_bytes=128, unpadded_page_size_bytes=96)
+    plain = kv_spec("FullAttentionSpec", page_size_bytes=32)
+    spec.kv_cache_specs = {"l0": plain, "l1": mla}
+    group = SimpleNamespace(layer_names=["l0", "l1"], kv_cache_spec=spec)
+    wide = torch.zeros(5, 128, dtype=torch.uint8)[:, :96]
+    pages = group_pages(group, {"l0": torch.zeros(5, 8), "l1": wide}, blocks=5)
+    assert pages is not None
+    assert pages.describe() == "l0=32;l1=96"
+    with pytest.raises(LayoutError, match="0 KV tensors for l1"):
+        group_pages(group, {"l0": torch.zeros(5, 8)}, blocks=5)
+    state = kv_spec("MambaSpec", shapes=((2, 3), (4,)), dtypes=(torch.int16, torch.float32))
+    group = SimpleNamespace(layer_names=["s"], kv_cache_spec=state)
+    parts = [torch.zeros(5, 2, 3, dtype=torch.int16), torch.zeros(5, 4)]
+    pages = group_pages(group, {"s": parts}, blocks=5)
+    assert pages is not None
+    assert pages.describe() == "s.0=12;s.1=16"
+    whole = group_pages(group, {"s": torch.zeros(5, 40, dtype=torch.int8)[:, :28]}, blocks=5)
+    assert whole is not None
+    assert whole.describe() == "s=28"
+    assert group_pages(SimpleNamespace(layer_names=[], kv_cache_spec=state), {}, blocks=5) is None
 
 
 def test_a_vllm_that_lacks_something_is_told_what() -> None:

@@ -10,7 +10,7 @@ from kvladder.arena import Arena, Slot
 from kvladder.errors import LayoutError
 from kvladder.gpu.copy import Copier, CopyJob, Direction, JobId, ThreadedCopier
 from kvladder.gpu.cpu import CpuCopier
-from kvladder.gpu.pages import BlockPages
+from kvladder.gpu.pages import BlockPages, Part
 from kvladder.gpu.streams import HostDevice, StreamCopier
 
 BLOCKS, LAYERS, HEADS, TOKENS, WIDTH = 12, 3, 2, 8, 16
@@ -58,12 +58,12 @@ Make = Callable[[BlockPages, Arena, int], Copier]
 
 
 def on_cpu(pages: BlockPages, arena: Arena, offset: int) -> Copier:
-    return CpuCopier(pages, arena, offset=offset)
+    return CpuCopier({0: Part(pages, offset)}, arena)
 
 
 def on_streams(pages: BlockPages, arena: Arena, offset: int) -> Copier:
     small = 3 * pages.block_bytes  # so that a job takes several batches
-    return StreamCopier(pages, arena, offset=offset, device=HostDevice(), staging_bytes=small)
+    return StreamCopier({0: Part(pages, offset)}, arena, device=HostDevice(), staging_bytes=small)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def as_bytes(tensors: Tensors, block: int) -> bytes:
 
 def copier_bytes(copier: Copier) -> int:
     assert isinstance(copier, ThreadedCopier)
-    return copier.block_bytes
+    return copier.block_bytes(0)
 
 
 def run(copier: Copier, work: CopyJob) -> None:
@@ -189,8 +189,7 @@ class Stepwise(ThreadedCopier):
         self.begun = threading.Event()
         super().__init__(name="stepwise")
 
-    @property
-    def block_bytes(self) -> int:
+    def block_bytes(self, group: int) -> int:
         return 1
 
     def submit(self, job: CopyJob) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvladder import registry
+from kvladder.arena import Slot
 from kvladder.tiers.base import Item
 from kvladder.tiers.memory import MemoryTier
 
@@ -123,6 +124,17 @@ class Engine:
             time.sleep(0.02)
         self.half.connector.manager.check()
         return self.half.stats()
+
+    def damage(self) -> int:
+        """Invert a bit in every fourth byte of all host slots, whose bytes are not checked."""
+        manager = self.half.connector.manager
+        count = 0
+        for key in list(manager.stack.host.index):
+            slot = manager.stack.host.index.place(key)
+            view = manager.arena.view(Slot(slot))
+            view[3::4] = bytes(byte ^ 0x40 for byte in view[3::4])
+            count += 1
+        return count
 
     def preemptions(self) -> int:
         """How many requests vLLM has preempted."""

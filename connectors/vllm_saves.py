@@ -1,0 +1,93 @@
+"""Which blocks the scheduler half saves after a step, and which the step writes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvladder.connectors.base import Connector
+from kvladder.connectors.vllm_groups import Groups
+from kvladder.connectors.vllm_requests import RequestState
+
+
+def written(groups: Groups, output: Any) -> Iterator[int]:
+    """Blocks that a step may write to and no step before wrote to for the same request."""
+    for new in output.scheduled_new_reqs:
+        for group in groups:
+            yield from new.block_ids[group.index][new.num_computed_tokens // group.tokens :]
+    cached = output.scheduled_cached_reqs
+    for request_id, tables, computed in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        if tables:
+            resumed = request_id in cached.resumed_req_ids  # then they are the whole tables
+            for group in groups:
+                yield from tables[group.index][computed // group.tokens if resumed else 0 :]
+    yield from output.new_block_ids_to_zero or ()
+    for copy in getattr(output, "kv_cache_block_copies", None) or ():
+        yield copy.dst_block_id
+
+
+class Saves:
+    """Begins to save what a step completes.
+
+    Parameters
+    ----------
+    decode:
+        Whether blocks of generated tokens are saved, too.
+    interval:
+        vLLM's ``prefix_cache_retention_interval``.
+    """
+
+    def __init__(
+        self, groups: Groups, connector: Connector, *, decode: bool, interval: int | None
+    ) -> None:
+        self._groups = groups
+        self._connector = connector
+        self._decode = decode
+        self._interval = interval
+
+    def full(self, state: RequestState, output: Any, computed: int) -> None:
+        """Save the blocks that are full once ``computed`` tokens are."""
+        request = state.request
+        if not self._decode:
+            computed = min(computed, request.num_prompt_tokens)
+        tables: Sequence[Sequence[int]] | None = None
+        for group in self._groups:
+            full = min(len(request.block_hashes) // group.hashes, computed // group.tokens)
+            start = state.saved[group.index]
+            if full <= start or group.handed:
+                continue
+            state.saved[group.index] = full
+            if tables is None:
+                tables = output.kv_connector_block_state.get_block_ids(request.request_id)
+                assert tables is not None
+            blocks, keys = tables[group.index][start:full], state.keys(group, start, full)
+            if group.kind == "full":
+                if 0 in blocks:  # vLLM's null block: nothing is kept from there on
+                    blocks = blocks[: blocks.index(0)]
+                self._connector.save(keys[: len(blocks)], blocks, group=group.index)
+                continue
+            ends = (request.num_prompt_tokens - 1, getattr(request, "shared_prefix_boundary", 0))
+            useful = self._groups.useful(group, self._interval, ends)
+            chosen = [i for i, block in enumerate(blocks) if block and useful(start + i)]
+            self._connector.save(
+                [keys[i] for i in chosen], [blocks[i] for i in chosen], group=group.index
+            )
+
+    def handed(self, states: Mapping[str, RequestState], output: Any) -> None:
+        """Save the states that vLLM says are exactly those after so many tokens."""
+        offers: Mapping[str, Sequence[tuple[int, int, int]]] = (
+            getattr(output.kv_connector_block_state, "boundary_state_offloads", None) or {}
+        )
+        for request_id, entries in offers.items():
+            state = states.get(request_id)
+            if state is None or state.apart:
+                continue
+            for index, block, end in entries:
+                group = self._groups[index]
+                in_prompt = end <= state.request.num_prompt_tokens
+                if not block or end % group.tokens or not (in_prompt or self._decode):
+                    continue
+                keys = state.keys(group, end // group.tokens - 1, end // group.tokens)
+                self._connector.save(keys, [block][: len(keys)], group=index)

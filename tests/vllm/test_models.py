@@ -1,0 +1,60 @@
+"""Models of every kind that must work: windows, latent attention, recurrent states, experts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.conftest import Start
+from tests.vllm.harness import HERE, PROMPT_TOKENS, PROMPTS, environment, stack
+
+KINDS = {
+    "gemma3": (32, "float32"),
+    "gpt_oss": (32, "float32"),
+    "deepseek": (16, "float32"),
+    "qwen3_next": (160, "bfloat16"),
+}
+"""Kind of model, tokens between two places where a prefix may end on a CPU, and element type."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_says_the_same_when_it_is_served_from_host_and_from_files(
+    start: Start, tmp_path: Path, kind: str
+) -> None:
+    model = tmp_path / "model"
+    command = [sys.executable, str(HERE / "tiny_model.py"), str(model), "0", kind]
+    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=240)
+    step, dtype = KINDS[kind]
+    spec = {"model": str(model), "engine": {"dtype": dtype}}
+    (reference,) = start(None, ["each", {"prompts": PROMPTS}], **spec).finish()
+    assert min(len(set(one)) for one in reference["tokens"]) > 4, "it says too little to tell"
+    together = "each" if kind == "deepseek" else "generate"  # vLLM's own answers differ in a batch
+    first = start(
+        stack(tmp_path / "kv"),
+        ["each", {"prompts": PROMPTS}],
+        ["reset"],
+        ["each", {"prompts": PROMPTS}],
+        ["stats"],
+        ["reset"],
+        [together, {"prompts": PROMPTS}],
+        ["reset"],
+        ["damage"],
+        ["each", {"prompts": PROMPTS}],
+        ["shutdown"],
+        **spec,
+    )
+    cold, _, warm, stats, _, again, _, damaged, wrong, _ = first.finish()
+    hits = (PROMPT_TOKENS - 1) // step * step
+    assert [one["tokens"] for one in (cold, warm, again)] == [reference["tokens"]] * 3
+    assert cold["external"] == 0
+    assert warm["external"] == again["external"] == wrong["external"] == len(PROMPTS) * hits
+    assert damaged == stats["host"]["blocks"] > 0
+    assert all(a != b for a, b in zip(wrong["tokens"], reference["tokens"], strict=True))
+    second = start(stack(tmp_path / "kv"), ["each", {"prompts": PROMPTS}], ["stats"], **spec)
+    again, stats = second.finish()
+    assert again["tokens"] == reference["tokens"]
+    assert again["external"] == len(PROMPTS) * hits
+    assert stats["files"]["corrupt"] == 0
