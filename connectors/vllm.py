@@ -110,6 +110,15 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def requires_kv_delivery(self) -> bool:
         return False  # a cache: what is not delivered is computed again
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """The layout in which all layers of a block lie together: one copy instead of one each.
+
+        vLLM takes it where its attention back end can; on a CPU none can. VLLM_KV_CACHE_LAYOUT
+        goes first.
+        """
+        return None if vllm_config.device_config.device_type == "cpu" else "BLHNC"
+
     # ---- worker
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
@@ -44,7 +44,8 @@ class BlockPages:
     def __init__(
         self, pages: Sequence[Page], *, blocks: int, shapes: frozenset[str] = frozenset()
     ) -> None:
-        self.pages = tuple(pages)
+        self._text = ";".join(f"{','.join(page.names)}={page.size_bytes}" for page in pages)
+        self.pages = tuple(_merged(pages))
         self.shapes = shapes
         """Element type and shape of one block in each of the tensors, as text."""
         self.blocks = blocks
@@ -104,7 +105,7 @@ class BlockPages:
 
     def describe(self) -> str:
         """The layout as text that is equal for equal layouts, whatever the number of blocks."""
-        return ";".join(f"{','.join(page.names)}={page.size_bytes}" for page in self.pages)
+        return self._text
 
 
 class Part(NamedTuple):
@@ -148,6 +149,22 @@ def _view(name: str, tensor: torch.Tensor, blocks: int) -> torch.Tensor:
     return base.set_(
         tensor.untyped_storage(), start, (blocks, run * item), (max(step, run) * item, 1)
     )
+
+
+def _merged(pages: Sequence[Page]) -> Iterator[Page]:
+    """Pages, with those joined that follow each other in the engine's blocks as in a slot."""
+    joined = pages[0]
+    for page in pages[1:]:
+        last = joined.view
+        follows = page.view.data_ptr() == last.data_ptr() + joined.size_bytes
+        if follows and page.stride_bytes == joined.stride_bytes:
+            size = joined.size_bytes + page.size_bytes
+            view = last.as_strided((last.shape[0], size), (joined.stride_bytes, 1))
+            joined = Page((*joined.names, *page.names), view, joined.offset)
+        else:
+            yield joined
+            joined = page
+    yield joined
 
 
 def _require_apart(pages: Sequence[Page], blocks: int) -> None:

@@ -219,6 +219,10 @@ class StreamCopier(ThreadedCopier):
     def _offload(
         self, pages: BlockPages, blocks: Sequence[int], slots: Sequence[torch.Tensor]
     ) -> None:
+        if len(pages.pages) == 1:  # the engine keeps a block's layers together
+            for block, slot in zip(blocks, slots, strict=True):
+                slot.copy_(pages.pages[0].view[block], non_blocking=True)
+            return
         rows, ids = self._room("offload", pages, len(blocks)), self._ids(blocks)
         for page in pages.pages:
             source, target = _wide(page, rows)
@@ -229,6 +233,10 @@ class StreamCopier(ThreadedCopier):
     def _onboard(
         self, pages: BlockPages, blocks: Sequence[int], slots: Sequence[torch.Tensor]
     ) -> None:
+        if len(pages.pages) == 1:
+            for block, slot in zip(blocks, slots, strict=True):
+                pages.pages[0].view[block].copy_(slot, non_blocking=True)
+            return
         rows, ids = self._room("onboard", pages, len(blocks)), self._ids(blocks)
         for row, slot in zip(rows, slots, strict=True):
             row.copy_(slot, non_blocking=True)

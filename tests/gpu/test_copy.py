@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -309,3 +310,36 @@ def test_layers_that_share_their_kv_are_stored_once() -> None:
     pages = BlockPages.of(shared, blocks=BLOCKS)
     assert pages.block_bytes == LAYERS * PAGE
     assert pages.describe() == f"layer0={PAGE};layer1,again={PAGE};layer2={PAGE}"
+
+
+def test_layers_that_lie_together_are_one_copy() -> None:
+    together = BlockPages.of(blocks_outside(), blocks=BLOCKS)
+    assert [page.size_bytes for page in together.pages] == [LAYERS * PAGE]
+    apart = BlockPages.of(layers_outside(), blocks=BLOCKS)
+    assert [page.size_bytes for page in apart.pages] == [PAGE] * LAYERS
+    assert together.describe() == apart.describe()  # a slot holds the same
+
+
+def test_each_group_of_layers_has_its_own_place_and_size(make: Make, arena: Arena) -> None:
+    first, second = layers_outside(), uneven()
+    groups = {0: first, 2: second}
+    parts = {g: Part(BlockPages.of(t, blocks=BLOCKS), 64 * g) for g, t in groups.items()}
+    copier: ThreadedCopier = (
+        CpuCopier(parts, arena)
+        if make is on_cpu
+        else StreamCopier(parts, arena, device=HostDevice(), staging_bytes=1)
+    )
+    before = {g: [as_bytes(t, block) for block in range(BLOCKS)] for g, t in groups.items()}
+    for number, (g, pairs) in enumerate([(0, {1: 3, 2: 4}), (2, {1: 5, 3: 6})]):
+        copier.submit(replace(job(number, "offload", pairs), group=g))
+        copier.wait([JobId(number)])
+        for block, slot in pairs.items():
+            stored = bytes(arena.view(Slot(slot))[64 * g :][: len(before[g][block])])
+            assert stored == before[g][block]
+    for tensor in second.values():
+        tensor.zero_()
+    copier.submit(replace(job(9, "onboard", {1: 5, 3: 6}), group=2))
+    copier.wait([JobId(9)])
+    assert [as_bytes(second, block) for block in (1, 3)] == [before[2][1], before[2][3]]
+    assert copier.poll()[-1].bytes == 2 * len(before[2][1])
+    copier.close()
