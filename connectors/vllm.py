@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -251,12 +252,18 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_harmless(lambda: False)
     def has_pending_push_work(self) -> bool:
-        return self._decides.busy
+        events = self._decides.events
+        return self._decides.busy or (events is not None and events.pending)
 
     @_harmless(lambda: False)
     def reset_cache(self) -> bool | None:
         self._decides.clear()
         return True
+
+    @_harmless(tuple)
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        events = self._decides.events
+        return () if events is None else events.take()
 
     @_harmless(lambda: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,9 @@ class RequestState:
     apart: bool = False
     """Nothing is saved for it either: its blocks cannot be named."""
 
+    describe: Callable[[Any, int, int, Sequence[BlockKey]], None] | None = None
+    """Told of the request, the group, the position of the first and the names of its blocks."""
+
     def __post_init__(self) -> None:
         self.saved = [0] * len(self.groups)
 
@@ -50,9 +53,11 @@ class RequestState:
         the adapter's weights are is added here.
         """
         keys = group.keys(self.request.block_hashes, start, end)
-        if not self.adapter:
-            return keys
-        return [BlockKey(hashlib.sha256(self.adapter + one).digest()) for one in keys]
+        if self.adapter:
+            keys = [BlockKey(hashlib.sha256(self.adapter + one).digest()) for one in keys]
+        if self.describe is not None:
+            self.describe(self.request, group.index, start, keys)
+        return keys
 
     def read(self, end: int) -> Iterator[list[BlockKey]]:
         """By group, the names of what is read once ``end`` tokens are computed."""

@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any
 
 from kvladder.config import StackConfig
+from kvladder.connectors.vllm_events import KVEvents, enabled
 from kvladder.connectors.vllm_find import Find
 from kvladder.connectors.vllm_groups import groups_of
 from kvladder.connectors.vllm_options import Options
@@ -55,6 +56,8 @@ class SchedulerHalf:
         self._pool: Any = None
         self._parts: Assembled | None = None
         self._connector: StepConnector | None = None
+        self.events: KVEvents | None = None
+        """There while vLLM publishes KV events."""
         self._copied = {"offload_bytes": 0, "offload_s": 0.0, "onboard_bytes": 0, "onboard_s": 0.0}
 
     # ---- at start
@@ -78,6 +81,8 @@ class SchedulerHalf:
             decode=self._options.save_decode,
             interval=getattr(self._kv_cache_config, "prefix_cache_retention_interval", None),
         )
+        if enabled(self._vllm_config):
+            self.events = KVEvents(parts.manager, self._config, self._groups, self._kv_cache_config)
 
     def bind(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to see what it holds itself."""
@@ -100,6 +105,8 @@ class SchedulerHalf:
         self.settle()
         state = RequestState(request, self._groups)
         self._states[request.request_id] = state
+        if self.events is not None:
+            state.describe = self.events.describe
         try:
             state.adapter = self._adapters.digest(getattr(request, "lora_request", None))
         except ConfigError as error:

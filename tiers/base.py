@@ -103,6 +103,8 @@ class Tier(ABC):
     """Bytes that a block takes beside its slot, e.g. for a header; a capacity pays for them."""
     codecs: tuple[str, ...] = ("checksum",)
     """What a configuration may have it apply; ``context.verify`` says whether it is to check."""
+    medium: str = "STORAGE"
+    """What KV events call it: CPU for memory of this machine, STORAGE for anything colder."""
     durable: bool = False
     """Whether ``recover`` finds blocks again after the process has ended."""
     shared: bool = False

@@ -24,6 +24,8 @@ class HostLevel:
     slot of each block; whoever loads from a slot holds another and pins the block.
     """
 
+    medium = "CPU"
+
     def __init__(
         self,
         name: str,

@@ -13,6 +13,7 @@ class MemoryTier(Tier):
     """Keeps blocks in ordinary process memory; useful as a cold tier in tests and examples."""
 
     codecs = ()
+    medium = "CPU"
 
     def __init__(self) -> None:
         self._blocks: dict[BlockKey, bytes] = {}

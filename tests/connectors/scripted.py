@@ -42,6 +42,10 @@ class Request:
         self.hash()
 
     @property
+    def all_token_ids(self) -> list[int]:
+        return self.tokens
+
+    @property
     def num_tokens(self) -> int:
         return len(self.tokens)
 

@@ -1,0 +1,203 @@
+"""What the cache stores and removes, as vLLM's KV events: every tier, under vLLM's block hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, Final, NamedTuple
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+from kvladder.announcer import Announcer
+from kvladder.config import StackConfig
+from kvladder.connectors.vllm_groups import Groups
+from kvladder.errors import ConfigError
+from kvladder.events import Removed, Stored
+from kvladder.keys import BlockKey
+from kvladder.manager import CacheManager
+
+KNOWN_MAX: Final = 1 << 16
+"""Blocks whose tokens can be told: those that requests saved or asked for last."""
+
+
+class Name(NamedTuple):
+    """What vLLM calls a block."""
+
+    hash: bytes
+    group: int = 0
+
+
+class Known(NamedTuple):
+    """A request that has a block."""
+
+    request: Any
+    group: int
+    position: int
+    """Of the block among the group's."""
+
+
+class Kind(NamedTuple):
+    """What is told of each block of a group."""
+
+    tokens: int
+    hashes: int
+    """vLLM's hashes per block; the last one is its name."""
+    fields: dict[str, Any]
+
+    def name(self, known: Known) -> bytes | None:
+        """The name of a block of this group; None if its request has been cut short."""
+        hashes = known.request.block_hashes
+        last = (known.position + 1) * self.hashes - 1
+        return hashes[last] if last < len(hashes) else None
+
+
+def external(block_hash: bytes) -> Any:
+    """A hash as vLLM publishes it: bytes or, where it is configured so, a number."""
+    return maybe_convert_block_hash(BlockHash(block_hash))
+
+
+def enabled(vllm_config: Any) -> bool:
+    """Whether vLLM publishes KV events."""
+    config = getattr(vllm_config, "kv_events_config", None)
+    return config is not None and bool(config.enable_kv_cache_events)
+
+
+def kinds_of(groups: Groups, kv_cache_config: Any) -> list[Kind]:
+    """What is told of the blocks of each of vLLM's groups."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return [
+        Kind(
+            group.tokens,
+            group.hashes,
+            {
+                "kv_cache_spec_kind": get_kv_cache_spec_kind(spec).value,
+                "kv_cache_spec_sliding_window": get_kv_cache_spec_sliding_window(spec),
+            },
+        )
+        for group, spec in zip(groups, specs, strict=True)
+    ]
+
+
+class KVEvents:
+    """Makes vLLM's events of a cache's.
+
+    A block's tokens and parent are told while a request is remembered that has it; else, as for
+    what was recovered at start, only its hash, in the form of vLLM's own placeholders: no tokens,
+    block size 0. ``medium`` is CPU for host memory and STORAGE below it, ``ownership`` the name of
+    a level below host, so that two levels of one medium are told apart.
+    """
+
+    def __init__(
+        self, manager: CacheManager, config: StackConfig, groups: Groups, kv_cache_config: Any
+    ) -> None:
+        if not config.events.max:
+            hint = "vLLM publishes KV events, and these are made of them: expected 1 or more"
+            raise ConfigError("0", path="events.max", hint=hint)
+        self._announcer = Announcer(manager)
+        self._kinds = kinds_of(groups, kv_cache_config)
+        stack = manager.stack
+        self._where: dict[str, dict[str, Any]] = {stack.host.name: {"medium": stack.host.medium}}
+        for level in stack.levels:
+            self._where[level.name] = {"medium": level.tier.medium, "ownership": level.name}
+        self._known: dict[BlockKey, Known] = {}
+        """By key, the latest last."""
+        self._names: dict[tuple[str, BlockKey], Name] = {}
+        """By level, under which names blocks were announced whose keys are not their names."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is more to tell even if nothing happens."""
+        return self._announcer.pending
+
+    def describe(self, request: Any, group: int, first: int, keys: Sequence[BlockKey]) -> None:
+        """These are the blocks of a group of a request from the ``first`` on."""
+        known = self._known
+        for position, key in enumerate(keys, first):
+            known.pop(key, None)
+            known[key] = Known(request, group, position)
+        while len(known) > KNOWN_MAX:
+            del known[next(iter(known))]
+
+    def take(self) -> list[KVCacheEvent]:
+        """What has happened since the last call."""
+        found: list[KVCacheEvent] = []
+        for event in self._announcer.take():
+            found += self._stored(event) if isinstance(event, Stored) else self._removed(event)
+        return found
+
+    def _named(self, key: BlockKey) -> tuple[Known | None, Name]:
+        """Who has a block, and its name in vLLM.
+
+        Of a block that no request is known to have the name is the key: that is vLLM's hash unless
+        another group or a LoRA adapter is bound into it.
+        """
+        known = self._known.get(key)
+        own = None if known is None else self._kinds[known.group].name(known)
+        if known is None or own is None:
+            return None, Name(key)
+        return known, Name(own, known.group)
+
+    def _stored(self, event: Stored) -> list[KVCacheEvent]:
+        """One event for each run of blocks that follow each other in a request."""
+        found: list[KVCacheEvent] = []
+        run: list[Name] = []
+        begin: Known | None = None
+        for key in event.keys:
+            known, name = self._named(key)
+            if name != (key, 0):
+                self._names[event.level, key] = name
+            if begin is None or known is None:
+                follows = known is begin
+            else:
+                follows = known == begin._replace(position=begin.position + len(run))
+            if run and not follows:
+                found.append(self._block_stored(event.level, begin, run))
+                run = []
+            if not run:
+                begin = known
+            run.append(name)
+        found.append(self._block_stored(event.level, begin, run))
+        return found
+
+    def _block_stored(self, level: str, begin: Known | None, run: Sequence[Name]) -> KVCacheEvent:
+        """One event for blocks that follow ``begin``, or of which only the names are known."""
+        hashes = [external(name.hash) for name in run]
+        if begin is None:
+            return BlockStored(
+                block_hashes=hashes,
+                parent_block_hash=None,
+                token_ids=[],
+                block_size=0,
+                lora_id=None,
+                lora_name=None,
+                group_idx=run[0].group,
+                **self._where[level],
+            )
+        request, kind = begin.request, self._kinds[begin.group]
+        lora, size, first = request.lora_request, kind.tokens, begin.position
+        parent = kind.name(begin._replace(position=first - 1)) if first else None
+        return BlockStored(
+            block_hashes=hashes,
+            parent_block_hash=None if parent is None else external(parent),
+            token_ids=list(request.all_token_ids[first * size : (first + len(run)) * size]),
+            block_size=size,
+            lora_id=None if lora is None else lora.adapter_id,
+            lora_name=None if lora is None else lora.name,
+            group_idx=begin.group,
+            **kind.fields,
+            **self._where[level],
+        )
+
+    def _removed(self, event: Removed) -> list[KVCacheEvent]:
+        level, names = event.level, self._names
+        gone = [names.pop((level, key), Name(key)) for key in event.keys]
+        return [
+            BlockRemoved(
+                block_hashes=[external(name.hash) for name in run],
+                group_idx=group,
+                **self._where[level],
+            )
+            for group, run in groupby(gone, key=lambda name: name.group)
+        ]

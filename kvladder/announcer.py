@@ -1,0 +1,100 @@
+"""Events that tell what each level holds, exactly and from the beginning."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Final
+
+from kvladder.events import Overflow, Reason, Removed, Stored
+from kvladder.keys import BlockKey
+from kvladder.manager import CacheManager
+
+COMPARE_MAX: Final = 4096
+"""Blocks compared per call, so that an engine's step is not held up; about a millisecond."""
+
+
+class Announcer:
+    """Takes a cache's events and makes a stream of them that, replayed, gives each level's index.
+
+    What was recovered at start is announced as stored. Where the buffer of events has overflowed,
+    what was said is compared with what is there, a part per call, and the difference announced, so
+    that nobody has to forget everything. For that it remembers what it said: about 50 bytes a
+    block. It is the only one who takes the cache's events; its calls come from one thread.
+    """
+
+    def __init__(self, manager: CacheManager) -> None:
+        stack = manager.stack
+        self._manager = manager
+        self._lock = stack.lock
+        self._indexes = {stack.host.name: stack.host.index}
+        self._indexes.update((level.name, level.index) for level in stack.levels)
+        self._told: dict[str, set[BlockKey]] = {name: set() for name in self._indexes}
+        self._doubts: deque[tuple[str, Iterator[BlockKey]]] = deque()
+        self._doubt()
+
+    def _doubt(self) -> None:
+        """Compare everything in the calls to come."""
+        self._doubts.clear()
+        for name, index in self._indexes.items():
+            with self._lock:
+                held = list(index)
+            self._doubts.append((name, iter(held)))
+            self._doubts.append((name, iter(list(self._told[name]))))
+
+    @property
+    def pending(self) -> bool:
+        """Whether another call has something to announce even if nothing happens meanwhile."""
+        return bool(self._doubts)
+
+    def take(self) -> list[Stored | Removed]:
+        """What is to be announced now, in order."""
+        found: list[Stored | Removed] = []
+        for event in self._manager.take_events():
+            if isinstance(event, Overflow):
+                self._doubt()
+            elif isinstance(event, Stored):
+                self._stored(found, event.level, event.keys)
+            else:
+                self._removed(found, event.level, event.keys, event.reason)
+        if self._doubts:
+            self._compare(found)
+        return found
+
+    def forget(self) -> None:
+        """Announce everything anew: whoever listens was told to forget all of it."""
+        for told in self._told.values():
+            told.clear()
+        self._doubt()
+
+    def _compare(self, found: list[Stored | Removed]) -> None:
+        """Announce a part of what differs. What events tell later is then no news to ``_told``."""
+        name, keys = self._doubts[0]
+        batch = list(islice(keys, COMPARE_MAX))
+        if not batch:
+            self._doubts.popleft()
+            return
+        index = self._indexes[name]
+        with self._lock:
+            here = [key in index for key in batch]
+        held = [key for key, is_here in zip(batch, here, strict=True) if is_here]
+        self._stored(found, name, held)
+        gone = [key for key, is_here in zip(batch, here, strict=True) if not is_here]
+        self._removed(found, name, gone, "lost")
+
+    def _stored(self, found: list[Stored | Removed], level: str, keys: Sequence[BlockKey]) -> None:
+        told = self._told[level]
+        news = tuple(key for key in keys if key not in told)
+        if news:
+            told.update(news)
+            found.append(Stored(level, news))
+
+    def _removed(
+        self, found: list[Stored | Removed], level: str, keys: Sequence[BlockKey], reason: Reason
+    ) -> None:
+        told = self._told[level]
+        news = tuple(key for key in keys if key in told)
+        if news:
+            told.difference_update(news)
+            found.append(Removed(level, news, reason))

@@ -1,0 +1,119 @@
+"""Whoever replays what the announcer says knows each level's index, whatever happens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+from typing import ClassVar
+
+import pytest
+
+from kvladder import announcer as module
+from kvladder.announcer import Announcer
+from kvladder.events import Removed, Stored
+from kvladder.keys import BlockKey
+from kvladder.testing import soak
+from kvladder.testing.fakes import FakeTier
+from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.testing.world import World
+from tests.stack.caches import COMMIT, cache_of, flushed
+
+
+class Listener:
+    """Replays what is announced."""
+
+    def __init__(self, cache: SimCache) -> None:
+        self.indexes = {"host": cache.stack.host.index}
+        self.indexes.update((level.name, level.index) for level in cache.levels)
+        self.announcer = Announcer(cache.manager)
+        self.heard: dict[str, set[BlockKey]] = {name: set() for name in self.indexes}
+
+    def listen(self) -> None:
+        """Once; no block is announced twice, none removed that was not announced."""
+        for event in self.announcer.take():
+            keys, heard = set(event.keys), self.heard[event.level]
+            assert len(keys) == len(event.keys) > 0
+            if isinstance(event, Stored):
+                assert not keys & heard
+                heard |= keys
+            else:
+                assert keys <= heard
+                heard -= keys
+        if not self.announcer.pending:
+            assert self.heard == {name: set(index) for name, index in self.indexes.items()}
+
+
+class AnnouncedWorld(World):
+    """Somebody listens now and then, so that a small buffer overflows in between."""
+
+    overflows: ClassVar[Counter[bool]] = Counter()
+
+    def _open(self) -> None:
+        super()._open()
+        buffer = self.manager.stack.shared.events
+        buffer._max = Random(self._seed).choice((1, 3, 10))
+        self.listener = Listener(self.cache)
+        self.chance = Random(self._seed)
+
+    def _replay(self) -> None:
+        if self.chance.random() < 0.2:
+            self.overflows[bool(self.manager.stack.shared.events._lost)] += 1
+            self.listener.listen()
+
+    def end(self) -> None:
+        listener = self.listener
+        self._replay()
+        while listener.announcer.pending:
+            listener.listen()
+        super().end()
+
+
+@pytest.mark.slow
+def test_replaying_gives_each_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "World", AnnouncedWorld)
+    monkeypatch.setattr(module, "COMPARE_MAX", 2)
+    for seed in range(40):
+        soak.run_world(seed)
+    assert min(AnnouncedWorld.overflows.values()) > 100, "with overflows and without"
+
+
+async def test_what_was_recovered_is_announced_and_anew_when_it_was_forgotten() -> None:
+    store = await flushed((1, 2, 3))
+    async with cache_of(LevelSpec(FakeTier(store=store, durable=True), COMMIT)) as cache:
+        listener = Listener(cache)
+        assert listener.announcer.pending
+        while listener.announcer.pending:
+            listener.listen()
+        assert listener.heard == {"host": set(), "level1": set(cache.keys(1, 2, 3))}
+        cache.save(cache.keys(7))
+        await cache.settle()
+        listener.listen()
+        for heard in listener.heard.values():
+            heard.clear()
+        listener.announcer.forget()
+        cache.manager.remove(cache.keys(1, 2, 3)[1:])
+        while listener.announcer.pending:
+            listener.listen()
+        assert {name: len(heard) for name, heard in listener.heard.items()} == {
+            "host": 1,
+            "level1": 2,
+        }
+
+
+async def test_an_overflow_costs_nobody_more_than_the_difference() -> None:
+    async with cache_of(slots=8) as cache:
+        listener = Listener(cache)
+        while listener.announcer.pending:
+            listener.listen()
+        for number in range(4):
+            cache.save(cache.keys(number))
+        listener.listen()
+        cache.stack.shared.events._max = 1
+        cache.manager.remove([*cache.keys(0), *cache.keys(1)])
+        cache.save(cache.keys(9))
+        said = [listener.announcer.take() for _ in range(5)]
+        assert not listener.announcer.pending
+        (stored,), (removed,) = (part for part in said if part)
+        assert stored == Stored("host", tuple(cache.keys(9)))
+        assert isinstance(removed, Removed)
+        assert set(removed.keys) == {*cache.keys(0), *cache.keys(1)}
