@@ -18,7 +18,7 @@ from kvladder.keys import BlockKey
 
 Kind = Literal["full", "window", "local", "state"]
 
-_KINDS: Final[Mapping[str, Kind]] = {
+KINDS: Final[Mapping[str, Kind]] = {
     "FullAttentionSpec": "full",
     "MLAAttentionSpec": "full",
     "SlidingWindowSpec": "window",
@@ -168,10 +168,10 @@ def _kind(group: Any, model: str) -> tuple[Any, Kind]:
     names = sorted({type(spec).__name__ for spec in specs})
     first = specs[0]
     where = f"{model}: {', '.join(group.layer_names[:3])} ..."
-    if len({_KINDS.get(name) for name in names}) > 1 or names[0] not in _KINDS:
+    if len({KINDS.get(name) for name in names}) > 1 or names[0] not in KINDS:
         raise LayoutError(
             f"{where} has KV cache of kind {', '.join(names)}",
-            hint=f"kvladder supports {', '.join(_KINDS)}",
+            hint=f"kvladder supports {', '.join(KINDS)}",
         )
     kept = getattr(group, "enable_kv_transfer", True) and getattr(first, "prefix_cacheable", True)
     if not kept or int(getattr(first, "prefix_replay_tokens", 0)):
@@ -184,4 +184,4 @@ def _kind(group: Any, model: str) -> tuple[Any, Kind]:
             f"{where} has states that vLLM does not keep at block boundaries",
             hint="use --enable-prefix-caching and --mamba-cache-mode align",
         )
-    return first, _KINDS[names[0]]
+    return first, KINDS[names[0]]

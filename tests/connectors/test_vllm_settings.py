@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvladder.connectors import vllm_plugin, weights
+from kvladder.connectors import vllm_groups, vllm_plugin, weights
 from kvladder.connectors.vllm_checks import (
     check_engine,
     check_features,
@@ -21,10 +22,11 @@ from kvladder.connectors.vllm_checks import (
     group_pages,
 )
 from kvladder.connectors.vllm_fingerprint import model_fields
-from kvladder.connectors.vllm_options import parse
+from kvladder.connectors.vllm_options import Options, parse
 from kvladder.connectors.vllm_stats import StatsFile
 from kvladder.connectors.weights import weights_digest
 from kvladder.errors import ConfigError, LayoutError
+from kvladder.schema import keys_of
 from tests.connectors.scripted import configs, kv_spec
 
 HOST = {"host": "64 MiB"}
@@ -58,6 +60,15 @@ def test_the_short_form_and_the_file_give_a_stack(tmp_path: Path) -> None:
 def test_wrong_settings_say_where_what_and_what_instead(extra: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         parse(extra)
+
+
+def test_the_page_names_every_setting_and_every_kind_of_kv_cache() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    first = page.split("## Settings")[1].split("## ")[0]
+    rows = [line.split("|")[1].strip(" `") for line in first.splitlines() if line.startswith("| `")]
+    assert rows == keys_of(Options)
+    kinds = page.split("## Models")[1].split("## ")[0]
+    assert set(re.findall(r"`(\w+Spec)`", kinds)) == set(vllm_groups.KINDS)
 
 
 @pytest.mark.parametrize(
