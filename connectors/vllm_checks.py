@@ -57,6 +57,13 @@ def check_engine(vllm_config: Any) -> None:
         if size != 1:
             flag = f"--{option.replace('_', '-')}"
             raise ConfigError(f"{size}", path=flag, hint="kvladder supports 1")
+    role = getattr(getattr(vllm_config, "kv_transfer_config", None), "kv_role", "kv_both")
+    if role != "kv_both":
+        raise ConfigError(
+            f"{role!r}: kvladder gives back what it was given, it hands nothing over",
+            path="--kv-transfer-config kv_role",
+            hint="use kv_both",
+        )
     algorithm = cache.prefix_caching_hash_algo
     if algorithm not in HASHES:
         raise ConfigError(

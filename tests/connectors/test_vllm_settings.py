@@ -76,6 +76,7 @@ def test_the_page_names_every_setting_and_every_kind_of_kv_cache() -> None:
     [
         ("parallel_config", "decode_context_parallel_size", 2, "--decode-context-parallel-size"),
         ("parallel_config", "nnodes", 3, "--nnodes: 3 .*supports 1"),
+        ("kv_transfer_config", "kv_role", "kv_producer", "kv_role: 'kv_producer': .*use kv_both"),
         ("cache_config", "prefix_caching_hash_algo", "xxhash_cbor", "sha256 or sha256_cbor"),
         ("cache_config", "calculate_kv_scales", True, "--calculate-kv-scales"),
     ],
