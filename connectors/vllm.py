@@ -42,6 +42,7 @@ from kvladder.connectors.vllm_scheduler import SchedulerHalf
 from kvladder.connectors.vllm_stats import StatsFile
 from kvladder.connectors.vllm_step import RankDescription, Report, Step
 from kvladder.connectors.vllm_worker import WorkerHalf
+from kvladder.errors import ConfigError
 from kvladder.notices import Notices
 from kvladder.runtime import SystemClock
 
@@ -189,6 +190,12 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             for described in metadata.values()
             if isinstance(described, RankDescription)
         }
+        if metadata and not ranks:  # MultiConnector hands on the first answer of its connectors
+            raise ConfigError(
+                "another connector described its KV tensors instead of this one",
+                path="kv_connector_extra_config.connectors",
+                hint="put KVLadderConnector first",
+            )
         self._decides.start(ranks)
         logger.info("kvladder is ready\n%s", self._decides.describe())
         if self._stats_path is not None:
