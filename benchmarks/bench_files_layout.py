@@ -23,7 +23,6 @@ from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.tiers.base import Item
 from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader, Outcome
-from kvladder.tiers.codecs import ChecksumCodec
 from kvladder.tiers.files import FilesOptions, FilesTier
 from kvladder.tiers.iopool import IoPool
 
@@ -40,8 +39,7 @@ class FilePerBlock:
     def __init__(self, path: Path, arena: Arena, layout: Layout) -> None:
         self.path = path
         self._arena = arena
-        self._bytes = layout.block_bytes
-        self._header = BlockHeader(layout.namespace(), layout.block_bytes, ChecksumCodec())
+        self._header = BlockHeader(layout.namespace(), layout.block_bytes, verify=True)
         self.pool = IoPool(THREADS, "bench")
         for number in range(256):
             (path / f"{number:02x}").mkdir(parents=True)
@@ -51,7 +49,7 @@ class FilePerBlock:
 
     def _write(self, item: Item) -> bool:
         page, view = memoryview(mmap.mmap(-1, HEADER_BYTES)), self._arena.view(item.slot)
-        self._header.write(page, item, 0, view[: self._bytes])
+        self._header.write(page, item, 0, view)
         name = self.name(item.key)
         aside = name.with_suffix(".tmp")
         fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o600)
@@ -65,7 +63,7 @@ class FilePerBlock:
         fd = os.open(self.name(item.key), os.O_RDONLY | os.O_DIRECT)
         os.preadv(fd, [page, view], 0)
         os.close(fd)
-        return self._header.check(page, item, view[: self._bytes]) is Outcome.GOOD
+        return self._header.check(page, item, view) is Outcome.GOOD
 
     async def put(self, items: Sequence[Item]) -> Sequence[bool]:
         return await self.pool.run([partial(self._write, item) for item in items])

@@ -180,7 +180,7 @@ class Arena:
     @property
     def handle(self) -> ArenaHandle:
         """What another process needs for :meth:`attach`; valid while this arena is open."""
-        return ArenaHandle(os.getpid(), self._fd, self.slots, self.slot_bytes)
+        return ArenaHandle(os.getpid(), self._fd, len(self._claims), self.slot_bytes)
 
     @property
     def free(self) -> int:
@@ -208,6 +208,20 @@ class Arena:
             for slot in taken:
                 self._claims[slot] = 1
         return [Slot(slot) for slot in taken]
+
+    def set_aside(self, count: int) -> list[Slot]:
+        """Claim the last ``count`` slots for good: ``slots`` no longer counts them.
+
+        Called before anything is leased.
+        """
+        with self._lock:
+            aside = sorted(self._free[:count])
+            del self._free[:count]
+            self.slots -= count
+            assert len(self._free) == self.slots > 0, "the rest has to be free"
+            for slot in aside:
+                self._claims[slot] = 1
+        return [Slot(slot) for slot in aside]
 
     def share(self, slots: Sequence[Slot]) -> None:
         """Add one claim to each of ``slots``, all of which are leased."""
@@ -251,7 +265,7 @@ class Arena:
         with self._lock:
             assert len(self._free) == len(set(self._free))
             assert all(self._claims[slot] == 0 for slot in self._free)
-            leased = sum(1 for count in self._claims if count)
+            leased = sum(1 for count in self._claims[: self.slots] if count)
             assert min(self._claims, default=0) >= 0
             assert leased + len(self._free) == self.slots, (leased, len(self._free))
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvladder.arena import Arena
+from kvladder.arena import Arena, Slot
+from kvladder.codecs import CHECKSUM, finder
 from kvladder.config import StackConfig, load_config
 from kvladder.errors import ConfigError
 from kvladder.events import EventBuffer
@@ -21,6 +22,7 @@ from kvladder.schema import within
 from kvladder.settings import LevelConfig
 from kvladder.tiers.base import Shared, TierContext
 from kvladder.tiers.breaker import BreakerSettings
+from kvladder.tiers.edge import EdgeSettings
 from kvladder.tiers.gate import GateSettings
 from kvladder.tiers.level import Level, LevelSettings
 from kvladder.tiers.stack import HostSettings, TierStack
@@ -49,11 +51,16 @@ def open_manager(config: StackConfig, layout: Layout) -> CacheManager:
     """Build and open everything that ``config`` asks for; on an error nothing is left open."""
     config.check(layout)
     description = config.describe(layout)
-    arena = Arena.create(config.arena.size_bytes // layout.slot_bytes, layout.slot_bytes)
+    space = _namespace(config, layout)
+    find = finder(layout, space)
+    edges = [EdgeSettings(level.make_codecs(), find) for level in config.levels]
+    scratch = [level.scratch_blocks(layout) for level in config.levels]
+    slots = config.arena_slots(layout) + sum(scratch)
+    arena = Arena.create(slots, layout.slot_bytes)
     runtime = Runtime()
     try:
-        stack = _stack(config, layout, arena, runtime)
-        space = _namespace(config, layout)
+        aside = [arena.set_aside(count) for count in scratch]
+        stack = _stack(config, layout, arena, runtime, list(zip(edges, aside, strict=True)))
         _open_levels(stack, config, layout, space, runtime)
     except BaseException:
         runtime.close()
@@ -74,10 +81,21 @@ def _namespace(config: StackConfig, layout: Layout) -> Namespace:
     """The namespace of the layout under what the configuration adds to it."""
     given = config.model.fingerprint
     fields = {} if given == "auto" else {"model.fingerprint": given}
+    # blocks move between levels: whoever is content with less shares with nobody who is not
+    lossy = [str(codec) for level in config.levels for codec in level.codecs if codec.allow_lossy]
+    if lossy:
+        fields["codecs"] = ", ".join(sorted(set(lossy)))
     return replace(layout, fields={**layout.fields, **fields}).namespace(salt=config.block.salt)
 
 
-def _stack(config: StackConfig, layout: Layout, arena: Arena, runtime: Runtime) -> TierStack:
+def _stack(
+    config: StackConfig,
+    layout: Layout,
+    arena: Arena,
+    runtime: Runtime,
+    edges: Sequence[tuple[EdgeSettings, Sequence[Slot]]],
+) -> TierStack:
+    """The stack, not yet opened; ``edges`` has codecs and scratch slots for each level."""
     clock = SystemClock()
     shared = Shared(
         arena=arena,
@@ -93,7 +111,10 @@ def _stack(config: StackConfig, layout: Layout, arena: Arena, runtime: Runtime) 
         policy=config.host.make_policy(),
         reserve_blocks=config.arena.reserve.of(arena.slots),
     )
-    levels = [_level(level, layout, shared) for level in config.levels]
+    levels = [
+        _level(level, layout, shared, edge, scratch)
+        for level, (edge, scratch) in zip(config.levels, edges, strict=True)
+    ]
     return TierStack(
         host,
         levels,
@@ -103,7 +124,13 @@ def _stack(config: StackConfig, layout: Layout, arena: Arena, runtime: Runtime) 
     )
 
 
-def _level(config: LevelConfig, layout: Layout, shared: Shared) -> Level:
+def _level(
+    config: LevelConfig,
+    layout: Layout,
+    shared: Shared,
+    edge: EdgeSettings,
+    scratch: Sequence[Slot],
+) -> Level:
     tier = config.make_tier()
     breaker = config.breaker
     gate = GateSettings(
@@ -116,8 +143,11 @@ def _level(config: LevelConfig, layout: Layout, shared: Shared) -> Level:
         config.rule,
         capacity_blocks=config.capacity_blocks(layout),
         policy=config.make_policy(),
-        settings=LevelSettings(gate, queue_blocks=max(1, config.queue.of(shared.arena.slots))),
+        settings=LevelSettings(
+            gate, queue_blocks=max(1, config.queue.of(shared.arena.slots)), edge=edge
+        ),
         shared=shared,
+        scratch=scratch,
     )
 
 
@@ -135,7 +165,7 @@ def _open_levels(
                 capacity_blocks=level.capacity_blocks,
                 clock=stack.shared.clock,
                 run_blocking=runtime.run_blocking,
-                verify="checksum" in settings.codecs,
+                verify=CHECKSUM in (codec.name for codec in settings.codecs),
             )
             opened.append(level)
             try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from kvladder import registry, resolved
+from kvladder.codecs import read_codecs
 from kvladder.errors import ConfigError
 from kvladder.exposition import SECTIONS
 from kvladder.layout import Layout
@@ -39,7 +40,7 @@ from kvladder.units import Share, Size
 HOST: Final = "host"
 RESERVED_NAMES: Final = set(SECTIONS)
 """Not for tiers: what stands beside them in the statistics."""
-_CAPACITY = re.compile(r"tiers\[([0-9]+)\]\.capacity")
+_OF_LEVEL = re.compile(r"tiers\[([0-9]+)\]\.(capacity|codecs)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
@@ -100,8 +101,14 @@ class StackConfig:
                 return means(self.arena_slots(layout))
             if isinstance(value, Share):
                 return f"{value.of(self.arena_slots(layout))} blocks"
-            found = _CAPACITY.fullmatch(path)
-            return means(self.levels[int(found[1]) - 1].capacity_blocks(layout)) if found else ""
+            found = _OF_LEVEL.fullmatch(path)
+            if found is None:
+                return ""
+            level = self.levels[int(found[1]) - 1]
+            if found[2] == "capacity":
+                return means(level.capacity_blocks(layout))
+            scratch = Size(level.scratch_blocks(layout) * layout.slot_bytes)
+            return f"{scratch.about()} of scratch" if scratch else ""
 
         found: list[Row] = []
         for name in keys_of(Sections):
@@ -259,7 +266,6 @@ def _level(raw: dict[str, Any], path: str, found: Source, warnings: list[str]) -
     make = registry.load("tiers", raw["type"], path=f"{path}.type")
     if not (isinstance(make, type) and issubclass(make, Tier)):
         raise ConfigError(f"{raw['type']!r} is not a Tier", path=f"{path}.type")
-    raw = {"codecs": list(make.codecs), **raw}
     common = [key for key in keys_of(LevelConfig) if key != "options"]
     wanted: type[msgspec.Struct] | None = getattr(make, "Options", None)
     own = keys_of(wanted) if wanted else []
@@ -268,38 +274,26 @@ def _level(raw: dict[str, Any], path: str, found: Source, warnings: list[str]) -
     if wanted is not None:
         given = {key: value for key, value in raw.items() if key in own}
         options = convert(given, wanted, path, loose=found.loose)
+    codecs = read_codecs(raw.get("codecs"), make, path, found.loose)
     level = convert(
-        {key: value for key, value in raw.items() if key in common},
+        {key: value for key, value in raw.items() if key in common and key != "codecs"},
         LevelConfig,
         path,
         loose=found.loose,
-        preset={"options": options},
+        preset={"options": options, "codecs": codecs},
     )
     _require_policy(level.policy, path)
-    _require_codecs(level.codecs, make.codecs, f"{path}.codecs")
     if not level.queue:
         raise ConfigError(str(level.queue), path=f"{path}.queue", hint="expected more than 0")
     if level.breaker.retry_s > level.breaker.retry_max_s:
         hint = f"expected at least breaker.retry, {level.breaker.retry_s}"
         where = f"{path}.breaker.retry_max"
         raise ConfigError(str(level.breaker.retry_max_s), path=where, hint=hint)
-    if "checksum" in make.codecs and "checksum" not in level.codecs:
+    if (make.checks or make.notes) and not any(codec.checks for codec in level.make_codecs()):
         warnings.append(
             f"{join(path, 'codecs')}: without checksum, blocks that {level.name} damaged are served"
         )
     return level
-
-
-def _require_codecs(named: Sequence[str], taken: Sequence[str], path: str) -> None:
-    """Refuse codecs that are unknown, that this tier does not apply, or that come twice."""
-    for i, name in enumerate(named):
-        where = f"{path}[{i}]"
-        registry.load("codecs", name, path=where)
-        if name not in taken:
-            hint = f"expected one of: {', '.join(taken)}" if taken else "this tier applies none"
-            raise ConfigError(f"{name!r} has no effect here", path=where, hint=hint)
-        if name in named[:i]:
-            raise ConfigError(f"{name!r} twice", path=where, hint="name it once")
 
 
 def _require_policy(name: str, path: str) -> None:

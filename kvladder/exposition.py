@@ -119,6 +119,18 @@ METRICS: Final = (
         "tier_corrupt_blocks_total", "counter", "Blocks whose bytes failed their check", "corrupt"
     ),
     _tier(
+        "tier_unreadable_blocks_total",
+        "counter",
+        "Blocks whose codecs or keys are not here",
+        "unreadable",
+    ),
+    _tier(
+        "tier_encoded_bytes_total",
+        "counter",
+        "What the blocks came to that codecs made smaller, or could not",
+        "encoded_bytes",
+    ),
+    _tier(
         "tier_errors_total", "counter", "Calls to the tier that failed, time-outs too", "errors"
     ),
     _tier("tier_timeouts_total", "counter", "Calls to the tier that took too long", "timeouts"),

@@ -12,6 +12,9 @@ PAGE_BYTES = 4096
 """Slots are multiples of this, so that O_DIRECT and huge pages can take them as they are."""
 
 
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
+
+
 def align(size: int, to: int = PAGE_BYTES) -> int:
     """The smallest multiple of ``to`` that is at least ``size``."""
     return -(-size // to) * to
@@ -29,11 +32,18 @@ class Layout:
         Bytes of one block, all layers and all ranks together; a slot is this rounded up to 4 KiB.
     fields:
         What else must agree before bytes may be shared: model, weights, dtype, KV layout, ranks ...
+    element:
+        What a block consists of, as torch names it: ``bfloat16``, ``uint8`` ...; empty if that is
+        not known or not the same everywhere in it.
+    row_elements:
+        How many neighbours of them belong to one token and one head; 0 if that is not known.
     """
 
     block_tokens: int
     block_bytes: int
     fields: Mapping[str, str] = field(default_factory=dict[str, str])
+    element: str = ""
+    row_elements: int = 0
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1:
@@ -47,6 +57,11 @@ class Layout:
     def slot_bytes(self) -> int:
         """Bytes of a slot that holds one block: ``block_bytes`` rounded up to 4 KiB."""
         return align(self.block_bytes)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element; 0 if that is not known."""
+        return _ELEMENT_BYTES.get(self.element, 0)
 
     def namespace(self, *, salt: str = "") -> Namespace:
         """The namespace of blocks of this layout under a deployment's salt."""

@@ -25,7 +25,10 @@ BUILT_IN: Final[Mapping[Group, Mapping[str, str]]] = {
         "memory": "kvladder.tiers.memory:MemoryTier",
     },
     "policies": {"prioritized-lru": "kvladder.policy.eviction:PrioritizedLRU"},
-    "codecs": {"checksum": "kvladder.tiers.codecs:ChecksumCodec"},
+    "codecs": {
+        "checksum": "kvladder.tiers.codecs:ChecksumCodec",
+        "zstd": "kvladder.tiers.zstd:ZstdCodec",
+    },
     "connectors": {
         "inline": "kvladder.connectors.inline:InlineConnector",
         "vllm": "kvladder.connectors.vllm:KVLadderConnector",

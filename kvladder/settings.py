@@ -11,6 +11,8 @@ from kvladder.layout import Layout
 from kvladder.policy.eviction import PRIORITY_MAX, PRIORITY_MIN, EvictionPolicy
 from kvladder.policy.offload import OffloadRule, When
 from kvladder.tiers.base import Tier
+from kvladder.tiers.codecs import Codec
+from kvladder.tiers.edge import scratch_blocks
 from kvladder.units import Duration, Share, Size
 
 Count = Annotated[int, msgspec.Meta(ge=0, description="a whole number, 0 or more")]
@@ -99,12 +101,34 @@ class HostConfig(TierSettings, frozen=True, kw_only=True):
     """Level 0: blocks in the arena's slots; its capacity is the arena's size."""
 
 
+class CodecConfig(Settings, frozen=True, kw_only=True):
+    """A codec of a level, and what is set of it."""
+
+    name: str
+    allow_lossy: bool = False
+    """Of lossy codecs only, which are refused without it."""
+    options: msgspec.Struct | None = None
+    """The codec's own settings, of its class's ``Options``."""
+
+    def __str__(self) -> str:
+        if self.options is None:
+            return self.name
+        values = msgspec.structs.asdict(self.options).items()
+        return f"{self.name} ({', '.join(f'{key} {value}' for key, value in values)})"
+
+    def make(self) -> Codec:
+        """A new codec, not yet opened."""
+        make = registry.load("codecs", self.name)
+        codec: Codec = make() if self.options is None else make(self.options)
+        return codec
+
+
 class LevelConfig(TierSettings, frozen=True, kw_only=True):
     """A level below host."""
 
     capacity_bytes: Size = msgspec.field(name="capacity")
     when: When = "evict"
-    codecs: tuple[str, ...] = ("checksum",)
+    codecs: tuple[CodecConfig, ...] = ()
     timeout_s: Duration = msgspec.field(name="timeout", default=Duration(5))
     queue: Share = Share(percent=25)
     """Blocks that may wait to be written; each keeps an arena slot busy."""
@@ -121,6 +145,14 @@ class LevelConfig(TierSettings, frozen=True, kw_only=True):
         make = registry.load("tiers", self.type)
         tier: Tier = make() if self.options is None else make(self.options)
         return tier
+
+    def make_codecs(self) -> tuple[Codec, ...]:
+        """New codecs for this level, not yet opened, in the order in which they are applied."""
+        return tuple(codec.make() for codec in self.codecs)
+
+    def scratch_blocks(self, layout: Layout) -> int:
+        """How many slots beside the arena's own the codecs encode into."""
+        return scratch_blocks(self.make_codecs(), layout.slot_bytes)
 
     def batch_max(self) -> int:
         """The largest batch of the tier; it is what a capacity must hold at least."""

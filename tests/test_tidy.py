@@ -240,7 +240,8 @@ def derived(base, known):
 
 
 @pytest.mark.parametrize(
-    ("base", "suite"), [("Tier", "TierTests"), ("EvictionPolicy", "PolicyTests")]
+    ("base", "suite"),
+    [("Tier", "TierTests"), ("EvictionPolicy", "PolicyTests"), ("Codec", "CodecTests")],
 )
 def test_what_is_shipped_passes_the_suite_for_third_parties(base, suite):
     shipped = derived(base, classes(*PRODUCT))

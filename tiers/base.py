@@ -17,6 +17,8 @@ from kvladder.notices import Notices
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 
 NO_SLOT = Slot(-1)
+NOTE_BYTES = 512
+"""The longest note that a tier has to store beside a block."""
 
 
 class Item(NamedTuple):
@@ -36,6 +38,15 @@ class Item(NamedTuple):
     floor: int = PRIORITY_DEFAULT
     expires_wall_s: float | None = None
     """Seconds since the epoch, or None."""
+    salt: bytes = b""
+    """Digest of the cache salt of the request that it was made for, 8 bytes; empty without one."""
+    length: int = 0
+    """How many bytes at the beginning of the slot to store; 0 stands for a whole block."""
+    note: bytearray | None = None
+    """What to store beside those bytes, at most ``NOTE_BYTES``; ``get`` puts it here again.
+
+    A tier without ``notes`` is never given one. A block with a note is a miss for whom has None.
+    """
 
 
 class Blocking(Protocol):
@@ -101,8 +112,10 @@ class Tier(ABC):
     """The largest batch the tier wants to be given."""
     overhead_bytes: int = 0
     """Bytes that a block takes beside its slot, e.g. for a header; a capacity pays for them."""
-    codecs: tuple[str, ...] = ("checksum",)
-    """What a configuration may have it apply; ``context.verify`` says whether it is to check."""
+    checks: bool = True
+    """Whether ``get`` checks the bytes it read, if ``context.verify`` says so."""
+    notes: bool = False
+    """Whether it stores ``Item.note`` and no more than ``Item.length``: codecs need that."""
     medium: str = "STORAGE"
     """What KV events call it: CPU for memory of this machine, STORAGE for anything colder."""
     durable: bool = False

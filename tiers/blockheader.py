@@ -6,18 +6,19 @@ from enum import IntEnum
 from math import inf
 from struct import Struct
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from kvladder.keys import Namespace
 from kvladder.layout import PAGE_BYTES
-from kvladder.tiers.base import Item
-from kvladder.tiers.codecs import TAG_BYTES, Codec
+from kvladder.tiers.base import NOTE_BYTES, Item
+from kvladder.tiers.codecs import TAG_BYTES
 
 HEADER_BYTES = PAGE_BYTES
 MAGIC = b"kvblock\0"
-VERSION = 1
+VERSION = 2
 
-_FIELDS = Struct(f"<8sHB5xQ32s32sQBB6xdQ{TAG_BYTES}s")
+_FIELDS = Struct(f"<8sHB3xHQ32s32sQBB6xdQ{TAG_BYTES}s{NOTE_BYTES}s")
+_UNCHECKED, _XXH3 = range(2)
 _CHECK = Struct("<Q")
 
 
@@ -41,27 +42,27 @@ class BlockHeader:
     space:
         The namespace: the fingerprint of the layout, among others.
     block_bytes:
-        Length of a payload.
-    codec:
-        What makes and checks the tag; None stores blocks without a checksum and reads all of them
-        unchecked.
+        Length of a whole block.
+    verify:
+        Whether stored bytes get a checksum and are compared with it; else all are read unchecked.
     """
 
-    def __init__(self, space: Namespace, block_bytes: int, codec: Codec | None) -> None:
+    def __init__(self, space: Namespace, block_bytes: int, *, verify: bool) -> None:
         self._space = space
-        self._length = block_bytes
-        self._codec = codec
+        self._size = block_bytes
+        self._verify = verify
 
-    def write(self, page: memoryview, item: Item, sequence: int, payload: memoryview) -> None:
-        """Describe ``payload``, the bytes of ``item``, in ``page``, which is zero elsewhere."""
-        tag = b"" if self._codec is None else self._codec.encode(payload)[1]
+    def write(self, page: memoryview, item: Item, sequence: int, slot: memoryview) -> None:
+        """Describe the bytes of ``item``, which begin ``slot``, in ``page``: zero elsewhere."""
+        payload, note = slot[: item.length or self._size], item.note or b""
         _FIELDS.pack_into(
             page,
             0,
             MAGIC,
             VERSION,
-            0 if self._codec is None else self._codec.id,
-            self._length,
+            _XXH3 if self._verify else _UNCHECKED,
+            len(note),
+            len(payload),
             item.key,
             self._space,
             item.place,
@@ -69,24 +70,32 @@ class BlockHeader:
             item.floor,
             inf if item.expires_wall_s is None else item.expires_wall_s,
             sequence,
-            tag,
+            xxh3_128_digest(payload) if self._verify else b"",
+            note,
         )
         _CHECK.pack_into(page, _FIELDS.size, xxh3_64_intdigest(page[: _FIELDS.size]))
 
-    def check(self, page: memoryview, item: Item, payload: memoryview) -> Outcome:
-        """Whether ``page`` and ``payload`` are the block of ``item``, whole."""
+    def check(self, page: memoryview, item: Item, slot: memoryview) -> Outcome:
+        """Whether ``page`` and the beginning of ``slot`` are the block of ``item``, whole.
+
+        If so, the item's note is what was stored as such.
+        """
         (check,) = _CHECK.unpack_from(page, _FIELDS.size)
         if xxh3_64_intdigest(page[: _FIELDS.size]) != check:
             return Outcome.CORRUPT
-        magic, version, codec, length, key, space, _, _, _, _, _, tag = _FIELDS.unpack_from(page)
-        if (magic, version, length, space) != (MAGIC, VERSION, self._length, self._space):
+        found = _FIELDS.unpack_from(page)
+        magic, version, checked, noted, length, key, space, *_, tag, note = found
+        if (magic, version, space) != (MAGIC, VERSION, self._space):
             return Outcome.CORRUPT
-        if key != item.key:
-            return Outcome.STALE
-        if self._codec is None:
-            return Outcome.GOOD
-        if codec != self._codec.id:
-            return Outcome.STALE
-        if not self._codec.decode(payload, tag, payload):
+        if length > self._size or (length < self._size and not noted):
             return Outcome.CORRUPT
+        if key != item.key or (noted and item.note is None):
+            return Outcome.STALE
+        if self._verify:
+            if checked != _XXH3:
+                return Outcome.STALE
+            if xxh3_128_digest(slot[:length]) != tag:
+                return Outcome.CORRUPT
+        if item.note is not None:
+            item.note[:] = note[:noted]
         return Outcome.GOOD

@@ -3,51 +3,110 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from enum import IntEnum
+from typing import Any, ClassVar, NamedTuple
 
 from xxhash import xxh3_128_digest
 
+from kvladder.keys import BlockKey
+from kvladder.layout import Layout
+
+PARAMS_BYTES = 64
+"""The most that a codec may have stored beside a block."""
+FOREIGN_ID_MIN = 256
+"""Ids of codecs that do not come with kvladder: from here to 65535."""
 TAG_BYTES = 16
-"""Room for a codec's tag in what a tier stores beside a block."""
+"""Of a checksum."""
+
+
+class Stage(IntEnum):
+    """Where in a chain a codec belongs; a chain goes up only."""
+
+    REDUCE = 0
+    """Makes less of the numbers: it has to see them as the engine wrote them."""
+    COMPRESS = 1
+    """Makes fewer bytes of them, without loss."""
+    ENCRYPT = 2
+    """What comes out looks random: nothing shrinks any more."""
+    CHECK = 3
+    """Covers the bytes that cross the edge."""
+
+
+class Subject(NamedTuple):
+    """The block that a codec works on, for what it binds or derives."""
+
+    key: BlockKey
+    salt: bytes = b""
+    """``Item.salt``, which is known when a block is encoded and not when it is decoded."""
 
 
 class Codec(ABC):
-    """Turns a block's payload into what a medium stores, and back.
+    """Turns the bytes of a block into what crosses the edge of a level, and back.
 
-    Stateless and pure, so that any thread may call it. ``id`` is written beside every block and
-    never changes its meaning; 0 means no codec. ``name`` is what a configuration says.
+    Any thread may call it, several at once. ``id`` is written beside every block and never changes
+    its meaning: ids below ``FOREIGN_ID_MIN`` are kvladder's. ``name`` is what a configuration says.
+    A codec without ``Options`` is made without arguments, any other with one; all options have
+    defaults with which ``decode`` works, so that a reader needs no configuration.
     """
 
     name: ClassVar[str]
     id: ClassVar[int]
+    stage: ClassVar[Stage] = Stage.COMPRESS
+    lossy: ClassVar[bool] = False
+    """Whether ``decode`` gives back less than ``encode`` took."""
+    checks: ClassVar[bool] = False
+    """Whether ``decode`` finds any change of the stored bytes and of what they belong to."""
+    Options: ClassVar[Any] = None
+    """A frozen ``msgspec.Struct``, or None."""
+
+    def open(self, layout: Layout, namespace: bytes) -> Layout:
+        """Get ready for blocks of this layout and namespace: called once, before all else.
+
+        Returns the layout as the next codec finds it: other than it was if elements change.
+
+        Raises
+        ------
+        ConfigError
+            It cannot work on such blocks, or lacks what it needs.
+        """
+        del namespace
+        return layout
 
     @abstractmethod
-    def encode(self, payload: memoryview) -> tuple[memoryview, bytes]:
-        """What to store for ``payload``, and a tag of at most ``TAG_BYTES`` to store beside it.
+    def encode(
+        self, data: memoryview, target: memoryview, subject: Subject
+    ) -> tuple[memoryview, bytes] | None:
+        """What to go on with instead of ``data``, and at most ``PARAMS_BYTES`` to store beside it.
 
-        The bytes to store may be ``payload`` itself, which belongs to the caller.
+        Either the beginning of ``target``, which is as long as ``data`` and does not overlap it,
+        or ``data`` itself, which is not written. None leaves this block out.
         """
 
     @abstractmethod
-    def decode(self, stored: memoryview, tag: bytes, target: memoryview) -> bool:
-        """Put the payload of ``stored`` into ``target``, which may be ``stored`` itself.
+    def decode(
+        self, data: memoryview, params: bytes, target: memoryview, subject: Subject
+    ) -> memoryview | None:
+        """What ``encode`` was given: the beginning of ``target``, or ``data`` itself.
 
-        False if ``stored`` is not what ``encode`` returned together with ``tag``.
+        None if ``data`` and ``params`` cannot have come from ``encode``. ``target`` has the length
+        of a whole block and does not overlap ``data``.
         """
 
 
 class ChecksumCodec(Codec):
-    """Stores the payload as it is, with its xxh3-128; the digest is taken without the GIL."""
+    """Leaves the bytes as they are and stores their xxh3-128, which is taken without the GIL."""
 
     name = "checksum"
     id = 1
+    stage = Stage.CHECK
+    checks = True
 
-    def encode(self, payload: memoryview) -> tuple[memoryview, bytes]:
-        return payload, xxh3_128_digest(payload)
+    def encode(
+        self, data: memoryview, target: memoryview, subject: Subject
+    ) -> tuple[memoryview, bytes]:
+        return data, xxh3_128_digest(data)
 
-    def decode(self, stored: memoryview, tag: bytes, target: memoryview) -> bool:
-        if xxh3_128_digest(stored) != tag:
-            return False
-        if target is not stored:
-            target[:] = stored
-        return True
+    def decode(
+        self, data: memoryview, params: bytes, target: memoryview, subject: Subject
+    ) -> memoryview | None:
+        return data if xxh3_128_digest(data) == params else None

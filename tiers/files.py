@@ -17,7 +17,6 @@ from kvladder.errors import ClosedError, TierError, TierFull
 from kvladder.keys import BlockKey
 from kvladder.tiers.base import Item, Tier, TierContext
 from kvladder.tiers.blockheader import HEADER_BYTES, Outcome
-from kvladder.tiers.codecs import ChecksumCodec
 from kvladder.tiers.disk import Disk, OsDisk
 from kvladder.tiers.filesdir import is_full
 from kvladder.tiers.filestore import FileStore, PutBatch
@@ -76,6 +75,7 @@ class FilesTier(Tier):
 
     Options: ClassVar[type[FilesOptions]] = FilesOptions
     durable = True
+    notes = True
     overhead_bytes = HEADER_BYTES
 
     def __init__(
@@ -124,7 +124,6 @@ class FilesTier(Tier):
             self._disk,
             Path(self.options.path),
             self.context,
-            codec=ChecksumCodec() if self.context.verify else None,
             direct=self.options.direct,
             segment_bytes=self.options.segment,
             slack_records=self._slack,

@@ -12,7 +12,6 @@ from pathlib import Path
 from kvladder.errors import ConfigError
 from kvladder.tiers.base import Item, TierContext
 from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader
-from kvladder.tiers.codecs import Codec
 from kvladder.tiers.disk import Disk
 from kvladder.tiers.filesdir import SEGMENTS_MAX, FilesDirectory, Meta, is_full
 from kvladder.tiers.indexlog import PUT, Found, IndexLog
@@ -69,7 +68,6 @@ class FileStore:
         path: Path,
         context: TierContext,
         *,
-        codec: Codec | None,
         direct: bool | None,
         segment_bytes: int,
         slack_records: int,
@@ -100,9 +98,8 @@ class FileStore:
                 disk,
                 directory,
                 Geometry(layout.slot_bytes, meta.segment_places, meta.capacity_blocks),
-                header=BlockHeader(space, layout.block_bytes, codec),
+                header=BlockHeader(space, layout.block_bytes, verify=context.verify),
                 arena=context.arena,
-                block_bytes=layout.block_bytes,
             )
             store = cls(directory, segments, log, found)
             segments.take_stock()

@@ -150,7 +150,7 @@ class LevelIndex:
         self._place.update([(item.key, item.place) for item in items])
         assert len(self._place) == held, "a key is recovered twice"
         keys, priorities, floors, push = self._key, self._priority, self._floor, self.policy.push
-        for key, place, _, priority, floor, _ in items:
+        for key, place, _, priority, floor, *_ in items:
             assert keys[place] is None, f"place {place} is taken"
             keys[place] = key
             priorities[place] = priority

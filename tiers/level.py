@@ -14,6 +14,7 @@ from kvladder.metrics import LevelStats
 from kvladder.policy.eviction import EvictionPolicy
 from kvladder.policy.offload import OffloadRule
 from kvladder.tiers.base import Item, Shared, Tier, TierContext
+from kvladder.tiers.edge import Edge, EdgeSettings
 from kvladder.tiers.gate import Gate, GateSettings
 from kvladder.tiers.index import LevelIndex, Meta
 from kvladder.tiers.places import Places
@@ -29,6 +30,7 @@ class LevelSettings:
     """Blocks that may wait to be written; each keeps an arena slot busy."""
     reads_max: int = 4
     """Reads under way at once."""
+    edge: EdgeSettings = field(default_factory=EdgeSettings)
 
 
 class Observer(Protocol):
@@ -55,9 +57,11 @@ class Level:
         policy: EvictionPolicy,
         settings: LevelSettings,
         shared: Shared,
+        scratch: Sequence[Slot] = (),
     ) -> None:
         self.name = name
         self.tier = tier
+        self.edge = Edge(tier, settings.edge, scratch)
         self.rule = rule
         self.settings = settings
         self.capacity_blocks = capacity_blocks
@@ -182,7 +186,7 @@ class Level:
 
     async def open(self, context: TierContext) -> None:
         """Open the tier, take back what it recovered and start the writer."""
-        await self.tier.open(context)
+        await self.edge.open(context)
         if self.tier.durable:
             await self._recover()
         self._writer.start()
@@ -229,7 +233,7 @@ class Level:
 
         now = self.shared.clock.now()
         slots = [item.slot for item in items]
-        answer = await self.gate.call(lambda: self.tier.get(items), slots, ended)
+        answer = await self.gate.call(lambda: self.edge.get(items), slots, ended)
         with self.shared.lock:
             self.stats.loaded_s += self.shared.clock.now() - now
             if answer.quiet:

@@ -12,11 +12,12 @@ from kvladder.tiers.base import Item, Tier
 class MemoryTier(Tier):
     """Keeps blocks in ordinary process memory; useful as a cold tier in tests and examples."""
 
-    codecs = ()
+    checks = False
+    notes = True
     medium = "CPU"
 
     def __init__(self) -> None:
-        self._blocks: dict[BlockKey, bytes] = {}
+        self._blocks: dict[BlockKey, tuple[bytes, bytes]] = {}
         self._closed = False
 
     def _require_open(self) -> None:
@@ -27,17 +28,20 @@ class MemoryTier(Tier):
         self._require_open()
         found: list[bool] = []
         for item in items:
-            data = self._blocks.get(item.key)
-            if data is not None:
+            data, note = self._blocks.get(item.key, (b"", b""))
+            found.append(bool(data) and (item.note is not None or not note))
+            if found[-1]:
                 self.context.arena.view(item.slot)[: len(data)] = data
-            found.append(data is not None)
+            if item.note is not None:
+                item.note[:] = note
         return found
 
     async def put(self, items: Sequence[Item]) -> Sequence[bool]:
         self._require_open()
-        size = self.context.layout.block_bytes
         for item in items:
-            self._blocks[item.key] = bytes(self.context.arena.view(item.slot)[:size])
+            size = item.length or self.context.layout.block_bytes
+            data = bytes(self.context.arena.view(item.slot)[:size])
+            self._blocks[item.key] = data, bytes(item.note or b"")
         return [True] * len(items)
 
     async def remove(self, items: Sequence[Item]) -> None:

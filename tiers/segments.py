@@ -72,7 +72,6 @@ class Segments:
         *,
         header: BlockHeader,
         arena: Arena,
-        block_bytes: int,
     ) -> None:
         self.geometry = geometry
         self.direct = False
@@ -80,7 +79,6 @@ class Segments:
         self._directory = directory
         self._header = header
         self._arena = arena
-        self._block_bytes = block_bytes
         self._sizes: dict[int, int] = {}
         self._fds: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -214,7 +212,7 @@ class Segments:
         for number, item in enumerate(run):
             page = pages[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
             view = self._arena.view(item.slot)
-            self._header.write(page, item, sequence + number, view[: self._block_bytes])
+            self._header.write(page, item, sequence + number, view)
             buffers += (page, view)
         done = 0
         while done < len(run):
@@ -248,8 +246,7 @@ class Segments:
             pages = self._pages("read")
             for number, item in enumerate(part[:whole]):
                 page = pages[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
-                payload = self._arena.view(item.slot)[: self._block_bytes]
-                outcomes.append(self._header.check(page, item, payload))
+                outcomes.append(self._header.check(page, item, self._arena.view(item.slot)))
             if whole == 0:  # the file ends here
                 outcomes.append(Outcome.CORRUPT)
         return outcomes, failure

@@ -32,6 +32,7 @@ class Writer:
     def __init__(self, level: Level) -> None:
         self._level = level
         self._tier = level.tier
+        self._edge = level.edge
         self._rule = level.rule
         self._gate = level.gate
         self._index = level.index
@@ -214,7 +215,7 @@ class Writer:
         if not items:
             return
         answer = await self._gate.call(
-            lambda: self._tier.put(items),
+            lambda: self._edge.put(items),
             [item.slot for item in items],
             lambda: self._undo(items),
         )

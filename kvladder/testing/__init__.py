@@ -5,6 +5,7 @@ Its pytest plugin runs ``async def`` tests and fixtures, see :mod:`kvladder.test
 
 from kvladder.testing import _rewrite as _rewrite
 from kvladder.testing.cancel import cancel_at as cancel_at
+from kvladder.testing.codecs import CodecTests as CodecTests
 from kvladder.testing.fakes import Delay as Delay
 from kvladder.testing.fakes import Fail as Fail
 from kvladder.testing.fakes import FakeStore as FakeStore

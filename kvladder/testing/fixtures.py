@@ -235,3 +235,9 @@ class TierFixtures:
     async def settle(self) -> None:
         """Give the tier time to do what it must not do any more."""
         await asyncio.sleep(SETTLE_S if self.real else 1000.0)
+
+    def only_if_it_survives(self, opened: Opener) -> None:
+        """The rest of a test is for tiers that find what was stored; others find nothing."""
+        if not self.survives:
+            assert opened.recovered == []
+            pytest.skip("it does not survive")

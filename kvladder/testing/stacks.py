@@ -19,6 +19,7 @@ from kvladder.policy.eviction import PrioritizedLRU
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.sim import SimClock, inline_blocking
 from kvladder.tiers.base import Shared, Tier, TierContext
+from kvladder.tiers.edge import scratch_blocks
 from kvladder.tiers.level import Level, LevelSettings
 from kvladder.tiers.stack import HostSettings, Post, TierStack
 
@@ -86,7 +87,9 @@ class SimCache:
         """Open a cache over ``levels``, hottest first."""
         loop = asyncio.get_running_loop()
         clock = SimClock(loop)
-        arena = Arena.create(slots, layout.slot_bytes)
+        scratch = [scratch_blocks(spec.settings.edge.codecs, layout.slot_bytes) for spec in levels]
+        arena = Arena.create(slots + sum(scratch), layout.slot_bytes)
+        aside = [arena.set_aside(count) for count in scratch]
         shared = Shared(
             arena=arena,
             lock=threading.RLock(),
@@ -104,6 +107,7 @@ class SimCache:
                 policy=PrioritizedLRU(),
                 settings=spec.settings,
                 shared=shared,
+                scratch=aside[position - 1],
             )
             for position, spec in enumerate(levels, start=1)
         ]

@@ -10,11 +10,12 @@ import pytest
 
 from kvladder.errors import ConfigError, TierError
 from kvladder.testing.cancel import cancel_at
-from kvladder.testing.fixtures import Blocks, MakeTier, Opener, TierFixtures
+from kvladder.testing.fixtures import Blocks, MakeTier, Opener
+from kvladder.testing.notes import NoteTests
 from kvladder.tiers.base import NO_SLOT, Item, Tier, TierContext
 
 
-class TierTests(TierFixtures):
+class TierTests(NoteTests):
     """Inherit from it, name the class ``Test...`` and give it a fixture ``make``::
 
         class TestMine(TierTests):
@@ -392,9 +393,3 @@ class TierTests(TierFixtures):
             return
         assert opened.recovered == []
         assert await blocks.get(tier, items) == [False]
-
-    def only_if_it_survives(self, opened: Opener) -> None:
-        """The rest of a test is for tiers that find what was stored; others find nothing."""
-        if not self.survives:
-            assert opened.recovered == []
-            pytest.skip("it does not survive")

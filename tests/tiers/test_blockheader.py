@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 
 import pytest
-from xxhash import xxh3_128_digest
 
 from kvladder.keys import BlockKey, Namespace
 from kvladder.tiers.base import Item
 from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader, Outcome
-from kvladder.tiers.codecs import TAG_BYTES, ChecksumCodec, Codec
 
 SPACE = Namespace(hashlib.sha256(b"space").digest())
 ITEM = Item(BlockKey(hashlib.sha256(b"key").digest()), 7, priority=80, floor=35)
@@ -18,9 +16,9 @@ PAYLOAD = bytes(range(256)) * 20
 
 
 def header(
-    space: Namespace = SPACE, size: int = len(PAYLOAD), codec: Codec | None = None
+    space: Namespace = SPACE, size: int = len(PAYLOAD), *, verify: bool = True
 ) -> BlockHeader:
-    return BlockHeader(space, size, codec or ChecksumCodec())
+    return BlockHeader(space, size, verify=verify)
 
 
 @pytest.fixture
@@ -58,25 +56,20 @@ def test_a_page_of_zeros_is_not_believed() -> None:
     assert check(memoryview(bytearray(HEADER_BYTES)), header()) is Outcome.CORRUPT
 
 
-def test_another_codec_s_block_is_stale(page: memoryview) -> None:
-    class Other(ChecksumCodec):
-        id = 2
-
-    assert check(page, header(codec=Other())) is Outcome.STALE
-
-
-def test_the_checksum_leaves_the_payload_where_it_is() -> None:
-    payload = memoryview(bytearray(PAYLOAD))
-    stored, tag = ChecksumCodec().encode(payload)
-    assert stored is payload
-    assert tag == xxh3_128_digest(PAYLOAD)
-    assert len(tag) == TAG_BYTES
-    assert ChecksumCodec().decode(stored, tag, stored)
+def test_a_block_without_a_checksum_is_stale(page: memoryview) -> None:
+    assert check(page, header(verify=False)) is Outcome.GOOD
+    header(verify=False).write(page, ITEM, 1, memoryview(PAYLOAD))
+    assert check(page, header()) is Outcome.STALE
 
 
-def test_the_checksum_decodes_into_another_place_too() -> None:
-    stored, tag = ChecksumCodec().encode(memoryview(PAYLOAD))
-    target = memoryview(bytearray(len(PAYLOAD)))
-    assert ChecksumCodec().decode(stored, tag, target)
-    assert target == PAYLOAD
-    assert not ChecksumCodec().decode(stored, bytes(TAG_BYTES), target)
+def test_a_note_and_a_length_are_stored_beside_the_bytes(page: memoryview) -> None:
+    coded = ITEM._replace(length=100, note=bytearray(b"how"))
+    header().write(page, coded, 1, memoryview(PAYLOAD))
+    asked = ITEM._replace(note=bytearray(b"something else"))
+    damaged = memoryview(bytearray(PAYLOAD))
+    damaged[100] ^= 1  # what follows is not the block's
+    assert header().check(page, asked, damaged) is Outcome.GOOD
+    assert asked.note == b"how"
+    damaged[99] ^= 1
+    assert header().check(page, asked, damaged) is Outcome.CORRUPT
+    assert check(page, header()) is Outcome.STALE, "nobody would decode it"

@@ -90,9 +90,14 @@ def test_a_wrong_setting(refusal, changed, path, says):
         ({"capasity": "1 GiB"}, ".capasity", "unknown key (did you mean 'capacity'?)"),
         ({"policy": "prioritised-lru"}, ".policy", "did you mean 'prioritized-lru'?"),
         ({"codecs": ["checksums"]}, ".codecs[0]", "did you mean 'checksum'?"),
-        ({"codecs": ["checksum"]}, ".codecs[0]", "no effect here (this tier applies none)"),
         ({"codecs": "checksum"}, ".codecs", "'checksum' (expected array)"),
-        ({"codecs": ["checksum", 5]}, ".codecs[1]", "a list (expected str)"),
+        ({"codecs": ["checksum", 5]}, ".codecs[1]", "a list (expected str | object)"),
+        ({"codecs": [{"level": 3}]}, ".codecs[0].name", "missing (expected one of: "),
+        ({"codecs": [{"name": "zstd", "leval": 3}]}, ".codecs[0].leval", "did you mean 'level'?"),
+        ({"codecs": [{"name": "zstd", "level": 20}]}, ".codecs[0].level", "a level from -7 to 19"),
+        ({"codecs": [{"name": "zstd", "allow_lossy": True}]}, ".codecs[0].allow_lossy", "unknown"),
+        ({"codecs": ["checksum", "zstd"]}, ".codecs[1]", "it comes last"),
+        ({"codecs": ["zstd"] * 7}, ".codecs", "7 codecs (at most 6)"),
         ({"timeout": "fast"}, ".timeout", "'fast' (expected a duration"),
         ({"queue": "0 %"}, ".queue", "0 % (expected more than 0)"),
         ({"breaker": {"failures": 0}}, ".breaker.failures", "0 (expected a whole number, 1"),
@@ -116,10 +121,10 @@ def test_a_wrong_level(refusal, settings, path, says):
     ("codecs", "says"),
     [
         (["checksum", "checksum"], "'checksum' twice (name it once)"),
-        (["checksum", "rot13"], "'rot13' has no effect here (expected one of: checksum)"),
+        (["checksum", "rot13"], "'rot13' is not a Codec"),
     ],
 )
-def test_a_codec_is_one_that_the_tier_applies(refusal, monkeypatch, codecs, says):
+def test_a_codec_is_one_and_named_once(refusal, monkeypatch, codecs, says):
     monkeypatch.setitem(registry._registered, ("codecs", "rot13"), object)
     entry = {"type": "files", "path": "/mnt/kv", "capacity": "1 GiB", "codecs": codecs}
     error = refusal(tiers(entry))

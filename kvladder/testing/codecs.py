@@ -1,0 +1,217 @@
+"""The conformance suite for codecs: what every codec has to do, as tests to inherit."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+from typing import NamedTuple
+
+import pytest
+
+from kvladder.keys import BlockKey
+from kvladder.layout import Layout
+from kvladder.tiers.base import Item
+from kvladder.tiers.blockheader import Outcome
+from kvladder.tiers.chain import Chain
+from kvladder.tiers.codecs import PARAMS_BYTES, ChecksumCodec, Codec, Stage, Subject
+
+MakeCodec = Callable[[], Codec]
+ITEM = Item(BlockKey(hashlib.sha256(b"block").digest()), 0, salt=b"saltsalt")
+SUBJECT = Subject(ITEM.key, ITEM.salt)
+OTHER = Subject(BlockKey(hashlib.sha256(b"other").digest()))
+
+
+class Stored(NamedTuple):
+    """An encoded block."""
+
+    data: bytes
+    params: bytes
+
+
+class CodecTests:
+    """Inherit from it, name the class ``Test...`` and give it a fixture ``make``::
+
+        class TestMine(CodecTests):
+            @pytest.fixture
+            def make(self):
+                return lambda: MyCodec(MyCodec.Options(level=3))
+
+    It returns what makes a codec that is not opened yet.
+    """
+
+    @pytest.fixture
+    def make(self) -> MakeCodec:
+        """A function that makes a codec; must be overridden."""
+        raise NotImplementedError("give the class a fixture `make` that returns a function")
+
+    @pytest.fixture
+    def layout(self) -> Layout:
+        """What the blocks are; override it if the codec needs others."""
+        return Layout(block_tokens=16, block_bytes=8192, element="bfloat16", row_elements=64)
+
+    @pytest.fixture
+    def codec(self, make: MakeCodec, layout: Layout) -> Codec:
+        """A codec that is open."""
+        codec = make()
+        codec.open(layout, layout.namespace())
+        return codec
+
+    @pytest.fixture(params=["numbers", "noise", "zeros", "ones", "text"])
+    def block(self, request: pytest.FixtureRequest, layout: Layout) -> bytes:
+        """A block's bytes, of several kinds; override it if the codec needs others."""
+        size, random = layout.block_bytes, Random(7)
+        kinds = {
+            "numbers": lambda: bytes(
+                random.randrange(256) if i % 2 == 0 else 0x3C + (i * i) % 5 for i in range(size)
+            ),
+            "noise": lambda: random.randbytes(size),
+            "zeros": lambda: bytes(size),
+            "ones": lambda: b"\xff" * size,
+            "text": lambda: (b"the quick brown fox " * size)[:size],
+        }
+        return kinds[request.param]()
+
+    def close_enough(self, found: bytes, block: bytes) -> bool:
+        """Whether ``found`` stands for ``block``; a lossy codec's tests override it."""
+        return found == block
+
+    # ---- helpers
+
+    def encode(self, codec: Codec, block: bytes) -> Stored | None:
+        """What the codec makes of a block; checks that it writes where it may."""
+        data, beyond = bytearray(block), 64
+        target = memoryview(bytearray(b"\xa5") * (len(block) + beyond))
+        done = codec.encode(memoryview(data), target[: len(block)], SUBJECT)
+        assert data == block, "it wrote into the block"
+        assert target[len(block) :] == b"\xa5" * beyond, "it wrote beyond the target"
+        if done is None:
+            return None
+        view, params = done
+        assert len(params) <= PARAMS_BYTES
+        assert len(view) <= len(block)
+        assert view == data or view == target[: len(view)], "neither the data nor the target"
+        return Stored(bytes(view), params)
+
+    def decode(self, codec: Codec, stored: Stored, size: int) -> bytes | None:
+        """What the codec makes of what is stored; checks that it writes where it may."""
+        data, beyond = bytearray(stored.data), 64
+        target = memoryview(bytearray(b"\xa5") * (size + beyond))
+        found = codec.decode(memoryview(data), stored.params, target[:size], SUBJECT)
+        assert data == stored.data, "it wrote into what is stored"
+        assert target[size:] == b"\xa5" * beyond, "it wrote beyond the target"
+        return None if found is None else bytes(found)
+
+    def chain(self, codecs: list[Codec], layout: Layout) -> Chain:
+        """These codecs, opened, in a chain."""
+        after = layout
+        for codec in codecs:
+            after = codec.open(after, layout.namespace())
+        return Chain(
+            codecs,
+            layout=layout,
+            namespace=layout.namespace(),
+            find=lambda _: None,
+            checked=any(codec.checks for codec in codecs),
+        )
+
+    # ---- what it says of itself
+
+    def test_declares_what_it_is(self, make: MakeCodec) -> None:
+        codec = make()
+        assert codec.name
+        assert 0 < codec.id < 1 << 16
+        assert codec.stage in Stage
+        assert codec.Options is None or codec.Options() is not None, "defaults for readers"
+
+    def test_keeps_or_tells_the_layout(self, make: MakeCodec, layout: Layout) -> None:
+        after = make().open(layout, layout.namespace())
+        assert (after.block_tokens, after.block_bytes) == (layout.block_tokens, layout.block_bytes)
+
+    # ---- round trips
+
+    def test_round_trips(self, codec: Codec, block: bytes) -> None:
+        stored = self.encode(codec, block)
+        if stored is not None:
+            found = self.decode(codec, stored, len(block))
+            assert found is not None
+            assert self.close_enough(found, block)
+
+    def test_another_one_of_its_kind_reads_it(
+        self, make: MakeCodec, codec: Codec, layout: Layout, block: bytes
+    ) -> None:
+        stored = self.encode(codec, block)
+        if stored is not None:
+            other = make()
+            other.open(layout, layout.namespace())
+            found = self.decode(other, stored, len(block))
+            assert found is not None
+            assert self.close_enough(found, block)
+
+    def test_many_threads_may_use_it(self, codec: Codec, block: bytes) -> None:
+        blocks = [bytes(Random(n).sample(block, len(block))) for n in range(8)]
+
+        def trip(block: bytes) -> bool:
+            for _ in range(4):
+                stored = self.encode(codec, block)
+                if stored is not None:
+                    found = self.decode(codec, stored, len(block))
+                    assert found is not None
+                    assert self.close_enough(found, block)
+            return True
+
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(trip, blocks))
+
+    # ---- damage
+
+    def test_damage_raises_nothing(self, codec: Codec, block: bytes) -> None:
+        stored = self.encode(codec, block)
+        if stored is None:
+            return
+        random, size = Random(1), len(block)
+        for _ in range(50):
+            found = self.decode(codec, Stored(flipped(stored.data, random), stored.params), size)
+            assert found is None or len(found) <= size
+            if codec.checks:
+                assert found is None
+            if stored.params:
+                found = self.decode(
+                    codec, Stored(stored.data, flipped(stored.params, random)), size
+                )
+                assert found is None or len(found) <= size
+        for cut in (0, 1, len(stored.data) // 2, len(stored.data) - 1):
+            self.decode(codec, Stored(stored.data[:cut], stored.params), size)
+            self.decode(codec, Stored(stored.data, b"\xff" * PARAMS_BYTES), size)
+            self.decode(codec, Stored(stored.data, b""), size)
+            self.decode(codec, Stored(random.randbytes(cut), stored.params), size)
+
+    def test_no_damage_passes_a_chain_that_checks(
+        self, make: MakeCodec, layout: Layout, block: bytes
+    ) -> None:
+        codec = make()
+        chain = self.chain([codec] if codec.checks else [codec, ChecksumCodec()], layout)
+        size = layout.block_bytes
+        target = memoryview(bytearray(size))
+        view, note = chain.encode(ITEM, memoryview(block), target)
+        stored, random = bytes(view), Random(2)
+        slot = bytearray(size)
+        slot[: len(stored)] = stored
+        assert chain.decode(ITEM, note, memoryview(slot)) is Outcome.GOOD
+        assert self.close_enough(bytes(slot), block)
+        for _ in range(50):
+            slot[: len(stored)] = flipped(stored, random)
+            assert chain.decode(ITEM, note, memoryview(slot)) is not Outcome.GOOD
+            slot[: len(stored)] = stored
+            assert chain.decode(ITEM, flipped(note, random), memoryview(slot)) is not Outcome.GOOD
+        other = ITEM._replace(key=OTHER.key)
+        slot[: len(stored)] = stored
+        assert chain.decode(other, note, memoryview(slot)) is not Outcome.GOOD
+
+
+def flipped(data: bytes, random: Random) -> bytes:
+    """``data`` with one bit of it inverted."""
+    damaged = bytearray(data)
+    damaged[random.randrange(len(damaged))] ^= 1 << random.randrange(8)
+    return bytes(damaged)

@@ -1,0 +1,220 @@
+"""The shipped codecs pass the suite; chains of them give back what they were given, or nothing."""
+
+from __future__ import annotations
+
+import hashlib
+from random import Random
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+from xxhash import xxh3_128_digest
+
+from kvladder.keys import BlockKey, Namespace
+from kvladder.layout import Layout
+from kvladder.testing.codecs import CodecTests, MakeCodec
+from kvladder.tiers.base import NOTE_BYTES, Item
+from kvladder.tiers.blockheader import Outcome
+from kvladder.tiers.chain import Chain
+from kvladder.tiers.codecs import ChecksumCodec, Codec, Subject
+from kvladder.tiers.zstd import ZstdCodec, ZstdOptions
+
+SIZE = 4096
+LAYOUT = Layout(block_tokens=16, block_bytes=SIZE, element="bfloat16")
+SPACE = LAYOUT.namespace()
+ITEM = Item(BlockKey(hashlib.sha256(b"key").digest()), 7, salt=b"12345678")
+OTHER = ITEM._replace(key=BlockKey(hashlib.sha256(b"other").digest()))
+
+
+class TestChecksum(CodecTests):
+    @pytest.fixture
+    def make(self) -> MakeCodec:
+        return ChecksumCodec
+
+
+class TestZstd(CodecTests):
+    @pytest.fixture(params=[1, 3, -5])
+    def make(self, request: pytest.FixtureRequest) -> MakeCodec:
+        return lambda: ZstdCodec(ZstdOptions(level=request.param))
+
+
+class TestZstdOfBytes(TestZstd):
+    @pytest.fixture
+    def layout(self) -> Layout:
+        return Layout(block_tokens=16, block_bytes=8191)
+
+
+def chain(*codecs: Codec, checked: bool = False, space: Namespace = SPACE, **more) -> Chain:
+    for codec in codecs:
+        codec.open(LAYOUT, space)
+    find = more.pop("find", lambda _: None)
+    return Chain(codecs, layout=LAYOUT, namespace=space, find=find, checked=checked)
+
+
+def numbers(seed: int = 0) -> bytes:
+    """Sixteen-bit numbers with few exponents, as KV has them."""
+    random = Random(seed)
+    return b"".join(
+        bytes((random.randrange(256), random.choice(b"\x3e\x3f\xbe"))) for _ in range(SIZE // 2)
+    )
+
+
+def encoded(sender: Chain, block: bytes, item: Item = ITEM) -> tuple[bytes, bytes]:
+    stored, note = sender.encode(item, memoryview(block), memoryview(bytearray(SIZE)))
+    assert len(note) <= NOTE_BYTES
+    return bytes(stored), note
+
+
+def decoded(
+    reader: Chain, stored: bytes | bytearray, note: bytes | bytearray, item: Item = ITEM
+) -> bytes | Outcome:
+    slot = bytearray(stored.ljust(SIZE, b"\xa5"))
+    outcome = reader.decode(item, bytes(note), memoryview(slot))
+    return bytes(slot) if outcome is Outcome.GOOD else outcome
+
+
+def test_the_checksum_is_of_what_crosses_the_edge():
+    codec = ChecksumCodec()
+    data = memoryview(bytearray(b"data"))
+    stored, tag = codec.encode(data, memoryview(bytearray(4)), Subject(ITEM.key))
+    assert stored is data
+    assert tag == xxh3_128_digest(b"data")
+
+
+def test_byte_planes_are_what_makes_numbers_shrink():
+    codec = ZstdCodec()
+    codec.open(LAYOUT, SPACE)
+    block = numbers()
+    done = codec.encode(memoryview(block), memoryview(bytearray(SIZE)), Subject(ITEM.key))
+    assert done is not None
+    plain = zstandard.compress(block, 1)
+    assert len(done[0]) < 0.95 * len(plain)
+    assert len(done[0]) < 0.7 * SIZE
+
+
+def test_what_does_not_shrink_is_stored_as_it_is():
+    sender = chain(ZstdCodec(), ChecksumCodec(), checked=True)
+    block = Random(1).randbytes(SIZE)
+    data, target = memoryview(block), memoryview(bytearray(SIZE))
+    stored, note = sender.encode(ITEM, data, target)
+    assert stored is data
+    assert decoded(sender, block, note) == block
+
+
+def test_a_frame_that_claims_to_be_huge_is_not_unpacked():
+    codec = ZstdCodec()
+    codec.open(LAYOUT, SPACE)
+    bomb = zstandard.compress(bytes(1 << 24), 1)
+    target = memoryview(bytearray(SIZE))
+    assert codec.decode(memoryview(bomb), b"\0", target, Subject(ITEM.key)) is None
+
+
+PARTS = st.binary(min_size=1, max_size=64).map(lambda part: (part * SIZE)[:SIZE])
+
+
+@given(PARTS | st.integers().map(numbers))
+def test_chains_round_trip(block: bytes):
+    for codecs in ([], [ChecksumCodec()], [ZstdCodec()], [ZstdCodec(), ChecksumCodec()]):
+        sender = chain(*codecs)
+        assert decoded(sender, *encoded(sender, block)) == block
+
+
+@pytest.mark.slow
+def test_every_single_bit_counts():
+    sender = chain(ZstdCodec(), ChecksumCodec(), checked=True)
+    stored, note = encoded(sender, numbers())
+    for place in range(8 * len(stored)):
+        damaged = bytearray(stored)
+        damaged[place // 8] ^= 1 << place % 8
+        assert decoded(sender, damaged, note) is Outcome.CORRUPT
+    for place in range(8 * len(note)):
+        damaged = bytearray(note)
+        damaged[place // 8] ^= 1 << place % 8
+        assert decoded(sender, stored, damaged) is Outcome.CORRUPT
+
+
+def test_what_is_cut_short_is_not_believed():
+    sender = chain(ZstdCodec(), ChecksumCodec(), checked=True)
+    stored, note = encoded(sender, numbers())
+    for size in range(0, len(stored), 7):
+        assert decoded(sender, stored[:size], note) is Outcome.CORRUPT
+    for size in range(1, len(note)):
+        assert decoded(sender, stored, note[:size]) is Outcome.CORRUPT
+    assert decoded(sender, stored, b"") is Outcome.STALE
+
+
+def test_another_block_s_note_is_not_believed():
+    sender = chain(ZstdCodec(), ChecksumCodec(), checked=True)
+    stored, note = encoded(sender, numbers())
+    other_stored, other_note = encoded(sender, numbers(1), OTHER)
+    assert decoded(sender, stored, other_note) is Outcome.CORRUPT
+    assert decoded(sender, other_stored, note) is Outcome.CORRUPT
+    assert decoded(sender, other_stored, other_note) is Outcome.CORRUPT
+    stranger = chain(ZstdCodec(), space=LAYOUT.namespace(salt="other"))
+    assert decoded(stranger, stored, note) is Outcome.CORRUPT
+
+
+@given(st.binary(max_size=NOTE_BYTES), st.binary(max_size=SIZE))
+def test_nothing_made_up_is_believed(note: bytes, stored: bytes):
+    sender = chain(ZstdCodec(), ChecksumCodec(), checked=True)
+    assert decoded(sender, stored, note) in {Outcome.CORRUPT, Outcome.STALE}
+
+
+def test_a_reader_needs_no_configuration():
+    block = numbers()
+    stored, note = encoded(chain(ZstdCodec(), ChecksumCodec()), block)
+    known = {codec.id: codec for codec in (ZstdCodec(), ChecksumCodec())}
+    assert decoded(chain(find=known.get), stored, note) == block
+    assert decoded(chain(find=known.get, checked=True), stored, note) == block
+
+
+def test_an_unknown_codec_is_a_miss():
+    stored, note = encoded(chain(ZstdCodec(), ChecksumCodec()), numbers())
+    assert decoded(chain(ChecksumCodec(), checked=True), stored, note) is Outcome.STALE
+
+
+def test_where_blocks_are_checked_one_without_a_checksum_is_a_miss():
+    stored, note = encoded(chain(ZstdCodec()), numbers())
+    checking = chain(ZstdCodec(), ChecksumCodec(), checked=True)
+    assert decoded(checking, stored, note) is Outcome.STALE
+
+
+class Half(Codec):
+    """Keeps every other byte of blocks whose bytes come in pairs."""
+
+    name = "half"
+    id = 300
+
+    def encode(self, data, target, subject):
+        if data[::2] != data[1::2]:
+            return None
+        target[: len(data) // 2] = data[::2]
+        return target[: len(data) // 2], b""
+
+    def decode(self, data, params, target, subject):
+        target[: 2 * len(data) : 2] = data
+        target[1 : 2 * len(data) : 2] = data
+        return target[: 2 * len(data)]
+
+
+class Quarter(Half):
+    id = 301
+
+
+class Eighth(Half):
+    id = 302
+
+
+@pytest.mark.parametrize("pairs", [1, 2, 4, 8])
+def test_codecs_that_leave_a_block_out_do_not_disturb_the_others(pairs):
+    """Between them the bytes go back and forth, whoever takes part."""
+    random = Random(pairs)
+    block = b"".join(bytes((random.randrange(256),)) * pairs for _ in range(SIZE // pairs))
+    for codecs in (
+        [Half(), Quarter(), Eighth()],
+        [Half(), ZstdCodec(), Quarter(), Eighth(), ChecksumCodec()],
+        [Half(), Quarter(), Eighth(), ZstdCodec(ZstdOptions(min_saving=0.9))],
+    ):
+        sender = chain(*codecs)
+        assert decoded(sender, *encoded(sender, block)) == block

@@ -1,0 +1,197 @@
+"""The edge of a level: the suite through it, and what becomes of damage, room and order."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvladder.errors import TierFull
+from kvladder.testing.disk import FakeDisk, InlinePool
+from kvladder.testing.fakes import FakeTier, Full, Hold
+from kvladder.testing.fixtures import Blocks, MakeTier
+from kvladder.testing.tiers import TierTests
+from kvladder.tiers.base import Item, Tier, TierContext
+from kvladder.tiers.codecs import ChecksumCodec
+from kvladder.tiers.files import FilesOptions, FilesTier
+from kvladder.tiers.memory import MemoryTier
+from kvladder.tiers.zstd import ZstdCodec
+from tests.tiers.coded import SCRATCH, CodedTests, CodedTier
+
+
+class EasyBlocks(Blocks):
+    """Blocks that shrink."""
+
+    def data(self, item: Item) -> bytes:
+        return (item.key * self._size)[: self._size]
+
+
+class Shrinking(CodedTests):
+    @pytest.fixture
+    def blocks(self, arena, layout, capacity):
+        blocks = EasyBlocks(arena, layout, capacity)
+        yield blocks
+        blocks.close()
+
+
+class TestCodedMemory(CodedTests, TierTests):
+    @pytest.fixture
+    def make(self, codecs) -> MakeTier:
+        return lambda: CodedTier(MemoryTier(), codecs())
+
+
+class TestShrinkingMemory(Shrinking, TierTests):
+    @pytest.fixture
+    def make(self, codecs) -> MakeTier:
+        return lambda: CodedTier(MemoryTier(), codecs())
+
+
+class TestShrinkingFiles(Shrinking, TierTests):
+    survives = True
+
+    @pytest.fixture
+    def capacity(self) -> int:
+        return 16
+
+    @pytest.fixture
+    def make(self, codecs, tmp_path) -> MakeTier:
+        disk = FakeDisk(tmp_path)
+        options = FilesOptions(path=str(tmp_path / "kv"))
+        return lambda: CodedTier(FilesTier(options, disk=disk, pool=InlinePool()), codecs())
+
+
+class TestCodedFiles(CodedTests, TierTests):
+    survives = True
+    real = True
+
+    @pytest.fixture
+    def capacity(self) -> int:
+        return 16
+
+    @pytest.fixture
+    def make(self, codecs, tmp_path) -> MakeTier:
+        options = FilesOptions(path=str(tmp_path / "kv"))
+        return lambda: CodedTier(FilesTier(options), codecs())
+
+
+class TestEdge(Shrinking, TierTests):
+    """Behind it is a tier that can be looked into, damaged and held."""
+
+    @pytest.fixture
+    def make(self, codecs) -> MakeTier:
+        return lambda: CodedTier(FakeTier(checks=False), codecs())
+
+    @pytest.fixture
+    def codecs(self):
+        return lambda: [ZstdCodec(), ChecksumCodec()]
+
+    async def raw_corrupt(self, tier: Tier, item: Item) -> None:
+        assert isinstance(tier, CodedTier)
+        assert isinstance(tier.inner, FakeTier)
+        tier.inner.corrupt(item.key)
+
+    async def test_what_is_stored_is_smaller(self, tier: CodedTier, blocks: Blocks) -> None:
+        (item,) = await blocks.put(tier, 0)
+        assert isinstance(tier.inner, FakeTier)
+        stored = tier.inner.stored(item.key)
+        assert stored is not None
+        assert len(stored) == tier.edge.encoded_bytes < 600
+
+    async def test_a_batch_larger_than_the_scratch_is_stored_in_parts(
+        self, tier: CodedTier, blocks: Blocks
+    ) -> None:
+        items = await blocks.put(tier, *range(8))
+        assert isinstance(tier.inner, FakeTier)
+        assert tier.inner.batches("put") == [SCRATCH, SCRATCH, 8 - 2 * SCRATCH]
+        assert all(await blocks.get(tier, items))
+
+    async def test_for_want_of_scratch_it_waits(self, tier: CodedTier, blocks: Blocks) -> None:
+        inner = tier.inner
+        assert isinstance(inner, FakeTier)
+        hold = Hold(on="put")
+        inner.script.append(hold)
+        first, second = blocks.items(0, 1, 2), blocks.items(3)
+        blocks.fill([*first, *second])
+        putting = asyncio.create_task(tier.edge.put(first))
+        await asyncio.sleep(1.0)
+        waiting = asyncio.create_task(tier.edge.put(second))
+        await asyncio.sleep(1.0)
+        assert inner.batches("put") == [3]
+        hold.let_go()
+        assert await putting == [True] * 3
+        assert await waiting == [True]
+
+    async def test_whoever_gives_up_waiting_takes_no_scratch(
+        self, tier: CodedTier, blocks: Blocks
+    ) -> None:
+        inner = tier.inner
+        assert isinstance(inner, FakeTier)
+        hold = Hold(on="put")
+        inner.script.append(hold)
+        items = blocks.items(0, 1, 2)
+        blocks.fill(blocks.items(*range(5)))
+        putting = asyncio.create_task(tier.edge.put(items))
+        await asyncio.sleep(1.0)
+        waiting = [asyncio.create_task(tier.edge.put(blocks.items(n))) for n in (3, 4)]
+        await asyncio.sleep(1.0)
+        waiting[0].cancel()
+        hold.let_go()
+        assert await putting == [True] * 3
+        assert await waiting[1] == [True]
+        await blocks.put(tier, *range(8))
+
+    async def test_a_full_tier_keeps_what_it_has_stored(
+        self, tier: CodedTier, blocks: Blocks
+    ) -> None:
+        inner = tier.inner
+        assert isinstance(inner, FakeTier)
+        items = blocks.items(*range(8))
+        blocks.fill(items)
+        inner.script.append(Full(times=1))
+        with pytest.raises(TierFull):
+            await tier.edge.put(items)
+        held = Hold(on="put", times=1)
+        inner.script.append(held)
+        putting = asyncio.create_task(tier.edge.put(items))
+        await asyncio.sleep(1.0)
+        inner.script.append(Full(times=1))
+        held.let_go()
+        assert await putting == [True] * SCRATCH + [False] * (8 - SCRATCH)
+
+    async def test_damage_below_it_is_a_miss_and_counted(
+        self, tier: CodedTier, blocks: Blocks
+    ) -> None:
+        items = await blocks.put(tier, 0, 1, 2)
+        await self.raw_corrupt(tier, items[1])
+        assert await blocks.get(tier, items) == [True, False, True]
+        assert (tier.edge.corrupt, tier.edge.unreadable) == (1, 0)
+
+    async def test_a_reader_without_codecs_reads_it(
+        self, tier: CodedTier, blocks: Blocks, context: TierContext
+    ) -> None:
+        items = await blocks.put(tier, 0)
+        known = {codec.id: codec for codec in (ZstdCodec(), ChecksumCodec())}
+        assert isinstance(tier.inner, FakeTier)
+        reader = CodedTier(FakeTier(checks=False, store=tier.inner.store), [], find=known.get)
+        await reader.open(context)
+        assert await blocks.get(reader, items) == [True]
+
+    async def test_unknown_codecs_are_misses_and_counted(
+        self, tier: CodedTier, blocks: Blocks, context: TierContext
+    ) -> None:
+        items = await blocks.put(tier, 0)
+        assert isinstance(tier.inner, FakeTier)
+        reader = CodedTier(FakeTier(checks=False, store=tier.inner.store), [ChecksumCodec()])
+        await reader.open(context)
+        assert await blocks.get(reader, items) == [False]
+        assert (reader.edge.corrupt, reader.edge.unreadable) == (0, 1)
+
+    async def test_a_tier_that_checks_is_not_checked_twice(
+        self, blocks: Blocks, context: TierContext
+    ) -> None:
+        tier = CodedTier(FakeTier(), [ChecksumCodec()])
+        await tier.open(context)
+        items = await blocks.put(tier, 0)
+        assert isinstance(tier.inner, FakeTier)
+        assert tier.inner.records[0].note == b""
+        assert await blocks.get(tier, items) == [True]
