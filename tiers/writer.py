@@ -201,13 +201,17 @@ class Writer:
                         self._give_up(key)
 
     async def _write(self) -> None:
-        """Make room for what is in ``_writing`` and store it."""
-        await self._make_room(len(self._writing))
+        """Make room for what is in ``_writing`` and store it, the most valuable first."""
+        with self._lock:
+            ranked = sorted(self._writing.items(), key=lambda item: -item[1].meta.priority)
+            self._writing = dict(ranked)
+        outranked = await self._make_room([pending.meta.priority for _, pending in ranked])
         now = self._shared.clock.now()
         with self._lock:
             places = self._places.take(len(self._writing))
+            reason = "full" if self._places.limited else "outranked" if outranked else "busy"
             for pending in list(self._writing.values())[len(places) :]:
-                self._stats.drop("full" if self._places.limited else "busy", pending.meta.priority)
+                self._stats.drop(reason, pending.meta.priority)
             items = [
                 self._item(key, place, pending)
                 for place, (key, pending) in zip(places, self._writing.items(), strict=False)
@@ -288,16 +292,20 @@ class Writer:
             f" {self._level.capacity_blocks} blocks; older blocks give way from now on",
         )
 
-    async def _make_room(self, count: int) -> None:
-        """Evict exactly as much as ``count`` blocks need; victims go to a level below first."""
+    async def _make_room(self, priorities: Sequence[int]) -> bool:
+        """Evict exactly as much as blocks of these priorities need, the highest first.
+
+        None gives way to one that is worth less. Victims go to a level below first. True if blocks
+        that hold a place are worth more than some of ``priorities``.
+        """
         with self._lock:
             now = self._shared.clock.now()
             if self._places.limited and now >= self._full_until_s:
                 self._places.unlimit()
             self._index.revert(now)
-            victims = self._victims(count - self._places.free)
+            victims, outranked = self._victims(priorities[self._places.free :])
         if not victims:
-            return
+            return outranked
         await self._demote(victims)
         with self._lock:
             gone: list[Item] = []
@@ -311,19 +319,26 @@ class Writer:
                 self._level.settled(item.key, stored=False)
         for start in range(0, len(gone), self._tier.batch_max):
             await self._remove_from_tier(gone[start : start + self._tier.batch_max])
+        return outranked
 
-    def _victims(self, count: int) -> list[tuple[BlockKey, int]]:
-        """At most ``count`` blocks in the order of eviction, none of which is being read."""
+    def _victims(self, newcomers: Sequence[int]) -> tuple[list[tuple[BlockKey, int]], bool]:
+        """Who gives way to blocks of these priorities, one each, in the order of eviction.
+
+        None that is being read, and none that is worth more than its newcomer: then True.
+        """
         chosen: list[tuple[BlockKey, int]] = []
-        if count <= 0:
-            return chosen
+        if not newcomers:
+            return chosen, False
         for place in self._index.victims():
             key = self._index.key_at(place)
-            if key is not None and not self._places.being_read(place):
-                chosen.append((key, place))
-                if len(chosen) == count:
-                    break
-        return chosen
+            if key is None or self._places.being_read(place):
+                continue
+            if self._index.meta(place).priority > newcomers[len(chosen)]:
+                return chosen, True
+            chosen.append((key, place))
+            if len(chosen) == len(newcomers):
+                break
+        return chosen, False
 
     async def _demote(self, victims: Sequence[tuple[BlockKey, int]]) -> None:
         """Read those victims that a level below admits and hand them to it."""

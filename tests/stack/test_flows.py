@@ -144,6 +144,20 @@ async def test_the_lowest_priority_is_evicted_first() -> None:
         assert cache.save(cache.keys(6), priorities=[20]) == 0, "nothing here is worth less"
 
 
+async def test_a_level_below_gives_up_nothing_for_what_is_worth_less() -> None:
+    tier = FakeTier()
+    async with cache_of(LevelSpec(tier, COMMIT, capacity_blocks=2), slots=8) as cache:
+        (high, low), newcomers = cache.keys(1, 2), cache.keys(3, 4, 5)
+        cache.save([high], priorities=[80])
+        cache.save([low], priorities=[20], parent_floor=80)
+        await cache.settle()
+        cache.save(newcomers, priorities=[10, 60, 40])
+        await cache.settle()
+        assert [key for key in (high, low, *newcomers) if tier.stored(key)] == [high, newcomers[1]]
+        stats = cache.manager.stats()["level1"]
+        assert (stats["evicted"], stats["dropped_outranked"]) == (1, 2)
+
+
 async def test_a_prefix_outlives_what_follows_it() -> None:
     async with cache_of(slots=4) as cache:
         keys = cache.keys(1, 2, 3, 4)
