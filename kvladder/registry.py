@@ -23,6 +23,7 @@ BUILT_IN: Final[Mapping[Group, Mapping[str, str]]] = {
         "host": "kvladder.tiers.host:HostLevel",
         "files": "kvladder.tiers.files:FilesTier",
         "memory": "kvladder.tiers.memory:MemoryTier",
+        "redis": "kvladder.tiers.redis:RedisTier",
     },
     "policies": {"prioritized-lru": "kvladder.policy.eviction:PrioritizedLRU"},
     "codecs": {

@@ -1,0 +1,220 @@
+"""Real Redis or Valkey servers for tests: on free loopback ports, ended by their process.
+
+The program is ``redis-server``, or what ``KVLADDER_REDIS_SERVER`` names, e.g. ``valkey-server``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from ipaddress import IPv4Address
+from pathlib import Path
+from typing import Any, Self
+
+import redis
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+START_TIMEOUT_S = 10.0
+_TRIES_PER_S = 100
+
+
+def program() -> str | None:
+    """The server's program, or None if there is none here."""
+    return shutil.which(os.environ.get("KVLADDER_REDIS_SERVER", "redis-server"))
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now, low enough for a cluster's second port."""
+    sockets = [socket.socket() for _ in range(count * 8)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        ports = [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+    return [port for port in ports if port < 55000][:count]
+
+
+class RedisServer:
+    """One server process; a context manager. What it logs is in ``folder``.
+
+    Parameters
+    ----------
+    folder:
+        Where it works.
+    settings:
+        Options of its command line, without dashes.
+    tls:
+        The folder of :func:`certificates`: it listens for TLS only.
+    mode:
+        ``""`` or ``"--sentinel"``.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: Sequence[tuple[str, str]] = (),
+        *,
+        tls: Path | None = None,
+        mode: str = "",
+    ) -> None:
+        self.port = free_ports(1)[0]
+        self.folder = folder / f"redis-{self.port}"
+        self.folder.mkdir(parents=True)
+        self.path = self.folder / "server.sock"
+        self._tls = tls
+        self._mode = mode
+        self._settings = [("bind", "127.0.0.1"), ("dir", str(self.folder))]
+        if not mode:
+            self._settings += [("save", ""), ("unixsocket", str(self.path))]
+        if tls is None:
+            self._settings.append(("port", str(self.port)))
+        else:
+            self._settings += [("port", "0"), ("tls-port", str(self.port))]
+            self._settings += [
+                ("tls-auth-clients", "no"),
+                ("tls-ca-cert-file", str(tls / "ca.crt")),
+            ]
+            self._settings += [("tls-cert-file", str(tls / "server.crt"))]
+            self._settings += [("tls-key-file", str(tls / "server.key"))]
+        self._settings += settings
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def url(self) -> str:
+        """Its URL, without a user."""
+        return f"{'rediss' if self._tls else 'redis'}://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start the process, again on the same port, and wait until it answers."""
+        found = program()
+        assert found is not None, "install redis-server"
+        config = self.folder / "server.conf"
+        if not config.exists():  # a Sentinel, and CONFIG REWRITE, write into it
+            rows = (f'{name} "{value}"' for name, value in self._settings)
+            config.write_text("\n".join(rows) + "\n")
+        arguments = [found, str(config), *([self._mode] if self._mode else [])]
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(arguments, stdout=log, stderr=log)  # noqa: S603 - ours
+        self.wait_for(self.answers)
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until ``condition`` holds."""
+        assert self._process is not None
+        for _ in range(int(timeout_s * _TRIES_PER_S)):
+            if condition():
+                return
+            with suppress(subprocess.TimeoutExpired):  # a wait that ends with the process
+                self._process.wait(1 / _TRIES_PER_S)
+                raise AssertionError((self.folder / "log").read_text())
+        raise AssertionError(f"not within {timeout_s:g} s: {condition}")
+
+    def answers(self) -> bool:
+        """Whether it takes commands; one that wants a password first does as well."""
+        client = self.client()
+        try:
+            client.ping()
+        except redis.AuthenticationError:
+            return True
+        except (redis.ConnectionError, redis.TimeoutError):
+            return False
+        finally:
+            client.close()
+        return True
+
+    def client(self, **settings: Any) -> Any:
+        """A plain client of redis-py's, to look behind a tier's back."""
+        if self._tls is not None:
+            settings |= {"ssl": True, "ssl_ca_certs": str(self._tls / "ca.crt")}
+        return redis.Redis(port=self.port, socket_timeout=5, **settings)
+
+    def run(self, *command: str | int | bytes, **settings: Any) -> Any:
+        """The reply to one command."""
+        client = self.client(**settings)
+        try:
+            return client.execute_command(*command)
+        finally:
+            client.close()
+
+    def pause(self) -> None:
+        """Stop the process where it is: its sockets stay open and nobody answers."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Have it go on."""
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._signal(signal.SIGKILL)
+        assert self._process is not None
+        self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def start_cluster(folder: Path, nodes: int = 3) -> list[RedisServer]:
+    """Servers that share the slots of one cluster evenly; the caller ends them."""
+    settings = [("cluster-enabled", "yes"), ("cluster-node-timeout", "2000")]
+    servers = [RedisServer(folder, settings) for _ in range(nodes)]
+    for number, server in enumerate(servers):
+        first, last = 16384 * number // nodes, 16384 * (number + 1) // nodes - 1
+        server.run("CLUSTER", "ADDSLOTSRANGE", first, last)
+        server.run("CLUSTER", "MEET", "127.0.0.1", servers[0].port)
+    for server in servers:
+        server.wait_for(partial(_is_whole, server, nodes))
+    return servers
+
+
+def _is_whole(server: RedisServer, nodes: int) -> bool:
+    is_ok = b"cluster_state:ok" in server.run("CLUSTER", "INFO")
+    return is_ok and len(server.run("CLUSTER", "SLOTS")) == nodes
+
+
+def certificates(folder: Path) -> Path:
+    """A folder with ``ca.crt``, ``server.crt`` and ``server.key`` for 127.0.0.1, valid a day."""
+    folder.mkdir(parents=True, exist_ok=True)
+    now = datetime.now(UTC)
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvladder tests")])
+    names = [x509.IPAddress(IPv4Address("127.0.0.1")), x509.DNSName("localhost")]
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(minutes=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+        .public_bytes(Encoding.PEM)
+    )
+    for file in ("ca.crt", "server.crt"):
+        (folder / file).write_bytes(certificate)
+    (folder / "server.key").write_bytes(
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    )
+    return folder

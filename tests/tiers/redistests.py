@@ -1,0 +1,80 @@
+"""What the tests of the Redis tier have in common: servers for a module, values behind its back."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
+
+from kvladder.testing import TierTests
+from kvladder.tiers.redis import RedisTier
+from kvladder.tiers.redisurl import RedisOptions
+from kvladder.tiers.redisvalue import HEADER_BYTES
+
+
+def key_of(tier, item):
+    """Spelled out, so that a change of names is noticed."""
+    return b"kvladder:%s:{%s}" % (
+        tier.context.namespace.hex()[:32].encode(),
+        item.key.hex().encode(),
+    )
+
+
+def value_of(tier, item, data, *, version=1, magic=b"kvlb", parts=1):
+    """A value as another program would write it."""
+    fields = struct.pack(
+        "<4sBBHQ32s32sBB8s16s",
+        magic,
+        version,
+        1,
+        parts,
+        len(data),
+        item.key,
+        tier.context.namespace,
+        item.priority,
+        item.floor,
+        b"",
+        xxh3_128_digest(data),
+    )
+    return fields + struct.pack("<Q", xxh3_64_intdigest(fields)) + data
+
+
+class RedisTierTests(TierTests):
+    """The suite for tiers against whatever the fixture ``servers`` starts."""
+
+    real = True
+
+    @pytest.fixture
+    def options(self, servers):
+        return RedisOptions(url=servers[0].url)
+
+    @pytest.fixture
+    def make(self, servers, options):
+        for server in servers:
+            server.run("FLUSHALL")
+        return lambda: RedisTier(options)
+
+    @pytest.fixture
+    def raw(self, servers):
+        """Runs a command where the key, its first argument, is."""
+        client = servers[0].client()
+        yield client.execute_command
+        client.close()
+
+    @pytest.fixture(autouse=True)
+    def _raw(self, raw):
+        self.run = raw
+
+    async def raw_get(self, tier, item):
+        value = self.run("GET", key_of(tier, item))
+        return None if value is None else value[HEADER_BYTES:]
+
+    async def raw_put(self, tier, item, data):
+        self.run("SET", key_of(tier, item), value_of(tier, item, data))
+
+    async def raw_corrupt(self, tier, item):
+        key = key_of(tier, item)
+        end = self.run("STRLEN", key) - 1
+        last = self.run("GETRANGE", key, end, end)
+        self.run("SETRANGE", key, end, bytes([last[0] ^ 1]))

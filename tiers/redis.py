@@ -1,0 +1,273 @@
+"""The Redis tier: blocks as values of a Redis or Valkey server that many engines share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, ClassVar
+
+from kvladder.errors import ConfigError, TierError, TierFull
+from kvladder.tiers.base import Item, Tier, TierContext
+from kvladder.tiers.codecs import ChecksumCodec
+from kvladder.tiers.redisnodes import Command, Entrance, Unfit, sent
+from kvladder.tiers.redisservers import ClusterServers, OneServer, Outcome, Servers
+from kvladder.tiers.redisurl import RedisOptions
+from kvladder.tiers.redisvalue import (
+    HEADER_BYTES,
+    ValueHeader,
+    block_name,
+    part_name,
+    space_prefix,
+)
+from kvladder.tiers.resp import Part, ReplyError, Target, encode_around
+
+OLDEST = (6, 2)
+BATCH_BYTES = 64 << 20
+BATCH_BLOCKS_MAX = 128
+PROBE_BLOCKS_MAX = 16384
+VALUE_BYTES_MAX = 512 << 20
+"""What a server takes unless ``proto-max-bulk-len`` says otherwise."""
+_NOTHING = memoryview(b"")
+
+
+class RedisTier(Tier):
+    """Blocks under ``kvladder:{namespace}:{block}``, a value each, written once and whole.
+
+    Others may put into and remove from the same servers. Whatever is found under a block's key is
+    compared with the header that was written with it; what is not that block is a miss.
+    """
+
+    Options: ClassVar[type[RedisOptions]] = RedisOptions
+    shared = True
+    overhead_bytes = HEADER_BYTES
+
+    def __init__(self, options: RedisOptions) -> None:
+        self.options = options
+        self._entrance = Entrance(options)
+        kind = ClusterServers if options.cluster else OneServer
+        self._servers: Servers = kind(options, self._entrance)
+        self._fit = False
+        self._fitting = asyncio.Lock()
+        self._version = "not known yet"
+        self._value_max = VALUE_BYTES_MAX
+        self._corrupt = 0
+        self._closed = False
+
+    async def open(self, context: TierContext) -> None:
+        self.context = context
+        fitting = BATCH_BYTES // context.layout.slot_bytes
+        self.batch_max = max(1, min(BATCH_BLOCKS_MAX, fitting, context.capacity_blocks))
+        self._prefix = space_prefix(context.namespace)
+        self._size = context.layout.block_bytes
+        codec = ChecksumCodec() if context.verify else None
+        self._header = ValueHeader(context.namespace, self._size, codec)
+        try:
+            await self._require_fit()
+        except Unfit as error:
+            raise ConfigError(error.message, path=error.path, hint=error.hint) from error
+        except TierError as error:
+            if self.options.required:
+                hint = "a server that runs, or required: false to start without it"
+                raise ConfigError(str(error), path="url", hint=f"expected {hint}") from error
+
+    async def _require_fit(self) -> None:
+        """Check, once, that the servers are what the settings say they are."""
+        if self._closed:
+            raise TierError("the Redis tier is closed", temporary=False)
+        if self._fit:
+            return
+        async with self._fitting:
+            if not self._fit:
+                await self._check_servers()
+                self._fit = True
+
+    async def _check_servers(self) -> None:
+        ask, options = self._entrance.ask, self.options
+        where = options.parsed.addresses
+        address = where[0] if options.cluster else (await self._servers.addresses())[0]
+        info = parse_info(await ask(address, "INFO", "server"))
+        self._version = info.get("redis_version", "")
+        if "valkey_version" in info:
+            self._version = f"Valkey {info['valkey_version']}"
+        numbers = tuple(int(n) for n in info.get("redis_version", "0").split(".") if n.isdecimal())
+        if numbers < OLDEST:
+            raise Unfit(
+                f"{address} is Redis {self._version}", hint="Redis 6.2, Valkey 7.2 or later"
+            )
+        mode = info.get("redis_mode", "standalone")
+        if mode == "sentinel":
+            raise Unfit(f"{address} is a Sentinel", hint="set sentinel to the master's name")
+        if mode == "cluster" and not options.cluster:
+            raise Unfit(f"{address} is a node of a cluster", hint="set cluster: true")
+        if mode != "cluster" and options.cluster:
+            hint = "leave out cluster: true"
+            raise Unfit(f"{address} is a standalone server", path="cluster", hint=hint)
+        with suppress(TierError):  # a user without this right, or a service without this command
+            found: Any = await ask(address, "CONFIG", "GET", "proto-max-bulk-len")
+            self._value_max = int(dict(found).get(b"proto-max-bulk-len", VALUE_BYTES_MAX))
+
+    # ---- commands
+
+    def _spans(self) -> list[tuple[int, int]]:
+        """Where in a payload each of its parts begins and ends."""
+        first = min(self._size, self._value_max - HEADER_BYTES)
+        ends = [first]
+        while ends[-1] < self._size:
+            ends.append(min(self._size, ends[-1] + self._value_max))
+        return list(zip([0, *ends], ends, strict=False))
+
+    def _payload(self, item: Item) -> memoryview:
+        return self.context.arena.view(item.slot)[: self._size]
+
+    def _writes(self, item: Item) -> list[Command]:
+        """What stores a block: its header comes last, and before that nobody can see it."""
+        payload, spans = self._payload(item), self._spans()
+        name = block_name(self._prefix, item.key)
+        options: list[bytes | int] = [b"NX"]
+        ttl_s = self._ttl_s(item)
+        if ttl_s is not None:
+            options += [b"PX", max(1, int(ttl_s * 1000))]
+
+        def head() -> Iterable[Part]:
+            begin, end = spans[0]
+            header = self._header.write(item, payload, len(spans))
+            whole = HEADER_BYTES + end - begin
+            before, after = encode_around(b"SET", name, length=whole, after=options)
+            return before + header, payload[begin:end], after
+
+        def part(number: int) -> Iterable[Part]:
+            begin, end = spans[number]
+            key = part_name(name, number)
+            before, after = encode_around(b"SET", key, length=end - begin, after=options)
+            return before, payload[begin:end], after
+
+        rest = [Command(name, partial(part, number)) for number in range(1, len(spans))]
+        return [*rest, Command(name, head)]
+
+    def _ttl_s(self, item: Item) -> float | None:
+        """How long the server is to keep a block; None for good."""
+        ttls = [self.options.ttl_s(item.priority)]
+        if item.expires_wall_s is not None:
+            ttls.append(item.expires_wall_s - self.context.clock.wall())
+        return min((ttl_s for ttl_s in ttls if ttl_s is not None), default=None)
+
+    async def _run(self, commands: Sequence[Command]) -> Sequence[Outcome]:
+        """The outcomes; a TierError only if there is no other outcome."""
+        if not commands:
+            return []
+        await self._require_fit()
+        outcomes = await self._servers.run(commands)
+        failures = [failure for outcome in outcomes if (failure := _failure(outcome))]
+        if len(failures) == len(outcomes):
+            raise failures[0]
+        return outcomes
+
+    # ---- the tier
+
+    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+        spans, size = self._spans(), HEADER_BYTES
+        heads = memoryview(bytearray(size * len(items)))
+        commands: list[Command] = []
+        for number, item in enumerate(items):
+            payload, name = self._payload(item), block_name(self._prefix, item.key)
+            head = heads[number * size : (number + 1) * size]
+            for part, (begin, end) in enumerate(spans):
+                target = Target(_NOTHING if part else head, payload[begin:end])
+                # one byte more than there should be tells a value that is too long
+                most = len(target.head) + len(target.body)
+                parts = sent(b"GETRANGE", part_name(name, part), 0, most)
+                commands.append(Command(name, parts, target))
+        outcomes = await self._run(commands)
+        found: list[bool] = []
+        for number, item in enumerate(items):
+            own = slice(number * len(spans), (number + 1) * len(spans))
+            head = heads[number * size : (number + 1) * size]
+            found.append(self._is_whole(item, head, commands[own], outcomes[own]))
+        return found
+
+    def _is_whole(
+        self,
+        item: Item,
+        head: memoryview,
+        commands: Sequence[Command],
+        outcomes: Sequence[Outcome],
+    ) -> bool:
+        """Whether what has been read is the block; what is there and is not, is counted."""
+        if 0 in outcomes or any(isinstance(outcome, TierError) for outcome in outcomes):
+            return False  # a part of it is not there, or its server is not
+        wanted = [len(c.target.head) + len(c.target.body) for c in commands if c.target]
+        whole = list(outcomes) == wanted
+        if whole and self._header.check(head, item, self._payload(item), len(commands)):
+            return True
+        self._corrupt += 1
+        return False
+
+    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
+        count = len(self._spans())
+        outcomes = await self._run([command for item in items for command in self._writes(item)])
+        return [
+            all(outcome in (b"OK", None) for outcome in outcomes[n * count : (n + 1) * count])
+            for n in range(len(items))
+        ]
+
+    async def remove(self, items: Sequence[Item]) -> None:
+        count = len(self._spans())
+        names = [block_name(self._prefix, item.key) for item in items]
+        outcomes = await self._run(
+            [
+                Command(name, sent(b"UNLINK", *(part_name(name, part) for part in range(count))))
+                for name in names
+            ]
+        )
+        for outcome in outcomes:
+            failure = _failure(outcome)
+            if failure is not None:
+                raise failure
+
+    async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
+        begin, end = self._spans()[0]
+        names = [block_name(self._prefix, item.key) for item in items]
+        outcomes = await self._run([Command(name, sent(b"STRLEN", name)) for name in names])
+        return [outcome == HEADER_BYTES + end - begin for outcome in outcomes]
+
+    def corrupt_blocks(self) -> int:
+        return self._corrupt
+
+    def describe(self) -> dict[str, str]:
+        url, options = self.options.parsed, self.options
+        kind = "cluster" if options.cluster else f"master {options.sentinel}, from Sentinels"
+        if not (options.cluster or options.sentinel):
+            kind = "standalone"
+        return {
+            "servers": ", ".join(map(str, url.addresses)),
+            "kind": kind,
+            "version": self._version,
+            "tls": "yes" if url.tls else "no",
+            "connections": f"{options.connections} to each server",
+            "batch": f"{self.batch_max} blocks",
+            "value": f"at most {self._value_max} bytes",
+            "checksum": "xxh3-128" if self.context.verify else "none",
+        }
+
+    async def aclose(self) -> None:
+        self._closed = True
+        self._servers.close()
+
+
+def parse_info(text: bytes) -> dict[str, str]:
+    """The fields of what INFO replied."""
+    rows = (line.partition(":") for line in text.decode(errors="replace").splitlines())
+    return {name: value for name, found, value in rows if found}
+
+
+def _failure(outcome: Outcome) -> TierError | None:
+    """What an outcome says about the server rather than about a key."""
+    if isinstance(outcome, TierError):
+        return outcome
+    if not isinstance(outcome, ReplyError) or outcome.code == "WRONGTYPE":
+        return None
+    if outcome.code == "OOM":
+        return TierFull(str(outcome))
+    return TierError(str(outcome), temporary=outcome.code not in {"NOPERM", "NOAUTH"})

@@ -1,0 +1,265 @@
+"""The servers of a Redis tier: connections to each, and which of them has a key."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from ssl import SSLError
+from typing import Any, NamedTuple
+
+import redis.asyncio as client
+from redis.asyncio.sentinel import Sentinel
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
+
+from kvladder.errors import TierError
+from kvladder.tiers.redisurl import Address, RedisOptions
+from kvladder.tiers.resp import Part, Reply, Target, Wire, encode
+
+OLDEST_HINT = "expected Redis 6.2, Valkey 7.2 or later"
+JOIN_BYTES = 4096
+"""Parts shorter than this are sent together."""
+
+Parts = Callable[[], Iterable[Part]]
+
+
+class Command(NamedTuple):
+    """One command, with one reply."""
+
+    key: bytes
+    parts: Parts
+    """Makes what is sent; called again if it has to be sent again."""
+    target: Target | None = None
+
+
+class Unfit(TierError):
+    """A server that does not fit the settings: trying again is no use."""
+
+    def __init__(self, message: str, *, path: str = "url", hint: str = "") -> None:
+        self.path = path
+        self.hint = hint
+        super().__init__(f"{message} ({hint})" if hint else message, temporary=False)
+        self.message = message
+
+
+class Entrance:
+    """Connects to servers and logs in, by means of redis-py."""
+
+    def __init__(self, options: RedisOptions) -> None:
+        self._options = options
+        self._url = url = options.parsed
+        self._limit_s = float(options.connect_timeout)
+        self._tls: dict[str, Any] = {}
+        if url.tls:
+            self._tls = {
+                "ssl_ca_certs": options.ca or None,
+                "ssl_certfile": options.certificate or None,
+                "ssl_keyfile": options.certificate_key or None,
+                "ssl_cert_reqs": "required",
+                "ssl_check_hostname": True,
+            }
+
+    async def connect(self, address: Address) -> Any:
+        """A connection of redis-py's that is logged in and has chosen its database.
+
+        Raises
+        ------
+        Unfit
+            The server does not let us in, or does not speak what we speak.
+        TierError
+            It cannot be reached.
+        """
+        arguments: dict[str, Any] = {"protocol": 3, "client_name": "kvladder", "db": self._url.db}
+        if self._url.password:
+            arguments |= {"username": self._url.username or None, "password": self._url.password}
+        kind: Any = client.UnixDomainSocketConnection
+        if address.port:
+            kind = client.SSLConnection if self._url.tls else client.Connection
+            arguments |= {"host": address.host, "port": address.port, **self._tls}
+        else:
+            arguments["path"] = address.host
+        connection: Any = kind(**arguments)
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await connection.connect()
+        except BaseException as error:
+            await connection.disconnect(nowait=True)
+            if isinstance(error, RedisError | OSError):
+                raise self._explained(error, address) from error
+            raise
+        return connection
+
+    def _explained(self, error: RedisError | OSError, address: Address) -> TierError:
+        causes = [error, error.__cause__, error.__context__]
+        if any(isinstance(cause, SSLError) for cause in causes):
+            hint = "a server that speaks TLS, and in ca the certificates that it is checked with"
+            return Unfit(f"{address}: {error}", path="url", hint=f"expected {hint}")
+        if isinstance(error, AuthenticationError) or "NOAUTH" in str(error):
+            hint = "the right username and password"
+            return Unfit(f"{address} does not let us in: {error}", path="password", hint=hint)
+        if isinstance(error, ResponseError) and "unknown command" in str(error).lower():
+            return Unfit(f"{address} is too old: {error}", hint=OLDEST_HINT)
+        if isinstance(error, TimeoutError):
+            return TierError(f"{address}: no connection within {self._limit_s:g} s")
+        return TierError(f"{address}: {error}")
+
+    async def wire(self, address: Address) -> tuple[Wire, int]:
+        """A new connection for exchanges, and the number that the server gave it."""
+        connection = await self.connect(address)
+        wire = Wire()
+        try:
+            async with asyncio.timeout(self._limit_s):
+                number = await ask(connection, "CLIENT", "ID")
+        except BaseException as error:
+            await connection.disconnect(nowait=True)
+            if isinstance(error, TimeoutError):
+                raise TierError(f"{address}: no answer within {self._limit_s:g} s") from error
+            raise
+        # redis-py has nothing under way on it and is told that it has no connection any more
+        wire.take_over(connection._writer)
+        connection._reader = connection._writer = None
+        return wire, int(number)
+
+    async def ask(self, address: Address, *arguments: str | int | bytes) -> Any:
+        """The reply of a server to one command, over a connection of its own."""
+        connection = await self.connect(address)
+        try:
+            async with asyncio.timeout(self._limit_s):
+                return await ask(connection, *arguments)
+        except TimeoutError as error:
+            raise TierError(f"{address}: no answer within {self._limit_s:g} s") from error
+        finally:
+            await connection.disconnect(nowait=True)
+
+    async def master(self) -> Address:
+        """Where the Sentinels say that the master is."""
+        options = self._options
+        limits = {"socket_timeout": self._limit_s, "socket_connect_timeout": self._limit_s}
+        login = {"username": options.sentinel_username, "password": options.sentinel_password}
+        arguments = {**limits, **self._tls, **{k: v for k, v in login.items() if v}}
+        if self._url.tls:
+            arguments["ssl"] = True
+        make: Any = Sentinel
+        sentinel = make(list(self._url.addresses), sentinel_kwargs=arguments)
+        try:
+            async with asyncio.timeout(self._limit_s):
+                host, port = await sentinel.discover_master(options.sentinel)
+        except (RedisError, OSError) as error:
+            raise TierError(f"no Sentinel knows a master {options.sentinel!r}: {error}") from error
+        finally:
+            for one in sentinel.sentinels:
+                await one.aclose()
+        return Address(str(host), int(port))
+
+
+async def ask(connection: Any, *arguments: str | int | bytes) -> Any:
+    """The reply to one command on a connection of redis-py's."""
+    try:
+        await connection.send_command(*arguments)
+        return await connection.read_response()
+    except (RedisError, OSError) as error:
+        raise TierError(f"{arguments[0]!s}: {error}") from error
+
+
+class Node:
+    """The connections to one server: each exchange has one for itself.
+
+    An exchange that is cut short leaves a connection on which the server may still have work; it
+    is told to drop that before it is told anything else.
+    """
+
+    def __init__(
+        self, connect: Callable[[], Awaitable[tuple[Wire, int]]], connections_max: int
+    ) -> None:
+        self._connect = connect
+        self._gate = asyncio.Semaphore(connections_max)
+        self._idle: list[tuple[Wire, int]] = []
+        self._busy: set[Wire] = set()
+        self._orphans: list[int] = []
+        self.closed = False
+
+    async def exchange(self, commands: Sequence[Command]) -> list[Reply]:
+        """The replies to ``commands``; a connection that turns out to be broken is replaced once.
+
+        Raises
+        ------
+        TierError
+            The server cannot be reached, or broke the connection.
+        """
+        async with self._gate:
+            while True:
+                wire, number, is_new = await self._take()
+                orphans = list(self._orphans)
+                kills = [Command(b"", sent(b"CLIENT", b"KILL", b"ID", n)) for n in orphans]
+                try:
+                    replies = await _exchange(wire, [*kills, *commands])
+                except OSError as error:
+                    self.drop_idle()
+                    if is_new:
+                        raise TierError(f"the connection broke: {error}") from error
+                    continue
+                finally:
+                    self._busy.discard(wire)
+                    if wire.unfinished_write:
+                        self._orphans.append(number)
+                        self.drop_idle()
+                    elif not wire.closed:
+                        self._idle.append((wire, number))
+                self._orphans = [n for n in self._orphans if n not in orphans]
+                return replies[len(kills) :]
+
+    async def _take(self) -> tuple[Wire, int, bool]:
+        """A connection, and whether it is a new one."""
+        is_new = False
+        while self._idle and self._idle[-1][0].closed:
+            self._idle.pop()
+        if self._idle:
+            wire, number = self._idle.pop()
+        else:
+            if self.closed:
+                raise TierError("the Redis tier is closed", temporary=False)
+            wire, number = await self._connect()
+            is_new = True
+            if self.closed:
+                wire.abort()
+                raise TierError("the Redis tier is closed", temporary=False)
+        self._busy.add(wire)
+        return wire, number, is_new
+
+    def drop_idle(self) -> None:
+        """Close the connections that nobody uses: others would be found broken as well."""
+        for wire, _ in self._idle:
+            wire.abort()
+        self._idle.clear()
+
+    def close(self) -> None:
+        """Break every connection; exchanges under way fail."""
+        self.closed = True
+        self.drop_idle()
+        for wire in list(self._busy):
+            wire.cut()
+
+
+def sent(*arguments: bytes | int) -> Parts:
+    """The parts of a short command."""
+    data = encode(*arguments)
+    return lambda: (data,)
+
+
+async def _exchange(wire: Wire, commands: Sequence[Command]) -> list[Reply]:
+    return await wire.exchange(_joined(commands), [command.target for command in commands])
+
+
+def _joined(commands: Sequence[Command]) -> Iterator[Part]:
+    """The parts of all commands, short neighbours as one."""
+    short: list[Part] = []
+    for command in commands:
+        for part in command.parts():
+            if len(part) < JOIN_BYTES:
+                short.append(part)
+                continue
+            if short:
+                yield b"".join(short)
+                short.clear()
+            yield part
+    if short:
+        yield b"".join(short)

@@ -1,0 +1,222 @@
+"""Which server a command goes to: the only one, the one that Sentinels name, or a cluster's."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+
+from kvladder.errors import TierError
+from kvladder.tiers.redisnodes import Command, Entrance, Node, sent
+from kvladder.tiers.redisurl import Address, RedisOptions
+from kvladder.tiers.resp import Reply, ReplyError, Wire
+
+ROUNDS_MAX = 5
+"""How often a command is sent again because a cluster moved its key."""
+Outcome = Reply | TierError
+"""What came of a command; an error of one server does not hide what the others say."""
+
+
+class Servers(ABC):
+    """Sends commands where they belong."""
+
+    def __init__(self, options: RedisOptions, entrance: Entrance) -> None:
+        self._options = options
+        self._entrance = entrance
+
+    @abstractmethod
+    async def run(self, commands: Sequence[Command]) -> Sequence[Outcome]:
+        """One outcome per command, in their order; one pipelined batch per server."""
+
+    @abstractmethod
+    async def addresses(self) -> list[Address]:
+        """Where the servers are that take writes.
+
+        Raises
+        ------
+        TierError
+            That cannot be found out.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Break every connection."""
+
+
+class OneServer(Servers):
+    """A standalone server, or the master that Sentinels name whenever a connection is made."""
+
+    def __init__(self, options: RedisOptions, entrance: Entrance) -> None:
+        super().__init__(options, entrance)
+        self._node = Node(self._connect, options.connections)
+
+    async def _connect(self) -> tuple[Wire, int]:
+        (address,) = await self.addresses()
+        return await self._entrance.wire(address)
+
+    async def addresses(self) -> list[Address]:
+        if self._options.sentinel:
+            return [await self._entrance.master()]
+        return list(self._options.parsed.addresses)
+
+    async def run(self, commands: Sequence[Command]) -> Sequence[Outcome]:
+        try:
+            replies = await self._node.exchange(commands)
+            if self._options.sentinel and any(_says(reply, "READONLY") for reply in replies):
+                self._node.drop_idle()  # it is the master no longer
+                replies = await self._node.exchange(commands)
+        except TierError as error:
+            return [error] * len(commands)
+        return replies
+
+    def close(self) -> None:
+        self._node.close()
+
+
+class ClusterServers(Servers):
+    """The primaries of a cluster; which of them has a slot is learnt from them, and learnt anew."""
+
+    def __init__(self, options: RedisOptions, entrance: Entrance) -> None:
+        super().__init__(options, entrance)
+        self._nodes: dict[Address, Node] = {}
+        self._owners: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
+        self._learning = asyncio.Lock()
+        self._closed = False
+
+    async def run(self, commands: Sequence[Command]) -> Sequence[Outcome]:
+        outcomes: list[Outcome] = [TierError("its key is moved about")] * len(commands)
+        slots = [key_slot(command.key) for command in commands]
+        left: Sequence[int] = range(len(commands))
+        asked: dict[int, Address] = {}
+        lost: set[int] = set()
+        for _ in range(ROUNDS_MAX):
+            batches: dict[Address, list[int]] = {}
+            for i in left:
+                try:
+                    owner = asked.get(i) or await self._owner(slots[i])
+                except TierError as error:
+                    outcomes[i] = error
+                else:
+                    batches.setdefault(owner, []).append(i)
+            await self._send(commands, batches, asked, outcomes)
+            asked = {}
+            left = [
+                i
+                for owner, batch in batches.items()
+                for i in batch
+                if self._again(i, slots[i], owner, outcomes[i], asked, lost)
+            ]
+            if not left:
+                break
+        return outcomes
+
+    def _again(
+        self,
+        i: int,
+        slot: int,
+        owner: Address,
+        outcome: Outcome,
+        asked: dict[int, Address],
+        lost: set[int],
+    ) -> bool:
+        """Whether to send a command again, because its key is elsewhere or its server gone."""
+        if isinstance(outcome, TierError):
+            if self._owners[slot] == owner:
+                self._owners = [None if known == owner else known for known in self._owners]
+            is_first = i not in lost
+            lost.add(i)
+            return is_first and not self._closed
+        if isinstance(outcome, ReplyError) and outcome.code in {"MOVED", "ASK"}:
+            host, _, port = str(outcome).split(" ")[2].rpartition(":")
+            there = Address(host or owner.host, int(port))
+            if outcome.code == "ASK":
+                asked[i] = there
+            else:
+                self._owners[slot] = there
+            return True
+        return False
+
+    async def _send(
+        self,
+        commands: Sequence[Command],
+        batches: dict[Address, list[int]],
+        asked: dict[int, Address],
+        outcomes: list[Outcome],
+    ) -> None:
+        """Send each server its batch, all at once, and note the outcomes."""
+
+        async def send(owner: Address, batch: list[int]) -> None:
+            wanted: list[Command] = []
+            for i in batch:
+                if i in asked:
+                    wanted.append(ASKING)
+                wanted.append(commands[i])
+            try:
+                replies: Sequence[Outcome] = await self._node(owner).exchange(wanted)
+            except TierError as error:
+                replies = [error] * len(wanted)
+            answers = [r for r, command in zip(replies, wanted, strict=True) if command != ASKING]
+            for i, answer in zip(batch, answers, strict=True):
+                outcomes[i] = answer
+
+        if len(batches) == 1:
+            await send(*next(iter(batches.items())))
+            return
+        async with asyncio.TaskGroup() as group:
+            for owner, batch in batches.items():
+                group.create_task(send(owner, batch))
+
+    def _node(self, address: Address) -> Node:
+        node = self._nodes.get(address)
+        if node is None:
+            if self._closed:
+                raise TierError("the Redis tier is closed", temporary=False)
+            node = Node(lambda: self._entrance.wire(address), self._options.connections)
+            self._nodes[address] = node
+        return node
+
+    async def _owner(self, slot: int) -> Address:
+        owner = self._owners[slot]
+        if owner is None:
+            async with self._learning:  # whoever waited here need not ask again
+                if self._owners[slot] is None:
+                    await self._learn()
+            owner = self._owners[slot]
+        if owner is None:
+            raise TierError(f"no server of the cluster serves slot {slot}")
+        return owner
+
+    async def _learn(self) -> None:
+        """Ask one server after the other which of them serves which slots."""
+        failure = TierError("a cluster without servers")
+        for address in dict.fromkeys([*self._nodes, *self._options.parsed.addresses]):
+            try:
+                ranges = await self._entrance.ask(address, "CLUSTER", "SLOTS")
+            except TierError as error:
+                failure = error
+                continue
+            self._owners = [None] * REDIS_CLUSTER_HASH_SLOTS
+            for first, last, primary, *_ in ranges:
+                host: str = primary[0].decode() if primary[0] else address.host
+                owner = Address(host, primary[1])
+                self._owners[first : last + 1] = [owner] * (last + 1 - first)
+            return
+        raise failure
+
+    async def addresses(self) -> list[Address]:
+        await self._owner(0)
+        return sorted({owner for owner in self._owners if owner is not None})
+
+    def close(self) -> None:
+        self._closed = True
+        for node in self._nodes.values():
+            node.close()
+
+
+ASKING = Command(b"", sent(b"ASKING"))
+
+
+def _says(outcome: Outcome, code: str) -> bool:
+    return isinstance(outcome, ReplyError) and outcome.code == code

@@ -1,0 +1,164 @@
+"""What a configuration says about a Redis tier: where the servers are, and how to get in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NamedTuple
+from urllib.parse import unquote
+
+import msgspec
+
+from kvladder.errors import ConfigError
+from kvladder.policy.eviction import PRIORITY_MAX, PRIORITY_MIN
+from kvladder.units import Duration
+
+PORT, SENTINEL_PORT = 6379, 26379
+SCHEMES = ("redis", "rediss", "unix")
+
+
+class Address(NamedTuple):
+    """Where a server listens: host and port, or the path of a socket and 0."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}" if self.port else self.host
+
+
+class Url(NamedTuple):
+    """What a URL says."""
+
+    tls: bool
+    addresses: tuple[Address, ...]
+    db: int
+    username: str
+    password: str
+
+
+def parse_url(url: str, *, port: int = PORT) -> Url:
+    """Take a URL apart; several hosts are separated by commas.
+
+    Raises
+    ------
+    ValueError
+        It is none that can be used; the message does not quote it, since it may hold a password.
+    """
+    scheme, found, rest = url.partition("://")
+    if not found or scheme not in SCHEMES:
+        raise ValueError("the scheme is none of redis://, rediss:// and unix://")
+    rest, _, query = rest.partition("?")
+    user, _, where = rest.rpartition("@")
+    username, _, password = user.partition(":")
+    if scheme == "unix":
+        db = query.removeprefix("db=") if query else ""
+        addresses = [Address(unquote(where), 0)]
+        if not where.startswith("/"):
+            raise ValueError("unix:// is followed by no absolute path")
+    else:
+        hosts, _, db = where.partition("/")
+        if query:
+            raise ValueError("a query (?...) is not understood: settings are keys of the tier")
+        addresses = [_address(host, port) for host in hosts.split(",")]
+    if db and not db.isdecimal():
+        raise ValueError("the database is not a number")
+    return Url(
+        scheme == "rediss", tuple(addresses), int(db or 0), unquote(username), unquote(password)
+    )
+
+
+def _address(text: str, port: int) -> Address:
+    host, colon, number = text.rpartition(":")
+    if text.endswith("]") or not colon:
+        host, number = text, ""
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or (":" in host and "[" not in text):
+        raise ValueError("a host is missing, or an IPv6 address without [ ]")
+    if number and not (number.isdecimal() and 0 < int(number) < 1 << 16):
+        raise ValueError("a port is not a number from 1 to 65535")
+    return Address(host, int(number or port))
+
+
+class RedisOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of a Redis tier; see docs/redis.md."""
+
+    url: str
+    """``redis://host:port/db``, ``rediss://`` for TLS or ``unix:///path``; several hosts, with
+    commas between them, for Sentinel and Cluster."""
+    sentinel: str = ""
+    """The name of a master: the hosts of the URL are Sentinels, which know where it is."""
+    cluster: bool = False
+    """Whether the hosts of the URL are nodes of a Redis Cluster."""
+    username: str = ""
+    password: str = ""
+    """Of an ACL user; instead of those in the URL."""
+    sentinel_username: str = ""
+    sentinel_password: str = ""
+    ca: str = ""
+    """File with the certificates that a server's is checked with; the system's if empty."""
+    certificate: str = ""
+    certificate_key: str = ""
+    """Files of our own certificate, for servers that ask for one."""
+    connections: Annotated[int, msgspec.Meta(ge=1, le=64, description="a number from 1 to 64")] = 4
+    """At most, to each server."""
+    connect_timeout: Duration = Duration(2)
+    """How long it may take to connect and log in."""
+    required: bool = True
+    """Whether a server that cannot be reached at the start is an error; else it is a miss."""
+    ttls: dict[Annotated[int, msgspec.Meta(ge=PRIORITY_MIN, le=PRIORITY_MAX)], Duration] = (
+        msgspec.field(default_factory=dict[int, Duration])
+    )
+    """How long the server keeps a block, by the lowest priority to which it applies."""
+    probe_timeout: Duration | None = None
+    """How long a request waits for what the servers say they have; by default as for a call."""
+    probe_cache: Duration = Duration(1)
+    """How long the answer that a block is not there is believed."""
+
+    def __post_init__(self) -> None:
+        try:
+            url = self.parsed
+        except ValueError as error:
+            hint = "expected redis://[user:password@]host[:port][/db], rediss:// or unix:///path"
+            raise ConfigError(str(error), path="url", hint=hint) from None
+        self._check_topology(url)
+        if (self.username or self.password) and (url.username or url.password):
+            raise ConfigError("a user here and in the url", path="username", hint="name it once")
+        if not url.tls:
+            for name in ("ca", "certificate", "certificate_key"):
+                if getattr(self, name):
+                    raise ConfigError("has no effect", path=name, hint="a url with rediss://")
+        for name in ("ca", "certificate", "certificate_key"):
+            path: str = getattr(self, name)
+            if path and not Path(path).is_file():
+                raise ConfigError(f"no such file: {path!r}", path=name)
+        if bool(self.certificate) != bool(self.certificate_key):
+            missing = "certificate_key" if self.certificate else "certificate"
+            raise ConfigError("missing", path=missing, hint="certificate and key go together")
+
+    def _check_topology(self, url: Url) -> None:
+        is_unix = url.addresses[0].port == 0
+        if self.sentinel and self.cluster:
+            raise ConfigError("with a sentinel", path="cluster", hint="one of the two")
+        if (self.sentinel or self.cluster) and is_unix:
+            path = "cluster" if self.cluster else "sentinel"
+            raise ConfigError("needs hosts", path=path, hint="a url with redis:// or rediss://")
+        if self.cluster and url.db:
+            raise ConfigError("a cluster has no database but 0", path="url", hint="leave it out")
+        if len(url.addresses) > 1 and not (self.sentinel or self.cluster):
+            hint = "set sentinel to the master's name, or cluster: true"
+            raise ConfigError("several hosts", path="url", hint=hint)
+        if (self.sentinel_username or self.sentinel_password) and not self.sentinel:
+            raise ConfigError("has no effect", path="sentinel_password", hint="set sentinel")
+
+    @property
+    def parsed(self) -> Url:
+        """The URL, with the user of ``username`` and ``password``; it was checked before."""
+        url = parse_url(self.url, port=SENTINEL_PORT if self.sentinel else PORT)
+        return url._replace(
+            username=self.username or url.username, password=self.password or url.password
+        )
+
+    def ttl_s(self, priority: int) -> float | None:
+        """How long the server keeps a block of this priority; None for good."""
+        found = max((least for least in self.ttls if least <= priority), default=None)
+        return None if found is None else self.ttls[found]

@@ -1,0 +1,249 @@
+"""A connection that speaks RESP and reads values straight into the buffers that want them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+Part = bytes | memoryview
+SCRATCH_BYTES = 16 << 10
+PIECE_BYTES = 256 << 10
+"""What is written at a time: the event loop copies what of it the socket does not take at once."""
+
+
+_INTEGER, _VALUE, _SIMPLE, _ERROR, _NULL = b":$+-_"
+
+
+class ReplyError(Exception):
+    """An error that the server replied with; ``code`` is its first word."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.code = text.partition(" ")[0]
+
+
+Reply = int | bytes | None | ReplyError
+"""Of a value that was read into a target, its whole length in bytes, however long the target is."""
+
+
+class Target(NamedTuple):
+    """Where a value goes: its beginning to ``head``, the rest to ``body``; owned by the caller."""
+
+    head: memoryview
+    body: memoryview
+
+
+def encode(*arguments: bytes | int) -> bytes:
+    """A whole command."""
+    return b"*%d\r\n" % len(arguments) + b"".join(map(_bulk, arguments))
+
+
+def encode_around(
+    *before: bytes | int, length: int, after: Sequence[bytes | int] = ()
+) -> tuple[bytes, bytes]:
+    """What stands before and after an argument of ``length`` bytes that is sent from its place."""
+    count = len(before) + 1 + len(after)
+    head = b"*%d\r\n%b$%d\r\n" % (count, b"".join(map(_bulk, before)), length)
+    return head, b"\r\n" + b"".join(map(_bulk, after))
+
+
+def _bulk(argument: bytes | int) -> bytes:
+    data = b"%d" % argument if isinstance(argument, int) else argument
+    return b"$%d\r\n%b\r\n" % (len(data), data)
+
+
+class Wire(asyncio.BufferedProtocol):
+    """One exchange at a time: commands out, as many replies in, values into their targets.
+
+    Takes the place of the protocol of a transport that is connected and authenticated. Once an
+    exchange was cut short, by cancellation or a broken connection, the wire is closed: then
+    nothing touches a target any more.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = bytearray(SCRATCH_BYTES)
+        self._scratch = memoryview(self._buffer)
+        self._start = self._end = 0
+        self._targets: Sequence[Target | None] = ()
+        self._replies: list[Reply] = []
+        self._fills: list[memoryview] = []
+        self._skip = 0
+        self._done: asyncio.Future[list[Reply]] | None = None
+        self._resumed: asyncio.Future[None] | None = None
+        self._transport: asyncio.WriteTransport | None = None
+        self._writer: asyncio.StreamWriter | None = None  # which would close the transport
+        self.unfinished_write = False
+        """Whether it was closed before all of an exchange was known to have been carried out."""
+
+    def take_over(self, writer: asyncio.StreamWriter) -> None:
+        """Read and write through the transport of a stream on which nothing is under way."""
+        self._writer, self._transport = writer, writer.transport
+        self._transport.set_protocol(self)
+        self._transport.set_write_buffer_limits(high=1, low=0)  # with 0, TLS would not resume
+
+    @property
+    def closed(self) -> bool:
+        """Whether there can be no more exchanges."""
+        return self._transport is None or self._transport.is_closing()
+
+    async def exchange(
+        self, parts: Iterable[Part], targets: Sequence[Target | None]
+    ) -> list[Reply]:
+        """Send ``parts``, which are whole commands; the reply to each, a target's value in it.
+
+        Raises
+        ------
+        ConnectionError
+            The connection broke, or what came is not RESP.
+        """
+        assert self._done is None
+        if self.closed:
+            raise ConnectionResetError("the connection is closed")
+        done: asyncio.Future[list[Reply]] = asyncio.get_running_loop().create_future()
+        self._targets, self._replies, self._done = targets, [], done
+        try:
+            for part in parts:
+                await self._send(part)
+            return await done
+        except BaseException:
+            self.abort()
+            self.unfinished_write = True
+            raise
+        finally:
+            if done.done() and not done.cancelled():
+                done.exception()  # seen: asyncio must not report it as lost
+            self._done = None
+            self._targets = ()
+
+    async def _send(self, part: Part) -> None:
+        view = memoryview(part)
+        for start in range(0, len(view), PIECE_BYTES):
+            if self._resumed is not None:
+                await self._resumed
+            if self._transport is None:
+                raise ConnectionResetError("the connection is closed")
+            self._transport.write(view[start : start + PIECE_BYTES])
+
+    def abort(self) -> None:
+        """Close at once; targets are not touched any more. May be called again."""
+        self._targets, self._fills = (), []
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = self._writer = None
+
+    def cut(self) -> None:
+        """Close at once; an exchange under way fails."""
+        self._break(ConnectionAbortedError("the connection was closed"))
+
+    # ---- called by the transport
+
+    def pause_writing(self) -> None:
+        """The socket takes no more."""
+        self._resumed = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        """What was written has left."""
+        if self._resumed is not None and not self._resumed.done():
+            self._resumed.set_result(None)
+        self._resumed = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Whoever waits for something gets the error."""
+        self._break(exc if isinstance(exc, OSError) else ConnectionResetError("connection lost"))
+
+    def _break(self, error: OSError) -> None:
+        self.abort()
+        for future in (self._done, self._resumed):
+            if future is not None and not future.done():
+                future.set_exception(error)
+        if self._resumed is not None:
+            self._resumed.exception()
+            self._resumed = None
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go: into the value that is being read, else into the scratch."""
+        del sizehint
+        if self._fills:
+            return self._fills[0]
+        left = self._end - self._start
+        if not left:
+            self._start = self._end = 0
+        elif self._end == SCRATCH_BYTES:
+            self._scratch[:left] = bytes(self._scratch[self._start : self._end])
+            self._start, self._end = 0, left
+        return self._scratch[self._end :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """So many bytes have come."""
+        if self._fills:
+            self._filled(nbytes)
+        else:
+            self._end += nbytes
+        try:
+            while self._value_read() and (len(self._replies) < len(self._targets)):
+                if not self._read_line():
+                    return
+        except ValueError as error:
+            self._break(ConnectionResetError(f"not a Redis server: {error}"))
+            return
+        whole = not self._fills and not self._skip and len(self._replies) == len(self._targets)
+        if whole and self._done is not None and not self._done.done():
+            self._done.set_result(self._replies)
+
+    def _filled(self, count: int) -> None:
+        left = self._fills[0][count:]
+        if left:
+            self._fills[0] = left
+        else:
+            del self._fills[0]
+
+    def _value_read(self) -> bool:
+        """Move what has come of a value to where it goes; whether nothing of one is outstanding."""
+        while self._fills and self._start < self._end:
+            count = min(self._end - self._start, len(self._fills[0]))
+            self._fills[0][:count] = self._scratch[self._start : self._start + count]
+            self._start += count
+            self._filled(count)
+        if self._fills:
+            return False
+        count = min(self._end - self._start, self._skip)
+        self._start += count
+        self._skip -= count
+        return self._skip == 0
+
+    def _read_line(self) -> bool:
+        """Take in the next line of a reply; False if it is not all there yet."""
+        end = self._buffer.find(b"\r\n", self._start, self._end)
+        if end < 0:
+            if self._end - self._start == SCRATCH_BYTES:
+                raise ValueError("a line without an end")
+            return False
+        kind, rest = self._buffer[self._start], bytes(self._buffer[self._start + 1 : end])
+        self._start = end + 2
+        if kind == _INTEGER:
+            self._replies.append(int(rest))
+        elif kind == _VALUE:
+            self._begin_value(int(rest))
+        elif kind == _SIMPLE:
+            self._replies.append(rest)
+        elif kind == _ERROR:
+            self._replies.append(ReplyError(rest.decode(errors="replace")))
+        elif kind == _NULL:
+            self._replies.append(None)
+        else:
+            raise ValueError(f"a reply of type {chr(kind)!r}")
+        return True
+
+    def _begin_value(self, length: int) -> None:
+        if length < 0:
+            self._replies.append(None)
+            return
+        target = self._targets[len(self._replies)]
+        self._replies.append(length)
+        if target is None or length > len(target.head) + len(target.body):
+            self._skip = length + 2
+            return
+        head = target.head[:length]
+        self._fills = [view for view in (head, target.body[: length - len(head)]) if view]
+        self._skip = 2
