@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 from kvladder.errors import ConfigError, TierError, TierFull
 from kvladder.tiers.base import Item, Tier, TierContext
-from kvladder.tiers.codecs import ChecksumCodec
 from kvladder.tiers.redisnodes import Command, Entrance, Unfit, sent
 from kvladder.tiers.redisservers import ClusterServers, OneServer, Outcome, Servers
 from kvladder.tiers.redisurl import RedisOptions
@@ -41,6 +40,7 @@ class RedisTier(Tier):
 
     Options: ClassVar[type[RedisOptions]] = RedisOptions
     shared = True
+    notes = True
     overhead_bytes = HEADER_BYTES
 
     def __init__(self, options: RedisOptions) -> None:
@@ -61,8 +61,7 @@ class RedisTier(Tier):
         self.batch_max = max(1, min(BATCH_BLOCKS_MAX, fitting, context.capacity_blocks))
         self._prefix = space_prefix(context.namespace)
         self._size = context.layout.block_bytes
-        codec = ChecksumCodec() if context.verify else None
-        self._header = ValueHeader(context.namespace, self._size, codec)
+        self._header = ValueHeader(context.namespace, self._size, verify=context.verify)
         try:
             await self._require_fit()
         except Unfit as error:
@@ -110,41 +109,38 @@ class RedisTier(Tier):
 
     # ---- commands
 
-    def _spans(self) -> list[tuple[int, int]]:
-        """Where in a payload each of its parts begins and ends."""
-        first = min(self._size, self._value_max - HEADER_BYTES)
-        ends = [first]
-        while ends[-1] < self._size:
-            ends.append(min(self._size, ends[-1] + self._value_max))
+    def _spans(self, size: int) -> list[tuple[int, int]]:
+        """Where each part of a payload begins and ends: one, unless the server takes no more."""
+        ends = [min(size, self._value_max - HEADER_BYTES)]
+        while ends[-1] < size:
+            ends.append(min(size, ends[-1] + self._value_max))
         return list(zip([0, *ends], ends, strict=False))
 
-    def _payload(self, item: Item) -> memoryview:
+    def _slot(self, item: Item) -> memoryview:
         return self.context.arena.view(item.slot)[: self._size]
 
     def _writes(self, item: Item) -> list[Command]:
         """What stores a block: its header comes last, and before that nobody can see it."""
-        payload, spans = self._payload(item), self._spans()
+        payload = self._slot(item)[: item.length or self._size]
+        spans = self._spans(len(payload))
         name = block_name(self._prefix, item.key)
         options: list[bytes | int] = [b"NX"]
         ttl_s = self._ttl_s(item)
         if ttl_s is not None:
             options += [b"PX", max(1, int(ttl_s * 1000))]
 
-        def head() -> Iterable[Part]:
-            begin, end = spans[0]
-            header = self._header.write(item, payload, len(spans))
-            whole = HEADER_BYTES + end - begin
-            before, after = encode_around(b"SET", name, length=whole, after=options)
-            return before + header, payload[begin:end], after
-
         def part(number: int) -> Iterable[Part]:
             begin, end = spans[number]
-            key = part_name(name, number)
-            before, after = encode_around(b"SET", key, length=end - begin, after=options)
-            return before, payload[begin:end], after
+            header = b"" if number else self._header.write(item, payload)
+            before, after = encode_around(
+                b"SET",
+                part_name(name, number),
+                length=len(header) + end - begin,
+                after=options,
+            )
+            return before + header, payload[begin:end], after
 
-        rest = [Command(name, partial(part, number)) for number in range(1, len(spans))]
-        return [*rest, Command(name, head)]
+        return [Command(name, partial(part, n)) for n in reversed(range(len(spans)))]
 
     def _ttl_s(self, item: Item) -> float | None:
         """How long the server is to keep a block; None for good."""
@@ -167,53 +163,47 @@ class RedisTier(Tier):
     # ---- the tier
 
     async def get(self, items: Sequence[Item]) -> Sequence[bool]:
-        spans, size = self._spans(), HEADER_BYTES
+        spans, size = self._spans(self._size), HEADER_BYTES
         heads = memoryview(bytearray(size * len(items)))
         commands: list[Command] = []
         for number, item in enumerate(items):
-            payload, name = self._payload(item), block_name(self._prefix, item.key)
+            slot, name = self._slot(item), block_name(self._prefix, item.key)
             head = heads[number * size : (number + 1) * size]
             for part, (begin, end) in enumerate(spans):
-                target = Target(_NOTHING if part else head, payload[begin:end])
-                # one byte more than there should be tells a value that is too long
+                target = Target(_NOTHING if part else head, slot[begin:end])
+                # one byte more than there can be tells a value that is too long
                 most = len(target.head) + len(target.body)
                 parts = sent(b"GETRANGE", part_name(name, part), 0, most)
                 commands.append(Command(name, parts, target))
         outcomes = await self._run(commands)
         found: list[bool] = []
         for number, item in enumerate(items):
-            own = slice(number * len(spans), (number + 1) * len(spans))
+            own = outcomes[number * len(spans) : (number + 1) * len(spans)]
             head = heads[number * size : (number + 1) * size]
-            found.append(self._is_whole(item, head, commands[own], outcomes[own]))
+            found.append(self._is_whole(item, head, own))
         return found
 
-    def _is_whole(
-        self,
-        item: Item,
-        head: memoryview,
-        commands: Sequence[Command],
-        outcomes: Sequence[Outcome],
-    ) -> bool:
+    def _is_whole(self, item: Item, head: memoryview, outcomes: Sequence[Outcome]) -> bool:
         """Whether what has been read is the block; what is there and is not, is counted."""
-        if 0 in outcomes or any(isinstance(outcome, TierError) for outcome in outcomes):
-            return False  # a part of it is not there, or its server is not
-        wanted = [len(c.target.head) + len(c.target.body) for c in commands if c.target]
-        whole = list(outcomes) == wanted
-        if whole and self._header.check(head, item, self._payload(item), len(commands)):
+        lengths = [outcome for outcome in outcomes if isinstance(outcome, int)]
+        if outcomes[0] == 0 or any(isinstance(outcome, TierError) for outcome in outcomes):
+            return False  # it is not there, or its server is not
+        stored = sum(lengths) - HEADER_BYTES
+        is_sized = len(lengths) == len(outcomes) and 0 <= stored <= self._size
+        if is_sized and self._header.check(head, item, self._slot(item)[:stored]):
             return True
         self._corrupt += 1
         return False
 
     async def put(self, items: Sequence[Item]) -> Sequence[bool]:
-        count = len(self._spans())
-        outcomes = await self._run([command for item in items for command in self._writes(item)])
-        return [
-            all(outcome in (b"OK", None) for outcome in outcomes[n * count : (n + 1) * count])
-            for n in range(len(items))
-        ]
+        batches = [self._writes(item) for item in items]
+        outcomes = iter(await self._run([command for batch in batches for command in batch]))
+        # None says that it is there already: the same block, or what a get will find damaged
+        stored = [[next(outcomes) in (b"OK", None) for _ in batch] for batch in batches]
+        return [all(parts) for parts in stored]
 
     async def remove(self, items: Sequence[Item]) -> None:
-        count = len(self._spans())
+        count = len(self._spans(self._size))
         names = [block_name(self._prefix, item.key) for item in items]
         outcomes = await self._run(
             [
@@ -227,10 +217,10 @@ class RedisTier(Tier):
                 raise failure
 
     async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
-        begin, end = self._spans()[0]
         names = [block_name(self._prefix, item.key) for item in items]
         outcomes = await self._run([Command(name, sent(b"STRLEN", name)) for name in names])
-        return [outcome == HEADER_BYTES + end - begin for outcome in outcomes]
+        longest = HEADER_BYTES + self._size
+        return [isinstance(n, int) and HEADER_BYTES <= n <= longest for n in outcomes]
 
     def corrupt_blocks(self) -> int:
         return self._corrupt

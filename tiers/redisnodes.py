@@ -99,7 +99,8 @@ class Entrance:
         if isinstance(error, ResponseError) and "unknown command" in str(error).lower():
             return Unfit(f"{address} is too old: {error}", hint=OLDEST_HINT)
         if isinstance(error, TimeoutError):
-            return TierError(f"{address}: no connection within {self._limit_s:g} s")
+            what = f"{address}: no connection within {self._limit_s:g} s"
+            return TierError(f"{what}; does it speak TLS?" if self._url.tls else what)
         return TierError(f"{address}: {error}")
 
     async def wire(self, address: Address) -> tuple[Wire, int]:

@@ -105,9 +105,7 @@ class RedisOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How long it may take to connect and log in."""
     required: bool = True
     """Whether a server that cannot be reached at the start is an error; else it is a miss."""
-    ttls: dict[Annotated[int, msgspec.Meta(ge=PRIORITY_MIN, le=PRIORITY_MAX)], Duration] = (
-        msgspec.field(default_factory=dict[int, Duration])
-    )
+    ttls: dict[str, Duration] = msgspec.field(default_factory=dict[str, Duration])
     """How long the server keeps a block, by the lowest priority to which it applies."""
     probe_timeout: Duration | None = None
     """How long a request waits for what the servers say they have; by default as for a call."""
@@ -116,7 +114,7 @@ class RedisOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         try:
-            url = self.parsed
+            url = parse_url(self.url)
         except ValueError as error:
             hint = "expected redis://[user:password@]host[:port][/db], rediss:// or unix:///path"
             raise ConfigError(str(error), path="url", hint=hint) from None
@@ -131,6 +129,10 @@ class RedisOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             path: str = getattr(self, name)
             if path and not Path(path).is_file():
                 raise ConfigError(f"no such file: {path!r}", path=name)
+        for least in self.ttls:
+            if least not in map(str, range(PRIORITY_MIN, PRIORITY_MAX + 1)):
+                hint = f"expected priorities in quotes, '{PRIORITY_MIN}' to '{PRIORITY_MAX}'"
+                raise ConfigError(repr(least), path="ttls", hint=hint)
         if bool(self.certificate) != bool(self.certificate_key):
             missing = "certificate_key" if self.certificate else "certificate"
             raise ConfigError("missing", path=missing, hint="certificate and key go together")
@@ -160,5 +162,5 @@ class RedisOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def ttl_s(self, priority: int) -> float | None:
         """How long the server keeps a block of this priority; None for good."""
-        found = max((least for least in self.ttls if least <= priority), default=None)
-        return None if found is None else self.ttls[found]
+        found = max((int(least) for least in self.ttls if int(least) <= priority), default=None)
+        return None if found is None else self.ttls[str(found)]

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from struct import Struct
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from kvladder.keys import BlockKey, Namespace
-from kvladder.tiers.base import Item
-from kvladder.tiers.codecs import TAG_BYTES, Codec
+from kvladder.tiers.base import NOTE_BYTES, Item
+from kvladder.tiers.codecs import TAG_BYTES
 
 MAGIC = b"kvlb"
 VERSION = 1
 PREFIX = b"kvladder:"
 SPACE_DIGITS = 32
 
-_FIELDS = Struct(f"<4sBBHQ32s32sBB8s{TAG_BYTES}s")
+_FIELDS = Struct(f"<4sBBHQ32s32sBB8s{TAG_BYTES}s{NOTE_BYTES}s")
+_UNCHECKED, _XXH3 = range(2)
 _CHECK = Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _CHECK.size
 
@@ -43,47 +44,65 @@ class ValueHeader:
     space:
         The namespace: the fingerprint of the layout, among others.
     block_bytes:
-        Length of a payload.
-    codec:
-        What makes and checks the tag; None stores blocks without a checksum and reads all of them
-        unchecked.
+        Length of a whole block.
+    verify:
+        Whether stored bytes get a checksum and are compared with it; else all are read unchecked.
     """
 
-    def __init__(self, space: Namespace, block_bytes: int, codec: Codec | None) -> None:
+    def __init__(self, space: Namespace, block_bytes: int, *, verify: bool) -> None:
         self._space = space
-        self._length = block_bytes
-        self._codec = codec
+        self._size = block_bytes
+        self._verify = verify
 
-    def write(self, item: Item, payload: memoryview, parts: int) -> bytes:
-        """The header of a value whose bytes after it are ``payload``, in so many parts."""
-        codec = self._codec
-        tag = b"" if codec is None else codec.encode(payload)[1]
+    def write(self, item: Item, payload: memoryview) -> bytes:
+        """The header of a block whose stored bytes are ``payload``."""
+        note = item.note or b""
         fields = _FIELDS.pack(
             MAGIC,
             VERSION,
-            0 if codec is None else codec.id,
-            parts,
+            _XXH3 if self._verify else _UNCHECKED,
+            len(note),
             len(payload),
             item.key,
             self._space,
             item.priority,
             item.floor,
-            b"",
-            tag,
+            item.salt,
+            xxh3_128_digest(payload) if self._verify else b"",
+            note,
         )
         return fields + _CHECK.pack(xxh3_64_intdigest(fields))
 
-    def check(self, head: memoryview, item: Item, payload: memoryview, parts: int) -> bool:
-        """Whether a header and the bytes after it are the block of ``item``, whole."""
+    def check(self, head: memoryview, item: Item, payload: memoryview) -> bool:
+        """Whether a header and the bytes after it are the block of ``item``, whole.
+
+        If so, the item's note is what was stored as such.
+        """
         (check,) = _CHECK.unpack_from(head, _FIELDS.size)
         if xxh3_64_intdigest(head[: _FIELDS.size]) != check:
             return False
         found = _FIELDS.unpack_from(head)
-        magic, version, codec, stored_parts, length, key, space, _, _, _, tag = found
-        if (magic, version, stored_parts) != (MAGIC, VERSION, parts):
+        magic, version, checked, noted, length, key, space, _, _, _, tag, note = found
+        if (magic, version, key, space) != (MAGIC, VERSION, item.key, self._space):
             return False
-        if (length, key, space) != (self._length, item.key, self._space):
+        if length != len(payload) or (length < self._size and not noted):
             return False
-        if self._codec is None:
-            return True
-        return codec == self._codec.id and self._codec.decode(payload, tag, payload)
+        if noted and item.note is None:
+            return False
+        if self._verify and (checked != _XXH3 or xxh3_128_digest(payload) != tag):
+            return False
+        if item.note is not None:
+            item.note[:] = note[:noted]
+        return True
+
+
+def salt_of(head: memoryview) -> bytes | None:
+    """The salt that a value's header names; None if it is not a header."""
+    if len(head) < HEADER_BYTES:
+        return None
+    (check,) = _CHECK.unpack_from(head, _FIELDS.size)
+    fields = head[: _FIELDS.size]
+    if xxh3_64_intdigest(fields) != check or bytes(fields[: len(MAGIC)]) != MAGIC:
+        return None
+    salt: bytes = _FIELDS.unpack(fields)[9]
+    return salt.rstrip(b"\0") and salt

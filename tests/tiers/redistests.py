@@ -21,14 +21,14 @@ def key_of(tier, item):
     )
 
 
-def value_of(tier, item, data, *, version=1, magic=b"kvlb", parts=1):
+def value_of(tier, item, data, *, version=1, magic=b"kvlb"):
     """A value as another program would write it."""
     fields = struct.pack(
-        "<4sBBHQ32s32sBB8s16s",
+        "<4sBBHQ32s32sBB8s16s512s",
         magic,
         version,
         1,
-        parts,
+        0,
         len(data),
         item.key,
         tier.context.namespace,
@@ -36,6 +36,7 @@ def value_of(tier, item, data, *, version=1, magic=b"kvlb", parts=1):
         item.floor,
         b"",
         xxh3_128_digest(data),
+        b"",
     )
     return fields + struct.pack("<Q", xxh3_64_intdigest(fields)) + data
 

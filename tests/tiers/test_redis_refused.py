@@ -1,0 +1,237 @@
+"""What a Redis tier refuses at the start, and what its settings refuse before that."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+import kvladder
+from kvladder.config import load_config
+from kvladder.errors import ConfigError
+from kvladder.layout import Layout
+from kvladder.testing.redisserver import RedisServer, certificates, free_ports, start_cluster
+from kvladder.tiers.redisurl import Address, RedisOptions, parse_url
+
+SECRET = "hunter2"
+LAYOUT = Layout(block_tokens=16, block_bytes=6000)
+
+
+def stack(**redis):
+    level = {"type": "redis", "capacity": "64 MiB", **redis}
+    return {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, level]}
+
+
+def refused(**redis):
+    """The error with which a cache over this tier does not open."""
+    with pytest.raises(ConfigError) as caught:
+        kvladder.open_cache(stack(**redis), layout=LAYOUT).close()
+    assert SECRET not in str(caught.value)
+    assert caught.value.path.startswith("tiers[1]")
+    return caught.value
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "path"),
+    [
+        ({"url": "http://here"}, "url"),
+        ({"url": "redis://"}, "url"),
+        ({"url": "redis://:hunter2@here:port"}, "url"),
+        ({"url": "redis://here:0"}, "url"),
+        ({"url": "redis://here:70000"}, "url"),
+        ({"url": "redis://here/first"}, "url"),
+        ({"url": "redis://here?ssl=on"}, "url"),
+        ({"url": "redis://::1"}, "url"),
+        ({"url": "unix://relative"}, "url"),
+        ({"url": "redis://one,two"}, "url"),
+        ({"url": "redis://one/3", "cluster": True}, "url"),
+        ({"url": "unix:///run/redis.sock", "cluster": True}, "cluster"),
+        ({"url": "unix:///run/redis.sock", "sentinel": "kv"}, "sentinel"),
+        ({"url": "redis://one", "cluster": True, "sentinel": "kv"}, "cluster"),
+        ({"url": "redis://me:hunter2@here", "password": SECRET}, "username"),
+        ({"url": "redis://here", "sentinel_password": SECRET}, "sentinel_password"),
+        ({"url": "redis://here", "ca": "/etc/hosts"}, "ca"),
+        ({"url": "rediss://here", "ca": "/nowhere"}, "ca"),
+        ({"url": "rediss://here", "certificate": "/etc/hosts"}, "certificate_key"),
+        ({"url": "redis://here", "connections": 0}, "connections"),
+        ({"url": "redis://here", "ttls": {"high": "1 h"}}, "ttls"),
+        ({"url": "redis://here", "ttls": {"101": "1 h"}}, "ttls"),
+        ({"url": "redis://here", "ttls": {"50": "soon"}}, "ttls"),
+        ({}, "url"),
+        ({"url": "redis://here", "sentinal": "kv"}, "sentinal"),
+    ],
+)
+def test_settings_that_make_no_sense(settings, path):
+    with pytest.raises(ConfigError) as caught:
+        load_config(stack(**settings), env={})
+    assert caught.value.path.startswith(f"tiers[1].{path}"), caught.value
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "addresses", "db", "user"),
+    [
+        ("redis://here", [("here", 6379)], 0, ("", "")),
+        ("redis://:pass@here:7000/2", [("here", 7000)], 2, ("", "pass")),
+        ("rediss://me:p%40ss@one:1,two", [("one", 1), ("two", 6379)], 0, ("me", "p@ss")),
+        ("redis://[::1]:7,[::2]", [("::1", 7), ("::2", 6379)], 0, ("", "")),
+        ("unix:///run/my%20redis.sock?db=4", [("/run/my redis.sock", 0)], 4, ("", "")),
+    ],
+)
+def test_urls(url, addresses, db, user):
+    found = parse_url(url)
+    assert found.addresses == tuple(Address(*address) for address in addresses)
+    assert (found.db, (found.username, found.password)) == (db, user)
+    assert found.tls == url.startswith("rediss")
+
+
+def test_the_ttl_of_a_priority_is_that_of_the_highest_threshold_below_it():
+    source = stack(url="redis://here", ttls={"0": "1 h", "50": "1 d"})
+    options = load_config(source, env={}).levels[0].options
+    assert isinstance(options, RedisOptions)
+    assert [options.ttl_s(priority) for priority in (0, 49, 50, 100)] == [3600, 3600, 86400, 86400]
+    assert RedisOptions(url="redis://here").ttl_s(50) is None
+
+
+def test_secrets_are_not_shown():
+    config = load_config(stack(url=f"redis://me:{SECRET}@here"), env={})
+    also = load_config(
+        stack(url="redis://here", sentinel="kv", password=SECRET, sentinel_password=SECRET), env={}
+    )
+    assert SECRET not in config.describe(LAYOUT) + also.describe(LAYOUT)
+
+
+# ---- servers
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    settings = [("requirepass", SECRET)]
+    with RedisServer(tmp_path_factory.mktemp("redis"), settings) as server:
+        yield server
+
+
+pytestmark = pytest.mark.slow
+
+
+def test_nobody_is_there():
+    port = free_ports(1)[0]
+    error = refused(url=f"redis://127.0.0.1:{port}")
+    assert f"127.0.0.1:{port}" in error.message
+    assert "required: false" in error.hint
+
+
+def test_a_server_that_is_not_there_may_be_allowed():
+    port = free_ports(1)[0]
+    source = stack(url=f"redis://127.0.0.1:{port}", required=False)
+    with kvladder.open_cache(source, layout=LAYOUT) as cache:
+        assert cache.lookup([]).total == 0
+
+
+@pytest.mark.parametrize("user", ["", "default:wrong@", "nobody:hunter2@"])
+def test_a_wrong_user_or_password(server, user):
+    error = refused(url=f"redis://{user}127.0.0.1:{server.port}")
+    assert error.path.endswith(".password")
+
+
+def test_a_user_who_may_do_nothing(server):
+    server.run("ACL", "SETUSER", "weak", "on", ">weak", "~*", "+hello", "+client", password=SECRET)
+    error = refused(url=f"redis://weak:weak@127.0.0.1:{server.port}")
+    assert "permission" in error.message.lower()
+
+
+def test_tls_where_there_is_none(server):
+    error = refused(url=f"rediss://:{SECRET}@127.0.0.1:{server.port}")
+    assert "TLS" in error.message
+
+
+def test_no_tls_where_there_is(tmp_path):
+    with RedisServer(tmp_path, tls=certificates(tmp_path / "tls")) as server:
+        error = refused(url=f"redis://127.0.0.1:{server.port}")
+        assert "127.0.0.1" in error.message
+        error = refused(url=server.url)
+        assert "certificate" in error.message.lower()
+        other = certificates(tmp_path / "other")
+        error = refused(url=server.url, ca=str(other / "ca.crt"))
+        assert "certificate" in error.message.lower()
+
+
+def test_a_cluster_taken_for_one_server_and_the_reverse(server, tmp_path):
+    (node,) = start_cluster(tmp_path, 1)
+    with node:
+        error = refused(url=node.url)
+        assert error.hint == "set cluster: true"
+    error = refused(url=f"redis://:{SECRET}@127.0.0.1:{server.port}", cluster=True)
+    assert error.path.endswith(".cluster")
+
+
+def test_a_sentinel_taken_for_a_server_and_the_reverse(server, tmp_path):
+    with RedisServer(tmp_path, mode="--sentinel") as sentinel:
+        error = refused(url=sentinel.url)
+        assert error.hint == "set sentinel to the master's name"
+        error = refused(url=sentinel.url, sentinel="unheard-of")
+        assert "unheard-of" in error.message
+    error = refused(url=f"redis://127.0.0.1:{server.port}", sentinel="kv", sentinel_password=SECRET)
+    assert "kv" in error.message
+
+
+class Scripted:
+    """A server that answers each command with the next of its replies, and then hangs up."""
+
+    def __init__(self, *replies):
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        self._replies = replies
+        self._thread = threading.Thread(target=self._serve)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def _serve(self):
+        for replies in self._replies:
+            taken, _ = self._socket.accept()
+            with taken:
+                for reply in replies:
+                    taken.recv(65536)
+                    taken.sendall(reply)
+                taken.recv(65536)
+
+    def __exit__(self, *_):
+        self._thread.join()
+        self._socket.close()
+
+
+HELLO = (
+    b"%3\r\n$6\r\nserver\r\n$5\r\nredis\r\n$5\r\nproto\r\n:3\r\n$4\r\nmode\r\n$10\r\nstandalone\r\n"
+)
+
+
+def test_a_server_too_old_for_resp3():
+    with Scripted([b"-ERR unknown command 'HELLO'\r\n"]) as old:
+        error = refused(url=f"redis://127.0.0.1:{old.port}")
+    assert "6.2" in error.hint
+
+
+def test_a_server_too_old_for_us():
+    info = b"redis_version:6.0.16\r\nredis_mode:standalone\r\n"
+    ok = b"+OK\r\n"
+    replies = [HELLO, ok, ok + ok, b"$%d\r\n%b\r\n" % (len(info), info)]
+    with Scripted(replies) as old:
+        error = refused(url=f"redis://127.0.0.1:{old.port}")
+    assert "6.0.16" in error.message
+    assert "6.2" in error.hint
+
+
+def test_a_server_that_is_none_and_one_that_says_nothing():
+    with Scripted([b"HTTP/1.1 400 Bad Request\r\n\r\n"]) as other:
+        error = refused(url=f"redis://127.0.0.1:{other.port}")
+    assert str(other.port) in error.message
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        error = refused(url=f"redis://127.0.0.1:{port}", connect_timeout="200 ms")
+    assert "0.2 s" in error.message
