@@ -62,6 +62,10 @@ class Below(Protocol):
         """
         ...
 
+    def where(self, keys: Sequence[BlockKey]) -> Sequence[str | None]:
+        """The level that holds each of ``keys``, or None; changes nothing, promises nothing."""
+        ...
+
     def claim(self, keys: Sequence[BlockKey]) -> Sequence[str]:
         """The levels of the leading ``keys`` that can be onboarded now, as many as there are.
 
@@ -79,7 +83,7 @@ class Below(Protocol):
         """Begin to copy ``keys``, which were claimed, to these device slots.
 
         With ``keep`` the tiers must keep their copies, else they may give them up when the bytes
-        have arrived.
+        have arrived. Copies that they say they keep count as theirs if the bytes do not arrive.
         """
         ...
 

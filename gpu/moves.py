@@ -258,19 +258,25 @@ class Moves:
                     self.drop([node], "lost", uncounted=[node])
 
     def _arrived(self, ticket: Ticket, blocks: Sequence[_Arriving], *, ok: bool) -> None:
-        """Slots were written, or hold garbage: then their blocks are dropped."""
-        index = self._ledger.index
+        """Slots were written, or hold garbage: then a block is where it was, or nowhere."""
+        ledger, index = self._ledger, self._ledger.index
         if not ok:
             self._stats.lost += len(blocks)
         lost: list[NodeId] = []
         for key, slot in blocks:
             del self.arriving[slot]
             node = None if key is None or ok else index.find(key)
-            if node is not None and index.node_at[slot] == node:
+            if key is None or node is None or index.node_at[slot] != node:
+                continue
+            if node in index.colder:
+                index.displace(node)
+                ledger.uncount(ledger.nodes.parent[node])
+                self._events.moved(self._group, key, self._level, index.colder[node])
+            else:
                 lost.append(node)
         if lost:
             self.drop(lost, "lost")
-        self._ledger.release([slot for _, slot in blocks])
+        ledger.release([slot for _, slot in blocks])
         for observer in self.observers:
             observer(ticket, ok)
 

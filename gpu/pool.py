@@ -216,6 +216,17 @@ class BlockPool:
         """The longest leading run of ``keys`` that is on the device; changes nothing."""
         return list(pick(self.ledger.nodes.slot, self.ledger.index.match(keys)))
 
+    def present(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Whether each of ``keys`` is on the device or in a tier; changes nothing."""
+        find, slot = self.ledger.index.find, self.ledger.nodes.slot
+        found = [(node := find(key)) is not None and slot[node] != NO_SLOT for key in keys]
+        below = self.moves.below
+        if below is not None and not all(found):
+            absent = [at for at, here in enumerate(found) if not here]
+            for at, level in zip(absent, below.where([keys[at] for at in absent]), strict=True):
+                found[at] = level is not None
+        return found
+
     def acquire(self, keys: Sequence[BlockKey]) -> list[DeviceSlot]:
         """``match``, and one reference to each slot for the caller."""
         nodes = self.ledger.index.match(keys)

@@ -29,6 +29,13 @@ class Found(NamedTuple):
 
     match: Match
     part: _Part | None
+    first: int = 0
+    """Blocks before those that matched, which the sequence does not need."""
+
+    def tokens(self, block_tokens: int) -> int:
+        """How many tokens of the prompt this serves."""
+        part = 0 if self.part is None else self.part.tokens
+        return (self.first + len(self.match.nodes)) * block_tokens + part
 
 
 class Prefixes:
@@ -52,10 +59,22 @@ class Prefixes:
         match = self.pool.reserve.reach(content)
         return Found(match, self._part(sequence, match, words))
 
+    def find_span(self, sequence: KVSequence, first: int, end: int) -> Found:
+        """The blocks from ``first`` up to ``end``, as far as they are cached; claims them."""
+        size, keys, root = self._tokens, sequence.keys, sequence.root
+        content = Content(
+            keys[first:end],
+            root,
+            keys[first - 1] if first else root.key,
+            packed(sequence.tokens[first * size : end * size]),
+            self.limits(sequence.extra, first, end),
+        )
+        return Found(self.pool.reserve.reach(content), None, first)
+
     def hold(self, found: Found, blocks: int) -> Hold:
         """Hold what was found, and room for the rest of ``blocks``; see ``Reservations.hold``."""
-        match, part = found
-        on_device = len(match.nodes) - len(match.claimed)
+        match, part, first = found
+        on_device = first + len(match.nodes) - len(match.claimed)
         also: list[NodeId] = []
         if part is not None:
             if self.pool.ledger.nodes.slot[part.node] == NO_SLOT:
@@ -114,7 +133,7 @@ class Prefixes:
         slots: Iterable[DeviceSlot],
     ) -> None:
         """Put what was held and handed out into the table, and bring or copy what has to be."""
-        match, part = found
+        match, part, first = found
         pool, rows, size = self.pool, self.pool.ledger.nodes, self._tokens
         fresh = iter(slots)
         claimed = set(match.claimed)
@@ -126,18 +145,19 @@ class Prefixes:
             for node in match.nodes:
                 rows.hits[node] = min(rows.hits[node] + 1, HITS_MAX)
         if sequence.retention is not None and match.nodes:
-            wanted = self.wanted(sequence, 0, len(match.nodes), cached=True)
+            wanted = self.wanted(sequence, first, first + len(match.nodes), cached=True)
             pool.retainer.apply(match.nodes, wanted or [], new=())
-        sequence.table = places
+        sequence.table, sequence.first = [NO_SLOT] * first + places, first
         if part is not None:
             self._take_part(sequence, part, fresh)
         sequence.table.extend(fresh)
-        sequence.cached = len(match.nodes) * size + (0 if part is None else part.tokens)
+        end = first + len(match.nodes)
+        sequence.cached = found.tokens(size)
         sequence.computed = sequence.cached
-        sequence.stored = len(match.nodes)
+        sequence.stored = end
         stats = RequestStats(
             reused=len(match.nodes),
-            missed=len(sequence.table) - len(match.nodes),
+            missed=len(sequence.table) - end,
             onboarded=len(match.claimed),
             partial_tokens=0 if part is None else part.tokens,
         )

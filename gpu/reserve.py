@@ -79,13 +79,6 @@ class Reservations:
             nodes += index.match(keys[len(nodes) :])
         return Match(nodes, claimed)
 
-    def shorten(self, match: Match, blocks: int) -> Match:
-        """The first ``blocks`` of a match; the rest is forgone."""
-        nodes = match.nodes[:blocks]
-        rest = set(match.nodes[blocks:])
-        self._moves.disclaim([node for node in match.claimed if node in rest])
-        return Match(nodes, [node for node in match.claimed if node not in rest])
-
     def forgo(self, match: Match) -> None:
         """Nothing will come of this match."""
         self._moves.disclaim(match.claimed)
@@ -174,3 +167,9 @@ class Reservations:
         self._moves.keep(hold.kept)
         self._stats.allocated += hold.fresh
         return self._ledger.take(hold.fresh)
+
+    def undo(self, hold: Hold, slots: Sequence[DeviceSlot]) -> None:
+        """Give back what ``settle`` gave, which was not used: the match is forgone."""
+        self._ledger.release(slots)
+        self._ledger.release(pick(self._ledger.nodes.slot, hold.kept))
+        self.forgo(hold.match)

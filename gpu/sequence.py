@@ -35,9 +35,9 @@ class KVSequence:
     """One running sequence. Made and changed by ``Sequences`` alone; others read it."""
 
     __slots__ = (
-        "cached", "closed", "computed", "copies", "extra", "keys", "lost", "prompt_tokens",
-        "resets", "retention", "root", "said", "stats", "stored", "storing", "table", "tokens",
-        "waits",
+        "cached", "closed", "computed", "copies", "extra", "first", "keys", "lost",
+        "prompt_tokens", "resets", "retention", "root", "said", "stats", "stored", "storing",
+        "table", "tokens", "waits",
     )  # fmt: skip
 
     def __init__(
@@ -52,7 +52,12 @@ class KVSequence:
         self.extra = extra
         self.prompt_tokens = len(tokens)
         self.table: list[DeviceSlot] = []
-        """The slot of each block, for all tokens; the last block may be cut short."""
+        """The slot of each block, for all tokens but those that wait for ``extend``.
+
+        ``NO_SLOT`` for those before ``first``.
+        """
+        self.first = 0
+        """How many leading blocks it does not hold: a window has passed them."""
         self.cached = 0
         """How many tokens of the prompt were served from the cache."""
         self.computed = 0
@@ -76,10 +81,16 @@ class KVSequence:
     def copy(self) -> KVSequence:
         """Another sequence with the same state; the caller sees to the references."""
         other = KVSequence(self.tokens[:], self.root, retention=self.retention, extra=self.extra)
-        for name in ("said", "prompt_tokens", "cached", "computed", "stored", "stats", "storing"):
+        for name in ("said", "prompt_tokens", "first", "cached", "computed", "stored", "stats"):
             setattr(other, name, getattr(self, name))
+        other.storing = self.storing
         other.table, other.keys, other.resets = self.table[:], self.keys[:], self.resets
         return other
+
+    @property
+    def held(self) -> list[DeviceSlot]:
+        """The slots it holds, one reference each, in order."""
+        return self.table[self.first :] if self.first else self.table
 
     @property
     def ready(self) -> bool:

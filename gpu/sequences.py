@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvladder.errors import ConfigError
 from kvladder.gpu.commit import Content
-from kvladder.gpu.names import NO_NODE, TOKEN_BYTES, DeviceSlot, Root, Ticket
+from kvladder.gpu.names import NO_NODE, NO_SLOT, TOKEN_BYTES, DeviceSlot, Root, Ticket
 from kvladder.gpu.pool import BlockPool
-from kvladder.gpu.prefixes import Prefixes
+from kvladder.gpu.prefixes import Found, Prefixes
 from kvladder.gpu.sequence import Extra, KVSequence, as_tokens, packed
 from kvladder.keys import BlockKey, KeyScheme
 from kvladder.policy.retention import Retention
 
-HITS_MAX = 255
+
+class Growth(NamedTuple):
+    """What a sequence needs to go on."""
+
+    tokens: array[int]
+    shared: list[int]
+    """Blocks of its table that it may not write, each of which is replaced by a fresh slot."""
+    leaf: BlockKey | None
+    """The block that it takes over instead."""
+    fresh: int
+    """Slots to be allocated."""
 
 
 class Sequences:
@@ -56,6 +68,7 @@ class Sequences:
         lora: str = "",
         extra: Extra = (),
         cached_max: int | None = None,
+        room: int | None = None,
     ) -> KVSequence:
         """A sequence for this prompt, with slots for all of it and the cached prefix in place.
 
@@ -70,6 +83,8 @@ class Sequences:
             Priorities of its blocks. What it says of cached blocks replaces what they had.
         salt, lora, extra:
             What tells its content from that of others with the same tokens.
+        room:
+            Slots for so many tokens behind the cached ones; None for all. ``extend`` gets more.
 
         Raises
         ------
@@ -78,16 +93,21 @@ class Sequences:
         ValueError
             There are no tokens, or an argument is out of its range; nothing was changed.
         """
-        sequence = self._make(tokens, retention, salt, lora, extra)
+        sequence = self.make(tokens, retention, salt, lora, extra)
         count, size = len(sequence.tokens), self._tokens
         limit = count - 1 if cached_max is None else max(0, min(count - 1, cached_max))
         found = self.prefixes.find(sequence, limit)
-        hold = self.prefixes.hold(found, -(-count // size))
-        self.prefixes.fill(sequence, found, self.pool.reserve.settle(hold))
-        self._wait_for(sequence)
+        end = count if room is None else min(count, found.tokens(size) + max(1, room))
+        hold = self.prefixes.hold(found, -(-end // size))
+        self.fill(sequence, found, self.pool.reserve.settle(hold))
         return sequence
 
-    def _make(
+    def fill(self, sequence: KVSequence, found: Found, slots: Sequence[DeviceSlot]) -> None:
+        """Put what ``Prefixes.hold`` held and its settlement gave into a new sequence."""
+        self.prefixes.fill(sequence, found, slots)
+        self._wait_for(sequence)
+
+    def make(
         self,
         tokens: Sequence[int],
         retention: Retention | None,
@@ -95,6 +115,7 @@ class Sequences:
         lora: str,
         extra: Extra,
     ) -> KVSequence:
+        """A sequence that has its keys and no blocks yet."""
         if not len(tokens):
             raise ValueError("no tokens: expected 1 or more")
         root = Root(self.scheme.root(salt=salt, lora=lora), salt, lora)
@@ -108,7 +129,7 @@ class Sequences:
     def _wait_for(self, sequence: KVSequence) -> None:
         arriving = self.pool.moves.arriving
         sources = (copy.source for copy in sequence.copies)
-        for slot in (*sequence.table, *sources) if arriving else ():
+        for slot in (*sequence.held, *sources) if arriving else ():
             ticket = arriving.get(slot)
             if ticket is not None and ticket not in sequence.waits:
                 sequence.waits.add(ticket)
@@ -144,6 +165,19 @@ class Sequences:
         OutOfBlocks, BlocksBusy
             There is no room, or not yet; nothing was changed.
         """
+        growth = self.growth(sequence, tokens)
+        self.grow(sequence, growth, self.pool.allocate(growth.fresh))
+
+    def extend(self, sequence: KVSequence, end: int) -> None:
+        """See to it that there are slots for the first ``end`` tokens; raises like ``append``."""
+        growth = self.growth(sequence, (), end)
+        self.grow(sequence, growth, self.pool.allocate(growth.fresh))
+
+    def growth(self, sequence: KVSequence, tokens: Sequence[int], end: int | None = None) -> Growth:
+        """What ``append`` will need; changes nothing, and raises as it does.
+
+        ``end`` is how many tokens there are to be slots for; None for all.
+        """
         sequence.require_ready()
         added = as_tokens(tokens)
         table, size = sequence.table, self._tokens
@@ -152,19 +186,24 @@ class Sequences:
         leaf = self._leaf_of(table[shared[0]]) if len(shared) == 1 else None
         if leaf is not None:
             shared = []
-        more = -(-(len(sequence.tokens) + len(added)) // size) - len(table)
-        fresh = self.pool.allocate(max(0, more) + len(shared)) if more > 0 or shared else []
-        if leaf is not None:
-            self.pool.take_over(leaf)
-        for at in shared:
-            old, table[at] = table[at], fresh.pop()
+        count = len(sequence.tokens) + len(added)
+        more = -(-(count if end is None else min(end, count)) // size) - len(table)
+        return Growth(added, shared, leaf, max(0, more) + len(shared))
+
+    def grow(self, sequence: KVSequence, growth: Growth, slots: list[DeviceSlot]) -> None:
+        """Append with the slots that ``growth`` asked for."""
+        table, size = sequence.table, self._tokens
+        if growth.leaf is not None:
+            self.pool.take_over(growth.leaf)
+        for at in growth.shared:
+            old, table[at] = table[at], slots.pop()
             filled = sequence.computed - at * size
             if filled > 0:
                 self.prefixes.copy(sequence, old, table[at], filled)
             else:
                 self.pool.release([old])
-        table.extend(fresh)
-        sequence.tokens.extend(added)
+        table.extend(slots)
+        sequence.tokens.extend(growth.tokens)
 
     def _own(self, slot: DeviceSlot) -> bool:
         """Whether a held slot may be written: nobody else holds or finds it."""
@@ -190,14 +229,13 @@ class Sequences:
         NotHeld, NotReady
             The sequence was released, or is not ready.
         ValueError
-            ``computed`` is less than before, or more than there are tokens; nothing was changed.
+            ``computed`` is less than before, or more than there are tokens or slots for; nothing
+            was changed.
         """
         sequence.require_ready()
-        if not sequence.computed <= computed <= len(sequence.tokens):
-            raise ValueError(
-                f"{computed} tokens computed: expected {sequence.computed} .. "
-                f"{len(sequence.tokens)}"
-            )
+        most = min(len(sequence.tokens), len(sequence.table) * self._tokens)
+        if not sequence.computed <= computed <= most:
+            raise ValueError(f"{computed} tokens computed: expected {sequence.computed} .. {most}")
         sequence.computed = computed
         first, end = sequence.stored, computed // self._tokens
         if end > first and self._stores(sequence):
@@ -252,6 +290,7 @@ class Sequences:
             raise ValueError(f"{count} tokens: expected 0 .. {len(sequence.tokens)}")
         del sequence.tokens[left:]
         whole = left // self._tokens
+        assert -(-left // self._tokens) >= sequence.first, "a window has passed it"
         surplus = sequence.table[-(-left // self._tokens) :]
         del sequence.table[-(-left // self._tokens) :], sequence.keys[whole:]
         self.pool.release(surplus)
@@ -261,6 +300,14 @@ class Sequences:
         sequence.cached = min(sequence.cached, left)
         sequence.stored = min(sequence.stored, whole)
         sequence.extra = [(at, content) for at, content in sequence.extra if at < left]
+
+    def leave(self, sequence: KVSequence, first: int) -> None:
+        """The sequence does not read blocks before ``first`` any more; others may."""
+        table, end = sequence.table, min(first, len(sequence.table))
+        if end > sequence.first:
+            self.pool.release(table[sequence.first : end])
+            table[sequence.first : end] = [NO_SLOT] * (end - sequence.first)
+            sequence.first = end
 
     def fork(self, sequence: KVSequence, count: int) -> list[KVSequence]:
         """``count`` more sequences with the same tokens, which share all of its blocks.
@@ -278,7 +325,7 @@ class Sequences:
             raise ValueError(f"{count} forks: expected 0 or more")
         forks: list[KVSequence] = []
         for _ in range(count):
-            self.pool.retain(sequence.table)
+            self.pool.retain(sequence.held)
             forks.append(sequence.copy())
         return forks
 
@@ -297,7 +344,7 @@ class Sequences:
         if store and sequence.ready and self._stores(sequence):
             self._store_tail(sequence)
         sequence.closed = True
-        self.pool.release(sequence.table)
+        self.pool.release(sequence.held)
 
     def _store_tail(self, sequence: KVSequence) -> None:
         """Commit the block that is cut short, unless others write it or something covers it."""

@@ -47,9 +47,15 @@ def open_cache(
     return open_manager(load_config(source, overrides=overrides), layout)
 
 
-def open_manager(config: StackConfig, layout: Layout) -> CacheManager:
-    """Build and open everything that ``config`` asks for; on an error nothing is left open."""
+def open_manager(config: StackConfig, layout: Layout, *, pools: bool = False) -> CacheManager:
+    """Build and open everything that ``config`` asks for; on an error nothing is left open.
+
+    ``pools`` tells whether the caller makes block pools from the section ``gpu``.
+    """
     config.check(layout)
+    if "gpu" in config.source.raw and not pools:
+        hint = "leave the section out: the engine has a block pool of its own"
+        raise ConfigError("has no effect here", path="gpu", hint=hint)
     description = config.describe(layout)
     space = _namespace(config, layout)
     find = finder(layout, space)

@@ -28,6 +28,7 @@ from kvladder.settings import (
     BlockConfig,
     EventsConfig,
     FetchConfig,
+    GpuConfig,
     HostConfig,
     LevelConfig,
     ModelConfig,
@@ -50,6 +51,7 @@ class StackConfig:
 
     model: ModelConfig
     block: BlockConfig
+    gpu: GpuConfig
     arena: ArenaConfig
     fetch: FetchConfig
     events: EventsConfig
@@ -112,6 +114,8 @@ class StackConfig:
 
         found: list[Row] = []
         for name in keys_of(Sections):
+            if name == "gpu" and name not in self.source.raw:
+                continue  # the engine brings its own pool
             found += resolved.rows(getattr(self, name), name, self.source, meaning)
         size = self.arena.size_bytes
         room = Row(
@@ -193,6 +197,7 @@ def _build(found: Source) -> StackConfig:
     return StackConfig(
         model=top.model,
         block=top.block,
+        gpu=top.gpu,
         arena=top.arena,
         fetch=top.fetch,
         events=top.events,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,14 +52,20 @@ class EventBuffer:
         self._max = events_max
         self._events: deque[Event] = deque()
         self._lost = 0
+        self.observers: list[Callable[[Sequence[BlockKey]], None]] = []
+        """Told at once which blocks came to a level or left one, with the stack's lock held."""
 
     def stored(self, level: str, keys: Sequence[BlockKey]) -> None:
         """Collect a Stored, unless ``keys`` is empty."""
+        for tell in self.observers:
+            tell(keys)
         if keys and self._max:
             self._add(Stored(level, tuple(keys)))
 
     def removed(self, level: str, keys: Sequence[BlockKey], reason: Reason) -> None:
         """Collect a Removed, unless ``keys`` is empty."""
+        for tell in self.observers:
+            tell(keys)
         if keys and self._max:
             self._add(Removed(level, tuple(keys), reason))
 

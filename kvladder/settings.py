@@ -17,6 +17,9 @@ from kvladder.units import Duration, Share, Size
 
 Count = Annotated[int, msgspec.Meta(ge=0, description="a whole number, 0 or more")]
 Positive = Annotated[int, msgspec.Meta(ge=1, description="a whole number, 1 or more")]
+Fraction = Annotated[
+    float, msgspec.Meta(gt=0, lt=1, description="a number above 0 and below 1, such as 0.9")
+]
 Priority = Annotated[
     int, msgspec.Meta(ge=PRIORITY_MIN, le=PRIORITY_MAX, description="a priority, 0 to 100")
 ]
@@ -40,6 +43,24 @@ class BlockConfig(Settings, frozen=True, kw_only=True):
     """Tokens per block; ``auto`` takes the engine's."""
     salt: str = ""
     """The deployment's secret: two deployments with other salts share nothing."""
+
+
+class GpuConfig(Settings, frozen=True, kw_only=True):
+    """The device's block pools, for engines that bring none of their own."""
+
+    policy: Literal["prioritized-lru"] = "prioritized-lru"
+    memory_bytes: Size | None = msgspec.field(name="memory", default=None)
+    """For all pools; None takes a fraction of what is free."""
+    fraction: Fraction = 0.9
+    """Of the device memory that weights, other caches and a forward pass leave free."""
+    max_tokens: Positive | None = None
+    """Not more than so many tokens, where a fraction is taken."""
+    shares: tuple[float, ...] = ()
+    """What each group gets of the memory, in proportion; by default by need."""
+    partial: Literal["auto", "off", "take", "copy"] = "auto"
+    """What to do with a cached block of which a prompt shares only the beginning."""
+    events: Count = 0
+    """Events of the pools that are kept until somebody takes them."""
 
 
 class ArenaConfig(Settings, frozen=True, kw_only=True):
@@ -174,6 +195,7 @@ class Sections(Settings, frozen=True, kw_only=True):
 
     model: ModelConfig
     block: BlockConfig
+    gpu: GpuConfig
     arena: ArenaConfig
     fetch: FetchConfig
     events: EventsConfig

@@ -37,7 +37,7 @@ def name(page):
 def configurations():
     for page in PAGES:
         for line, text in blocks(page, "yaml"):
-            if re.match(r"(#.*\n)*(model|block|arena|fetch|events|tiers|host):", text):
+            if re.match(r"(#.*\n)*(model|block|gpu|arena|fetch|events|tiers|host):", text):
                 yield pytest.param(text, id=f"{name(page)}:{line}")
 
 
@@ -84,7 +84,11 @@ def test_links_lead_somewhere(page):
 
 def test_every_setting_is_explained():
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    source = {"arena": {"size": 1}, "tiers": [{"type": "host"}, {"type": "memory", "capacity": 1}]}
+    source = {
+        "gpu": {},
+        "arena": {"size": 1},
+        "tiers": [{"type": "host"}, {"type": "memory", "capacity": 1}],
+    }
     settings = [
         re.sub(r"^tiers\[\d\]\.", "", row.path) for row in load_config(source, env={}).rows()
     ]

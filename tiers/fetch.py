@@ -144,6 +144,11 @@ class Fetch:
         return self.done
 
     @property
+    def planned(self) -> list[str]:
+        """The level of each block that is here or on its way, before ``done``."""
+        return list(self._sources)
+
+    @property
     def blocks(self) -> int:
         """How many leading blocks are in ``slots``; 0 until ``done``."""
         return len(self._slots) if self._answered else 0

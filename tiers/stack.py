@@ -245,6 +245,18 @@ class TierStack:
                     return host, index
         return host, len(keys)
 
+    def where(self, key: BlockKey) -> str | None:
+        """The hottest level that holds the block or is about to; with the lock held."""
+        if key in self.host.index:
+            return self.host.name
+        return next((level.name for level in self.levels if level.holds(key)), None)
+
+    def settling(self, key: BlockKey) -> bool:
+        """Whether it is not decided yet if a level gets the block; with the lock held."""
+        if key in self._saving or key in self.host.index:
+            return key in self._saving
+        return any(level.holds(key) and key not in level.index for level in self.levels)
+
     def fetch(self, keys: Sequence[BlockKey], *, deadline_s: float = inf) -> Fetch:
         """Pin the longest prefix of ``keys`` and begin to bring up what is not in host slots.
 

@@ -166,6 +166,9 @@ class Host:
         if kept is not None:
             self.free.append(kept.slot)
 
+    def where(self, keys: Sequence[BlockKey]) -> Sequence[str | None]:
+        return [self.name if key in self.blocks else None for key in keys]
+
     def claim(self, keys: Sequence[BlockKey]) -> Sequence[str]:
         found: list[str] = []
         for key in keys:

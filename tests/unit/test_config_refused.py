@@ -35,7 +35,8 @@ def cold(**settings):
         ("arena: {size: 1 GiB}\ntiers: [{name: a}]", "tiers[0].type", "missing (expected one of:"),
         ("arena: {size: 1 GiB}\ntiers: [{type: 5}]", "tiers[0].type", "5 (expected one of:"),
         ("arenas: {size: 1 GiB}\ntiers: []", "arenas", "unknown key (did you mean 'arena'?)"),
-        ("gpu: {policy: x}\narena: {size: 1 GiB}", "gpu", "unknown key (expected one of: model"),
+        ("gpu: {policy: x}\narena: {size: 1 GiB}", "gpu.policy", "'x' (expected"),
+        ("pool: {}\narena: {size: 1 GiB}", "pool", "unknown key (expected one of: model"),
         ("1: 2", "", "key 1 is not text"),
     ],
 )

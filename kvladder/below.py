@@ -1,0 +1,328 @@
+"""The tiers as an engine's block pools see them.
+
+The one place beside the manager that has both the device and the tiers in view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import NamedTuple
+
+from kvladder.arena import Slot
+from kvladder.gpu.below import Arrival, Taken, Victim
+from kvladder.gpu.copy import Copier, CopyJob, Direction, Finished, JobId
+from kvladder.gpu.names import DeviceSlot, Ticket
+from kvladder.gpu.pool import BlockPool
+from kvladder.keys import BlockKey
+from kvladder.manager import CacheManager
+from kvladder.tiers.fetch import Fetch
+from kvladder.tiers.index import Meta
+
+REST_S = 0.002
+"""How long ``TierPort.wait`` sleeps at most while nothing but a tier can wake it."""
+
+
+class _Claim:
+    """A fetch whose blocks are onboarded or given back one by one."""
+
+    __slots__ = ("fetch", "left")
+
+    def __init__(self, fetch: Fetch, left: int) -> None:
+        self.fetch = fetch
+        self.left = left
+
+    def drop(self, blocks: int = 1) -> None:
+        """So many of its blocks are not needed any more."""
+        self.left -= blocks
+        assert self.left >= 0
+        if not self.left:
+            self.fetch.release()
+
+
+class _Out(NamedTuple):
+    """An offload under way: blocks on their way into leased slots."""
+
+    group: int
+    keys: list[BlockKey]
+    slots: list[Slot]
+
+
+class _In(NamedTuple):
+    """An onboarding under way: where each block comes from, once its fetch is done."""
+
+    group: int
+    slots: Sequence[DeviceSlot]
+    sources: list[tuple[_Claim, int]]
+
+
+class TierPort:
+    """Stands between the block pools of one engine, a group each, and a cache manager.
+
+    Blocks that a pool evicts are copied into slots of the arena, as far as some level takes them,
+    and committed when the copy has ended; blocks that a pool claims are fetched and copied back.
+    The tiers keep what they give, so it need not be saved again. Everything is called on the
+    engine's thread and returns at once; the engine calls ``poll`` once a step.
+
+    Parameters
+    ----------
+    manager:
+        Open, and owned by the caller, who closes it after this.
+    copier:
+        Between the engine's tensors and the manager's arena; its groups are the pools'. Closed by
+        ``close``.
+    """
+
+    def __init__(self, manager: CacheManager, copier: Copier) -> None:
+        self.stack = manager.stack
+        self._manager = manager
+        self._copier = copier
+        self._pools: dict[int, BlockPool] = {}
+        self._ids = count(1)
+        self._claims: dict[BlockKey, list[tuple[_Claim, int]]] = {}
+        self._out: dict[Ticket, _Out] = {}
+        self._in: dict[Ticket, _In] = {}
+        self._copying: set[Ticket] = set()
+        self._changed: dict[BlockKey, None] = {}
+        """Blocks that came to a level or left one since the last poll; with the stack's lock."""
+        self.stack.shared.events.observers.append(self._note)
+
+    def group(self, group: int) -> GroupBelow:
+        """What the pool of this group is given as ``below``."""
+        return GroupBelow(self, group)
+
+    def attach(self, group: int, pool: BlockPool) -> None:
+        """Tell this pool what becomes of its blocks."""
+        self._pools[group] = pool
+
+    def _note(self, keys: Sequence[BlockKey]) -> None:
+        self._changed.update(dict.fromkeys(keys))
+
+    @property
+    def busy(self) -> bool:
+        """Whether a copy is under way or waits for a tier."""
+        return bool(self._out or self._in)
+
+    @property
+    def capacities(self) -> Mapping[str, int]:
+        """Blocks per level, hottest first."""
+        stack = self.stack
+        levels = {level.name: level.capacity_blocks for level in stack.levels}
+        return {stack.host.name: stack.shared.arena.slots, **levels}
+
+    # ---- out
+
+    def offload(self, group: int, victims: Sequence[Victim]) -> list[Taken | None]:
+        """See ``Below.offload``; one copy for all that is taken."""
+        stack, ticket = self.stack, Ticket(next(self._ids))
+        taken: list[Taken | None] = []
+        out, device = _Out(group, [], []), list[int]()
+        with stack.lock:
+            for victim in victims:
+                meta = Meta(victim.priority, victim.floor, victim.hits, victim.until_s)
+                _, slots = stack.reserve([victim.key], [meta], explicit=True)
+                if slots:
+                    out.keys.append(victim.key)
+                    out.slots.extend(slots)
+                    device.append(victim.slot)
+                    taken.append(Taken(self._level(meta), ticket))
+                    continue
+                level = stack.where(victim.key)
+                if level is not None:
+                    self._changed[victim.key] = None  # it may only be on its way there
+                taken.append(None if level is None else Taken(level))
+        if out.keys:
+            self._out[ticket] = out
+            self._copy(ticket, group, "offload", device, out.slots)
+        return taken
+
+    def _level(self, meta: Meta) -> str:
+        """Where a block that is saved with this meta goes first."""
+        host = self.stack.host
+        if not host.rule.admits(meta.floor, meta.hits):
+            for level in self.stack.levels:
+                if level.admits(meta):
+                    return level.name
+        return host.name
+
+    def _copy(
+        self,
+        ticket: Ticket,
+        group: int,
+        direction: Direction,
+        blocks: Sequence[int],
+        slots: Sequence[Slot],
+    ) -> None:
+        self._copying.add(ticket)
+        self._copier.submit(CopyJob(JobId(ticket), direction, tuple(blocks), tuple(slots), group))
+
+    # ---- in
+
+    def where(self, keys: Sequence[BlockKey]) -> list[str | None]:
+        """See ``Below.where``."""
+        with self.stack.lock:
+            return [self.stack.where(key) for key in keys]
+
+    def claim(self, keys: Sequence[BlockKey]) -> list[str]:
+        """See ``Below.claim``; what lies below host is on its way up from now on."""
+        fetch = self._manager.fetch(keys)
+        levels = fetch.planned
+        claim = _Claim(fetch, len(levels))
+        for at, key in enumerate(keys[: len(levels)]):
+            self._claims.setdefault(key, []).append((claim, at))
+        if not levels:
+            fetch.release()
+        return levels
+
+    def _unclaim(self, key: BlockKey) -> tuple[_Claim, int]:
+        claims = self._claims[key]
+        claim = claims.pop()
+        if not claims:
+            del self._claims[key]
+        return claim
+
+    def disclaim(self, keys: Sequence[BlockKey]) -> None:
+        """See ``Below.disclaim``."""
+        for key in keys:
+            self._unclaim(key)[0].drop()
+
+    def onboard(self, group: int, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot]) -> Arrival:
+        """See ``Below.onboard``; the copy begins when all of the blocks are in host slots."""
+        ticket = Ticket(next(self._ids))
+        self._in[ticket] = _In(group, slots, [self._unclaim(key) for key in keys])
+        self._begin(ticket)
+        return Arrival(ticket, kept=True)
+
+    def _begin(self, ticket: Ticket) -> bool:
+        """Copy a load whose blocks are in host slots by now; False if one of them did not come."""
+        arriving = self._in[ticket]
+        if not all(claim.fetch.done for claim, _ in arriving.sources):
+            return True
+        if any(at >= claim.fetch.blocks for claim, at in arriving.sources):
+            return False
+        held = {claim: claim.fetch.slots for claim, _ in arriving.sources}
+        slots = [held[claim][at] for claim, at in arriving.sources]
+        self._copy(ticket, arriving.group, "onboard", arriving.slots, slots)
+        return True
+
+    # ---- what came of it
+
+    def poll(self) -> None:
+        """Take note of what ended and of what the tiers did; tell the pools. Call once a step."""
+        for finished in self._copier.poll():
+            self._ended(finished)
+        for ticket in [ticket for ticket in self._in if ticket not in self._copying]:
+            if not self._begin(ticket):
+                self._arrived(ticket, ok=False)
+        self._reconcile()
+
+    def _ended(self, finished: Finished) -> None:
+        ticket = Ticket(finished.id)
+        self._copying.discard(ticket)
+        out = self._out.pop(ticket, None)
+        if out is None:
+            self._arrived(ticket, ok=finished.ok, damaged=not finished.ok)
+            return
+        (self.stack.publish if finished.ok else self.stack.abandon)(out.keys, out.slots)
+        with self.stack.lock:
+            self._note(out.keys)
+        self._pools[out.group].landed(ticket, ok=finished.ok)
+
+    def _arrived(self, ticket: Ticket, *, ok: bool, damaged: bool = False) -> None:
+        arriving = self._in.pop(ticket)
+        for claim, _ in arriving.sources:
+            if damaged:
+                claim.fetch.forget()
+            claim.drop()
+        self._pools[arriving.group].landed(ticket, ok=ok)
+
+    def _reconcile(self) -> None:
+        """Tell the pools where blocks are that came to a level or left one."""
+        if not self._changed:
+            return
+        found: dict[str | None, list[BlockKey]] = {}
+        with self.stack.lock:
+            changed, self._changed = self._changed, {}
+            for key in changed:
+                if self.stack.settling(key):
+                    self._changed[key] = None  # nobody will say so if it is given up
+                else:
+                    found.setdefault(self.stack.where(key), []).append(key)
+        for pool in self._pools.values():
+            for level, keys in found.items():
+                known = [key for key in keys if key in pool.ledger.index]
+                if level is None:
+                    pool.forgotten(known)
+                else:
+                    pool.moved(known, level)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when a copy ended, or soon; for an engine that has nothing else to do."""
+        waiting = any(ticket not in self._copying for ticket in self._in)
+        self._copier.rest(min(timeout_s, REST_S) if waiting else timeout_s)
+
+    # ---- for people and tests
+
+    def check(self) -> None:
+        """Assert that both sides agree on what is under way, and the manager's own invariants."""
+        self._manager.check()
+        assert self._copying <= self._out.keys() | self._in.keys()
+        claims = [claim for held in self._claims.values() for claim, _ in held]
+        claims += [claim for arriving in self._in.values() for claim, _ in arriving.sources]
+        for claim in set(claims):
+            assert claims.count(claim) == claim.left
+        with self.stack.lock:
+            for pool in self._pools.values():
+                pool.check()
+                index = pool.ledger.index
+                for node, level in index.colder.items():
+                    key = index.nodes.key[node]
+                    assert key is not None
+                    at = self.stack.where(key)
+                    assert at == level or key in self._changed, (at, level)
+
+    def close(self) -> None:
+        """End all copies and let everything go; may be called again."""
+        self._copier.close()
+        self.poll()
+        for ticket in list(self._in):
+            self._arrived(ticket, ok=False)
+        events = self.stack.shared.events
+        if self._note in events.observers:
+            events.observers.remove(self._note)
+
+
+class GroupBelow:
+    """``Below`` for the pool of one group."""
+
+    def __init__(self, port: TierPort, group: int) -> None:
+        self._port = port
+        self._group = group
+
+    @property
+    def capacities(self) -> Mapping[str, int]:
+        return self._port.capacities
+
+    def offload(self, victims: Sequence[Victim]) -> Sequence[Taken | None]:
+        return self._port.offload(self._group, victims)
+
+    def where(self, keys: Sequence[BlockKey]) -> Sequence[str | None]:
+        return self._port.where(keys)
+
+    def claim(self, keys: Sequence[BlockKey]) -> Sequence[str]:
+        return self._port.claim(keys)
+
+    def disclaim(self, keys: Sequence[BlockKey]) -> None:
+        self._port.disclaim(keys)
+
+    def onboard(
+        self, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot], *, keep: bool
+    ) -> Arrival:
+        del keep  # always
+        return self._port.onboard(self._group, keys, slots)
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        self._port.stack.remove(keys)
+
+    def clear(self) -> None:
+        self._port.stack.clear()

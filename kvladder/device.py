@@ -1,0 +1,251 @@
+"""The device's block pools over a cache: the one object that an embedded engine opens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from kvladder.below import TierPort
+from kvladder.compose import open_manager
+from kvladder.config import StackConfig, load_config
+from kvladder.errors import ConfigError, LayoutError
+from kvladder.gpu.events import PoolEvent, PoolEvents, Stored
+from kvladder.gpu.groups import Group
+from kvladder.gpu.pages import BlockPages, Part
+from kvladder.gpu.pool import BlockPool, Partial, PoolSettings
+from kvladder.gpu.requests import Requests
+from kvladder.gpu.select import copier_for
+from kvladder.gpu.sequences import Sequences
+from kvladder.gpu.sizing import Division, blocks_of, divide, pool_bytes
+from kvladder.keys import KeyScheme, namespace
+from kvladder.layout import Layout
+from kvladder.manager import CacheManager
+from kvladder.metrics import Stats
+
+Tensors = Mapping[str, torch.Tensor]
+Allocate = Callable[[int, int], Tensors]
+"""``allocate(group, blocks)``: the group's tensors, each ``[blocks, ...]``, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGroup:
+    """One group of a model's layers, as its engine describes it."""
+
+    group: Group
+    block_bytes: int
+    """Of one block in all tensors of the group together."""
+
+
+class DeviceCache:
+    """Block pools on a device and the tiers below them. Calls come from one thread, the engine's.
+
+    Made by ``open_device``. ``requests`` is what the engine runs on; ``tensors[g]`` is the memory
+    of group ``g``, in which ``requests``' tables name the blocks. ``poll`` is called once a step.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        port: TierPort,
+        requests: Requests,
+        tensors: Sequence[Tensors],
+        events: PoolEvents,
+        division: Division,
+    ) -> None:
+        self.manager = manager
+        self.port = port
+        self.requests = requests
+        self.tensors = tuple(tensors)
+        self.division = division
+        self._events = events
+
+    @property
+    def pools(self) -> list[BlockPool]:
+        """By group."""
+        return [one.pool for one in self.requests.sequences]
+
+    def poll(self) -> None:
+        """Take note of copies that ended and of what the tiers did; never waits."""
+        self.port.poll()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when a copy ended, or soon, at the latest after ``timeout_s``; then poll."""
+        self.port.wait(timeout_s)
+
+    def take_events(self) -> list[PoolEvent]:
+        """What happened to which block since the last call, oldest first."""
+        return self._events.take()
+
+    def snapshot(self) -> list[Stored]:
+        """The indexes of all pools as events that make them from nothing."""
+        return [event for pool in self.pools for event in pool.snapshot()]
+
+    def reset(self) -> None:
+        """Forget everything that is cached, on the device and in the tiers."""
+        for pool in self.pools:
+            pool.reset()
+
+    def stats(self) -> Stats:
+        """Counters of the pools, by ``gpu`` and the group's name, and of the tiers; plain data."""
+        found: Stats = {}
+        for group, pool in zip(self.requests.groups, self.pools, strict=True):
+            counts = {"capacity": pool.blocks, "free": pool.free, "cached": pool.cached}
+            found[f"gpu.{group.name}"] = {**pool.stats.as_dict(), **counts}
+        return {**found, **self.manager.stats()}
+
+    def describe(self) -> str:
+        """The resolved configuration, and how the device's memory is divided."""
+        partial = self.pools[0].settings.partial
+        return f"{self.manager.describe()}\n\ngpu: {self.division}\n  partial matches: {partial}"
+
+    def check(self) -> None:
+        """Assert every invariant on both sides; O(n), for tests."""
+        self.port.check()
+
+    def close(self) -> None:
+        """End all copies, flush to durable levels, close everything; may be called again."""
+        self.port.close()
+        self.manager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_device(
+    source: str | Path | Mapping[str, Any],
+    groups: Sequence[DeviceGroup],
+    allocate: Allocate,
+    *,
+    fields: Mapping[str, str],
+    context: int,
+    step: int | None = None,
+    free_bytes: int | None = None,
+    other_bytes: int = 0,
+    peak_bytes: int = 0,
+    overrides: Mapping[str, Any] | None = None,
+) -> DeviceCache:
+    """Open pools and tiers as a YAML file or a mapping says; the caller closes what is returned.
+
+    Parameters
+    ----------
+    groups:
+        The model's layers; those of a group share one table of blocks.
+    allocate:
+        Called once per group with its number of blocks.
+    fields:
+        What names the model's bytes: model, weights, dtype ...
+    context, step:
+        Tokens of the longest request, and how many of a prompt are computed at a time (None: all);
+        memory is divided by them.
+    free_bytes, other_bytes, peak_bytes:
+        Device memory that is free, what other caches take of it, and what a forward pass does.
+        They are asked for where ``gpu.memory`` does not say how much the pools get.
+    overrides:
+        What the engine sets, above file and environment.
+
+    Raises
+    ------
+    ConfigError
+        A setting is wrong, or the memory does not suffice; nothing stays open.
+    """
+    config = load_config(source, overrides={"gpu": {}, **(overrides or {})})
+    partial = _partial(config, groups)
+    memory = _memory(config, groups, context, free_bytes, other_bytes, peak_bytes)
+    pairs = [(one.group, one.block_bytes) for one in groups]
+    division = divide(pairs, memory, context=context, step=step, shares=config.gpu.shares)
+    widest = max(one.block_bytes for one in groups)
+    layout = Layout(groups[0].group.block_tokens, widest, fields)
+    manager = open_manager(config, layout, pools=True)
+    try:
+        tensors, parts = _allocate(groups, allocate, division)
+        port = TierPort(manager, copier_for(parts, manager.arena))
+    except BaseException:
+        manager.close()
+        raise
+    events = PoolEvents(config.gpu.events)
+    now = manager.stack.shared.clock.now
+    sequences: list[Sequences] = []
+    for at, share in enumerate(division.shares):
+        group = share.group
+        chained = group.kind == "full"
+        pool = BlockPool(
+            PoolSettings(share.blocks, group.block_tokens, partial, chained=chained, group=at),
+            now=now,
+            below=port.group(at),
+            events=events,
+        )
+        port.attach(at, pool)
+        sequences.append(Sequences(pool, _scheme(manager, group, alone=len(groups) == 1)))
+    requests = Requests([one.group for one in groups], sequences)
+    return DeviceCache(manager, port, requests, tensors, events, division)
+
+
+def _partial(config: StackConfig, groups: Sequence[DeviceGroup]) -> Partial:
+    """What the setting comes to: partial matches are for one group that reads all tokens."""
+    asked = config.gpu.partial
+    possible = len(groups) == 1 and groups[0].group.kind == "full"
+    if asked == "auto":
+        return "take" if possible else "off"
+    if asked != "off" and not possible:
+        hint = "auto or off: blocks of several groups, windows and states are matched whole"
+        raise config.source.explain(ConfigError(asked, path="gpu.partial", hint=hint))
+    return asked
+
+
+def _memory(
+    config: StackConfig,
+    groups: Sequence[DeviceGroup],
+    context: int,
+    free: int | None,
+    other: int,
+    peak: int,
+) -> int:
+    """Bytes for all pools."""
+    gpu = config.gpu
+    if gpu.memory_bytes is not None:
+        return gpu.memory_bytes
+    if free is None:
+        hint = "a size such as 4 GiB, where the engine does not say how much is free"
+        raise ConfigError("missing", path="gpu.memory", hint=hint)
+    each = [one.block_bytes * blocks_of(context, one.group.block_tokens) for one in groups]
+    return pool_bytes(
+        free=free,
+        fraction=gpu.fraction,
+        other=other,
+        peak=peak,
+        max_tokens=gpu.max_tokens,
+        token_bytes=-(-sum(each) // context),
+    )
+
+
+def _allocate(
+    groups: Sequence[DeviceGroup], allocate: Allocate, division: Division
+) -> tuple[list[Tensors], dict[int, Part]]:
+    tensors: list[Tensors] = []
+    parts: dict[int, Part] = {}
+    for at, (one, share) in enumerate(zip(groups, division.shares, strict=True)):
+        tensors.append(allocate(at, share.blocks))
+        pages = BlockPages.of(tensors[-1], blocks=share.blocks)
+        if pages.block_bytes != one.block_bytes:
+            raise LayoutError(
+                f"{one.group.name}: a block takes {pages.block_bytes} bytes in the tensors",
+                hint=f"the group says {one.block_bytes}",
+            )
+        parts[at] = Part(pages)
+    return tensors, parts
+
+
+def _scheme(manager: CacheManager, group: Group, *, alone: bool) -> KeyScheme:
+    """Names of a group's blocks; those of several groups never meet."""
+    space = manager.namespace
+    if not alone or group.kind != "full":
+        what = {"group": group.name, "kind": group.kind, "window": str(group.window)}
+        space = namespace({"of": space.hex(), **what})
+    return KeyScheme(space, block_tokens=group.block_tokens)

@@ -1,0 +1,119 @@
+"""A small engine with real KV tensors over a device cache: what it is served is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hashlib import shake_128
+from typing import Any
+
+import torch
+
+from kvladder.device import DeviceCache, DeviceGroup, open_device
+from kvladder.gpu.groups import Group
+from kvladder.gpu.requests import Request
+
+WIDTH = 24
+"""Bytes per token of each group."""
+FULL = Group("all", 4)
+
+
+class Model:
+    """Stands in for a model: the KV of a token is a digest of all tokens before it."""
+
+    def __init__(
+        self,
+        source: Mapping[str, Any],
+        *groups: Group,
+        blocks: int = 16,
+        context: int = 16,
+        step: int | None = None,
+        **fields: str,
+    ) -> None:
+        self.groups = groups or (FULL,)
+        parts = [DeviceGroup(group, group.block_tokens * WIDTH) for group in self.groups]
+        memory = blocks * sum(part.block_bytes for part in parts)
+        gpu = {"memory": memory, "shares": [part.block_bytes for part in parts]}
+        self.cache: DeviceCache = open_device(
+            source,
+            parts,
+            self.allocate,
+            fields={"model": "tiny", **fields},
+            context=context,
+            step=step,
+            overrides={"gpu": gpu},
+        )
+        self.requests = self.cache.requests
+
+    def allocate(self, group: int, blocks: int) -> dict[str, torch.Tensor]:
+        size = self.groups[group].block_tokens
+        return {"kv": torch.full((blocks, size, WIDTH), 0xAA, dtype=torch.uint8)}
+
+    def kv(self, request: Request, group: int, position: int) -> torch.Tensor:
+        part = request.parts[group]
+        words = part.tokens[: position + 1].tobytes()
+        made = shake_128(f"{group} {part.root.salt} {part.root.lora}".encode() + words)
+        return torch.frombuffer(bytearray(made.digest(WIDTH)), dtype=torch.uint8)
+
+    def place(self, request: Request, group: int, position: int) -> torch.Tensor:
+        block, within = divmod(position, self.groups[group].block_tokens)
+        slot = request.tables[group][block]
+        assert slot >= 0
+        return self.cache.tensors[group]["kv"][slot, within]
+
+    def settle(self) -> None:
+        """Until nothing is under way."""
+        self.cache.poll()
+        for _ in range(5000):
+            if not self.cache.port.busy:
+                break
+            self.cache.wait(1.0)
+            self.cache.poll()
+        for _ in range(5000):
+            if self.cache.manager.idle():
+                break
+            self.cache.wait(0.001)
+        self.cache.poll()
+        self.cache.check()
+        assert not self.cache.port.busy
+
+    def begin(self, tokens: Sequence[int], **options: Any) -> Request:
+        request = self.requests.begin(tokens, **options)
+        while request.arriving:
+            self.cache.wait(1.0)
+            self.cache.poll()
+        return request
+
+    def compute(self, request: Request, end: int | None = None) -> None:
+        """Check every byte that will be read, then compute up to ``end`` tokens and commit."""
+        for number, copy in request.copies:
+            kv = self.cache.tensors[number]["kv"]
+            kv[copy.target, : copy.tokens] = kv[copy.source, : copy.tokens]
+        self.requests.copied(request)
+        last = len(request.tokens) if end is None else end
+        for at, group in enumerate(self.groups):
+            first = group.first(request.computed) * group.block_tokens
+            for position in range(first, request.computed):
+                if group.kind != "state" or position == request.computed - 1:
+                    held = self.place(request, at, position)
+                    assert torch.equal(held, self.kv(request, at, position)), (group, position)
+            for position in range(request.computed, last):
+                self.place(request, at, position).copy_(self.kv(request, at, position))
+        self.requests.commit(request, last)
+
+    def run(self, tokens: Sequence[int], **options: Any) -> int:
+        """A whole request; how many tokens of its prompt were served."""
+        request = self.begin(tokens, **options)
+        self.compute(request)
+        self.requests.release(request)
+        self.cache.check()
+        return request.cached
+
+    def evict(self) -> None:
+        """Have everything leave the device."""
+        for pool in self.cache.pools:
+            pool.evict(pool.blocks)
+        self.settle()
+        assert all(pool.cached == 0 for pool in self.cache.pools)
+
+    def close(self) -> None:
+        self.cache.close()

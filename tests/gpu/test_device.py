@@ -1,0 +1,194 @@
+"""Pools over real tiers with real bytes: to host and files and back, restarts, salts, faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvladder
+from kvladder.config import load_config
+from kvladder.errors import ConfigError, OutOfBlocks, PlanError
+from kvladder.gpu.events import PoolEvent
+from kvladder.gpu.groups import Group
+from kvladder.policy.retention import Retention, RetentionRange
+from tests.gpu.device import Model
+from tests.gpu.engine import Indexed, replay
+
+
+@contextmanager
+def model(source: dict[str, Any], *groups: Group, **options: Any) -> Iterator[Model]:
+    opened = Model(source, *groups, **options)
+    try:
+        yield opened
+        opened.settle()
+        assert all(pool.free == pool.blocks for pool in opened.cache.pools)
+    finally:
+        opened.close()
+
+
+def stack(*below: dict[str, Any], slots: int = 16, **host: Any) -> dict[str, Any]:
+    arena = {"size": slots * 4096, "reserve": "50 %" if below else 0}
+    return {"arena": arena, "tiers": [{"type": "host", **host}, *below]}
+
+
+def files(path: Path, **options: Any) -> dict[str, Any]:
+    return {"type": "files", "path": str(path), "capacity": "8 MiB", "segment": "4 MiB", **options}
+
+
+def test_what_leaves_the_device_comes_back_from_host() -> None:
+    with model(stack()) as engine:
+        assert engine.run(range(16)) == 0
+        engine.evict()
+        assert engine.cache.stats()["host"]["blocks"] == 4
+        assert engine.run([*range(16), 99]) == 16
+        assert engine.cache.pools[0].stats.onboarded == 4
+        stored = engine.cache.stats()["host"]["stored"]
+        engine.cache.pools[0].evict(4)  # the host has them: nothing is copied
+        engine.settle()
+        assert engine.cache.stats()["host"]["stored"] == stored + 1  # the tail alone
+
+
+@pytest.mark.slow
+def test_what_leaves_host_comes_back_from_files_and_after_a_restart(tmp_path: Path) -> None:
+    source = stack(files(tmp_path), slots=8)
+    with model(source) as engine:
+        for start in (0, 100, 200, 300):
+            engine.run(range(start, start + 16))
+            engine.evict()
+        assert engine.cache.stats()["host"]["blocks"] <= 8
+        assert engine.run([*range(16), 99]) == 16
+        assert engine.cache.stats()["files"]["loaded"] >= 4
+    with model(source) as engine:
+        assert engine.cache.stats()["files"]["recovered"] >= 12
+        assert engine.run([*range(16), 99]) == 16
+        assert engine.run(range(100, 117)) == 16
+        assert engine.run(range(100, 117), salt="other") == 0
+    with model(source, weights="others") as engine:
+        assert engine.run([*range(16), 99]) == 0
+
+
+def test_salts_and_adapters_share_nothing_through_the_tiers() -> None:
+    with model(stack(slots=32), blocks=32) as engine:
+        for name in ({"salt": "a"}, {"salt": "b"}, {"lora": "a"}, {}):
+            assert engine.run(range(9), **name) == 0
+        engine.evict()
+        for name in ({"salt": "a"}, {"salt": "b"}, {"lora": "a"}, {}):
+            assert engine.run(range(9), **name) == 8
+
+
+def test_a_level_takes_what_its_threshold_admits_and_the_rest_is_forgotten() -> None:
+    with model({**stack(min_priority=40), "gpu": {"events": 1000}}) as engine:
+        high = Retention((RetentionRange(0, 8, 80),))
+        engine.run(range(16), retention=high)
+        engine.evict()
+        assert engine.cache.stats()["host"]["blocks"] == 2
+        kinds = [type(event).__name__ for event in engine.cache.take_events()]
+        assert kinds.count("Removed") == 2
+        assert engine.run([*range(16), 99]) == 8
+
+
+def test_what_the_last_level_evicts_is_removed_from_the_index() -> None:
+    with model({**stack(slots=4), "gpu": {"events": 1000}}) as engine:
+        seen: list[PoolEvent] = []
+        index: Indexed = {}
+        for start in (0, 100, 200):
+            engine.run(range(start, start + 16))
+            engine.evict()
+            seen += engine.cache.take_events()
+        replay(seen, index)
+        pool = engine.cache.pools[0]
+        assert len(index) == len(pool.ledger.index) == 4
+        assert {level for _, level, _ in index.values()} == {"host"}
+        assert engine.run([*range(200, 216), 99]) == 16
+
+
+def test_removed_blocks_are_gone_from_both_sides() -> None:
+    with model(stack()) as engine:
+        engine.run(range(16))
+        engine.evict()
+        first = engine.requests.sequences[0].scheme.chain(
+            range(4), parent=engine.requests.sequences[0].scheme.root()
+        )
+        engine.cache.pools[0].remove(first)
+        engine.settle()
+        assert engine.cache.stats()["host"]["blocks"] == 0
+        assert engine.run([*range(16), 99]) == 0
+        engine.cache.reset()
+        assert engine.run([*range(16), 99]) == 0
+
+
+def test_a_tier_that_gives_nothing_back_is_a_miss(tmp_path: Path) -> None:
+    source = stack(files(tmp_path), slots=4)
+    with model(source, blocks=8) as engine:
+        engine.run(range(16))
+        engine.evict()
+        engine.run(range(100, 116))
+        engine.evict()
+    for segment in tmp_path.rglob("*"):
+        if segment.is_file() and segment.stat().st_size >= 4 << 20:
+            data = bytearray(segment.read_bytes())
+            for at in range(len(data)):
+                data[at] ^= 0x5A
+            segment.write_bytes(data)
+    with model(source, blocks=8) as engine:
+        request = engine.begin([*range(16), 99])
+        assert request.lost
+        assert request.cached > 0
+        engine.requests.release(request)
+        engine.settle()
+        assert engine.run([*range(16), 99]) == 0
+
+
+def test_a_full_device_waits_for_its_offloads() -> None:
+    with model(stack(), blocks=4) as engine:
+        engine.run(range(16))
+        with pytest.raises(OutOfBlocks, match="blocks are needed"):
+            engine.requests.begin(range(100, 116))
+        engine.settle()
+        assert engine.run(range(100, 116)) == 0
+
+
+def test_every_setting_of_the_section_is_shown_and_has_its_effect() -> None:
+    own = {"partial": "copy", "events": 10, "shares": [1]}
+    with model({**stack(), "gpu": own}) as engine:
+        text = engine.cache.describe()
+        for line in ("gpu.partial  ", "gpu.shares", "partial matches: copy", "16 blocks of 4"):
+            assert line in text
+        engine.run(range(6))
+        assert engine.cache.pools[0].settings.partial == "copy"
+        assert engine.cache.take_events()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "path"),
+    [
+        ({"policy": "lru"}, "gpu.policy"),
+        ({"fraction": 1.0}, "gpu.fraction"),
+        ({"fraction": 0}, "gpu.fraction"),
+        ({"memory": 0}, "gpu.memory"),
+        ({"partial": "some"}, "gpu.partial"),
+        ({"max_tokens": 0}, "gpu.max_tokens"),
+        ({"evnts": 1}, "gpu.evnts"),
+    ],
+)
+def test_wrong_settings_are_refused(gpu: dict[str, Any], path: str) -> None:
+    with pytest.raises(ConfigError) as got:
+        load_config({**stack(), "gpu": gpu}, env={})
+    assert got.value.path == path
+
+
+def test_an_engine_with_a_pool_of_its_own_has_no_such_section() -> None:
+    layout = kvladder.Layout(4, 4096)
+    with pytest.raises(ConfigError, match="has no effect here"):
+        kvladder.open_cache({**stack(), "gpu": {}}, layout=layout)
+
+
+def test_memory_that_holds_no_sequence_is_refused_and_nothing_stays_open() -> None:
+    with pytest.raises(PlanError, match="do not hold one sequence"):
+        Model(stack(), blocks=3)
+    with pytest.raises(PlanError, match="context: 0"):
+        Model(stack(), context=0)
