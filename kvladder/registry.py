@@ -29,6 +29,7 @@ BUILT_IN: Final[Mapping[Group, Mapping[str, str]]] = {
     "codecs": {
         "checksum": "kvladder.tiers.codecs:ChecksumCodec",
         "zstd": "kvladder.tiers.zstd:ZstdCodec",
+        "aes-gcm": "kvladder.tiers.aesgcm:AesGcmCodec",
     },
     "connectors": {
         "inline": "kvladder.connectors.inline:InlineConnector",

@@ -104,20 +104,22 @@ class Chain:
     def decode(self, item: Item, note: bytes, slot: memoryview) -> Outcome:
         """Undo in ``slot`` what was done to the bytes that lie there.
 
-        STALE if that needs a codec that is not here, or if it is not what this chain demands: a
-        checksum where blocks are checked, encryption where they are encrypted.
+        STALE if that needs a codec or a key that is not here, or if it is not what this chain
+        demands: a checksum where blocks are checked, encryption where they are encrypted.
         """
         if not note:  # stored as it is
             return Outcome.STALE if self.demands else Outcome.GOOD
         coding = self._read(item.key, note)
         if coding is None or coding.length > self._size:
             return Outcome.CORRUPT
-        codecs = [self._own.get(step) or self._find(step) for step, _ in coding.steps]
-        known = [codec for codec in codecs if codec is not None]
-        if (
-            len(known) < len(codecs)
-            or (self._checked and not any(codec.checks for codec in known))
-            or (self._secret and not any(codec.stage == Stage.ENCRYPT for codec in known))
+        known: list[Codec] = []
+        for step, params in coding.steps:
+            codec = self._own.get(step) or self._find(step)
+            if codec is None or not codec.reads(params):
+                return Outcome.STALE
+            known.append(codec)
+        if (self._checked and not any(codec.checks for codec in known)) or (
+            self._secret and not any(codec.stage == Stage.ENCRYPT for codec in known)
         ):
             return Outcome.STALE
         left = sum(codec.stage != Stage.CHECK for codec in known)

@@ -82,6 +82,11 @@ class Codec(ABC):
         or ``data`` itself, which is not written. None leaves this block out.
         """
 
+    def reads(self, params: bytes) -> bool:
+        """Whether it has what it takes to decode what was stored with these parameters: a key."""
+        del params
+        return True
+
     @abstractmethod
     def decode(
         self, data: memoryview, params: bytes, target: memoryview, subject: Subject

@@ -153,6 +153,7 @@ class PutBatch:
         self.failures: list[OSError] = []
         self.jobs: list[Callable[[], None]] = []
         number = store.log.number(len(items))
+        store.segments.expect(items)
         for run in store.segments.runs(items, range(len(items)), parts):
             self.jobs.append(partial(self._write, run, number))
             number += len(run)

@@ -6,12 +6,14 @@ import errno
 import mmap
 import os
 import threading
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from kvladder.arena import Arena
+from kvladder.layout import PAGE_BYTES, align
 from kvladder.tiers.base import Item
 from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader, Outcome
 from kvladder.tiers.disk import Disk
@@ -19,6 +21,8 @@ from kvladder.tiers.filesdir import FilesDirectory, is_full, segment_name, segme
 
 PIECE_BYTES = 2 << 20
 """About how much one call reads or writes: large enough for any device, small enough to share."""
+SKIP_BYTES = 64 << 10
+"""What a block leaves free of its slot is left out if it is this much: it costs a call."""
 PIECE_BLOCKS_MAX = 128
 """Blocks per call: two buffers each, and IOV_MAX is 1024."""
 
@@ -83,6 +87,8 @@ class Segments:
         self._fds: dict[int, int] = {}
         self._lock = threading.Lock()
         self._scratch = threading.local()
+        self._short = array("I")
+        """By place: pages of a slot that are in use, 0 if all are or that is not known."""
 
     # ---- space
 
@@ -181,7 +187,8 @@ class Segments:
         """``indices`` into ``items``, grouped into runs of adjacent places, ``parts`` or more.
 
         A run is within one segment and at most ``PIECE_BYTES`` or one block long; the first ones
-        are shorter, so that the disk has something to do early.
+        are shorter, so that the disk has something to do early. A block that does not fill its
+        slot is the last of its run.
         """
         share = min(PIECE_BYTES, len(indices) * self.geometry.slot_bytes // parts)
         blocks = min(PIECE_BLOCKS_MAX, max(1, share // self.geometry.slot_bytes))
@@ -195,6 +202,7 @@ class Segments:
                 place != next_place
                 or len(run) == (short if begun < parts else blocks)
                 or place % self.geometry.segment_places == 0
+                or self._used(place - 1) < self.geometry.slot_bytes
             ):
                 yield run
                 run = []
@@ -203,6 +211,22 @@ class Segments:
             next_place = place + 1
         if run:
             yield run
+
+    def expect(self, items: Sequence[Item]) -> None:
+        """These are about to be written: ``runs`` has to know how much of a slot each fills."""
+        slot_bytes = self.geometry.slot_bytes
+        for item in items:
+            used = align(item.length or slot_bytes)
+            pages = used // PAGE_BYTES if slot_bytes - used >= SKIP_BYTES else 0
+            if pages and not self._short:
+                self._short = array("I", [0]) * self.geometry.capacity_blocks
+            if self._short:
+                self._short[item.place] = pages
+
+    def _used(self, place: int) -> int:
+        """How many bytes of the slot at ``place`` have to be read or written."""
+        pages = self._short[place] if self._short else 0
+        return pages * PAGE_BYTES or self.geometry.slot_bytes
 
     def write(self, run: Sequence[Item], sequence: int) -> None:
         """Store blocks at adjacent places; their sequence numbers are ``sequence`` and on."""
@@ -213,11 +237,11 @@ class Segments:
             page = pages[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
             view = self._arena.view(item.slot)
             self._header.write(page, item, sequence + number, view)
-            buffers += (page, view)
+            buffers += (page, view[: self._used(item.place)])
         done = 0
         while done < len(run):
             start = offset + done * self.geometry.stride
-            whole = self._disk.pwritev(fd, buffers[2 * done :], start) // self.geometry.stride
+            whole = self._whole(run[done:], self._disk.pwritev(fd, buffers[2 * done :], start))
             if whole == 0:
                 raise OSError(errno.EIO, "a block was written in part only")
             done += whole
@@ -257,8 +281,14 @@ class Segments:
         buffers: list[memoryview] = []
         for number, item in enumerate(run):
             buffers.append(pages[number * HEADER_BYTES : (number + 1) * HEADER_BYTES])
-            buffers.append(self._arena.view(item.slot))
-        return self._disk.preadv(fd, buffers, offset) // self.geometry.stride
+            buffers.append(self._arena.view(item.slot)[: self._used(item.place)])
+        return self._whole(run, self._disk.preadv(fd, buffers, offset))
+
+    def _whole(self, run: Sequence[Item], moved: int) -> int:
+        """How many leading blocks of ``run`` are in the first ``moved`` bytes of it."""
+        missing = self.geometry.slot_bytes - self._used(run[-1].place)
+        complete = moved == len(run) * self.geometry.stride - missing
+        return len(run) if complete else moved // self.geometry.stride
 
     def _locate(self, run: Sequence[Item]) -> tuple[int, int]:
         """Descriptor and offset of the first block of ``run``."""

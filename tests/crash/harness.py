@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from kvladder.arena import Arena
 from kvladder.errors import TierError
@@ -18,6 +19,7 @@ from kvladder.testing.sim import SimClock, inline_blocking
 from kvladder.tiers.base import Item, TierContext
 from kvladder.tiers.files import FilesOptions, FilesTier
 from kvladder.units import Size
+from tests.tiers.coded import SCRATCH
 
 LAYOUT = Layout(block_tokens=16, block_bytes=5000)
 STRIDE = 4096 + LAYOUT.slot_bytes
@@ -34,7 +36,8 @@ def key(number: int) -> BlockKey:
 
 
 def data(block: BlockKey) -> bytes:
-    return Random(block).randbytes(LAYOUT.block_bytes)
+    """Bytes that shrink, and of which no two sectors are alike."""
+    return Random(block).randbytes(LAYOUT.block_bytes // 5) * 5
 
 
 class WrongBytes(AssertionError):
@@ -59,20 +62,27 @@ class Machine:
         self.errors: list[TierError] = []
         self.space = LAYOUT.namespace(salt=salt)
         self.home = ROOT / self.space.hex()[:16]
-        self._arena = Arena.create(CAPACITY, LAYOUT.slot_bytes)
+        self._arena = Arena.create(CAPACITY + SCRATCH, LAYOUT.slot_bytes)
+        self._arena.set_aside(SCRATCH)
         slots = self._arena.lease(CAPACITY)
         assert slots is not None
         self._slots = slots
+
+    def wrap(self, tier: FilesTier) -> Any:
+        """What stands before the tier."""
+        return tier
 
     async def open(
         self, *, verify: bool = True, capacity: int = CAPACITY, direct: bool | None = None
     ) -> tuple[FilesTier, list[Item]]:
         """A tier with segments of three blocks, and what it recovered."""
-        tier = FilesTier(
-            FilesOptions(path=str(ROOT), segment=Size(3 * STRIDE), direct=direct),
-            disk=self.disk,
-            pool=InlinePool(),
-            log_slack_records=4,
+        tier = self.wrap(
+            FilesTier(
+                FilesOptions(path=str(ROOT), segment=Size(3 * STRIDE), direct=direct),
+                disk=self.disk,
+                pool=InlinePool(),
+                log_slack_records=4,
+            )
         )
         clock = SimClock(asyncio.get_running_loop())
         context = TierContext(

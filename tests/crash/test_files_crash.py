@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import errno
 from itertools import count
+from typing import Any
 
 import pytest
 
 from kvladder.errors import ConfigError, TierFull
 from kvladder.testing.disk import MODES, FakeDisk, Mode, PowerCut
 from kvladder.testing.sim import sim_run
+from kvladder.tiers import segments
+from kvladder.tiers.aesgcm import AesGcmCodec
+from kvladder.tiers.files import FilesTier
+from kvladder.tiers.zstd import ZstdCodec
 from tests.crash.harness import Machine, WrongBytes, new_disk
+from tests.tiers.coded import CodedTier
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]
 
@@ -33,12 +39,26 @@ def before(disk: FakeDisk) -> None:
     machine.close()
 
 
+class CodedMachine(Machine):
+    """Its blocks are compressed and encrypted, and leave out the end of their slots."""
+
+    def wrap(self, tier: FilesTier) -> Any:
+        return CodedTier(tier, [ZstdCodec(), AesGcmCodec()])
+
+
+@pytest.fixture(params=[Machine, CodedMachine])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Machine]:
+    monkeypatch.setenv("KVLADDER_KEY", "11" * 32)
+    monkeypatch.setattr(segments, "SKIP_BYTES", 4096)
+    return request.param
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_the_power_goes_at_every_call(mode: Mode) -> None:
+def test_the_power_goes_at_every_call(mode: Mode, kind: type[Machine]) -> None:
     for number in count(1):
         disk = new_disk(seed=number)
         before(disk)
-        machine = Machine(disk)
+        machine = kind(disk)
         disk.crash_at = disk.calls + number
         cut = False
         try:
@@ -54,11 +74,11 @@ def test_the_power_goes_at_every_call(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EMFILE])
-def test_every_call_fails_once(code: int) -> None:
+def test_every_call_fails_once(code: int, kind: type[Machine]) -> None:
     for number in count(1):
         disk = new_disk()
         before(disk)
-        machine = Machine(disk)
+        machine = kind(disk)
         disk.fail_at = disk.calls + number
         disk.fail_errno = code
         try:

@@ -8,6 +8,7 @@ import pytest
 
 from kvladder.arena import Arena, Slot
 from kvladder.layout import Layout
+from kvladder.tiers.aesgcm import AesGcmCodec
 from kvladder.tiers.base import Item, Tier, TierContext
 from kvladder.tiers.codecs import ChecksumCodec, Codec
 from kvladder.tiers.edge import Edge, EdgeSettings
@@ -61,12 +62,16 @@ class CodedTier(Tier):
 class CodedTests:
     """Has the suite run behind an edge; comes before ``TierTests`` among the bases."""
 
-    @pytest.fixture(params=["zstd", "checksum"])
-    def codecs(self, request: pytest.FixtureRequest) -> Callable[[], list[Codec]]:
+    @pytest.fixture(params=["zstd", "checksum", "encrypted"])
+    def codecs(
+        self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    ) -> Callable[[], list[Codec]]:
         chains: dict[str, Callable[[], list[Codec]]] = {
             "checksum": lambda: [ChecksumCodec()],
             "zstd": lambda: [ZstdCodec(), ChecksumCodec()],
+            "encrypted": lambda: [ZstdCodec(), AesGcmCodec()],
         }
+        monkeypatch.setenv("KVLADDER_KEY", "11" * 32)
         return chains[request.param]
 
     @pytest.fixture

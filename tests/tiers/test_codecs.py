@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from random import Random
 
 import pytest
 import zstandard
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
+from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey, Namespace
 from kvladder.layout import Layout
 from kvladder.testing.codecs import CodecTests, MakeCodec
+from kvladder.tiers.aesgcm import AesGcmCodec, AesGcmOptions
 from kvladder.tiers.base import NOTE_BYTES, Item
 from kvladder.tiers.blockheader import Outcome
 from kvladder.tiers.chain import Chain
@@ -218,3 +224,125 @@ def test_codecs_that_leave_a_block_out_do_not_disturb_the_others(pairs):
     ):
         sender = chain(*codecs)
         assert decoded(sender, *encoded(sender, block)) == block
+
+
+MASTER, ROTATED = "11" * 32, "22" * 32
+
+
+@pytest.fixture
+def master(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLADDER_KEY", MASTER)
+
+
+@pytest.mark.usefixtures("master")
+class TestAesGcm(CodecTests):
+    @pytest.fixture
+    def make(self) -> MakeCodec:
+        return AesGcmCodec
+
+
+@pytest.mark.usefixtures("master")
+class TestAesGcmOfBytes(TestAesGcm):
+    @pytest.fixture(params=[1, 15, 16, 17, 31, 32, 33, 8191])
+    def layout(self, request: pytest.FixtureRequest) -> Layout:
+        return Layout(block_tokens=16, block_bytes=request.param)
+
+
+@pytest.mark.usefixtures("master")
+def test_what_is_encrypted_can_be_read_by_anybody_who_knows_the_master_key():
+    """With primitives alone, as the documentation of the codec says."""
+    block = numbers()
+    codec = AesGcmCodec()
+    codec.open(LAYOUT, SPACE)
+    done = codec.encode(
+        memoryview(block), memoryview(bytearray(SIZE)), Subject(ITEM.key, ITEM.salt)
+    )
+    stored, params = done
+    info = b"kvladder aes-gcm v1\0key\0" + SPACE + ITEM.salt
+    key = HKDF(SHA256(), 32, None, info).derive(bytes.fromhex(MASTER))
+    nonce, tag = params[8:20], params[20:36]
+    bound = SPACE + ITEM.key + ITEM.salt
+    assert AESGCM(key).decrypt(nonce, bytes(stored) + tag, bound) == block
+
+
+@pytest.mark.usefixtures("master")
+def test_nothing_is_encrypted_twice_alike():
+    sender = chain(AesGcmCodec())
+    block = bytes(SIZE)
+    found = {encoded(sender, block)[0] for _ in range(20)}
+    found |= {encoded(sender, block, ITEM._replace(salt=b"another!"))[0] for _ in range(20)}
+    assert len(found) == 40
+    assert not any(block[:16] in stored for stored in found)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("master")
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_single_bit_of_an_encrypted_block_counts(packed):
+    sender = chain(*([ZstdCodec()] if packed else []), AesGcmCodec())
+    stored, note = encoded(sender, numbers())
+    assert decoded(sender, stored, note) == numbers()
+    for place in range(0, 8 * len(stored), 7):
+        damaged = bytearray(stored)
+        damaged[place // 8] ^= 1 << place % 8
+        assert decoded(sender, damaged, note) is Outcome.CORRUPT
+    for place in range(8 * len(note)):
+        damaged = bytearray(note)
+        damaged[place // 8] ^= 1 << place % 8
+        assert decoded(sender, stored, damaged) is Outcome.CORRUPT
+
+
+@pytest.mark.usefixtures("master")
+def test_a_block_is_bound_to_its_key_and_namespace():
+    """Also for whoever can make notes that are right for another block."""
+    codec = AesGcmCodec()
+    codec.open(LAYOUT, SPACE)
+    target = memoryview(bytearray(SIZE))
+    stored, params = codec.encode(memoryview(numbers()), target, Subject(ITEM.key, ITEM.salt))
+    plain = memoryview(bytearray(SIZE))
+    assert codec.decode(stored, params, plain, Subject(ITEM.key)) == numbers()
+    assert codec.decode(stored, params, plain, Subject(OTHER.key)) is None
+    codec.open(LAYOUT, LAYOUT.namespace(salt="other"))
+    assert codec.decode(stored, params, plain, Subject(ITEM.key)) is None
+
+
+def test_after_a_rotation_old_blocks_are_misses(monkeypatch):
+    monkeypatch.setenv("KVLADDER_KEY", MASTER)
+    stored, note = encoded(chain(AesGcmCodec()), numbers())
+    monkeypatch.setenv("KVLADDER_KEY", ROTATED)
+    assert decoded(chain(AesGcmCodec()), stored, note) is Outcome.STALE
+
+
+@pytest.mark.usefixtures("master")
+def test_where_blocks_are_encrypted_no_other_is_taken():
+    """Somebody who can write to the medium cannot have the engine read what he wrote."""
+    stored, note = encoded(chain(ZstdCodec(), ChecksumCodec()), numbers())
+    known = {ChecksumCodec.id: ChecksumCodec()}
+    encrypting = chain(ZstdCodec(), AesGcmCodec(), find=known.get)
+    assert decoded(encrypting, stored, note) is Outcome.STALE
+    assert decoded(encrypting, numbers(), b"") is Outcome.STALE
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "KVLADDER_KEY is not set"),
+        ("11" * 31, "does not hold a key"),
+        ("secret secret secret secret secret", "does not hold a key"),
+        ("c2hvcnQ=", "does not hold a key"),
+    ],
+)
+def test_a_key_that_is_none_is_refused(monkeypatch, text, says):
+    monkeypatch.setenv("KVLADDER_KEY", text)
+    with pytest.raises(ConfigError, match=says) as refused:
+        AesGcmCodec().open(LAYOUT, SPACE)
+    assert "openssl rand" in str(refused.value)
+    assert not text or text not in str(refused.value)
+
+
+def test_hexadecimal_and_base64_are_the_same_key(monkeypatch):
+    monkeypatch.setenv("KVLADDER_KEY", MASTER)
+    stored, note = encoded(chain(AesGcmCodec()), numbers())
+    monkeypatch.setenv("OTHER_KEY", base64.b64encode(bytes.fromhex(MASTER)).decode())
+    other = chain(AesGcmCodec(AesGcmOptions(variable="OTHER_KEY")))
+    assert decoded(other, stored, note) == numbers()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
 from kvladder.errors import TierFull
 from kvladder.testing.disk import FakeDisk, InlinePool
 from kvladder.testing.fakes import FakeTier, Full, Hold
-from kvladder.testing.fixtures import Blocks, MakeTier
+from kvladder.testing.fixtures import Blocks, MakeTier, Opener
 from kvladder.testing.tiers import TierTests
 from kvladder.tiers.base import Item, Tier, TierContext
 from kvladder.tiers.codecs import ChecksumCodec
@@ -24,6 +25,22 @@ class EasyBlocks(Blocks):
 
     def data(self, item: Item) -> bytes:
         return (item.key * self._size)[: self._size]
+
+
+class CountingDisk(FakeDisk):
+    """Counts the bytes that it reads and writes."""
+
+    moved = 0
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        moved = super().preadv(fd, buffers, offset)
+        self.moved += moved
+        return moved
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        moved = super().pwritev(fd, buffers, offset)
+        self.moved += moved
+        return moved
 
 
 class Shrinking(CodedTests):
@@ -58,6 +75,31 @@ class TestShrinkingFiles(Shrinking, TierTests):
         disk = FakeDisk(tmp_path)
         options = FilesOptions(path=str(tmp_path / "kv"))
         return lambda: CodedTier(FilesTier(options, disk=disk, pool=InlinePool()), codecs())
+
+
+class TestFilesWithRoomToSpare(TestShrinkingFiles):
+    """Blocks so large that what they leave free of their slots is neither written nor read."""
+
+    @pytest.fixture
+    def block_bytes(self) -> int:
+        return 300_000
+
+    @pytest.fixture
+    def make(self, codecs, tmp_path) -> MakeTier:
+        self.disk = CountingDisk(tmp_path)
+        options = FilesOptions(path=str(tmp_path / "kv"))
+        return lambda: CodedTier(FilesTier(options, disk=self.disk, pool=InlinePool()), codecs())
+
+    @pytest.mark.parametrize("codecs", ["zstd"], indirect=True)
+    async def test_the_disk_is_given_little(self, opened: Opener, blocks: Blocks) -> None:
+        tier = await opened()
+        before = self.disk.moved
+        items = await blocks.put(tier, *range(8))
+        assert self.disk.moved - before < 8 * 10_000
+        assert all(await blocks.get(tier, items))
+        assert self.disk.moved - before < 2 * 8 * 10_000
+        tier = await opened()
+        assert all(await blocks.get(tier, items)), "after a restart their whole slots are read"
 
 
 class TestCodedFiles(CodedTests, TierTests):
