@@ -49,6 +49,11 @@ class Record(NamedTuple):
     checksum: bytes
     note: bytes = b""
 
+    @property
+    def plain(self) -> bytes:
+        """The block as it was before ``MirrorCodec``, if a note says that something was done."""
+        return self.data[::-1] if self.note else self.data
+
 
 class FakeStore:
     """What a FakeTier stores into: outlives the tier, as a disk outlives a process.

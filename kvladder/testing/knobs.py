@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from kvladder.policy.offload import OffloadRule
+from kvladder.testing.mirror import MirrorCodec
 from kvladder.tiers.breaker import BreakerSettings
+from kvladder.tiers.codecs import ChecksumCodec
+from kvladder.tiers.edge import EdgeSettings
 from kvladder.tiers.gate import GateSettings
 from kvladder.tiers.level import LevelSettings
 
@@ -24,6 +27,14 @@ class LevelKnobs:
     """Mean of the random part of its latency."""
     rule: OffloadRule
     settings: LevelSettings
+    coded: bool = False
+    """Whether its blocks are changed on their way, and checked by the level instead of the tier."""
+
+    @property
+    def edged(self) -> LevelSettings:
+        """The settings with new codecs, if there are any."""
+        codecs = (MirrorCodec(), ChecksumCodec()) if self.coded else ()
+        return replace(self.settings, edge=EdgeSettings(codecs))
 
     @classmethod
     def draw(cls, random: Random) -> LevelKnobs:
@@ -64,6 +75,10 @@ class Knobs:
     reserve_blocks: int
     fetch_blocks_max: int
     levels: tuple[LevelKnobs, ...]
+
+    def coded(self) -> Knobs:
+        """The same with codecs at each level."""
+        return replace(self, levels=tuple(replace(level, coded=True) for level in self.levels))
 
     @classmethod
     def draw(cls, random: Random) -> Knobs:

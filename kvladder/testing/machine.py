@@ -25,10 +25,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     world: World
 
-    @initialize(shape=st.integers(0, 2**16), seed=st.integers(0, 2**16))
-    def open(self, shape: int, seed: int) -> None:
+    @initialize(shape=st.integers(0, 2**16), seed=st.integers(0, 2**16), coded=st.booleans())
+    def open(self, shape: int, seed: int, *, coded: bool) -> None:
         """A cache of some shape, and an order of events."""
-        self.world = World(Knobs.draw(Random(shape)), seed)
+        knobs = Knobs.draw(Random(shape))
+        self.world = World(knobs.coded() if coded else knobs, seed)
 
     @rule(
         number=NUMBERS,

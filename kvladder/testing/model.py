@@ -63,7 +63,7 @@ class Model:
             for space in store.spaces.values():
                 for record in space.values():
                     key = record.item.key
-                    self.allowed[key] = self.may_be(key) | {record.data}
+                    self.allowed[key] = self.may_be(key) | {record.plain}
 
 
 @dataclass(eq=False)

@@ -44,10 +44,15 @@ def drawn_steps(world: World, random: Random) -> list[Callable[[], None]]:
 WEIGHTS = (30, 60, 3, 2, 2, 3, 6, 1, 1, 0.3, 0.7)
 
 
-def run_world(seed: int, steps: int = STEPS_PER_WORLD) -> World:
-    """Run the world of this seed: what it does, and how often each thing, is drawn from it."""
+def run_world(seed: int, steps: int = STEPS_PER_WORLD, *, coded: bool = False) -> World:
+    """Run the world of this seed: what it does, and how often each thing, is drawn from it.
+
+    With ``coded`` its levels have codecs.
+    """
     random = Random(seed)
     knobs = Knobs.draw(random)
+    if coded:
+        knobs = knobs.coded()
     weights = [weight * random.choice((0, 1, 1, 3)) for weight in WEIGHTS]
     weights[:2] = WEIGHTS[:2]
     world = World(knobs, seed)
@@ -73,6 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=100_000, help="in all worlds together")
     parser.add_argument("--seed", type=int, default=0, help="of the first world")
+    parser.add_argument("--coded", action="store_true", help="with codecs at each level")
     options = parser.parse_args(arguments)
     logging.getLogger("kvladder").setLevel(logging.ERROR)  # it warns of every fault
     served: Counter[str] = Counter()
@@ -80,9 +86,10 @@ def main(arguments: list[str] | None = None) -> int:
     for number in range(worlds):
         seed = options.seed + number
         try:
-            world = run_world(seed)
+            world = run_world(seed, coded=options.coded)
         except BaseException:
-            print(f"failed: python -m kvladder.testing.soak --steps 1 --seed {seed}")
+            coded = " --coded" if options.coded else ""
+            print(f"failed: python -m kvladder.testing.soak --steps 1 --seed {seed}{coded}")
             raise
         served += world.served
         if number % 50 == 49 or number == worlds - 1:

@@ -87,7 +87,9 @@ class SimCache:
         """Open a cache over ``levels``, hottest first."""
         loop = asyncio.get_running_loop()
         clock = SimClock(loop)
-        scratch = [scratch_blocks(spec.settings.edge.codecs, layout.slot_bytes) for spec in levels]
+        edges = [spec.settings.edge.codecs for spec in levels]
+        # as little scratch as there may be, so that batches are stored in parts
+        scratch = [min(2, scratch_blocks(codecs, layout.slot_bytes)) for codecs in edges]
         arena = Arena.create(slots + sum(scratch), layout.slot_bytes)
         aside = [arena.set_aside(count) for count in scratch]
         shared = Shared(

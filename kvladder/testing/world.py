@@ -50,6 +50,7 @@ class World:
             FakeTier(
                 store=store if level.durable else None,
                 durable=level.durable,
+                checks=not level.coded,
                 batch_max=level.batch_max,
                 random=Random(self._seed + number),
                 latency_s=0.001,
@@ -60,7 +61,7 @@ class World:
             )
         ]
         specs = [
-            LevelSpec(tier, level.rule, level.capacity_blocks, level.settings)
+            LevelSpec(tier, level.rule, level.capacity_blocks, level.edged)
             for tier, level in zip(self.tiers, self.knobs.levels, strict=True)
         ]
         knobs = self.knobs
@@ -367,7 +368,7 @@ class World:
             self._check_floor(key, level.index.meta(place).floor, level.rule.min_priority)
             record = tier.records.get(place)
             if record is not None and record.item.key == key:
-                assert record.data in self.model.may_be(key), f"wrong bytes in {level.name}"
+                assert record.plain in self.model.may_be(key), f"wrong bytes in {level.name}"
 
     def _check_floor(self, key: BlockKey, floor: int, threshold: int) -> None:
         assert floor in self.model.floors[key]

@@ -50,7 +50,8 @@ class CodedMachine(Machine):
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Machine]:
     monkeypatch.setenv("KVLADDER_KEY", "11" * 32)
     monkeypatch.setattr(segments, "SKIP_BYTES", 4096)
-    return request.param
+    chosen: type[Machine] = request.param
+    return chosen
 
 
 @pytest.mark.parametrize("mode", MODES)

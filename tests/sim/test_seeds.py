@@ -38,6 +38,14 @@ def test_ten_thousand_steps_in_other_worlds() -> None:
     assert set(served) == {"host", "level1", "level2", "level3"}, "they reach every level"
 
 
+@pytest.mark.slow
+def test_five_thousand_steps_in_worlds_with_codecs() -> None:
+    worlds = [soak.run_world(seed, coded=True) for seed in range(60_000, 60_025)]
+    served = sum((world.served for world in worlds), start=worlds[0].served)
+    assert set(served) >= {"host", "level1", "level2"}
+    assert any(level.edge.corrupt for world in worlds for level in world.cache.levels)
+
+
 def test_the_command_says_what_was_served(capsys: pytest.CaptureFixture[str]) -> None:
     assert soak.main(["--steps", "400", "--seed", "3"]) == 0
     assert capsys.readouterr().out.startswith("2/2 worlds, to seed 4; blocks served: host ")

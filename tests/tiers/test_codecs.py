@@ -19,6 +19,7 @@ from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey, Namespace
 from kvladder.layout import Layout
 from kvladder.testing.codecs import CodecTests, MakeCodec
+from kvladder.testing.mirror import MirrorCodec
 from kvladder.tiers.aesgcm import AesGcmCodec, AesGcmOptions
 from kvladder.tiers.base import NOTE_BYTES, Item
 from kvladder.tiers.blockheader import Outcome
@@ -37,6 +38,12 @@ class TestChecksum(CodecTests):
     @pytest.fixture
     def make(self) -> MakeCodec:
         return ChecksumCodec
+
+
+class TestMirror(CodecTests):
+    @pytest.fixture
+    def make(self) -> MakeCodec:
+        return MirrorCodec
 
 
 class TestZstd(CodecTests):

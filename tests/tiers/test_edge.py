@@ -37,7 +37,7 @@ class CountingDisk(FakeDisk):
         self.moved += moved
         return moved
 
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
         moved = super().pwritev(fd, buffers, offset)
         self.moved += moved
         return moved
