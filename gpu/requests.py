@@ -86,12 +86,17 @@ class Requests:
     groups, sequences:
         What each group is, and its sequences, in the same order. The pool of a window or a state
         is not ``chained``. With several groups, and with a window, ``partial`` is off.
+    reuse:
+        Whether blocks are served to later requests, see ``CachePlan.no_reuse``.
     """
 
-    def __init__(self, groups: Sequence[Group], sequences: Sequence[Sequences]) -> None:
+    def __init__(
+        self, groups: Sequence[Group], sequences: Sequence[Sequences], *, reuse: bool = True
+    ) -> None:
         assert len(groups) == len(sequences) > 0
         self.groups = tuple(groups)
         self.sequences = tuple(sequences)
+        self.reuse = reuse
         self.step = lcm(*(group.block_tokens for group in groups))
         """Cached prefixes of several groups, or of a window, end at multiples of so many tokens."""
         self._only = sequences[0] if len(groups) == 1 and groups[0].kind == "full" else None
@@ -119,6 +124,8 @@ class Requests:
         The prefix is the longest that every group can serve. For the parameters and errors see
         ``Sequences.begin``.
         """
+        if not self.reuse:
+            cached_max = 0
         if self._only is not None:
             found = self._only.begin(
                 tokens,
@@ -129,6 +136,7 @@ class Requests:
                 cached_max=cached_max,
                 room=room,
             )
+            found.storing = self.reuse
             return Request([found])
         parts = [one.make(tokens, retention, salt, lora, extra) for one in self.sequences]
         count = len(parts[0].tokens)
@@ -144,6 +152,7 @@ class Requests:
         slots = self._settle(hold, matches)
         for one, part, match, given in zip(self.sequences, parts, matches, slots, strict=True):
             one.fill(part, match, given)
+            part.storing = self.reuse
         return Request(parts)
 
     def _find(self, parts: Sequence[KVSequence], limit: int) -> list[Found]:

@@ -129,6 +129,7 @@ def open_device(
     free_bytes: int | None = None,
     other_bytes: int = 0,
     peak_bytes: int = 0,
+    reuse: bool = True,
     overrides: Mapping[str, Any] | None = None,
 ) -> DeviceCache:
     """Open pools and tiers as a YAML file or a mapping says; the caller closes what is returned.
@@ -147,6 +148,8 @@ def open_device(
     free_bytes, other_bytes, peak_bytes:
         Device memory that is free, what other caches take of it, and what a forward pass does.
         They are asked for where ``gpu.memory`` does not say how much the pools get.
+    reuse:
+        Whether blocks may be served to later requests, see ``CachePlan.no_reuse``.
     overrides:
         What the engine sets, above file and environment.
 
@@ -183,7 +186,7 @@ def open_device(
         )
         port.attach(at, pool)
         sequences.append(Sequences(pool, _scheme(manager, group, alone=len(groups) == 1)))
-    requests = Requests([one.group for one in groups], sequences)
+    requests = Requests([one.group for one in groups], sequences, reuse=reuse)
     return DeviceCache(manager, port, requests, tensors, events, division)
 
 

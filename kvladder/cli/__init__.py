@@ -1,16 +1,17 @@
-"""The command line: ``kvladder check stack.yaml`` and ``kvladder --version``."""
+"""The command line: ``kvladder check``, ``kvladder size`` and ``kvladder --version``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvladder.cli.check import check
-from kvladder.cli.model import ITEM_BYTES
+from kvladder.cli.size import size
 from kvladder.errors import ConfigError
+from kvladder.gpu.groups import ITEM_BYTES
 
 EXIT_CONFIG = 2
 
@@ -19,14 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that ``argv`` (None: the process's) names; returns the exit code."""
     arguments = _parser().parse_args(argv)
     try:
-        print(
-            check(
-                arguments.config,
-                model=arguments.model,
-                dtype=arguments.dtype,
-                block_tokens=arguments.block_tokens,
-            )
-        )
+        print(arguments.run(arguments))
     except ConfigError as error:
         print(f"kvladder: {error}", file=sys.stderr)
         return EXIT_CONFIG
@@ -58,7 +52,63 @@ def _parser() -> argparse.ArgumentParser:
     checking.add_argument(
         "--block-tokens", type=int, metavar="N", help="tokens per block of the engine"
     )
+    checking.set_defaults(run=_check)
+    _add_size(commands.add_parser)
     return parser
+
+
+def _check(arguments: argparse.Namespace) -> str:
+    return check(
+        arguments.config,
+        model=arguments.model,
+        dtype=arguments.dtype,
+        block_tokens=arguments.block_tokens,
+    )
+
+
+def _add_size(add: Callable[..., argparse.ArgumentParser]) -> None:
+    sizing = add(
+        "size",
+        help="how many blocks and sequences of a model fit into a memory",
+        description="Print the bytes of a token, the pools that the layers make, and how many "
+        "blocks and sequences fit into a device's memory and into each tier of a stack.",
+    )
+    sizing.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        metavar="CONFIG_JSON",
+        help="a model's config.json (or its folder)",
+    )
+    sizing.add_argument("--memory", required=True, metavar="SIZE", help="for example 40GiB")
+    sizing.add_argument(
+        "--context", type=int, required=True, metavar="N", help="tokens of a sequence"
+    )
+    sizing.add_argument(
+        "--dtype", choices=sorted(ITEM_BYTES), help="dtype of the KV cache (default: the model's)"
+    )
+    sizing.add_argument("--block-tokens", type=int, default=16, metavar="N", help="default 16")
+    sizing.add_argument(
+        "--checkpoint-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens between kept states of a hybrid model (default 0: none are kept)",
+    )
+    sizing.add_argument("--stack", type=Path, metavar="YAML", help="a stack whose tiers to size")
+    sizing.set_defaults(run=_size)
+
+
+def _size(arguments: argparse.Namespace) -> str:
+    return size(
+        arguments.model,
+        memory=arguments.memory,
+        context=arguments.context,
+        dtype=arguments.dtype,
+        block_tokens=arguments.block_tokens,
+        checkpoint_tokens=arguments.checkpoint_tokens,
+        stack=arguments.stack,
+    )
 
 
 def _version() -> str:

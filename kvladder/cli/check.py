@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from kvladder.cli.model import bytes_per_token
 from kvladder.config import load_config
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
+from kvladder.models import bytes_per_token
 
 TOKENS_ASSUMED: Final = 16
 

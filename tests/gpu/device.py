@@ -27,6 +27,7 @@ class Model:
         blocks: int = 16,
         context: int = 16,
         step: int | None = None,
+        reuse: bool = True,
         **fields: str,
     ) -> None:
         self.groups = groups or (FULL,)
@@ -40,6 +41,7 @@ class Model:
             fields={"model": "tiny", **fields},
             context=context,
             step=step,
+            reuse=reuse,
             overrides={"gpu": gpu},
         )
         self.requests = self.cache.requests

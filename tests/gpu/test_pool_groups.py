@@ -272,6 +272,15 @@ def test_s8_a_released_sequence_is_not_forked() -> None:
         engine.sequences.fork(sequence, 1)
 
 
+def test_p3_without_reuse_nothing_is_served_or_kept() -> None:
+    for groups in ((FULL,), (FULL, NEAR)):
+        engine = model(*groups, reuse=False)
+        for _ in range(2):
+            assert engine.run(range(16)) == 0
+        assert all(pool.cached == 0 for pool in engine.cache.pools)
+        engine.close()
+
+
 def test_latent_attention_keeps_one_vector_per_token() -> None:
     latent = Layer("a", 1, 576, "bfloat16", factor=1)
     [only] = group_layers([latent], block_tokens=64, max_tokens=4096)

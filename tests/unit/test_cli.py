@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from kvladder.cli import main
-from kvladder.cli.model import bytes_per_token
 from kvladder.errors import ConfigError, LayoutError
+from kvladder.models import bytes_per_token
 
 STACK = """
 arena: {size: 1 GiB}
@@ -138,7 +138,14 @@ def test_usage_errors_exit_with_2(capsys, arguments):
         ({**LLAMA, "num_key_value_heads": None}, 2 * 32 * 32 * 128 * 2),
         ({**LLAMA, "dtype": "float32"}, 2 * 32 * 8 * 128 * 4),
         ({**LLAMA, "head_dim": 80}, 2 * 32 * 8 * 80 * 2),
-        ({**LLAMA, "layer_types": ["full_attention", "sliding_attention"]}, 2 * 32 * 8 * 128 * 2),
+        (
+            {
+                **LLAMA,
+                "layer_types": ["full_attention", "sliding_attention"] * 16,
+                "sliding_window": 64,
+            },
+            2 * 32 * 8 * 128 * 2,
+        ),
         ({"architectures": ["X"], "text_config": LLAMA}, 2 * 32 * 8 * 128 * 2),
         (
             {**LLAMA, "num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
@@ -158,14 +165,15 @@ def test_bytes_per_token(model, content, expected):
         ({**LLAMA, "num_hidden_layers": "32"}, "num_hidden_layers: '32'"),
         ({**LLAMA, "kv_lora_rank": 512}, "qk_rope_head_dim: missing"),
         ({**LLAMA, "torch_dtype": "int3"}, "dtype 'int3'"),
+        ({**LLAMA, "layer_types": ["odd"] * 32}, "not all layers keep KV: odd"),
+        ({**LLAMA, "layer_types": ["attention"]}, "1 kinds for 32 layers"),
+        ({**LLAMA, "mamba_d_state": 16}, "the file does not say which"),
         (
-            {**LLAMA, "layer_types": ["linear_attention"]},
-            "not all layers keep KV: linear_attention",
+            {**LLAMA, "mamba_d_state": 16, "attn_layer_period": 8},
+            "not all layers keep KV: some keep a state",
         ),
-        (
-            {**LLAMA, "full_attention_interval": 4},
-            "not all layers keep KV: full_attention_interval",
-        ),
+        ({**LLAMA, "full_attention_interval": 4}, "linear_num_value_heads: missing"),
+        ({**LLAMA, "hybrid_override_pattern": "M?"}, "not all layers keep KV"),
     ],
 )
 def test_a_layout_is_not_guessed(model, content, says):

@@ -1,0 +1,102 @@
+"""``kvladder size``: how much of a model's KV cache fits into a memory, and into each tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvladder.config import load_config
+from kvladder.errors import ConfigError, PlanError
+from kvladder.gpu.groups import Layer
+from kvladder.gpu.plan import CachePlan
+from kvladder.gpu.sizing import blocks_of, divide, needed
+from kvladder.layout import Layout
+from kvladder.models import ModelConfig
+from kvladder.units import Size
+
+
+def size(
+    model: Path,
+    *,
+    memory: str,
+    context: int,
+    dtype: str | None = None,
+    block_tokens: int = 16,
+    checkpoint_tokens: int = 0,
+    stack: Path | None = None,
+) -> str:
+    """Bytes per token, blocks and concurrent sequences, as text.
+
+    Parameters
+    ----------
+    model:
+        A model's ``config.json`` or its folder.
+    memory:
+        Device memory for the cache, such as ``40 GiB``.
+    context:
+        Tokens of a sequence.
+    dtype:
+        Of the KV cache; None takes the model's.
+    block_tokens, checkpoint_tokens:
+        Tokens per block, and between kept states of a hybrid model (0: none are kept).
+    stack:
+        A YAML file whose tiers are sized as well.
+
+    Raises
+    ------
+    ConfigError
+        An argument or a file is wrong, or not even one sequence fits.
+    """
+    try:
+        room = Size.parse(memory)
+    except ValueError as error:
+        raise ConfigError(f"{memory!r}", path="--memory", hint=str(error)) from error
+    found = ModelConfig(model, dtype=dtype)
+    resources = found.resources()
+    plan = CachePlan(
+        resources,
+        block_tokens=block_tokens,
+        max_tokens=context,
+        checkpoint_tokens=checkpoint_tokens,
+    )
+    plan.check().group()
+    layers = [one for one in resources if isinstance(one, Layer)]
+    pairs = [(pool.group, pool.block_bytes) for pool in plan.pools]
+    alone = sum(one.bytes for one in plan.alone)
+    one = sum(needed(group, context, context) * each for group, each in pairs) + alone
+    sequences = room // one
+    if sequences < 1:
+        hint = f"one takes {Size(one).about()}"
+        raise PlanError(f"{room} holds no sequence of {context} tokens", path="--memory", hint=hint)
+    division = divide(pairs, room - sequences * alone, context=context)
+    per_token = sum(layer.token_bytes for layer in layers)
+    state = sum(each.bytes for each in plan.states)
+    lines = [f"{found.file}: {len(found.kinds())} layers, {found.dtype}"]
+    lines.append(f"a token takes {per_token} bytes of KV in {len(layers)} layers")
+    if state:
+        lines.append(f"a sequence takes {state} bytes of state in {len(plan.states) // 2} layers")
+    lines.append(f"a sequence of {context} tokens takes {Size(one).about()}")
+    lines += ["", f"{Size(room)}: {min(sequences, division.sequences)} sequences", str(division)]
+    lines += [
+        f"  {each.name}: {each.bytes} bytes a sequence, by itself: {each.why}"
+        for each in plan.alone
+    ]
+    if stack is not None:
+        lines += ["", *_tiers(stack, plan, context)]
+    return "\n".join(lines)
+
+
+def _tiers(stack: Path, plan: CachePlan, context: int) -> list[str]:
+    """What each level of a stack holds, in blocks and whole prefixes."""
+    config = load_config(stack)
+    layout = Layout(plan.block_tokens, max(pool.block_bytes for pool in plan.pools))
+    config.check(layout)
+    prefix = 0
+    for pool in plan.pools:
+        group = pool.group
+        prefix += blocks_of(context, group.block_tokens) - group.first(context)
+    rooms = {config.host.name: config.arena_slots(layout)}
+    rooms.update({level.name: level.capacity_blocks(layout) for level in config.levels})
+    return [
+        f"{name}: {blocks} blocks, {blocks // prefix} prefixes of {context} tokens"
+        for name, blocks in rooms.items()
+    ]
