@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -20,15 +21,20 @@ KINDS = {
 """Kind of model, tokens between two places where a prefix may end on a CPU, and element type."""
 
 
+def make(folder: Path, kind: str) -> str:
+    """The path of a tiny random model."""
+    model = folder / "model"
+    command = [sys.executable, str(HERE / "tiny_model.py"), str(model), "0", kind]
+    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=240)
+    return str(model)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_says_the_same_when_it_is_served_from_host_and_from_files(
     start: Start, tmp_path: Path, kind: str
 ) -> None:
-    model = tmp_path / "model"
-    command = [sys.executable, str(HERE / "tiny_model.py"), str(model), "0", kind]
-    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=240)
     step, dtype = KINDS[kind]
-    spec = {"model": str(model), "engine": {"dtype": dtype}}
+    spec = {"model": make(tmp_path, kind), "engine": {"dtype": dtype}}
     (reference,) = start(None, ["each", {"prompts": PROMPTS}], **spec).finish()
     assert min(len(set(one)) for one in reference["tokens"]) > 4, "it says too little to tell"
     together = "each" if kind == "deepseek" else "generate"  # vLLM's own answers differ in a batch
@@ -58,3 +64,25 @@ def test_a_model_says_the_same_when_it_is_served_from_host_and_from_files(
     assert again["tokens"] == reference["tokens"]
     assert again["external"] == len(PROMPTS) * hits
     assert stats["files"]["corrupt"] == 0
+
+
+def test_ranks_that_hold_the_same_latents_store_them_once_for_any_number_of_ranks(
+    start: Start, tmp_path: Path
+) -> None:
+    model = make(tmp_path, "deepseek")
+    prompts = {"prompts": PROMPTS}
+    one = start(stack(tmp_path / "kv"), ["each", prompts], ["shutdown"], model=model)
+    one.finish()
+    stats = tmp_path / "stats.json"
+    two = start(
+        stack(tmp_path / "kv", stats_file=str(stats)),
+        ["each", prompts],
+        ["shutdown"],
+        model=model,
+        engine={"tensor_parallel_size": 2},
+        env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    )
+    warm, _ = two.finish()
+    assert warm["external"] == len(PROMPTS) * ((PROMPT_TOKENS - 1) // 16 * 16)
+    counts = json.loads(stats.read_text())
+    assert (counts["files"]["corrupt"], counts["files"]["hits"] * 16) == (0, warm["external"])
