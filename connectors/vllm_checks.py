@@ -149,11 +149,15 @@ def tensor_fields(
     for index, pages in groups.items():
         fields[f"kv.pages.{index}"] = pages.describe()
         fields[f"kv.shapes.{index}"] = ",".join(sorted(pages.shapes))
+    elements = {pages.element for pages in groups.values()}
+    element, run = elements.pop() if len(elements) == 1 else ("", 0)
     if any(pages.device.type == "cpu" for pages in groups.values()):
+        run = 0
         packed = sorted({str(getattr(layer, "isa", "unknown")) for layer in found})
         capability = torch.backends.cpu.get_cpu_capability()
         fields["cpu"] = f"{platform.machine()} {capability} {','.join(packed)}"
         fields["vllm"] = _vllm_version()
+    fields["kv.element"] = f"{element} {run}"
     return fields
 
 

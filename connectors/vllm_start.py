@@ -82,7 +82,10 @@ def layout_of(
         "kv.layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
         "ranks": str(apart),
     }
-    return Layout(groups.main.tokens, max(ends), fields), tuple(offsets)
+    elements = {text for name, text in fields.items() if name.endswith("kv.element")}
+    element, _, run = elements.pop().partition(" ") if len(elements) == 1 else ("", "", "0")
+    layout = Layout(groups.main.tokens, max(ends), fields, element, int(run))
+    return layout, tuple(offsets)
 
 
 def assemble(

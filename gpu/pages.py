@@ -42,12 +42,19 @@ class BlockPages:
     """
 
     def __init__(
-        self, pages: Sequence[Page], *, blocks: int, shapes: frozenset[str] = frozenset()
+        self,
+        pages: Sequence[Page],
+        *,
+        blocks: int,
+        shapes: frozenset[str] = frozenset(),
+        element: tuple[str, int] = ("", 0),
     ) -> None:
         self._text = ";".join(f"{','.join(page.names)}={page.size_bytes}" for page in pages)
         self.pages = tuple(_merged(pages))
         self.shapes = shapes
         """Element type and shape of one block in each of the tensors, as text."""
+        self.element = element
+        """Element type and how many neighbours are one token's and head's; "" and 0 if mixed."""
         self.blocks = blocks
         """Blocks that the tensors hold; ids are ``0 <= id < blocks``."""
         self.block_bytes = sum(page.size_bytes for page in pages)
@@ -101,7 +108,9 @@ class BlockPages:
             offset += view.shape[1]
         _require_apart(pages, blocks)
         shapes = frozenset(f"{tensor.dtype}{list(tensor.shape[1:])}" for tensor in tensors.values())
-        return cls(pages, blocks=blocks, shapes=shapes)
+        elements = {_element(tensor) for tensor in tensors.values()}
+        element = elements.pop() if len(elements) == 1 else ("", 0)
+        return cls(pages, blocks=blocks, shapes=shapes, element=element)
 
     def describe(self) -> str:
         """The layout as text that is equal for equal layouts, whatever the number of blocks."""
@@ -123,6 +132,12 @@ Parts = BlockPages | Mapping[int, Part]
 def by_group(parts: Parts) -> dict[int, Part]:
     """The parts by group."""
     return {0: Part(parts)} if isinstance(parts, BlockPages) else dict(parts)
+
+
+def _element(tensor: torch.Tensor) -> tuple[str, int]:
+    """The type of a tensor's elements, and the length of its last dimension if that is a run."""
+    run = tensor.shape[-1] if tensor.dim() > 2 and tensor.stride(-1) == 1 else 0
+    return str(tensor.dtype).removeprefix("torch."), run
 
 
 def _view(name: str, tensor: torch.Tensor, blocks: int) -> torch.Tensor:

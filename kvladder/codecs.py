@@ -115,7 +115,7 @@ def _configured(
         raise ConfigError(
             f"{make.name!r} changes the numbers that the engine reads",
             path=path,
-            hint=f"to have that, write {{name: {make.name}, allow_lossy: true}}",
+            hint=f"if that is meant, write {{name: {make.name}, allow_lossy: true}}",
         )
     if make.Options is None:
         return config
@@ -123,6 +123,10 @@ def _configured(
     return msgspec.structs.replace(
         config, options=convert(options, make.Options, path, loose=loose)
     )
+
+
+_OWN = {1: "checksum", 2: "zstd", 4: "aes-gcm"}
+"""By id, so that the modules of others are imported for their own ids only."""
 
 
 def finder(layout: Layout, namespace: Namespace) -> Callable[[int], Codec | None]:
@@ -135,7 +139,7 @@ def finder(layout: Layout, namespace: Namespace) -> Callable[[int], Codec | None
     def find(wanted: int) -> Codec | None:
         if wanted not in found:
             found[wanted] = None
-            for name in registry.names("codecs"):
+            for name in [_OWN[wanted]] if wanted in _OWN else registry.names("codecs"):
                 with suppress(ConfigError):  # cannot be loaded, or lacks its key
                     make = _codec({"name": name}, "")
                     if make.id == wanted and not make.lossy:

@@ -29,6 +29,7 @@ BUILT_IN: Final[Mapping[Group, Mapping[str, str]]] = {
     "codecs": {
         "checksum": "kvladder.tiers.codecs:ChecksumCodec",
         "zstd": "kvladder.tiers.zstd:ZstdCodec",
+        "fp8": "kvladder.tiers.fp8:Fp8Codec",
         "aes-gcm": "kvladder.tiers.aesgcm:AesGcmCodec",
     },
     "connectors": {

@@ -60,7 +60,12 @@ class AesGcmCodec(Codec):
         self._namespace = namespace
         self._master = self._read()
         self._id = self._derive(b"id", b"")[:8]
-        self._key = lru_cache(KEYS_MAX)(lambda salt: self._derive(b"key", salt))
+
+        @lru_cache(KEYS_MAX)
+        def key(salt: bytes) -> bytes:
+            return self._derive(b"key", salt)
+
+        self._key = key
         return layout
 
     def _read(self) -> bytes:

@@ -343,3 +343,14 @@ def test_each_group_of_layers_has_its_own_place_and_size(make: Make, arena: Aren
     assert [as_bytes(second, block) for block in (1, 3)] == [before[2][1], before[2][3]]
     assert copier.poll()[-1].bytes == 2 * len(before[2][1])
     copier.close()
+
+
+def test_what_a_block_consists_of_is_told_if_it_is_the_same_everywhere() -> None:
+    heads = {"k": torch.zeros(4, 16, 2, 64), "v": torch.zeros(4, 16, 2, 64)}
+    assert BlockPages.of(heads, blocks=4).element == ("float32", 64)
+    permuted = {"k": torch.zeros(4, 2, 16, 64).transpose(1, 2)}
+    assert BlockPages.of(permuted, blocks=4).element == ("float32", 64)
+    across = {"k": torch.zeros(4, 16, 64, 2).transpose(2, 3)}
+    assert BlockPages.of(across, blocks=4).element == ("float32", 0)
+    mixed = {**heads, "state": torch.zeros(4, 8, dtype=torch.bfloat16)}
+    assert BlockPages.of(mixed, blocks=4).element == ("", 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvladder.codecs import finder
+from kvladder.compose import open_cache
 from kvladder.config import load_config
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
@@ -82,3 +83,67 @@ def test_codecs_are_found_by_their_ids():
     assert isinstance(find(ZstdCodec.id), ZstdCodec)
     assert find(ZstdCodec.id) is find(ZstdCodec.id)
     assert find(60000) is None
+
+
+def test_what_loses_something_has_to_be_allowed():
+    with pytest.raises(ConfigError, match="allow_lossy: true") as refused:
+        load(["fp8", "checksum"])
+    assert refused.value.path == "tiers[1].codecs[0]"
+    config = load([{"name": "fp8", "allow_lossy": True}, "zstd", "checksum"])
+    assert [codec.name for codec in config.levels[0].codecs] == ["fp8", "zstd", "checksum"]
+
+
+@pytest.mark.parametrize(
+    ("codecs", "says"),
+    [
+        (["zstd", {"name": "fp8", "allow_lossy": True}], "as the engine wrote them"),
+        (["aes-gcm", "zstd"], "what is encrypted does not shrink"),
+    ],
+)
+def test_the_order_has_to_make_sense(codecs, says):
+    with pytest.raises(ConfigError, match=says):
+        load(codecs)
+
+
+def test_whoever_is_content_with_less_shares_with_nobody_who_is_not():
+    layout = Layout(16, 8192, {}, "bfloat16", 64)
+    spaces = set()
+    for codecs in (["checksum"], ["zstd"], [{"name": "fp8", "allow_lossy": True}]):
+        entry = {"type": "memory", "capacity": "1 MiB", "codecs": codecs}
+        source = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, entry]}
+        with open_cache(source, layout=layout) as cache:
+            spaces.add(cache.namespace)
+    assert len(spaces) == 2
+
+
+@pytest.mark.parametrize(
+    ("codecs", "says"),
+    [
+        (["aes-gcm"], "tiers[1].codecs.aes-gcm.variable: KVLADDER_KEY is not set"),
+        (
+            [{"name": "fp8", "allow_lossy": True}],
+            "tiers[1].codecs: fp8 does not shrink elements of a type that is not known",
+        ),
+    ],
+)
+def test_codecs_that_cannot_work_are_refused_at_start(monkeypatch, codecs, says):
+    monkeypatch.delenv("KVLADDER_KEY", raising=False)
+    entry = {"type": "memory", "capacity": "1 MiB", "codecs": codecs}
+    source = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, entry]}
+    with pytest.raises(ConfigError) as refused:
+        open_cache(source, layout=Layout(16, 8192))
+    assert str(refused.value).startswith(says)
+
+
+def test_a_codec_whose_key_is_missing_is_not_found(monkeypatch):
+    monkeypatch.delenv("KVLADDER_KEY", raising=False)
+    assert finder(LAYOUT, LAYOUT.namespace())(4) is None
+    monkeypatch.setenv("KVLADDER_KEY", "11" * 32)
+    found = finder(LAYOUT, LAYOUT.namespace())(4)
+    assert found is not None
+    assert found.name == "aes-gcm"
+
+
+def test_a_codec_that_loses_something_is_not_found():
+    layout = Layout(16, 8192, {}, "bfloat16", 64)
+    assert finder(layout, layout.namespace())(3) is None
