@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 
 from kvladder.gpu.names import NO_NODE, NO_SLOT, NOWHERE, DeviceSlot, NodeId, Root
 from kvladder.gpu.nodes import Nodes
@@ -70,10 +69,10 @@ class PrefixIndex:
 
     def match(self, keys: Sequence[BlockKey]) -> list[NodeId]:
         """The longest leading run of ``keys`` that is on the device."""
-        find, slot = self._node.get, self.nodes.slot
+        known, slot = self._node, self.nodes.slot
         found: list[NodeId] = []
         for key in keys:
-            node = find(key)
+            node = known.get(key)
             if node is None or slot[node] == NO_SLOT:
                 break
             found.append(node)
@@ -207,7 +206,7 @@ class PrefixIndex:
         key_of, slot_of, parent, kids = nodes.key, nodes.slot, nodes.parent, nodes.kids
         node_at, chained, family = self.node_at, self.chained, self._children is not None
         before = above
-        for node, key, slot in zip(made, keys, slots, strict=True):
+        for node, key, slot in zip(made, keys, slots):  # noqa: B905 - compiles to a plain loop
             key_of[node] = key
             slot_of[node] = slot
             node_at[slot] = node
@@ -215,11 +214,15 @@ class PrefixIndex:
             kids[before] += 1
             if chained:
                 before = node
-        for node, held in zip(made, tokens, strict=True) if tokens else ():
-            nodes.tokens[node] = held
+        if tokens:
+            labels = nodes.tokens
+            for node, label_of in zip(made, tokens):  # noqa: B905 - compiles to a plain loop
+                labels[node] = label_of
         if family:
-            for first, second in pairwise((above, *made)):
-                self._adopt(first, second)
+            before = above
+            for node in made:
+                self._adopt(before, node)
+                before = node
         return made
 
     def know(self, above: NodeId, key: BlockKey, level: str, tokens: bytes) -> NodeId:

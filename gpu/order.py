@@ -6,16 +6,17 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
+from typing import Final
 
 from kvladder.gpu.names import NodeId
 from kvladder.gpu.nodes import Nodes
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 
-_STEP = 2
-_FIRST = 1 << 40
+_STEP: Final = 2
+_FIRST: Final = 1 << 40
 """Stamps begin here, so that there are as many before it for what is to go next."""
-RUN_MAX = 1024
-SLACK_MAX = 1024
+RUN_MAX: Final = 1024
+SLACK_MAX: Final = 1024
 """How many entries may be out of date before they are swept, beside as many as are valid."""
 
 
@@ -85,9 +86,10 @@ class EvictionOrder:
         """
         stamp, first = self._nodes.stamp, self._next
         self._next = end = first + _STEP * len(nodes)
-        stamps = range(first, end, _STEP)
-        for node, at in zip(nodes, stamps, strict=True):
+        stamps, at = range(first, end, _STEP), first
+        for node in nodes:
             stamp[node] = at
+            at += _STEP
         self._len += len(nodes)
         self.entries += len(nodes)
         if not self._nodes.special:
@@ -200,7 +202,7 @@ class EvictionOrder:
                 end = min(end, bisect_left(run.stamps, late[0][0], at))
                 if end == at:
                     break
-            for node, mark in zip(run.nodes[at:end], run.stamps[at:end], strict=True):
+            for node, mark in zip(run.nodes[at:end], run.stamps[at:end]):  # noqa: B905 - see push
                 at += 1
                 if stamp[node] != mark:
                     continue
