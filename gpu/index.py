@@ -158,18 +158,6 @@ class PrefixIndex:
             self._children[above] = held
         held.add(node)
 
-    def _disown(self, above: NodeId, node: NodeId) -> None:
-        """``node`` is a child no more; its row is freed before anything else is asked."""
-        assert self._children is not None
-        held = self._children[above]
-        if isinstance(held, Siblings):
-            held.discard()
-            if held.alive:
-                return
-        else:
-            assert held == node
-        del self._children[above]
-
     def partial(self, above: NodeId, tokens: bytes) -> Iterator[tuple[NodeId, int, int]]:
         """Children of ``above`` that begin like ``tokens``, those that share most first.
 
@@ -258,10 +246,12 @@ class PrefixIndex:
 
         Counts nothing off their parents. Keys and slots, in the order given.
         """
-        slots = [self.nodes.slot[node] for node in nodes]
-        node_at = self.node_at
-        for slot in slots:
-            node_at[slot] = NO_NODE
+        slot_of, node_at, empty = self.nodes.slot, self.node_at, NO_NODE
+        slots: list[DeviceSlot] = []
+        for node in nodes:
+            slot = slot_of[node]
+            node_at[slot] = empty
+            slots.append(slot)
         return self.drop(nodes), slots
 
     def drop(self, nodes: Sequence[NodeId]) -> list[BlockKey]:
@@ -269,16 +259,23 @@ class PrefixIndex:
 
         Their keys, in the order given.
         """
-        rows, find = self.nodes, self._node
+        rows, known, key_of = self.nodes, self._node, self.nodes.key
         keys: list[BlockKey] = []
         for node in nodes:
-            key = rows.key[node]
+            key = key_of[node]
             assert key is not None
-            del find[key]
+            del known[key]
             keys.append(key)
-        if self._children is not None:
+        children, parent = self._children, rows.parent
+        if children is not None:
             for node in nodes:
-                self._disown(rows.parent[node], node)
+                above = parent[node]
+                held = children[above]
+                if isinstance(held, Siblings):  # its row is freed before anything is asked
+                    held.alive -= 1
+                    if held.alive:
+                        continue
+                del children[above]
         if self.colder:
             for node in nodes:
                 self.colder.pop(node, None)

@@ -66,16 +66,15 @@ class Ledger:
 
     def vacate(self, slots: Sequence[DeviceSlot], *, front: bool = False) -> None:
         """Nobody references these slots any more: cached ones may be evicted, others are free."""
-        nodes = pick(self.index.node_at, slots)
-        empty = nodes.count(NO_NODE)
-        if empty == len(slots):
-            free, cached = slots, []
-        elif empty:
-            both = list(zip(slots, nodes, strict=True))
-            free = [slot for slot, node in both if node == NO_NODE]
-            cached = [node for _, node in both if node != NO_NODE]
-        else:
-            free, cached = [], list(nodes)
+        node_at, empty = self.index.node_at, NO_NODE
+        free: list[DeviceSlot] = []
+        cached: list[NodeId] = []
+        for slot in slots:
+            node = node_at[slot]
+            if node == empty:
+                free.append(slot)
+            else:
+                cached.append(node)
         if front:
             self.free.add_front(free)
             self.order.push_front(cached)

@@ -78,10 +78,10 @@ class Nodes:
 
     def give(self, nodes: Iterable[NodeId]) -> None:
         """Free rows that have no children and nothing refers to any more."""
-        given = list(nodes)
+        given, key, stamp = list(nodes), self.key, self.stamp
         for node in given:
-            self.key[node] = None
-            self.stamp[node] = 0
+            key[node] = None
+            stamp[node] = 0
         if self.special:
             for node in given:
                 self.priority[node] = self.floor[node] = PRIORITY_DEFAULT

@@ -202,7 +202,8 @@ class EvictionOrder:
                 end = min(end, bisect_left(run.stamps, late[0][0], at))
                 if end == at:
                     break
-            for node, mark in zip(run.nodes[at:end], run.stamps[at:end]):  # noqa: B905 - see push
+            marks = list(run.stamps[at:end])
+            for node, mark in zip(run.nodes[at:end], marks):  # noqa: B905 - compiles to a plain loop
                 at += 1
                 if stamp[node] != mark:
                     continue

@@ -42,7 +42,7 @@ class Siblings:
         self._labels: list[bytes] = []
         self._nodes: list[NodeId] = []
         self.alive = 0
-        """How many children there are."""
+        """How many children there are. Who gives one up counts it off and frees its row."""
 
     def add(self, node: NodeId) -> None:
         """Take in a child, whose row is filled in."""
@@ -55,10 +55,6 @@ class Siblings:
         else:
             self._labels.insert(at, name)
             self._nodes.insert(at, node)
-
-    def discard(self) -> None:
-        """Count a child off, whose row is freed before anything else is asked."""
-        self.alive -= 1
 
     def _valid(self, at: int) -> bool:
         key = self._rows.key[self._nodes[at]]
