@@ -203,7 +203,7 @@ class EvictionOrder:
                 if end == at:
                     break
             marks = list(run.stamps[at:end])
-            for node, mark in zip(run.nodes[at:end], marks):  # noqa: B905 - compiles to a plain loop
+            for node, mark in zip(run.nodes[at:end], marks):  # noqa: B905
                 at += 1
                 if stamp[node] != mark:
                     continue

@@ -1,0 +1,323 @@
+"""Hugging Face models on block pools: what they say is what they say without."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from examples.transformers_engine import Engine, Job
+from kvladder.arena import Slot
+from kvladder.connectors.transformers import PooledModel, layer_shapes, model_digest
+from kvladder.errors import ConfigError, LayoutError, OutOfBlocks
+from kvladder.layout import PAGE_BYTES
+from kvladder.tiers.blockheader import MAGIC
+
+pytestmark = pytest.mark.slow
+
+CONTEXT, BLOCK, NEW = 96, 4, 12
+WINDOW = 10
+TOKEN_BYTES = 2 * 2 * 16 * 4
+"""Of one layer."""
+MODELS: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"num_key_value_heads": 1}),
+    "mistral": (MistralConfig, {"sliding_window": WINDOW}),
+    "gemma3": (
+        Gemma3TextConfig,
+        {
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny matrices are not worth waking others for."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_model(name: str = "llama", *, seed: int = 1, **options: Any) -> Any:
+    """A tiny model whose answers depend on all that it has read."""
+    kind, special = MODELS[name]
+    torch.manual_seed(seed)
+    config = kind(
+        **{
+            "vocab_size": 256,
+            "hidden_size": 48,
+            "intermediate_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "initializer_range": 0.3,
+            "tie_word_embeddings": False,
+            **special,
+            **options,
+        }
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def prompts_of(count: int, *, shared: int = 30, own: int = 17) -> list[list[int]]:
+    """Prompts of which the first tokens are the same and the last ones are not."""
+    rng = random.Random(count)
+    first = [rng.randrange(256) for _ in range(shared)]
+    return [[*first, *(rng.randrange(256) for _ in range(own + at))] for at in range(count)]
+
+
+def plain(model: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """What the model says with its own cache, one prompt at a time."""
+    said: list[list[int]] = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=model.device)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        said.append(out[0, len(prompt) :].tolist())
+    return said
+
+
+def stack(
+    *, tokens: int, host: str = "1 MiB", files: Path | None = None, codecs: Any = None
+) -> dict[str, Any]:
+    """A stack above which the pools of three layers hold so many tokens."""
+    tiers: list[Mapping[str, Any]] = [{"name": "host", "type": "host"}]
+    if files is not None:
+        more = {} if codecs is None else {"codecs": codecs}
+        tiers.append(
+            {"name": "disk", "type": "files", "path": str(files), "capacity": "16 MiB", **more}
+        )
+    memory = f"{tokens * 3 * TOKEN_BYTES} B"
+    return {"gpu": {"memory": memory}, "arena": {"size": host}, "tiers": tiers}
+
+
+def serve(pooled: PooledModel, prompts: Sequence[list[int]], **options: Any) -> list[Job]:
+    """Serve all prompts at once; afterwards nothing is held."""
+    engine = Engine(pooled)
+    jobs = [engine.submit(prompt, NEW, **options) for prompt in prompts]
+    while engine.waiting or engine.running:
+        engine.step()
+        pooled.cache.check()
+    rest(pooled)
+    assert all(pool.free == pool.blocks for pool in pooled.cache.pools)
+    return jobs
+
+
+def rest(pooled: PooledModel) -> None:
+    """Until no copy is under way."""
+    while pooled.cache.port.busy:
+        pooled.cache.wait(0.1)
+        pooled.cache.poll()
+    while not pooled.cache.manager.idle():
+        pooled.cache.wait(0.01)
+        pooled.cache.poll()
+
+
+def evict_all(pooled: PooledModel) -> None:
+    for pool in pooled.cache.pools:
+        pool.evict(pool.cached)
+    rest(pooled)
+    assert not any(pool.cached for pool in pooled.cache.pools)
+
+
+def opened(model: Any, source: Mapping[str, Any], **options: Any) -> PooledModel:
+    return PooledModel(model, source, context=CONTEXT, block_tokens=BLOCK, **options)
+
+
+def outputs(jobs: Sequence[Job]) -> list[list[int]]:
+    return [job.output for job in jobs]
+
+
+@pytest.mark.parametrize("step", [None, 7])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_says_the_same_with_the_pool_and_without(name, step):
+    model, prompts = make_model(name), prompts_of(4)
+    expected = plain(model, prompts)
+    assert all(len(set(said)) > NEW // 2 for said in expected)
+    with opened(model, stack(tokens=400), step=step) as pooled:
+        jobs = serve(pooled, prompts)
+        assert outputs(jobs) == expected
+        assert [job.cached for job in jobs] == [0, 28, 28, 28]
+        jobs = serve(pooled, prompts)
+        assert outputs(jobs) == expected
+        assert all(job.cached >= len(job.prompt) // BLOCK * BLOCK - BLOCK for job in jobs)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_blocks_come_back_from_host_memory(name):
+    model, prompts = make_model(name), prompts_of(3)
+    with opened(model, stack(tokens=400)) as pooled:
+        first = serve(pooled, prompts)
+        evict_all(pooled)
+        again = serve(pooled, prompts)
+        assert outputs(again) == outputs(first) == plain(model, prompts)
+        assert all(job.cached >= 28 for job in again)
+        assert sum(pool.stats.onboarded for pool in pooled.cache.pools) > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_blocks_come_back_from_files_after_a_restart(name, tmp_path):
+    model, prompts = make_model(name), prompts_of(3)
+    source = stack(tokens=400, files=tmp_path / "kv")
+    with opened(model, source) as pooled:
+        first = serve(pooled, prompts)
+    with opened(model, source) as pooled:
+        again = serve(pooled, prompts)
+        assert outputs(again) == outputs(first) == plain(model, prompts)
+        assert all(job.cached >= 28 for job in again)
+        assert pooled.cache.stats()["disk"]["hits"] > 0
+    other = make_model(name, seed=2)
+    with opened(other, source) as pooled:
+        jobs = serve(pooled, prompts[:1])
+        assert jobs[0].cached == 0
+        assert outputs(jobs) == plain(other, prompts[:1])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_what_does_not_fit_makes_way_and_goes_on(name):
+    model, prompts = make_model(name), prompts_of(4, shared=9, own=40)
+    with opened(model, stack(tokens=150), step=16) as pooled:
+        jobs = serve(pooled, prompts)
+        assert outputs(jobs) == plain(model, prompts)
+        assert sum(job.preempted for job in jobs) > 0
+        assert sum(pool.stats.onboarded for pool in pooled.cache.pools) > 0
+
+
+def test_two_salts_share_nothing():
+    model, prompts = make_model(), prompts_of(1)
+    with opened(model, stack(tokens=400)) as pooled:
+        first, other, again = (serve(pooled, prompts, salt=salt)[0] for salt in ("a", "b", "a"))
+        assert first.output == other.output == again.output
+        assert (first.cached, other.cached) == (0, 0)
+        assert again.cached == len(prompts[0]) // BLOCK * BLOCK
+
+
+def flip(memory: memoryview) -> None:
+    """Other bytes, none of them far off."""
+    for at in range(2, len(memory), 4):  # of each float's mantissa
+        memory[at] ^= 0x40
+
+
+def test_flipped_bytes_change_what_it_says():
+    """The control: a wrong KV cache is not without effect."""
+    model, prompts = make_model(), prompts_of(1)
+    with opened(model, stack(tokens=400)) as pooled:
+        serve(pooled, prompts)
+        evict_all(pooled)
+        arena = pooled.cache.manager.arena
+        for slot in range(arena.slots):
+            flip(arena.view(Slot(slot)))
+        assert outputs(serve(pooled, prompts)) != plain(model, prompts)
+
+
+@pytest.mark.parametrize("codecs", [["checksum"], []])
+def test_flipped_files_are_found_out_unless_checks_are_off(tmp_path, codecs):
+    model, prompts = make_model(), prompts_of(1)
+    source = stack(tokens=400, files=tmp_path, codecs=codecs)
+    with opened(model, source) as pooled:
+        serve(pooled, prompts)
+    segments = [path for path in tmp_path.rglob("*") if path.stat().st_size > 1 << 20]
+    assert segments
+    for path in segments:
+        data = bytearray(path.read_bytes())
+        for start in range(0, len(data), PAGE_BYTES):
+            if data[start : start + len(MAGIC)] != MAGIC:
+                flip(memoryview(data)[start : start + PAGE_BYTES])
+        path.write_bytes(data)
+    with opened(model, source) as pooled:
+        same = outputs(serve(pooled, prompts)) == plain(model, prompts)
+    assert same == bool(codecs)
+
+
+def test_a_window_lets_go_of_what_it_has_passed():
+    model = make_model("gemma3")
+    with opened(model, stack(tokens=400), step=8) as pooled:
+        full, window = (group.name.partition("-")[0] for group in pooled.requests.groups)
+        assert {full, window} == {"full", f"window{WINDOW}"}
+        at = [full, window].index(f"window{WINDOW}")
+        engine = Engine(pooled)
+        engine.submit(prompts_of(1)[0], NEW)
+        most = 0
+        while engine.waiting or engine.running:
+            engine.step()
+            most = max(most, pooled.cache.pools[at].used)
+        assert most <= -(-(WINDOW + 8) // BLOCK) + 2
+
+
+def test_a_request_that_never_fits_is_an_error():
+    with opened(make_model(), stack(tokens=CONTEXT)) as pooled:
+        engine = Engine(pooled)
+        engine.submit([1] * (CONTEXT + 4), NEW)
+        with pytest.raises(OutOfBlocks):
+            engine.run()
+
+
+def test_a_model_with_other_state_is_refused():
+    config = MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, state_size=4)
+    with pytest.raises(LayoutError, match="layer 0"):
+        layer_shapes(AutoModelForCausalLM.from_config(config).eval(), context=64)
+
+
+def test_the_memory_has_to_be_named_on_cpu():
+    with pytest.raises(ConfigError, match=r"gpu\.memory"):
+        opened(make_model(), {"host": "1 MiB"})
+
+
+def test_a_window_that_sees_everything_is_none():
+    shapes = layer_shapes(make_model("gemma3"), context=WINDOW)
+    assert {shape.window for shape in shapes} == {0}
+
+
+def test_the_digest_tells_models_apart():
+    one = model_digest(make_model())
+    assert one == model_digest(make_model())
+    assert one != model_digest(make_model(seed=2))
+    assert one != model_digest(
+        make_model(rope_parameters={"rope_theta": 1e6, "rope_type": "default"})
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_the_same_on_a_gpu(name, tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model, prompts = make_model(name).cuda(), prompts_of(4)
+    expected = plain(model, prompts)
+    source = stack(tokens=400, files=tmp_path)
+    for _ in range(2):
+        with opened(model, source, step=16) as pooled:
+            jobs = serve(pooled, prompts)
+            assert outputs(jobs) == expected
+            evict_all(pooled)
+            jobs = serve(pooled, prompts)
+            assert outputs(jobs) == expected
+            assert all(job.cached >= 28 for job in jobs)
