@@ -34,6 +34,7 @@ BUILT_IN: Final[Mapping[Group, Mapping[str, str]]] = {
     },
     "connectors": {
         "inline": "kvladder.connectors.inline:InlineConnector",
+        "transformers": "kvladder.connectors.transformers:PooledModel",
         "vllm": "kvladder.connectors.vllm:KVLadderConnector",
     },
 }
