@@ -149,7 +149,7 @@ class Requests:
             blocks = -(-end // self.groups[at].block_tokens)
             return self.sequences[at].prefixes.hold(matches[at], blocks)
 
-        slots = self._settle(hold, matches)
+        slots = self.settle(hold, matches)
         for one, part, match, given in zip(self.sequences, parts, matches, slots, strict=True):
             one.fill(part, match, given)
             part.storing = self.reuse
@@ -183,10 +183,19 @@ class Requests:
             for one, match in zip(self.sequences, found, strict=False):
                 one.pool.reserve.forgo(match.match)
 
-    def _settle(
+    def settle(
         self, hold: Callable[[int], Hold], matches: Sequence[Found] = ()
     ) -> list[list[DeviceSlot]]:
-        """Reserve in every group, then evict in every group; or nothing in any."""
+        """Reserve in every group, then evict in every group; or nothing in any.
+
+        ``hold(g)`` reserves in group ``g``; the result has the fresh slots of each. ``matches``
+        are what the holds are for.
+
+        Raises
+        ------
+        OutOfBlocks, BlocksBusy
+            See ``Reservations``; nothing is held.
+        """
         reserves = [one.pool.reserve for one in self.sequences]
         holds: list[Hold] = []
         slots: list[list[DeviceSlot]] = []
@@ -229,7 +238,7 @@ class Requests:
         if self._only is not None:
             slots = [self._only.pool.allocate(growths[0].fresh)]
         else:
-            slots = self._settle(
+            slots = self.settle(
                 lambda at: self.sequences[at].pool.reserve.hold(Match([], []), growths[at].fresh)
             )
         for (one, part), growth, given in zip(both, growths, slots, strict=True):

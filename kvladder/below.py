@@ -5,7 +5,7 @@ The one place beside the manager that has both the device and the tiers in view.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -16,11 +16,21 @@ from kvladder.gpu.names import DeviceSlot, Ticket
 from kvladder.gpu.pool import BlockPool
 from kvladder.keys import BlockKey
 from kvladder.manager import CacheManager
+from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.tiers.fetch import Fetch
 from kvladder.tiers.index import Meta
 
 REST_S = 0.002
 """How long ``TierPort.wait`` sleeps at most while nothing but a tier can wake it."""
+
+
+WEIGHT = 0.2
+"""Of the newest measurement in an average."""
+
+
+def blended(old: float | None, new: float) -> float:
+    """A moving average that begins with its first value."""
+    return new if old is None else old + WEIGHT * (new - old)
 
 
 class _Claim:
@@ -76,13 +86,16 @@ class TierPort:
     def __init__(self, manager: CacheManager, copier: Copier) -> None:
         self.stack = manager.stack
         self._manager = manager
-        self._copier = copier
+        self.copier = copier
         self._pools: dict[int, BlockPool] = {}
         self._ids = count(1)
         self._claims: dict[BlockKey, list[tuple[_Claim, int]]] = {}
         self._out: dict[Ticket, _Out] = {}
         self._in: dict[Ticket, _In] = {}
-        self._copying: set[Ticket] = set()
+        self._own: dict[Ticket, Callable[[bool], None]] = {}
+        self._copying: dict[Ticket, Direction] = {}
+        self.byte_s: dict[Direction, float] = {}
+        """Seconds per byte of recent copies."""
         self._changed: dict[BlockKey, None] = {}
         """Blocks that came to a level or left one since the last poll; with the stack's lock."""
         self.stack.shared.events.observers.append(self._note)
@@ -98,10 +111,40 @@ class TierPort:
     def _note(self, keys: Sequence[BlockKey]) -> None:
         self._changed.update(dict.fromkeys(keys))
 
+    # ---- copies of an engine's own, of blocks that no pool offers to others
+
+    def lease(self, count: int) -> list[Slot] | None:
+        """So many slots of the arena, evicting from host what others hold too; all or none."""
+        with self.stack.lock:
+            slots = self.stack.host.room(count, PRIORITY_MAX)
+            if len(slots) == count:
+                return slots
+            self.stack.shared.arena.release(slots)
+            return None
+
+    def unlease(self, slots: Sequence[Slot]) -> None:
+        """Give leased slots back."""
+        with self.stack.lock:
+            self.stack.shared.arena.release(slots)
+
+    def copy(
+        self,
+        group: int,
+        direction: Direction,
+        blocks: Sequence[DeviceSlot],
+        slots: Sequence[Slot],
+        ended: Callable[[bool], None],
+    ) -> Ticket:
+        """Copy between held device slots and leased ones; ``poll`` calls ``ended(ok)``."""
+        ticket = Ticket(next(self._ids))
+        self._own[ticket] = ended
+        self._copy(ticket, group, direction, blocks, slots)
+        return ticket
+
     @property
     def busy(self) -> bool:
         """Whether a copy is under way or waits for a tier."""
-        return bool(self._out or self._in)
+        return bool(self._out or self._in or self._own)
 
     @property
     def capacities(self) -> Mapping[str, int]:
@@ -153,8 +196,8 @@ class TierPort:
         blocks: Sequence[int],
         slots: Sequence[Slot],
     ) -> None:
-        self._copying.add(ticket)
-        self._copier.submit(CopyJob(JobId(ticket), direction, tuple(blocks), tuple(slots), group))
+        self._copying[ticket] = direction
+        self.copier.submit(CopyJob(JobId(ticket), direction, tuple(blocks), tuple(slots), group))
 
     # ---- in
 
@@ -209,7 +252,7 @@ class TierPort:
 
     def poll(self) -> None:
         """Take note of what ended and of what the tiers did; tell the pools. Call once a step."""
-        for finished in self._copier.poll():
+        for finished in self.copier.poll():
             self._ended(finished)
         for ticket in [ticket for ticket in self._in if ticket not in self._copying]:
             if not self._begin(ticket):
@@ -218,7 +261,13 @@ class TierPort:
 
     def _ended(self, finished: Finished) -> None:
         ticket = Ticket(finished.id)
-        self._copying.discard(ticket)
+        direction = self._copying.pop(ticket)
+        if finished.bytes:
+            per_byte_s = finished.seconds / finished.bytes
+            self.byte_s[direction] = blended(self.byte_s.get(direction), per_byte_s)
+        if ticket in self._own:
+            self._own.pop(ticket)(finished.ok)
+            return
         out = self._out.pop(ticket, None)
         if out is None:
             self._arrived(ticket, ok=finished.ok, damaged=not finished.ok)
@@ -259,14 +308,14 @@ class TierPort:
     def wait(self, timeout_s: float) -> None:
         """Return when a copy ended, or soon; for an engine that has nothing else to do."""
         waiting = any(ticket not in self._copying for ticket in self._in)
-        self._copier.rest(min(timeout_s, REST_S) if waiting else timeout_s)
+        self.copier.rest(min(timeout_s, REST_S) if waiting else timeout_s)
 
     # ---- for people and tests
 
     def check(self) -> None:
         """Assert that both sides agree on what is under way, and the manager's own invariants."""
         self._manager.check()
-        assert self._copying <= self._out.keys() | self._in.keys()
+        assert self._copying.keys() <= self._out.keys() | self._in.keys() | self._own.keys()
         claims = [claim for held in self._claims.values() for claim, _ in held]
         claims += [claim for arriving in self._in.values() for claim, _ in arriving.sources]
         for claim in set(claims):
@@ -283,7 +332,7 @@ class TierPort:
 
     def close(self) -> None:
         """End all copies and let everything go; may be called again."""
-        self._copier.close()
+        self.copier.close()
         self.poll()
         for ticket in list(self._in):
             self._arrived(ticket, ok=False)

@@ -17,7 +17,7 @@ from kvladder.gpu.events import PoolEvent, PoolEvents, Stored
 from kvladder.gpu.groups import Group
 from kvladder.gpu.pages import BlockPages, Part
 from kvladder.gpu.pool import BlockPool, Partial, PoolSettings
-from kvladder.gpu.requests import Requests
+from kvladder.gpu.requests import Request, Requests
 from kvladder.gpu.select import copier_for
 from kvladder.gpu.sequences import Sequences
 from kvladder.gpu.sizing import Division, blocks_of, divide, pool_bytes
@@ -25,6 +25,7 @@ from kvladder.keys import KeyScheme, namespace
 from kvladder.layout import Layout
 from kvladder.manager import CacheManager
 from kvladder.metrics import Stats
+from kvladder.preempt import Preemption, Suspended
 
 Tensors = Mapping[str, torch.Tensor]
 Allocate = Callable[[int, int], Tensors]
@@ -62,6 +63,9 @@ class DeviceCache:
         self.tensors = tuple(tensors)
         self.division = division
         self._events = events
+        self.preemption = Preemption(
+            port, requests, [share.block_bytes for share in division.shares]
+        )
 
     @property
     def pools(self) -> list[BlockPool]:
@@ -75,6 +79,14 @@ class DeviceCache:
     def wait(self, timeout_s: float) -> None:
         """Return when a copy ended, or soon, at the latest after ``timeout_s``; then poll."""
         self.port.wait(timeout_s)
+
+    def suspend(self, request: Request) -> Suspended:
+        """Have a running request give its device memory up, see ``Preemption.suspend``."""
+        return self.preemption.suspend(request)
+
+    def resume(self, suspended: Suspended) -> Request:
+        """Go on with it, see ``Preemption.resume``."""
+        return self.preemption.resume(suspended)
 
     def take_events(self) -> list[PoolEvent]:
         """What happened to which block since the last call, oldest first."""
@@ -109,6 +121,7 @@ class DeviceCache:
     def close(self) -> None:
         """End all copies, flush to durable levels, close everything; may be called again."""
         self.port.close()
+        self.preemption.close()
         self.manager.close()
 
     def __enter__(self) -> Self:

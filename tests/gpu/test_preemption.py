@@ -1,0 +1,180 @@
+"""Suspending a running request and going on with it, with real bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvladder.errors import NotHeld, NotReady, OutOfBlocks
+from kvladder.gpu.groups import Group
+from kvladder.gpu.requests import Request
+from kvladder.preempt import How, Suspended
+from tests.gpu.device import FULL, Model
+
+NEAR = Group("near", 4, "window", 8)
+STATE = Group("state", 4, "state")
+
+
+def model(*groups: Group, slots: int = 64, blocks: int = 12, **options: Any) -> Model:
+    arena = {"size": slots * 4096, "reserve": 0}
+    return Model({"arena": arena, "tiers": [{"type": "host"}]}, *groups, blocks=blocks, **options)
+
+
+def running(engine: Model) -> Request:
+    """A request that generated three tokens, the last of which is not computed."""
+    request = engine.begin(range(13))
+    for token in (50, 51, 52):
+        engine.compute(request)
+        engine.requests.append(request, [token])
+    return request
+
+
+def back(engine: Model, suspended: Suspended) -> Request:
+    request = engine.cache.resume(suspended)
+    assert not request.ready or suspended.how == "recompute" or not request.arriving
+    engine.settle()
+    assert request.ready
+    return request
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, NEAR), (FULL, STATE), (NEAR,)])
+@pytest.mark.parametrize("how", ["tiers", "recompute"])
+@pytest.mark.parametrize("crowded", [False, True])
+def test_a_suspended_request_goes_on_where_it_was(
+    groups: tuple[Group, ...], how: How, crowded: bool
+) -> None:
+    engine = model(*groups)
+    request = running(engine)
+    tokens, computed = list(request.tokens), request.computed
+    suspended = engine.cache.preemption.suspend(request, how)
+    engine.settle()
+    assert suspended.copies_left == 0
+    assert suspended.how == how
+    assert all(pool.used == 0 for pool in engine.cache.pools)
+    if crowded:  # others take all of the device meanwhile, and nothing stays cached
+        engine.evict()
+        engine.cache.reset()
+        others = [pool.allocate(pool.blocks) for pool in engine.cache.pools]
+        with pytest.raises(OutOfBlocks):
+            engine.cache.resume(suspended)
+        for pool, slots in zip(engine.cache.pools, others, strict=True):
+            pool.release(slots)
+    again = back(engine, suspended)
+    assert list(again.tokens) == tokens
+    if how == "tiers":
+        assert again.computed == computed
+    elif crowded:
+        assert again.computed == 0
+    engine.compute(again)
+    engine.requests.append(again, [53])
+    engine.compute(again)
+    engine.requests.release(again)
+    with pytest.raises(NotReady, match="resumed before"):
+        engine.cache.resume(suspended)
+    engine.settle()
+    assert all(pool.free == pool.blocks for pool in engine.cache.pools)
+    engine.close()
+
+
+def test_what_is_still_on_the_device_is_shared_and_not_copied() -> None:
+    engine = model()
+    suspended = engine.cache.suspend(running(engine))
+    engine.settle()
+    request = engine.cache.resume(suspended)
+    [part] = request.parts
+    assert part.stored == 3  # the tail alone is copied
+    engine.settle()
+    engine.compute(request)
+    engine.requests.release(request)
+    engine.close()
+
+
+def test_without_room_for_all_of_its_blocks_it_is_recomputed() -> None:
+    engine = model(slots=3)
+    suspended = engine.cache.suspend(running(engine))
+    assert (suspended.how, suspended.copies_left) == ("recompute", 0)
+    assert engine.cache.manager.arena.free == 3
+    engine.compute(back(engine, suspended))
+    engine.close()
+
+
+def test_a_copy_that_fails_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = model()
+    request = running(engine)
+    submit = engine.cache.port.copier.submit
+    with monkeypatch.context() as patched:
+        bad = {"slots": (10_000,) * 4}
+        patched.setattr(
+            engine.cache.port.copier,
+            "submit",
+            lambda job: submit(type(job)(job.id, job.direction, job.blocks, **bad)),
+        )
+        suspended = engine.cache.suspend(request)
+    engine.settle()
+    assert suspended.how == "recompute"
+    assert engine.cache.manager.arena.free == 64
+    engine.compute(back(engine, suspended))
+    engine.close()
+
+
+def test_the_cheaper_way_is_taken_as_measured() -> None:
+    engine = model()
+    request = running(engine)
+    preemption = engine.cache.preemption
+    assert preemption.choice(request) == "tiers"
+    engine.cache.port.byte_s.update({"offload": 1.0, "onboard": 2.0})
+    size = 4 * 4 * 24
+    preemption.prefilled(10, 1.0)
+    assert preemption.costs_s(request) == {"tiers": size * 3.0, "recompute": pytest.approx(1.5)}
+    assert preemption.choice(request) == "recompute"
+    assert engine.cache.suspend(request).how == "recompute"
+    for _ in range(100):
+        preemption.prefilled(1, 1e9)
+    assert preemption.choice(running(engine)) == "tiers"
+    engine.close()
+
+
+def test_copies_are_measured() -> None:
+    engine = model()
+    suspended = engine.cache.suspend(running(engine))
+    engine.settle()
+    engine.cache.reset()
+    back(engine, suspended)
+    assert {way for way, seconds in engine.cache.port.byte_s.items() if seconds > 0} == {
+        "offload",
+        "onboard",
+    }
+    engine.close()
+
+
+def test_a_request_is_not_used_while_it_is_suspended() -> None:
+    engine = model()
+    request = running(engine)
+    suspended = engine.cache.suspend(request)
+    for call in (
+        lambda: engine.requests.append(request, [1]),
+        lambda: engine.cache.suspend(request),
+        lambda: engine.cache.resume(suspended),
+        lambda: engine.cache.preemption.discard(suspended),
+    ):
+        with pytest.raises(NotReady):
+            call()
+    engine.settle()
+    with pytest.raises(NotHeld):
+        engine.cache.suspend(request)
+    engine.cache.preemption.discard(suspended)
+    with pytest.raises(NotReady, match="before"):
+        engine.cache.resume(suspended)
+    assert engine.cache.manager.arena.free == 64
+    engine.close()
+
+
+def test_closing_gives_up_what_is_suspended_or_on_its_way() -> None:
+    for settled in (True, False):
+        engine = model()
+        suspended = engine.cache.suspend(running(engine))
+        if settled:
+            engine.settle()
+            engine.cache.resume(suspended)
+        engine.close()
