@@ -95,7 +95,7 @@ class KVEvents:
         if not config.events.max:
             hint = "vLLM publishes KV events, and these are made of them: expected 1 or more"
             raise ConfigError("0", path="events.max", hint=hint)
-        self._announcer = Announcer(manager)
+        self._announcer = Announcer(manager.stack)
         self._kinds = kinds_of(groups, kv_cache_config)
         stack = manager.stack
         self._where: dict[str, dict[str, Any]] = {stack.host.name: {"medium": stack.host.medium}}

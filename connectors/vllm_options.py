@@ -56,4 +56,8 @@ def parse(extra: Mapping[str, Any]) -> tuple[Options, StackConfig]:
     if options.stats_file is not None and not Path(options.stats_file).parent.is_dir():
         where = f"{WHERE}.stats_file"
         raise ConfigError(options.stats_file, path=where, hint="its directory does not exist")
-    return options, load_config(rest if options.config is None else options.config)
+    config = load_config(rest if options.config is None else options.config)
+    if config.events.publish is not None:
+        hint = "vLLM publishes KV events itself: use --kv-events-config"
+        raise ConfigError(config.events.publish, path="events.publish", hint=hint)
+    return options, config

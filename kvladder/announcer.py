@@ -9,7 +9,7 @@ from typing import Final
 
 from kvladder.events import Overflow, Reason, Removed, Stored
 from kvladder.keys import BlockKey
-from kvladder.manager import CacheManager
+from kvladder.tiers.stack import TierStack
 
 COMPARE_MAX: Final = 4096
 """Blocks compared per call, so that an engine's step is not held up; about a millisecond."""
@@ -24,9 +24,8 @@ class Announcer:
     block. It is the only one who takes the cache's events; its calls come from one thread.
     """
 
-    def __init__(self, manager: CacheManager) -> None:
-        stack = manager.stack
-        self._manager = manager
+    def __init__(self, stack: TierStack) -> None:
+        self._events = stack.shared.events
         self._lock = stack.lock
         self._indexes = {stack.host.name: stack.host.index}
         self._indexes.update((level.name, level.index) for level in stack.levels)
@@ -51,7 +50,9 @@ class Announcer:
     def take(self) -> list[Stored | Removed]:
         """What is to be announced now, in order."""
         found: list[Stored | Removed] = []
-        for event in self._manager.take_events():
+        with self._lock:
+            events = self._events.take()
+        for event in events:
             if isinstance(event, Overflow):
                 self._doubt()
             elif isinstance(event, Stored):

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvladder.arena import Arena, Slot
 from kvladder.codecs import CHECKSUM, finder
@@ -26,6 +26,9 @@ from kvladder.tiers.edge import EdgeSettings
 from kvladder.tiers.gate import GateSettings
 from kvladder.tiers.level import Level, LevelSettings
 from kvladder.tiers.stack import HostSettings, TierStack
+
+if TYPE_CHECKING:
+    from kvladder.publisher import Publisher
 
 
 def open_cache(
@@ -64,11 +67,17 @@ def open_manager(config: StackConfig, layout: Layout, *, pools: bool = False) ->
     slots = config.arena_slots(layout) + sum(scratch)
     arena = Arena.create(slots, layout.slot_bytes)
     runtime = Runtime()
+    publisher: Publisher | None = None
     try:
         aside = [arena.set_aside(count) for count in scratch]
         stack = _stack(config, layout, arena, runtime, list(zip(edges, aside, strict=True)))
+        publisher = _publisher(config, layout, stack)
         _open_levels(stack, config, layout, space, runtime)
+        if publisher is not None:
+            publisher.start()
     except BaseException:
+        if publisher is not None:
+            publisher.close()
         runtime.close()
         arena.close()
         raise
@@ -80,7 +89,26 @@ def open_manager(config: StackConfig, layout: Layout, *, pools: bool = False) ->
         portal=runtime,
         settings=ManagerSettings(fetch_deadline_s=config.fetch.deadline_s),
         description=description,
+        publisher=publisher,
     )
+
+
+def _publisher(config: StackConfig, layout: Layout, stack: TierStack) -> Publisher | None:
+    """What publishes events, its addresses bound, if the configuration names one."""
+    events = config.events
+    if events.publish is None:
+        return None
+    try:
+        from kvladder.publisher import Publisher
+    except ImportError as error:
+        hint = "install kvladder[events]"
+        wrong = ConfigError(f"needs pyzmq: {error}", path="events.publish", hint=hint)
+        raise config.source.explain(wrong) from error
+    try:
+        clock = stack.shared.clock
+        return Publisher(events, stack, block_tokens=layout.block_tokens, clock=clock)
+    except ConfigError as error:
+        raise config.source.explain(error) from error
 
 
 def _namespace(config: StackConfig, layout: Layout) -> Namespace:

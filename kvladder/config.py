@@ -192,6 +192,11 @@ def _build(found: Source) -> StackConfig:
     top = convert(rest, Sections, "", loose=found.loose)
     if not top.fetch.budget:
         raise ConfigError(str(top.fetch.budget), path="fetch.budget", hint="expected more than 0")
+    events = top.events
+    if events.replay is not None and events.publish is None:
+        raise ConfigError(events.replay, path="events.replay", hint="needs events.publish, too")
+    if events.publish is not None and not events.max:
+        raise ConfigError("0", path="events.max", hint="events are published: expected 1 or more")
     warnings: list[str] = []
     host, levels = _tiers(raw.get("tiers"), found, warnings)
     return StackConfig(

@@ -40,6 +40,14 @@ class Portal(Protocol):
         ...
 
 
+class Closing(Protocol):
+    """Something that ends with a manager."""
+
+    def close(self) -> None:
+        """End it."""
+        ...
+
+
 class Lookup(NamedTuple):
     """The longest prefix, in blocks."""
 
@@ -111,6 +119,7 @@ class CacheManager:
         portal: Portal,
         settings: ManagerSettings | None = None,
         description: str = "",
+        publisher: Closing | None = None,
     ) -> None:
         self.layout = layout
         self.namespace = namespace
@@ -119,6 +128,7 @@ class CacheManager:
         self._portal = portal
         self._settings = settings or ManagerSettings()
         self._description = description
+        self._publisher = publisher
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -210,7 +220,7 @@ class CacheManager:
         return found
 
     def take_events(self) -> list[Event]:
-        """What was stored and removed since the last call."""
+        """What was stored and removed since the last call; for one caller, the publisher if any."""
         with self.stack.lock:
             return self.stack.shared.events.take()
 
@@ -240,5 +250,7 @@ class CacheManager:
             self._portal.call(self.stack.aclose(flush_timeout_s=flush_s), timeout_s=flush_s + 30.0)
         except (TimeoutError, ClosedError) as error:
             self.stack.shared.notices.say("close", f"closing was cut short: {error!r}")
+        if self._publisher is not None:
+            self._publisher.close()
         self._portal.close()
         self.arena.close()

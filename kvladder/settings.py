@@ -85,6 +85,13 @@ class EventsConfig(Settings, frozen=True, kw_only=True):
 
     max: Count = 10_000
     """Events kept until somebody takes them; 0 keeps none."""
+    publish: str | None = None
+    """The address at which they are published over ZeroMQ; without one no port is open."""
+    replay: str | None = None
+    """The address at which batches are sent again to whoever missed some."""
+    topic: str = ""
+    buffer: Positive = 10_000
+    """Batches kept to be sent again."""
 
 
 class BreakerConfig(Settings, frozen=True, kw_only=True):

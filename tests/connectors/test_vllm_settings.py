@@ -55,6 +55,10 @@ def test_the_short_form_and_the_file_give_a_stack(tmp_path: Path) -> None:
         ({"config": "/nowhere/stack.yaml"}, r"/nowhere/stack.yaml: No such file"),
         ({"stats_file": "/nowhere/stats", **HOST}, r"stats_file: /nowhere/stats .*does not exist"),
         ({"host": "64 XB"}, "host: '64 XB' .*unknown unit"),
+        (
+            {"events": {"publish": "ipc://x"}, **HOST},
+            "events.publish: ipc://x .*--kv-events-config",
+        ),
     ],
 )
 def test_wrong_settings_say_where_what_and_what_instead(extra: Any, text: str) -> None:

@@ -25,7 +25,7 @@ class Listener:
     def __init__(self, cache: SimCache) -> None:
         self.indexes = {"host": cache.stack.host.index}
         self.indexes.update((level.name, level.index) for level in cache.levels)
-        self.announcer = Announcer(cache.manager)
+        self.announcer = Announcer(cache.stack)
         self.heard: dict[str, set[BlockKey]] = {name: set() for name in self.indexes}
 
     def listen(self) -> None:

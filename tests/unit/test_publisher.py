@@ -1,0 +1,227 @@
+"""Events over ZeroMQ: the bytes on the wire, gaps that are filled, addresses that cannot be had."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvladder.compose import open_cache
+from kvladder.errors import ConfigError
+from kvladder.keys import BlockKey
+from kvladder.layout import Layout
+from kvladder.manager import CacheManager
+from kvladder.testing.stacks import SimCache
+from kvladder.wire import END, AllBlocksCleared, Batch, BlockRemoved, BlockStored
+
+zmq = pytest.importorskip("zmq")
+
+LAYOUT = Layout(block_tokens=4, block_bytes=4096)
+GOLDEN = (
+    "93cb3ff80000000000009388a474797065ab426c6f636b53746f726564ac626c6f636b5f686173686573920b0c"
+    "b1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f6964739401020304aa626c6f636b5f73697a65"
+    "02a76c6f72615f6964c0a66d656469756da3435055a96c6f72615f6e616d65c083a474797065ac426c6f636b52"
+    "656d6f766564ac626c6f636b5f686173686573910ba66d656469756da343505581a474797065b0416c6c426c6f"
+    "636b73436c656172656400"
+)
+
+
+def test_the_bytes_are_those_of_vllm() -> None:
+    stored = BlockStored([11, 12], None, [1, 2, 3, 4], 2, None, "CPU", None)
+    batch = Batch(1.5, [stored, BlockRemoved([11], "CPU"), AllBlocksCleared()], 0)
+    assert msgspec.msgpack.encode(batch).hex() == GOLDEN
+    assert msgspec.msgpack.decode(bytes.fromhex(GOLDEN), type=Batch) == batch
+
+
+def addresses() -> dict[str, str]:
+    """Two that are free."""
+    with socket.socket() as one, socket.socket() as two:
+        for probe in (one, two):
+            probe.bind(("127.0.0.1", 0))
+        ports = [probe.getsockname()[1] for probe in (one, two)]
+    return {
+        name: f"tcp://127.0.0.1:{port}"
+        for name, port in zip(("publish", "replay"), ports, strict=True)
+    }
+
+
+class Listener:
+    """Follows a cache over the wire, and fills its gaps."""
+
+    def __init__(self, events: dict[str, Any]) -> None:
+        self.context = zmq.Context()
+        self.subscriber = self.context.socket(zmq.SUB)
+        self.subscriber.connect(events["publish"])
+        self.subscriber.subscribe("kv")
+        self.asking = self.context.socket(zmq.DEALER)
+        self.asking.connect(events["replay"])
+        self.batches: dict[int, Batch] = {}
+
+    def ask(self, first: int) -> None:
+        """Have everything from this batch on sent again."""
+        self.asking.send_multipart([b"", first.to_bytes(8)])
+        while True:
+            assert self.asking.poll(5000)
+            empty, topic, number, payload = self.asking.recv_multipart()
+            if number == END:
+                assert (empty, topic, payload) == (b"", b"", b"")
+                return
+            assert (empty, topic) == (b"", b"kv.cache")
+            self.batches[int.from_bytes(number)] = msgspec.msgpack.decode(payload, type=Batch)
+
+    def listen(self, wait_ms: int = 20) -> None:
+        """Take what has arrived."""
+        while self.subscriber.poll(wait_ms):
+            topic, number, payload = self.subscriber.recv_multipart()
+            assert topic == b"kv.cache"
+            self.batches[int.from_bytes(number)] = msgspec.msgpack.decode(payload, type=Batch)
+
+    def held(self) -> dict[str | None, set[Any]]:
+        """What the batches say that each level holds."""
+        found: dict[str | None, set[Any]] = {}
+        for number in sorted(self.batches):
+            for event in self.batches[number].events:
+                if isinstance(event, AllBlocksCleared):
+                    found.clear()
+                elif isinstance(event, BlockStored):
+                    assert (event.token_ids, event.block_size) == ([], 4)
+                    found.setdefault(event.ownership, set()).update(event.block_hashes)
+                else:
+                    found[event.ownership] -= set(event.block_hashes)
+        return found
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline, self.batches
+            self.listen()
+
+
+@pytest.fixture
+def events(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {**addresses(), "topic": "kv.cache", **getattr(request, "param", {})}
+
+
+@pytest.fixture
+def cache(events: dict[str, Any], tmp_path: Path) -> Iterator[CacheManager]:
+    with open_cache(source(events, tmp_path), layout=LAYOUT) as cache:
+        yield cache
+
+
+def source(events: dict[str, Any], path: Path) -> dict[str, Any]:
+    files = {"type": "files", "path": str(path), "capacity": "4 MiB", "when": "commit"}
+    return {"arena": {"size": "64 KiB"}, "events": events, "tiers": [{"type": "host"}, files]}
+
+
+@pytest.fixture
+def listener(events: dict[str, Any], cache: CacheManager) -> Iterator[Listener]:
+    listener = Listener(events)
+    yield listener
+    listener.context.destroy(linger=0)
+
+
+def save(cache: CacheManager, *numbers: int) -> list[BlockKey]:
+    keys = [SimCache.keys(number)[0] for number in numbers]
+    cache.save(keys).commit()
+    return keys
+
+
+def settled(cache: CacheManager) -> None:
+    deadline = time.monotonic() + 10
+    while not cache.idle():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def indexes(cache: CacheManager) -> dict[str | None, set[Any]]:
+    (files,) = cache.stack.levels
+    with cache.stack.lock:
+        return {None: set(cache.stack.host.index), files.name: set(files.index)}
+
+
+@pytest.mark.slow
+def test_a_listener_knows_what_each_level_holds(cache: CacheManager, listener: Listener) -> None:
+    first = save(cache, 1, 2, 3)
+    listener.until(lambda: bool(listener.batches))
+    listener.ask(0)  # it may have come late
+    for number in range(10, 40):  # more than the host level holds
+        save(cache, number)
+        settled(cache)
+    cache.remove(first[:1])
+    settled(cache)
+    listener.until(lambda: listener.held() == indexes(cache))
+    stored = [e for b in listener.batches.values() for e in b.events if isinstance(e, BlockStored)]
+    assert {event.medium for event in stored} == {"CPU", "STORAGE"}
+    numbers = sorted(listener.batches)
+    assert numbers == list(range(len(numbers)))
+    for lost in numbers[3:9]:
+        del listener.batches[lost]
+    listener.ask(3)
+    assert listener.held() == indexes(cache)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("events", [{"buffer": 2}], indirect=True)
+def test_whoever_comes_too_late_for_a_replay_is_told_everything_anew(
+    cache: CacheManager, listener: Listener
+) -> None:
+    for number in range(6):
+        save(cache, number)
+        settled(cache)
+    listener.until(lambda: len(listener.batches) > 2)
+    listener.batches.clear()
+    listener.ask(0)
+    assert min(listener.batches) > 0
+    listener.until(lambda: listener.held() == indexes(cache))
+    clearing = [b for b in listener.batches.values() if AllBlocksCleared() in b.events]
+    assert len(clearing) == 1
+
+
+@pytest.mark.slow
+def test_what_an_earlier_process_left_is_announced(events: dict[str, Any], tmp_path: Path) -> None:
+    with open_cache(source(events, tmp_path), layout=LAYOUT) as cache:
+        keys = save(cache, 1, 2)
+        settled(cache)
+    with open_cache(source(events, tmp_path), layout=LAYOUT) as cache:
+        listener = Listener(events)
+        try:
+            while not listener.batches:
+                listener.ask(0)
+            assert listener.held() == {"files": set(keys)} == {"files": indexes(cache)["files"]}
+        finally:
+            listener.context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    ("events", "text"),
+    [
+        ({"publish": "127.0.0.1:5557"}, r"events.publish: 127.0.0.1:5557: .*such as tcp://"),
+        ({"publish": "tcp://127.0.0.1:0", "replay": "udp://x"}, r"events.replay: udp://x: "),
+        ({"replay": "tcp://127.0.0.1:0"}, r"events.replay: .*needs events.publish"),
+        ({"publish": "tcp://127.0.0.1:0", "max": 0}, r"events.max: 0 .*expected 1 or more"),
+    ],
+)
+def test_wrong_addresses_are_refused(events: dict[str, Any], text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=text):
+        open_cache(source(events, tmp_path), layout=LAYOUT)
+
+
+def test_an_address_that_is_taken_and_a_missing_package_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"events.publish: {address}: Address already in use"):
+            open_cache(source({"publish": address}, tmp_path), layout=LAYOUT)
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    monkeypatch.delitem(sys.modules, "kvladder.publisher", raising=False)
+    with pytest.raises(ConfigError, match=r"events.publish: needs pyzmq.*kvladder\[events\]"):
+        open_cache(source({"publish": "tcp://127.0.0.1:0"}, tmp_path), layout=LAYOUT)
