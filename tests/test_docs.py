@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvladder.config import load_config
+from kvladder.exposition import METRICS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [path for path in sorted(ROOT.glob("*.md")) if path.name != "CHANGELOG.md"]
@@ -94,3 +95,26 @@ def test_every_setting_is_explained():
     ]
     assert len(settings) > 20
     assert not [setting for setting in settings if f"| `{setting}` |" not in page]
+
+
+def rows(page, heading):
+    """The cells of the table below a heading, without their backticks."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(heading)[2]
+    table = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    return [
+        [cell.strip().replace("`", "") for cell in line.split("|")[1:-1]]
+        for line in table[0].splitlines()[2:]
+    ]
+
+
+def test_every_metric_is_explained_and_no_other():
+    explained = {name: labels for name, labels, *_ in rows("metrics.md", "## Metrics")}
+    assert explained == {metric.name: ", ".join(metric.labels) for metric in METRICS}
+
+
+def test_every_reason_for_a_drop_is_explained():
+    code = "".join(path.read_text() for path in (ROOT / "tiers").glob("*.py"))
+    named = set(re.findall(r'drop\(\s*"(\w+)"', code))
+    named |= set(re.findall(r'drop\(\s*"\w+" if .* else "(\w+)"', code))
+    assert len(named) > 6
+    assert {reason for reason, *_ in rows("metrics.md", "Why blocks are dropped")} == named
