@@ -136,6 +136,21 @@ class Engine:
             count += 1
         return count
 
+    def levels(self) -> Any:
+        """The numbers of vLLM's events for the blocks that each level holds."""
+        stack = self.half.connector.manager.stack
+        with stack.lock:
+            return {
+                level.name: sorted(int.from_bytes(key[-8:]) for key in level.index)
+                for level in (stack.host, *stack.levels)
+            }
+
+    def scrape(self) -> str:
+        """What vLLM shows Prometheus."""
+        from prometheus_client import REGISTRY, generate_latest
+
+        return generate_latest(REGISTRY).decode()
+
     def preemptions(self) -> int:
         """How many requests vLLM has preempted."""
         name = "vllm:num_preemptions"

@@ -1,0 +1,165 @@
+"""What vLLM tells the world of a cache: Prometheus metrics, and KV events over ZeroMQ."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.vllm.conftest import Start
+from tests.vllm.harness import BLOCK, HITS, PROMPTS, stack
+
+zmq = pytest.importorskip("zmq")
+
+ALL = len(PROMPTS) * HITS
+NUDGE = ["generate", {"prompts": [PROMPTS[0][:7]], "tokens": 2}]
+"""A few steps that store nothing, so that what has happened meanwhile is told."""
+
+
+def scraped(text: str) -> dict[tuple[str, str], float]:
+    """By name and by the values of kvladder's own labels, in order."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    return {
+        (sample.name, ",".join(v for k, v in sample.labels.items() if k in OWN)): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.labels.get("le") in (None, "+Inf")
+    }
+
+
+OWN = {"tier", "reason", "direction", "source"}
+
+
+def replayed(batches: list[Any]) -> dict[tuple[str, str | None], dict[Any, Any]]:
+    """By medium and ownership, the events that stored what it holds, by hash."""
+    found: dict[tuple[str, str | None], dict[Any, Any]] = {}
+    for _time_s, events, rank in batches:
+        assert rank == 0
+        for event in events:
+            level = found.setdefault((event["medium"], event.get("ownership")), {})
+            if event["type"] == "BlockStored":
+                assert not set(event["block_hashes"]) & level.keys() or event["medium"] == "GPU"
+                level.update(dict.fromkeys(event["block_hashes"], event))
+            else:
+                for block_hash in event["block_hashes"]:
+                    del level[block_hash]
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_metrics_and_events_tell_what_the_cache_does(start: Start, files: Path) -> None:
+    context = zmq.Context()
+    subscriber = context.socket(zmq.SUB)
+    subscriber.rcvhwm = 0
+    port = free_port()
+    subscriber.bind(f"tcp://127.0.0.1:{port}")
+    subscriber.subscribe("kv")
+    more = [prompt[::-1] for prompt in PROMPTS[:1]]
+    run = start(
+        stack(files),
+        NUDGE,
+        ["each", {"prompts": PROMPTS}],
+        ["reset"],
+        ["each", {"prompts": PROMPTS + more}],
+        ["stats"],
+        NUDGE,
+        ["stats"],
+        ["levels"],
+        ["scrape"],
+        engine={
+            "kv_events_config": {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": f"tcp://127.0.0.1:{port}",
+                "topic": "kv",
+            }
+        },
+    )
+    try:
+        _, cold, _, warm, _, _, stats, levels, text = run.finish()
+        messages: dict[int, Any] = {}
+        while subscriber.poll(200):
+            topic, number, payload = subscriber.recv_multipart()
+            assert topic == b"kv"
+            messages[int.from_bytes(number)] = msgspec.msgpack.decode(payload)
+    finally:
+        context.destroy(linger=0)
+    assert (cold["external"], warm["external"]) == (ALL, ALL)
+
+    seen = scraped(text)
+    for tier in ("host", "files"):
+        for metric, field in {
+            "tier_hit_blocks_total": "hits",
+            "tier_queried_blocks_total": "queries",
+            "tier_blocks": "blocks",
+            "tier_capacity_blocks": "capacity",
+        }.items():
+            assert seen[f"vllm:kvladder_{metric}", tier] == stats[tier][field], (tier, metric)
+    assert seen["vllm:kvladder_tier_hit_blocks_total", "files"] * BLOCK == ALL
+    assert seen["vllm:kvladder_tier_hit_blocks_total", "host"] * BLOCK == ALL
+    assert seen["vllm:kvladder_tier_reuse_distance_blocks_count", "host"] * BLOCK == ALL
+    assert seen["vllm:kvladder_copied_bytes_total", "onboard"] == 2 * ALL // BLOCK * (128 << 10)
+    assert seen["vllm:kvladder_tier_transferred_bytes_total", "load,files"] > 0
+    by_source = {k: v for (name, k), v in seen.items() if "cached_by_source_total" in name}
+    assert (by_source["disk"], by_source["host"]) == (ALL, ALL)
+
+    numbers = sorted(messages)
+    assert numbers == list(range(numbers[0], numbers[-1] + 1))
+    told = replayed([messages[number] for number in numbers])
+    host, below = told["CPU", None], told["STORAGE", "files"]
+    assert sorted(host) == levels["host"]
+    assert sorted(below) == levels["files"]
+    placeholders = [event for event in below.values() if not event["token_ids"]]
+    assert len(placeholders) >= ALL // BLOCK, "recovered, before a request was known"
+    tokens = {tuple(PROMPTS[0][i : i + BLOCK]) for i in range(0, HITS, BLOCK)}
+    for event in host.values():
+        size, hashes = event["block_size"], event["block_hashes"]
+        assert (size, event["group_idx"]) == (BLOCK, 0)
+        assert event["kv_cache_spec_kind"] == "full_attention"
+        assert len(event["token_ids"]) == size * len(hashes)
+        parts = [tuple(event["token_ids"][i * size :][:size]) for i in range(len(hashes))]
+        tokens -= set(parts)
+        parent = event["parent_block_hash"]
+        assert (parent is None) == (parts[0] in {tuple(p[:BLOCK]) for p in PROMPTS + more})
+        assert parent is None or parent in host
+    assert not tokens, "every block of the first prompt was told with its tokens"
+
+
+def test_metrics_cross_processes_and_a_multi_connector(start: Start, files: Path) -> None:
+    connector = {
+        "kv_connector": "KVLadderConnector",
+        "kv_connector_module_path": "kvladder.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": stack(files),
+    }
+    run = start(
+        None,
+        ["each", {"prompts": PROMPTS}],
+        ["scrape"],
+        ["shutdown"],
+        engine={
+            "kv_transfer_config": {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"connectors": [connector]},
+            }
+        },
+        env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+    )
+    warm, text, _ = run.finish()
+    assert warm["external"] == ALL
+    seen = scraped(text)
+    assert seen["vllm:kvladder_tier_hit_blocks_total", "files"] * BLOCK == ALL
+    assert seen["vllm:kvladder_tier_blocks", "files"] >= ALL // BLOCK
+    assert seen["vllm:kvladder_arena_slots", ""] == (64 << 20) // (128 << 10)
