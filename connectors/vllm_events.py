@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
@@ -110,6 +110,14 @@ class KVEvents:
     def pending(self) -> bool:
         """Whether there is more to tell even if nothing happens."""
         return self._announcer.pending
+
+    def watch(self, queue: Iterable[Any]) -> None:
+        """Look at what vLLM's own pool is going to say in this step.
+
+        If that is that all is cleared, listeners may forget other media too: they are told again.
+        """
+        if any(isinstance(event, AllBlocksCleared) for event in queue):
+            self._announcer.repeat()
 
     def describe(self, request: Any, group: int, first: int, keys: Sequence[BlockKey]) -> None:
         """These are the blocks of a group of a request from the ``first`` on."""

@@ -298,6 +298,8 @@ class SchedulerHalf:
     def _build(self, output: Any) -> Step:
         connector = self.connector
         step = Step()
+        if self.events is not None:
+            self.events.watch(getattr(self._pool, "kv_event_queue", ()))
         if connector.saving:
             loading = (block for load in self._loads.values() for block in load.job.blocks)
             step.fence = connector.reading([*written(self._groups, output), *loading])

@@ -31,6 +31,7 @@ class Announcer:
         self._indexes.update((level.name, level.index) for level in stack.levels)
         self._told: dict[str, set[BlockKey]] = {name: set() for name in self._indexes}
         self._doubts: deque[tuple[str, Iterator[BlockKey]]] = deque()
+        self._again: deque[tuple[str, Iterator[BlockKey]]] = deque()
         self._doubt()
 
     def _doubt(self) -> None:
@@ -39,13 +40,22 @@ class Announcer:
         for name, index in self._indexes.items():
             with self._lock:
                 held = list(index)
-            self._doubts.append((name, iter(held)))
-            self._doubts.append((name, iter(list(self._told[name]))))
+            for keys in (held, list(self._told[name])):
+                if keys:
+                    self._doubts.append((name, iter(keys)))
+
+    def repeat(self) -> None:
+        """Announce all that was announced again, in the calls to come.
+
+        For listeners who were told that everything is cleared. Those who did not take it to be
+        about these levels hear of blocks that they know; and each hears of all that are removed.
+        """
+        self._again = deque((name, iter(list(told))) for name, told in self._told.items() if told)
 
     @property
     def pending(self) -> bool:
         """Whether another call has something to announce even if nothing happens meanwhile."""
-        return bool(self._doubts)
+        return bool(self._doubts or self._again)
 
     def take(self) -> list[Stored | Removed]:
         """What is to be announced now, in order."""
@@ -59,15 +69,17 @@ class Announcer:
                 self._stored(found, event.level, event.keys)
             else:
                 self._removed(found, event.level, event.keys, event.reason)
-        if self._doubts:
+        if self._again:
+            name, keys = self._again[0]
+            batch = list(islice(keys, COMPARE_MAX))
+            still = tuple(key for key in batch if key in self._told[name])
+            if still:
+                found.append(Stored(name, still))
+            if not batch:
+                self._again.popleft()
+        elif self._doubts:
             self._compare(found)
         return found
-
-    def forget(self) -> None:
-        """Announce everything anew: whoever listens was told to forget all of it."""
-        for told in self._told.values():
-            told.clear()
-        self._doubt()
 
     def _compare(self, found: list[Stored | Removed]) -> None:
         """Announce a part of what differs. What events tell later is then no news to ``_told``."""

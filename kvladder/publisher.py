@@ -132,7 +132,7 @@ class Publisher:
         replay.send_multipart([client, b"", b"", END, b""])
         if self._sent and first < self._sent[0][0] and not self._announcer.pending:
             self._send([AllBlocksCleared()])
-            self._announcer.forget()
+            self._announcer.repeat()
 
     def close(self) -> None:
         """Publish what has happened and end; may be called again."""

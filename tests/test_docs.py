@@ -101,6 +101,7 @@ def rows(page, heading):
     """The cells of the table below a heading, without their backticks."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(heading)[2]
     table = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert table is not None
     return [
         [cell.strip().replace("`", "") for cell in line.split("|")[1:-1]]
         for line in table[0].splitlines()[2:]

@@ -10,9 +10,12 @@ import json
 import os
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from kvladder import registry
 from kvladder.arena import Slot
@@ -62,7 +65,11 @@ class Engine:
             "enable_prefix_caching": True,
             "disable_log_stats": False,
         }
+        if spec.get("events"):
+            arguments["kv_events_config"] = self._listen()
         self.llm: Any = LLM(**arguments | spec.get("engine", {}) | transfer)
+        if spec.get("events"):
+            self.subscriber.poll(200)  # so that it takes the connection, and says what it wants
 
     @property
     def half(self) -> Any:
@@ -135,6 +142,40 @@ class Engine:
             view[3::4] = bytes(byte ^ 0x40 for byte in view[3::4])
             count += 1
         return count
+
+    def _listen(self) -> Any:
+        """Listen to KV events; how vLLM is to publish them."""
+        import zmq
+
+        context = zmq.Context()
+        self.subscriber = context.socket(zmq.SUB)
+        port = self.subscriber.bind_to_random_port("tcp://127.0.0.1")
+        self.subscriber.subscribe("kv")
+        self.asking = context.socket(zmq.DEALER)
+        replay = f"ipc:///tmp/kvladder-{uuid.uuid4()}"
+        self.asking.connect(replay)
+        return {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://127.0.0.1:{port}",
+            "replay_endpoint": replay,
+            "topic": "kv",
+        }
+
+    def events(self) -> Any:
+        """The batches that were heard, and those that are sent again, by their numbers."""
+        heard: dict[int, Any] = {}
+        again: dict[int, Any] = {}
+        while self.subscriber.poll(500):
+            _topic, number, payload = self.subscriber.recv_multipart()
+            heard[int.from_bytes(number)] = msgspec.msgpack.decode(payload)
+        self.asking.send_multipart([b"", (0).to_bytes(8)])
+        while True:
+            assert self.asking.poll(5000)
+            _empty, _topic, number, payload = self.asking.recv_multipart()
+            if number == (-1).to_bytes(8, signed=True):
+                return {"heard": heard, "again": again}
+            again[int.from_bytes(number)] = msgspec.msgpack.decode(payload)
 
     def levels(self) -> Any:
         """The numbers of vLLM's events for the blocks that each level holds."""
