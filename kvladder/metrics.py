@@ -6,10 +6,14 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 Stats = dict[str, dict[str, Any]]
 """Plain data by level: numbers, and mappings or lists of numbers."""
+
+DropReason = Literal[
+    "room", "queue", "arena", "outranked", "full", "busy", "failed", "refused", "breaker"
+]
 
 AGES_S = (1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600, 7 * 24 * 3600)
 """Upper bounds of the buckets for a block's age."""
@@ -69,10 +73,12 @@ class LevelStats:
     timeouts: int = 0
     throttled: int = 0
     """Blocks not fetched because of the fetch budget or for want of slots."""
-    dropped: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
+    dropped: Counter[tuple[DropReason, int]] = field(
+        default_factory=Counter[tuple[DropReason, int]]
+    )
     """Blocks that could have been kept and were not, by reason and tens of priority."""
 
-    def drop(self, reason: str, priority: int) -> None:
+    def drop(self, reason: DropReason, priority: int) -> None:
         """A block of this priority could have been kept and was not."""
         self.dropped[reason, priority // 10 * 10] += 1
 
@@ -85,6 +91,6 @@ class LevelStats:
         for (reason, tens), count in sorted(self.dropped.items()):
             dropped.setdefault(reason, {})[str(tens)] = count
         found["dropped"] = dropped
-        for reason, counts in dropped.items():
-            found[f"dropped_{reason}"] = sum(counts.values())
+        for name, counts in dropped.items():
+            found[f"dropped_{name}"] = sum(counts.values())
         return found

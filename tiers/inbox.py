@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from kvladder.arena import Arena, Slot
@@ -53,9 +54,9 @@ class Inbox:
     def __getitem__(self, key: BlockKey) -> Pending:
         return self._blocks[key]
 
-    def oldest(self) -> Pending | None:
-        """What has waited longest."""
-        return next(iter(self._blocks.values()), None)
+    def oldest(self) -> list[Pending]:
+        """What has waited longest, if anything does."""
+        return list(islice(self._blocks.values(), 1))
 
     def add(self, key: BlockKey, slot: Slot, meta: Meta, now_s: float) -> None:
         """Queue a block and take a claim on its slot; there is room."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
+from kvladder.metrics import DropReason
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.tiers.base import Item
 from kvladder.tiers.gate import Answer
@@ -80,8 +81,9 @@ class Writer:
 
     def oldest_s(self) -> float:
         """Seconds for which the oldest block that is not stored has waited; 0 without one."""
-        oldest = next(iter(self._writing.values()), None) or self._inbox.oldest()
-        return 0.0 if oldest is None else self._shared.clock.now() - oldest.since_s
+        waiting = [*self._writing.values(), *self._inbox.oldest()]
+        now = self._shared.clock.now()
+        return max((now - pending.since_s for pending in waiting), default=0.0)
 
     def offer(self, key: BlockKey, slot: Slot, meta: Meta) -> bool:
         """Queue a block that is new here; False if nothing less valuable could give way.
@@ -209,7 +211,9 @@ class Writer:
         now = self._shared.clock.now()
         with self._lock:
             places = self._places.take(len(self._writing))
-            reason = "full" if self._places.limited else "outranked" if outranked else "busy"
+            reason: DropReason = "outranked" if outranked else "busy"
+            if self._places.limited:
+                reason = "full"
             for pending in list(self._writing.values())[len(places) :]:
                 self._stats.drop(reason, pending.meta.priority)
             items = [
@@ -277,7 +281,7 @@ class Writer:
         self._stats.stored_bytes += len(stored) * self._shared.block_bytes
         self._shared.events.stored(self._level.name, stored[::-1])
 
-    def _drop(self, reason: str, items: Sequence[Item]) -> None:
+    def _drop(self, reason: DropReason, items: Sequence[Item]) -> None:
         for item in items:
             self._stats.drop(reason, self._writing[item.key].meta.priority)
 
