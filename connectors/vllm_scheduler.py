@@ -190,7 +190,7 @@ class SchedulerHalf:
             self._groups,
             state.keys,
             match=self.connector.match,
-            lookup=lambda keys: manager.lookup(keys).total,
+            lookup=manager.reach,
             own=own,
             limit=self._loadable(state.request),
         )

@@ -141,6 +141,10 @@ class CacheManager:
         """How much of a prefix is cached; changes nothing."""
         return Lookup(*self.stack.lookup(keys))
 
+    def reach(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading ``keys`` it is worth to fetch: all, if a shared tier has to be asked."""
+        return self.stack.reach(keys)
+
     def fetch(self, keys: Sequence[BlockKey], *, deadline_s: float | None = None) -> Fetch:
         """Pin the longest cached prefix of ``keys``, and begin to bring it up where needed.
 

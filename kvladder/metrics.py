@@ -65,6 +65,10 @@ class LevelStats:
     loaded_s: float = 0.0
     """Seconds during which reads were under way."""
     recovered: int = 0
+    probed: int = 0
+    """Blocks that a shared tier was asked for."""
+    found: int = 0
+    """Blocks of which it turned out that others had put them there."""
     evicted: int = 0
     expired: int = 0
     removed: int = 0

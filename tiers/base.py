@@ -10,6 +10,7 @@ from random import Random
 from typing import Any, NamedTuple, Protocol
 
 from kvladder.arena import Arena, Slot
+from kvladder.errors import TierError
 from kvladder.events import EventBuffer
 from kvladder.keys import BlockKey, Namespace
 from kvladder.layout import Layout
@@ -17,6 +18,8 @@ from kvladder.notices import Notices
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 
 NO_SLOT = Slot(-1)
+NO_PLACE = -1
+"""The place of a block of a shared tier that this level holds no place for."""
 NOTE_BYTES = 512
 """The longest note that a tier has to store beside a block."""
 
@@ -53,6 +56,12 @@ class Blocking(Protocol):
     """Runs a blocking function off the loop. Cancellation is deferred until the function ended."""
 
     def __call__(self, function: Callable[..., Any], /, *args: Any) -> Awaitable[Any]: ...
+
+
+class Progress(Protocol):
+    """Told now and then how far something is; both numbers may be estimates."""
+
+    def __call__(self, done: int, total: int, /) -> object: ...
 
 
 class Clock(Protocol):
@@ -121,7 +130,16 @@ class Tier(ABC):
     durable: bool = False
     """Whether ``recover`` finds blocks again after the process has ended."""
     shared: bool = False
-    """Whether others put into and remove from it, so that the level's index is only a guess."""
+    """Whether others put into and remove from it, so that the level's index is only a guess.
+
+    A shared tier ignores places, and is asked by ``contains`` how a prefix goes on.
+    """
+    probe_max: int = 0
+    """The largest batch of ``contains``; 0 stands for ``batch_max``."""
+    probe_timeout_s: float | None = None
+    """How long an answer of ``contains`` is waited for; None: as long as for any call."""
+    probe_cache_s: float = 1.0
+    """How long the answer that a block is not there is believed."""
 
     async def open(self, context: TierContext) -> None:
         """Get ready. Called once, before any other call.
@@ -157,6 +175,14 @@ class Tier(ABC):
     @abstractmethod
     async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
         """Whether each block could be got now; a hint, since others may be removing it."""
+
+    async def purge(self, salt: bytes | None, progress: Progress) -> int:
+        """Remove the blocks of this namespace, or those of one salt in it, whoever put them.
+
+        Only of shared tiers. Takes as long as it takes, in steps that let others have their turn.
+        ``salt`` is an ``Item.salt``; None means all of them. Returns how many were removed.
+        """
+        raise TierError("only a shared tier is purged", temporary=False)
 
     async def recover(self) -> AsyncIterator[Sequence[Item]]:
         """Yield batches of what an earlier process stored here under the same namespace.

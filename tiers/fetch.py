@@ -66,6 +66,7 @@ class Fetch:
         self._slots: list[Slot] = []
         self._sources: list[str] = []
         self._waiting: set[int] = set()
+        self._asking = False
         self._answered = False
         self._released = False
         self._settled: threading.Event | None = None
@@ -90,14 +91,25 @@ class Fetch:
         """The block at ``index`` does not come: the prefix ends there."""
         if index in self._waiting:
             self._waiting = {i for i in self._waiting if i < index}
+            self._asking = False
             self._notify()
+
+    def ask(self, *, asking: bool) -> None:
+        """Whether it is still being asked how the prefix goes on."""
+        self._asking = asking
+        self._notify()
+
+    @property
+    def asking(self) -> bool:
+        """Whether the answer to that would still be used."""
+        return self._asking and not self._answered
 
     def waits_for(self, index: int) -> bool:
         """Whether the block at ``index`` would still be used."""
         return index in self._waiting
 
     def _notify(self) -> None:
-        if not self._waiting and self._settled is not None:
+        if not (self._waiting or self._asking) and self._settled is not None:
             self._settled.set()
 
     # ---- for the engine
@@ -107,7 +119,7 @@ class Fetch:
         """Whether the answer is final: nothing is on its way, or the deadline has passed."""
         if self._answered:
             return True
-        if self._waiting and self._clock.now() < self._deadline_s:
+        if (self._waiting or self._asking) and self._clock.now() < self._deadline_s:
             return False
         if self._waiting:
             with self._lock:
@@ -121,6 +133,7 @@ class Fetch:
             if self._answered:
                 return
             self._answered = True
+            self._asking = False
             self._waiting.clear()
             here = len(self._slots)
             if NO_SLOT in self._slots:
@@ -136,7 +149,7 @@ class Fetch:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until ``done``, at most ``timeout_s``; the one call that waits for a tier."""
         with self._lock:
-            if self._waiting and not self._answered:
+            if (self._waiting or self._asking) and not self._answered:
                 self._settled = threading.Event()
         if self._settled is not None:
             left_s = max(0.0, self._deadline_s - self._clock.now())

@@ -69,10 +69,16 @@ class Gate:
         return self.breaker.retry_in_s(self._shared.clock.now())
 
     async def call(
-        self, operation: Operation, slots: Sequence[Slot], late: Callable[[], None]
+        self,
+        operation: Operation,
+        slots: Sequence[Slot],
+        late: Callable[[], None],
+        *,
+        timeout_s: float | None = None,
     ) -> Answer:
         """Call the tier. If it is left behind, ``late`` runs under the lock when it has ended."""
         shared = self._shared
+        timeout_s = self._settings.timeout_s if timeout_s is None else timeout_s
         if not self.breaker.begin(shared.clock.now()):
             return Answer(None)
         shared.arena.share(slots)
@@ -98,12 +104,12 @@ class Gate:
         self._calls.add(task)
         task.add_done_callback(quiet)
         try:
-            await asyncio.wait({ended}, timeout=self._settings.timeout_s)
+            await asyncio.wait({ended}, timeout=timeout_s)
         finally:
             left_behind = not ended.done()
             if left_behind:
                 task.cancel()
-                self._failed(f"no answer within {self._settings.timeout_s:g} s")
+                self._failed(f"no answer within {timeout_s:g} s")
         if left_behind:
             self._stats.timeouts += 1
             return Answer(None, quiet=False)

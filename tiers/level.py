@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from math import inf
 from typing import Protocol
 
 from kvladder.arena import Slot
 from kvladder.events import Reason
 from kvladder.keys import BlockKey
 from kvladder.metrics import LevelStats
-from kvladder.policy.eviction import EvictionPolicy
+from kvladder.policy.eviction import PRIORITY_DEFAULT, EvictionPolicy
 from kvladder.policy.offload import OffloadRule
-from kvladder.tiers.base import Item, Shared, Tier, TierContext
+from kvladder.tiers.base import NO_PLACE, Item, Shared, Tier, TierContext
 from kvladder.tiers.edge import Edge, EdgeSettings
 from kvladder.tiers.gate import Gate, GateSettings
 from kvladder.tiers.index import LevelIndex, Meta
@@ -78,6 +80,8 @@ class Level:
         """Leases slots for so many blocks of a priority; the stack's may evict for it."""
         self.places = Places(capacity_blocks)
         self.shared = shared
+        self.purging = 0
+        """How often everything is to leave a shared tier: until then nobody asks what is there."""
         self._writer = Writer(self)
         self._read_gate = asyncio.Semaphore(settings.reads_max)
 
@@ -124,6 +128,67 @@ class Level:
         self._writer.recall(key)
         if key in self.index:
             self._forget(key, "removed")
+        elif self.tier.shared:  # others may have put it there
+            self._writer.remove_later([Item(key, NO_PLACE)])
+            self.stir()
+
+    @property
+    def answers(self) -> bool:
+        """Whether a shared tier can be asked now what others put there."""
+        return self.gate.open() and not self.purging
+
+    def purge(self) -> None:
+        """Have the writer remove every block of the namespace from a shared tier."""
+        self.purging += 1
+        self.stir()
+
+    def adopt(self, keys: Sequence[BlockKey], *, spare: AbstractSet[BlockKey]) -> None:
+        """Hold blocks that others put into a shared tier, as many as can be, the head first.
+
+        Where there is no place, the next to go give way, but none of ``spare``. What is being
+        removed from here is not held again.
+        """
+        if not self.answers:
+            return
+        wanted: list[BlockKey] = []
+        for key in keys:
+            if self.holds(key) or self._writer.leaving(key):
+                break
+            wanted.append(key)
+        lowest = max(PRIORITY_DEFAULT, self.rule.min_priority)
+        places = self.places.take(len(wanted))
+        if len(places) < len(wanted):
+            self._make_way(len(wanted) - len(places), lowest, spare)
+            places += self.places.take(len(wanted) - len(places))
+        ttl_s, now = self.rule.ttl_s, self.shared.clock.now()
+        expires_s = inf if ttl_s is None else now + ttl_s
+        adopted = wanted[: len(places)]
+        for key, place in zip(reversed(adopted), reversed(places), strict=True):
+            self.index.insert(key, place, Meta(lowest, lowest), expires_s=expires_s)
+        self.stats.found += len(adopted)
+        self.shared.events.stored(self.name, adopted)
+
+    def _make_way(self, count: int, priority: int, spare: AbstractSet[BlockKey]) -> None:
+        """Free up to ``count`` places of a shared tier, where they are no addresses, at once."""
+        gone: list[tuple[BlockKey, int]] = []
+        for place in self.index.victims():
+            if len(gone) == count or self.index.meta(place).priority > priority:
+                break
+            key = self.index.key_at(place)
+            if key is not None and key not in spare and not self.places.being_read(place):
+                gone.append((key, place))
+        for key, _ in gone:
+            self.index.evict(key, self.shared.clock.now())
+        self.places.give([place for _, place in gone])
+        self._writer.remove_later(Item(key, NO_PLACE) for key, _ in gone)
+        self.evicted([key for key, _ in gone])
+
+    def evicted(self, keys: Sequence[BlockKey]) -> None:
+        """Tell everybody; host need not write them again: they would come and go for ever."""
+        self.stats.evicted += len(keys)
+        self.shared.events.removed(self.name, keys, "evicted")
+        for key in keys:
+            self.settled(key, stored=False)
 
     def _forget(self, key: BlockKey, reason: Reason) -> None:
         """Drop a held block from the index; the writer tells the tier, then frees its place."""
@@ -205,6 +270,23 @@ class Level:
                     self._writer.remove_later(item for item in batch if item.floor < least)
         self.places.occupy(places)
         self.stats.recovered = len(self.index)
+
+    async def probe(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Whether a shared tier says that it has these blocks; False if it says nothing in time."""
+        items = [Item(key, NO_PLACE) for key in keys]
+        if not self.answers:
+            return [False] * len(keys)
+        answer = await self.gate.call(
+            lambda: self.tier.contains(items),
+            (),
+            lambda: None,
+            timeout_s=self.tier.probe_timeout_s,
+        )
+        self.stats.probed += len(keys)
+        if answer.results is None:
+            self.wake()
+            return [False] * len(keys)
+        return answer.results
 
     async def read(self, items: Sequence[Item]) -> Sequence[bool]:
         """Fill the items' slots; False where that failed, for whatever reason.

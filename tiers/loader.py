@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
@@ -14,6 +15,7 @@ from kvladder.tiers.base import NO_SLOT, Item, Shared
 from kvladder.tiers.fetch import Arrival, Fetch
 from kvladder.tiers.host import HostLevel
 from kvladder.tiers.level import Level
+from kvladder.tiers.probe import Prober
 
 RESUME_BATCH = 64
 """Blocks that waited for room and are begun at once."""
@@ -60,6 +62,7 @@ class Loader:
         """Arrivals whose read has not begun."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
+        self.prober = Prober(levels, shared, self._known, self._grow)
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._arrivals
@@ -70,6 +73,7 @@ class Loader:
 
     def recall(self, key: BlockKey) -> None:
         """The block was removed: what arrives under this key is thrown away."""
+        self.prober.recall(key)
         arrival = self._arrivals.get(key)
         if arrival is not None:
             arrival.dead = True
@@ -79,37 +83,59 @@ class Loader:
 
         ``deadline_s`` is loop time: from then on the answer is what has arrived.
         """
+        clock = self._shared.clock
+        fetch = Fetch(keys, stack=self, lock=self._lock, clock=clock, deadline_s=deadline_s)
         with self._lock:
-            fetch = Fetch(
-                keys, stack=self, lock=self._lock, clock=self._shared.clock, deadline_s=deadline_s
-            )
-            found, wants = self._plan(keys)
-            self._host.pin([slot for slot in found if slot != NO_SLOT])
-            slots = self._room_for(wants)
-            later = self._park(fetch, wants[len(slots) :])
-            end = len(found)
-            if len(slots) + len(later) < len(wants):
-                end = wants[len(slots) + len(later)].position
-                self._host.stats.throttled += len(wants) - len(slots) - len(later)
-                cut = [i for i in range(end, len(found)) if found[i] != NO_SLOT]
-                self._host.unpin([keys[i] for i in cut], [found[i] for i in cut])
-            batches = self._begin(wants[: len(slots)], slots)
-            hits, waiting = self._attach(fetch, keys[:end], found, later)
-            begun = wants[: len(slots) + len(later)]
-            self._count(len(keys), hits, waiting - len(slots), begun)
-        self._post_reads(batches)
-        if later:
-            self._post(self._landed)
+            self._grow(fetch)
+            if fetch.asking:
+                self._post(self._run, lambda: self.prober.follow(fetch), "kvladder-ask")
         return fetch
 
-    def _post_reads(self, batches: dict[Level, list[Item]]) -> None:
+    def _grow(self, fetch: Fetch) -> None:
+        """Have ``fetch`` go on with its prefix as far as is known, and begin what has to come."""
+        keys, start = fetch.keys, len(fetch.planned)
+        found, wants = self._plan(keys[start:])
+        self._host.pin([slot for slot in found if slot != NO_SLOT])
+        slots = self._room_for(wants)
+        later = self._park(fetch, start, wants[len(slots) :])
+        end, is_cut = len(found), len(slots) + len(later) < len(wants)
+        if is_cut:
+            end = wants[len(slots) + len(later)].position
+            self._host.stats.throttled += len(wants) - len(slots) - len(later)
+            cut = [i for i in range(end, len(found)) if found[i] != NO_SLOT]
+            self._host.unpin([keys[start + i] for i in cut], [found[i] for i in cut])
+        batches = self._begin(wants[: len(slots)], slots)
+        hits, waiting = self._attach(fetch, found[:end], later)
+        begun = wants[: len(slots) + len(later)]
+        self._count(0 if start else len(keys), hits, waiting - len(slots), begun)
         for level, batch in batches.items():
             self._post(self._start, level, batch)
+        if later:
+            self._post(self._landed)
+        end += start
+        goes_on = not is_cut and end < len(keys)
+        fetch.ask(asking=goes_on and self.prober.may_know(keys[end]))
 
-    def _park(self, fetch: Fetch, wants: Sequence[Want]) -> dict[int, Want]:
+    def _run(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        """Begin a task that ``aclose`` ends (loop thread)."""
+        if self._closed:
+            return
+        task = asyncio.get_running_loop().create_task(work(), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _known(self, key: BlockKey) -> bool:
+        """Whether the block is somewhere, as far as is known without asking."""
+        return (
+            self._host.find(key) is not None
+            or key in self._arrivals
+            or any(level.find(key) is not None for level in self._levels if level.gate.open())
+        )
+
+    def _park(self, fetch: Fetch, start: int, wants: Sequence[Want]) -> dict[int, Want]:
         """Have these wait for room; bounded by what the arena could ever hold."""
         bound = max(0, self._shared.arena.slots - len(self._parked))
-        later = {want.position: want for want in wants[:bound]}
+        later = {start + want.position: want for want in wants[:bound]}
         self._parked.extend((fetch, position, want.key) for position, want in later.items())
         self._host.demand_blocks = len(self._parked)
         return later
@@ -222,14 +248,14 @@ class Loader:
     def _attach(
         self,
         fetch: Fetch,
-        keys: Sequence[BlockKey],
         found: Sequence[Slot],
         later: dict[int, Want],
     ) -> tuple[int, int]:
         """Fill ``fetch`` and have it wait; its blocks in the host level, and on their way."""
         hits = waiting = 0
         now = self._shared.clock.now()
-        for index, (key, slot) in enumerate(zip(keys, found, strict=False)):
+        for index, slot in enumerate(found, len(fetch.planned)):
+            key = fetch.keys[index]
             if index in later:
                 fetch.add(NO_SLOT, later[index].level.name)
             elif slot == NO_SLOT:
@@ -249,7 +275,7 @@ class Loader:
         host.queries += asked
         host.hits += hits
         host.joined += joined
-        asked -= hits + joined
+        asked = max(0, asked - hits - joined)  # 0 of a fetch that was counted and has grown
         for level in self._levels:
             if level.gate.open():
                 level.stats.queries += asked
@@ -267,10 +293,8 @@ class Loader:
             return
         step = level.tier.batch_max
         for start in range(0, len(items), step):
-            work = self._bring(level, items[start : start + step])
-            task = asyncio.get_running_loop().create_task(work, name=f"kvladder-read-{level.name}")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            work = partial(self._bring, level, items[start : start + step])
+            self._run(work, f"kvladder-read-{level.name}")
         level.wake()
 
     async def _bring(self, level: Level, batch: Sequence[Item]) -> None:

@@ -245,6 +245,14 @@ class TierStack:
                     return host, index
         return host, len(keys)
 
+    def reach(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading ``keys`` it is worth to fetch: all, if a shared tier has to be asked."""
+        with self.lock:
+            _, total = self.lookup(keys)
+            if total < len(keys) and self.loader.prober.may_know(keys[total]):
+                return len(keys)
+        return total
+
     def where(self, key: BlockKey) -> str | None:
         """The hottest level that holds the block or is about to; with the lock held."""
         if key in self.host.index:
@@ -284,6 +292,9 @@ class TierStack:
             for level in self.levels:
                 everything.update(level.keys())
             self.remove(sorted(everything))
+            for level in self.levels:
+                if level.tier.shared:  # what others put is of no use either
+                    level.purge()
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """These blocks were used, by whichever way: they are the most recent, the head last."""
@@ -304,14 +315,14 @@ class TierStack:
             raise ClosedError("the cache is closed")
 
     async def flush(self) -> None:
-        """Write what only the host level holds to the durable levels that admit it."""
+        """Write what only the host level holds to the levels that outlive it and admit it."""
         with self.lock:
             left = [
                 key
                 for place in self.host.index.victims()
                 if (key := self.host.index.key_at(place)) is not None
             ]
-        durable = [level for level in self.levels if level.tier.durable]
+        durable = [level for level in self.levels if level.tier.durable or level.tier.shared]
         step = min((level.settings.queue_blocks for level in durable), default=1)
         for start in range(0, len(left) + step if durable else 0, step):
             for level in durable:  # so that its queue has room

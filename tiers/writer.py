@@ -12,16 +12,19 @@ from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.metrics import DropReason
 from kvladder.policy.eviction import PRIORITY_DEFAULT
-from kvladder.tiers.base import Item
+from kvladder.tiers.base import NO_PLACE, Item
 from kvladder.tiers.gate import Answer
 from kvladder.tiers.inbox import Inbox, Pending
 from kvladder.tiers.index import Meta
+from kvladder.tiers.removals import Removals
 
 if TYPE_CHECKING:
     from kvladder.tiers.level import Level
 
 FULL_RETRY_S = 60.0
 """After a full disk, how long a level works within the places it has before it tries for more."""
+
+PURGE_TIMEOUT_S = 600.0
 
 
 class Writer:
@@ -44,7 +47,7 @@ class Writer:
         self._inbox = Inbox(level.shared.arena, blocks_max=level.settings.queue_blocks)
         self._writing: dict[BlockKey, Pending] = {}
         self._tombstones: set[BlockKey] = set()
-        self._removals: list[Item] = []
+        self._removals = Removals()
         self._limbo: set[BlockKey] = set()
         """Blocks of a write or removal that was left behind and has not ended yet."""
         self._full_until_s = -inf
@@ -67,7 +70,7 @@ class Writer:
     @property
     def pending(self) -> bool:
         """Whether there is something to do."""
-        return bool(self._inbox or self._writing or self._removals)
+        return bool(self._inbox or self._writing or self._removals or self._level.purging)
 
     @property
     def full(self) -> bool:
@@ -116,7 +119,11 @@ class Writer:
 
     def remove_later(self, items: Iterable[Item]) -> None:
         """Have the tier forget blocks that have left the index; their places are free after it."""
-        self._removals.extend(items)
+        self._removals.add(items)
+
+    def leaving(self, key: BlockKey) -> bool:
+        """Whether the tier has still to forget the block, or may still come to store it."""
+        return key in self._removals or key in self._limbo
 
     def check(self) -> None:
         """Assert bounds and claims; for tests."""
@@ -159,10 +166,12 @@ class Writer:
             self._give_up(key)
 
     async def _step(self) -> None:
-        """One batch of removals or one of writes, whichever is due; removals first."""
+        """One purge, one batch of removals or one of writes, whichever is due, in this order."""
+        if self._level.purging:
+            await self._purge(self._level.purging)
+            return
         with self._lock:
-            removals = self._removals[: self._tier.batch_max]
-            del self._removals[: self._tier.batch_max]
+            removals = self._removals.take(self._tier.batch_max)
         if removals:
             await self._remove_from_tier(removals)
             return
@@ -174,6 +183,18 @@ class Writer:
             with self._lock:
                 self._settle([], Answer(()))
 
+    async def _purge(self, wanted: int) -> None:
+        """Empty the namespace of a shared tier, as often as was ``wanted``; later again if not."""
+
+        async def purging() -> Sequence[bool]:
+            await self._tier.purge(None, lambda _done, _total: None)
+            return ()
+
+        answer = await self._gate.call(purging, (), lambda: None, timeout_s=PURGE_TIMEOUT_S)
+        if answer.results is not None:
+            with self._lock:
+                self._level.purging -= wanted
+
     async def _remove_from_tier(self, items: Sequence[Item]) -> None:
         """Have the tier forget ``items``, then free their places; if it fails, later again.
 
@@ -181,21 +202,17 @@ class Writer:
         """
         keys = [item.key for item in items]
 
-        def again() -> None:
-            self._limbo.difference_update(keys)
-            self._removals.extend(items)
-            self.wake()
-
         async def removing() -> Sequence[bool]:
             await self._tier.remove(items)
             return ()
 
-        answer = await self._gate.call(removing, (), again)
+        answer = await self._gate.call(removing, (), lambda: self._undo(items))
         with self._lock:
+            self._removals.ended(items)
             if answer.results is not None:
-                self._places.give([item.place for item in items])
+                self._places.give([item.place for item in items if item.place != NO_PLACE])
             elif answer.quiet:
-                again()
+                self._undo(items)
             else:
                 self._limbo.update(keys)
                 for key in keys:  # those that came back meanwhile
@@ -257,9 +274,9 @@ class Writer:
         self._tombstones.clear()
 
     def _undo(self, items: Sequence[Item]) -> None:
-        """A write failed or was left behind: some of it may be there, so have it removed."""
+        """A write or removal failed or has ended late: some of it may be there: remove it."""
         self._limbo.difference_update(item.key for item in items)
-        self._removals.extend(items)
+        self.remove_later(items)
         self.wake()
 
     def _publish(self, items: Sequence[Item], results: Sequence[bool]) -> None:
@@ -271,7 +288,7 @@ class Writer:
                 self._places.give([item.place])
                 self._drop("refused", [item])
             elif item.key in self._tombstones:
-                self._removals.append(item)
+                self.remove_later([item])
             else:
                 meta = self._writing[item.key].meta
                 assert meta.floor >= self._rule.min_priority
@@ -317,10 +334,8 @@ class Writer:
                 if self._index.place(key) == place and not self._places.being_read(place):
                     self._index.evict(key, now)
                     gone.append(Item(key, place))
-            self._stats.evicted += len(gone)
-            self._shared.events.removed(self._level.name, [item.key for item in gone], "evicted")
-            for item in gone:  # host need not write it again: it would come and go for ever
-                self._level.settled(item.key, stored=False)
+            self._level.evicted([item.key for item in gone])
+            self._removals.begun(gone)
         for start in range(0, len(gone), self._tier.batch_max):
             await self._remove_from_tier(gone[start : start + self._tier.batch_max])
         return outranked

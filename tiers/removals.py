@@ -1,0 +1,43 @@
+"""Blocks that have left a level's index and that its tier has still to forget."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from kvladder.keys import BlockKey
+from kvladder.tiers.base import Item
+
+
+class Removals:
+    """First in, first out. A block is in it until its removal has ended; the lock guards it."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Item] = []
+        self._keys: Counter[BlockKey] = Counter()
+
+    def __len__(self) -> int:
+        """How many have not begun."""
+        return len(self._waiting)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._keys
+
+    def add(self, items: Iterable[Item]) -> None:
+        """Have these removed."""
+        self._waiting += self.begun(list(items))
+
+    def begun(self, items: Sequence[Item]) -> Sequence[Item]:
+        """The removal of these begins without having waited."""
+        self._keys.update(item.key for item in items)
+        return items
+
+    def take(self, count: int) -> list[Item]:
+        """Begin with the oldest, at most ``count``."""
+        taken = self._waiting[:count]
+        del self._waiting[:count]
+        return taken
+
+    def ended(self, items: Sequence[Item]) -> None:
+        """The removal of these has ended, well or not."""
+        self._keys -= Counter(item.key for item in items)
