@@ -96,6 +96,18 @@ METRICS: Final = (
         "Blocks of an earlier process found at start",
         "recovered",
     ),
+    _tier(
+        "tier_probed_blocks_total",
+        "counter",
+        "Blocks that a shared tier was asked for",
+        "probed",
+    ),
+    _tier(
+        "tier_found_blocks_total",
+        "counter",
+        "Blocks of which it turned out that others had put them into a shared tier",
+        "found",
+    ),
     Metric(
         PREFIX + "tier_removed_blocks_total",
         "counter",

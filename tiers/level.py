@@ -125,10 +125,10 @@ class Level:
 
     def remove(self, key: BlockKey) -> None:
         """Forget the block; a transfer that began before does not bring it back."""
-        self._writer.recall(key)
+        is_recalled = self._writer.recall(key)
         if key in self.index:
             self._forget(key, "removed")
-        elif self.tier.shared:  # others may have put it there
+        elif self.tier.shared and not is_recalled:  # others may have put it there
             self._writer.remove_later([Item(key, NO_PLACE)])
             self.stir()
 
@@ -136,6 +136,10 @@ class Level:
     def answers(self) -> bool:
         """Whether a shared tier can be asked now what others put there."""
         return self.gate.open() and not self.purging
+
+    def leaving(self, key: BlockKey) -> bool:
+        """Whether the tier has still to forget the block, or may still come to store it."""
+        return self._writer.leaving(key)
 
     def purge(self) -> None:
         """Have the writer remove every block of the namespace from a shared tier."""
@@ -152,7 +156,7 @@ class Level:
             return
         wanted: list[BlockKey] = []
         for key in keys:
-            if self.holds(key) or self._writer.leaving(key):
+            if self.holds(key) or self.leaving(key):
                 break
             wanted.append(key)
         lowest = max(PRIORITY_DEFAULT, self.rule.min_priority)

@@ -83,8 +83,8 @@ class Loader:
 
         ``deadline_s`` is loop time: from then on the answer is what has arrived.
         """
-        clock = self._shared.clock
-        fetch = Fetch(keys, stack=self, lock=self._lock, clock=clock, deadline_s=deadline_s)
+        clock, lock = self._shared.clock, self._lock
+        fetch = Fetch(keys, stack=self, lock=lock, clock=clock, deadline_s=deadline_s)
         with self._lock:
             self._grow(fetch)
             if fetch.asking:
@@ -106,15 +106,14 @@ class Loader:
             self._host.unpin([keys[start + i] for i in cut], [found[i] for i in cut])
         batches = self._begin(wants[: len(slots)], slots)
         hits, waiting = self._attach(fetch, found[:end], later)
-        begun = wants[: len(slots) + len(later)]
-        self._count(0 if start else len(keys), hits, waiting - len(slots), begun)
+        asked, begun = 0 if start else len(keys), wants[: len(slots) + len(later)]
+        self._count(asked, hits, waiting - len(slots), begun)
         for level, batch in batches.items():
             self._post(self._start, level, batch)
         if later:
             self._post(self._landed)
-        end += start
-        goes_on = not is_cut and end < len(keys)
-        fetch.ask(asking=goes_on and self.prober.may_know(keys[end]))
+        rest = () if is_cut else keys[start + end :]
+        fetch.ask(asking=bool(rest) and self.prober.may_know(rest[0]))
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         """Begin a task that ``aclose`` ends (loop thread)."""
@@ -246,10 +245,7 @@ class Loader:
         return batches
 
     def _attach(
-        self,
-        fetch: Fetch,
-        found: Sequence[Slot],
-        later: dict[int, Want],
+        self, fetch: Fetch, found: Sequence[Slot], later: dict[int, Want]
     ) -> tuple[int, int]:
         """Fill ``fetch`` and have it wait; its blocks in the host level, and on their way."""
         hits = waiting = 0
@@ -289,8 +285,6 @@ class Loader:
 
     def _start(self, level: Level, items: Sequence[Item]) -> None:
         """Begin to read ``items`` from ``level``, a task per batch (loop thread)."""
-        if self._closed:
-            return
         step = level.tier.batch_max
         for start in range(0, len(items), step):
             work = partial(self._bring, level, items[start : start + step])

@@ -20,6 +20,8 @@ class Question:
     """A question under way: whoever has the same one waits for its answer."""
 
     answered: asyncio.Event = field(default_factory=asyncio.Event)
+    is_void: bool = False
+    """Whether everything was removed meanwhile."""
     removed: set[BlockKey] = field(default_factory=set[BlockKey])
     """What was removed meanwhile: it may be gone by now, whatever the answer says."""
 
@@ -64,6 +66,11 @@ class Prober:
         for question in self._questions.values():
             question.removed.add(key)
 
+    def void(self) -> None:
+        """Everything was removed: the answers to earlier questions are of no use."""
+        for question in self._questions.values():
+            question.is_void = True
+
     async def follow(self, fetch: Fetch) -> None:
         """Ask, and have ``fetch`` go on, as long as that brings it further."""
         asked = -1
@@ -90,17 +97,22 @@ class Prober:
         question = self._questions[keys[0]] = Question()
         found: dict[BlockKey, Level] = {}
         try:
-            await self._find(keys, found)
+            await self._find(keys, found, question.removed)
         finally:
             with self._shared.lock:
                 del self._questions[keys[0]]
-                self._adopt(keys, found, question.removed)
+                if not question.is_void:
+                    self._adopt(keys, found, question.removed)
             question.answered.set()
 
-    async def _find(self, keys: Sequence[BlockKey], found: dict[BlockKey, Level]) -> None:
+    async def _find(
+        self, keys: Sequence[BlockKey], found: dict[BlockKey, Level], removed: set[BlockKey]
+    ) -> None:
         """Ask the levels, hottest first, batch by batch until one has a hole."""
         with self._shared.lock:
             unknown = [key for key in dict.fromkeys(keys) if not self._known(key)]
+            leaving = (k for k in unknown if any(level.leaving(k) for level in self._levels))
+            removed.update(leaving)  # they may be gone when the answer is here
         step = min(level.tier.probe_max or level.tier.batch_max for level in self._levels)
         for start in range(0, len(unknown), step):
             left = unknown[start : start + step]

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from kvladder.errors import ConfigError, TierError, TierFull
-from kvladder.tiers.base import Item, Tier, TierContext
+from kvladder.tiers.base import Item, Progress, Tier, TierContext
 from kvladder.tiers.redisnodes import Command, Entrance, Unfit, sent
 from kvladder.tiers.redisservers import ClusterServers, OneServer, Outcome, Servers
 from kvladder.tiers.redisurl import RedisOptions
@@ -18,6 +18,7 @@ from kvladder.tiers.redisvalue import (
     ValueHeader,
     block_name,
     part_name,
+    salt_of,
     space_prefix,
 )
 from kvladder.tiers.resp import Part, ReplyError, Target, encode_around
@@ -26,6 +27,8 @@ OLDEST = (6, 2)
 BATCH_BYTES = 64 << 20
 BATCH_BLOCKS_MAX = 128
 PROBE_BLOCKS_MAX = 16384
+PURGE_KEYS = 1000
+"""How many keys a step of a purge looks at; in between the server serves others."""
 VALUE_BYTES_MAX = 512 << 20
 """What a server takes unless ``proto-max-bulk-len`` says otherwise."""
 _NOTHING = memoryview(b"")
@@ -41,10 +44,13 @@ class RedisTier(Tier):
     Options: ClassVar[type[RedisOptions]] = RedisOptions
     shared = True
     notes = True
+    probe_max = PROBE_BLOCKS_MAX
     overhead_bytes = HEADER_BYTES
 
     def __init__(self, options: RedisOptions) -> None:
         self.options = options
+        self.probe_timeout_s = options.probe_timeout
+        self.probe_cache_s = options.probe_cache
         self._entrance = Entrance(options)
         kind = ClusterServers if options.cluster else OneServer
         self._servers: Servers = kind(options, self._entrance)
@@ -221,6 +227,47 @@ class RedisTier(Tier):
         outcomes = await self._run([Command(name, sent(b"STRLEN", name)) for name in names])
         longest = HEADER_BYTES + self._size
         return [isinstance(n, int) and HEADER_BYTES <= n <= longest for n in outcomes]
+
+    async def purge(self, salt: bytes | None, progress: Progress) -> int:
+        await self._require_fit()
+        seen = removed = 0
+        connections = [await self._entrance.connect(a) for a in await self._servers.addresses()]
+        try:
+            total = sum([int(await self._entrance.reply(c, "DBSIZE")) for c in connections])
+            for connection in connections:
+                cursor: int | bytes = -1
+                while int(cursor):
+                    step = (max(0, int(cursor)), "MATCH", self._prefix + b"*", "COUNT", PURGE_KEYS)
+                    cursor, names = await self._entrance.reply(connection, "SCAN", *step)
+                    removed += await self._purge(names, salt)
+                    seen += PURGE_KEYS
+                    progress(min(seen, total), total)
+        finally:
+            for connection in connections:
+                await connection.disconnect(nowait=True)
+        return removed
+
+    async def _purge(self, names: Sequence[bytes], salt: bytes | None) -> int:
+        """Remove these keys, or those of them whose values name this salt, with their parts."""
+        heads = [memoryview(bytearray(HEADER_BYTES)) for _ in names]
+        count = len(self._spans(self._size))
+        if salt is not None:
+            looks = [
+                Command(name, sent(b"GETRANGE", name, 0, HEADER_BYTES - 1), Target(head, _NOTHING))
+                for name, head in zip(names, heads, strict=True)
+            ]
+            await self._run(looks)
+            names = [n for n, head in zip(names, heads, strict=True) if salt_of(head) == salt]
+        outcomes = await self._run(
+            [
+                Command(name, sent(b"UNLINK", *(part_name(name, part) for part in range(count))))
+                for name in names
+            ]
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, TierError | ReplyError):
+                raise TierError(str(outcome))
+        return sum(1 for outcome in outcomes if outcome)
 
     def corrupt_blocks(self) -> int:
         return self._corrupt

@@ -108,12 +108,9 @@ class Entrance:
         connection = await self.connect(address)
         wire = Wire()
         try:
-            async with asyncio.timeout(self._limit_s):
-                number = await ask(connection, "CLIENT", "ID")
-        except BaseException as error:
+            number = await self.reply(connection, "CLIENT", "ID")
+        except BaseException:
             await connection.disconnect(nowait=True)
-            if isinstance(error, TimeoutError):
-                raise TierError(f"{address}: no answer within {self._limit_s:g} s") from error
             raise
         # redis-py has nothing under way on it and is told that it has no connection any more
         wire.take_over(connection._writer)
@@ -124,12 +121,20 @@ class Entrance:
         """The reply of a server to one command, over a connection of its own."""
         connection = await self.connect(address)
         try:
-            async with asyncio.timeout(self._limit_s):
-                return await ask(connection, *arguments)
-        except TimeoutError as error:
-            raise TierError(f"{address}: no answer within {self._limit_s:g} s") from error
+            return await self.reply(connection, *arguments)
         finally:
             await connection.disconnect(nowait=True)
+
+    async def reply(self, connection: Any, *arguments: str | int | bytes) -> Any:
+        """The reply to one command on a connection of redis-py's."""
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await connection.send_command(*arguments)
+                return await connection.read_response()
+        except TimeoutError as error:
+            raise TierError(f"{arguments[0]!s}: no answer in {self._limit_s:g} s") from error
+        except (RedisError, OSError) as error:
+            raise TierError(f"{arguments[0]!s}: {error}") from error
 
     async def master(self) -> Address:
         """Where the Sentinels say that the master is."""
@@ -150,15 +155,6 @@ class Entrance:
             for one in sentinel.sentinels:
                 await one.aclose()
         return Address(str(host), int(port))
-
-
-async def ask(connection: Any, *arguments: str | int | bytes) -> Any:
-    """The reply to one command on a connection of redis-py's."""
-    try:
-        await connection.send_command(*arguments)
-        return await connection.read_response()
-    except (RedisError, OSError) as error:
-        raise TierError(f"{arguments[0]!s}: {error}") from error
 
 
 class Node:

@@ -33,10 +33,14 @@ class Removals:
         return items
 
     def take(self, count: int) -> list[Item]:
-        """Begin with the oldest, at most ``count``."""
-        taken = self._waiting[:count]
-        del self._waiting[:count]
-        return taken
+        """Begin with the oldest, at most ``count``, no block twice."""
+        taken: dict[BlockKey, Item] = {}
+        for item in self._waiting:
+            if len(taken) == count or item.key in taken:
+                break
+            taken[item.key] = item
+        del self._waiting[: len(taken)]
+        return list(taken.values())
 
     def ended(self, items: Sequence[Item]) -> None:
         """The removal of these has ended, well or not."""

@@ -292,6 +292,7 @@ class TierStack:
             for level in self.levels:
                 everything.update(level.keys())
             self.remove(sorted(everything))
+            self.loader.prober.void()
             for level in self.levels:
                 if level.tier.shared:  # what others put is of no use either
                     level.purge()

@@ -110,12 +110,13 @@ class Writer:
         self._inbox.remove(key)
         self._level.settled(key, stored=False)
 
-    def recall(self, key: BlockKey) -> None:
-        """The block was removed: it is not written, or removed as soon as it is."""
+    def recall(self, key: BlockKey) -> bool:
+        """The block was removed: it is not written, or removed as soon as it is: then True."""
         if key in self._inbox:
             self._give_up(key)
         if key in self._writing:
             self._tombstones.add(key)
+        return key in self._writing or key in self._limbo
 
     def remove_later(self, items: Iterable[Item]) -> None:
         """Have the tier forget blocks that have left the index; their places are free after it."""

@@ -58,11 +58,11 @@ class Record(NamedTuple):
 class FakeStore:
     """What a FakeTier stores into: outlives the tier, as a disk outlives a process.
 
-    Holds one block per place under each namespace, oldest first.
+    Holds one block per place under each namespace, or per key if others share it, oldest first.
     """
 
     def __init__(self) -> None:
-        self.spaces: dict[Namespace, dict[int, Record]] = {}
+        self.spaces: dict[Namespace, dict[int | BlockKey, Record]] = {}
 
     def copy(self) -> FakeStore:
         """What is in it now, to go on with after a crash."""
@@ -145,8 +145,8 @@ class FakeTier(Tier):
         return bool(self._holds)
 
     @property
-    def records(self) -> dict[int, Record]:
-        """Everything that is really there, by place, oldest first."""
+    def records(self) -> dict[int | BlockKey, Record]:
+        """Everything that is really there, by place (by key if it is shared), oldest first."""
         return self.store.spaces[self.context.namespace]
 
     def stored(self, key: BlockKey) -> bytes | None:
@@ -192,10 +192,18 @@ class FakeTier(Tier):
                 self.context.arena.view(item.slot)[: len(data)][part] = data[part]
 
     def _record(self, item: Item) -> Record | None:
-        record = self.records.get(item.place)
-        if record is None or record.item.key != item.key or item.key in self._forgotten:
-            return None
-        return record
+        record = self.at(item.key, item.place)
+        return None if item.key in self._forgotten else record
+
+    def _where(self, key: BlockKey, place: int) -> int | BlockKey:
+        """Under what a block lies."""
+        del key
+        return place
+
+    def at(self, key: BlockKey, place: int) -> Record | None:
+        """What is really there of a block, whatever the faults."""
+        record = self.records.get(self._where(key, place))
+        return None if record is None or record.item.key != key else record
 
     def _sound(self, item: Item) -> bool:
         """Whether the bytes in the slot are those that were put."""
@@ -224,19 +232,23 @@ class FakeTier(Tier):
             size = item.length or self.context.layout.block_bytes
             data = bytes(self.context.arena.view(item.slot)[:size])
             note = bytes(item.note or b"")
-            self.records.pop(item.place, None)  # so that the newest comes last
             kept = item._replace(length=0, note=None)
-            self.records[item.place] = Record(kept, data, xxh3_128_digest(data), note)
-            self._forgotten.discard(item.key)
-            self._damaged.discard(item.key)
+            self._keep(Record(kept, data, xxh3_128_digest(data), note))
+
+    def _keep(self, record: Record) -> None:
+        """Store a block in place of what was there."""
+        key, place = record.item.key, record.item.place
+        self.records.pop(self._where(key, place), None)  # so that the newest comes last
+        self.records[self._where(key, place)] = record
+        self._forgotten.discard(key)
+        self._damaged.discard(key)
 
     async def remove(self, items: Sequence[Item]) -> None:
         with self._in_flight("remove", items):
             async with self._call("remove", items):
                 for item in items:
-                    record = self.records.get(item.place)
-                    if record is not None and record.item.key == item.key:
-                        del self.records[item.place]
+                    if self.at(item.key, item.place) is not None:
+                        del self.records[self._where(item.key, item.place)]
 
     async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
         with self._in_flight("contains", items):
@@ -317,7 +329,7 @@ class FakeTier(Tier):
     def _in_flight(self, operation: Operation, items: Sequence[Item]) -> Generator[None]:
         """Check a batch, and that it does not meet another that it must not meet."""
         keys = [item.key for item in items]
-        places = [item.place for item in items]
+        places = [] if self.shared else [item.place for item in items]
         limit = self.context.capacity_blocks
         self._require(len(items) <= self.batch_max, f"{len(items)} > batch_max in a {operation}")
         self._require(len(set(keys)) == len(keys), f"a key twice in a {operation}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Literal
 
+from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.mirror import MirrorCodec
 from kvladder.tiers.breaker import BreakerSettings
@@ -13,6 +15,7 @@ from kvladder.tiers.edge import EdgeSettings
 from kvladder.tiers.gate import GateSettings
 from kvladder.tiers.level import LevelSettings
 
+Kind = Literal["plain", "coded", "shared"]
 PRIORITIES = (0, 20, 35, 50, 80, 100)
 
 
@@ -27,6 +30,8 @@ class LevelKnobs:
     """Mean of the random part of its latency."""
     rule: OffloadRule
     settings: LevelSettings
+    shared: bool = False
+    """Whether others put into its tier and remove from it."""
     coded: bool = False
     """Whether its blocks are changed on their way, and checked by the level instead of the tier."""
 
@@ -76,9 +81,19 @@ class Knobs:
     fetch_blocks_max: int
     levels: tuple[LevelKnobs, ...]
 
-    def coded(self) -> Knobs:
-        """The same with codecs at each level."""
-        return replace(self, levels=tuple(replace(level, coded=True) for level in self.levels))
+    @property
+    def guessed(self) -> set[int]:
+        """Floors of blocks that are found without it being known how they were put."""
+        return {max(PRIORITY_DEFAULT, v.rule.min_priority) for v in self.levels if v.shared}
+
+    def of(self, kind: Kind) -> Knobs:
+        """The same with codecs at each level, or with the coldest on a tier that others use too."""
+        levels = list(self.levels)
+        if kind == "coded":
+            levels = [replace(level, coded=True) for level in levels]
+        elif kind == "shared" and levels:
+            levels[-1] = replace(levels[-1], durable=False, shared=True)
+        return replace(self, levels=tuple(levels))
 
     @classmethod
     def draw(cls, random: Random) -> Knobs:

@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvladder.testing.knobs import PRIORITIES, Knobs
+from kvladder.testing.knobs import PRIORITIES, Kind, Knobs
 from kvladder.testing.world import World
 
 NUMBERS = st.integers(0, 15)
@@ -25,11 +25,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     world: World
 
-    @initialize(shape=st.integers(0, 2**16), seed=st.integers(0, 2**16), coded=st.booleans())
-    def open(self, shape: int, seed: int, *, coded: bool) -> None:
+    @initialize(
+        shape=st.integers(0, 2**16),
+        seed=st.integers(0, 2**16),
+        kind=st.sampled_from(["plain", "coded", "shared"]),
+    )
+    def open(self, shape: int, seed: int, kind: Kind) -> None:
         """A cache of some shape, and an order of events."""
-        knobs = Knobs.draw(Random(shape))
-        self.world = World(knobs.coded() if coded else knobs, seed)
+        self.world = World(Knobs.draw(Random(shape)).of(kind), seed)
 
     @rule(
         number=NUMBERS,
@@ -90,6 +93,11 @@ class CacheMachine(RuleBasedStateMachine):
     def damage(self, level: int, *, lose: bool) -> None:
         """A tier loses or damages blocks."""
         self.world.damage(level, lose=lose)
+
+    @rule(number=NUMBERS, length=LENGTHS)
+    def others(self, number: int, length: int) -> None:
+        """Another engine puts a prompt's blocks."""
+        self.world.others(number, length)
 
     @rule(crash=st.booleans())
     def reopen(self, *, crash: bool) -> None:

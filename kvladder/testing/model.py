@@ -46,6 +46,14 @@ class Model:
             floor = min(floor, priority)
             self.floors.setdefault(key, set()).add(floor)
 
+    def put_by_others(self, keys: Sequence[BlockKey]) -> dict[BlockKey, bytes]:
+        """Another engine stores what a save of these blocks would write now, and what that is."""
+        data = {key: self.payload(key) for key in keys}
+        for key in keys:
+            self.floors.setdefault(key, set())
+            self.allowed[key] = self.may_be(key) | {data[key]}
+        return data
+
     def saved(self, key: BlockKey, version: int, data: bytes) -> None:
         """A save was committed that began at this version of the key."""
         if version == self.versions[key]:

@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from random import Random
+from typing import get_args
 
-from kvladder.testing.knobs import PRIORITIES, Knobs
+from kvladder.testing.knobs import PRIORITIES, Kind, Knobs
 from kvladder.testing.world import World
 
 STEPS_PER_WORLD = 200
@@ -38,23 +39,21 @@ def drawn_steps(world: World, random: Random) -> list[Callable[[], None]]:
         lambda: world.forget(number),
         world.clear,
         lambda: world.reopen(crash=number % 2 == 0),
+        lambda: world.others(number, length),
     ]
 
 
 WEIGHTS = (30, 60, 3, 2, 2, 3, 6, 1, 1, 0.3, 0.7)
+OTHERS_WEIGHT = 10
 
 
-def run_world(seed: int, steps: int = STEPS_PER_WORLD, *, coded: bool = False) -> World:
-    """Run the world of this seed: what it does, and how often each thing, is drawn from it.
-
-    With ``coded`` its levels have codecs.
-    """
+def run_world(seed: int, steps: int = STEPS_PER_WORLD, *, kind: Kind = "plain") -> World:
+    """Run the world of this seed: what it does, and how often each thing, is drawn from it."""
     random = Random(seed)
-    knobs = Knobs.draw(random)
-    if coded:
-        knobs = knobs.coded()
+    knobs = Knobs.draw(random).of(kind)
     weights = [weight * random.choice((0, 1, 1, 3)) for weight in WEIGHTS]
     weights[:2] = WEIGHTS[:2]
+    weights.append(OTHERS_WEIGHT if kind == "shared" else 0)
     world = World(knobs, seed)
     try:
         for _ in range(steps):
@@ -78,7 +77,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=100_000, help="in all worlds together")
     parser.add_argument("--seed", type=int, default=0, help="of the first world")
-    parser.add_argument("--coded", action="store_true", help="with codecs at each level")
+    kinds = get_args(Kind)
+    parser.add_argument("--kind", choices=kinds, default="plain", help="what the levels are like")
     options = parser.parse_args(arguments)
     logging.getLogger("kvladder").setLevel(logging.ERROR)  # it warns of every fault
     served: Counter[str] = Counter()
@@ -86,10 +86,10 @@ def main(arguments: list[str] | None = None) -> int:
     for number in range(worlds):
         seed = options.seed + number
         try:
-            world = run_world(seed, coded=options.coded)
+            world = run_world(seed, kind=options.kind)
         except BaseException:
-            coded = " --coded" if options.coded else ""
-            print(f"failed: python -m kvladder.testing.soak --steps 1 --seed {seed}{coded}")
+            again = f"--steps 1 --seed {seed} --kind {options.kind}"
+            print(f"failed: python -m kvladder.testing.soak {again}")
             raise
         served += world.served
         if number % 50 == 49 or number == worlds - 1:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from kvladder.errors import TierError, TierFull
 
-Operation = Literal["open", "get", "put", "remove", "contains", "recover"]
+Operation = Literal["open", "get", "put", "remove", "contains", "recover", "purge"]
 
 
 @dataclass(eq=False, kw_only=True)

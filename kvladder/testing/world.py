@@ -15,6 +15,7 @@ from kvladder.keys import BlockKey
 from kvladder.testing.fakes import Fail, FakeStore, FakeTier, Full, Hang, ShortRead, Step
 from kvladder.testing.knobs import Knobs
 from kvladder.testing.model import NOTHING, Model, Request
+from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.sim import SimLoop, where
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.level import Level
@@ -47,8 +48,8 @@ class World:
     def _open(self) -> None:
         self.loop = SimLoop(self._seed)
         self.tiers = [
-            FakeTier(
-                store=store if level.durable else None,
+            (SharedFakeTier if level.shared else FakeTier)(
+                store=store if level.durable or level.shared else None,
                 durable=level.durable,
                 checks=not level.coded,
                 batch_max=level.batch_max,
@@ -235,6 +236,12 @@ class World:
             (tier.forget if lose else tier.corrupt)(*chosen)
             self.note(f"{'lose' if lose else 'corrupt'} {len(chosen)} blocks of {level}")
 
+    def others(self, number: int, length: int) -> None:
+        """Another engine puts a prompt's blocks into the tiers that it shares with this one."""
+        for tier in self.tiers:
+            if isinstance(tier, SharedFakeTier):
+                tier.others_put(self.model.put_by_others(self.prompt(number, length)))
+
     def reopen(self, *, crash: bool) -> None:
         """The process ends, well or not, and another one begins."""
         for request in self.requests:
@@ -275,7 +282,8 @@ class World:
                     if not full and not level.places.limited:
                         kept.add(key)
                     break
-        return kept
+        shared = [level for level in self.cache.levels if level.tier.shared]
+        return {key for key in kept if not any(level.holds(key) for level in shared)}
 
     def _errors(self) -> int:
         return sum(level.stats.errors for level in self.cache.levels)
@@ -324,9 +332,8 @@ class World:
         for level, tier in zip(self.cache.levels, self.tiers, strict=True):
             assert level.places.taken == len(level.index), f"a place of {level.name} is lost"
             for key in level.index:
-                record = tier.records.get(level.index.place(key) or 0)
-                assert record is not None
-                assert record.item.key == key, "the index names what is not there"
+                record = tier.at(key, level.index.place(key) or 0)
+                assert record is not None or tier.shared, "the index names what is not there"
         self._close(crash=False)
 
     # ---- what must hold
@@ -366,13 +373,14 @@ class World:
             assert place is not None
             assert self.model.may_be(key), f"{level.name} has a block that was removed"
             self._check_floor(key, level.index.meta(place).floor, level.rule.min_priority)
-            record = tier.records.get(place)
-            if record is not None and record.item.key == key:
+            record = tier.at(key, place)
+            if record is not None:
                 assert record.plain in self.model.may_be(key), f"wrong bytes in {level.name}"
 
     def _check_floor(self, key: BlockKey, floor: int, threshold: int) -> None:
-        assert floor in self.model.floors[key]
-        assert max(self.model.floors[key]) >= threshold, "a level has what it does not admit"
+        floors = self.model.floors[key] | self.knobs.guessed
+        assert floor in floors
+        assert max(floors) >= threshold, "a level has what it does not admit"
 
     def _replay(self) -> None:
         """The events of a level, from the beginning, give its index."""

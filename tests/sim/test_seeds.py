@@ -40,10 +40,19 @@ def test_ten_thousand_steps_in_other_worlds() -> None:
 
 @pytest.mark.slow
 def test_five_thousand_steps_in_worlds_with_codecs() -> None:
-    worlds = [soak.run_world(seed, coded=True) for seed in range(60_000, 60_025)]
+    worlds = [soak.run_world(seed, kind="coded") for seed in range(60_000, 60_025)]
     served = sum((world.served for world in worlds), start=worlds[0].served)
     assert set(served) >= {"host", "level1", "level2"}
     assert any(level.edge.corrupt for world in worlds for level in world.cache.levels)
+
+
+@pytest.mark.slow
+def test_five_thousand_steps_in_worlds_with_a_tier_that_others_use() -> None:
+    worlds = [soak.run_world(seed, kind="shared") for seed in range(70_000, 70_025)]
+    found = sum(level.stats.found for world in worlds for level in world.cache.levels)
+    lost = sum(level.stats.misses for world in worlds for level in world.cache.levels)
+    assert found > 100
+    assert lost
 
 
 def test_the_command_says_what_was_served(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,3 +79,18 @@ class RedisTierTests(TierTests):
         end = self.run("STRLEN", key) - 1
         last = self.run("GETRANGE", key, end, end)
         self.run("SETRANGE", key, end, bytes([last[0] ^ 1]))
+
+    async def test_purge_removes_one_salt_or_all_of_the_namespace(self, tier, blocks, context):
+        salted = [item._replace(salt=b"8 bytes!") for item in blocks.items(0, 1)]
+        await blocks.store(tier, salted)
+        others = await blocks.put(tier, 2)
+        stranger = b"kvladder:%032d:{%064d}" % (0, 0)
+        self.run("SET", stranger, b"another namespace")
+        told: list[tuple[int, int]] = []
+        assert await tier.purge(b"8 bytes!", lambda *numbers: told.append(numbers)) == 2
+        assert told
+        assert all(0 <= done <= total for done, total in told)
+        assert await blocks.get(tier, [*salted, *others]) == [False, False, True]
+        assert await tier.purge(None, lambda *_: None) == 1
+        assert await blocks.get(tier, others) == [False]
+        assert self.run("GET", stranger) == b"another namespace"

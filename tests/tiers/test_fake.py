@@ -44,3 +44,20 @@ class TestSmallBatches(TestFake):
     @pytest.fixture
     def make(self) -> MakeTier:
         return partial(FakeTier, batch_max=1)
+
+
+class TestSharedFake(TierTests):
+    @pytest.fixture
+    def make(self):
+        store = FakeStore()
+        return lambda: SharedFakeTier(store=store)
+
+    async def test_purge_removes_one_salt_or_all(self, tier, blocks) -> None:
+        salted = [item._replace(salt=b"8 bytes!") for item in blocks.items(0, 1)]
+        await blocks.store(tier, salted)
+        others = await blocks.put(tier, 2)
+        told: list[tuple[int, int]] = []
+        assert await tier.purge(b"8 bytes!", lambda *numbers: told.append(numbers)) == 2
+        assert told == [(2, 2)]
+        assert await blocks.contains(tier, [*salted, *others]) == [False, False, True]
+        assert await tier.purge(None, lambda *_: None) == 1

@@ -1,0 +1,238 @@
+"""Levels on tiers that others use too: what they put is found, what they removed is a miss."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvladder.policy.offload import OffloadRule
+from kvladder.testing.fakes import Delay, Fail, FakeTier, Hang, Hold
+from kvladder.testing.shared import SharedFakeTier
+from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.tiers.level import LevelSettings
+from tests.stack.caches import COMMIT, QUICK, cache_of, flushed
+
+
+def put_by_others(tier, *path):
+    """Another engine has stored this prefix; its keys."""
+    keys = SimCache.keys(*path)
+    tier.others_put({key: SimCache.payload(key) for key in keys})
+    return keys
+
+
+async def test_what_others_put_is_found() -> None:
+    tier = SharedFakeTier()
+    async with cache_of(LevelSpec(tier)) as cache:
+        keys = put_by_others(tier, 1, 2, 3)
+        asked = cache.keys(1, 2, 3, 4, 5)
+        assert cache.manager.lookup(asked) == (0, 0)
+        assert cache.manager.reach(asked) == 5
+        assert await cache.load(asked) == ["level1"] * 3
+        assert cache.manager.lookup(asked) == (3, 3)
+        assert tier.batches("contains") == [5]
+        assert tier.batches("get") == [3]
+        stats = cache.manager.stats()["level1"]
+        assert (stats["probed"], stats["found"], stats["hits"]) == (5, 3, 3)
+        assert cache.save(keys) == 0
+
+
+async def test_a_prefix_goes_on_where_the_index_ends() -> None:
+    tier = SharedFakeTier()
+    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        put_by_others(tier, 1, 2, 3, 4)
+        cache.save(cache.keys(1, 2))
+        await cache.settle()
+        assert await cache.load(cache.keys(1, 2, 3, 4)) == ["host", "host", "level1", "level1"]
+        assert tier.calls[-2].keys == tuple(cache.keys(1, 2, 3, 4)[2:])
+
+
+async def test_a_level_of_our_own_fills_a_hole_of_what_others_put() -> None:
+    files = FakeTier(store=await flushed((1, 2, 3)), durable=True)
+    tier = SharedFakeTier()
+    async with cache_of(LevelSpec(files), LevelSpec(tier)) as cache:
+        keys = cache.keys(1, 2, 3)
+        put_by_others(tier, 1, 2, 3)
+        cache.levels[0].remove(keys[1])
+        assert await cache.load(keys) == ["level1", "level2", "level1"]
+        assert tier.batches("contains") == [1], "what is known is not asked for"
+
+
+async def test_an_absent_block_is_not_asked_for_again_at_once() -> None:
+    tier = SharedFakeTier()
+    async with cache_of(LevelSpec(tier)) as cache:
+        asked = cache.keys(1, 2)
+        for _ in range(3):
+            assert await cache.load(asked) == []
+        assert tier.batches("contains") == [2]
+        assert cache.manager.reach(asked) == 0
+        put_by_others(tier, 1, 2)
+        await asyncio.sleep(tier.probe_cache_s)
+        assert await cache.load(asked) == ["level1"] * 2
+
+
+async def test_requests_with_one_prefix_ask_once() -> None:
+    tier = SharedFakeTier([Delay(0.5, on="contains")])
+    async with cache_of(LevelSpec(tier)) as cache:
+        put_by_others(tier, 1, 2, 3, 4)
+        fetches = [cache.manager.fetch(cache.keys(1, 2, 3, n)) for n in (4, 4, 5)]
+        await asyncio.sleep(1)
+        assert [fetch.done for fetch in fetches] == [True] * 3
+        assert [fetch.blocks for fetch in fetches] == [4, 4, 3]
+        assert tier.batches("contains") == [4, 1], "the last one asks how its own prefix goes on"
+        assert tier.batches("get") == [4]
+        for fetch in fetches:
+            fetch.release()
+
+
+async def test_what_others_removed_is_a_miss_that_shortens_the_prefix() -> None:
+    tier = SharedFakeTier()
+    async with cache_of(LevelSpec(tier, COMMIT), slots=4) as cache:
+        keys = cache.keys(1, 2, 3)
+        cache.save(keys)
+        await cache.settle()
+        cache.stack.host.remove(keys[0])
+        cache.stack.host.remove(keys[1])
+        tier.others_remove(keys[1:2])
+        assert await cache.load(keys) == ["level1"]
+        assert cache.manager.stats()["level1"]["misses"] == 1
+        assert cache.manager.lookup(keys).total == 1
+        assert cache.save(keys) == 1
+
+
+@pytest.mark.parametrize("trouble", [Hang(on="contains"), Fail(on="contains")])
+async def test_the_answer_comes_within_the_deadline_whatever_the_tier_does(trouble) -> None:
+    tier = SharedFakeTier([trouble])
+    async with cache_of(LevelSpec(tier, settings=QUICK)) as cache:
+        keys = put_by_others(tier, 1, 2)
+        began = asyncio.get_running_loop().time()
+        assert await cache.load(keys, deadline_s=0.2) == []
+        assert asyncio.get_running_loop().time() - began < 0.3
+        assert cache.manager.stats()["level1"]["hits"] == 0
+        await asyncio.sleep(5)
+        assert await cache.load(keys) == ["level1"] * 2
+
+
+async def test_a_probe_has_a_deadline_of_its_own() -> None:
+    tier = SharedFakeTier([Hang(on="contains")])
+    tier.probe_timeout_s = 0.1
+    async with cache_of(LevelSpec(tier)) as cache:
+        began = asyncio.get_running_loop().time()
+        assert await cache.load(put_by_others(tier, 1)) == []
+        assert asyncio.get_running_loop().time() - began < 0.2
+        assert cache.manager.stats()["level1"]["timeouts"] == 1
+
+
+async def test_a_tier_that_is_left_alone_is_not_asked() -> None:
+    tier = SharedFakeTier([Fail(on="contains", times=2)])
+    async with cache_of(LevelSpec(tier, settings=QUICK)) as cache:
+        for n in (1, 2):
+            assert await cache.load(cache.keys(n)) == []
+        keys = put_by_others(tier, 3)
+        assert cache.manager.reach(keys) == 0
+        assert await cache.load(keys) == []
+        assert len(tier.batches("contains")) == 2
+
+
+async def test_what_is_removed_while_it_is_asked_for_does_not_come_back() -> None:
+    asking = Hold(on="contains", after=True)
+    tier = SharedFakeTier([asking])
+    async with cache_of(LevelSpec(tier)) as cache:
+        keys = put_by_others(tier, 1, 2)
+        fetch = cache.manager.fetch(keys)
+        await asking.reached()
+        cache.manager.remove(keys[:1])
+        asking.let_go()
+        await asyncio.sleep(1)
+        assert fetch.done
+        assert fetch.blocks == 0
+        fetch.release()
+        assert tier.stored(keys[0]) is None, "it is removed for others too"
+        assert tier.stored(keys[1]) is not None
+
+
+async def test_clear_removes_what_others_put_as_well() -> None:
+    tier = SharedFakeTier()
+    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        keys = put_by_others(tier, 1, 2)
+        cache.save(cache.keys(7))
+        asked = cache.manager.fetch(keys)
+        cache.manager.clear()
+        assert cache.manager.reach(keys) == 0, "not before it is gone"
+        await cache.settle()
+        assert not tier.records
+        assert asked.done
+        assert asked.blocks == 0
+        asked.release()
+        assert await cache.load(keys) == []
+
+
+async def test_a_clear_that_fails_is_made_up_for() -> None:
+    tier = SharedFakeTier([Fail(on="purge")])
+    async with cache_of(LevelSpec(tier)) as cache:
+        put_by_others(tier, 1, 2)
+        cache.manager.clear()
+        await cache.settle()
+        assert not tier.records
+
+
+async def test_its_capacity_bounds_what_is_known_to_be_there() -> None:
+    tier = SharedFakeTier(batch_max=2)
+    async with cache_of(LevelSpec(tier, COMMIT, capacity_blocks=3), slots=16) as cache:
+        cache.save(cache.keys(1, 2, 3))
+        await cache.settle()
+        assert len(tier.records) == 3
+        keys = put_by_others(tier, 7, 8)
+        assert await cache.load(keys) == ["level1"] * 2
+        await cache.settle()
+        assert len(cache.levels[0].index) == 3
+        assert len(tier.records) == 3, "the least recently used have gone"
+        longer = put_by_others(tier, 4, 5, 6, 7, 8)
+        assert await cache.load(longer) == ["level1"] * 3
+        assert cache.manager.stats()["level1"]["evicted"] == 5
+
+
+async def test_blocks_worth_more_do_not_give_way_to_what_is_found() -> None:
+    tier = SharedFakeTier()
+    async with cache_of(LevelSpec(tier, COMMIT, capacity_blocks=8), slots=16) as cache:
+        cache.save(cache.keys(*range(8)), priorities=[80] * 8)
+        await cache.settle()
+        assert await cache.load(put_by_others(tier, 50, 51)) == []
+        assert cache.manager.stats()["level1"]["evicted"] == 0
+
+
+async def test_what_is_found_counts_as_admitted() -> None:
+    tier = SharedFakeTier()
+    rule = OffloadRule(min_priority=70)
+    async with cache_of(LevelSpec(tier, rule)) as cache:
+        keys = put_by_others(tier, 1)
+        assert await cache.load(keys) == ["level1"]
+        place = cache.levels[0].index.place(keys[0])
+        assert place is not None
+        assert cache.levels[0].index.meta(place).floor == 70
+
+
+async def test_a_long_prefix_is_asked_for_in_batches_up_to_the_first_hole() -> None:
+    tier = SharedFakeTier(batch_max=4)
+    settings = LevelSettings()
+    async with cache_of(LevelSpec(tier, settings=settings), slots=32) as cache:
+        put_by_others(tier, *range(6))
+        assert await cache.load(cache.keys(*range(20))) == ["level1"] * 6
+        assert tier.batches("contains") == [4, 4]
+
+
+async def test_what_is_flushed_outlives_the_process() -> None:
+    tier = SharedFakeTier()
+    async with cache_of(LevelSpec(tier)) as cache:
+        cache.save(cache.keys(1, 2))
+    assert len(tier.records) == 2
+
+
+async def test_closing_while_it_is_asked() -> None:
+    tier = SharedFakeTier([Hang(on="contains")])
+    async with cache_of(LevelSpec(tier)) as cache:
+        fetch = cache.manager.fetch(put_by_others(tier, 1))
+        await asyncio.sleep(0.1)
+        assert not fetch.done
+    assert fetch.done
+    assert fetch.blocks == 0
