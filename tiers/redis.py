@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from kvladder.errors import ConfigError, TierError, TierFull
 from kvladder.tiers.base import Item, Progress, Tier, TierContext
-from kvladder.tiers.redisnodes import Command, Entrance, Unfit, sent
+from kvladder.tiers.redisnodes import Command, Entrance, Unfit, hang_up, sent
 from kvladder.tiers.redisservers import ClusterServers, OneServer, Outcome, Servers
 from kvladder.tiers.redisurl import RedisOptions
 from kvladder.tiers.redisvalue import (
@@ -244,7 +244,7 @@ class RedisTier(Tier):
                     progress(min(seen, total), total)
         finally:
             for connection in connections:
-                await connection.disconnect(nowait=True)
+                await hang_up(connection)
         return removed
 
     async def _purge(self, names: Sequence[bytes], salt: bytes | None) -> int:

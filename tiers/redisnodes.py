@@ -82,7 +82,7 @@ class Entrance:
             async with asyncio.timeout(self._limit_s):
                 await connection.connect()
         except BaseException as error:
-            await connection.disconnect(nowait=True)
+            await hang_up(connection)
             if isinstance(error, RedisError | OSError):
                 raise self._explained(error, address) from error
             raise
@@ -110,7 +110,7 @@ class Entrance:
         try:
             number = await self.reply(connection, "CLIENT", "ID")
         except BaseException:
-            await connection.disconnect(nowait=True)
+            await hang_up(connection)
             raise
         # redis-py has nothing under way on it and is told that it has no connection any more
         wire.take_over(connection._writer)
@@ -123,7 +123,7 @@ class Entrance:
         try:
             return await self.reply(connection, *arguments)
         finally:
-            await connection.disconnect(nowait=True)
+            await hang_up(connection)
 
     async def reply(self, connection: Any, *arguments: str | int | bytes) -> Any:
         """The reply to one command on a connection of redis-py's."""
@@ -155,6 +155,13 @@ class Entrance:
             for one in sentinel.sentinels:
                 await one.aclose()
         return Address(str(host), int(port))
+
+
+async def hang_up(connection: Any) -> None:
+    """Close a connection of redis-py's at once: TLS would want to say goodbye, later."""
+    if connection._writer is not None:
+        connection._writer.transport.abort()
+    await connection.disconnect(nowait=True)
 
 
 class Node:

@@ -10,6 +10,7 @@ from xxhash import xxh3_128_digest
 
 from kvladder.testing.fakes import FakeStore, FakeTier, Record
 from kvladder.testing.fixtures import MakeTier
+from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.tiers import TierTests
 from kvladder.tiers.base import Item, Tier
 
