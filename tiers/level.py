@@ -22,6 +22,8 @@ from kvladder.tiers.index import LevelIndex, Meta
 from kvladder.tiers.places import Places
 from kvladder.tiers.writer import Writer
 
+PURGE_TIMEOUT_S = 600.0
+
 
 @dataclass(frozen=True, slots=True)
 class LevelSettings:
@@ -291,6 +293,19 @@ class Level:
             self.wake()
             return [False] * len(keys)
         return answer.results
+
+    async def purge_now(self) -> None:
+        """Empty the namespace of a shared tier; what fails is still to be done."""
+        wanted = self.purging
+
+        async def purging() -> Sequence[bool]:
+            await self.tier.purge(None, lambda _done, _total: None)
+            return ()
+
+        answer = await self.gate.call(purging, (), lambda: None, timeout_s=PURGE_TIMEOUT_S)
+        if answer.results is not None:
+            with self.shared.lock:
+                self.purging -= wanted
 
     async def read(self, items: Sequence[Item]) -> Sequence[bool]:
         """Fill the items' slots; False where that failed, for whatever reason.

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 FULL_RETRY_S = 60.0
 """After a full disk, how long a level works within the places it has before it tries for more."""
 
-PURGE_TIMEOUT_S = 600.0
-
 
 class Writer:
     """Drains a level's inbox in batches, at its own pace, one call after the other.
@@ -169,7 +167,7 @@ class Writer:
     async def _step(self) -> None:
         """One purge, one batch of removals or one of writes, whichever is due, in this order."""
         if self._level.purging:
-            await self._purge(self._level.purging)
+            await self._level.purge_now()
             return
         with self._lock:
             removals = self._removals.take(self._tier.batch_max)
@@ -183,18 +181,6 @@ class Writer:
         finally:
             with self._lock:
                 self._settle([], Answer(()))
-
-    async def _purge(self, wanted: int) -> None:
-        """Empty the namespace of a shared tier, as often as was ``wanted``; later again if not."""
-
-        async def purging() -> Sequence[bool]:
-            await self._tier.purge(None, lambda _done, _total: None)
-            return ()
-
-        answer = await self._gate.call(purging, (), lambda: None, timeout_s=PURGE_TIMEOUT_S)
-        if answer.results is not None:
-            with self._lock:
-                self._level.purging -= wanted
 
     async def _remove_from_tier(self, items: Sequence[Item]) -> None:
         """Have the tier forget ``items``, then free their places; if it fails, later again.
