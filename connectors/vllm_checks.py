@@ -156,12 +156,13 @@ def tensor_fields(
         packed = sorted({str(getattr(layer, "isa", "unknown")) for layer in found})
         capability = torch.backends.cpu.get_cpu_capability()
         fields["cpu"] = f"{platform.machine()} {capability} {','.join(packed)}"
-        fields["vllm"] = _vllm_version()
+        fields["vllm"] = vllm_version()
     fields["kv.element"] = f"{element} {run}"
     return fields
 
 
-def _vllm_version() -> str:
+def vllm_version() -> str:
+    """The version of vLLM that runs here."""
     from vllm import __version__
 
     return str(__version__)

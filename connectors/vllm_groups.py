@@ -146,11 +146,12 @@ def groups_of(kv_cache_config: Any, *, model: str) -> Groups:
             reach = getattr(spec, _SECTION)
         elif kind == "state":
             handed = spec.mamba_cache_mode == "align"
-        found.append(Group(index, kind, tokens, tokens // hashed, reach, handed, _mark(index)))
+        found.append(Group(index, kind, tokens, tokens // hashed, reach, handed, mark_of(index)))
     return Groups(found)
 
 
-def _mark(index: int) -> int:
+def mark_of(index: int) -> int:
+    """See ``Group.mark``."""
     if not index:
         return 0
     return int.from_bytes(hashlib.sha256(f"kvladder group {index}".encode()).digest())

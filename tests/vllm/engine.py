@@ -1,8 +1,9 @@
 """Runs one vLLM engine through a list of steps; each test process starts some of these.
 
 ``python engine.py SPEC RESULTS``: SPEC is JSON with ``model``, ``extra`` (the connector's settings
-or null), ``engine`` (more arguments of vLLM's LLM), ``tiers`` (whether to register the ones below)
-and ``steps``. A line of JSON is appended to RESULTS for each step that is over.
+or null), ``transfer`` (another connector and its settings), ``engine`` (more arguments of vLLM's
+LLM), ``tiers`` (whether to register the ones below) and ``steps``. A line of JSON is appended to
+RESULTS for each step that is over.
 """
 
 import asyncio
@@ -54,6 +55,8 @@ class Engine:
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": spec["extra"],
             }
+        if spec.get("transfer"):
+            transfer["kv_transfer_config"] = spec["transfer"]
         arguments = {
             "model": spec["model"],
             "skip_tokenizer_init": True,
