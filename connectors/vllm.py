@@ -222,23 +222,20 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._decides.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
+    @_harmless(dict)
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
-        try:
-            from vllm.v1.metrics.cache_hit_source import CacheHitSource
-        except ImportError:  # a vLLM that does not tell them apart does not ask
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        if not num_external_tokens:
             return {}
-        kinds = self._decides.sources(request)
-        if not num_external_tokens or not kinds:
-            default: dict[Any, int] = super().get_external_cache_hit_sources(
-                request, num_external_tokens
-            )
-            return default
-        each = num_external_tokens // len(kinds)
-        unknown = "EXTERNAL_UNSPECIFIED"
-        counts = Counter(CacheHitSource[_HIT_SOURCES.get(kind, unknown)] for kind in kinds)
-        return {source: blocks * each for source, blocks in counts.items()}
+        unknown = CacheHitSource.EXTERNAL_UNSPECIFIED
+        found: Counter[Any] = Counter()
+        for kind, tokens in self._decides.sources(request).items():
+            found[_HIT_SOURCES.get(kind, unknown.name)] += tokens
+        found[unknown.name] += num_external_tokens - found.total()  # before a window, or not begun
+        return {CacheHitSource[name]: tokens for name, tokens in found.items() if tokens}
 
     @_harmless(Step)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:

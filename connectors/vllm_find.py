@@ -72,6 +72,8 @@ class Find:
         self._rounds = 0
         self._done = False
         self._begin()
+        self.unasked = limit - self.end
+        """Tokens that were not even asked for, since nobody has them."""
 
     @property
     def pins(self) -> int:

@@ -27,6 +27,8 @@ class RequestState:
     """By group, how many of its leading blocks were offered to the cache."""
     find: Find | None = None
     """What the cache has for it, from the time it was looked for until it is loaded."""
+    unasked: int = 0
+    """How many tokens were looked up for it in vain the last time."""
     pins: int = 0
     """How many blocks ``find`` counts for while it waits."""
     answer: tuple[int, int] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -159,6 +160,7 @@ class SchedulerHalf:
                 self._awaited = True
                 return None, False
             state.answer = (computed, found)
+            self.connector.manager.missed(state.unasked // self._groups.main.tokens)
         found = state.answer[1]
         return found, found > 0 and self._options.load == "async"
 
@@ -194,6 +196,7 @@ class SchedulerHalf:
             own=own,
             limit=self._loadable(state.request),
         )
+        state.unasked = state.find.unasked
         self._count(state)
 
     def _count(self, state: RequestState) -> None:
@@ -243,7 +246,7 @@ class SchedulerHalf:
         *,
         sync: bool,
     ) -> None:
-        find, state.find = state.find, None
+        find, state.find, state.sources = state.find, None, []
         assert find is not None
         found = find.end
         held = find.take()
@@ -269,12 +272,15 @@ class SchedulerHalf:
             for left in held.values():
                 left.match.release()
 
-    def sources(self, request: Any) -> list[str]:
-        """The types of the levels that the blocks of a request's last load came from."""
+    def sources(self, request: Any) -> Counter[str]:
+        """How many tokens of a request's last load came from which type of level."""
         state = self._states.get(request.request_id)
         kinds = {self._config.host.name: "host"}
         kinds.update((level.name, level.type) for level in self._config.levels)
-        return [] if state is None else [kinds.get(name, "") for name in state.sources]
+        found: Counter[str] = Counter()
+        for name in [] if state is None else state.sources:
+            found[kinds[name]] += self._groups.main.tokens
+        return found
 
     def finished(self, request: Any) -> None:
         """A request is over, or aborted; what is being copied for it ends by itself."""

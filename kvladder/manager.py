@@ -145,6 +145,11 @@ class CacheManager:
         """How many leading ``keys`` it is worth to fetch: all, if a shared tier has to be asked."""
         return self.stack.reach(keys)
 
+    def missed(self, blocks: int) -> None:
+        """Count blocks that were looked up in vain: only what is fetched is counted by itself."""
+        with self.stack.lock:
+            self.stack.loader.count(blocks, 0, 0, ())
+
     def fetch(self, keys: Sequence[BlockKey], *, deadline_s: float | None = None) -> Fetch:
         """Pin the longest cached prefix of ``keys``, and begin to bring it up where needed.
 

@@ -107,7 +107,7 @@ class Loader:
         batches = self._begin(wants[: len(slots)], slots)
         hits, waiting = self._attach(fetch, found[:end], later)
         asked, begun = 0 if start else len(keys), wants[: len(slots) + len(later)]
-        self._count(asked, hits, waiting - len(slots), begun)
+        self.count(asked, hits, waiting - len(slots), begun)
         for level, batch in batches.items():
             self._post(self._start, level, batch)
         if later:
@@ -265,8 +265,8 @@ class Loader:
                 self._write_on_hit(key, slot, self._host.index.hit(slot, now))
         return hits, waiting
 
-    def _count(self, asked: int, hits: int, joined: int, wants: Sequence[Want]) -> None:
-        """Count a fetch: what a level is asked for is what no hotter one has."""
+    def count(self, asked: int, hits: int, joined: int, wants: Sequence[Want]) -> None:
+        """Count a fetch, with the lock held: a level is asked for what no hotter one has."""
         host = self._host.stats
         host.queries += asked
         host.hits += hits
@@ -275,7 +275,7 @@ class Loader:
         for level in self._levels:
             if level.gate.open():
                 level.stats.queries += asked
-                asked -= sum(1 for want in wants if want.level is level)
+                asked = max(0, asked - sum(1 for want in wants if want.level is level))
 
     def _write_on_hit(self, key: BlockKey, slot: Slot, hits: int) -> None:
         """Offer a block to a write-through level that asks for just this many hits."""

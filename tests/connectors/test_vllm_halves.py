@@ -287,7 +287,7 @@ def test_a_match_that_begins_before_what_vllm_has_is_loaded_from_there_on(
     assert find is not None
     slots = find.held[0].slots(0, 7)
     half.allocated(request, [[30, 31, 32, 33, 34, 35, 36, 37]], 8)
-    assert half.sources(request) == ["host", "host"]
+    assert half.sources(request) == {"host": 8}
     step = half.build(engine._output({}))
     (load,) = step.loads
     assert (load.job.blocks, load.job.slots) == ((35, 36), tuple(slots[5:7]))
