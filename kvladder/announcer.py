@@ -11,7 +11,7 @@ from kvladder.events import Overflow, Reason, Removed, Stored
 from kvladder.keys import BlockKey
 from kvladder.tiers.stack import TierStack
 
-COMPARE_MAX: Final = 4096
+COMPARE_MAX: Final = 1024
 """Blocks compared per call, so that an engine's step is not held up; about a millisecond."""
 
 
