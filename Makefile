@@ -18,7 +18,7 @@ lint: .venv/stamp  ## style, types and who may import whom
 bench: .venv/stamp  ## measure: limit, peer, ours and the ratio (ARGS="--only NAME --out FILE")
 	$(PY) -m benchmarks $(ARGS)
 
-.venv/stamp: pyproject.toml .ci/venv
+.venv/stamp: pyproject.toml setup.py gpu/_columns.c .ci/venv
 	bash .ci/venv
 
 clean:  ## remove what the other targets made

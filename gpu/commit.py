@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvladder.errors import NotHeld, PoolError
+from kvladder.gpu.columns import gather
 from kvladder.gpu.events import PoolEvents, StoredBlock
 from kvladder.gpu.ledger import Ledger
 from kvladder.gpu.moves import Moves
 from kvladder.gpu.names import NO_NODE, NO_SLOT, TOKEN_BYTES, DeviceSlot, NodeId, Root
 from kvladder.gpu.retain import Retain, Retainer
-from kvladder.gpu.slots import pick
 from kvladder.gpu.stats import PoolStats
 from kvladder.keys import BlockKey
 
@@ -103,7 +103,7 @@ class Committer:
             raise NotHeld("a slot is not held")
         if len(set(slots)) < len(slots) or len(set(keys)) < len(keys):
             raise PoolError("a slot or a key is named twice")
-        nodes = pick(ledger.index.node_at, slots)
+        nodes = gather(ledger.index.node_at, slots)
         if nodes.count(NO_NODE) == len(nodes):
             return False
         for node, key in zip(nodes, keys, strict=True):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
+from kvladder.gpu.columns import fill, forget, forget_single, gather, scatter
 from kvladder.gpu.names import NO_NODE, NO_SLOT, NOWHERE, DeviceSlot, NodeId, Root
 from kvladder.gpu.nodes import Nodes
 from kvladder.gpu.siblings import Siblings, common_tokens, label
@@ -191,26 +193,20 @@ class PrefixIndex:
         nodes = self.nodes
         made = nodes.take(len(keys))
         self._node.update(zip(keys, made, strict=True))
-        key_of, slot_of, parent, kids = nodes.key, nodes.slot, nodes.parent, nodes.kids
-        node_at, chained, family = self.node_at, self.chained, self._children is not None
-        before = above
-        for node, key, slot in zip(made, keys, slots):  # noqa: B905 - compiles to a plain loop
-            key_of[node] = key
-            slot_of[node] = slot
-            node_at[slot] = node
-            parent[node] = before
-            kids[before] += 1
-            if chained:
-                before = node
+        scatter(nodes.key, made, keys)
+        scatter(nodes.slot, made, slots)
+        scatter(self.node_at, slots, made)
         if tokens:
-            labels = nodes.tokens
-            for node, label_of in zip(made, tokens):  # noqa: B905 - compiles to a plain loop
-                labels[node] = label_of
-        if family:
-            before = above
-            for node in made:
-                self._adopt(before, node)
-                before = node
+            scatter(nodes.tokens, made, tokens)
+        if not self.chained:
+            fill(nodes.parent, made, above)
+        elif made:
+            scatter(nodes.parent, made, [above, *made[:-1]])
+            nodes.kids[above] += 1
+            fill(nodes.kids, made[:-1], 1)
+        if self._children is not None and made:
+            self._adopt(above, made[0])
+            self._children.update(pairwise(made))
         return made
 
     def know(self, above: NodeId, key: BlockKey, level: str, tokens: bytes) -> NodeId:
@@ -246,12 +242,8 @@ class PrefixIndex:
 
         Counts nothing off their parents. Keys and slots, in the order given.
         """
-        slot_of, node_at, empty = self.nodes.slot, self.node_at, NO_NODE
-        slots: list[DeviceSlot] = []
-        for node in nodes:
-            slot = slot_of[node]
-            node_at[slot] = empty
-            slots.append(slot)
+        slots = gather(self.nodes.slot, nodes)
+        fill(self.node_at, slots, NO_NODE)
         return self.drop(nodes), slots
 
     def drop(self, nodes: Sequence[NodeId]) -> list[BlockKey]:
@@ -259,23 +251,17 @@ class PrefixIndex:
 
         Their keys, in the order given.
         """
-        rows, known, key_of = self.nodes, self._node, self.nodes.key
-        keys: list[BlockKey] = []
-        for node in nodes:
-            key = key_of[node]
-            assert key is not None
-            del known[key]
-            keys.append(key)
-        children, parent = self._children, rows.parent
+        rows, children = self.nodes, self._children
+        keys = [key for key in gather(rows.key, nodes) if key is not None]
+        assert len(keys) == len(nodes)
+        forget(self._node, keys)
         if children is not None:
-            for node in nodes:
-                above = parent[node]
+            for above, count in forget_single(children, gather(rows.parent, nodes)).items():
                 held = children[above]
-                if isinstance(held, Siblings):  # its row is freed before anything is asked
-                    held.alive -= 1
-                    if held.alive:
-                        continue
-                del children[above]
+                assert isinstance(held, Siblings)
+                held.alive -= count  # their rows are freed before anything is asked
+                if not held.alive:
+                    del children[above]
         if self.colder:
             for node in nodes:
                 self.colder.pop(node, None)

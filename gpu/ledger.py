@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
+from kvladder.gpu.columns import gather, split
 from kvladder.gpu.index import PrefixIndex
 from kvladder.gpu.names import NO_NODE, NO_SLOT, DeviceSlot, NodeId
 from kvladder.gpu.nodes import Nodes
 from kvladder.gpu.order import EvictionOrder
-from kvladder.gpu.slots import FreeSlots, References, pick
+from kvladder.gpu.slots import FreeSlots, References
 from kvladder.keys import BlockKey
 
 
@@ -46,7 +47,7 @@ class Ledger:
 
     def idle(self, nodes: Sequence[NodeId]) -> Sequence[NodeId]:
         """Those of ``nodes``, which are on the device, that nobody references."""
-        slots = pick(self.nodes.slot, nodes)
+        slots = gather(self.nodes.slot, nodes)
         if self.refs.none_held(slots):
             return nodes
         return [n for n, slot in zip(nodes, slots, strict=True) if slot not in self.refs]
@@ -66,21 +67,13 @@ class Ledger:
 
     def vacate(self, slots: Sequence[DeviceSlot], *, front: bool = False) -> None:
         """Nobody references these slots any more: cached ones may be evicted, others are free."""
-        node_at, empty = self.index.node_at, NO_NODE
-        free: list[DeviceSlot] = []
-        cached: list[NodeId] = []
-        for slot in slots:
-            node = node_at[slot]
-            if node == empty:
-                free.append(slot)
-            else:
-                cached.append(node)
+        free, cached = split(self.index.node_at, slots, NO_NODE)
         if front:
             self.free.add_front(free)
+            cached.reverse()
             self.order.push_front(cached)
         else:
             self.free.add(free)
-            cached.reverse()
             self.order.push(cached)
 
     def drop(self, tree: list[NodeId], *, uncounted: Container[NodeId]) -> list[BlockKey]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvladder.gpu.columns import fill
 from kvladder.gpu.names import NO_SLOT, NOWHERE, DeviceSlot, NodeId
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
@@ -78,10 +79,9 @@ class Nodes:
 
     def give(self, nodes: Iterable[NodeId]) -> None:
         """Free rows that have no children and nothing refers to any more."""
-        given, key, stamp = list(nodes), self.key, self.stamp
-        for node in given:
-            key[node] = None
-            stamp[node] = 0
+        given = list(nodes)
+        fill(self.key, given, None)
+        fill(self.stamp, given, 0)
         if self.special:
             for node in given:
                 self.priority[node] = self.floor[node] = PRIORITY_DEFAULT

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import Final
 
+from kvladder.gpu.columns import drain, fill, gather, number
 from kvladder.gpu.names import NodeId
 from kvladder.gpu.nodes import Nodes
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
@@ -29,6 +30,17 @@ class _Run:
         self.nodes = nodes
         self.stamps = stamps
         self.at = 0
+
+    def extend(self, nodes: list[NodeId], stamps: Sequence[int]) -> bool:
+        """Take in nodes that follow without a gap, if there are few of them."""
+        mine = self.stamps
+        if not (isinstance(mine, range) and isinstance(stamps, range)):
+            return False
+        if mine.stop != stamps.start or len(self.nodes) + len(nodes) > RUN_MAX:
+            return False
+        self.nodes += nodes
+        self.stamps = range(mine.start, stamps.stop, _STEP)
+        return True
 
 
 class _Queue:
@@ -84,12 +96,10 @@ class EvictionOrder:
 
         Takes the list over.
         """
-        stamp, first = self._nodes.stamp, self._next
+        first = self._next
         self._next = end = first + _STEP * len(nodes)
-        stamps, at = range(first, end, _STEP), first
-        for node in nodes:
-            stamp[node] = at
-            at += _STEP
+        stamps = range(first, end, _STEP)
+        number(self._nodes.stamp, nodes, first, _STEP)
         self._len += len(nodes)
         self.entries += len(nodes)
         if not self._nodes.special:
@@ -110,6 +120,9 @@ class EvictionOrder:
             return
         self._used |= 1 << priority
         runs = self._queues[priority].runs
+        last = runs[-1] if runs else None
+        if last is not None and last.extend(nodes, stamps):
+            return
         if len(nodes) <= RUN_MAX:
             runs.append(_Run(nodes, stamps))
             return
@@ -138,9 +151,8 @@ class EvictionOrder:
     def remove(self, nodes: Sequence[NodeId]) -> list[int]:
         """Take ``nodes``, which are in the order, out of it; what ``restore`` needs."""
         stamp = self._nodes.stamp
-        stamps = [stamp[node] for node in nodes]
-        for node in nodes:
-            stamp[node] = 0
+        stamps = gather(stamp, nodes)
+        fill(stamp, nodes, 0)
         self._len -= len(nodes)
         return stamps
 
@@ -192,8 +204,6 @@ class EvictionOrder:
     def _drain(self, queue: _Queue, victims: list[NodeId], count: int) -> None:
         """Select from one priority until there are enough, or another may come first."""
         nodes, late, parked = self._nodes, queue.late, self._parked
-        stamp, kids, parent = nodes.stamp, nodes.kids, nodes.parent
-        disturbed = False
         while len(victims) < count and (runs := queue.swept or queue.runs):
             run = runs[0]
             at = begin = run.at
@@ -202,28 +212,23 @@ class EvictionOrder:
                 end = min(end, bisect_left(run.stamps, late[0][0], at))
                 if end == at:
                     break
-            marks = list(run.stamps[at:end])
-            for node, mark in zip(run.nodes[at:end], marks):  # noqa: B905
-                at += 1
-                if stamp[node] != mark:
-                    continue
-                if kids[node]:
-                    parked.add(node)
-                    stamp[node] = mark | 1
-                    continue
-                stamp[node] = -mark
-                victims.append(node)
-                above = parent[node]
-                kids[above] = left = kids[above] - 1
-                if not left and parked and above in parked:
-                    self.orphaned(above)
-                    disturbed = True
-                    break
+            at, above = drain(
+                run.nodes,
+                run.stamps,
+                at,
+                end,
+                nodes.stamp,
+                nodes.kids,
+                nodes.parent,
+                parked,
+                victims,
+            )
             run.at = at
             self.entries -= at - begin
             if at == len(run.nodes):
                 runs.popleft()
-            if disturbed:
+            if above >= 0:
+                self.orphaned(NodeId(above))
                 return
         if late and len(victims) < count:
             self._take_late(queue, victims)

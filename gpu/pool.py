@@ -8,6 +8,7 @@ from typing import Literal
 
 from kvladder.errors import ConfigError, NotHeld, PoolError
 from kvladder.gpu.below import Below
+from kvladder.gpu.columns import gather
 from kvladder.gpu.commit import Committer, Content, token_ids
 from kvladder.gpu.events import PoolEvents, Stored, StoredBlock
 from kvladder.gpu.ledger import Ledger
@@ -15,7 +16,6 @@ from kvladder.gpu.moves import Moves
 from kvladder.gpu.names import NO_NODE, NO_SLOT, DeviceSlot, Root, Ticket
 from kvladder.gpu.reserve import Match, Reservations
 from kvladder.gpu.retain import Retain, Retainer
-from kvladder.gpu.slots import pick
 from kvladder.gpu.stats import PoolStats
 from kvladder.keys import KEY_BYTES, BlockKey
 
@@ -214,7 +214,7 @@ class BlockPool:
 
     def match(self, keys: Sequence[BlockKey]) -> list[DeviceSlot]:
         """The longest leading run of ``keys`` that is on the device; changes nothing."""
-        return list(pick(self.ledger.nodes.slot, self.ledger.index.match(keys)))
+        return list(gather(self.ledger.nodes.slot, self.ledger.index.match(keys)))
 
     def present(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Whether each of ``keys`` is on the device or in a tier; changes nothing."""
@@ -231,7 +231,7 @@ class BlockPool:
         """``match``, and one reference to each slot for the caller."""
         nodes = self.ledger.index.match(keys)
         self.reserve.settle(self.reserve.hold(Match(nodes, []), 0))
-        return list(pick(self.ledger.nodes.slot, nodes))
+        return list(gather(self.ledger.nodes.slot, nodes))
 
     def commit(
         self,

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvladder.errors import BlocksBusy, OutOfBlocks
+from kvladder.gpu.columns import gather
 from kvladder.gpu.commit import Committer, Content
 from kvladder.gpu.ledger import Ledger
 from kvladder.gpu.moves import Moves
 from kvladder.gpu.names import NO_SLOT, DeviceSlot, NodeId
 from kvladder.gpu.retain import Retainer
-from kvladder.gpu.slots import pick
 from kvladder.gpu.stats import PoolStats
 
 
@@ -105,7 +105,7 @@ class Reservations:
             self.forgo(match)
             raise OutOfBlocks(fresh, available)
         stamps = ledger.order.remove(idle)
-        ledger.retain(pick(slot, kept))
+        ledger.retain(gather(slot, kept))
         short = max(0, fresh - len(ledger.free) - leaving)
         victims = ledger.order.select(short)
         hold = Hold(match, kept, idle, stamps, victims, fresh)
@@ -171,5 +171,5 @@ class Reservations:
     def undo(self, hold: Hold, slots: Sequence[DeviceSlot]) -> None:
         """Give back what ``settle`` gave, which was not used: the match is forgone."""
         self._ledger.release(slots)
-        self._ledger.release(pick(self._ledger.nodes.slot, hold.kept))
+        self._ledger.release(gather(self._ledger.nodes.slot, hold.kept))
         self.forgo(hold.match)

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from operator import itemgetter
-from typing import TypeVar
 
 from kvladder.errors import NotHeld
+from kvladder.gpu.columns import drop_ones, fill, gather
 from kvladder.gpu.names import NO_SLOT, DeviceSlot
-
-T = TypeVar("T")
-
-
-def pick(column: Sequence[T], rows: Sequence[int]) -> Sequence[T]:
-    """``column[row]`` for each of ``rows``, at the speed of C where there are several."""
-    if len(rows) > 1:
-        picked: tuple[T, ...] = itemgetter(*rows)(column)
-        return picked
-    return [column[row] for row in rows]
 
 
 class FreeSlots:
@@ -96,13 +85,11 @@ class References:
 
     def none_held(self, slots: Sequence[DeviceSlot]) -> bool:
         """Whether none of these slots, each of which is one, is referenced."""
-        return not any(pick(self._counts, slots))
+        return sum(gather(self._counts, slots)) == 0
 
     def first(self, slots: Sequence[DeviceSlot]) -> None:
         """Reference each of ``slots``, which nobody references, once."""
-        counts = self._counts
-        for slot in slots:
-            counts[slot] = 1
+        fill(self._counts, slots, 1)
         self._held += len(slots)
 
     def add(self, slots: Sequence[DeviceSlot]) -> None:
@@ -124,6 +111,9 @@ class References:
             A slot is not referenced, or named twice; nothing was changed.
         """
         counts, size = self._counts, len(self._counts)
+        if drop_ones(counts, slots):
+            self._held -= len(slots)
+            return slots
         shared: list[DeviceSlot] = []
         for at, slot in enumerate(slots):
             count = counts[slot] if 0 <= slot < size else 0

@@ -1,0 +1,5 @@
+"""What is compiled where there is a compiler; everything else is in pyproject.toml."""
+
+from setuptools import Extension, setup
+
+setup(ext_modules=[Extension("kvladder.gpu._columns", ["gpu/_columns.c"], optional=True)])

@@ -1,0 +1,128 @@
+"""The loops in C do what those in Python do."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sysconfig
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvladder.gpu import columns
+
+SOURCE = Path(columns.__file__).with_name("_columns.c")
+SIZE = 6
+FLAGS = ["-O1", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-cast-function-type", "-Werror"]
+
+Rows = st.lists(st.integers(0, SIZE - 1), max_size=SIZE, unique=True)
+Column = st.lists(st.integers(-1, 2), min_size=SIZE, max_size=SIZE)
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory):
+    """The C functions, built with every warning on."""
+    compiler = (sysconfig.get_config_var("CC") or "cc").split()
+    include = sysconfig.get_path("include")
+    if not SOURCE.exists() or not Path(include, "Python.h").exists():
+        pytest.skip("the source or Python's headers are not here")
+    target = tmp_path_factory.mktemp("native") / "_columns.so"
+    command = [*compiler, "-shared", "-fPIC", *FLAGS, f"-I{include}", SOURCE, "-o", target]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("no C compiler")
+    assert done.returncode == 0, done.stderr
+    spec = importlib.util.spec_from_file_location("_columns", target)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def outcome(call, arguments):
+    """What a call returns or raises, and what it makes of its arguments."""
+    try:
+        result = call(*arguments)
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        result = type(error)
+    return result, arguments
+
+
+ARGUMENTS: dict[str, st.SearchStrategy[tuple[Any, ...]]] = {
+    "gather": st.tuples(Column, Rows),
+    "fill": st.tuples(Column, Rows, st.integers(0, 9)),
+    "scatter": st.tuples(Column, Rows, st.just(list(range(10, 10 + SIZE)))).map(
+        lambda given: (*given[:2], given[2][: len(given[1])])
+    ),
+    "number": st.tuples(Column, Rows, st.integers(1, 1 << 41), st.just(2)),
+    "split": st.tuples(Column, Rows, st.just(-1)),
+    "drop_ones": st.tuples(
+        Column, st.lists(st.integers(-2, SIZE + 1), max_size=SIZE) | Rows.map(tuple)
+    ),
+    "forget": st.tuples(st.just(dict.fromkeys(range(SIZE))), Rows),
+    "forget_single": st.tuples(
+        st.lists(st.integers(0, 3) | st.just("more"), min_size=SIZE, max_size=SIZE).map(
+            lambda values: dict(enumerate(values))
+        ),
+        Rows.flatmap(lambda rows: st.just(rows)),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARGUMENTS)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_the_same_comes_of_it(native, name, data):
+    arguments = data.draw(ARGUMENTS[name])
+    expected = outcome(columns.PYTHON[name], deepcopy(arguments))
+    assert outcome(getattr(native, name), deepcopy(arguments)) == expected
+
+
+@pytest.mark.slow
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_the_same_is_selected(native, data):
+    """``drain``: valid and invalid marks, parents and leaves, some of them waiting aside."""
+    nodes = data.draw(Rows)
+    first = data.draw(st.integers(10, 1 << 41))
+    stamps = range(first, first + 2 * len(nodes), 2)
+    stamp = [0] * SIZE
+    for node, mark in zip(nodes, stamps, strict=True):
+        stamp[node] = mark if data.draw(st.booleans()) else mark + 1
+    kids = data.draw(st.lists(st.integers(0, 2), min_size=SIZE, max_size=SIZE))
+    parent = data.draw(st.lists(st.integers(0, SIZE - 1), min_size=SIZE, max_size=SIZE))
+    parked = set(data.draw(Rows))
+    at = data.draw(st.integers(0, len(nodes)))
+    marks = data.draw(st.sampled_from([stamps, list(stamps)]))
+    arguments = (nodes, marks, at, len(nodes), stamp, kids, parent, parked, [])
+    expected = outcome(columns.PYTHON["drain"], deepcopy(arguments))
+    assert outcome(native.drain, deepcopy(arguments)) == expected
+
+
+@pytest.mark.slow
+def test_what_is_wrong_is_an_error_in_c_too(native):
+    with pytest.raises(IndexError):
+        native.gather([1], [1])
+    with pytest.raises(IndexError):
+        native.fill([1], [-1], 0)
+    with pytest.raises(TypeError):
+        native.gather((1,), [0])
+    with pytest.raises(TypeError):
+        native.gather([1])
+    with pytest.raises(ValueError, match="values"):
+        native.scatter([1], [0], [1, 2])
+    with pytest.raises(KeyError):
+        native.forget({}, [1])
+    with pytest.raises(KeyError):
+        native.forget_single({}, [1])
+    with pytest.raises(IndexError):
+        native.drain([0], range(0), 0, 2, [0], [0], [0], set(), [])
+    with pytest.raises(TypeError):
+        native.forget([], [1])
