@@ -101,7 +101,7 @@ def test_the_same_is_selected(native, data):
     parked = set(data.draw(Rows))
     at = data.draw(st.integers(0, len(nodes)))
     marks = data.draw(st.sampled_from([stamps, list(stamps)]))
-    arguments = (nodes, marks, at, len(nodes), stamp, kids, parent, parked, [])
+    arguments: tuple[Any, ...] = (nodes, marks, at, len(nodes), stamp, kids, parent, parked, [])
     expected = outcome(columns.PYTHON["drain"], deepcopy(arguments))
     assert outcome(native.drain, deepcopy(arguments)) == expected
 
