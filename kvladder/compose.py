@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvladder.arena import Arena, Slot
-from kvladder.codecs import CHECKSUM, finder
+from kvladder.codecs import finder
 from kvladder.config import StackConfig, load_config
 from kvladder.errors import ConfigError
 from kvladder.events import EventBuffer
@@ -199,7 +199,7 @@ def _open_levels(
                 capacity_blocks=level.capacity_blocks,
                 clock=stack.shared.clock,
                 run_blocking=runtime.run_blocking,
-                verify=CHECKSUM in (codec.name for codec in settings.codecs),
+                verify=any(codec.checks for codec in settings.make_codecs()),
             )
             opened.append(level)
             try:

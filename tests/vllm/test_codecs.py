@@ -1,0 +1,62 @@
+"""A real vLLM whose blocks are compressed and encrypted on files."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.conftest import Start
+from tests.vllm.harness import BLOCK, HITS, PROMPTS, Run, environment
+
+ALL = len(PROMPTS) * HITS
+KEY = {"KVLADDER_KEY": "5a" * 32}
+STEPS = [["each", {"prompts": PROMPTS}], ["stats"], ["shutdown"]]
+
+
+def over_files(directory: Path, *codecs: str) -> dict[str, Any]:
+    level = {"type": "files", "path": str(directory), "capacity": "64 MiB", "when": "commit"}
+    tiers = [{"type": "host"}, {**level, "codecs": list(codecs)}]
+    return {"arena": {"size": "64 MiB"}, "fetch": {"deadline": "1 m"}, "tiers": tiers}
+
+
+@pytest.fixture(scope="module")
+def sealed(
+    model: Path, reference: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A directory of blocks that are compressed and encrypted."""
+    directory = tmp_path_factory.mktemp("sealed")
+    extra = over_files(directory / "kv", "zstd", "aes-gcm")
+    spec = {"model": str(model), "extra": extra, "steps": STEPS}
+    cold, stats, _ = Run(directory, spec, environment(**KEY)).finish()
+    assert (cold["tokens"], cold["external"]) == (reference, 0)
+    files = stats["files"]
+    assert 0 < files["encoded_bytes"] < 0.95 * files["stored_bytes"], "they are compressed"
+    return directory / "kv"
+
+
+@pytest.fixture
+def files(sealed: Path, tmp_path: Path) -> Path:
+    """A copy of them, for the test to use up."""
+    shutil.copytree(sealed, tmp_path / "kv")
+    return tmp_path / "kv"
+
+
+@pytest.mark.parametrize("codecs", [("zstd", "aes-gcm"), ("checksum",)])
+def test_blocks_from_encrypted_files_say_the_same(
+    start: Start, files: Path, reference: list[list[int]], codecs: tuple[str, ...]
+) -> None:
+    """Whoever has the key needs no other configuration."""
+    warm, stats, _ = start(over_files(files, *codecs), *STEPS, env=KEY).finish()
+    assert (warm["tokens"], warm["external"]) == (reference, ALL)
+    assert stats["files"]["hits"] * BLOCK == ALL
+
+
+def test_without_the_key_they_are_misses(
+    start: Start, files: Path, reference: list[list[int]]
+) -> None:
+    locked, stats, _ = start(over_files(files, "checksum"), *STEPS).finish()
+    assert (locked["tokens"], locked["external"]) == (reference, 0)
+    assert (stats["files"]["unreadable"] > 0, stats["files"]["corrupt"]) == (True, 0)
