@@ -74,6 +74,11 @@ class Places:
         self.taken -= len(places)
         self.limited = True
 
+    def withhold_free(self) -> None:
+        """Nor at those that were used before: only what is given from now on is free."""
+        self._withheld.extend(self._free)
+        self._free.clear()
+
     def unlimit(self) -> None:
         """Try new places again."""
         self.limited = False

@@ -293,6 +293,8 @@ class Writer:
         """The medium is full: work within the places in use, try for more after a while."""
         self._drop("full", items)
         self._places.withhold([item.place for item in items])
+        if self._tier.shared:  # a place that was free is not room that is kept for us
+            self._places.withhold_free()
         self._full_until_s = self._shared.clock.now() + FULL_RETRY_S
         self._shared.notices.say(
             f"{self._level.name} full",

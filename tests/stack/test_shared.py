@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvladder.policy.offload import OffloadRule
-from kvladder.testing.fakes import Delay, Fail, FakeTier, Hang, Hold
+from kvladder.testing.fakes import Delay, Fail, FakeTier, Full, Hang, Hold
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.level import LevelSettings
@@ -219,6 +219,23 @@ async def test_a_long_prefix_is_asked_for_in_batches_up_to_the_first_hole() -> N
         put_by_others(tier, *range(6))
         assert await cache.load(cache.keys(*range(20))) == ["level1"] * 6
         assert tier.batches("contains") == [4, 4]
+
+
+async def test_a_full_medium_is_used_within_what_it_took() -> None:
+    tier = SharedFakeTier(batch_max=2)
+    async with cache_of(LevelSpec(tier, COMMIT), slots=32) as cache:
+        cache.save(cache.keys(1, 2, 3, 4))
+        await cache.settle()
+        cache.manager.remove(cache.keys(1, 2, 3, 4)[3:])
+        await cache.settle()
+        tier.script.append(Full())
+        cache.save(cache.keys(7))
+        await cache.settle()
+        assert cache.manager.stats()["level1"]["dropped_full"] == 1
+        cache.save(cache.keys(8))
+        await cache.settle()
+        assert len(tier.records) == 3, "one of the old ones has given way"
+        assert cache.manager.stats()["level1"]["evicted"] == 1
 
 
 async def test_what_is_flushed_outlives_the_process() -> None:

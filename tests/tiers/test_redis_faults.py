@@ -1,0 +1,383 @@
+"""Caches over real Redis servers that are killed, stopped, slow, moved or overrun."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+
+import pytest
+
+import kvladder
+from kvladder.keys import BlockKey
+from kvladder.layout import Layout
+from kvladder.runtime import Runtime
+from kvladder.testing.proxy import SlowNetwork
+from kvladder.testing.redisserver import RedisServer, start_cluster
+
+pytestmark = pytest.mark.slow
+LAYOUT = Layout(block_tokens=16, block_bytes=64 << 10, fields={"model": "faults"})
+QUICK = {"timeout": "300 ms", "breaker": {"failures": 2, "retry": "200 ms", "retry_max": "200 ms"}}
+ENOUGH_S = 15.0
+
+
+def keys(*path):
+    """The keys of a prefix: equal paths have equal keys."""
+    steps = range(1, len(path) + 1)
+    return [BlockKey(hashlib.sha256(repr(path[:n]).encode()).digest()) for n in steps]
+
+
+def payload(key):
+    return key * (LAYOUT.block_bytes // len(key))
+
+
+@contextmanager
+def cache_over(url, *, layout=LAYOUT, salt="", slots=32, **settings):
+    """A cache with a small host level over Redis."""
+    level = {"type": "redis", "url": url, "capacity": "64 MiB", "when": "commit", **QUICK}
+    source = {
+        "arena": {"size": slots * layout.slot_bytes},
+        "block": {"salt": salt},
+        "fetch": {"deadline": "1 s", "budget": "100 %"},
+        "tiers": [{"type": "host"}, level | settings],
+    }
+    with kvladder.open_cache(source, layout=layout) as cache:
+        yield cache
+
+
+def save(cache, wanted):
+    saving = cache.save(wanted)
+    for index, slot in zip(saving.indices, saving.slots, strict=True):
+        cache.arena.view(slot)[: LAYOUT.block_bytes] = payload(wanted[index])
+    saving.commit()
+
+
+def load(cache, wanted):
+    """How many leading blocks come, each checked; and how long that takes."""
+    began = time.monotonic()
+    fetch = cache.fetch(wanted)
+    fetch.wait()
+    took_s = time.monotonic() - began
+    for key, slot in zip(wanted, fetch.slots, strict=False):
+        assert cache.arena.view(slot)[: LAYOUT.block_bytes] == payload(key), "wrong bytes"
+    found = fetch.blocks
+    fetch.release()
+    return found, took_s
+
+
+def wait_for(condition):
+    """Wait until it holds."""
+    for _ in range(int(ENOUGH_S * 50)):
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError("not within reason")
+
+
+def stored(cache, wanted):
+    """Save a prefix, and wait until it is written."""
+    save(cache, wanted)
+    wait_for(cache.idle)
+
+
+def forgotten(cache, wanted):
+    """Have the host level forget blocks, so that they have to come from below."""
+    with cache.stack.lock:
+        for key in wanted:
+            cache.stack.host.remove(key)
+
+
+@pytest.fixture
+def server(tmp_path):
+    with RedisServer(tmp_path) as server:
+        yield server
+
+
+def test_two_caches_share_blocks_and_no_others_see_them(server):
+    wanted = keys(1, 2, 3)
+    with cache_over(server.url) as first, cache_over(server.url) as second:
+        stored(first, wanted)
+        assert load(second, [*wanted, *keys(9)])[0] == 3
+        stats = second.stats()["redis"]
+        assert (stats["found"], stats["hits"], stats["stored"]) == (3, 3, 0)
+        other = Layout(block_tokens=16, block_bytes=64 << 10, fields={"model": "another"})
+        for others in ({"layout": other}, {"salt": "secret"}):
+            with cache_over(server.url, **others) as stranger:
+                assert load(stranger, wanted)[0] == 0
+                assert stranger.stats()["redis"]["corrupt"] == 0
+        second.remove(wanted[1:])
+        wait_for(second.idle)
+        forgotten(first, wanted)
+        assert load(first, wanted)[0] == 1
+
+
+class Traffic:
+    """Threads that save and load prefixes of one cache until they are told to end."""
+
+    def __init__(self, cache, *, threads=2):
+        self.cache = cache
+        self.loaded = self.slowest_s = 0
+        self._numbers = count()
+        self._ending = threading.Event()
+        self._failures = []
+        self._threads = [threading.Thread(target=self._run) for _ in range(threads)]
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def _run(self):
+        try:
+            while not self._ending.is_set():
+                number = next(self._numbers)
+                wanted = keys(number % 8, *range(4))
+                found, took_s = load(self.cache, wanted)
+                self.loaded += found
+                self.slowest_s = max(self.slowest_s, took_s)
+                if number % 3 == 0:
+                    save(self.cache, wanted)
+                if number % 5 == 0:
+                    forgotten(self.cache, wanted)
+        except BaseException as error:
+            self._failures.append(error)
+            raise
+
+    def more(self):
+        """Wait until blocks come again."""
+        before = self.loaded
+        wait_for(lambda: self.loaded > before + 8)
+
+    def __exit__(self, *_):
+        self._ending.set()
+        for thread in self._threads:
+            thread.join()
+        assert not self._failures
+        assert self.slowest_s < 1.5, "the deadline is a second"
+
+
+def redis_hits(cache):
+    return cache.stats()["redis"]["hits"]
+
+
+def test_a_server_that_is_killed_and_started_again_in_mid_traffic(server):
+    with cache_over(server.url) as cache, Traffic(cache) as traffic:
+        wait_for(lambda: redis_hits(cache) > 20)
+        server.kill()
+        wait_for(lambda: cache.stats()["redis"]["breaker_open"])
+        traffic.more()
+        server.start()
+        before = redis_hits(cache)
+        wait_for(lambda: redis_hits(cache) > before + 20)
+
+
+def test_a_server_that_is_stopped_for_a_while(server):
+    with cache_over(server.url) as cache, Traffic(cache) as traffic:
+        wait_for(lambda: redis_hits(cache) > 20)
+        server.pause()
+        try:
+            wait_for(lambda: cache.stats()["redis"]["breaker_open"])
+            found, took_s = load(cache, keys(100, 1))
+            assert found == 0
+            assert took_s < 1.5
+            traffic.more()
+        finally:
+            server.resume()
+        before = redis_hits(cache)
+        wait_for(lambda: redis_hits(cache) > before + 20)
+        assert cache.stats()["redis"]["timeouts"] > 0
+
+
+def test_a_server_that_takes_no_more_clients_for_a_while(server):
+    with cache_over(server.url) as cache:
+        stored(cache, keys(1, 2))
+        server.run("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        forgotten(cache, keys(1, 2))
+        assert load(cache, keys(1, 2))[0] == 2, "a connection that was closed is made again"
+
+
+@pytest.fixture
+def runtime():
+    runtime = Runtime()
+    yield runtime
+    runtime.close()
+
+
+@pytest.fixture
+def network(server, runtime):
+    network = SlowNetwork(server.port)
+    runtime.call(network.__aenter__())
+    yield network
+    runtime.call(network.__aexit__())
+
+
+def url_of(network):
+    return f"redis://127.0.0.1:{network.port}"
+
+
+def test_a_slow_network_brings_what_comes_in_time(server, network):
+    wanted = keys(*range(24))
+    with cache_over(server.url) as first:
+        stored(first, wanted)
+    with cache_over(url_of(network), timeout="10 s") as cache:
+        network.bytes_per_s = 500e3
+        found, took_s = load(cache, wanted)
+        assert found == 0, "all of one batch, or nothing"
+        assert 0.9 < took_s < 1.3
+        network.bytes_per_s = 0
+        wait_for(lambda: load(cache, wanted)[0] == 24)
+        network.latency_s = 0.005
+        forgotten(cache, wanted)
+        assert load(cache, wanted)[0] == 24
+
+
+def test_a_network_that_swallows_everything_and_one_that_breaks(server, network):
+    wanted = keys(*range(8))
+    with cache_over(url_of(network)) as cache:
+        stored(cache, wanted)
+        for trouble in (network.swallow, network.cut):
+            forgotten(cache, wanted)
+            trouble()
+            assert load(cache, wanted)[1] < 1.3
+            network.deliver()
+            wait_for(lambda: load(cache, wanted)[0] == 8)
+        network.refusing = True
+        network.cut()
+        forgotten(cache, wanted)
+        assert load(cache, wanted)[0] == 0
+        network.refusing = False
+        wait_for(lambda: load(cache, wanted)[0] == 8)
+
+
+def test_a_full_server_takes_new_blocks_in_place_of_old_ones(server):
+    used = server.run("INFO", "memory")["used_memory"]
+    server.run("CONFIG", "SET", "maxmemory-policy", "noeviction", "maxmemory", used + (2 << 20))
+    with cache_over(server.url, slots=256) as cache:
+        stored(cache, keys(*range(48)))
+        assert cache.stats()["redis"]["errors"] == 0
+        assert cache.stats()["redis"]["blocks"] < 48
+        for number in range(100, 110):
+            stored(cache, keys(number))
+        forgotten(cache, [keys(number)[0] for number in range(100, 110)])
+        assert sum(load(cache, keys(number))[0] for number in range(100, 110)) > 5
+        assert cache.stats()["redis"]["evicted"] > 5
+
+
+# ---- fail-over, slots on the move, many clients
+
+
+def knows_all(sentinel):
+    others, replicas = (sentinel.run("SENTINEL", what, "kv") for what in ("SENTINELS", "REPLICAS"))
+    return (len(others), len(replicas)) == (2, 1)
+
+
+@pytest.fixture
+def replicated(tmp_path):
+    """A master, its replica, and three Sentinels that watch over them."""
+    with RedisServer(tmp_path) as master, RedisServer(tmp_path) as replica:
+        replica.run("REPLICAOF", "127.0.0.1", master.port)
+        sentinels = [RedisServer(tmp_path, mode="--sentinel") for _ in range(3)]
+        for sentinel in sentinels:
+            sentinel.run("SENTINEL", "MONITOR", "kv", "127.0.0.1", master.port, 2)
+            sentinel.run("SENTINEL", "SET", "kv", "down-after-milliseconds", 300)
+            sentinel.run("SENTINEL", "SET", "kv", "failover-timeout", 2000)
+        for sentinel in sentinels:
+            sentinel.wait_for(partial(knows_all, sentinel))
+        yield master, replica, sentinels
+        for sentinel in sentinels:
+            sentinel.kill()
+
+
+@pytest.mark.parametrize("how", ["kill", "pause"])
+def test_the_replica_takes_over_when_the_master_is_gone(replicated, how):
+    master, replica, sentinels = replicated
+    url = "redis://" + ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in sentinels)
+    with cache_over(url, sentinel="kv") as cache, Traffic(cache) as traffic:
+        wait_for(lambda: redis_hits(cache) > 20)
+        getattr(master, how)()
+        try:
+            wait_for(lambda: replica.run("INFO", "replication")["role"] == "master")
+            before, stats = redis_hits(cache), cache.stats()["redis"]
+            wait_for(lambda: redis_hits(cache) > before + 20)
+            wait_for(lambda: cache.stats()["redis"]["stored"] >= stats["stored"])
+            traffic.more()
+        finally:
+            master.resume()
+
+
+def test_slots_that_move_under_load(tmp_path):
+    servers = start_cluster(tmp_path)
+    try:
+        ids = [server.run("CLUSTER", "MYID").decode() for server in servers]
+        with cache_over(servers[0].url, cluster=True) as cache, Traffic(cache):
+            wait_for(lambda: redis_hits(cache) > 20)
+            source, target = servers[0], servers[1]
+            names = source.run("KEYS", "kvladder:*")[:6]
+            for slot in {source.run("CLUSTER", "KEYSLOT", name) for name in names}:
+                target.run("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+                source.run("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+                for name in source.run("CLUSTER", "GETKEYSINSLOT", slot, 100):
+                    time.sleep(0.02)  # its gets are answered with ASK meanwhile
+                    source.run("MIGRATE", "127.0.0.1", target.port, name, 0, 1000)
+                for server in (target, source, servers[2]):
+                    server.run("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+            before = redis_hits(cache)
+            wait_for(lambda: redis_hits(cache) > before + 20)
+            assert cache.stats()["redis"]["errors"] == 0
+        assert names
+    finally:
+        for server in servers:
+            server.kill()
+
+
+def test_a_node_of_a_cluster_that_is_killed_and_comes_back(tmp_path):
+    servers = start_cluster(tmp_path)
+    numbers = range(40)
+    try:
+        for server in servers:
+            server.run("CONFIG", "SET", "cluster-require-full-coverage", "no")
+        with (
+            cache_over(servers[0].url, cluster=True, slots=128) as cache,
+            Traffic(cache) as traffic,
+        ):
+            for number in numbers:
+                stored(cache, keys(number))
+            servers[2].kill()
+            forgotten(cache, [keys(number)[0] for number in numbers])
+            wait_for(lambda: cache.stats()["redis"]["errors"])
+            traffic.more()
+            servers[2].start()
+            wait_for(lambda: sum(load(cache, keys(number))[0] for number in numbers) > 15)
+    finally:
+        for server in servers:
+            server.kill()
+
+
+def test_sixty_four_clients_at_once(server):
+    """Each with a cache, a loop and connections of its own."""
+    failures = []
+
+    def client(number):
+        try:
+            with cache_over(server.url, slots=8) as cache:
+                for turn in range(4):
+                    wanted = keys((number + turn) % 16, 1, 2)
+                    load(cache, wanted)
+                    save(cache, wanted)
+                    wait_for(cache.idle)
+                    forgotten(cache, wanted)
+                    assert load(cache, wanted)[0] == 3
+        except Exception as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=client, args=[number]) for number in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert server.run("DBSIZE") == 16 * 3

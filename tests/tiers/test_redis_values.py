@@ -1,0 +1,248 @@
+"""What lies under a block's key on a real server: fuzzed, foreign, evicted, expired, in parts."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvladder.arena import Arena
+from kvladder.errors import TierFull
+from kvladder.keys import BlockKey
+from kvladder.layout import Layout
+from kvladder.runtime import SystemClock
+from kvladder.testing.redisserver import RedisServer
+from kvladder.testing.sim import inline_blocking
+from kvladder.tiers.base import Item, TierContext
+from kvladder.tiers.redis import RedisTier
+from kvladder.tiers.redisurl import RedisOptions
+from kvladder.tiers.redisvalue import HEADER_BYTES
+from kvladder.units import Duration
+from tests.tiers.redistests import RedisTierTests, key_of, value_of
+
+pytestmark = pytest.mark.slow
+BLOCK = 3000
+
+
+@pytest.fixture(scope="module")
+def standalone(tmp_path_factory):
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+class Values(RedisTierTests):
+    """The fixtures of the suite, without its tests."""
+
+    @pytest.fixture
+    def servers(self, standalone):
+        standalone.run("CONFIG", "SET", "maxmemory", "0")
+        return [standalone]
+
+
+for _name in [name for name in dir(Values) if name.startswith("test_")]:
+    setattr(Values, _name, None)
+
+
+class TestValues(Values):
+    async def test_values_of_other_types_are_counted_misses(self, tier, blocks):
+        items = blocks.items(0, 1, 2, 3)
+        self.run("LPUSH", key_of(tier, items[0]), "a list")
+        self.run("SET", key_of(tier, items[1]), "")
+        self.run("SET", key_of(tier, items[2]), "text")
+        self.run("HSET", key_of(tier, items[3]), "a", "hash")
+        assert await blocks.contains(tier, items) == [False] * 4
+        assert await blocks.get(tier, items) == [False] * 4
+        assert tier.corrupt_blocks() == 3
+        await blocks.remove(tier, items)
+        await blocks.store(tier, items)
+        assert await blocks.get(tier, items) == [True] * 4
+
+    async def test_values_that_are_not_ours_are_counted_misses(self, tier, blocks):
+        item, other = blocks.items(0, 1)
+        data = blocks.data(item)
+        wrong = [
+            value_of(tier, item, data, version=2),
+            value_of(tier, item, data, magic=b"else"),
+            value_of(tier, other, data),
+            value_of(tier, item, data[:-1]),
+            value_of(tier, item, data + b"x"),
+            value_of(tier, item, data)[:-1],
+            value_of(tier, item, data) + b"x" * (1 << 20),
+        ]
+        for value in wrong:
+            self.run("SET", key_of(tier, item), value)
+            assert await blocks.get(tier, [item]) == [False]
+        assert tier.corrupt_blocks() == len(wrong)
+        self.run("SET", key_of(tier, item), value_of(tier, item, data))
+        assert await blocks.get(tier, [item, other]) == [True, False]
+
+    async def test_a_value_of_another_namespace_is_a_miss(self, tier, blocks, context, options):
+        (item,) = await blocks.put(tier, 0)
+        value = self.run("GET", key_of(tier, item))
+        other = RedisTier(options)
+        await other.open(replace(context, namespace=context.layout.namespace(salt="other")))
+        assert list(await other.get([item])) == [False]
+        self.run("SET", key_of(other, item), value)
+        assert list(await other.get([item])) == [False]
+        assert other.corrupt_blocks() == 1
+        await other.aclose()
+
+    async def test_a_block_is_written_once(self, tier, blocks):
+        (item,) = await blocks.put(tier, 0)
+        first = self.run("GET", key_of(tier, item))
+        await blocks.put(tier, 0)
+        assert self.run("GET", key_of(tier, item)) == first
+
+    async def test_the_server_forgets_by_priority_and_by_the_end_of_a_block(
+        self, blocks, context, servers
+    ):
+        ttls = {"0": Duration(100), "50": Duration(1000)}
+        tier = RedisTier(RedisOptions(url=servers[0].url, ttls=ttls))
+        await tier.open(context)
+        soon = context.clock.wall() + 10
+        low, high, ends = blocks.items(0, 1, 2)
+        items = [
+            low._replace(priority=49),
+            high._replace(priority=50),
+            ends._replace(priority=100, expires_wall_s=soon),
+        ]
+        await blocks.store(tier, items)
+        left = [self.run("PTTL", key_of(tier, item)) / 1000 for item in items]
+        assert 99 < left[0] <= 100
+        assert 999 < left[1] <= 1000
+        assert 9 < left[2] <= 10
+        gone = items[2]._replace(expires_wall_s=context.clock.wall() - 1)
+        await blocks.remove(tier, [gone])
+        await tier.put([gone])
+        await asyncio.sleep(0.01)
+        assert await blocks.contains(tier, [gone]) == [False]
+        await tier.aclose()
+
+    async def test_for_good_without_a_ttl(self, tier, blocks):
+        (item,) = await blocks.put(tier, 0)
+        assert self.run("TTL", key_of(tier, item)) == -1
+
+    @pytest.mark.parametrize("policy", ["noeviction", "volatile-lru", "volatile-ttl"])
+    async def test_a_server_without_room_is_full(self, tier, blocks, policy):
+        used = self.run("INFO", "memory")["used_memory"]
+        self.run("CONFIG", "SET", "maxmemory-policy", policy, "maxmemory", used + (1 << 19))
+        with pytest.raises(TierFull, match="maxmemory"):
+            await blocks.put(tier, *range(blocks.count))
+        assert await blocks.get(tier, blocks.items(0)) == [True], "what is stored stays"
+
+    @pytest.mark.parametrize(
+        "policy", ["allkeys-lru", "allkeys-lfu", "allkeys-random", "volatile-lru", "volatile-ttl"]
+    )
+    async def test_a_server_that_evicts_loses_blocks_and_no_more(
+        self, blocks, context, servers, policy
+    ):
+        used = self.run("INFO", "memory")["used_memory"]
+        self.run("CONFIG", "SET", "maxmemory-policy", policy, "maxmemory", used + (1 << 19))
+        tier = RedisTier(RedisOptions(url=servers[0].url, ttls={"0": Duration(1000)}))
+        await tier.open(context)
+        stored = 0
+        for number in range(blocks.count):
+            items = blocks.items(number)
+            blocks.fill(items)
+            try:
+                stored += sum(await tier.put(items))
+            except TierFull:
+                continue  # a server makes room at its own pace
+        found = await blocks.get(tier, blocks.items(*range(blocks.count)))
+        assert 10 < sum(found) < stored
+        assert tier.corrupt_blocks() == 0
+        await tier.aclose()
+
+
+class TestParts(Values):
+    """A server that takes only small values gets a block in parts."""
+
+    @pytest.fixture
+    def block_bytes(self):
+        return 5 << 19
+
+    @pytest.fixture
+    def capacity(self):
+        return 8
+
+    @pytest.fixture
+    def servers(self, standalone):
+        standalone.run("CONFIG", "SET", "maxmemory", "0", "proto-max-bulk-len", str(1 << 20))
+        yield [standalone]
+        standalone.run("CONFIG", "SET", "proto-max-bulk-len", str(512 << 20))
+
+    async def test_blocks_in_parts_come_back_whole_or_not_at_all(self, tier, blocks):
+        items = await blocks.put(tier, 0, 1, 2)
+        keys = [key_of(tier, item) for item in items]
+        sizes = [self.run("STRLEN", keys[0] + tail) for tail in (b"", b":1", b":2")]
+        assert sizes == [1 << 20, 1 << 20, (1 << 19) + HEADER_BYTES]
+        assert await blocks.get(tier, items) == [True] * 3
+        self.run("DEL", keys[1] + b":2")
+        self.run("SETRANGE", keys[2] + b":1", 77, b"damage")
+        assert await blocks.get(tier, items) == [True, False, False]
+        await blocks.remove(tier, items)
+        assert self.run("DBSIZE") == 0
+
+    async def test_short_blocks_have_fewer_parts(self, tier, blocks):
+        (item,) = blocks.items(0)
+        blocks.fill([item])
+        await tier.put([item._replace(length=1 << 20, note=bytearray(b"cut"))])
+        assert self.run("DBSIZE") == 2
+        asked = item._replace(note=bytearray())
+        assert list(await tier.get([asked])) == [True]
+        assert asked.note == b"cut"
+        assert await tier.purge(None, lambda *_: None) >= 1
+        assert self.run("DBSIZE") == 0
+
+
+# ---- any bytes at all
+
+
+def _value(draw_flips, value):
+    data = bytearray(value)
+    for position, flip in draw_flips:
+        data[position % len(data)] ^= flip
+    return bytes(data)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    value=st.one_of(
+        st.binary(max_size=2000),
+        st.tuples(
+            st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 255)), min_size=1, max_size=4),
+            st.integers(-700, 64),
+        ),
+    )
+)
+def test_any_value_under_our_key_is_a_miss_or_the_block(standalone, value):
+    asyncio.run(_fuzzed(standalone, value))
+
+
+async def _fuzzed(server, value):
+    layout = Layout(block_tokens=16, block_bytes=BLOCK)
+    arena = Arena.create(1, layout.slot_bytes)
+    space = layout.namespace(salt="fuzz")
+    context = TierContext(arena, layout, space, 8, SystemClock(), inline_blocking)
+    tier = RedisTier(RedisOptions(url=server.url))
+    await tier.open(context)
+    (slot,) = arena.lease(1) or []
+    item = Item(BlockKey(b"k" * 32), 0, slot)
+    data = bytes(range(250)) * 12
+    right = value_of(tier, item, data)
+    if isinstance(value, tuple):
+        changed = _value(value[0], right)
+        value = changed[: value[1]] if value[1] < 0 else changed + b"\0" * value[1]
+    server.run("SET", key_of(tier, item), value)
+    (found,) = await tier.get([item])
+    assert found == (value == right) or bytes(arena.view(slot)[:BLOCK]) == data
+    assert tier.corrupt_blocks() == (not found and value != b"")
+    assert len(await tier.contains([item])) == 1
+    await tier.purge(b"12345678", lambda *_: None)
+    await tier.remove([item])
+    await tier.aclose()
+    arena.release([slot])
+    arena.close()
