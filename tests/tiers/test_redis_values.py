@@ -33,6 +33,11 @@ def standalone(tmp_path_factory):
         yield server
 
 
+async def one_by_one(tier, blocks):
+    for number in range(blocks.count):
+        await blocks.put(tier, number)
+
+
 class Values(RedisTierTests):
     """The fixtures of the suite, without its tests."""
 
@@ -130,7 +135,7 @@ class TestValues(Values):
         used = self.run("INFO", "memory")["used_memory"]
         self.run("CONFIG", "SET", "maxmemory-policy", policy, "maxmemory", used + (1 << 19))
         with pytest.raises(TierFull, match="maxmemory"):
-            await blocks.put(tier, *range(blocks.count))
+            await one_by_one(tier, blocks)
         assert await blocks.get(tier, blocks.items(0)) == [True], "what is stored stays"
 
     @pytest.mark.parametrize(
