@@ -1,0 +1,114 @@
+"""A vLLM engine that does what it is told by lines of JSON: ``python vllm_child.py SPEC``.
+
+SPEC is JSON with ``model``, ``transfer`` (vLLM's settings of a connector, or null) and ``engine``.
+Each line on standard input names a function below and its arguments; its result is one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvladder import registry
+from kvladder.tiers.base import Item
+from kvladder.tiers.memory import MemoryTier
+
+
+class Hanging(MemoryTier):
+    """Never ends a call."""
+
+    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+        return await self._hang()
+
+    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
+        return await self._hang()
+
+    async def _hang(self) -> Sequence[bool]:
+        await asyncio.Event().wait()
+        return []
+
+
+class Child:
+    """The engine, and what it can be told to do."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        registry.register("tiers", "hanging", Hanging)
+        transfer = spec["transfer"]
+        arguments: dict[str, Any] = {
+            "model": spec["model"],
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "dtype": "float32",
+            "block_size": 32,
+            "kv_cache_memory_bytes": 256 << 20,
+            "max_model_len": 4096,
+            "enable_prefix_caching": True,
+            "disable_log_stats": False,
+        }
+        if transfer is not None:
+            arguments["kv_transfer_config"] = transfer
+        self._llm: Any = LLM(**arguments | spec["engine"])
+        self._count = 0
+
+    def run(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        """Serve all prompts at once.
+
+        Returns the seconds that it took, those of each step, and those until each first token.
+        """
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        sampling = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        begun = time.perf_counter()
+        for prompt in prompts:
+            self._count += 1
+            engine.add_request(f"r{self._count}", {"prompt_token_ids": prompt}, sampling)
+        steps: list[float] = []
+        first: dict[str, float] = {}
+        while engine.has_unfinished_requests():
+            before = time.perf_counter()
+            for output in engine.step():
+                first.setdefault(output.request_id, time.perf_counter() - begun)
+            steps.append(time.perf_counter() - before)
+        seconds = time.perf_counter() - begun
+        return {"seconds": seconds, "steps": steps, "first": sorted(first.values())}
+
+    def hits(self) -> int:
+        """Tokens that came from the connector, as vLLM counts them."""
+        name = "vllm:external_prefix_cache_hits"
+        return int(sum(m.value for m in self._llm.get_metrics() if m.name == name))
+
+    def reset(self) -> bool:
+        """Drop vLLM's own prefix cache."""
+        return bool(self._llm.reset_prefix_cache())
+
+    def settle(self, seconds: float) -> None:
+        """Let what is being written be written."""
+        time.sleep(seconds)
+
+    def shutdown(self) -> None:
+        """End the engine in an orderly way."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever vLLM prints is not an answer
+    child = Child(json.loads(sys.argv[1]))
+    print(json.dumps("ready"), file=answers, flush=True)
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        print(json.dumps(getattr(child, name)(**arguments)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
