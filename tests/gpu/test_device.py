@@ -36,7 +36,9 @@ def stack(*below: dict[str, Any], slots: int = 16, **host: Any) -> dict[str, Any
 
 
 def files(path: Path, **options: Any) -> dict[str, Any]:
-    return {"type": "files", "path": str(path), "capacity": "8 MiB", "segment": "4 MiB", **options}
+    """Written through, so that nothing is under way that ``idle`` does not know of."""
+    common = {"type": "files", "path": str(path), "capacity": "8 MiB", "segment": "4 MiB"}
+    return {**common, "when": "commit", **options}
 
 
 def test_what_leaves_the_device_comes_back_from_host() -> None:
