@@ -186,7 +186,22 @@ def open_device(
         manager.close()
         raise
     events = PoolEvents(config.gpu.events)
+    requests = make_pools(manager, port, division, events, partial=partial, reuse=reuse)
+    return DeviceCache(manager, port, requests, tensors, events, division)
+
+
+def make_pools(
+    manager: CacheManager,
+    port: TierPort,
+    division: Division,
+    events: PoolEvents,
+    *,
+    partial: Partial,
+    reuse: bool = True,
+) -> Requests:
+    """A pool for each group of ``division`` over the manager's tiers, and requests over them."""
     now = manager.stack.shared.clock.now
+    alone = len(division.shares) == 1
     sequences: list[Sequences] = []
     for at, share in enumerate(division.shares):
         group = share.group
@@ -198,9 +213,8 @@ def open_device(
             events=events,
         )
         port.attach(at, pool)
-        sequences.append(Sequences(pool, _scheme(manager, group, alone=len(groups) == 1)))
-    requests = Requests([one.group for one in groups], sequences, reuse=reuse)
-    return DeviceCache(manager, port, requests, tensors, events, division)
+        sequences.append(Sequences(pool, _scheme(manager, group, alone=alone)))
+    return Requests([share.group for share in division.shares], sequences, reuse=reuse)
 
 
 def _partial(config: StackConfig, groups: Sequence[DeviceGroup]) -> Partial:

@@ -1,0 +1,325 @@
+"""Pools of several groups over faulty tiers in simulated time: bytes, invariants, nothing lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from hashlib import shake_128
+from random import Random
+
+import pytest
+from hypothesis import settings as profile
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvladder.below import TierPort
+from kvladder.device import DeviceCache, make_pools
+from kvladder.errors import OutOfBlocks, PoolError
+from kvladder.gpu.copy import Copier, CopyJob, Finished, JobId
+from kvladder.gpu.events import PoolEvents
+from kvladder.gpu.groups import Group
+from kvladder.gpu.pool import Partial
+from kvladder.gpu.requests import Request
+from kvladder.gpu.sizing import Division, Share
+from kvladder.policy.offload import OffloadRule
+from kvladder.policy.retention import Retention, RetentionRange
+from kvladder.preempt import How, Suspended
+from kvladder.testing.fakes import Delay, Fail, FakeStore, FakeTier
+from kvladder.testing.sim import SimLoop
+from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
+from tests.gpu.engine import Indexed, replay
+
+SIZE = LAYOUT.block_tokens
+WIDTH = LAYOUT.block_bytes // SIZE
+FULL, NEAR = Group("all", SIZE), Group("near", SIZE, "window", 6)
+STATE, WIDE = Group("state", SIZE, "state"), Group("wide", 2 * SIZE, "state")
+MODELS: list[tuple[tuple[Group, ...], Partial]] = [
+    ((FULL,), "take"),
+    ((FULL,), "copy"),
+    ((FULL,), "off"),
+    ((NEAR,), "off"),
+    ((FULL, NEAR), "off"),
+    ((FULL, NEAR, STATE), "off"),
+    ((FULL, WIDE), "off"),
+]
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=18)
+
+
+class LateCopier(Copier):
+    """Copies a job when it is told to, whatever became of its slots meanwhile."""
+
+    def __init__(self, cache: SimCache, device: Sequence[list[bytearray]]) -> None:
+        self._arena = cache.arena
+        self._device = device
+        self.jobs: list[CopyJob] = []
+        self.finished: list[Finished] = []
+
+    def submit(self, job: CopyJob) -> None:
+        self.jobs.append(job)
+
+    def end(self, job: CopyJob, *, ok: bool = True) -> None:
+        self.jobs.remove(job)
+        for block, slot in zip(job.blocks, job.slots, strict=True):
+            here, there = self._device[job.group][block], self._arena.view(slot)
+            if job.direction == "offload":
+                there[: len(here)] = here if ok else b"!" * len(here)
+            else:
+                here[:] = there[: len(here)] if ok else b"!" * len(here)
+        size = len(job.blocks) * LAYOUT.block_bytes if ok else 0
+        self.finished.append(Finished(job.id, ok, size, 0.5, "" if ok else "scripted"))
+
+    def poll(self) -> list[Finished]:
+        finished, self.finished = self.finished, []
+        return finished
+
+    def wait(self, ids: Sequence[JobId]) -> None:
+        raise NotImplementedError
+
+    fence = wait
+
+    def rest(self, timeout_s: float) -> None:
+        del timeout_s
+
+    def close(self) -> None:
+        while self.jobs:
+            self.end(self.jobs[0])
+
+
+class DeviceMachine(RuleBasedStateMachine):
+    @initialize(
+        model=st.sampled_from(MODELS),
+        blocks=st.integers(6, 10),
+        slots=st.integers(6, 14),
+        thresholds=st.tuples(st.sampled_from([0, 40]), st.sampled_from([0, 35])),
+        below=st.booleans(),
+        seed=st.integers(0, 1000),
+    )
+    def start(
+        self,
+        model: tuple[tuple[Group, ...], Partial],
+        blocks: int,
+        slots: int,
+        thresholds: tuple[int, int],
+        below: bool,
+        seed: int,
+    ) -> None:
+        self.groups, partial = model
+        self.loop = SimLoop(seed)
+        self.tier = FakeTier(store=FakeStore(), random=Random(seed), mean_s=0.05)
+        rule = OffloadRule(min_priority=thresholds[1])
+        levels = [LevelSpec(self.tier, rule, 12)] if below else []
+        opening = SimCache.open(*levels, slots=slots, host=OffloadRule(min_priority=thresholds[0]))
+        self.sim = self.loop.run_until_complete(opening)
+        self.device = [[bytearray(SIZE * WIDTH) for _ in range(blocks)] for _ in self.groups]
+        self.copier = LateCopier(self.sim, self.device)
+        port = TierPort(self.sim.manager, self.copier)
+        shares = tuple(Share(group, LAYOUT.block_bytes, 1, blocks) for group in self.groups)
+        division = Division(1, 1, 1, shares, explicit=False)
+        events = PoolEvents(100_000)
+        requests = make_pools(self.sim.manager, port, division, events, partial=partial)
+        self.cache = DeviceCache(self.sim.manager, port, requests, (), events, division)
+        self.requests = requests
+        self.live: list[Request] = []
+        self.suspended: list[Suspended] = []
+        self.index: Indexed = {}
+
+    # ---- the model that runs
+
+    def kv(self, request: Request, group: int, position: int) -> bytes:
+        words = request.parts[group].tokens[: position + 1].tobytes()
+        return shake_128(request.parts[group].root.key + words).digest(WIDTH)
+
+    def place(self, request: Request, group: int, position: int) -> memoryview:
+        kind = self.groups[group]
+        slot = request.tables[group][position // kind.block_tokens]
+        assert slot >= 0
+        at = 0 if kind.kind == "state" else position % kind.block_tokens * WIDTH
+        return memoryview(self.device[group][slot])[at : at + WIDTH]
+
+    def verify(self, request: Request) -> None:
+        """Every byte that the next token reads is right."""
+        end = request.computed
+        for group, kind in enumerate(self.groups):
+            first = max(0, end - 1) if kind.kind == "state" else kind.first(end) * SIZE
+            for position in range(first, end):
+                held = self.place(request, group, position)
+                assert held == self.kv(request, group, position), (kind.name, position)
+
+    # ---- rules
+
+    @rule(tokens=TOKENS, priority=st.none() | st.sampled_from([10, 60]), salt=st.sampled_from("ab"))
+    def begin(self, tokens: list[int], priority: int | None, salt: str) -> None:
+        retention = None
+        if priority is not None:
+            retention = Retention((RetentionRange(0, None, priority, 1.0),))
+        before = [pool.used for pool in self.cache.pools]
+        try:
+            self.live.append(self.requests.begin(tokens, retention=retention, salt=salt))
+        except OutOfBlocks:
+            assert all(p.used >= b for p, b in zip(self.cache.pools, before, strict=True))
+
+    def pick(self, data: st.DataObject) -> Request:
+        return data.draw(st.sampled_from(self.live))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def compute(self, data: st.DataObject) -> None:
+        request = self.pick(data)
+        if request.arriving or request.lost:
+            return
+        for group, copy in request.copies:
+            size = copy.tokens * WIDTH
+            if self.groups[group].kind == "state":
+                size = SIZE * WIDTH
+            self.device[group][copy.target][:size] = self.device[group][copy.source][:size]
+        self.requests.copied(request)
+        if not request.ready:
+            return
+        self.verify(request)
+        for group in range(len(self.groups)):
+            for position in range(request.computed, len(request.tokens)):
+                self.place(request, group, position)[:] = self.kv(request, group, position)
+        self.requests.commit(request, len(request.tokens))
+        self.verify(request)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=6))
+    def append(self, data: st.DataObject, tokens: list[int]) -> None:
+        request = self.pick(data)
+        if request.ready:
+            length = len(request.tokens)
+            try:
+                self.requests.append(request, tokens)
+            except OutOfBlocks:
+                assert {len(part.tokens) for part in request.parts} == {length}
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), count=st.integers(0, 5))
+    def rewind(self, data: st.DataObject, count: int) -> None:
+        request = self.pick(data)
+        if request.ready and count < len(request.tokens):
+            try:
+                self.requests.rewind(request, count)
+            except PoolError:
+                if self.groups == (FULL,):
+                    raise
+
+    @precondition(lambda self: 0 < len(self.live) < 4)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        request = self.pick(data)
+        if request.ready:
+            self.live += self.requests.fork(request, 1)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), store=st.booleans())
+    def release(self, data: st.DataObject, store: bool) -> None:
+        request = self.pick(data)
+        self.live.remove(request)
+        self.requests.release(request, store=store)
+        self.requests.copied(request)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), how=st.sampled_from(["tiers", "recompute", None]))
+    def suspend(self, data: st.DataObject, how: How | None) -> None:
+        request = self.pick(data)
+        if request.ready:
+            self.live.remove(request)
+            self.suspended.append(self.cache.preemption.suspend(request, how))
+
+    @precondition(lambda self: self.suspended)
+    @rule(data=st.data(), discard=st.booleans())
+    def resume(self, data: st.DataObject, discard: bool) -> None:
+        suspended = data.draw(st.sampled_from(self.suspended))
+        if suspended.copies_left:
+            return
+        if discard:
+            self.cache.preemption.discard(suspended)
+        else:
+            try:
+                self.live.append(self.cache.resume(suspended))
+            except OutOfBlocks:
+                return
+        self.suspended.remove(suspended)
+
+    @precondition(lambda self: self.copier.jobs)
+    @rule(data=st.data(), ok=st.sampled_from([True, True, True, False]))
+    def copy(self, data: st.DataObject, ok: bool) -> None:
+        self.copier.end(data.draw(st.sampled_from(self.copier.jobs)), ok=ok)
+
+    @rule()
+    def poll(self) -> None:
+        self.cache.poll()
+
+    @rule(by=st.sampled_from([0.01, 0.2, 3.0]))
+    def wait(self, by: float) -> None:
+        self.loop.run_until_complete(asyncio.sleep(by))
+
+    @rule(count=st.integers(1, 6), group=st.integers(0, 2))
+    def evict(self, count: int, group: int) -> None:
+        self.cache.pools[group % len(self.groups)].evict(count)
+
+    @rule(data=st.data(), step=st.sampled_from(["fail", "slow", "forget", "corrupt"]))
+    def trouble(self, data: st.DataObject, step: str) -> None:
+        if step == "fail":
+            self.tier.script.append(Fail())
+        elif step == "slow":
+            self.tier.script.append(Delay(4.0))
+        elif self.sim.levels:
+            keys = sorted(record.item.key for record in self.tier.records.values())
+            if keys:
+                key = data.draw(st.sampled_from(keys))
+                (self.tier.forget if step == "forget" else self.tier.corrupt)(key)
+
+    @rule(tokens=TOKENS, group=st.integers(0, 2))
+    def remove(self, tokens: list[int], group: int) -> None:
+        one = self.requests.sequences[group % len(self.groups)]
+        keys = one.scheme.chain(tokens, parent=one.scheme.root(salt="a"))
+        one.pool.remove(keys[-1:])
+
+    @rule()
+    def reset(self) -> None:
+        self.cache.reset()
+
+    # ---- what always holds
+
+    @invariant()
+    def sound(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        self.cache.check()
+        replay(self.cache.take_events(), self.index)
+        now: Indexed = {}
+        replay(list(self.cache.snapshot()), now)
+        assert now == self.index
+        for request in self.live:
+            if request.ready:
+                self.verify(request)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        for _ in range(100):
+            while self.copier.jobs:
+                self.copier.end(self.copier.jobs[0])
+            self.cache.poll()
+            if not self.cache.port.busy:
+                break
+            self.wait(0.1)
+        assert not self.cache.port.busy
+        for request in self.live:
+            self.requests.release(request)
+            self.requests.copied(request)
+        for suspended in self.suspended:
+            self.cache.preemption.discard(suspended)
+        self.sound()
+        assert all(pool.free == pool.blocks for pool in self.cache.pools)
+        self.cache.port.close()
+        self.tier.heal()
+        self.loop.run_until_complete(self.sim.aclose())
+        assert self.tier.violations == []
+        self.loop.close()
+
+
+TestDeviceMachine = pytest.mark.slow(DeviceMachine.TestCase)
+TestDeviceMachine.settings = profile(max_examples=150, stateful_step_count=40, deadline=None)
