@@ -83,9 +83,10 @@ def check_groups(vllm_config: Any, kv_cache_config: Any, *, load: str) -> None:
     """Raise LayoutError or ConfigError unless every kind of KV cache is supported."""
     model = str(vllm_config.model_config.model)
     groups = groups_of(kv_cache_config, model=model)
-    if len(groups) > 1 and load == "sync":
+    if load == "sync" and (len(groups) > 1 or groups.partial):
+        kinds = ", ".join(group.kind for group in groups)
         raise ConfigError(
-            f"vLLM cannot recompute blocks of {model}, which has {len(groups)} groups of KV cache",
+            f"vLLM cannot recompute single blocks of {model}, whose KV cache is {kinds}",
             path=f"{WHERE}.load",
             hint="use async",
         )

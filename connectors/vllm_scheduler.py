@@ -205,6 +205,7 @@ class SchedulerHalf:
         state.pins = pins
 
     def _let_go(self, state: RequestState) -> None:
+        state.answer = None  # it was about what is let go
         if state.find is not None:
             state.find.release()
             state.find = None
@@ -378,7 +379,6 @@ class SchedulerHalf:
         self.settle()
         for state in self._states.values():
             self._let_go(state)
-            state.answer = None
         self.connector.manager.clear()
 
     def describe(self) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from kvladder.arena import Arena
 from kvladder.connectors.vllm_checks import group_pages, tensor_fields, this_node
+from kvladder.connectors.vllm_groups import groups_of
 from kvladder.connectors.vllm_step import Attach, Load, RankDescription, Report, Step
 from kvladder.errors import LayoutError
 from kvladder.gpu.copy import Copier, CopyJob, Finished, JobId
@@ -63,6 +64,8 @@ class WorkerHalf:
         self._loaded = Report()
         self._saved = Report()
         self._received: set[str] = set()
+        groups = groups_of(kv_cache_config, model=str(vllm_config.model_config.model))
+        self._by_block = len(groups) == 1 and not groups.partial
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
 
@@ -221,7 +224,7 @@ class WorkerHalf:
             self._saved.add(replace(finished, ok=finished.ok and trusted))
             return
         self._loaded.add(finished)
-        if not finished.ok and len(self._kv_cache_config.kv_cache_groups) > 1:
+        if not finished.ok and not self._by_block:  # blocks before it may be null, or another's
             self._failed.add(load.request_id)
         elif not finished.ok:
             self._bad_blocks.update(load.job.blocks)

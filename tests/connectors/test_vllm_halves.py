@@ -9,11 +9,13 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.connectors.scripted import TOKENS, Engine, Request
+from kvladder.connectors.vllm_find import Find
+from tests.connectors.scripted import TOKENS, Engine, Entry, Request
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -216,6 +218,29 @@ def test_nothing_is_asked_for_what_vllm_has_itself(engines: list[Engine]) -> Non
     engine.half.finished(request)
 
 
+def test_an_answer_does_not_outlive_what_it_was_about(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own blocks come and go while a request waits for room."""
+    engine = Engine(HOST)
+    engines.append(engine)
+    served(engine, prompt(1))
+    half = engine.half
+    request = Request("waits", prompt(1))
+    monkeypatch.setattr(half, "_held_by_vllm", lambda _: 8)
+    half.arrived(request)
+    assert half.ask(request, 8) == (20, True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Find, "done", property(lambda _: False))
+        assert half.ask(request, 0) == (None, False)  # another search, which is under way
+    assert half.ask(request, 8) == (20, True)
+    half.allocated(request, [[30, 31, 32, 33, 34, 35, 36]], 20)
+    (load,) = half._loads.values()
+    assert load.job.blocks == (32, 33, 34, 35, 36)
+    half.finished(request)
+    half.connector.close()
+
+
 def test_an_abort_before_the_answer_was_used_unpins(engines: list[Engine]) -> None:
     engine = Engine(HOST)
     engines.append(engine)
@@ -340,8 +365,6 @@ def test_a_cleared_cache_has_nothing(engines: list[Engine]) -> None:
 
 
 def test_adapters_with_other_weights_share_nothing(engines: list[Engine], tmp_path: Any) -> None:
-    from types import SimpleNamespace
-
     engine = Engine(HOST)
     engines.append(engine)
     for number, weights in enumerate([b"one", b"one", b"two"], start=1):
@@ -351,8 +374,6 @@ def test_adapters_with_other_weights_share_nothing(engines: list[Engine], tmp_pa
         request = Request(f"lora{number}", prompt(1))
         request.lora_request = SimpleNamespace(lora_int_id=number, lora_path=str(folder))
         engine.half.arrived(request)
-        from tests.connectors.scripted import Entry
-
         engine.entries[request.request_id] = Entry(request, 31)
         engine.run()
         assert engine.loaded == (7 if number > 1 else 0)

@@ -114,7 +114,7 @@ def test_kinds_of_blocks_that_are_not_supported_are_refused_by_name() -> None:
         check(window, enable_kv_transfer=False)
     with pytest.raises(LayoutError, match="--mamba-cache-mode align"):
         check(kv_spec("MambaSpec", mamba_cache_mode="none"))
-    with pytest.raises(ConfigError, match=r"extra_config.load: .* tiny, which has 2 .*use async"):
+    with pytest.raises(ConfigError, match=r"load: .* tiny, whose KV cache is full, window .*async"):
         check(window, load="sync")
     mixed = kv_spec("UniformTypeKVCacheSpecs")
     mixed.kv_cache_specs = {"m": window, "n": kv_spec("FullAttentionSpec")}

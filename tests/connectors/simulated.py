@@ -1,0 +1,367 @@
+"""vLLM's own scheduler, block pool and managers of groups over a model that is a few numbers.
+
+What vLLM decides is real: windows whose blocks are freed, states that move, preemption, its own
+prefix cache, hand-offs. A forward pass is not: each token writes two numbers into each group's
+block that depend on its whole prefix, and before that it reads what its kind of attention reads,
+and finds what the tokens before it wrote, or the test fails. All groups share the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvladder.arena import Arena
+from kvladder.gpu.copy import Copier
+from kvladder.gpu.pages import Parts
+from kvladder.notices import Notices
+from tests.connectors.lazy import LazyCopier
+from tests.connectors.mixes import MODELS, SECTION, WINDOW, vllm_configs
+
+Numbers = npt.NDArray[np.int64]
+
+
+class Rank:
+    """One rank's memory and worker half, with tables as a worker keeps them."""
+
+    def __init__(self, simulation: Simulation, rank: int) -> None:
+        from kvladder.connectors.vllm_worker import WorkerHalf
+
+        groups, blocks = simulation.groups, simulation.blocks
+        page = max(tokens for _, tokens in groups) * 16
+        raw = torch.full((blocks, page), 85, dtype=torch.uint8)
+        self.raw = raw.numpy()
+        words = raw.view(torch.int64)
+        self.views: list[Numbers] = []
+        layers: dict[str, Any] = {}
+        for index, (kind, tokens) in enumerate(groups):
+            part = words[:, : 3 if kind == "state" else 2 * tokens]
+            self.views.append(part.numpy())
+            layers[f"l{index}"] = [part[:, :1], part[:, 1:]] if kind == "state" else part
+        self.copier: LazyCopier | None = None
+
+        def make(parts: Parts, arena: Arena) -> Copier:
+            self.copier = LazyCopier(parts, arena, random=simulation.random)
+            return self.copier
+
+        self.half = WorkerHalf(
+            simulation.vllm_config,
+            simulation.kv_config,
+            rank=rank,
+            notices=Notices(lambda: 0.0),
+            make_copier=make,
+        )
+        self.half.register(layers)
+
+
+@dataclass
+class Tracked:
+    """What the model runner keeps of a request."""
+
+    tokens: list[int]
+    tables: list[list[int]]
+    computed: int
+    stated: int | None = None
+    """Tokens after which its running states are; None before they are moved for the first time."""
+
+
+class Simulation:
+    """One engine: vLLM's scheduler, the connector, and ranks that compute with numbers."""
+
+    def __init__(
+        self,
+        folder: Path,
+        source: Mapping[str, Any],
+        model: str,
+        *,
+        seed: int = 0,
+        blocks: int = 120,
+        budget: int = 32,
+        ranks: int = 1,
+        overlap: bool = False,
+        interval: int | None = None,
+    ) -> None:
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import (
+            get_request_block_hasher,
+            init_none_hash,
+            resolve_kv_cache_block_sizes,
+        )
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        self.random = Random(seed)
+        self.groups, self.blocks = MODELS[model], blocks
+        self.vllm_config, self.kv_config = vllm_configs(
+            folder, source, self.groups, blocks=blocks, budget=budget, ranks=ranks,
+            overlap=overlap, interval=interval,
+        )  # fmt: skip
+        block_size, hash_size = resolve_kv_cache_block_sizes(self.kv_config, self.vllm_config)
+        self.kv_config.hash_block_size = hash_size
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(hash_size, sha256)
+        self.ranks = [Rank(self, rank) for rank in range(ranks)]
+        self.scheduler: Any = self.vllm_config.scheduler_config.get_scheduler_cls()(
+            vllm_config=self.vllm_config,
+            kv_cache_config=self.kv_config,
+            structured_output_manager=StructuredOutputManager(self.vllm_config),
+            block_size=block_size,
+            hash_block_size=hash_size,
+            log_stats=True,
+        )
+        self.connector: Any = self.scheduler.connector
+        self.connector.notices = self  # what its edges swallow fails the test
+        described = {(0, rank): one.half.describe() for rank, one in enumerate(self.ranks)}
+        self.connector.set_xfer_handshake_metadata_pp_aware(described)
+        self.half = self.connector.scheduler
+        self._overlap = overlap
+        self._launched: deque[tuple[Any, Any]] = deque()
+        self._alive: dict[str, Tracked] = {}
+        self._salts: dict[str, str | None] = {}
+        self._reported: dict[str, int] = {}
+        self._count = 0
+        self.answers: dict[str, list[int]] = {}
+        self.reads = self.steps = self.failures = 0
+        self.hits = 0
+        """Tokens that came from the connector, as vLLM counts them."""
+
+    def say(self, kind: str, message: str) -> None:
+        """Take a notice of the connector: of a hook that failed, or of something harmless."""
+        logging.getLogger(__name__).warning("%s", message)
+        if kind in dir(self.connector):
+            raise AssertionError(message)
+
+    # ---- what a user does
+
+    def add(
+        self,
+        tokens: Sequence[int],
+        *,
+        length: int = 1,
+        priority: int = 0,
+        salt: str | None = None,
+        recompute: bool = False,
+    ) -> str:
+        """A request for ``length`` tokens after ``tokens``."""
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        self._count += 1
+        sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        sampling.skip_reading_prefix_cache = recompute
+        request = Request(
+            request_id=f"r{self._count}",
+            prompt_token_ids=list(tokens),
+            sampling_params=sampling,
+            pooling_params=None,
+            arrival_time=float(self._count),
+            priority=priority,
+            cache_salt=salt,
+            block_hasher=self._hasher,
+        )
+        self._salts[request.request_id] = salt
+        self.scheduler.add_request(request)
+        return f"r{self._count}"
+
+    @property
+    def requests(self) -> dict[str, Any]:
+        """Those that are not over, by id."""
+        over = self._over
+        return {i: r for i, r in self.scheduler.requests.items() if not over(r.status)}
+
+    def _over(self, status: Any) -> bool:
+        return bool(type(status).is_finished(status))
+
+    def abort(self, request_id: str) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def reset(self, *, running: bool = False, connector: bool = False) -> None:
+        """Drop vLLM's prefix cache, every running request given up for now."""
+        with suppress(RuntimeError):  # it cannot while blocks are being loaded, and says so
+            self.scheduler.reset_prefix_cache(reset_running_requests=running)
+        if connector:
+            assert self.scheduler.reset_connector_cache()
+
+    def run(self, steps_max: int = 3000) -> None:
+        """Step until every request is over and everything is copied."""
+        for _ in range(steps_max):
+            if not self.scheduler.has_requests() and not self._launched and not self.half.busy:
+                return
+            self.step()
+        raise AssertionError(f"not over after {steps_max} steps: {self.scheduler.requests}")
+
+    # ---- one step
+
+    def step(self) -> None:
+        """Schedule, execute, and take in what came out of it, or of the step before."""
+        self.steps += 1
+        output = self.scheduler.schedule()
+        self._launched.append((output, self._execute(output)))
+        idle = not output.total_num_scheduled_tokens
+        while len(self._launched) > (1 if self._overlap and not idle else 0):
+            self._update(*self._launched.popleft())
+
+    def _update(self, output: Any, result: Any) -> None:
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            stats = outputs.scheduler_stats
+            if stats is not None and stats.connector_prefix_cache_stats is not None:
+                self.hits += stats.connector_prefix_cache_stats.hits
+
+    def _execute(self, output: Any) -> Any:
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        step = output.kv_connector_metadata
+        for rank in self.ranks:
+            rank.half.begin(step)
+        self._follow(output)
+        for rank in self.ranks:
+            rank.raw[list(output.new_block_ids_to_zero or ())] = 0
+            for copy in output.kv_cache_block_copies or ():
+                rank.raw[copy.dst_block_id] = rank.raw[copy.src_block_id]
+        sampled = [self._compute(i, n) for i, n in output.num_scheduled_tokens.items()]
+        received: list[set[str]] = []
+        failed, bad, report = set[str](), set[int](), None
+        for rank in self.ranks:
+            rank.half.load(step)
+            rank.half.save(step)
+            received.append(rank.half.received())
+            failed |= rank.half.failed()
+            bad |= rank.half.bad_blocks()
+            self.failures += bool(failed or bad)
+            one = rank.half.report()
+            if one is not None:
+                report = one if report is None else report.aggregate(one)
+        ids = list(output.num_scheduled_tokens)
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={i: n for n, i in enumerate(ids)},
+            sampled_token_ids=sampled,
+            kv_connector_output=KVConnectorOutput(
+                finished_recving=self._by_all(received),
+                failed_recving=failed,
+                invalid_block_ids=bad,
+                kv_connector_worker_meta=report,
+            ),
+        )
+
+    def _by_all(self, received: list[set[str]]) -> set[str]:
+        """As vLLM's aggregator: requests that all ranks have reported."""
+        reported = self._reported
+        for one in received:
+            for request_id in one:
+                reported[request_id] = reported.get(request_id, 0) + 1
+        complete = {i for i, count in reported.items() if count == len(self.ranks)}
+        for request_id in complete:
+            del reported[request_id]
+        return complete
+
+    def _follow(self, output: Any) -> None:
+        """Keep the tables as a worker does: grown, or replaced when a request resumes."""
+        for request_id in output.finished_req_ids:
+            self._alive.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            tables = [list(table) for table in new.block_ids]
+            tokens = list(new.prompt_token_ids)
+            self._alive[new.req_id] = Tracked(tokens, tables, new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for request_id, fresh, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            sequence = self._alive[request_id]
+            sequence.computed = computed
+            if request_id in cached.resumed_req_ids:
+                sequence.tables = [list(table) for table in fresh]
+                sequence.stated = None
+                request = self.scheduler.requests[request_id]
+                sequence.tokens = [*request.all_token_ids]
+            elif fresh is not None:
+                for table, more in zip(sequence.tables, fresh, strict=True):
+                    table += more
+
+    def _content(self, sequence: Tracked, salt: str | None, end: int) -> Numbers:
+        """Two numbers for each of the first ``end`` tokens."""
+        digest, found = hashlib.blake2b(repr(salt).encode(), digest_size=16), []
+        for token in sequence.tokens[:end]:
+            digest.update(token.to_bytes(4))
+            found.append(np.frombuffer(digest.digest(), dtype=np.int64))
+        return np.array(found, dtype=np.int64).reshape(end, 2)
+
+    def _compute(self, request_id: str, count: int) -> list[int]:
+        """Read what came before, write what is new; the next token, once all are there."""
+        sequence = self._alive[request_id]
+        start, end = sequence.computed, sequence.computed + count
+        content = self._content(sequence, self._salts[request_id], end)
+        assert len(content) == end, "tokens are computed that nobody said"
+        for index, (kind, tokens) in enumerate(self.groups):
+            table = np.array(sequence.tables[index])
+            where = f"step {self.steps}: {request_id} at {start} reads another's KV: {kind} {index}"
+            for rank in self.ranks:
+                view = rank.views[index]
+                if kind == "state":
+                    self._state(view, sequence, index, content, (start, end), where)
+                    continue
+                first = 0
+                if kind == "window":
+                    first = max(0, start - WINDOW + 1)
+                elif kind == "local":
+                    first = start // SECTION * SECTION
+                cells = view.reshape(self.blocks, tokens, 2)
+                at = np.arange(first, start)
+                self.reads += len(at)
+                assert table[at // tokens].all(), f"{where}: null block"
+                read = cells[table[at // tokens], at % tokens]
+                assert (read == content[first:start] + index).all(), where
+                at = np.arange(start, end)
+                cells[table[at // tokens], at % tokens] = content[start:end] + index
+        sequence.computed = sequence.stated = end
+        if end < len(sequence.tokens):
+            return []
+        sequence.tokens.append(int(content[-1, 0]) % 50)
+        self.answers.setdefault(request_id, []).append(sequence.tokens[-1])
+        return sequence.tokens[-1:]
+
+    def _state(
+        self,
+        view: Numbers,
+        sequence: Tracked,
+        index: int,
+        content: Numbers,
+        span: tuple[int, int],
+        where: str,
+    ) -> None:
+        """Move the running state to the block of the last token, as vLLM does, and change it."""
+        (start, end), tokens = span, self.groups[index][1]
+        table = sequence.tables[index]
+        before = ((start if sequence.stated is None else sequence.stated) - 1) // tokens
+        now = (end - 1) // tokens
+        assert table[now], f"{where}: null block"
+        if start:
+            self.reads += 1
+            assert table[before], f"{where}: null block"
+            expected = [*(content[start - 1] + index), start]
+            assert view[table[before], :3].tolist() == expected, where
+        view[table[now], :3] = [*(content[end - 1] + index), end]
+
+    def close(self) -> None:
+        """End it as vLLM does, the workers first; everything must have been given back."""
+        for rank in self.ranks:
+            rank.half.close()
+        manager = self.half.connector.manager
+        self.half.settle()
+        manager.check()
+        self.scheduler.shutdown()
+        assert self.half._pins == 0
+        manager.check()
+        assert manager.arena.free == manager.arena.slots

@@ -1,0 +1,130 @@
+"""The connector under vLLM's own scheduler: in every step each byte that is read is checked."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvladder import registry
+from tests.connectors.moody import MoodyTier
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+from tests.connectors.mixes import MODELS
+from tests.connectors.simulated import Simulation
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+HOST: dict[str, Any] = {"host": "1 MiB"}
+
+
+def moody(slots: int, *, seed: int = 0, mood: float = 0.1) -> dict[str, Any]:
+    """So many slots on the host, more below; a slot takes a page of memory."""
+    return {
+        "arena": {"size": f"{4 * slots} KiB"},
+        "fetch": {"budget": "100 %", "deadline": "100 ms"},
+        "tiers": [
+            {"type": "host"},
+            {
+                "type": "moody",
+                "seed": seed,
+                "mood": mood,
+                "capacity": "2 MiB",
+                "when": "commit",
+                "queue": "100 %",
+                "timeout": "20 ms",
+                "breaker": {"failures": 8, "retry": "10 ms", "retry_max": "20 ms"},
+            },
+        ],
+    }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    registry.register("tiers", "moody", MoodyTier)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("vllm.v1.core.sched.scheduler")
+
+
+def prompt(seed: int, length: int = 30) -> list[int]:
+    return Random(seed).choices(range(50), k=length)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_was_computed_is_loaded(tmp_path: Path, model: str) -> None:
+    one = Simulation(tmp_path, HOST, model, ranks=2)
+    unit = max(tokens for _, tokens in one.groups)
+    first = one.add(prompt(1, 64), length=20)
+    one.run()
+    assert one.hits == 0
+    one.reset()
+    second = one.add(prompt(1, 64), length=20)
+    one.run()
+    assert one.hits == 63 // unit * unit
+    assert one.answers[first] == one.answers[second]
+    one.close()
+
+
+def disturb(one: Simulation, random: Random) -> None:
+    """Whatever may happen between two steps."""
+    for request_id in [*one.requests]:
+        if random.random() < 0.02:
+            one.abort(request_id)
+    chance = random.random()
+    if chance < 0.06:
+        one.reset(running=random.random() < 0.3, connector=random.random() < 0.1)
+    for rank in one.ranks:
+        if rank.copier is not None:
+            rank.copier.failing = random.choice([0.0, 0.0, 0.15])
+            rank.copier.held = random.random() < 0.2
+
+
+def windows_or_states(model: str) -> bool:
+    return any(kind in ("window", "state") for kind, _ in MODELS[model])
+
+
+@pytest.mark.parametrize("source", ["host", "small host", "moody"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_ever_read_that_was_not_written(
+    tmp_path: Path, model: str, source: str, seed: int
+) -> None:
+    """Shared prefixes, preemption, aborts, resets, copies and tiers that fail."""
+    random = Random(f"{model} {source} {seed}")
+    one = Simulation(
+        tmp_path,
+        {"host": HOST, "small host": {"host": "64 KiB"}, "moody": moody(12, seed=seed)}[source],
+        model,
+        seed=seed,
+        blocks=len(MODELS[model]) * random.choice([20, 30]),
+        budget=random.choice([6, 16, 48]),
+        ranks=random.choice([1, 2]),
+        overlap=random.random() < 0.4,
+        interval=random.choice([None, None, 0, 32]) if windows_or_states(model) else None,
+    )
+    trunks = [prompt(n, 40) for n in range(3)]
+    for _ in range(150):
+        if random.random() < 0.3 and len(one.requests) < 6:
+            trunk = random.choice(trunks)[: random.randrange(1, 41)]
+            one.add(
+                [*trunk, *prompt(random.randrange(5), random.randrange(1, 9))],
+                length=random.randrange(1, 20),
+                priority=random.randrange(3),
+                salt=random.choice([None, None, None, "a"]),
+                recompute=random.random() < 0.05,
+            )
+        disturb(one, random)
+        one.step()
+    for rank in one.ranks:
+        if rank.copier is not None:
+            rank.copier.failing, rank.copier.held = 0.0, False
+    one.run()
+    assert one.reads > 0
+    one.close()
