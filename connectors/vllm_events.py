@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, Final, NamedTuple
 
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
@@ -101,8 +101,8 @@ class KVEvents:
         self._where: dict[str, dict[str, Any]] = {stack.host.name: {"medium": stack.host.medium}}
         for level in stack.levels:
             self._where[level.name] = {"medium": level.tier.medium, "ownership": level.name}
-        self._known: dict[BlockKey, Known] = {}
-        """By key, the latest last."""
+        self._known: dict[BlockKey, tuple[Any, int, int]] = {}
+        """By key what makes a ``Known``, the latest last."""
         self._names: dict[tuple[str, BlockKey], Name] = {}
         """By level, under which names blocks were announced whose keys are not their names."""
 
@@ -121,12 +121,17 @@ class KVEvents:
 
     def describe(self, request: Any, group: int, first: int, keys: Sequence[BlockKey]) -> None:
         """These are the blocks of a group of a request from the ``first`` on."""
-        known = self._known
-        for position, key in enumerate(keys, first):
+        known, ends = self._known, (first, first + len(keys) - 1)
+        if not keys or all(
+            known.get(keys[end - first]) == (request, group, end) for end in ends
+        ):  # as it was the last time
+            return
+        for key in keys:
             known.pop(key, None)
-            known[key] = Known(request, group, position)
-        while len(known) > KNOWN_MAX:
-            del known[next(iter(known))]
+        positions = range(first, first + len(keys))
+        known.update({k: (request, group, n) for k, n in zip(keys, positions, strict=True)})
+        for key in list(islice(known, max(0, len(known) - KNOWN_MAX))):
+            del known[key]
 
     def take(self) -> list[KVCacheEvent]:
         """What has happened since the last call."""
@@ -141,11 +146,12 @@ class KVEvents:
         Of a block that no request is known to have the name is the key: that is vLLM's hash unless
         another group or a LoRA adapter is bound into it.
         """
-        known = self._known.get(key)
-        own = None if known is None else self._kinds[known.group].name(known)
-        if known is None or own is None:
+        fields = self._known.get(key)
+        if fields is None:
             return None, Name(key)
-        return known, Name(own, known.group)
+        known = Known(*fields)
+        own = self._kinds[known.group].name(known)
+        return (None, Name(key)) if own is None else (known, Name(own, known.group))
 
     def _stored(self, event: Stored) -> list[KVCacheEvent]:
         """One event for each run of blocks that follow each other in a request."""
@@ -159,7 +165,11 @@ class KVEvents:
             if begin is None or known is None:
                 follows = known is begin
             else:
-                follows = known == begin._replace(position=begin.position + len(run))
+                follows = (
+                    known.request is begin.request
+                    and known.group == begin.group
+                    and known.position == begin.position + len(run)
+                )
             if run and not follows:
                 found.append(self._block_stored(event.level, begin, run))
                 run = []
