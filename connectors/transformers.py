@@ -251,12 +251,24 @@ class PooledModel:
             by_count.setdefault(self.ahead(request), []).append(at)
         logits: list[torch.Tensor | None] = [None] * len(batch)
         for new, rows in by_count.items():
-            found = self._forward([batch[at] for at in rows], new)
+            found = self._timed([batch[at] for at in rows], new)
             for at, row in zip(rows, found, strict=True):
                 request = batch[at]
                 self.requests.commit(request, request.computed + new)
                 if request.computed == len(request.tokens):
                     logits[at] = row
+        return logits
+
+    def _timed(self, rows: Sequence[Request], new: int) -> torch.Tensor:
+        """``_forward``; what prompts take is told to whoever chooses how to preempt."""
+        if new == 1:
+            return self._forward(rows, new)
+        clock = self.cache.manager.stack.shared.clock
+        begun = clock.now()
+        logits = self._forward(rows, new)
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        self.cache.preemption.prefilled(new * len(rows), clock.now() - begun)
         return logits
 
     def _forward(self, rows: Sequence[Request], new: int) -> torch.Tensor:

@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvladder import Retention
 from kvladder.connectors.transformers import PooledModel
-from kvladder.errors import BlocksBusy, OutOfBlocks
+from kvladder.errors import BlocksBusy, NotReady, OutOfBlocks
 from kvladder.gpu.requests import Request
+from kvladder.preempt import Suspended
 
 WAIT_S = 0.05
 
@@ -48,6 +49,7 @@ class Job:
     """Tokens of the prompt that were not computed, since they were found cached."""
     preempted: int = 0
     request: Request | None = None
+    suspended: Suspended | None = None
 
     @property
     def done(self) -> bool:
@@ -63,6 +65,8 @@ class Engine:
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
         """In the order in which they began; the last ones make way first."""
+        self.suspended: deque[Job] = deque()
+        """Made way, and go on before anybody else begins; the oldest first."""
 
     def submit(self, prompt: list[int], tokens_max: int, **options: Any) -> Job:
         """Queue a prompt; its ``output`` grows with each step until it is ``done``."""
@@ -72,14 +76,21 @@ class Engine:
 
     def run(self) -> None:
         """Serve everything that was submitted."""
-        while self.waiting or self.running:
+        while self.busy:
             self.step()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is not done."""
+        return bool(self.waiting or self.running or self.suspended)
 
     def step(self) -> None:
         """Admit what there is room for, and compute the next tokens of all that are ready."""
         self.model.cache.poll()
         self._restart_lost()
-        self._admit()
+        self._resume()
+        if not self.suspended:
+            self._admit()
         for job in list(self.running):
             if job in self.running and self._ready(job):
                 self._make_room(job)
@@ -134,7 +145,8 @@ class Engine:
         request = _request(job)
         slots = min(map(len, request.tables)) * self.model.block_tokens
         ahead = self.model.ahead(request)
-        return request.ready and ahead > 0 and request.computed + ahead <= slots
+        complete = len(request.tokens) == len(job.prompt) + len(job.output)
+        return request.ready and complete and request.computed + ahead <= slots
 
     def _make_room(self, job: Job) -> None:
         """Have slots for what the job computes next; the youngest job makes way if need be."""
@@ -152,6 +164,8 @@ class Engine:
             except BlocksBusy:
                 return  # the next step asks again
             except OutOfBlocks:
+                if any(_suspended(other).copies_left for other in self.suspended):
+                    return  # there will be room when these have been copied
                 youngest = self.running[-1]
                 if len(self.running) == 1:
                     raise
@@ -160,10 +174,31 @@ class Engine:
                     return
 
     def _preempt(self, job: Job) -> None:
-        """The job makes way: its blocks may go down the tiers, from where it goes on later."""
-        self._leave(job)
+        """The job makes way: its blocks are copied to host slots, or computed again later."""
         job.preempted += 1
-        self.waiting.appendleft(job)
+        if not _request(job).ready:
+            self._leave(job)
+            self.waiting.appendleft(job)
+            return
+        job.suspended = self.model.cache.suspend(_request(job))
+        job.request = None
+        self.running.remove(job)
+        self.suspended.appendleft(job)
+
+    def _resume(self) -> None:
+        """Let jobs that made way go on, with a block to spare for everyone who runs."""
+        while self.suspended:
+            job = self.suspended[0]
+            parts = zip(_suspended(job).parts, self.model.cache.pools, strict=True)
+            spare = len(self.running)
+            if any(pool.free < len(part.held) + spare for part, pool in parts):
+                return
+            try:
+                job.request = self.model.cache.resume(_suspended(job))
+            except (NotReady, BlocksBusy):
+                return
+            job.suspended = None
+            self.running.append(self.suspended.popleft())
 
     def _restart_lost(self) -> None:
         """A block did not come back from a tier: begin anew with what is cached."""
@@ -180,6 +215,11 @@ class Engine:
 def _request(job: Job) -> Request:
     assert job.request is not None
     return job.request
+
+
+def _suspended(job: Job) -> Suspended:
+    assert job.suspended is not None
+    return job.suspended
 
 
 def tiny_model() -> Any:

@@ -6,6 +6,7 @@ Both do the same; ``NATIVE`` tells which ones are used. ``docs/decisions/`` says
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -117,10 +118,9 @@ NAMES = (
 )  # fmt: skip
 PYTHON = {name: globals()[name] for name in NAMES}
 """What is used without a compiler, for tests."""
-try:
-    _native: Any = import_module("kvladder.gpu._columns")
-except ImportError:
-    NATIVE = False
-else:
-    NATIVE = True
+_native: Any = None
+with suppress(ImportError):
+    _native = import_module("kvladder.gpu._columns")
+NATIVE = _native is not None
+if NATIVE:
     globals().update({name: getattr(_native, name) for name in NAMES})

@@ -27,6 +27,7 @@ from kvladder.arena import Slot
 from kvladder.connectors.transformers import PooledModel, layer_shapes, model_digest
 from kvladder.errors import ConfigError, LayoutError, OutOfBlocks
 from kvladder.layout import PAGE_BYTES
+from kvladder.preempt import Preemption
 from kvladder.tiers.blockheader import MAGIC
 
 pytestmark = pytest.mark.slow
@@ -123,7 +124,7 @@ def serve(pooled: PooledModel, prompts: Sequence[list[int]], **options: Any) -> 
     """Serve all prompts at once; afterwards nothing is held."""
     engine = Engine(pooled)
     jobs = [engine.submit(prompt, NEW, **options) for prompt in prompts]
-    while engine.waiting or engine.running:
+    while engine.busy:
         engine.step()
         pooled.cache.check()
     rest(pooled)
@@ -201,14 +202,18 @@ def test_blocks_come_back_from_files_after_a_restart(name, tmp_path):
         assert outputs(jobs) == plain(other, prompts[:1])
 
 
+@pytest.mark.parametrize("how", ["tiers", "recompute"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_what_does_not_fit_makes_way_and_goes_on(name):
+def test_what_does_not_fit_makes_way_and_goes_on(name, how, monkeypatch):
+    monkeypatch.setattr(Preemption, "choice", lambda self, request: how)
     model, prompts = make_model(name), prompts_of(4, shared=9, own=40)
     with opened(model, stack(tokens=150), step=16) as pooled:
         jobs = serve(pooled, prompts)
         assert outputs(jobs) == plain(model, prompts)
         assert sum(job.preempted for job in jobs) > 0
-        assert sum(pool.stats.onboarded for pool in pooled.cache.pools) > 0
+        assert pooled.cache.manager.arena.free + pooled.cache.stats()["host"]["blocks"] == (
+            pooled.cache.manager.arena.slots
+        )
 
 
 def test_two_salts_share_nothing():
@@ -266,7 +271,7 @@ def test_a_window_lets_go_of_what_it_has_passed():
         engine = Engine(pooled)
         engine.submit(prompts_of(1)[0], NEW)
         most = 0
-        while engine.waiting or engine.running:
+        while engine.busy:
             engine.step()
             most = max(most, pooled.cache.pools[at].used)
         assert most <= -(-(WINDOW + 8) // BLOCK) + 2
