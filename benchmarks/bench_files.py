@@ -38,7 +38,8 @@ from kvladder.tiers.base import Item, Shared, TierContext
 from kvladder.tiers.blockheader import HEADER_BYTES
 from kvladder.tiers.disk import OsDisk
 from kvladder.tiers.files import FilesOptions, FilesTier
-from kvladder.tiers.indexlog import PUT, IndexLog
+from kvladder.tiers.indexlog import IndexLog
+from kvladder.tiers.indexrecord import PUT
 from kvladder.tiers.level import Level, LevelSettings
 from kvladder.units import Size
 

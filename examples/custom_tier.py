@@ -21,7 +21,8 @@ SCHEMA = """
 CREATE TABLE IF NOT EXISTS blocks (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     namespace BLOB, key BLOB, place INTEGER,
-    priority INTEGER, floor INTEGER, expires REAL, checksum BLOB, data BLOB,
+    priority INTEGER, floor INTEGER, expires REAL, salt BLOB, terms INTEGER,
+    checksum BLOB, data BLOB,
     UNIQUE (namespace, place), UNIQUE (namespace, key))
 """
 HERE = "namespace = ? AND place = ? AND key = ?"
@@ -110,11 +111,11 @@ class SqliteTier(Tier):
         rows: list[tuple[object, ...]] = []
         for item in items:
             data = bytes(self.context.arena.view(item.slot)[:size])
-            kept = item.priority, item.floor, item.expires_wall_s
+            kept = item.priority, item.floor, item.expires_wall_s, item.salt, item.terms
             names = self.context.namespace, item.key, item.place
             rows.append((*names, *kept, xxh3_128_digest(data), data))
         database.executemany(
-            "INSERT OR REPLACE INTO blocks VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)", rows
+            "INSERT OR REPLACE INTO blocks VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows
         )
 
     async def remove(self, items: Sequence[Item]) -> None:
@@ -142,7 +143,7 @@ class SqliteTier(Tier):
 
     def _rows_after(self, database: sqlite3.Connection, last: int) -> list[Any]:
         query = """
-            SELECT number, key, place, priority, floor, expires FROM blocks
+            SELECT number, key, place, priority, floor, expires, salt, terms FROM blocks
             WHERE namespace = ? AND place < ? AND number > ? ORDER BY number LIMIT 1000
         """
         limits = (self.context.namespace, self.context.capacity_blocks, last)

@@ -54,6 +54,20 @@ def namespace(fields: Mapping[str, str], *, salt: str = "") -> Namespace:
     return Namespace(_bind("kvladder namespace v1", bound))
 
 
+SALT_BYTES = 8
+
+
+def salt_digest(space: Namespace, salt: str) -> bytes:
+    """What stands beside a block for the cache salt of its request; empty without one.
+
+    Keyed by the namespace: the same salt in another deployment or model has another digest.
+    """
+    if not salt:
+        return b""
+    data = salt.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(data, digest_size=SALT_BYTES, key=space).digest()
+
+
 _TAIL = _bind("kvladder tail v1", {})
 """Begins what is digested for a block cut short, where a key stands for a whole one."""
 

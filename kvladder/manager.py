@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 from kvladder.arena import Arena, Slot
 from kvladder.errors import ClosedError
 from kvladder.events import Event
-from kvladder.keys import BlockKey, Namespace
+from kvladder.keys import BlockKey, Namespace, salt_digest
 from kvladder.layout import Layout
 from kvladder.metrics import Stats
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
@@ -19,6 +19,7 @@ from kvladder.tiers.breaker import BREAKER_STATES
 from kvladder.tiers.fetch import Fetch
 from kvladder.tiers.index import Meta
 from kvladder.tiers.stack import Post, TierStack
+from kvladder.tiers.terms import ANYWHERE, Terms
 
 T = TypeVar("T")
 
@@ -137,9 +138,9 @@ class CacheManager:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def lookup(self, keys: Sequence[BlockKey]) -> Lookup:
-        """How much of a prefix is cached; changes nothing."""
-        return Lookup(*self.stack.lookup(keys))
+    def lookup(self, keys: Sequence[BlockKey], *, levels: Collection[str] | None = None) -> Lookup:
+        """How much of a prefix is cached in ``levels``, None for all of them; changes nothing."""
+        return Lookup(*self.stack.lookup(keys, self._bits(levels)))
 
     def reach(self, keys: Sequence[BlockKey]) -> int:
         """How many leading ``keys`` it is worth to fetch: all, if a shared tier has to be asked."""
@@ -150,14 +151,30 @@ class CacheManager:
         with self.stack.lock:
             self.stack.loader.count(blocks, 0, 0, ())
 
-    def fetch(self, keys: Sequence[BlockKey], *, deadline_s: float | None = None) -> Fetch:
+    def fetch(
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        deadline_s: float | None = None,
+        levels: Collection[str] | None = None,
+    ) -> Fetch:
         """Pin the longest cached prefix of ``keys``, and begin to bring it up where needed.
 
         ``deadline_s`` seconds from now the answer is what has arrived; None takes the
         configured deadline. Ask ``Fetch.done``, then copy from ``Fetch.slots``, then release.
+
+        Only ``levels`` are read, by name, None for all of them. A block that is in the host level
+        is read from there or, if that is not among them, not at all.
         """
         within_s = self._settings.fetch_deadline_s if deadline_s is None else deadline_s
-        return self.stack.fetch(keys, deadline_s=self.stack.shared.clock.now() + within_s)
+        return self.stack.fetch(
+            keys,
+            deadline_s=self.stack.shared.clock.now() + within_s,
+            levels=self._bits(levels),
+        )
+
+    def _bits(self, levels: Collection[str] | None) -> int:
+        return ANYWHERE if levels is None else self.stack.bits(levels)
 
     def save(
         self,
@@ -166,6 +183,9 @@ class CacheManager:
         parent_floor: int = PRIORITY_MAX,
         priorities: Sequence[int] | None = None,
         durations_s: Sequence[float | None] | None = None,
+        levels: Collection[str] | None = None,
+        ttl_s: float | None = None,
+        salt: str = "",
     ) -> Save:
         """Lease slots for those of ``keys`` that are not here yet and that some level would take.
 
@@ -178,17 +198,26 @@ class CacheManager:
         priorities, durations_s:
             One per key; priorities in 0..100, durations in seconds, None for good. Without
             priorities blocks get the default, and those that are here keep theirs.
+        levels:
+            Names of those where these blocks may be stored, now or later; None for all.
+        ttl_s:
+            After so many seconds every level forgets them.
+        salt:
+            Whose they are, for ``purge``: the salt that is bound into the keys.
+
+        A block that several requests save may be wherever, and as long as, one of them allows.
         """
         explicit = priorities is not None
         wanted = [PRIORITY_DEFAULT] * len(keys) if priorities is None else priorities
         durations = [None] * len(keys) if durations_s is None else durations_s
         now = self.stack.shared.clock.now()
         floor = parent_floor
+        terms = Terms(self._bits(levels), inf if ttl_s is None else now + ttl_s, self._digest(salt))
         metas: list[Meta] = []
         for priority, duration_s in zip(wanted, durations, strict=True):
             floor = min(floor, checked_priority(priority))
             until_s = inf if duration_s is None else now + duration_s
-            metas.append(Meta(priority, floor, 0, until_s))
+            metas.append(Meta(priority, floor, 0, until_s, terms))
         indices, slots = self.stack.reserve(keys, metas, explicit=explicit)
         return Save(self.stack, keys, indices, slots, floor)
 
@@ -199,6 +228,30 @@ class CacheManager:
     def remove(self, keys: Sequence[BlockKey]) -> None:
         """Forget these blocks in every level."""
         self.stack.remove(keys)
+
+    def purge(self, salt: str) -> Iterator[dict[str, int]]:
+        """Forget every block that was saved with this salt, step by step.
+
+        Each step yields how many are gone by level; none holds up others for long. Blocks under
+        way do not come back. Durable tiers have forgotten them once ``removals`` is 0.
+
+        Raises
+        ------
+        ValueError
+            The salt is empty.
+        """
+        if not salt:
+            raise ValueError("the salt is empty: blocks without one are everybody's")
+        return self.stack.purge(self._digest(salt))
+
+    @property
+    def removals(self) -> int:
+        """How many blocks are gone that tiers still have to forget."""
+        with self.stack.lock:
+            return sum(level.removals for level in self.stack.levels)
+
+    def _digest(self, salt: str) -> bytes:
+        return salt_digest(self.namespace, salt)
 
     def clear(self) -> None:
         """Forget every block of this namespace in every level."""

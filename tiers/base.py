@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -30,8 +31,8 @@ class Item(NamedTuple):
     ``place`` is the level's number for the block: ``0 <= place < capacity_blocks`` and no two
     blocks that the level holds, writes or reads have the same; a tier with fixed places uses it as
     an address, any other ignores it. ``slot`` holds the bytes to store, or takes the bytes found.
-    ``priority``, ``floor`` and ``expires_wall_s`` are for durable tiers to store and return
-    from ``recover``.
+    ``priority``, ``floor``, ``expires_wall_s``, ``salt`` and ``terms`` are for durable tiers to
+    store and return from ``recover``.
     """
 
     key: BlockKey
@@ -43,6 +44,8 @@ class Item(NamedTuple):
     """Seconds since the epoch, or None."""
     salt: bytes = b""
     """Digest of the cache salt of the request that it was made for, 8 bytes; empty without one."""
+    terms: int = 0
+    """Three bits, 0 to 7, that a durable tier stores and returns, whatever they mean."""
     length: int = 0
     """How many bytes at the beginning of the slot to store; 0 stands for a whole block."""
     note: bytearray | None = None
@@ -101,6 +104,8 @@ class Shared:
     events: EventBuffer
     notices: Notices
     block_bytes: int
+    purging: Counter[bytes] = field(default_factory=Counter[bytes])
+    """Salts whose blocks are being removed: nothing of theirs is taken meanwhile."""
 
 
 class Tier(ABC):

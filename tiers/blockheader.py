@@ -8,16 +8,16 @@ from struct import Struct
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from kvladder.keys import Namespace
+from kvladder.keys import SALT_BYTES, Namespace
 from kvladder.layout import PAGE_BYTES
 from kvladder.tiers.base import NOTE_BYTES, Item
 from kvladder.tiers.codecs import TAG_BYTES
 
 HEADER_BYTES = PAGE_BYTES
 MAGIC = b"kvblock\0"
-VERSION = 2
+VERSION = 3
 
-_FIELDS = Struct(f"<8sHB3xHQ32s32sQBB6xdQ{TAG_BYTES}s{NOTE_BYTES}s")
+_FIELDS = Struct(f"<8sHB3xHQ32s32sQBBB5xd{SALT_BYTES}sQ{TAG_BYTES}s{NOTE_BYTES}s")
 _UNCHECKED, _XXH3 = range(2)
 _CHECK = Struct("<Q")
 
@@ -68,7 +68,9 @@ class BlockHeader:
             item.place,
             item.priority,
             item.floor,
+            item.terms,
             inf if item.expires_wall_s is None else item.expires_wall_s,
+            item.salt,
             sequence,
             xxh3_128_digest(payload) if self._verify else b"",
             note,

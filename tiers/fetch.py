@@ -4,26 +4,45 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.tiers.base import NO_SLOT, Clock
 from kvladder.tiers.index import Meta
+from kvladder.tiers.terms import ANYWHERE
+
+if TYPE_CHECKING:
+    from kvladder.tiers.level import Level
 
 
 class Arrival:
     """A block on its way from a colder level into a slot; at most one per key (single flight)."""
 
-    __slots__ = ("dead", "level", "meta", "slot", "waiters")
+    __slots__ = ("bit", "dead", "level", "meta", "slot", "waiters")
 
-    def __init__(self, slot: Slot, meta: Meta, level: str) -> None:
+    def __init__(self, slot: Slot, meta: Meta, level: str, bit: int) -> None:
         self.slot = slot
         self.meta = meta
         self.level = level
+        self.bit = bit
         self.waiters: list[tuple[Fetch, int]] = []
         self.dead = False
         """Whether the key was removed meanwhile: what arrives is thrown away."""
+
+
+class Want(NamedTuple):
+    """A block that a fetch has to bring from a level."""
+
+    position: int
+    key: BlockKey
+    level: Level
+    place: int
+
+
+def among(levels: Sequence[Level], mask: int) -> Sequence[Level]:
+    """Those whose bits are in ``mask``."""
+    return levels if mask == ANYWHERE else [level for level in levels if level.bit & mask]
 
 
 class Pins(Protocol):
@@ -57,8 +76,11 @@ class Fetch:
         lock: threading.RLock,
         clock: Clock,
         deadline_s: float,
+        levels: int = ANYWHERE,
     ) -> None:
         self.keys = keys
+        self.levels = levels
+        """Bits of the levels that may be read for it."""
         self._stack = stack
         self._lock = lock
         self._clock = clock

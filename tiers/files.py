@@ -20,7 +20,7 @@ from kvladder.tiers.blockheader import HEADER_BYTES, Outcome
 from kvladder.tiers.disk import Disk, OsDisk
 from kvladder.tiers.filesdir import is_full
 from kvladder.tiers.filestore import FileStore, PutBatch
-from kvladder.tiers.indexlog import RECORD_BYTES, REMOVE, items_of, tag_of
+from kvladder.tiers.indexrecord import RECORD_BYTES, REMOVE, items_of, tag_of
 from kvladder.tiers.iopool import BufferedPool, IoPool, Pool
 from kvladder.units import Size
 

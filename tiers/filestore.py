@@ -14,7 +14,8 @@ from kvladder.tiers.base import Item, TierContext
 from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader
 from kvladder.tiers.disk import Disk
 from kvladder.tiers.filesdir import SEGMENTS_MAX, FilesDirectory, Meta, is_full
-from kvladder.tiers.indexlog import PUT, Found, IndexLog
+from kvladder.tiers.indexlog import Found, IndexLog
+from kvladder.tiers.indexrecord import PUT
 from kvladder.tiers.segments import Geometry, Segments
 
 SEGMENTS_WANTED_MAX = SEGMENTS_MAX // 4

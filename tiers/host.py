@@ -12,6 +12,7 @@ from kvladder.policy.eviction import EvictionPolicy
 from kvladder.policy.offload import OffloadRule
 from kvladder.tiers.base import Shared
 from kvladder.tiers.index import LevelIndex, Meta
+from kvladder.tiers.terms import HOST
 
 SCAN_MAX = 256
 """How far past a block that may not go yet the search for one that may goes on."""
@@ -47,23 +48,39 @@ class HostLevel:
         self._loose = loose
         """Whether a block may go at once: a level below has it, or none would take it."""
 
+    def admits(self, meta: Meta) -> bool:
+        """Whether a block of this meta would be taken now."""
+        return (
+            self.rule.admits(meta.floor, meta.hits)
+            and bool(meta.terms.levels & HOST)
+            and meta.terms.salt not in self._shared.purging
+        )
+
     def find(self, key: BlockKey) -> Slot | None:
         """The block's slot, or None; a block whose time has come is expired instead."""
         place = self.index.place(key)
         if place is None:
             return None
-        if self.rule.ttl_s is None or self.index.pins(place):
+        end_s = self.index.expires_s(place)
+        if end_s == inf or end_s > self._shared.clock.now():
             return Slot(place)
-        if self.index.expires_s(place) > self._shared.clock.now():
-            return Slot(place)
-        self.stats.expired += 1
-        self._shared.events.removed(self.name, [key], "expired")
-        self._shared.arena.release([Slot(self.index.drop(key))])
+        self._expire([key])
         return None
+
+    def expire(self, now_s: float, count_max: int) -> None:
+        """Forget blocks, at most so many, whose request wanted them to expire by now."""
+        self._expire(self.index.due(now_s, count_max))
+
+    def _expire(self, keys: Sequence[BlockKey]) -> None:
+        """Forget these; who has pinned one goes on with its slot."""
+        self.stats.expired += len(keys)
+        self._shared.events.removed(self.name, keys, "expired")
+        self._shared.arena.release([Slot(self.index.drop(key)) for key in keys])
 
     def insert(self, key: BlockKey, slot: Slot, meta: Meta, *, pins: int = 0) -> None:
         """Hold ``key`` in ``slot``; the caller's claim on it becomes the level's."""
         assert meta.floor >= self.rule.min_priority
+        assert meta.terms.levels & HOST
         ttl_s = self.rule.ttl_s
         expires_s = inf if ttl_s is None else self._shared.clock.now() + ttl_s
         self.index.insert(key, slot, meta, expires_s=expires_s, pins=pins)

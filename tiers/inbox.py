@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
+from math import inf
 from typing import NamedTuple
 
 from kvladder.arena import Arena, Slot
 from kvladder.keys import BlockKey
+from kvladder.policy.eviction import PRIORITY_DEFAULT
+from kvladder.tiers.base import Clock, Item
 from kvladder.tiers.index import Meta
 
 
@@ -19,6 +22,24 @@ class Pending(NamedTuple):
     meta: Meta
     since_s: float
     """Loop time at which it was offered."""
+
+    def item(self, key: BlockKey, place: int, *, ttl_s: float | None, clock: Clock) -> Item:
+        """What a level with this TTL writes.
+
+        A priority that ends is not stored: after a restart it has ended.
+        """
+        meta = self.meta
+        left_s = min(inf if ttl_s is None else ttl_s, meta.terms.expires_s - clock.now())
+        return Item(
+            key,
+            place,
+            self.slot,
+            meta.priority if meta.until_s == inf else min(meta.priority, PRIORITY_DEFAULT),
+            meta.floor,
+            None if left_s == inf else clock.wall() + left_s,
+            meta.terms.salt,
+            terms=meta.terms.packed(),
+        )
 
 
 class Inbox:

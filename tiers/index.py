@@ -12,6 +12,7 @@ from kvladder.keys import BlockKey
 from kvladder.metrics import AGES_S, DISTANCES, Histogram
 from kvladder.policy.eviction import PRIORITY_DEFAULT, EvictionPolicy
 from kvladder.tiers.base import Item
+from kvladder.tiers.terms import NO_TERMS, Terms
 
 HITS_MAX = 255
 _MASK = 0xFFFFFFFF
@@ -27,6 +28,8 @@ class Meta(NamedTuple):
     """How often the block was used again, at most 255."""
     until_s: float = inf
     """Loop time at which ``priority`` reverts to the default."""
+    terms: Terms = NO_TERMS
+    """What its request said of it."""
 
 
 class LevelIndex:
@@ -35,7 +38,8 @@ class LevelIndex:
     A place is a small non-negative int that the level gives out, at most one block in each.
     A pinned block is not in the policy, so it is never a victim. Not thread-safe: the stack's lock
     is held around every call. Costs about 190 bytes a block: the key (80), the dict (42), the
-    place (32) and flat arrays (28, and 8 more with a TTL).
+    place (32) and flat arrays (28, and 8 more with a TTL). Blocks with terms of their own cost
+    about 100 more.
     """
 
     def __init__(
@@ -65,6 +69,10 @@ class LevelIndex:
         self._pins: dict[int, int] = {}
         self._until: dict[int, float] = {}
         self._reverts: list[tuple[float, int]] = []
+        self._terms: dict[int, Terms] = {}
+        """Of blocks whose request said anything."""
+        self._ends: list[tuple[float, int]] = []
+        """A heap of when those expire that do."""
 
     def __len__(self) -> int:
         return len(self._place)
@@ -107,16 +115,21 @@ class LevelIndex:
             self._floor[place],
             self._hits[place],
             self._until.get(place, inf),
+            self._terms.get(place, NO_TERMS),
         )
 
     def expires_s(self, place: int) -> float:
         """Loop time at which the block at ``place`` expires; inf if never."""
-        return inf if self._expires is None else self._expires[place]
+        own_s = self._terms[place].expires_s if place in self._terms else inf
+        return own_s if self._expires is None else min(own_s, self._expires[place])
 
     def insert(
         self, key: BlockKey, place: int, meta: Meta, *, expires_s: float = inf, pins: int = 0
     ) -> None:
-        """Hold ``key`` at ``place``; both are new here. With ``pins`` it starts pinned."""
+        """Hold ``key`` at ``place``; both are new here. With ``pins`` it starts pinned.
+
+        ``expires_s`` is when it expires here if not before, by its terms.
+        """
         assert key not in self._place
         self._grow(place)
         assert self._key[place] is None, f"place {place} is taken"
@@ -130,6 +143,8 @@ class LevelIndex:
         self._used_s[place] = self._now() - self._began_s
         if self._expires is not None:
             self._expires[place] = expires_s
+        if meta.terms != NO_TERMS:
+            self._set_terms(place, meta.terms)
         if meta.until_s != inf:
             self._until[place] = meta.until_s
             heapq.heappush(self._reverts, (meta.until_s, place))
@@ -138,10 +153,52 @@ class LevelIndex:
         else:
             self.policy.push(place, meta.priority)
 
-    def fill(self, items: Sequence[Item], behind_s: float) -> None:
+    def _set_terms(self, place: int, terms: Terms) -> None:
+        self._terms[place] = terms
+        if terms.expires_s != inf:
+            heapq.heappush(self._ends, (terms.expires_s, place))
+            if len(self._ends) > 64 + 2 * len(self._terms):  # mostly of blocks that are gone
+                ends = ((t.expires_s, p) for p, t in self._terms.items() if t.expires_s != inf)
+                self._ends = list(ends)
+                heapq.heapify(self._ends)
+
+    def widen(self, key: BlockKey, terms: Terms) -> None:
+        """Another request offers a held block: from now on it may what either allows."""
+        place = self._place[key]
+        before = self._terms.get(place, NO_TERMS)
+        after = before.merged(terms)
+        if after != before:
+            self._set_terms(place, after)
+
+    @property
+    def next_end_s(self) -> float:
+        """Loop time at which ``due`` may have something; inf if never."""
+        return self._ends[0][0] if self._ends else inf
+
+    def due(self, now_s: float, count_max: int) -> list[BlockKey]:
+        """Blocks whose request wanted them to expire by now, at most so many; told once."""
+        found: dict[BlockKey, None] = {}
+        while self.next_end_s <= now_s and len(found) < count_max:
+            end_s, place = heapq.heappop(self._ends)
+            key = self._key[place]
+            if key is not None and self._terms.get(place, NO_TERMS).expires_s == end_s:
+                found[key] = None
+        return list(found)
+
+    def salted(self, salt: bytes, start: int, end: int) -> list[BlockKey]:
+        """Blocks of a salt at places ``start <= n < end``."""
+        places = (p for p in range(start, end) if self._terms.get(p, NO_TERMS).salt == salt)
+        return [key for place in places if (key := self._key[place]) is not None]
+
+    @property
+    def places(self) -> int:
+        """All places are below it."""
+        return len(self._key)
+
+    def fill(self, items: Sequence[Item], behind_s: float, here: int) -> None:
         """Hold what a tier recovered, oldest first: like ``insert``, in less time.
 
-        ``behind_s`` is loop time minus wall time.
+        ``behind_s`` is loop time minus wall time, ``here`` the level's bit.
         """
         if not items:
             return
@@ -150,16 +207,19 @@ class LevelIndex:
         self._place.update([(item.key, item.place) for item in items])
         assert len(self._place) == held, "a key is recovered twice"
         keys, priorities, floors, push = self._key, self._priority, self._floor, self.policy.push
-        for key, place, _, priority, floor, *_ in items:
+        for key, place, _, priority, floor, wall_s, salt, terms, *_ in items:
             assert keys[place] is None, f"place {place} is taken"
             keys[place] = key
             priorities[place] = priority
             floors[place] = floor
             push(place, priority)
+            if salt or terms:
+                item = Item(key, place, expires_wall_s=wall_s, salt=salt, terms=terms)
+                self._set_terms(place, Terms.unpacked(item, here, behind_s))
         if self._expires is not None:
             for item in items:
-                wall_s = item.expires_wall_s
-                self._expires[item.place] = inf if wall_s is None else wall_s + behind_s
+                end_s = item.expires_wall_s
+                self._expires[item.place] = inf if end_s is None else end_s + behind_s
 
     def _grow(self, place: int) -> None:
         """Make room for ``place``, if there is none, and for more."""
@@ -187,6 +247,7 @@ class LevelIndex:
         if self._pins.pop(place, 0) == 0:
             self.policy.remove(place)
         self._until.pop(place, None)
+        self._terms.pop(place, None)
         return place
 
     def touch(self, places: Iterable[int]) -> None:
@@ -270,3 +331,6 @@ class LevelIndex:
             assert (place in self.policy) != (place in self._pins), place
         assert len(self.policy) + len(self._pins) == len(held)
         assert self._until.keys() <= held.keys()
+        assert self._terms.keys() <= held.keys()
+        ends = {terms.expires_s for terms in self._terms.values()} - {inf}
+        assert ends <= {end_s for end_s, _ in self._ends} | {e for e in ends if e <= self._now()}

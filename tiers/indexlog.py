@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import compress, repeat
-from math import inf
 from operator import lt
 from pathlib import Path
 from struct import Struct
@@ -17,44 +16,24 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from kvladder.errors import ConfigError
-from kvladder.keys import KEY_BYTES, BlockKey, Namespace
-from kvladder.tiers.base import NO_SLOT, Item
+from kvladder.keys import Namespace
+from kvladder.tiers.base import Item
 from kvladder.tiers.disk import Disk, write_all
 from kvladder.tiers.filesdir import LOG_NAME
+from kvladder.tiers.indexrecord import LOW_BITS, RECORD_BYTES, record
 
 MAGIC = b"kvindex\0"
-VERSION = 1
-RECORD_BYTES = 64
-"""A power of two, so that no record straddles a sector: a torn write tears none."""
+VERSION = 2
 READ_RECORDS = 1024
 """Records per read: the GIL is given up between two of them, also while compacting."""
 
-PUT = 1
-REMOVE = 2
-
 _HEADER = Struct("<8sHH4x32s8xQ")
-_RECORD = Struct(f"<QQdIBBBx{KEY_BYTES}s")  # check, sequence, expires, place, kind, ..., key
 _BODY = Struct(f"<8x{RECORD_BYTES - 8}s")
 _ORDER = Struct("<QQ48x")
-_WHERE = Struct("<24xIBxxxI28x")  # place, kind, first 4 bytes of the key
+_WHERE = Struct("<20xi8xI28x")  # place, first 4 bytes of the key
 _WHOLE = Struct(f"{RECORD_BYTES}s")
-_TAG = Struct("<I28x")
 
-assert _HEADER.size == _RECORD.size == RECORD_BYTES
-
-
-def tag_of(key: BlockKey) -> int:
-    """Four bytes of a key, never 0: enough to tell which of two blocks is at a place."""
-    tag: int = _TAG.unpack(key)[0]
-    return tag or 1
-
-
-def items_of(records: memoryview) -> list[Item]:
-    """The blocks that PUT records tell of."""
-    return [
-        Item(BlockKey(key), place, NO_SLOT, priority, floor, None if end_s == inf else end_s)
-        for _, _, end_s, place, _, priority, floor, key in _RECORD.iter_unpack(records)
-    ]
+assert _HEADER.size == RECORD_BYTES
 
 
 class Found(NamedTuple):
@@ -77,7 +56,7 @@ class _Scan(NamedTuple):
     """Where good records are: offset, length, and whether all of them there are good."""
     records: int
     sequence: int
-    """The highest sequence number."""
+    """The highest sequence number, with what stands below it."""
     end: int
     """Where the last good record ends."""
     beyond: bool
@@ -141,7 +120,7 @@ class IndexLog:
             self._fd = self._begin(self._path)
             return Found(b"", array("I", [0]) * self._places_max)
         scan = self._scan(self._fd)
-        self._sequence = scan.sequence
+        self._sequence = scan.sequence >> LOW_BITS
         self._end = self._reserved = scan.end
         self._disk.truncate(self._fd, self._end)  # what follows a torn record must not come back
         live = b"".join(self._live(self._fd, scan))
@@ -213,6 +192,7 @@ class IndexLog:
         slabs: list[tuple[int, int, bool]] = []
         number, sequence, last_end, beyond = 0, 0, RECORD_BYTES, False
         offset, step = RECORD_BYTES, READ_RECORDS * RECORD_BYTES
+        places_max = self._places_max
         while end is None or offset < end:
             slab = self._read(fd, offset, step if end is None else min(step, end - offset))
             if slab.count(0) == len(slab):
@@ -221,14 +201,16 @@ class IndexLog:
             if records:
                 slabs.append((offset, len(slab), len(records) == len(slab)))
                 last_end = offset + good_end
-            for place, kind, tag in _WHERE.iter_unpack(records):
-                if place < self._places_max:
-                    if kind == PUT:
-                        last[place] = number
-                        tags[place] = tag or 1
-                    elif tags[place] == (tag or 1):
+            for place, tag in _WHERE.iter_unpack(records):
+                if place < 0:
+                    if ~place >= places_max:
+                        beyond = True
+                    elif tags[place := ~place] == (tag or 1):
                         last[place] = -1
                         tags[place] = 0
+                elif place < places_max:
+                    last[place] = number
+                    tags[place] = tag or 1
                 else:
                     beyond = True
                 number += 1
@@ -249,8 +231,8 @@ class IndexLog:
                 yield records
                 continue
             wanted: list[bool] = [
-                place < places_max and last[place] == index
-                for index, (place, _, _) in enumerate(_WHERE.iter_unpack(records), number)
+                0 <= place < places_max and last[place] == index
+                for index, (place, _) in enumerate(_WHERE.iter_unpack(records), number)
             ]
             number += len(wanted)
             yield b"".join(compress((r for (r,) in _WHOLE.iter_unpack(records)), wanted))
@@ -273,10 +255,7 @@ class IndexLog:
             assert self._fd is not None
             records = bytearray()
             for number, item in enumerate(items, self.number(len(items))):
-                expires_s = inf if item.expires_wall_s is None else item.expires_wall_s
-                body = _RECORD.pack(
-                    0, number, expires_s, item.place, kind, item.priority, item.floor, item.key
-                )[8:]
+                body = record(kind, number, item)
                 records += xxh3_64_intdigest(body, self._seed).to_bytes(8, "little") + body
             write_all(self._disk, self._fd, records, self._end)
             self._end += len(records)

@@ -72,6 +72,8 @@ class Level:
         self.stats = LevelStats()
         self.index = LevelIndex(policy, ttl=rule.ttl_s is not None, now=shared.clock.now)
         self.gate = Gate(name, settings.gate, shared, self.stats)
+        self.bit = 0
+        """Which of the levels in a block's terms it is; set by the stack."""
         self.below: Sequence[Level] = ()
         self.observer: Observer | None = None
         self.stir: Callable[[], None] = lambda: None
@@ -91,7 +93,12 @@ class Level:
 
     def admits(self, meta: Meta) -> bool:
         """Whether a block of this meta would be taken now."""
-        return self.rule.admits(meta.floor, meta.hits) and self.gate.open()
+        return (
+            self.rule.admits(meta.floor, meta.hits)
+            and bool(meta.terms.levels & self.bit)
+            and meta.terms.salt not in self.shared.purging
+            and self.gate.open()
+        )
 
     def holds(self, key: BlockKey) -> bool:
         """Whether the block is here or on its way."""
@@ -118,21 +125,32 @@ class Level:
     def find(self, key: BlockKey) -> int | None:
         """The block's place, or None; a block whose time has come is expired instead."""
         place = self.index.place(key)
-        if place is None or self.rule.ttl_s is None:
-            return place
-        if self.index.expires_s(place) > self.shared.clock.now():
+        if place is None:
+            return None
+        end_s = self.index.expires_s(place)
+        if end_s == inf or end_s > self.shared.clock.now():
             return place
         self._forget(key, "expired")
         return None
 
-    def remove(self, key: BlockKey) -> None:
-        """Forget the block; a transfer that began before does not bring it back."""
+    def expire(self, now_s: float, count_max: int) -> None:
+        """Forget blocks, at most so many, whose request wanted them to expire by now."""
+        for key in self.index.due(now_s, count_max):
+            self._forget(key, "expired")
+
+    def remove(self, key: BlockKey) -> bool:
+        """Forget the block; a transfer that began before does not bring it back.
+
+        False if it is not here.
+        """
         is_recalled = self._writer.recall(key)
         if key in self.index:
             self._forget(key, "removed")
-        elif self.tier.shared and not is_recalled:  # others may have put it there
+            return True
+        if self.tier.shared and not is_recalled:  # others may have put it there
             self._writer.remove_later([Item(key, NO_PLACE)])
             self.stir()
+        return False
 
     @property
     def answers(self) -> bool:
@@ -196,6 +214,10 @@ class Level:
         for key in keys:
             self.settled(key, stored=False)
 
+    def recall(self, salt: bytes) -> None:
+        """Blocks of this salt that are on their way here do not come."""
+        self._writer.recall_salted(salt)
+
     def _forget(self, key: BlockKey, reason: Reason) -> None:
         """Drop a held block from the index; the writer tells the tier, then frees its place."""
         self._writer.remove_later([Item(key, self.index.drop(key))])
@@ -229,6 +251,11 @@ class Level:
     def queue_age_s(self) -> float:
         """How long the oldest of them has waited; 0 without any."""
         return self._writer.oldest_s()
+
+    @property
+    def removals(self) -> int:
+        """Blocks that have left the index and that the tier still has to forget."""
+        return self._writer.removals
 
     @property
     def left_behind(self) -> int:
@@ -270,7 +297,7 @@ class Level:
             with self.shared.lock:
                 places += [item.place for item in batch]
                 admitted = [item for item in batch if item.floor >= self.rule.min_priority]
-                self.index.fill(admitted, behind_s)
+                self.index.fill(admitted, behind_s, self.bit)
                 if len(admitted) < len(batch):
                     least = self.rule.min_priority
                     self._writer.remove_later(item for item in batch if item.floor < least)

@@ -5,29 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
+from functools import partial, reduce
 from math import inf
-from typing import Any, NamedTuple
+from operator import or_
+from typing import Any
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.tiers.base import NO_SLOT, Item, Shared
-from kvladder.tiers.fetch import Arrival, Fetch
+from kvladder.tiers.fetch import Arrival, Fetch, Want, among
 from kvladder.tiers.host import HostLevel
 from kvladder.tiers.level import Level
 from kvladder.tiers.probe import Prober
+from kvladder.tiers.terms import ANYWHERE, HOST
 
 RESUME_BATCH = 64
 """Blocks that waited for room and are begun at once."""
-
-
-class Want(NamedTuple):
-    """A block that a fetch has to bring from a level."""
-
-    position: int
-    key: BlockKey
-    level: Level
-    place: int
 
 
 class Loader:
@@ -78,13 +71,25 @@ class Loader:
         if arrival is not None:
             arrival.dead = True
 
-    def fetch(self, keys: Sequence[BlockKey], *, deadline_s: float = inf) -> Fetch:
+    def recall_salted(self, salt: bytes) -> None:
+        """``recall`` for every block of this salt."""
+        for arrival in self._arrivals.values():
+            if arrival.meta.terms.salt == salt:
+                arrival.dead = True
+
+    def fetch(
+        self, keys: Sequence[BlockKey], *, deadline_s: float = inf, levels: int = ANYWHERE
+    ) -> Fetch:
         """Pin the longest prefix of ``keys`` and begin to bring up what is not in host slots.
 
-        ``deadline_s`` is loop time: from then on the answer is what has arrived.
+        ``deadline_s`` is loop time: from then on the answer is what has arrived. A block that only
+        other than ``levels`` have ends the prefix, and so does one that they have in host already
+        if host is not among them.
         """
         clock, lock = self._shared.clock, self._lock
-        fetch = Fetch(keys, stack=self, lock=lock, clock=clock, deadline_s=deadline_s)
+        fetch = Fetch(
+            keys, stack=self, lock=lock, clock=clock, deadline_s=deadline_s, levels=levels
+        )
         with self._lock:
             self._grow(fetch)
             if fetch.asking:
@@ -94,7 +99,7 @@ class Loader:
     def _grow(self, fetch: Fetch) -> None:
         """Have ``fetch`` go on with its prefix as far as is known, and begin what has to come."""
         keys, start = fetch.keys, len(fetch.planned)
-        found, wants = self._plan(keys[start:])
+        found, wants = self._plan(keys[start:], fetch.levels)
         self._host.pin([slot for slot in found if slot != NO_SLOT])
         slots = self._room_for(wants)
         later = self._park(fetch, start, wants[len(slots) :])
@@ -113,7 +118,8 @@ class Loader:
         if later:
             self._post(self._landed)
         rest = () if is_cut else keys[start + end :]
-        fetch.ask(asking=bool(rest) and self.prober.may_know(rest[0]))
+        asked_too = any(lv.tier.shared for lv in among(self._levels, fetch.levels))
+        fetch.ask(asking=bool(rest) and asked_too and self.prober.may_know(rest[0]))
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         """Begin a task that ``aclose`` ends (loop thread)."""
@@ -165,14 +171,16 @@ class Loader:
             fetch, position, key = self._parked[0]
             slot, arrival = self._host.find(key), self._arrivals.get(key)
             if fetch.waits_for(position):
-                if slot is not None:
+                if slot is None and (arrival is None or arrival.dead):
+                    return
+                if not fetch.levels & (HOST if arrival is None else arrival.bit):
+                    fetch.failed(position)
+                elif arrival is not None:
+                    arrival.waiters.append((fetch, position))
+                elif slot is not None:
                     self._host.pin([slot])
                     fetch.arrived(position, slot, self._host.name)
                     self._host.stats.hits += 1
-                elif arrival is not None and not arrival.dead:
-                    arrival.waiters.append((fetch, position))
-                else:
-                    return
             self._parked.popleft()
 
     def _due(self) -> list[Want]:
@@ -182,7 +190,7 @@ class Loader:
         seen: set[BlockKey] = set()
         while len(wants) < min(len(self._parked), RESUME_BATCH):
             fetch, position, key = self._parked[len(wants)]
-            want = self._source(levels, position, key)
+            want = self._source(among(levels, fetch.levels), position, key)
             ready = key in self._arrivals or self._host.find(key) is not None
             if ready or key in seen or not fetch.waits_for(position):
                 break  # its turn comes with the next resumption
@@ -193,11 +201,11 @@ class Loader:
             wants.append(want)
         return wants
 
-    def _plan(self, keys: Sequence[BlockKey]) -> tuple[list[Slot], list[Want]]:
+    def _plan(self, keys: Sequence[BlockKey], mask: int) -> tuple[list[Slot], list[Want]]:
         """Slots of the longest prefix, ``NO_SLOT`` where a block has to come, and what must."""
         found: list[Slot] = []
         wants: list[Want] = []
-        levels = [level for level in self._levels if level.gate.open()]
+        levels = among([level for level in self._levels if level.gate.open()], mask)
         host_find, arrivals = self._host.find, self._arrivals
         for index, key in enumerate(keys):
             slot = host_find(key)
@@ -209,8 +217,10 @@ class Loader:
                     if want is None:
                         break
                     wants.append(want)
-                elif arrival.dead:
+                elif arrival.dead or not arrival.bit & mask:
                     break
+            elif not mask & HOST:
+                break
             found.append(slot)
         return found, wants
 
@@ -238,7 +248,7 @@ class Loader:
             level.places.begin_read(place)
             hits = level.index.hit(place, now)
             meta = level.index.meta(place)._replace(hits=hits)
-            self._arrivals[key] = Arrival(slot, meta, level.name)
+            self._arrivals[key] = Arrival(slot, meta, level.name, level.bit)
             item = Item(key, place, slot)
             self._unread[key] = level, item
             batches.setdefault(level, []).append(item)
@@ -320,13 +330,14 @@ class Loader:
             self._shared.arena.release([arrival.slot])
             retry = None
             if not ok and wanted and not arrival.dead and not self._closed:
-                retry = self._reroute(level, item.key, arrival)
+                retry = self._reroute(level, item.key, arrival, wanted)
             if retry is None:
                 del self._arrivals[item.key]
-                for fetch, index in wanted:
-                    fetch.failed(index)
             else:
                 retries.setdefault(retry[0], []).insert(0, retry[1])
+            for fetch, index in wanted:
+                if retry is None or not fetch.levels & retry[0].bit:
+                    fetch.failed(index)
         return retries
 
     def _arrived(
@@ -336,7 +347,7 @@ class Loader:
         del self._arrivals[key]
         slot = arrival.slot
         self._shared.arena.share([slot] * len(wanted))
-        if self._host.rule.admits(arrival.meta.floor, arrival.meta.hits):
+        if self._host.admits(arrival.meta):
             self._host.insert(key, slot, arrival.meta, pins=len(wanted))
             self._shared.events.stored(self._host.name, [key])
         else:
@@ -344,15 +355,18 @@ class Loader:
         for fetch, index in wanted:
             fetch.arrived(index, slot, arrival.level)
 
-    def _reroute(self, level: Level, key: BlockKey, arrival: Arrival) -> tuple[Level, Item] | None:
+    def _reroute(
+        self, level: Level, key: BlockKey, arrival: Arrival, wanted: Sequence[tuple[Fetch, int]]
+    ) -> tuple[Level, Item] | None:
         """Have a block that ``level`` did not deliver come from below it, into another slot."""
-        below = [lower for lower in level.below if lower.gate.open()]
+        mask = reduce(or_, (fetch.levels for fetch, _ in wanted))
+        below = among([lower for lower in level.below if lower.gate.open()], mask)
         want = self._source(below, 0, key)
         slots = [] if want is None else self._host.room(1, arrival.meta.priority)
         if want is None or not slots:
             return None
         want.level.places.begin_read(want.place)
-        arrival.slot, arrival.level = slots[0], want.level.name
+        arrival.slot, arrival.level, arrival.bit = slots[0], want.level.name, want.level.bit
         item = Item(key, want.place, slots[0])
         self._unread[key] = want.level, item
         return want.level, item

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
@@ -14,11 +14,13 @@ from kvladder.keys import BlockKey
 from kvladder.policy.eviction import EvictionPolicy
 from kvladder.policy.offload import OffloadRule
 from kvladder.tiers.base import Shared
+from kvladder.tiers.endings import Alarm, purge
 from kvladder.tiers.fetch import Fetch
 from kvladder.tiers.host import HostLevel
 from kvladder.tiers.index import Meta
 from kvladder.tiers.level import Level
 from kvladder.tiers.loader import Loader
+from kvladder.tiers.terms import ANYWHERE, HOST
 
 TOUCH_BATCH = 256
 """Blocks touched per turn of the loop, so that the lock is never held for long."""
@@ -86,7 +88,9 @@ class TierStack:
             landed=self._tidy,
             remove=self.remove,
         )
+        self._alarm = Alarm((self.host, *self.levels), shared)
         for position, level in enumerate(self.levels):
+            level.bit = HOST << (position + 1)
             level.below = self.levels[position + 1 :]
             level.observer = self._written
             level.stir = self._schedule
@@ -115,7 +119,7 @@ class TierStack:
 
     def _schedule(self) -> None:
         """Have the loop thread look after the levels soon, once; with the lock held."""
-        if not self._scheduled and self.levels:
+        if not self._scheduled and (self.levels or self.host.index.next_end_s != inf):
             self._scheduled = True
             self._post(self._tidy)
 
@@ -132,6 +136,7 @@ class TierStack:
                     target.offer(key, slot, meta)
             for level, keys in self._backlog.items():
                 self._catch_up(level, keys)
+            self._alarm.set()
         self._wake()
         self.loader.resume()
 
@@ -167,6 +172,7 @@ class TierStack:
                 if place is not None:
                     if explicit:
                         self.host.index.set_priority(key, meta)
+                    self.host.index.widen(key, meta.terms)
                 elif key not in self._saving and key not in self.loader:
                     if not self._admitted(meta):
                         break
@@ -183,9 +189,7 @@ class TierStack:
         return wanted, slots
 
     def _admitted(self, meta: Meta) -> bool:
-        return self.host.rule.admits(meta.floor, meta.hits) or any(
-            level.admits(meta) for level in self.levels
-        )
+        return self.host.admits(meta) or any(level.admits(meta) for level in self.levels)
 
     def publish(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """The bytes of these reserved blocks are complete: from now on they are hits."""
@@ -200,7 +204,7 @@ class TierStack:
                 meta = saving[1]
                 if key in self.loader or key in self.host.index:  # a level below had it after all
                     self.shared.arena.release([slot])
-                elif self.host.rule.admits(meta.floor, meta.hits):
+                elif self.host.admits(meta):
                     self.host.insert(key, slot, meta)
                     stored.append(key)
                 else:
@@ -232,16 +236,19 @@ class TierStack:
 
     # ---- load
 
-    def lookup(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
-        """How many leading ``keys`` the host level holds, and how many some level does."""
+    def lookup(self, keys: Sequence[BlockKey], levels: int = ANYWHERE) -> tuple[int, int]:
+        """How many leading ``keys`` the host level holds, and how many one of ``levels`` does."""
         with self.lock:
-            host = self.host.index.prefix(keys)
-            open_levels = [level for level in self.levels if level.gate.open()]
+            host_too = bool(levels & HOST)
+            host = self.host.index.prefix(keys) if host_too else 0
+            open_levels = [lv for lv in self.levels if lv.bit & levels and lv.gate.open()]
             for index in range(host, len(keys)):
                 key = keys[index]
-                if key not in self.host.index and not any(
-                    key in level.index for level in open_levels
-                ):
+                if key in self.host.index:
+                    found = host_too
+                else:
+                    found = any(key in level.index for level in open_levels)
+                if not found:
                     return host, index
         return host, len(keys)
 
@@ -265,13 +272,17 @@ class TierStack:
             return key in self._saving
         return any(level.holds(key) and key not in level.index for level in self.levels)
 
-    def fetch(self, keys: Sequence[BlockKey], *, deadline_s: float = inf) -> Fetch:
-        """Pin the longest prefix of ``keys`` and begin to bring up what is not in host slots.
-
-        ``deadline_s`` is loop time: from then on the answer is what has arrived.
-        """
+    def fetch(
+        self, keys: Sequence[BlockKey], *, deadline_s: float = inf, levels: int = ANYWHERE
+    ) -> Fetch:
+        """See ``Loader.fetch``."""
         self._require_open()
-        return self.loader.fetch(keys, deadline_s=deadline_s)
+        return self.loader.fetch(keys, deadline_s=deadline_s, levels=levels)
+
+    def bits(self, names: Collection[str]) -> int:
+        """The levels of these names as a mask; KeyError if there is none of a name."""
+        known = {level.name: level.bit for level in self.levels} | {self.host.name: HOST}
+        return sum(known[name] for name in set(names))
 
     # ---- everything else
 
@@ -296,6 +307,24 @@ class TierStack:
             for level in self.levels:
                 if level.tier.shared:  # what others put is of no use either
                     level.purge()
+
+    def purge(self, salt: bytes) -> Iterator[dict[str, int]]:
+        """Forget every block of a salt: after each step, how many by level so far.
+
+        Nothing of this salt is stored until the iteration is over or closed. No step holds the
+        lock for long; steps may be taken by any thread.
+        """
+        levels: list[HostLevel | Level] = [self.host, *self.levels]
+        return purge(levels, self.shared, salt, recall=self._recall)
+
+    def _recall(self, salt: bytes) -> None:
+        """What is under way of a salt does not get anywhere; bounded by the arena."""
+        for key, (_, meta) in list(self._saving.items()):
+            if meta.terms.salt == salt:
+                del self._saving[key]
+        self.loader.recall_salted(salt)
+        for level in self.levels:
+            level.recall(salt)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """These blocks were used, by whichever way: they are the most recent, the head last."""
@@ -347,6 +376,7 @@ class TierStack:
             return
         with self.lock:
             self._closed = True
+            self._alarm.cancel()
         flushing = asyncio.ensure_future(self.flush())
         await asyncio.wait({flushing}, timeout=flush_timeout_s)
         flushing.cancel()

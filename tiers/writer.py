@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.metrics import DropReason
-from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.tiers.base import NO_PLACE, Item
 from kvladder.tiers.gate import Answer
 from kvladder.tiers.inbox import Inbox, Pending
@@ -115,6 +114,18 @@ class Writer:
         if key in self._writing:
             self._tombstones.add(key)
         return key in self._writing or key in self._limbo
+
+    def recall_salted(self, salt: bytes) -> None:
+        """``recall`` for every block of this salt."""
+        waiting = [(key, self._inbox[key]) for key in self._inbox]
+        for key, pending in [*waiting, *self._writing.items()]:
+            if pending.meta.terms.salt == salt:
+                self.recall(key)
+
+    @property
+    def removals(self) -> int:
+        """Blocks that the tier still has to forget."""
+        return len(self._removals) + len(self._tombstones) + len(self._limbo)
 
     def remove_later(self, items: Iterable[Item]) -> None:
         """Have the tier forget blocks that have left the index; their places are free after it."""
@@ -221,7 +232,7 @@ class Writer:
             for pending in list(self._writing.values())[len(places) :]:
                 self._stats.drop(reason, pending.meta.priority)
             items = [
-                self._item(key, place, pending)
+                pending.item(key, place, ttl_s=self._rule.ttl_s, clock=self._shared.clock)
                 for place, (key, pending) in zip(places, self._writing.items(), strict=False)
             ]
         if not items:
@@ -234,13 +245,6 @@ class Writer:
         with self._lock:
             self._stats.stored_s += self._shared.clock.now() - now
             self._settle(items, answer)
-
-    def _item(self, key: BlockKey, place: int, pending: Pending) -> Item:
-        """What is written. A priority that ends is not stored: after a restart it has ended."""
-        meta, ttl_s = pending.meta, self._rule.ttl_s
-        lasting = meta.priority if meta.until_s == inf else min(meta.priority, PRIORITY_DEFAULT)
-        wall_s = None if ttl_s is None else self._shared.clock.wall() + ttl_s
-        return Item(key, place, pending.slot, lasting, meta.floor, wall_s)
 
     def _settle(self, items: Sequence[Item], answer: Answer) -> None:
         """End the write under way: publish what was stored, free the rest, tell the stack."""
@@ -279,6 +283,7 @@ class Writer:
             else:
                 meta = self._writing[item.key].meta
                 assert meta.floor >= self._rule.min_priority
+                assert meta.terms.levels & self._level.bit
                 self._index.insert(item.key, item.place, meta, expires_s=expires_s)
                 stored.append(item.key)
         self._stats.stored += len(stored)

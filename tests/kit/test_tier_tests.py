@@ -308,7 +308,7 @@ FINDS = {
     "Spills": "get_writes_its_own_slots_only",
     "Leases": "batches_of_every_size_round_trip",
     "OneAtATime": "gets_may_overlap",
-    "ForgetsMeta": "keeps_priority_floor_and_expiry",
+    "ForgetsMeta": "keeps_what_is_said_of_a_block",
     "TellsNewestFirst": "finds_at_the_next_start_what_was_stored_and_no_more",
     "TellsTooMuch": "finds_at_the_next_start_what_was_stored_and_no_more",
     "SharesNamespaces": "another_namespace_finds_nothing",

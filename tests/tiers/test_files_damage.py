@@ -47,11 +47,11 @@ BLOCKS = [(key(n), n) for n in range(3)]
 
 @pytest.mark.parametrize(
     "byte",
-    [*range(0, 144, 8), 640, 648, 656, 4088, 4096, 4096 + LAYOUT.block_bytes - 1],
+    [*range(0, 144, 8), 640, 648, 656, 664, 4088, 4096, 4096 + LAYOUT.block_bytes - 1],
 )
 async def test_a_flipped_byte_is_a_miss(machine: Machine, tier: FilesTier, byte: int) -> None:
     """In the fields of the header, or anywhere in the payload."""
-    fields = 656
+    fields = 664
     machine.disk.flip(machine.home / SEGMENT, STRIDE + byte, 0x10)
     damaged = byte < fields or byte >= 4096
     assert await machine.get(tier, BLOCKS) == [True, not damaged, True]

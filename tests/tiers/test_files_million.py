@@ -16,7 +16,8 @@ from kvladder.testing.sim import inline_blocking
 from kvladder.tiers.base import Item, TierContext
 from kvladder.tiers.disk import OsDisk
 from kvladder.tiers.files import FilesOptions, FilesTier
-from kvladder.tiers.indexlog import PUT, REMOVE, IndexLog
+from kvladder.tiers.indexlog import IndexLog
+from kvladder.tiers.indexrecord import PUT, REMOVE
 
 COUNT = 1_000_000
 SECONDS_MAX = 4.0

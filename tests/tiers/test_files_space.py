@@ -132,9 +132,9 @@ async def test_a_newer_index_log_is_refused_and_kept(disk: FakeDisk, new: New) -
     tier, _ = await machine.open()
     await machine.put(tier, (0, 0))
     await tier.aclose()
-    disk.flip(machine.home / "index.log", 8, 3)
+    disk.flip(machine.home / "index.log", 8, 1)
     before = disk.files()
-    assert "index.log is of format 2, which is newer than 1" in await refused(machine)
+    assert "index.log is of format 3, which is newer than 2" in await refused(machine)
     assert disk.files() == before
 
 

@@ -139,16 +139,16 @@ def test_what_was_recovered_is_held_as_if_it_were_inserted() -> None:
         Item(key(1), 0, priority=35, floor=35, expires_wall_s=1010.0),
     ]
     index = LevelIndex(PrioritizedLRU(), ttl=True)
-    index.fill(items, behind_s=-1000.0)
-    index.fill([], behind_s=0.0)
+    index.fill(items, behind_s=-1000.0, here=2)
+    index.fill([], behind_s=0.0, here=2)
     assert [index.place(key(n)) for n in range(2)] == [5, 0]
     assert index.meta(5) == Meta(80, 40)
     assert [index.expires_s(place) for place in (5, 0)] == [inf, 10.0]
     assert list(index.victims()) == [0, 5]
     with pytest.raises(AssertionError, match="twice"):
-        index.fill([Item(key(1), 3)], behind_s=0.0)
+        index.fill([Item(key(1), 3)], behind_s=0.0, here=2)
     with pytest.raises(AssertionError, match="taken"):
-        index.fill([Item(key(2), 5)], behind_s=0.0)
+        index.fill([Item(key(2), 5)], behind_s=0.0, here=2)
 
 
 def test_equals_a_sorted_list() -> None:

@@ -1,0 +1,79 @@
+"""How blocks end by their requests' terms: when their time is over, or all of a salt at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
+
+from kvladder.tiers.base import Shared
+from kvladder.tiers.host import HostLevel
+from kvladder.tiers.level import Level
+
+EXPIRE_BATCH = 256
+"""Blocks of a level that expire per turn of the loop, so that the lock is never held for long."""
+PURGE_PLACES = 4096
+"""Places that a purge looks at per step."""
+
+
+class Alarm:
+    """Has levels forget blocks when the time that their requests gave them is over."""
+
+    def __init__(self, levels: Sequence[HostLevel | Level], shared: Shared) -> None:
+        self._levels = levels
+        self._shared = shared
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set(self) -> None:
+        """Look at what is there now; on the loop thread, with the lock held."""
+        next_s = min(level.index.next_end_s for level in self._levels)
+        if self._timer is not None and self._timer.when() > next_s:
+            self.cancel()
+        if self._timer is None and next_s != inf:
+            self._timer = asyncio.get_running_loop().call_at(next_s, self._ring)
+
+    def cancel(self) -> None:
+        """It does not go off."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _ring(self) -> None:
+        with self._shared.lock:
+            self._timer = None
+            now_s = self._shared.clock.now()
+            for level in self._levels:
+                level.expire(now_s, EXPIRE_BATCH)
+            self.set()
+
+
+def purge(
+    levels: Sequence[HostLevel | Level],
+    shared: Shared,
+    salt: bytes,
+    *,
+    recall: Callable[[bytes], None],
+) -> Iterator[dict[str, int]]:
+    """Forget every block of a salt, in steps: see ``TierStack.purge``.
+
+    Meanwhile levels take nothing of this salt, so what moves between them cannot slip through.
+    ``recall`` has what is under way get nowhere; called with the lock held.
+    """
+    counts = {level.name: 0 for level in levels}
+    with shared.lock:
+        shared.purging[salt] += 1
+        recall(salt)
+    try:
+        for level in levels:
+            for start in range(0, level.index.places, PURGE_PLACES):
+                with shared.lock:
+                    for key in level.index.salted(salt, start, start + PURGE_PLACES):
+                        counts[level.name] += level.remove(key)
+                yield dict(counts)
+    finally:
+        with shared.lock:
+            recall(salt)  # what came up while it was still below
+            shared.purging[salt] -= 1
+            if not shared.purging[salt]:
+                del shared.purging[salt]
+    yield counts
