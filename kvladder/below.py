@@ -182,7 +182,7 @@ class TierPort:
     def _level(self, meta: Meta) -> str:
         """Where a block that is saved with this meta goes first."""
         host = self.stack.host
-        if not host.rule.admits(meta.floor, meta.hits):
+        if not host.admits(meta):
             for level in self.stack.levels:
                 if level.admits(meta):
                     return level.name

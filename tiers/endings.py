@@ -70,10 +70,10 @@ def purge(
                     for key in level.index.salted(salt, start, start + PURGE_PLACES):
                         counts[level.name] += level.remove(key)
                 yield dict(counts)
+        yield counts
     finally:
         with shared.lock:
             recall(salt)  # what came up while it was still below
             shared.purging[salt] -= 1
             if not shared.purging[salt]:
                 del shared.purging[salt]
-    yield counts

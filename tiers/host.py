@@ -54,6 +54,7 @@ class HostLevel:
             self.rule.admits(meta.floor, meta.hits)
             and bool(meta.terms.levels & HOST)
             and meta.terms.salt not in self._shared.purging
+            and meta.terms.last(self._shared.clock)
         )
 
     def find(self, key: BlockKey) -> Slot | None:

@@ -97,6 +97,7 @@ class Level:
             self.rule.admits(meta.floor, meta.hits)
             and bool(meta.terms.levels & self.bit)
             and meta.terms.salt not in self.shared.purging
+            and meta.terms.last(self.shared.clock)
             and self.gate.open()
         )
 
@@ -303,6 +304,8 @@ class Level:
                     self._writer.remove_later(item for item in batch if item.floor < least)
         self.places.occupy(places)
         self.stats.recovered = len(self.index)
+        if self.index.next_end_s != inf:
+            self.stir()
 
     async def probe(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Whether a shared tier says that it has these blocks; False if it says nothing in time."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 from typing import NamedTuple
 
-from kvladder.tiers.base import Item
+from kvladder.tiers.base import Clock, Item
 
 ANYWHERE = -1
 """A set of levels as a bit mask, 1 for host, 2 for the first below it: all of them."""
@@ -23,6 +23,10 @@ class Terms(NamedTuple):
     """Loop time at which every level forgets it."""
     salt: bytes = b""
     """Digest of its request's cache salt, 8 bytes; empty without one."""
+
+    def last(self, clock: Clock) -> bool:
+        """Whether the block need not be forgotten yet."""
+        return self.expires_s == inf or self.expires_s > clock.now()
 
     def merged(self, other: Terms) -> Terms:
         """What a block may that two requests offer: all that one of them allows."""

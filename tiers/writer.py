@@ -278,7 +278,9 @@ class Writer:
             if not kept:
                 self._places.give([item.place])
                 self._drop("refused", [item])
-            elif item.key in self._tombstones:
+            elif item.key in self._tombstones or not self._writing[item.key].meta.terms.last(
+                self._shared.clock
+            ):
                 self.remove_later([item])
             else:
                 meta = self._writing[item.key].meta

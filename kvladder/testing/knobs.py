@@ -15,7 +15,8 @@ from kvladder.tiers.edge import EdgeSettings
 from kvladder.tiers.gate import GateSettings
 from kvladder.tiers.level import LevelSettings
 
-Kind = Literal["plain", "coded", "shared"]
+Kind = Literal["plain", "coded", "shared", "wishing"]
+"""What is special about the levels, or about the requests."""
 PRIORITIES = (0, 20, 35, 50, 80, 100)
 
 

@@ -9,11 +9,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvladder.testing.knobs import PRIORITIES, Kind, Knobs
+from kvladder.testing.wishes import LEVEL_NAMES, NO_WISHES, Wishes
 from kvladder.testing.world import World
 
 NUMBERS = st.integers(0, 15)
 LENGTHS = st.integers(1, 6)
 LEVELS = st.integers(0, 2)
+_SOME = st.none() | st.lists(st.sampled_from(LEVEL_NAMES), unique=True).map(tuple)
+WISHES = st.just(NO_WISHES) | st.builds(
+    Wishes, load=_SOME, store=_SOME, ttl_s=st.none() | st.sampled_from([0.5, 5.0, 25.0])
+)
 SECONDS = st.sampled_from([0.0, 0.001, 0.01, 0.1, 1.0, 10.0])
 
 
@@ -24,27 +29,36 @@ class CacheMachine(RuleBasedStateMachine):
     """
 
     world: World
+    wishing: bool
 
     @initialize(
         shape=st.integers(0, 2**16),
         seed=st.integers(0, 2**16),
-        kind=st.sampled_from(["plain", "coded", "shared"]),
+        kind=st.sampled_from(["plain", "coded", "shared", "wishing"]),
     )
     def open(self, shape: int, seed: int, kind: Kind) -> None:
         """A cache of some shape, and an order of events."""
         self.world = World(Knobs.draw(Random(shape)).of(kind), seed)
+        self.wishing = kind == "wishing"
 
     @rule(
         number=NUMBERS,
         length=LENGTHS,
         priority=st.none() | st.sampled_from(PRIORITIES),
         duration_s=st.none() | st.just(2.0),
+        wishes=WISHES,
     )
     def serve(
-        self, number: int, length: int, priority: int | None, duration_s: float | None
+        self,
+        number: int,
+        length: int,
+        priority: int | None,
+        duration_s: float | None,
+        wishes: Wishes,
     ) -> None:
         """A request arrives; it goes on whenever time does."""
-        self.world.begin(number, length, priority, duration_s)
+        wishes = wishes if self.wishing else NO_WISHES
+        self.world.begin(number, length, priority, duration_s, wishes)
         self.world.poll()
 
     @rule(seconds=SECONDS)
@@ -73,6 +87,12 @@ class CacheMachine(RuleBasedStateMachine):
     def remove(self, number: int, length: int) -> None:
         """A prompt's blocks are removed."""
         self.world.remove(number, length)
+
+    @rule()
+    def purge(self) -> None:
+        """Everything of one salt is removed, step by step."""
+        if self.wishing:
+            self.world.purge()
 
     @rule()
     def clear(self) -> None:

@@ -6,12 +6,15 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.manager import Save
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 from kvladder.testing.fakes import FakeStore
+from kvladder.testing.stacks import SimCache
+from kvladder.testing.wishes import Promises, Wishes
 from kvladder.tiers.fetch import Fetch
 
 NOTHING: frozenset[bytes] = frozenset()
@@ -30,6 +33,7 @@ class Model:
         self.floors: dict[BlockKey, set[int]] = {}
         """The lowest priority of its prefix that each block was ever given."""
         self.versions: Counter[BlockKey] = Counter()
+        self.promises = Promises()
 
     def payload(self, key: BlockKey) -> bytes:
         """The 64 bytes that a save of this block writes now."""
@@ -64,6 +68,7 @@ class Model:
         for key in keys:
             self.allowed.pop(key, None)
             self.versions[key] += 1
+            self.promises.removed(key)
 
     def left_in(self, stores: Sequence[FakeStore]) -> None:
         """After an end that was not clean, removals may not have reached the media."""
@@ -72,6 +77,26 @@ class Model:
                 for record in space.values():
                     key = record.item.key
                     self.allowed[key] = self.may_be(key) | {record.plain}
+                    self.promises.left(key)
+
+
+def must_survive(cache: SimCache, now_s: float) -> set[BlockKey]:
+    """What a clean end has to keep: what a durable level with room for it admits."""
+    host, kept = cache.stack.host.index, set[BlockKey]()
+    metas = {
+        key: host.meta(place)
+        for key in host
+        if (place := host.place(key)) is not None and host.expires_s(place) > now_s
+    }
+    for key, meta in metas.items():
+        for level in cache.levels:
+            if level.tier.durable and level.admits(meta):
+                full = level.capacity_blocks <= len(metas) + level.places.taken
+                if not full and not level.places.limited and meta.terms.expires_s == inf:
+                    kept.add(key)
+                break
+    shared = [level for level in cache.levels if level.tier.shared]
+    return {key for key in kept if not any(level.holds(key) for level in shared)}
 
 
 @dataclass(eq=False)
@@ -82,6 +107,7 @@ class Request:
     keys: list[BlockKey]
     priorities: list[int] | None
     duration_s: float | None
+    wishes: Wishes
     fetch: Fetch
     deadline_s: float
     expected: dict[BlockKey, frozenset[bytes]]

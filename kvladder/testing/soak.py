@@ -16,6 +16,7 @@ from random import Random
 from typing import get_args
 
 from kvladder.testing.knobs import PRIORITIES, Kind, Knobs
+from kvladder.testing.wishes import Wishes
 from kvladder.testing.world import World
 
 STEPS_PER_WORLD = 200
@@ -47,6 +48,21 @@ WEIGHTS = (30, 60, 3, 2, 2, 3, 6, 1, 1, 0.3, 0.7)
 OTHERS_WEIGHT = 10
 
 
+def wishing_steps(world: World, random: Random) -> list[Callable[[], None]]:
+    """The same where requests have wishes, and a salt may be purged."""
+    steps = drawn_steps(world, random)
+    number, length, priority = (
+        random.randrange(16),
+        random.randrange(1, 7),
+        random.choice(PRIORITIES),
+    )
+    wishes = Wishes.draw(random)
+    steps[0] = lambda: world.begin(number, length, priority, None, wishes)
+    if random.random() < 0.3:
+        steps[4] = world.purge
+    return steps
+
+
 def run_world(seed: int, steps: int = STEPS_PER_WORLD, *, kind: Kind = "plain") -> World:
     """Run the world of this seed: what it does, and how often each thing, is drawn from it."""
     random = Random(seed)
@@ -57,7 +73,7 @@ def run_world(seed: int, steps: int = STEPS_PER_WORLD, *, kind: Kind = "plain") 
     world = World(knobs, seed)
     try:
         for _ in range(steps):
-            kinds = drawn_steps(world, random)
+            kinds = (wishing_steps if kind == "wishing" else drawn_steps)(world, random)
             random.choices(kinds, weights)[0]()
             world.check()
             world.poll()

@@ -99,3 +99,14 @@ class Hold(Step):
 
 class Hang(Hold):
     """The call does not end until it is cancelled, or the tier healed or closed."""
+
+
+def troubles(times: int | None, *, after: bool) -> list[Step]:
+    """One of each kind, for so many calls, before or after the effect of each."""
+    return [
+        Fail(times=times, after=after, temporary=after),
+        Hang(times=times, after=after),
+        Hang(times=times, stubborn=True),
+        Full(times=times),
+        ShortRead(times=times),
+    ]

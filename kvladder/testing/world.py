@@ -12,12 +12,14 @@ from random import Random
 from kvladder.arena import Slot
 from kvladder.events import Removed, Stored
 from kvladder.keys import BlockKey
-from kvladder.testing.fakes import Fail, FakeStore, FakeTier, Full, Hang, ShortRead, Step
+from kvladder.testing.fakes import FakeStore, FakeTier
 from kvladder.testing.knobs import Knobs
-from kvladder.testing.model import NOTHING, Model, Request
+from kvladder.testing.model import NOTHING, Model, Request, must_survive
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.sim import SimLoop, where
 from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.testing.steps import troubles
+from kvladder.testing.wishes import NO_WISHES, SALT, Purge, Wishes
 from kvladder.tiers.level import Level
 
 BLOCK_BYTES = 64
@@ -42,6 +44,8 @@ class World:
         self._seed = seed
         self._stores = [FakeStore() for _ in knobs.levels]
         self._names = 0
+        self._purge = Purge()
+        self._salted = {key for odd in range(1, 16, 2) for key in self.prompt(odd, 8)}
         self.requests: list[Request] = []
         self._open()
 
@@ -90,14 +94,20 @@ class World:
         return SimCache.keys(*path)
 
     def begin(
-        self, number: int, length: int, priority: int | None = None, duration_s: float | None = None
+        self,
+        number: int,
+        length: int,
+        priority: int | None = None,
+        duration_s: float | None = None,
+        wishes: Wishes = NO_WISHES,
     ) -> None:
         """A request arrives, its later blocks at a lower priority."""
         keys = self.prompt(number, length)
         priorities = None
         if priority is not None:
             priorities = [max(0, priority - 5 * position) for position in range(length)]
-        lookup = self.manager.lookup(keys)
+        wishes = wishes.here(self.manager)
+        lookup = self.manager.lookup(keys, levels=wishes.load)
         assert 0 <= lookup.host <= lookup.total <= length
         deadline_s = self.random.choice((0.0, 0.05, DEADLINE_S))
         self._names += 1
@@ -106,7 +116,8 @@ class World:
             keys,
             priorities,
             duration_s,
-            self.manager.fetch(keys, deadline_s=deadline_s),
+            wishes,
+            self.manager.fetch(keys, deadline_s=deadline_s, levels=wishes.load),
             self.loop.time() + deadline_s,
             dict(self.model.allowed),
         )
@@ -115,6 +126,9 @@ class World:
 
     def poll(self) -> None:
         """Each request does what it can do next; which one is first is random."""
+        if self._purge.step():
+            self.note("purged")
+            self.model.removed([*self._salted])
         for request in self.random.sample(self.requests, len(self.requests)):
             if request.save is not None:
                 self._end(request)
@@ -128,6 +142,8 @@ class World:
         fetch = request.fetch
         count = fetch.blocks
         assert len(fetch.slots) == len(fetch.sources) == count <= len(request.keys)
+        wishes = request.wishes
+        assert wishes.load is None or set(fetch.sources) <= set(wishes.load), "another was read"
         for key, slot in zip(request.keys, fetch.slots, strict=False):
             data = self._bytes(slot)
             right = request.expected.get(key, NOTHING) | self.model.may_be(key)
@@ -136,8 +152,16 @@ class World:
         self.served.update(fetch.sources)
         self.note(f"loaded {request.name}: {fetch.sources}")
         priorities, durations = request.priorities, [request.duration_s] * len(request.keys)
-        save = self.manager.save(request.keys, priorities=priorities, durations_s=durations)
+        save = self.manager.save(
+            request.keys,
+            priorities=priorities,
+            durations_s=durations,
+            levels=wishes.store,
+            ttl_s=wishes.ttl_s,
+            salt=SALT if request.keys[0] in self._salted else "",
+        )
         self.model.asked(request.keys, priorities)
+        self.model.promises.offered(request.keys, wishes, self.loop.time())
         for index, slot in zip(save.indices, save.slots, strict=True):
             key = request.keys[index]
             assert slot not in request.loaded
@@ -194,6 +218,11 @@ class World:
         self.manager.clear()
         self.model.removed([*self.model.floors])
 
+    def purge(self) -> None:
+        """The user begins to remove everything of one salt."""
+        self.note("purge")
+        self._purge.begin(self.manager)
+
     def touch(self, number: int, length: int) -> None:
         """A prompt was used."""
         self.manager.touch(self.prompt(number, length))
@@ -210,13 +239,7 @@ class World:
             tier = self.tiers[level % len(self.tiers)]
             times = self.random.choice((1, None))
             after = self.random.random() < 0.5
-            steps: list[Step] = [
-                Fail(times=times, after=after, temporary=after),
-                Hang(times=times, after=after),
-                Hang(times=times, stubborn=True),
-                Full(times=times),
-                ShortRead(times=times),
-            ]
+            steps = troubles(times, after=after)
             step = steps[kind % len(steps)]
             tier.script.append(step)
             self.note(f"trouble at {level}: {type(step).__name__} times {times} after {after}")
@@ -251,9 +274,9 @@ class World:
                     request.save.abort()
         self.requests.clear()
         clean = not crash and not any(tier.script or tier.held for tier in self.tiers)
-        for level in self.cache.levels:
-            clean = clean and level.gate.open() and not level.left_behind
-        kept = self._must_survive()
+        clean &= all(lv.gate.open() and not lv.left_behind for lv in self.cache.levels)
+        self._purge.give_up()
+        kept = must_survive(self.cache, self.loop.time())
         errors = self._errors()
         before = [store.copy() for store in self._stores]
         self._close(crash=crash)
@@ -266,24 +289,6 @@ class World:
         found = {key for level in self.cache.levels for key in level.index}
         assert kept <= found, f"{len(kept - found)} blocks did not survive a clean end"
         self.note(f"reopen {'after a crash' if crash else ''}: {len(found)} blocks")
-
-    def _must_survive(self) -> set[BlockKey]:
-        """What a clean end has to keep: what a durable level with room for it admits."""
-        host, kept, now = self.cache.stack.host.index, set[BlockKey](), self.loop.time()
-        metas = {
-            key: host.meta(place)
-            for key in host
-            if (place := host.place(key)) is not None and host.expires_s(place) > now
-        }
-        for key, meta in metas.items():
-            for level in self.cache.levels:
-                if level.tier.durable and level.admits(meta):
-                    full = level.capacity_blocks <= len(metas) + level.places.taken
-                    if not full and not level.places.limited:
-                        kept.add(key)
-                    break
-        shared = [level for level in self.cache.levels if level.tier.shared]
-        return {key for key in kept if not any(level.holds(key) for level in shared)}
 
     def _errors(self) -> int:
         return sum(level.stats.errors for level in self.cache.levels)
@@ -352,6 +357,7 @@ class World:
             assert place is not None
             assert self._bytes(Slot(place)) in self.model.may_be(key), "wrong bytes in host"
             self._check_floor(key, host.index.meta(place).floor, host.rule.min_priority)
+            self.model.promises.check(key, "host", self.loop.time())
         for level, tier in zip(self.cache.levels, self.tiers, strict=True):
             self._check_level(level, tier)
         self._replay()
@@ -373,6 +379,7 @@ class World:
             assert place is not None
             assert self.model.may_be(key), f"{level.name} has a block that was removed"
             self._check_floor(key, level.index.meta(place).floor, level.rule.min_priority)
+            self.model.promises.check(key, level.name, self.loop.time())
             record = tier.at(key, place)
             if record is not None:
                 assert record.plain in self.model.may_be(key), f"wrong bytes in {level.name}"

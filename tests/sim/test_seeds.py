@@ -55,6 +55,15 @@ def test_five_thousand_steps_in_worlds_with_a_tier_that_others_use() -> None:
     assert lost
 
 
+@pytest.mark.slow
+def test_ten_thousand_steps_in_worlds_whose_requests_have_wishes() -> None:
+    worlds = [soak.run_world(seed, kind="wishing") for seed in range(80_000, 80_050)]
+    served = sum((world.served for world in worlds), start=worlds[0].served)
+    assert set(served) == {"host", "level1", "level2", "level3"}
+    assert any(level.stats.expired for world in worlds for level in world.cache.levels)
+    assert sum("purged" in line for world in worlds for line in world.trace) > 10
+
+
 def test_the_command_says_what_was_served(capsys: pytest.CaptureFixture[str]) -> None:
     assert soak.main(["--steps", "400", "--seed", "3"]) == 0
     assert capsys.readouterr().out.startswith("2/2 worlds, to seed 4; blocks served: host ")

@@ -11,12 +11,16 @@ from kvladder.events import EventBuffer
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import FakeTier
 from kvladder.testing.soak import run_world
+from kvladder.tiers.endings import Alarm
 from kvladder.tiers.gate import Gate
 from kvladder.tiers.host import HostLevel
+from kvladder.tiers.inbox import Pending
+from kvladder.tiers.index import LevelIndex
 from kvladder.tiers.level import Level
 from kvladder.tiers.loader import Loader
 from kvladder.tiers.places import Places
 from kvladder.tiers.stack import TierStack
+from kvladder.tiers.terms import ANYWHERE, NO_TERMS, Terms
 from kvladder.tiers.writer import Writer
 
 WORLDS = 120
@@ -78,15 +82,31 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
 }
 
 
+OF_WISHES: dict[str, tuple[type, str, Any]] = {
+    "wishes are forgotten on the way down": (
+        Pending,
+        "item",
+        lambda pending, *a, _item=Pending.item, **k: _item(
+            pending._replace(meta=pending.meta._replace(terms=NO_TERMS)), *a, **k
+        ),
+    ),
+    "levels do not matter": (Terms, "levels", property(lambda _: ANYWHERE)),
+    "nothing expires": (Alarm, "set", nothing),
+    "a purge does not reach writes under way": (Writer, "recall_salted", nothing),
+    "a purge does not reach saves": (TierStack, "_recall", nothing),
+    "a purge spares some": (LevelIndex, "salted", lambda *_: []),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [*FAULTS, *OF_WISHES])
 def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*FAULTS[fault])
+    monkeypatch.setattr(*(FAULTS | OF_WISHES)[fault])
     monkeypatch.setattr("kvladder.testing.sim.TURNS_TOTAL_MAX", 50_000)
 
     def run_worlds() -> None:
         for seed in range(WORLDS):
-            run_world(seed)
+            run_world(seed, kind="wishing" if fault in OF_WISHES else "plain")
 
     with pytest.raises((AssertionError, KeyError)):
         run_worlds()

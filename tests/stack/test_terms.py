@@ -1,0 +1,326 @@
+"""Where blocks may be, until when, and what a purge leaves: levels, TTLs and salts of requests."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvladder.policy.offload import OffloadRule
+from kvladder.testing.fakes import Delay, FakeStore, FakeTier, Hold
+from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.tiers.index import LevelIndex
+from tests.stack.caches import COMMIT, cache_of
+
+
+def durable(store: FakeStore) -> LevelSpec:
+    return LevelSpec(FakeTier(store=store, durable=True), COMMIT)
+
+
+def purged(cache: SimCache, salt: str) -> dict[str, int]:
+    *_, counts = cache.manager.purge(salt)
+    return {name: count for name, count in counts.items() if count}
+
+
+# ---- levels
+
+
+async def test_a_block_for_host_alone_never_goes_below() -> None:
+    tier = FakeTier()
+    async with cache_of(LevelSpec(tier), slots=2, reserve_blocks=2) as cache:
+        cache.save(cache.keys(1, 2), levels=["host"])
+        cache.save(cache.keys(3, 4))
+        await cache.settle()
+        assert await cache.load(cache.keys(1, 2)) == []
+        cache.save(cache.keys(5, 6))
+        await cache.settle()
+        assert await cache.load(cache.keys(3, 4)) == ["level1"] * 2
+        assert not any(tier.stored(key) for key in cache.keys(1, 2))
+
+
+async def test_a_flush_keeps_to_the_levels_of_a_request() -> None:
+    store = FakeStore()
+    async with cache_of(LevelSpec(FakeTier(store=store, durable=True))) as cache:
+        cache.save(cache.keys(1, 2), levels={"host"})
+        cache.save(cache.keys(3, 4))
+    async with cache_of(LevelSpec(FakeTier(store=store, durable=True))) as cache:
+        assert cache.manager.lookup(cache.keys(1, 2)) == (0, 0)
+        assert cache.manager.lookup(cache.keys(3, 4)) == (0, 2)
+
+
+async def test_a_block_passes_by_the_levels_that_it_may_not_be_in() -> None:
+    first, second = FakeTier(), FakeTier()
+    async with cache_of(LevelSpec(first, COMMIT), LevelSpec(second, COMMIT)) as cache:
+        keys = cache.keys(1, 2)
+        cache.save(keys, levels=["level2"])
+        await cache.settle()
+        assert cache.manager.lookup(keys) == (0, 2)
+        assert first.records == {}
+        assert await cache.load(keys) == ["level2"] * 2
+        assert cache.manager.lookup(keys).host == 0, "it is not kept in host either"
+        assert cache.save(cache.keys(3), levels=[]) == 0, "nowhere is nowhere"
+
+
+async def test_after_a_restart_a_block_stays_where_it_was_allowed() -> None:
+    store, below = FakeStore(), FakeTier()
+    async with cache_of(durable(store)) as cache:
+        cache.save(cache.keys(1, 2), levels=["host", "level1"])
+        cache.save(cache.keys(3), levels=["level1"])
+        cache.save(cache.keys(4))
+        await cache.settle()
+    again = LevelSpec(FakeTier(store=store, durable=True), COMMIT)
+    async with cache_of(again, LevelSpec(below, COMMIT)) as cache:
+        for path in ((1, 2), (3,), (4,)):
+            assert await cache.load(cache.keys(*path)) == ["level1"] * len(path)
+        assert cache.manager.lookup(cache.keys(1, 2)).host == 2
+        assert cache.manager.lookup(cache.keys(3)).host == 0
+        index = cache.levels[0].index
+        metas = {
+            path: index.meta(place).terms.levels
+            for path in (2, 3, 4)
+            if (place := index.place(cache.keys(*((1, 2) if path == 2 else (path,)))[-1]))
+            is not None
+        }
+        assert metas == {2: 0b11, 3: 0b10, 4: -1}
+
+
+async def test_a_block_that_another_request_offers_may_what_either_allows() -> None:
+    tier = FakeTier()
+    async with cache_of(LevelSpec(tier), slots=2, reserve_blocks=2) as cache:
+        keys = cache.keys(1, 2)
+        cache.save(keys, levels=["host"], ttl_s=5.0)
+        cache.save(keys[:1])
+        await asyncio.sleep(6.0)
+        assert cache.manager.lookup(keys) == (1, 1)
+        cache.save(cache.keys(3, 4))
+        await cache.settle()
+        cache.save(cache.keys(3, 4))
+        await cache.settle()
+        assert tier.stored(keys[0]) is not None
+
+
+async def test_only_the_levels_of_a_request_are_read() -> None:
+    tiers = [FakeTier(), FakeTier()]
+    async with cache_of(*(LevelSpec(tier, COMMIT) for tier in tiers), slots=8) as cache:
+        keys = cache.keys(1, 2)
+        cache.save(keys[:1], levels=["level1"])
+        cache.save(keys[1:], levels=["level2"])
+        await cache.settle()
+        look = cache.manager.lookup
+        assert look(keys, levels=["level1", "level2"]) == (0, 2)
+        assert look(keys, levels=["level1"]) == (0, 1)
+        assert look(keys, levels=["host", "level2"]) == (0, 0)
+        fetch = cache.manager.fetch(keys, levels=["level1"])
+        fetch2 = cache.manager.fetch(keys, levels=["level2"])
+        await asyncio.sleep(1.0)
+        assert (fetch.done, fetch.sources, fetch2.done, fetch2.sources) == (
+            True, ["level1"], True, [],
+        )  # fmt: skip
+        fetch.release()
+        fetch2.release()
+        assert not any(call.operation == "get" for call in tiers[1].calls)
+
+
+async def test_what_is_in_host_is_read_only_from_there() -> None:
+    tier = FakeTier()
+    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        keys = cache.keys(1, 2)
+        cache.save(keys)
+        await cache.settle()
+        assert cache.manager.lookup(keys, levels=["level1"]) == (0, 0)
+        fetch = cache.manager.fetch(keys, levels=["level1"])
+        assert (fetch.done, fetch.blocks) == (True, 0)
+        fetch.release()
+        assert cache.manager.lookup(keys, levels=["host"]) == (2, 2)
+
+
+async def test_who_joins_a_load_is_left_when_it_goes_on_where_they_may_not_read() -> None:
+    first, second = FakeTier(), FakeTier()
+    async with cache_of(LevelSpec(first, COMMIT), LevelSpec(second, COMMIT)) as cache:
+        keys = cache.keys(1)
+        cache.save(keys)
+        await cache.settle()
+        cache.stack.host.remove(keys[0])
+        first.script.append(Delay(0.5, on="get"))
+        first.forget(*keys)
+        narrow = cache.manager.fetch(keys, levels=["level1"])
+        wide = cache.manager.fetch(keys)
+        await asyncio.sleep(1.5)
+        assert (narrow.done, narrow.blocks) == (True, 0)
+        assert (wide.done, wide.sources) == (True, ["level2"])
+        narrow.release()
+        wide.release()
+
+
+async def test_unknown_levels_are_an_error() -> None:
+    async with cache_of() as cache:
+        with pytest.raises(KeyError, match="disk"):
+            cache.manager.save(cache.keys(1), levels=["disk"])
+
+
+# ---- time
+
+
+async def test_a_block_expires_in_every_level_at_its_requests_time() -> None:
+    tier = FakeTier()
+    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        cache.save(cache.keys(1, 2), ttl_s=10.0)
+        cache.save(cache.keys(3), ttl_s=20.0)
+        await asyncio.sleep(9.9)
+        assert cache.manager.lookup(cache.keys(1, 2)) == (2, 2)
+        await asyncio.sleep(0.2)
+        assert list(cache.stack.host.index) == list(cache.levels[0].index) == cache.keys(3)
+        assert [record.item.key for record in tier.records.values()] == cache.keys(3)
+        stats = cache.manager.stats()
+        assert stats["host"]["expired"] == stats["level1"]["expired"] == 2
+        await asyncio.sleep(10.0)
+        assert len(cache.stack.host.index) == len(tier.records) == 0
+
+
+async def test_without_levels_below_host_blocks_expire_too() -> None:
+    async with cache_of() as cache:
+        cache.save(cache.keys(1), ttl_s=1.0)
+        await asyncio.sleep(1.1)
+        assert cache.arena.free == cache.arena.slots
+
+
+async def test_the_earlier_of_two_ttls_counts_in_a_level() -> None:
+    rule = OffloadRule(when="commit", ttl_s=5.0)
+    async with cache_of(LevelSpec(FakeTier(), rule)) as cache:
+        cache.save(cache.keys(1), ttl_s=10.0)
+        cache.save(cache.keys(2), ttl_s=2.0)
+        await cache.settle()
+        ends = [cache.levels[0].find(key) for key in (*cache.keys(1), *cache.keys(2))]
+        assert None not in ends
+        await asyncio.sleep(3.0)
+        assert cache.levels[0].find(cache.keys(2)[0]) is None
+        await asyncio.sleep(3.0)
+        assert cache.levels[0].find(cache.keys(1)[0]) is None
+        assert cache.manager.lookup(cache.keys(1)).host == 1
+
+
+async def test_a_requests_time_goes_on_over_a_restart() -> None:
+    store = FakeStore()
+    async with cache_of(durable(store)) as cache:
+        cache.save(cache.keys(1), ttl_s=10.0)
+        cache.save(cache.keys(2))
+        await cache.settle()
+        await asyncio.sleep(4.0)
+    async with cache_of(durable(store)) as cache:
+        assert cache.manager.lookup(cache.keys(1)).total == 1
+        assert await cache.load(cache.keys(1)) == ["level1"]
+        await asyncio.sleep(6.0)
+        assert cache.manager.lookup(cache.keys(1)) == (0, 0), "the copy in host expires, too"
+        assert cache.manager.lookup(cache.keys(2)).total == 1
+
+
+async def test_what_expires_on_its_way_does_not_arrive() -> None:
+    tier = FakeTier()
+    hold = Hold(on="put")
+    tier.script.append(hold)
+    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        cache.save(cache.keys(1), ttl_s=1.0)
+        await hold.reached()
+        await asyncio.sleep(2.0)
+        hold.let_go()
+        await cache.settle()
+        assert len(cache.levels[0].index) == len(tier.records) == 0
+        save = cache.manager.save(cache.keys(2), ttl_s=1.0)
+        await asyncio.sleep(2.0)
+        save.commit()
+        assert cache.arena.free == cache.arena.slots
+
+
+async def test_who_loads_from_a_block_keeps_its_slot_when_it_expires() -> None:
+    async with cache_of() as cache:
+        cache.save(cache.keys(1), ttl_s=1.0)
+        fetch = cache.manager.fetch(cache.keys(1))
+        await asyncio.sleep(2.0)
+        assert fetch.done
+        assert cache.manager.lookup(cache.keys(1)) == (0, 0)
+        assert bytes(cache.arena.view(fetch.slots[0])[:64]) == cache.payload(cache.keys(1)[0])
+        fetch.release()
+        assert cache.arena.free == cache.arena.slots
+
+
+async def test_ends_of_blocks_that_are_gone_are_not_kept() -> None:
+    async with cache_of(slots=4) as cache:
+        for number in range(500):
+            cache.save(cache.keys(number), ttl_s=1e6)
+        index: LevelIndex = cache.stack.host.index
+        assert len(index._ends) <= 64 + 2 * 4 + 1  # pyright: ignore[reportPrivateUsage]
+
+
+# ---- salts
+
+
+async def test_a_purge_removes_a_salt_everywhere_and_nothing_else() -> None:
+    tier = FakeTier()
+    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        cache.save(cache.keys(1, 2), salt="tenant")
+        cache.save(cache.keys(3), salt="another")
+        cache.save(cache.keys(4))
+        await cache.settle()
+        assert purged(cache, "tenant") == {"host": 2, "level1": 2}
+        assert purged(cache, "tenant") == {}
+        assert cache.manager.removals == 2, "not gone from the tier yet"
+        await cache.settle()
+        assert cache.manager.removals == 0
+        assert cache.manager.lookup(cache.keys(1, 2)) == (0, 0)
+        assert sorted(record.item.key for record in tier.records.values()) == sorted(
+            cache.keys(3) + cache.keys(4)
+        )
+        assert cache.save(cache.keys(1, 2), salt="tenant") == 2, "later ones are welcome"
+        with pytest.raises(ValueError, match="empty"):
+            cache.manager.purge("")
+
+
+async def test_a_purge_reaches_what_is_under_way() -> None:
+    tier = FakeTier()
+    async with cache_of(LevelSpec(tier, COMMIT), slots=8) as cache:
+        cache.save(cache.keys(1), salt="tenant", levels=["level1"])
+        await cache.settle()
+        reading, writing = Hold(on="get"), Hold(on="put")
+        tier.script += [reading, writing]
+        cache.save(cache.keys(2), salt="tenant", levels=["level1"])
+        fetch = cache.manager.fetch(cache.keys(1))
+        late = cache.manager.save(cache.keys(3), salt="tenant")
+        await reading.reached()
+        await writing.reached()
+        cache.save(cache.keys(4), salt="tenant", levels=["level1"])  # waits behind it
+        assert purged(cache, "tenant") == {"level1": 1}
+        late.commit()
+        reading.let_go()
+        writing.let_go()
+        await cache.settle()
+        assert (fetch.done, fetch.blocks) == (True, 0)
+        fetch.release()
+        assert len(cache.stack.host.index) == len(cache.levels[0].index) == len(tier.records) == 0
+
+
+async def test_while_a_purge_is_under_way_nothing_of_its_salt_is_stored() -> None:
+    tier = FakeTier()
+    async with cache_of(LevelSpec(tier, COMMIT), slots=8) as cache:
+        cache.save(cache.keys(1), salt="tenant")
+        await cache.settle()
+        first, second = cache.manager.purge("tenant"), cache.manager.purge("tenant")
+        next(first), next(second)
+        assert cache.save(cache.keys(2), salt="tenant") == 0
+        assert cache.save(cache.keys(3), salt="another") == 1
+        list(first)
+        assert cache.save(cache.keys(2), salt="tenant") == 0, "the second one goes on"
+        second.close()  # type: ignore[attr-defined]
+        assert cache.save(cache.keys(2), salt="tenant") == 1
+
+
+async def test_a_salt_is_found_after_a_restart() -> None:
+    store = FakeStore()
+    async with cache_of(durable(store)) as cache:
+        cache.save(cache.keys(1, 2), salt="tenant")
+        cache.save(cache.keys(3))
+    async with cache_of(durable(store)) as cache:
+        assert await cache.load(cache.keys(1)) == ["level1"]
+        assert purged(cache, "tenant") == {"host": 1, "level1": 2}
+    async with cache_of(durable(store)) as cache:
+        assert cache.manager.lookup(cache.keys(1)) == (0, 0)
+        assert cache.manager.lookup(cache.keys(3)) == (0, 1)
