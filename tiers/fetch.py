@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kvladder.arena import Slot
+from kvladder.arena import Arena, Slot
 from kvladder.keys import BlockKey
 from kvladder.tiers.base import NO_SLOT, Clock
 from kvladder.tiers.index import Meta
 from kvladder.tiers.terms import ANYWHERE
 
 if TYPE_CHECKING:
+    from kvladder.tiers.host import HostLevel
     from kvladder.tiers.level import Level
 
 
@@ -43,6 +44,27 @@ class Want(NamedTuple):
 def among(levels: Sequence[Level], mask: int) -> Sequence[Level]:
     """Those whose bits are in ``mask``."""
     return levels if mask == ANYWHERE else [level for level in levels if level.bit & mask]
+
+
+def source(levels: Sequence[Level], position: int, key: BlockKey) -> Want | None:
+    """The block as the hottest of these levels has it, if one does."""
+    for level in levels:
+        place = level.find(key)
+        if place is not None:
+            return Want(position, key, level, place)
+    return None
+
+
+def check_arrivals(
+    arrivals: Mapping[BlockKey, Arrival], host: HostLevel, arena: Arena, count_max: int
+) -> None:
+    """Assert what must hold of every arrival; for tests."""
+    assert len(arrivals) <= count_max
+    assert len({arrival.slot for arrival in arrivals.values()}) == len(arrivals)
+    for key, arrival in arrivals.items():
+        assert arena.claims(arrival.slot) >= 1
+        assert key not in host.index
+        assert host.index.key_at(arrival.slot) is None
 
 
 class Pins(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
+from typing import NamedTuple
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
@@ -16,6 +17,16 @@ from kvladder.tiers.terms import HOST
 
 SCAN_MAX = 256
 """How far past a block that may not go yet the search for one that may goes on."""
+
+
+class HostSettings(NamedTuple):
+    """The host level of a stack."""
+
+    name: str
+    rule: OffloadRule
+    policy: EvictionPolicy
+    reserve_blocks: int
+    """Slots kept free or clean in the background, so that a save finds room at once."""
 
 
 class HostLevel:

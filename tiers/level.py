@@ -333,9 +333,8 @@ class Level:
             return ()
 
         answer = await self.gate.call(purging, (), lambda: None, timeout_s=PURGE_TIMEOUT_S)
-        if answer.results is not None:
-            with self.shared.lock:
-                self.purging -= wanted
+        with self.shared.lock:
+            self.purging -= wanted if answer.results is not None else 0
 
     async def read(self, items: Sequence[Item]) -> Sequence[bool]:
         """Fill the items' slots; False where that failed, for whatever reason.

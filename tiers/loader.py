@@ -13,7 +13,7 @@ from typing import Any
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.tiers.base import NO_SLOT, Item, Shared
-from kvladder.tiers.fetch import Arrival, Fetch, Want, among
+from kvladder.tiers.fetch import Arrival, Fetch, Want, among, check_arrivals, source
 from kvladder.tiers.host import HostLevel
 from kvladder.tiers.level import Level
 from kvladder.tiers.probe import Prober
@@ -82,9 +82,8 @@ class Loader:
     ) -> Fetch:
         """Pin the longest prefix of ``keys`` and begin to bring up what is not in host slots.
 
-        ``deadline_s`` is loop time: from then on the answer is what has arrived. A block that only
-        other than ``levels`` have ends the prefix, and so does one that they have in host already
-        if host is not among them.
+        ``deadline_s`` is loop time: from then on the answer is what has arrived. A block that is in
+        host, or only in others than ``levels``, ends the prefix if host is not among them.
         """
         clock, lock = self._shared.clock, self._lock
         fetch = Fetch(
@@ -190,7 +189,7 @@ class Loader:
         seen: set[BlockKey] = set()
         while len(wants) < min(len(self._parked), RESUME_BATCH):
             fetch, position, key = self._parked[len(wants)]
-            want = self._source(among(levels, fetch.levels), position, key)
+            want = source(among(levels, fetch.levels), position, key)
             ready = key in self._arrivals or self._host.find(key) is not None
             if ready or key in seen or not fetch.waits_for(position):
                 break  # its turn comes with the next resumption
@@ -213,7 +212,7 @@ class Loader:
                 slot = NO_SLOT
                 arrival = arrivals.get(key)
                 if arrival is None:
-                    want = self._source(levels, index, key)
+                    want = source(levels, index, key)
                     if want is None:
                         break
                     wants.append(want)
@@ -223,14 +222,6 @@ class Loader:
                 break
             found.append(slot)
         return found, wants
-
-    @staticmethod
-    def _source(levels: Sequence[Level], index: int, key: BlockKey) -> Want | None:
-        for level in levels:
-            place = level.find(key)
-            if place is not None:
-                return Want(index, key, level, place)
-        return None
 
     def _room_for(self, wants: Sequence[Want]) -> list[Slot]:
         """Slots for what has to come, as far as budget and room go."""
@@ -361,7 +352,7 @@ class Loader:
         """Have a block that ``level`` did not deliver come from below it, into another slot."""
         mask = reduce(or_, (fetch.levels for fetch, _ in wanted))
         below = among([lower for lower in level.below if lower.gate.open()], mask)
-        want = self._source(below, 0, key)
+        want = source(below, 0, key)
         slots = [] if want is None else self._host.room(1, arrival.meta.priority)
         if want is None or not slots:
             return None
@@ -406,9 +397,4 @@ class Loader:
 
     def check(self) -> None:
         """Assert what must hold of every arrival; for tests."""
-        assert len(self._arrivals) <= self._max
-        assert len({arrival.slot for arrival in self._arrivals.values()}) == len(self._arrivals)
-        for key, arrival in self._arrivals.items():
-            assert self._shared.arena.claims(arrival.slot) >= 1
-            assert key not in self._host.index
-            assert self._host.index.key_at(arrival.slot) is None
+        check_arrivals(self._arrivals, self._host, self._shared.arena, self._max)

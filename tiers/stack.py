@@ -6,17 +6,16 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from kvladder.arena import Slot
 from kvladder.errors import ClosedError
 from kvladder.keys import BlockKey
-from kvladder.policy.eviction import EvictionPolicy
-from kvladder.policy.offload import OffloadRule
 from kvladder.tiers.base import Shared
 from kvladder.tiers.endings import Alarm, purge
 from kvladder.tiers.fetch import Fetch
 from kvladder.tiers.host import HostLevel
+from kvladder.tiers.host import HostSettings as HostSettings
 from kvladder.tiers.index import Meta
 from kvladder.tiers.level import Level
 from kvladder.tiers.loader import Loader
@@ -30,16 +29,6 @@ class Post(Protocol):
     """Has the loop thread call ``function(*args)`` soon; may be called from any thread."""
 
     def __call__(self, function: Callable[..., object], /, *args: Any) -> object: ...
-
-
-class HostSettings(NamedTuple):
-    """The host level of a stack."""
-
-    name: str
-    rule: OffloadRule
-    policy: EvictionPolicy
-    reserve_blocks: int
-    """Slots kept free or clean in the background, so that a save finds room at once."""
 
 
 class TierStack:
@@ -314,8 +303,7 @@ class TierStack:
         Nothing of this salt is stored until the iteration is over or closed. No step holds the
         lock for long; steps may be taken by any thread.
         """
-        levels: list[HostLevel | Level] = [self.host, *self.levels]
-        return purge(levels, self.shared, salt, recall=self._recall)
+        return purge([self.host, *self.levels], self.shared, salt, recall=self._recall)
 
     def _recall(self, salt: bytes) -> None:
         """What is under way of a salt does not get anywhere; bounded by the arena."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from kvladder.arena import Slot
+from kvladder.events import Overflow, Stored
 from kvladder.keys import BlockKey
 from kvladder.manager import Save
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
@@ -78,6 +79,32 @@ class Model:
                     key = record.item.key
                     self.allowed[key] = self.may_be(key) | {record.plain}
                     self.promises.left(key)
+
+
+class Replay:
+    """The events of each level, from the beginning, give its index."""
+
+    def __init__(self, cache: SimCache) -> None:
+        self._cache = cache
+        self._held = self._indexes()
+
+    def _indexes(self) -> dict[str, set[BlockKey]]:
+        host = self._cache.stack.host
+        levels = {level.name: set(level.index) for level in self._cache.levels}
+        return {host.name: set(host.index), **levels}
+
+    def check(self) -> None:
+        """Take the events since the last check, and compare."""
+        for event in self._cache.manager.take_events():
+            assert not isinstance(event, Overflow)
+            held, keys = self._held[event.level], set(event.keys)
+            if isinstance(event, Stored):
+                assert not held & keys
+                held |= keys
+            else:
+                assert held >= keys
+                held -= keys
+        assert self._held == self._indexes()
 
 
 def must_survive(cache: SimCache, now_s: float) -> set[BlockKey]:

@@ -10,11 +10,10 @@ from collections import Counter
 from random import Random
 
 from kvladder.arena import Slot
-from kvladder.events import Removed, Stored
 from kvladder.keys import BlockKey
 from kvladder.testing.fakes import FakeStore, FakeTier
 from kvladder.testing.knobs import Knobs
-from kvladder.testing.model import NOTHING, Model, Request, must_survive
+from kvladder.testing.model import NOTHING, Model, Replay, Request, must_survive
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.sim import SimLoop, where
 from kvladder.testing.stacks import LevelSpec, SimCache
@@ -79,8 +78,7 @@ class World:
         )
         self.cache = self.loop.run_until_complete(opening)
         self.manager = self.cache.manager
-        self._replayed = {level.name: set(level.index) for level in self.cache.levels}
-        self._replayed["host"] = set()
+        self._events = Replay(self.cache)
 
     def note(self, text: str) -> None:
         """Add to the trace."""
@@ -390,17 +388,7 @@ class World:
         assert max(floors) >= threshold, "a level has what it does not admit"
 
     def _replay(self) -> None:
-        """The events of a level, from the beginning, give its index."""
-        for event in self.manager.take_events():
-            if isinstance(event, Stored):
-                assert not self._replayed[event.level] & set(event.keys)
-                self._replayed[event.level].update(event.keys)
-            else:
-                assert isinstance(event, Removed)
-                assert self._replayed[event.level] >= set(event.keys)
-                self._replayed[event.level].difference_update(event.keys)
-        indexes = {level.name: set(level.index) for level in self.cache.levels}
-        assert self._replayed == {"host": set(self.cache.stack.host.index), **indexes}
+        self._events.check()
 
     def _require_rules_kept(self) -> None:
         for tier in self.tiers:
