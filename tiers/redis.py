@@ -101,7 +101,7 @@ class RedisTier(Tier):
             raise Unfit(
                 f"{address} is Redis {self._version}", hint="Redis 6.2, Valkey 7.2 or later"
             )
-        mode = info.get("redis_mode", "standalone")
+        mode = info.get("server_mode") or info.get("redis_mode", "standalone")
         if mode == "sentinel":
             raise Unfit(f"{address} is a Sentinel", hint="set sentinel to the master's name")
         if mode == "cluster" and not options.cluster:

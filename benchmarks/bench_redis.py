@@ -1,0 +1,225 @@
+"""The Redis tier against the raw protocol on the same server.
+
+The limit is a client that does nothing else: a blocking socket that sends the same commands with
+the same values from memory (``sendmsg``) and receives the replies into the same memory
+(``recv_into``), without a header and without a checksum. Ours and raw take turns, medians are
+compared. Below them stands what redis-benchmark reaches, which reuses one value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from statistics import median
+
+from benchmarks.row import Row
+from kvladder.arena import Arena
+from kvladder.keys import BlockKey
+from kvladder.layout import Layout
+from kvladder.runtime import SystemClock
+from kvladder.testing.redisserver import RedisServer
+from kvladder.testing.sim import inline_blocking
+from kvladder.tiers.base import Item, TierContext
+from kvladder.tiers.redis import RedisTier
+from kvladder.tiers.redisurl import RedisOptions
+from kvladder.tiers.resp import encode, encode_around
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = (64 * KIB, MIB, 4 * MIB)
+BATCHES = (1, 16, 128)
+BATCH_BYTES = 128 * MIB
+"""What a batch may hold at most: of the largest blocks fewer are sent at once."""
+ROUNDS = 9
+KEYS = 8192
+
+
+def rows() -> Iterable[Row]:
+    """Sets and gets of each size and batch, then existence."""
+    with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder)) as server:
+        for size in SIZES:
+            for batch in sorted({min(batch, BATCH_BYTES // size) for batch in BATCHES}):
+                yield from asyncio.run(transfers(server, size, batch))
+                server.run("FLUSHALL")
+        yield from asyncio.run(existence(server))
+        yield from redis_benchmark(server)
+
+
+def key(number: int) -> BlockKey:
+    """The key of a block."""
+    return BlockKey(hashlib.sha256(b"bench %d" % number).digest())
+
+
+class Raw:
+    """The bare minimum: one blocking socket."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._file = self._socket.makefile("rb", buffering=64 * KIB)
+
+    def set(self, values: Sequence[memoryview]) -> None:
+        """Store values, pipelined."""
+        parts: list[bytes | memoryview] = []
+        for number, value in enumerate(values):
+            before, after = encode_around(b"SET", b"raw:%d" % number, length=len(value))
+            parts += [before, value, after]
+        while parts:
+            sent = self._socket.sendmsg(parts[:512])
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if sent:
+                parts[0] = memoryview(parts[0])[sent:]
+        for _ in values:
+            assert self._file.readline() == b"+OK\r\n"
+
+    def delete(self, values: Sequence[memoryview]) -> None:
+        """Have the server give their memory back, as ours is asked to."""
+        names = [b"raw:%d" % number for number in range(len(values))]
+        self._socket.sendall(encode(b"UNLINK", *names))
+        self._file.readline()
+
+    def get(self, values: Sequence[memoryview]) -> None:
+        """Fetch them again, each into its memory."""
+        self._socket.sendall(b"".join(encode(b"GET", b"raw:%d" % n) for n in range(len(values))))
+        for value in values:
+            assert int(self._file.readline()[1:]) == len(value)
+            filled = 0
+            while filled < len(value):
+                filled += self._file.readinto1(value[filled:]) or 0  # type: ignore[attr-defined]
+            self._file.read(2)
+
+    def exist(self, names: Sequence[bytes]) -> None:
+        """Ask about keys, pipelined."""
+        self._socket.sendall(b"".join(encode(b"EXISTS", name) for name in names))
+        for _ in names:
+            assert self._file.readline() == b":1\r\n"
+
+    def close(self) -> None:
+        """Hang up."""
+        self._file.close()
+        self._socket.close()
+
+
+@asynccontextmanager
+async def opened(
+    server: RedisServer, size: int, count: int
+) -> AsyncGenerator[tuple[RedisTier, Arena, list[Item]]]:
+    """A tier, an arena with random bytes in it, and blocks of ``size`` bytes there."""
+    layout = Layout(block_tokens=16, block_bytes=size)
+    arena = Arena.create(count, layout.slot_bytes)
+    slots = arena.lease(count) or []
+    for slot in slots:
+        arena.view(slot)[:] = hashlib.shake_128(b"%d" % slot).digest(4096) * (size // 4096)
+    tier = RedisTier(RedisOptions(url=server.url))
+    context = TierContext(
+        arena, layout, layout.namespace(), 1 << 20, SystemClock(), inline_blocking
+    )
+    await tier.open(context)
+    try:
+        yield tier, arena, [Item(key(slot), slot, slot) for slot in slots]
+    finally:
+        await tier.aclose()
+        arena.release(slots)
+        arena.close()
+
+
+async def timed(work: Callable[[], Awaitable[Sequence[bool] | None]]) -> float:
+    """Seconds that a call takes, all of whose answers are True."""
+    began = time.perf_counter()
+    answers = await work()
+    took = time.perf_counter() - began
+    assert all(answers or ())
+    return took
+
+
+def timed_raw(work: Callable[[], None]) -> float:
+    """Seconds that it takes."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+async def transfers(server: RedisServer, size: int, batch: int) -> Iterable[Row]:
+    """One batch after the other, ours and raw in turns."""
+    took: dict[str, list[float]] = {name: [] for name in ("set", "get", "raw set", "raw get")}
+    raw = Raw(server.port)
+    repeats = max(1, 16 * MIB // (size * batch))
+    async with opened(server, size, batch) as (tier, arena, items):
+        views = [arena.view(item.slot)[:size] for item in items]
+        for _ in range(ROUNDS):
+            sums = dict.fromkeys(took, 0.0)
+            for _ in range(repeats):
+                raw.delete(views)
+                sums["raw set"] += timed_raw(lambda: raw.set(views))
+                sums["raw get"] += timed_raw(lambda: raw.get(views))
+                await tier.remove(items)
+                sums["set"] += await timed(lambda: tier.put(items))
+                sums["get"] += await timed(lambda: tier.get(items))
+            for name, seconds in sums.items():
+                took[name].append(seconds)
+    raw.close()
+    moved = size * batch * repeats / 1e9
+    what = f"{batch} of {size // KIB} KiB" if size < MIB else f"{batch} of {size // MIB} MiB"
+    return [
+        Row(
+            name=f"redis {name}, {what} at once",
+            unit="GB/s",
+            limit=moved / median(took[f"raw {name}"]),
+            ours=moved / median(took[name]),
+            goal="ratio >= 0.8",
+            note="ours with header and checksum; limit: a blocking socket, nothing else",
+        )
+        for name in ("set", "get")
+    ]
+
+
+async def existence(server: RedisServer) -> Iterable[Row]:
+    """A prefix of 8,192 blocks: which of them are there."""
+    ours: list[float] = []
+    limit: list[float] = []
+    raw = Raw(server.port)
+    async with opened(server, 4096, 1) as (tier, _, items):
+        every = [items[0]._replace(key=key(number)) for number in range(KEYS)]
+        for start in range(0, KEYS, 128):
+            assert all(await tier.put(every[start : start + 128]))
+        names = [bytes(name) for name in server.run("KEYS", "kvladder:*")]
+        for _ in range(ROUNDS):
+            limit.append(timed_raw(lambda: raw.exist(names)))
+            ours.append(await timed(lambda: tier.contains(every)))
+    raw.close()
+    server.run("FLUSHALL")
+    return [
+        Row(
+            name="redis, existence of 8,192 keys",
+            unit="ms",
+            limit=median(limit) * 1e3,
+            ours=median(ours) * 1e3,
+            ratio=median(limit) / median(ours),
+            note="one round trip; LMCache's clients take 280 us (Python) and 11 us (C++) per key",
+        )
+    ]
+
+
+def redis_benchmark(server: RedisServer) -> Iterable[Row]:
+    """What the server's own tool reaches with values of 1 MiB, 16 at once."""
+    if shutil.which("redis-benchmark") is None:
+        return
+    command = ["redis-benchmark", "-p", str(server.port), "-d", str(MIB), "-P", "16", "-c", "1"]
+    command += ["-n", "512", "-t", "set,get", "--csv"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    for line in done.stdout.splitlines()[1:]:
+        name, per_second, *_ = (part.strip('"') for part in line.split(","))
+        yield Row(
+            name=f"redis-benchmark {name.lower()}, 16 of 1 MiB at once",
+            unit="GB/s",
+            ours=float(per_second) * MIB / 1e9,
+            note="for comparison: the server's own client in C, one value again and again",
+        )
