@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from random import Random
+from struct import pack
 
 import pytest
 import zstandard
@@ -102,7 +103,7 @@ def test_byte_planes_are_what_makes_numbers_shrink():
     done = codec.encode(memoryview(block), memoryview(bytearray(SIZE)), Subject(ITEM.key))
     assert done is not None
     plain = zstandard.compress(block, 1)
-    assert len(done[0]) < 0.95 * len(plain)
+    assert len(done[0]) < 0.9 * len(plain)
     assert len(done[0]) < 0.7 * SIZE
 
 
@@ -120,7 +121,9 @@ def test_a_frame_that_claims_to_be_huge_is_not_unpacked():
     codec.open(LAYOUT, SPACE)
     bomb = zstandard.compress(bytes(1 << 24), 1)
     target = memoryview(bytearray(SIZE))
-    assert codec.decode(memoryview(bomb), b"\0", target, Subject(ITEM.key)) is None
+    for params in (len(bomb), 0):
+        found = codec.decode(memoryview(bomb), pack("<Q", params), target, Subject(ITEM.key))
+        assert found is None
 
 
 PARTS = st.binary(min_size=1, max_size=64).map(lambda part: (part * SIZE)[:SIZE])
