@@ -59,8 +59,8 @@ def open_manager(config: StackConfig, layout: Layout, *, pools: bool = False) ->
     if "gpu" in config.source.raw and not pools:
         hint = "leave the section out: the engine has a block pool of its own"
         raise ConfigError("has no effect here", path="gpu", hint=hint)
-    description = config.describe(layout)
     space = _namespace(config, layout)
+    description = f"{config.describe(layout)}\n\nnamespace {space.hex()}"
     find = finder(layout, space)
     edges = [EdgeSettings(level.make_codecs(), find) for level in config.levels]
     scratch = [level.scratch_blocks(layout) for level in config.levels]

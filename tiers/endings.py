@@ -63,6 +63,9 @@ def purge(
     with shared.lock:
         shared.purging[salt] += 1
         recall(salt)
+        for level in levels:
+            if isinstance(level, Level) and level.tier.shared:  # also what others put
+                level.purge(salt)
     try:
         for level in levels:
             for start in range(0, level.index.places, PURGE_PLACES):

@@ -84,8 +84,8 @@ class Level:
         """Leases slots for so many blocks of a priority; the stack's may evict for it."""
         self.places = Places(capacity_blocks)
         self.shared = shared
-        self.purging = 0
-        """How often everything is to leave a shared tier: until then nobody asks what is there."""
+        self.purging: list[bytes | None] = []
+        """Salts, or None for all, that are to leave a shared tier: until then it is not asked."""
         self._writer = Writer(self)
         self._read_gate = asyncio.Semaphore(settings.reads_max)
 
@@ -162,9 +162,9 @@ class Level:
         """Whether the tier has still to forget the block, or may still come to store it."""
         return self._writer.leaving(key)
 
-    def purge(self) -> None:
-        """Have the writer remove every block of the namespace from a shared tier."""
-        self.purging += 1
+    def purge(self, salt: bytes | None) -> None:
+        """Have the writer remove the blocks of a salt, or all, from a shared tier."""
+        self.purging.append(salt)
         self.stir()
 
     def adopt(self, keys: Sequence[BlockKey], *, spare: AbstractSet[BlockKey]) -> None:
@@ -325,16 +325,15 @@ class Level:
         return answer.results
 
     async def purge_now(self) -> None:
-        """Empty the namespace of a shared tier; what fails is still to be done."""
-        wanted = self.purging
+        """Remove from a shared tier what is to leave it first; what fails is still to be done."""
 
         async def purging() -> Sequence[bool]:
-            await self.tier.purge(None, lambda _done, _total: None)
+            await self.tier.purge(self.purging[0], lambda _done, _total: None)
             return ()
 
         answer = await self.gate.call(purging, (), lambda: None, timeout_s=PURGE_TIMEOUT_S)
         with self.shared.lock:
-            self.purging -= wanted if answer.results is not None else 0
+            del self.purging[: answer.results is not None]
 
     async def read(self, items: Sequence[Item]) -> Sequence[bool]:
         """Fill the items' slots; False where that failed, for whatever reason.

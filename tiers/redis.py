@@ -18,7 +18,7 @@ from kvladder.tiers.redisvalue import (
     ValueHeader,
     block_name,
     part_name,
-    salt_of,
+    salt_and_length,
     space_prefix,
 )
 from kvladder.tiers.resp import Part, ReplyError, Target, encode_around
@@ -249,19 +249,21 @@ class RedisTier(Tier):
 
     async def _purge(self, names: Sequence[bytes], salt: bytes | None) -> int:
         """Remove these keys, or those of them whose values name this salt, with their parts."""
-        heads = [memoryview(bytearray(HEADER_BYTES)) for _ in names]
-        count = len(self._spans(self._size))
+        parts = dict.fromkeys(names, 1)
         if salt is not None:
-            looks = [
-                Command(name, sent(b"GETRANGE", name, 0, HEADER_BYTES - 1), Target(head, _NOTHING))
-                for name, head in zip(names, heads, strict=True)
-            ]
-            await self._run(looks)
-            names = [n for n, head in zip(names, heads, strict=True) if salt_of(head) == salt]
+            heads = [memoryview(bytearray(HEADER_BYTES)) for _ in names]
+            await self._run(
+                [
+                    Command(n, sent(b"GETRANGE", n, 0, HEADER_BYTES - 1), Target(head, _NOTHING))
+                    for n, head in zip(names, heads, strict=True)
+                ]
+            )
+            told = zip(names, map(salt_and_length, heads), strict=True)
+            parts = {n: len(self._spans(own[1])) for n, own in told if own and own[0] == salt}
         outcomes = await self._run(
             [
                 Command(name, sent(b"UNLINK", *(part_name(name, part) for part in range(count))))
-                for name in names
+                for name, count in parts.items()
             ]
         )
         for outcome in outcomes:

@@ -96,13 +96,12 @@ class ValueHeader:
         return True
 
 
-def salt_of(head: memoryview) -> bytes | None:
-    """The salt that a value's header names; None if it is not a header."""
-    if len(head) < HEADER_BYTES:
-        return None
+def salt_and_length(head: memoryview) -> tuple[bytes, int] | None:
+    """The salt that a value's header names, and the length of what it describes, or None."""
     (check,) = _CHECK.unpack_from(head, _FIELDS.size)
     fields = head[: _FIELDS.size]
     if xxh3_64_intdigest(fields) != check or bytes(fields[: len(MAGIC)]) != MAGIC:
         return None
-    salt: bytes = _FIELDS.unpack(fields)[9]
-    return salt.rstrip(b"\0") and salt
+    found = _FIELDS.unpack(fields)
+    salt: bytes = found[9]
+    return salt.rstrip(b"\0") and salt, found[4]

@@ -295,7 +295,7 @@ class TierStack:
             self.loader.prober.void()
             for level in self.levels:
                 if level.tier.shared:  # what others put is of no use either
-                    level.purge()
+                    level.purge(None)
 
     def purge(self, salt: bytes) -> Iterator[dict[str, int]]:
         """Forget every block of a salt: after each step, how many by level so far.
@@ -310,6 +310,7 @@ class TierStack:
         for key, (_, meta) in list(self._saving.items()):
             if meta.terms.salt == salt:
                 del self._saving[key]
+        self.loader.prober.void()
         self.loader.recall_salted(salt)
         for level in self.levels:
             level.recall(salt)

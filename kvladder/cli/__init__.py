@@ -1,4 +1,4 @@
-"""The command line: ``kvladder check``, ``kvladder size`` and ``kvladder --version``."""
+"""The command line: ``kvladder check``, ``size``, ``purge`` and ``--version``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvladder.cli.check import check
+from kvladder.cli.purge import purge
 from kvladder.cli.size import size
 from kvladder.errors import ConfigError
 from kvladder.gpu.groups import ITEM_BYTES
@@ -54,7 +55,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     checking.set_defaults(run=_check)
     _add_size(commands.add_parser)
+    purging = commands.add_parser(
+        "purge",
+        help="remove blocks from the tiers that engines share",
+        description="Remove every block of a namespace, or of one cache salt in it, from the "
+        "shared tiers of a configuration, in steps that leave the servers time for others.",
+    )
+    purging.add_argument("config", type=Path, help="the YAML file")
+    purging.add_argument(
+        "--namespace", required=True, metavar="HEX", help="as an engine prints it at start"
+    )
+    purging.add_argument("--salt", help="only blocks of requests with this cache salt")
+    purging.set_defaults(run=_purge)
     return parser
+
+
+def _purge(arguments: argparse.Namespace) -> str:
+    return purge(arguments.config, namespace=arguments.namespace, salt=arguments.salt)
 
 
 def _check(arguments: argparse.Namespace) -> str:

@@ -167,6 +167,22 @@ async def test_clear_removes_what_others_put_as_well() -> None:
         assert await cache.load(keys) == []
 
 
+async def test_a_purge_of_a_salt_reaches_what_others_put() -> None:
+    tier = SharedFakeTier()
+    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        cache.save(cache.keys(1), salt="tenant")
+        cache.save(cache.keys(2))
+        await cache.settle()
+        (record,) = [one for one in tier.records.values() if one.item.salt]
+        (theirs,) = put_by_others(tier, 3)
+        tier.records[theirs] = record._replace(item=record.item._replace(key=theirs))
+        list(cache.manager.purge("tenant"))
+        assert not cache.levels[0].answers
+        await cache.settle()
+        assert [one.item.salt for one in tier.records.values()] == [b""]
+        assert cache.levels[0].answers
+
+
 async def test_a_clear_that_fails_is_made_up_for() -> None:
     tier = SharedFakeTier([Fail(on="purge")])
     async with cache_of(LevelSpec(tier)) as cache:
