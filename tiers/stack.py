@@ -245,9 +245,8 @@ class TierStack:
         """How many leading ``keys`` it is worth to fetch: all, if a shared tier has to be asked."""
         with self.lock:
             _, total = self.lookup(keys)
-            if total < len(keys) and self.loader.prober.may_know(keys[total]):
-                return len(keys)
-        return total
+            asks = total < len(keys) and self.loader.prober.may_know(keys[total])
+        return len(keys) if asks else total
 
     def where(self, key: BlockKey) -> str | None:
         """The hottest level that holds the block or is about to; with the lock held."""
