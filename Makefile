@@ -23,6 +23,6 @@ bench: .venv/stamp  ## measure: limit, peer, ours and the ratio (ARGS="--only NA
 	bash .ci/venv
 
 clean:  ## remove what the other targets made
-	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache \
+	rm -rf .venv build dist *.egg-info gpu/_columns.*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache \
 	    .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -142,6 +142,10 @@ class _CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """The window, or -1 for none."""
         return self._layer.shape.window or -1
 
+    def get_max_cache_shape(self) -> int:
+        """As it was called in earlier versions."""
+        return self.get_max_length()
+
 
 class PooledModel:
     """A causal language model that computes in the blocks of a device cache.
