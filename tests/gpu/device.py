@@ -28,9 +28,11 @@ class Model:
         context: int = 16,
         step: int | None = None,
         reuse: bool = True,
+        device: str = "cpu",
         **fields: str,
     ) -> None:
         self.groups = groups or (FULL,)
+        self.device = device
         parts = [DeviceGroup(group, group.block_tokens * WIDTH) for group in self.groups]
         memory = blocks * sum(part.block_bytes for part in parts)
         gpu = {"memory": memory, "shares": [part.block_bytes for part in parts]}
@@ -48,13 +50,14 @@ class Model:
 
     def allocate(self, group: int, blocks: int) -> dict[str, torch.Tensor]:
         size = self.groups[group].block_tokens
-        return {"kv": torch.full((blocks, size, WIDTH), 0xAA, dtype=torch.uint8)}
+        poison = torch.full((blocks, size, WIDTH), 0xAA, dtype=torch.uint8)
+        return {"kv": poison.to(self.device)}
 
     def kv(self, request: Request, group: int, position: int) -> torch.Tensor:
         part = request.parts[group]
         words = part.tokens[: position + 1].tobytes()
         made = shake_128(f"{group} {part.root.salt} {part.root.lora}".encode() + words)
-        return torch.frombuffer(bytearray(made.digest(WIDTH)), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(made.digest(WIDTH)), dtype=torch.uint8).to(self.device)
 
     def place(self, request: Request, group: int, position: int) -> torch.Tensor:
         block, within = divmod(position, self.groups[group].block_tokens)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import kvladder
 from kvladder.config import load_config
@@ -194,3 +195,25 @@ def test_memory_that_holds_no_sequence_is_refused_and_nothing_stays_open() -> No
         Model(stack(), blocks=3)
     with pytest.raises(PlanError, match="context: 0"):
         Model(stack(), context=0)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("windows", [0, 1])
+def test_the_same_on_every_device(device: str, windows: int, tmp_path: Path) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    groups = [Group("all", 4), *[Group("near", 4, "window", 8)] * windows]
+    with model(stack(files(tmp_path), slots=32), *groups, device=device) as engine:
+        engine.run(range(16))
+        engine.evict()
+        request = engine.begin([*range(16), 99])
+        assert request.cached == 16
+        engine.compute(request)
+        suspended = engine.cache.preemption.suspend(request, "tiers")
+        engine.settle()
+        again = engine.cache.resume(suspended)
+        engine.settle()
+        engine.compute(again)
+        engine.requests.release(again)
+    with model(stack(files(tmp_path), slots=32), *groups, device=device) as engine:
+        assert engine.run([*range(16), 99]) == 16
