@@ -22,6 +22,8 @@ class Victim(NamedTuple):
     hits: int
     until_s: float
     """When the priority reverts to the default, in the pool's time; inf for never."""
+    salt: str = ""
+    """The cache salt of the request that it was made for."""
 
 
 class Taken(NamedTuple):

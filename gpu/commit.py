@@ -125,6 +125,8 @@ class Committer:
             for node in nodes:
                 index.nodes.hits[node] = 0
         self._retainer.begin(nodes)
+        if content.root.salt:
+            index.salts.update(dict.fromkeys(nodes, content.root.salt))
         if content.limits:
             for at, node in enumerate(nodes, first):
                 if at in content.limits:

@@ -49,6 +49,8 @@ class PrefixIndex:
         """By device slot, the block in it that the index knows, or ``NO_NODE``."""
         self.colder: dict[NodeId, str] = {}
         """The level of those that a tier holds, whether they are on the device too or not."""
+        self.salts: dict[NodeId, str] = {}
+        """The cache salts of those that have one."""
         self.limits: dict[NodeId, int] = {}
         """How many leading tokens tell what is in a block, where something else does too."""
         self.origin: dict[NodeId, tuple[BlockKey | None, Root]] = {}
@@ -265,8 +267,9 @@ class PrefixIndex:
         if self.colder:
             for node in nodes:
                 self.colder.pop(node, None)
-        if self.limits or self.origin:
+        if self.limits or self.origin or self.salts:
             for node in nodes:
+                self.salts.pop(node, None)
                 self.limits.pop(node, None)
                 self.origin.pop(node, None)
         rows.give(nodes)
@@ -306,7 +309,7 @@ class PrefixIndex:
         for place, node in enumerate(self.node_at):
             assert node == NO_NODE or (node in known and rows.slot[node] == place)
         assert self.colder.keys() <= known
-        assert self.limits.keys() | self.origin.keys() <= known
+        assert self.limits.keys() | self.origin.keys() | self.salts.keys() <= known
         for key, node in self._roots.items():
             assert rows.key[node] == key == self._root_of[node].key
         taken = known | self._root_of.keys() | {NOWHERE}

@@ -125,6 +125,7 @@ class Moves:
             rows.floor[node],
             rows.hits[node],
             rows.until.get(node, inf),
+            self._ledger.index.salts.get(node, ""),
         )
 
     def _gone(self, node: NodeId, level: str) -> None:
@@ -155,6 +156,12 @@ class Moves:
         self._events.removed(self._group, keys, why)
         if below is not None and colder:
             self._ask(lambda: below.remove(colder))
+
+    def purge(self, salt: str) -> None:
+        """Forget every block that was made for a request with this salt, which is not empty."""
+        salts = self._ledger.index.salts
+        self.drop([node for node, held in salts.items() if held == salt], "removed")
+        self.settle()
 
     def keep(self, nodes: Sequence[NodeId]) -> None:
         """These were matched and are held: those on their way out stay."""

@@ -14,11 +14,12 @@ from kvladder.gpu.below import Arrival, Taken, Victim
 from kvladder.gpu.copy import Copier, CopyJob, Direction, Finished, JobId
 from kvladder.gpu.names import DeviceSlot, Ticket
 from kvladder.gpu.pool import BlockPool
-from kvladder.keys import BlockKey
+from kvladder.keys import BlockKey, salt_digest
 from kvladder.manager import CacheManager
 from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.tiers.fetch import Fetch
 from kvladder.tiers.index import Meta
+from kvladder.tiers.terms import NO_TERMS, Terms
 
 REST_S = 0.002
 """How long ``TierPort.wait`` sleeps at most while nothing but a tier can wake it."""
@@ -162,7 +163,8 @@ class TierPort:
         out, device = _Out(group, [], []), list[int]()
         with stack.lock:
             for victim in victims:
-                meta = Meta(victim.priority, victim.floor, victim.hits, victim.until_s)
+                terms = self._terms(victim.salt)
+                meta = Meta(victim.priority, victim.floor, victim.hits, victim.until_s, terms)
                 _, slots = stack.reserve([victim.key], [meta], explicit=True)
                 if slots:
                     out.keys.append(victim.key)
@@ -178,6 +180,10 @@ class TierPort:
             self._out[ticket] = out
             self._copy(ticket, group, "offload", device, out.slots)
         return taken
+
+    def _terms(self, salt: str) -> Terms:
+        """Whose a block is, for ``CacheManager.purge``."""
+        return Terms(salt=salt_digest(self._manager.namespace, salt)) if salt else NO_TERMS
 
     def _level(self, meta: Meta) -> str:
         """Where a block that is saved with this meta goes first."""

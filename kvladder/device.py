@@ -101,6 +101,18 @@ class DeviceCache:
         for pool in self.pools:
             pool.reset()
 
+    def purge(self, salt: str) -> None:
+        """Forget every block of requests with this salt, on the device and in the tiers.
+
+        Requests that run keep theirs; a durable tier has forgotten the blocks once
+        ``manager.removals`` is 0. Raises ValueError if the salt is empty.
+        """
+        steps = self.manager.purge(salt)
+        for pool in self.pools:
+            pool.moves.purge(salt)
+        for _ in steps:
+            pass
+
     def stats(self) -> Stats:
         """Counters of the pools, by ``gpu`` and the group's name, and of the tiers; plain data."""
         found: Stats = {}

@@ -83,6 +83,24 @@ def test_salts_and_adapters_share_nothing_through_the_tiers() -> None:
             assert engine.run(range(9), **name) == 8
 
 
+def test_the_blocks_of_one_salt_are_purged_everywhere() -> None:
+    for windows in (0, 1):
+        groups = [Group("all", 4), *[Group("near", 4, "window", 8)] * windows]
+        with model(stack(slots=32), *groups, blocks=32) as engine:
+            with pytest.raises(ValueError, match="empty"):
+                engine.cache.purge("")
+            for salt in ("a", "b"):
+                engine.run(range(9), salt=salt)
+            engine.evict()
+            for salt in ("a", "b"):
+                engine.run(range(100, 109), salt=salt)
+            engine.cache.purge("a")
+            engine.settle()
+            for start in (0, 100):
+                assert engine.run(range(start, start + 9), salt="a") == 0
+                assert engine.run(range(start, start + 9), salt="b") == 8
+
+
 def test_a_level_takes_what_its_threshold_admits_and_the_rest_is_forgotten() -> None:
     with model({**stack(min_priority=40), "gpu": {"events": 1000}}) as engine:
         high = Retention((RetentionRange(0, 8, 80),))

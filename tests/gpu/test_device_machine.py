@@ -277,6 +277,10 @@ class DeviceMachine(RuleBasedStateMachine):
         keys = one.scheme.chain(tokens, parent=one.scheme.root(salt="a"))
         one.pool.remove(keys[-1:])
 
+    @rule(salt=st.sampled_from("ab"))
+    def purge(self, salt: str) -> None:
+        self.cache.purge(salt)
+
     @rule()
     def reset(self) -> None:
         self.cache.reset()
