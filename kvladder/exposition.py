@@ -96,6 +96,14 @@ METRICS: Final = (
         "Blocks of an earlier process found at start",
         "recovered",
     ),
+    _tier("tier_server_used_bytes", "gauge", "Memory that its servers use", "server_used_bytes"),
+    _tier("tier_server_max_bytes", "gauge", "Memory that they may use", "server_max_bytes"),
+    _tier(
+        "tier_server_evicted_blocks_total",
+        "counter",
+        "Values that its servers evicted, whoever put them",
+        "server_evicted",
+    ),
     _tier(
         "tier_probed_blocks_total",
         "counter",

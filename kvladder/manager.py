@@ -270,6 +270,7 @@ class CacheManager:
                     capacity=level.capacity_blocks,
                     queued=level.queued,
                     queue_age_s=level.queue_age_s,
+                    **level.tier.gauges(),
                     corrupt=level.tier.corrupt_blocks() + level.edge.corrupt,
                     unreadable=level.edge.unreadable,
                     encoded_bytes=level.edge.encoded_bytes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, NamedTuple, Protocol
@@ -201,6 +201,10 @@ class Tier(ABC):
     def corrupt_blocks(self) -> int:
         """How many blocks failed their check since ``open``; for statistics."""
         return 0
+
+    def gauges(self) -> Mapping[str, int]:
+        """What a server says of itself, as last heard: for statistics, by their names."""
+        return {}
 
     def describe(self) -> dict[str, str]:
         """Settings as they are in effect, without secrets."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from math import inf
 from typing import Any, ClassVar
 
 from kvladder.errors import ConfigError, TierError, TierFull
@@ -32,6 +33,12 @@ PURGE_KEYS = 1000
 VALUE_BYTES_MAX = 512 << 20
 """What a server takes unless ``proto-max-bulk-len`` says otherwise."""
 _NOTHING = memoryview(b"")
+GAUGES_S = 10.0
+GAUGES = {
+    "server_used_bytes": "used_memory",
+    "server_max_bytes": "maxmemory",
+    "server_evicted": "evicted_keys",
+}
 
 
 class RedisTier(Tier):
@@ -59,6 +66,9 @@ class RedisTier(Tier):
         self._version = "not known yet"
         self._value_max = VALUE_BYTES_MAX
         self._corrupt = 0
+        self._gauges: dict[str, int] = {}
+        self._asked_s = -inf
+        self._asking: asyncio.Task[None] | None = None
         self._closed = False
 
     async def open(self, context: TierContext) -> None:
@@ -160,11 +170,32 @@ class RedisTier(Tier):
         if not commands:
             return []
         await self._require_fit()
+        self._ask_gauges()
         outcomes = await self._servers.run(commands)
         failures = [failure for outcome in outcomes if (failure := _failure(outcome))]
         if len(failures) == len(outcomes):
             raise failures[0]
         return outcomes
+
+    def _ask_gauges(self) -> None:
+        """Have the servers say how they are, now and then, while nobody waits for it."""
+        now = self.context.clock.now()
+        if self._asking is None and now - self._asked_s >= GAUGES_S:
+            self._asked_s = now
+            self._asking = asyncio.create_task(self._gauge(), name="kvladder-redis-info")
+
+    async def _gauge(self) -> None:
+        found = dict.fromkeys(GAUGES, 0)
+        try:
+            for address in await self._servers.addresses():
+                info = parse_info(await self._entrance.ask(address, "INFO"))
+                for name, field in GAUGES.items():
+                    found[name] += int(info.get(field, "0"))
+            self._gauges = found
+        except (TierError, ValueError):
+            pass  # the old ones have to do
+        finally:
+            self._asking = None
 
     # ---- the tier
 
@@ -274,6 +305,9 @@ class RedisTier(Tier):
     def corrupt_blocks(self) -> int:
         return self._corrupt
 
+    def gauges(self) -> Mapping[str, int]:
+        return self._gauges
+
     def describe(self) -> dict[str, str]:
         url, options = self.options.parsed, self.options
         kind = "cluster" if options.cluster else f"master {options.sentinel}, from Sentinels"
@@ -293,6 +327,9 @@ class RedisTier(Tier):
     async def aclose(self) -> None:
         self._closed = True
         self._servers.close()
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait({self._asking})
 
 
 def parse_info(text: bytes) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from asyncio import CancelledError
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from random import Random
 from typing import NamedTuple
@@ -266,6 +266,10 @@ class FakeTier(Tier):
 
     def corrupt_blocks(self) -> int:
         return self._damage_found
+
+    def gauges(self) -> Mapping[str, int]:
+        used = sum(len(record.data) for record in self.records.values())
+        return {"server_used_bytes": used, "server_max_bytes": 0, "server_evicted": 0}
 
     def describe(self) -> dict[str, str]:
         return {"durable": str(self.durable), "script": f"{len(self.script)} steps"}
