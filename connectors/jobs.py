@@ -85,7 +85,8 @@ class JobConnector(Connector):
             )
         if not save.slots:
             return None
-        chosen = tuple(blocks[index] for index in save.indices)
+        whole = len(save.indices) == len(blocks)
+        chosen = tuple(blocks) if whole else tuple(blocks[index] for index in save.indices)
         job = CopyJob(JobId(next(self._ids)), "offload", chosen, tuple(save.slots), group)
         return self._begin(job, save)
 

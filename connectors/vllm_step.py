@@ -118,12 +118,13 @@ class StepConnector(JobConnector):
         self._begun: list[CopyJob] = []
         self._partial: dict[JobId, Done] = {}
         self._ended: list[Finished] = []
-        self._sources: dict[int, JobId] = {}
+        self._sources: dict[JobId, frozenset[int]] = {}
+        """By save under way, the blocks that it reads."""
 
     def _start(self, job: CopyJob) -> None:
         self._begun.append(job)
         if job.direction == "offload":
-            self._sources.update(dict.fromkeys(job.blocks, job.id))
+            self._sources[job.id] = frozenset(job.blocks)
 
     @property
     def saving(self) -> bool:
@@ -137,8 +138,8 @@ class StepConnector(JobConnector):
 
     def reading(self, blocks: Iterable[int]) -> list[JobId]:
         """The saves under way that still read any of these blocks."""
-        sources = self._sources
-        return list(dict.fromkeys(sources[block] for block in blocks if block in sources))
+        written = list(blocks)
+        return [job_id for job_id, read in self._sources.items() if not read.isdisjoint(written)]
 
     def give_up(self, job_id: JobId) -> None:
         """No worker is going to be told of this job."""
@@ -155,9 +156,7 @@ class StepConnector(JobConnector):
             if job is None:
                 self._partial[job_id] = total
                 continue
-            for block in job.blocks:
-                if self._sources.get(block) == job_id:
-                    del self._sources[block]
+            self._sources.pop(job_id, None)
             self._ended.append(Finished(job_id, total.ok, total.bytes, total.seconds))
 
     def poll(self) -> list[Finished]:

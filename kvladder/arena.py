@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NewType
+from typing import NewType, cast
 
 from kvladder.errors import ArenaError, ConfigError
 from kvladder.layout import PAGE_BYTES, align
@@ -207,7 +207,7 @@ class Arena:
             del free[len(free) - count :]
             for slot in taken:
                 self._claims[slot] = 1
-        return [Slot(slot) for slot in taken]
+        return cast("list[Slot]", taken)
 
     def set_aside(self, count: int) -> list[Slot]:
         """Claim the last ``count`` slots for good: ``slots`` no longer counts them.

@@ -81,7 +81,8 @@ class Save:
         floor: int,
     ) -> None:
         self._stack = stack
-        self._keys = [keys[index] for index in indices]
+        whole = len(indices) == len(keys)
+        self._keys = list(keys) if whole else [keys[index] for index in indices]
         self.indices = indices
         """Positions of these blocks in the keys that were given, ascending."""
         self.slots = slots
@@ -214,6 +215,10 @@ class CacheManager:
         floor = parent_floor
         terms = Terms(self._bits(levels), inf if ttl_s is None else now + ttl_s, self._digest(salt))
         metas: list[Meta] = []
+        if priorities is None and durations_s is None:  # one for all of them
+            floor = min(floor, PRIORITY_DEFAULT)
+            metas = [Meta(PRIORITY_DEFAULT, floor, 0, inf, terms)] * len(keys)
+            wanted, durations = [], []
         for priority, duration_s in zip(wanted, durations, strict=True):
             floor = min(floor, checked_priority(priority))
             until_s = inf if duration_s is None else now + duration_s

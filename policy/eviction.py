@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 PRIORITY_MIN = 0
 PRIORITY_MAX = 100
 PRIORITY_DEFAULT = 35
+
+BULK_MIN = 32
+"""From so many handles on it is quicker to use NumPy."""
 
 _NIL = -1
 
@@ -27,6 +32,11 @@ class EvictionPolicy(ABC):
 
         With ``front`` it becomes the least recently used instead: the next to go at its priority.
         """
+
+    def push_all(self, handles: Sequence[int], priority: int) -> None:
+        """Push all of ``handles``, one after the other, with one priority."""
+        for handle in handles:
+            self.push(handle, priority)
 
     @abstractmethod
     def touch(self, handle: int) -> None:
@@ -101,6 +111,24 @@ class PrioritizedLRU(EvictionPolicy):
             self._next[handle] = _NIL
             tail[priority] = handle
         self._len += 1
+
+    def push_all(self, handles: Sequence[int], priority: int) -> None:
+        if len(handles) < BULK_MIN:
+            super().push_all(handles, priority)
+            return
+        chain = np.fromiter(handles, np.intc, len(handles))
+        self.push(handles[0], priority)
+        highest = int(chain.max())
+        if highest >= len(self._priority):
+            self._grow(highest)
+        priorities = np.frombuffer(self._priority, np.uint8)
+        assert (priorities[chain[1:]] == 0xFF).all(), "a handle is pushed twice"
+        priorities[chain] = priority
+        after, before = np.frombuffer(self._next, np.intc), np.frombuffer(self._prev, np.intc)
+        after[chain[:-1]], after[chain[-1]] = chain[1:], _NIL
+        before[chain[1:]] = chain[:-1]
+        self._tail[priority] = handles[-1]
+        self._len += len(handles) - 1
 
     def touch(self, handle: int) -> None:
         priority = self._priority[handle]

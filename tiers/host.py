@@ -97,6 +97,14 @@ class HostLevel:
         expires_s = inf if ttl_s is None else self._shared.clock.now() + ttl_s
         self.index.insert(key, slot, meta, expires_s=expires_s, pins=pins)
 
+    def insert_all(self, keys: Sequence[BlockKey], slots: Sequence[Slot], meta: Meta) -> None:
+        """``insert`` them all, in that order."""
+        assert meta.floor >= self.rule.min_priority
+        assert meta.terms.levels & HOST
+        ttl_s = self.rule.ttl_s
+        expires_s = inf if ttl_s is None else self._shared.clock.now() + ttl_s
+        self.index.insert_all(keys, slots, meta, expires_s=expires_s)
+
     def pin(self, slots: Sequence[Slot]) -> None:
         """Keep these blocks, and claim their slots once more."""
         self._shared.arena.share(slots)

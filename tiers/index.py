@@ -6,11 +6,14 @@ import heapq
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
+from operator import itemgetter
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from kvladder.keys import BlockKey
 from kvladder.metrics import AGES_S, DISTANCES, Histogram
-from kvladder.policy.eviction import PRIORITY_DEFAULT, EvictionPolicy
+from kvladder.policy.eviction import BULK_MIN, PRIORITY_DEFAULT, EvictionPolicy
 from kvladder.tiers.base import Item
 from kvladder.tiers.terms import NO_TERMS, Terms
 
@@ -152,6 +155,43 @@ class LevelIndex:
             self._pins[place] = pins
         else:
             self.policy.push(place, meta.priority)
+
+    def insert_all(
+        self,
+        keys: Sequence[BlockKey],
+        places: Sequence[int],
+        meta: Meta,
+        *,
+        expires_s: float = inf,
+    ) -> None:
+        """``insert`` each of ``keys`` at its place, all with one ``meta``, in that order."""
+        if len(keys) < BULK_MIN or meta.until_s != inf or meta.terms != NO_TERMS:
+            for key, place in zip(keys, places, strict=True):
+                self.insert(key, place, meta, expires_s=expires_s)
+            return
+        self._grow(max(places))
+        held = len(self._place) + len(keys)
+        self._place.update(zip(keys, places, strict=True))
+        assert len(self._place) == held, "a key is held already"
+        names = self._key
+        assert itemgetter(*places)(names).count(None) == len(places), "a place is taken"
+        for key, place in zip(keys, places, strict=True):
+            names[place] = key
+        at = np.fromiter(places, np.intp, len(places))
+        np.frombuffer(self._priority, np.uint8)[at] = meta.priority
+        np.frombuffer(self._floor, np.uint8)[at] = meta.floor
+        np.frombuffer(self._hits, np.uint8)[at] = min(meta.hits, HITS_MAX)
+        uses = np.arange(self._uses + 1, self._uses + 1 + len(places)) & _MASK
+        self._uses = int(uses[-1])
+        np.frombuffer(self._used, np.uint32)[at] = uses
+        np.frombuffer(self._used_s, np.float32)[at] = self._now() - self._began_s
+        if self._expires is not None:
+            np.frombuffer(self._expires, np.float64)[at] = expires_s
+        self.policy.push_all(places, meta.priority)
+
+    def disjoint(self, keys: Iterable[BlockKey]) -> bool:
+        """Whether none of ``keys`` is held."""
+        return self._place.keys().isdisjoint(keys)
 
     def _set_terms(self, place: int, terms: Terms) -> None:
         self._terms[place] = terms

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, KeysView, Sequence
 from functools import partial, reduce
 from math import inf
 from operator import or_
@@ -60,9 +60,9 @@ class Loader:
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._arrivals
 
-    def keys(self) -> list[BlockKey]:
+    def keys(self) -> KeysView[BlockKey]:
         """The blocks that are on their way."""
-        return list(self._arrivals)
+        return self._arrivals.keys()
 
     def recall(self, key: BlockKey) -> None:
         """The block was removed: what arrives under this key is thrown away."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from kvladder.arena import Slot
 from kvladder.errors import ClosedError
 from kvladder.keys import BlockKey
+from kvladder.tiers.alike import alike, all_new, publish_alike
 from kvladder.tiers.base import Shared
 from kvladder.tiers.endings import Alarm, purge
 from kvladder.tiers.fetch import Fetch
@@ -91,8 +92,7 @@ class TierStack:
         """The level that a block of the host level still has to be written to, if any."""
         for level in self.levels:
             if level.admits(meta):
-                done = key in level.index or (level, key) in self._refused
-                return None if done else level
+                return None if key in level.index or (level, key) in self._refused else level
         return None
 
     def _loose(self, key: BlockKey, meta: Meta) -> bool:
@@ -120,8 +120,7 @@ class TierStack:
                 return
             self._refused = {held for held in self._refused if held[1] in self.host.index}
             for key, slot, meta in self.host.next_to_go():
-                target = self._target(key, meta)
-                if target is not None:
+                if (target := self._target(key, meta)) is not None:
                     target.offer(key, slot, meta)
             for level, keys in self._backlog.items():
                 self._catch_up(level, keys)
@@ -153,10 +152,12 @@ class TierStack:
         positions in ``keys`` and their slots. ``explicit`` metas replace those of blocks that are
         here. Each key returned must be given to ``publish`` or ``abandon``.
         """
-        wanted: list[int] = []
         with self.lock:
             self._require_open()
-            for index, (key, meta) in enumerate(zip(keys, metas, strict=True)):
+            new = alike(metas) and all_new(keys, self.host, self.loader, self._saving)
+            new = new and self._admitted(metas[0])
+            wanted = list(range(len(keys))) if new else []
+            for index, (key, meta) in enumerate(() if new else zip(keys, metas, strict=True)):
                 place = self.host.find(key)
                 if place is not None:
                     if explicit:
@@ -182,9 +183,10 @@ class TierStack:
 
     def publish(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """The bytes of these reserved blocks are complete: from now on they are hits."""
-        stored: list[BlockKey] = []
         with self.lock:
-            for key, slot in zip(reversed(keys), reversed(slots), strict=True):
+            at_once = publish_alike(keys, slots, self.host, self.loader, self._saving)
+            stored = list(reversed(keys)) if at_once else []
+            for key, slot in () if at_once else zip(reversed(keys), reversed(slots), strict=True):
                 saving = self._saving.get(key)
                 if saving is None or saving[0] != slot:  # removed, or saved anew, meanwhile
                     self.shared.arena.release([slot])
@@ -197,8 +199,7 @@ class TierStack:
                     self.host.insert(key, slot, meta)
                     stored.append(key)
                 else:
-                    target = self._target(key, meta)
-                    if target is not None:
+                    if (target := self._target(key, meta)) is not None:
                         target.offer(key, slot, meta)
                     self.shared.arena.release([slot])
             stored.reverse()
@@ -394,7 +395,6 @@ class TierStack:
                 level.check()
             slots = [slot for slot, _ in self._saving.values()]
             assert len(set(slots)) == len(slots)
-            for slot in slots:
-                assert self.shared.arena.claims(slot) >= 1
-                assert self.host.index.key_at(slot) is None
+            assert all(self.shared.arena.claims(slot) >= 1 for slot in slots)
+            assert all(self.host.index.key_at(slot) is None for slot in slots)
             self.loader.check()

@@ -74,6 +74,23 @@ class PolicyTests:
             with pytest.raises(IndexError):
                 policy.pop()
 
+    @pytest.mark.parametrize("count", [0, 1, 5, 100])
+    def test_takes_many_at_once_as_one_after_the_other(
+        self, policy: EvictionPolicy, count: int
+    ) -> None:
+        order = Random(count).sample(range(1000, 1000 + 3 * count), count)
+        policy.push(7, PRIORITY_DEFAULT)
+        policy.push_all(order, PRIORITY_DEFAULT)
+        policy.push(9, PRIORITY_DEFAULT)
+        assert len(policy) == count + 2
+        assert set(policy) == {7, 9, *order}
+        for handle in order[::2]:
+            policy.remove(handle)
+        left = [7, *order[1::2], 9]
+        assert sorted(policy) == sorted(left)
+        if self.prioritized_lru:
+            assert self.drain(policy) == left
+
     def test_takes_every_priority_and_large_handles(self, policy: EvictionPolicy) -> None:
         for priority in range(PRIORITY_MIN, PRIORITY_MAX + 1):
             policy.push(priority * 1000, priority)

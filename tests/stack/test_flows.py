@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import Delay, FakeStore, FakeTier, Hold
 from kvladder.testing.stacks import LevelSpec, SimCache
@@ -23,6 +25,29 @@ async def test_a_block_that_was_committed_is_a_host_hit() -> None:
         assert cache.manager.lookup(keys) == (3, 3)
         assert await cache.load(cache.keys(1, 2, 9)) == ["host"] * 2
         assert cache.save(keys) == 0, "nothing is stored twice"
+
+
+@pytest.mark.parametrize("reserve", [None, 35])
+async def test_a_long_prompt_is_saved_at_once_and_like_block_by_block(reserve: int | None) -> None:
+    tier = FakeTier()
+    options = {} if reserve is None else {"priorities": [reserve] * 100}
+    async with cache_of(LevelSpec(tier, COMMIT, capacity_blocks=200), slots=220) as cache:
+        keys = cache.keys(*range(100))
+        assert cache.save(keys, **options) == 100
+        assert cache.save(keys, **options) == 0
+        one, other = cache.manager.save(cache.keys(*range(50), 7)), cache.keys(*range(40, 90))
+        assert len(one.slots) == 1
+        late = cache.manager.save(other)
+        cache.manager.remove(other[:1])
+        late.commit()  # its first block was removed meanwhile
+        one.abort()
+        cache.manager.check()
+        await cache.settle()
+        assert sum(tier.batches("put")) == 149
+        assert await cache.load(keys) == ["host"] * 100
+        assert await cache.load(other) == []
+        assert cache.manager.lookup(other[1:]).host == 49
+        assert cache.arena.free == 220 - 149
 
 
 async def test_an_aborted_save_leaves_nothing() -> None:
