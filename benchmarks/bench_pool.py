@@ -261,12 +261,12 @@ def chain() -> Row:
             extra, _ = extra_keys(request, start, start + BLOCK, 0)
             before = hash_block(sha256, before, tokens[start : start + BLOCK], extra)
 
-    theirs_s = median(_seconds(theirs) for _ in range(2 * ROUNDS))
+    theirs_s = min(_seconds(theirs) for _ in range(2 * ROUNDS))
     return Row(
         name=f"key chain of {CHAIN_TOKENS:,} tokens",
         unit="ms",
         peer=theirs_s * 1e3,
-        ours=median(_seconds(scheme.chain, tokens) for _ in range(2 * ROUNDS)) * 1e3,
+        ours=min(_seconds(scheme.chain, tokens) for _ in range(2 * ROUNDS)) * 1e3,
         goal="ours <= 7",
         note="both sha256; the peer is vLLM's request hasher",
     )
