@@ -97,6 +97,8 @@ class TierPort:
         self._copying: dict[Ticket, Direction] = {}
         self.byte_s: dict[Direction, float] = {}
         """Seconds per byte of recent copies."""
+        self._asking: list[Fetch] = []
+        """Fetches that found nothing yet; what shared tiers answer is there for the next claim."""
         self._changed: dict[BlockKey, None] = {}
         """Blocks that came to a level or left one since the last poll; with the stack's lock."""
         self.stack.shared.events.observers.append(self._note)
@@ -219,7 +221,9 @@ class TierPort:
         claim = _Claim(fetch, len(levels))
         for at, key in enumerate(keys[: len(levels)]):
             self._claims.setdefault(key, []).append((claim, at))
-        if not levels:
+        if fetch.asking and not levels:  # a shared tier answers later: for the next claim
+            self._asking.append(fetch)
+        elif not levels:
             fetch.release()
         return levels
 
@@ -263,7 +267,13 @@ class TierPort:
         for ticket in [ticket for ticket in self._in if ticket not in self._copying]:
             if not self._begin(ticket):
                 self._arrived(ticket, ok=False)
+        self._let_go([fetch for fetch in self._asking if fetch.done])
         self._reconcile()
+
+    def _let_go(self, fetches: Sequence[Fetch]) -> None:
+        for fetch in fetches:
+            self._asking.remove(fetch)
+            fetch.release()
 
     def _ended(self, finished: Finished) -> None:
         ticket = Ticket(finished.id)
@@ -342,6 +352,7 @@ class TierPort:
         self.poll()
         for ticket in list(self._in):
             self._arrived(ticket, ok=False)
+        self._let_go(list(self._asking))
         events = self.stack.shared.events
         if self._note in events.observers:
             events.observers.remove(self._note)

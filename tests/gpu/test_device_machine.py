@@ -25,9 +25,11 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.policy.retention import Retention, RetentionRange
 from kvladder.preempt import How, Suspended
 from kvladder.testing.fakes import Delay, Fail, FakeStore, FakeTier
+from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.sim import SimLoop
 from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
 from tests.gpu.engine import Indexed, replay
+from tests.stack.caches import cache_of
 
 SIZE = LAYOUT.block_tokens
 WIDTH = LAYOUT.block_bytes // SIZE
@@ -327,3 +329,20 @@ class DeviceMachine(RuleBasedStateMachine):
 
 TestDeviceMachine = pytest.mark.slow(DeviceMachine.TestCase)
 TestDeviceMachine.settings = profile(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+async def test_what_others_put_into_a_shared_tier_is_found_by_the_next_claim() -> None:
+    tier = SharedFakeTier()
+    keys = SimCache.keys(1, 2, 3)
+    async with cache_of(LevelSpec(tier)) as cache:
+        tier.others_put({key: SimCache.payload(key) for key in keys})
+        port = TierPort(cache.manager, LateCopier(cache, []))
+        below = port.group(0)
+        assert below.claim(keys) == []
+        await asyncio.sleep(1.0)
+        port.poll()
+        assert below.where(keys) == ["host"] * 3
+        assert below.claim(keys) == ["host"] * 3
+        below.disclaim(keys)
+        assert below.claim(SimCache.keys(7, 8)) == []
+        port.close()
