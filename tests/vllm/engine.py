@@ -13,6 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,11 @@ class Engine:
                 found += [int(child) for child in children.read_text().split()]
         return found
 
+    def call(self, *, function: str, **options: Any) -> Any:
+        """A function ``module:name`` of the tests, with this engine."""
+        module, _, name = function.partition(":")
+        return getattr(import_module(module), name)(self, **options)
+
     def shutdown(self) -> None:
         """End the engine in an orderly way."""
         self.llm.llm_engine.engine_core.shutdown()
@@ -218,6 +224,7 @@ def main() -> None:
     if spec.get("tiers"):
         registry.register("tiers", "hanging-get", HangingGet)
         registry.register("tiers", "hanging-put", HangingPut)
+        import_module("tests.vllm.life").register()
     engine = Engine(spec)
     with Path(sys.argv[2]).open("a") as results:
         for name, *arguments in spec["steps"]:

@@ -1,0 +1,168 @@
+"""What engines are put through request by request; runs inside an engine's process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from random import Random
+from typing import Any, ClassVar
+
+from kvladder import registry
+from kvladder.errors import TierError
+from kvladder.keys import BlockKey
+from kvladder.tiers.base import Item
+from kvladder.tiers.memory import MemoryTier
+
+DELAY_S = 2.0
+"""What each call of the slow tier takes."""
+
+
+class SlowTier(MemoryTier):
+    """Takes its time for every batch, and remembers which blocks it gave when."""
+
+    batch_max = 8
+    given: ClassVar[list[tuple[BlockKey, float]]] = []
+
+    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+        await asyncio.sleep(DELAY_S)
+        found = await super().get(items)
+        self.given.extend((item.key, time.monotonic()) for item in items)
+        return found
+
+
+class MoodyTier(MemoryTier):
+    """Fails, hangs and loses blocks, each now and then."""
+
+    random: ClassVar[Random] = Random(0)
+
+    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+        chance = self.random.random()
+        if chance < 0.1:
+            raise TierError("not in the mood", temporary=chance < 0.05)
+        if chance < 0.12:
+            await asyncio.Event().wait()
+        if chance < 0.3:
+            for item in items:
+                self._blocks.pop(item.key, None)
+        return await super().get(items)
+
+    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
+        if self.random.random() < 0.05:
+            raise TierError("not in the mood", temporary=True)
+        return await super().put(items)
+
+
+TIERS = {"slow": SlowTier, "moody": MoodyTier}
+
+
+def register() -> None:
+    """Make the tiers above known."""
+    for name, tier in TIERS.items():
+        registry.register("tiers", name, tier)
+
+
+def sampling(tokens: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+
+def share(
+    engine: Any, *, prefixes: list[list[int]], count: int, others: list[list[int]]
+) -> dict[str, Any]:
+    """``count`` requests that share some prefixes, all at once, and ``others`` that share none.
+
+    Returns when the last block of each one's prefix came, when its lookup was answered and when
+    it said its first token, in seconds after its arrival; the longest step; and how often each
+    block was fetched.
+    """
+    llm, half = engine.llm.llm_engine, engine.half
+    SlowTier.given.clear()
+    arrived: dict[str, float] = {}
+    answered: dict[str, float] = {}
+    spoke: dict[str, float] = {}
+    needs: dict[str, list[BlockKey]] = {}
+    ask = half.ask
+
+    def asked(request: Any, computed: int) -> Any:
+        answer = ask(request, computed)
+        name = request.request_id.split("-")[0]
+        state = half._states[request.request_id]
+        if answer[0] is not None and name not in answered:
+            answered[name] = time.monotonic()
+            main = half._groups.main
+            needs[name] = state.keys(main, 0, answer[0] // main.tokens)
+        return answer
+
+    half.ask = asked
+    prompts = [[*prefixes[n % len(prefixes)], 5 + n, *range(9, 20)] for n in range(count)]
+    for n, prompt in enumerate([*prompts, *others]):
+        arrived[f"r{n}"] = time.monotonic()
+        llm.add_request(f"r{n}", {"prompt_token_ids": prompt}, sampling(2))
+    longest = 0.0
+    while llm.has_unfinished_requests():
+        before = time.monotonic()
+        for output in llm.step():
+            spoke.setdefault(output.request_id.split("-")[0], time.monotonic())
+        longest = max(longest, time.monotonic() - before)
+    half.ask = ask
+    came: dict[BlockKey, float] = dict(SlowTier.given)
+    return {
+        "needed": [
+            max([came[key] for key in needs[name] if key in came], default=begun) - begun
+            for name, begun in arrived.items()
+        ],
+        "answered": [answered[name] - begun for name, begun in arrived.items()],
+        "spoke": [spoke[name] - begun for name, begun in arrived.items()],
+        "longest_step": longest,
+        "fetched": sorted(Counter(key for key, _ in SlowTier.given).values()),
+    }
+
+
+def churn(
+    engine: Any,
+    *,
+    prompts: list[list[int]],
+    expected: list[list[int]] | None = None,
+    requests: int = 40,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Random requests for these prompts, with aborts and resets at any step.
+
+    ``expected`` has what is right for each of them; without it the engine computes it first."""
+    random, llm = Random(seed), engine.llm.llm_engine
+    tokens = 24
+    right = expected or engine.each(prompts=prompts, tokens=tokens, recompute=True)["tokens"]
+    external = engine.external_hits()
+    live: dict[str, int] = {}
+    result: Counter[str] = Counter(added=0, finished=0, aborted=0, wrong=0, failed=0, resets=0)
+    while result["added"] < requests or live:
+        while result["added"] < requests and len(live) < 6 and random.random() < 0.5:
+            chosen, name = random.randrange(len(prompts)), f"c{seed}x{result['added']}"
+            prompt: dict[str, Any] = {"prompt_token_ids": prompts[chosen]}
+            if random.random() < 0.2:
+                prompt["cache_salt"] = "tenant"
+            llm.add_request(name, prompt, sampling(tokens), priority=random.randrange(3))
+            live[name] = chosen
+            result["added"] += 1
+        if live and random.random() < 0.04:
+            name = random.choice(sorted(live))
+            llm.abort_request([name])
+            del live[name]
+            result["aborted"] += 1
+        if random.random() < 0.04:
+            llm.reset_prefix_cache(reset_connector=random.random() < 0.1)
+            result["resets"] += 1
+        for output in llm.step():
+            if output.finished and output.request_id in live:
+                chosen, said = live.pop(output.request_id), output.outputs[0]
+                result["finished"] += 1
+                result["failed"] += said.finish_reason != "length"
+                result["wrong"] += list(said.token_ids) != right[chosen]
+    return {
+        **result,
+        "external": engine.external_hits() - external,
+        "preemptions": engine.preemptions(),
+    }

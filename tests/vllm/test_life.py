@@ -1,0 +1,87 @@
+"""Requests that share loads, and requests that are preempted, aborted and reset."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from tests.vllm.conftest import Start
+from tests.vllm.harness import BLOCK
+
+PREFIX_BLOCKS = 12
+SLOT = 128 << 10
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random.Random(f"life {seed}").choices(range(3, 1000), k=length)
+
+
+def cold(kind: str, slots: int, **more: Any) -> dict[str, Any]:
+    """So many slots on the host, and more in a tier that the engine's process registers."""
+    return {
+        "arena": {"size": f"{slots * SLOT} B"},
+        "fetch": {"budget": "100 %", **more},
+        "tiers": [
+            {"type": "host"},
+            {
+                "type": kind,
+                "capacity": "64 MiB",
+                "when": "commit",
+                "queue": "100 %",
+                "timeout": "20 s" if kind == "slow" else "1 s",
+                "breaker": {"failures": 20, "retry": "100 ms", "retry_max": "200 ms"},
+            },
+        ],
+    }
+
+
+def test_requests_share_what_a_slow_tier_loads_and_wait_for_nothing_else(start: Start) -> None:
+    prefixes = [prompt(seed, PREFIX_BLOCKS * BLOCK) for seed in range(4)]
+    fillers = [prompt(10 + seed, 30 * BLOCK) for seed in range(5)]
+    others = [prompt(20 + seed, 3 * BLOCK) for seed in range(4)]
+    shared = {"prefixes": prefixes, "count": 32, "others": others}
+    run = start(
+        cold("slow", 120, deadline="60 s"),
+        ["each", {"prompts": prefixes, "tokens": 2}],
+        ["each", {"prompts": fillers, "tokens": 2}],  # nothing of the prefixes is left on the host
+        ["stats"],
+        ["reset"],
+        ["call", {"function": "tests.vllm.life:share", **shared}],
+        ["stats"],
+        tiers=True,
+        engine={"max_num_seqs": 40},
+    )
+    *_, found, stats = run.finish()
+    assert found["fetched"] == [1] * len(prefixes) * PREFIX_BLOCKS
+    assert stats["slow"]["loaded"] == len(prefixes) * PREFIX_BLOCKS
+    step = found["longest_step"]
+    for needed, answered in zip(found["needed"][:32], found["answered"][:32], strict=True):
+        assert 0 < needed <= answered <= 1.1 * needed + 2 * step
+    last = max(found["needed"])
+    assert last > 4 * step
+    for answered, spoke in zip(found["answered"][32:], found["spoke"][32:], strict=True):
+        assert answered <= 2 * step  # nobody waits in a line
+        assert spoke < last
+
+
+def test_what_is_preempted_aborted_and_reset_says_the_same(start: Start) -> None:
+    prompts = [[*prompt(seed % 3, 400), *prompt(30 + seed, 20 + 40 * seed)] for seed in range(6)]
+    run = start(
+        cold("moody", 48, deadline="300 ms"),
+        ["call", {"function": "tests.vllm.life:churn", "prompts": prompts}],
+        ["stats"],
+        ["shutdown"],
+        tiers=True,
+        engine={
+            "kv_cache_memory_bytes": 5 << 20,
+            "max_num_batched_tokens": 256,
+            "max_model_len": 1024,
+            "scheduling_policy": "priority",
+            "async_scheduling": True,
+        },
+    )
+    found, stats, _ = run.finish()
+    assert (found["wrong"], found["failed"]) == (0, 0)
+    assert found["finished"] + found["aborted"] == found["added"]
+    assert min(found["aborted"], found["resets"], found["external"], found["preemptions"]) > 0
+    assert stats["arena"]["free"] + stats["host"]["blocks"] == stats["arena"]["slots"]
