@@ -11,6 +11,10 @@ from kvladder.testing import TierTests
 from kvladder.tiers.redis import RedisTier
 from kvladder.tiers.redisurl import RedisOptions
 from kvladder.tiers.redisvalue import HEADER_BYTES
+from kvladder.units import Duration
+
+PATIENT = Duration(20)
+"""A machine that is busy with other tests is slow to shake hands."""
 
 
 def key_of(tier, item):
@@ -48,7 +52,7 @@ class RedisTierTests(TierTests):
 
     @pytest.fixture
     def options(self, servers):
-        return RedisOptions(url=servers[0].url)
+        return RedisOptions(url=servers[0].url, connect_timeout=PATIENT)
 
     @pytest.fixture
     def make(self, servers, options):

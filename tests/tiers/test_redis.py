@@ -7,7 +7,7 @@ import redis
 
 from kvladder.testing.redisserver import RedisServer, certificates, start_cluster
 from kvladder.tiers.redisurl import RedisOptions
-from tests.tiers.redistests import RedisTierTests
+from tests.tiers.redistests import PATIENT, RedisTierTests
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ class TestRedisUnix(RedisTierTests):
 
     @pytest.fixture
     def options(self, standalone):
-        return RedisOptions(url=f"unix://{standalone.path}?db=3")
+        return RedisOptions(url=f"unix://{standalone.path}?db=3", connect_timeout=PATIENT)
 
     @pytest.fixture
     def raw(self, standalone):
@@ -62,7 +62,7 @@ class TestRedisTls(RedisTierTests):
 
     @pytest.fixture
     def options(self, tls):
-        return RedisOptions(url=tls[0].url, ca=str(tls[1] / "ca.crt"))
+        return RedisOptions(url=tls[0].url, ca=str(tls[1] / "ca.crt"), connect_timeout=PATIENT)
 
 
 class TestRedisCluster(RedisTierTests):
@@ -72,7 +72,7 @@ class TestRedisCluster(RedisTierTests):
 
     @pytest.fixture
     def options(self, cluster):
-        return RedisOptions(url=cluster[0].url, cluster=True)
+        return RedisOptions(url=cluster[0].url, cluster=True, connect_timeout=PATIENT)
 
     @pytest.fixture
     def raw(self, cluster):
