@@ -275,7 +275,17 @@ class Requests:
             one.rewind(part, count)
 
     def fork(self, request: Request, count: int) -> list[Request]:
-        """``count`` more requests with the same tokens and blocks, see ``Sequences.fork``."""
+        """``count`` more requests with the same tokens and blocks, see ``Sequences.fork``.
+
+        Raises
+        ------
+        PoolError
+            There is a state, and tokens that are not computed: whoever computed them would change
+            it under the others. Nothing was changed.
+        """
+        states = any(group.kind == "state" for group in self.groups)
+        if states and request.computed < len(request.tokens):
+            raise PoolError("not all of its tokens are computed, and it has a state")
         both = zip(self.sequences, request.parts, strict=True)
         forks = [one.fork(part, count) for one, part in both]
         return [Request(parts) for parts in zip(*forks, strict=True)]

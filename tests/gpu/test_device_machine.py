@@ -211,7 +211,11 @@ class DeviceMachine(RuleBasedStateMachine):
     def fork(self, data: st.DataObject) -> None:
         request = self.pick(data)
         if request.ready:
-            self.live += self.requests.fork(request, 1)
+            try:
+                self.live += self.requests.fork(request, 1)
+            except PoolError:
+                assert request.computed < len(request.tokens)
+                assert any(group.kind == "state" for group in self.groups)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), store=st.booleans())

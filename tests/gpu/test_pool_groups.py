@@ -264,6 +264,22 @@ def test_s8_beams_share_full_blocks_and_copy_the_last_one_on_first_write(
     engine.close()
 
 
+def test_s8_a_state_is_not_forked_before_its_tokens_are_computed() -> None:
+    engine = model(FULL, STATE)
+    request = engine.begin(range(6))
+    engine.compute(request)
+    engine.requests.append(request, [1])
+    before = used(engine)
+    with pytest.raises(PoolError, match="it has a state"):
+        engine.requests.fork(request, 1)
+    assert used(engine) == before
+    engine.compute(request)
+    [other] = engine.requests.fork(request, 1)
+    for one in (request, other):
+        engine.requests.release(one)
+    engine.close()
+
+
 def test_s8_a_released_sequence_is_not_forked() -> None:
     engine = Engine(4)
     sequence = engine.begin(range(3))
