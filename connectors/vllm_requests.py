@@ -69,6 +69,44 @@ class RequestState:
                 yield keys
 
 
+def held_by_vllm(pool: Any, request: Any, group: Group, end: int) -> int:
+    """How many of a request's first ``end`` tokens are in vLLM's own prefix cache now, about."""
+    find = getattr(pool, "get_cached_block", None)
+    if find is None or group.hashes > 1 or group.kind != "full":
+        return 0
+    count = 0
+    for block_hash in request.block_hashes[: end // group.tokens]:
+        if not find(block_hash, [group.index]):
+            break
+        count += 1
+    return count * group.tokens
+
+
+class Filling:
+    """Blocks that are being copied into vLLM's memory for one request.
+
+    A request that begins alike waits for that copy and finds them in vLLM's own prefix cache: they
+    are neither copied nor kept there twice. Only where vLLM has such a cache.
+    """
+
+    def __init__(self, *, cached: bool) -> None:
+        self._cached = cached
+        self._keys: dict[str, frozenset[BlockKey]] = {}
+
+    def begin(self, request_id: str, keys: Sequence[BlockKey]) -> None:
+        """These blocks are copied for the request from now on."""
+        if self._cached:
+            self._keys[request_id] = frozenset(keys)
+
+    def end(self, request_id: str) -> None:
+        """They are there, or they are not going to be."""
+        self._keys.pop(request_id, None)
+
+    def has(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether the first of ``keys`` is among them."""
+        return any(keys[0] in filled for filled in self._keys.values()) if keys else False
+
+
 class Adapters:
     """Digests of LoRA adapters, each found out once."""
 

@@ -13,7 +13,7 @@ from kvladder.connectors.vllm_events import KVEvents, enabled
 from kvladder.connectors.vllm_find import Find
 from kvladder.connectors.vllm_groups import groups_of
 from kvladder.connectors.vllm_options import Options
-from kvladder.connectors.vllm_requests import Adapters, RequestState
+from kvladder.connectors.vllm_requests import Adapters, Filling, RequestState, held_by_vllm
 from kvladder.connectors.vllm_saves import Saves, written
 from kvladder.connectors.vllm_start import Assembled, assemble
 from kvladder.connectors.vllm_step import Load, RankDescription, Report, Step, StepConnector
@@ -48,6 +48,8 @@ class SchedulerHalf:
         self._notices = notices
         self._groups = groups_of(kv_cache_config, model=str(vllm_config.model_config.model))
         self._adapters = Adapters()
+        cache = getattr(vllm_config, "cache_config", None)
+        self._filling = Filling(cached=bool(getattr(cache, "enable_prefix_caching", False)))
         self._states: dict[str, RequestState] = {}
         self._loads: dict[JobId, Load] = {}
         self._lost: list[Load] = []
@@ -118,22 +120,10 @@ class SchedulerHalf:
             return
         if self._pins >= EARLY_SHARE * manager.arena.slots:
             return
-        self._hold(state, self._held_by_vllm(request))
+        held = held_by_vllm(self._pool, request, self._groups.main, self._loadable(request))
+        self._hold(state, self._aligned(held))
         if not state.pins:
             self._let_go(state)
-
-    def _held_by_vllm(self, request: Any) -> int:
-        """How many of a request's leading tokens are in vLLM's own prefix cache now, about."""
-        find = getattr(self._pool, "get_cached_block", None)
-        group, end = self._groups.main, self._loadable(request)
-        if find is None or group.hashes > 1 or group.kind != "full":
-            return 0
-        count = 0
-        for block_hash in request.block_hashes[: end // group.tokens]:
-            if not find(block_hash, [group.index]):
-                break
-            count += 1
-        return self._aligned(count * group.tokens)
 
     def _aligned(self, tokens: int) -> int:
         return tokens // self._groups.step * self._groups.step
@@ -161,7 +151,10 @@ class SchedulerHalf:
                 return None, False
             state.answer = (computed, found)
             self.connector.manager.missed(state.unasked // self._groups.main.tokens)
-        found = state.answer[1]
+        found, first = state.answer[1], computed // self._groups.main.tokens
+        if found and self._filling.has(state.keys(self._groups.main, first, first + 1)):
+            self._awaited = True
+            return None, False
         return found, found > 0 and self._options.load == "async"
 
     def _find(self, state: RequestState, own: int) -> int | None:
@@ -265,6 +258,7 @@ class SchedulerHalf:
                 first = start - mine.first
                 if group is self._groups.main:
                     state.sources = mine.match.sources[first : first + len(targets)]
+                    self._filling.begin(state.request.request_id, state.keys(group, start, stop))
                 job_id = self.connector.load(mine.match, targets, first=first, group=group.index)
                 state.loading.add(job_id)
                 job = CopyJob(job_id, "onboard", targets, (), group.index)
@@ -346,6 +340,8 @@ class SchedulerHalf:
             self._copied[f"{name}_bytes"] += finished.bytes
             self._copied[f"{name}_s"] += finished.seconds
             state = None if load is None else self._states.get(load.request_id)
+            if load is not None and (state is None or state.loading <= {finished.id}):
+                self._filling.end(load.request_id)
             if state is not None and finished.id in state.loading:
                 state.loading.discard(finished.id)
                 if not finished.ok:
