@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from kvladder.arena import Slot
 from kvladder.gpu.copy import Finished, JobId
 from kvladder.keys import BlockKey
+from kvladder.policy.eviction import PRIORITY_MAX
 
 
 class Match(Protocol):
@@ -57,8 +58,10 @@ class Connector(ABC):
     """
 
     @abstractmethod
-    def match(self, keys: Sequence[BlockKey]) -> Match:
+    def match(self, keys: Sequence[BlockKey], *, levels: Collection[str] | None = None) -> Match:
         """Pin the longest cached prefix of ``keys`` and begin to bring up what lies below host.
+
+        Only ``levels`` are read, by name, None for all.
 
         Ask ``Match.done`` as often as you like; then give the match to ``load`` or ``release``.
         """
@@ -78,6 +81,10 @@ class Connector(ABC):
         blocks: Sequence[int],
         *,
         priorities: Sequence[tuple[int, float | None]] | None = None,
+        parent_floor: int = PRIORITY_MAX,
+        levels: Collection[str] | None = None,
+        ttl_s: float | None = None,
+        salt: str = "",
         group: int = 0,
     ) -> JobId | None:
         """Begin to save those of ``blocks`` that are not cached yet and that a level would take.
@@ -85,7 +92,8 @@ class Connector(ABC):
         ``keys`` name consecutive blocks of one prefix, as many as there are ``blocks``, complete
         or complete once what the engine's device was told so far is done. ``priorities`` has a
         priority and its duration in seconds, None for good, for each of them, as
-        :meth:`kvladder.Retention.of_blocks` returns it; None gives them the default. Returns None
+        :meth:`kvladder.Retention.of_blocks` returns it; None gives them the default. The other
+        options are those of :meth:`kvladder.manager.CacheManager.save`. Returns None
         if there is nothing to copy. They are hits when the end of the job has been polled.
         """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -11,6 +11,7 @@ from kvladder.connectors.base import Connector, Match
 from kvladder.gpu.copy import CopyJob, JobId
 from kvladder.keys import BlockKey
 from kvladder.manager import CacheManager, Save
+from kvladder.policy.eviction import PRIORITY_MAX
 
 
 @dataclass(slots=True)
@@ -50,8 +51,8 @@ class JobConnector(Connector):
         """Whether a load or save has not ended."""
         return bool(self._jobs)
 
-    def match(self, keys: Sequence[BlockKey]) -> Match:
-        return self.manager.fetch(keys)
+    def match(self, keys: Sequence[BlockKey], *, levels: Collection[str] | None = None) -> Match:
+        return self.manager.fetch(keys, levels=levels)
 
     def release(self, match: Match) -> None:
         match.release()
@@ -71,18 +72,24 @@ class JobConnector(Connector):
         blocks: Sequence[int],
         *,
         priorities: Sequence[tuple[int, float | None]] | None = None,
+        parent_floor: int = PRIORITY_MAX,
+        levels: Collection[str] | None = None,
+        ttl_s: float | None = None,
+        salt: str = "",
         group: int = 0,
     ) -> JobId | None:
         if len(keys) != len(blocks):
             raise ValueError(f"{len(keys)} keys for {len(blocks)} blocks")
-        if priorities is None:
-            save = self.manager.save(keys)
-        else:
-            save = self.manager.save(
-                keys,
-                priorities=[priority for priority, _ in priorities],
-                durations_s=[duration_s for _, duration_s in priorities],
-            )
+        said = priorities is not None
+        save = self.manager.save(
+            keys,
+            parent_floor=parent_floor,
+            priorities=[priority for priority, _ in priorities or ()] if said else None,
+            durations_s=[duration_s for _, duration_s in priorities or ()] if said else None,
+            levels=levels,
+            ttl_s=ttl_s,
+            salt=salt,
+        )
         if not save.slots:
             return None
         whole = len(save.indices) == len(blocks)

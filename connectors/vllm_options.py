@@ -11,7 +11,7 @@ import msgspec
 from kvladder.config import StackConfig, load_config
 from kvladder.errors import ConfigError
 from kvladder.schema import convert, keys_of, nearest
-from kvladder.settings import Sections
+from kvladder.settings import Count, Sections
 
 WHERE = "kv_connector_extra_config"
 SHORT_FORM = ("host", "files", "capacity")
@@ -26,6 +26,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Whether blocks come in between the engine's steps, or before the step that reads them."""
     save_decode: bool = True
     """Whether blocks of generated tokens are saved, too."""
+    map_priority: Count = 0
+    """Points of our priority that one step of vLLM's is worth; 0 leaves vLLM's out."""
     stats_file: str | None = None
     """A file that gets the statistics as JSON, once a second while they change, and at the end."""
 

@@ -10,9 +10,11 @@ from typing import Any
 
 from kvladder.connectors.vllm_find import Find
 from kvladder.connectors.vllm_groups import Group, Groups
+from kvladder.connectors.vllm_params import NO_POLICY, RequestPolicy
 from kvladder.connectors.weights import downloaded, weights_digest
 from kvladder.gpu.copy import JobId
 from kvladder.keys import BlockKey
+from kvladder.policy.eviction import PRIORITY_MAX
 
 
 @dataclass
@@ -23,8 +25,11 @@ class RequestState:
     groups: Groups
     adapter: bytes = b""
     """Digest of its LoRA adapter's weights, empty without one."""
+    policy: RequestPolicy = NO_POLICY
     saved: list[int] = field(default_factory=list[int])
     """By group, how many of its leading blocks were offered to the cache."""
+    floors: list[int] = field(default_factory=list[int])
+    """By group, the lowest priority among those blocks."""
     find: Find | None = None
     """What the cache has for it, from the time it was looked for until it is loaded."""
     unasked: int = 0
@@ -47,6 +52,7 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.saved = [0] * len(self.groups)
+        self.floors = [PRIORITY_MAX] * len(self.groups)
 
     def keys(self, group: Group, start: int, end: int) -> list[BlockKey]:
         """Names of a group's blocks ``start <= n < end``, as far as vLLM has hashed them.

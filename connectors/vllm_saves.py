@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvladder.connectors.base import Connector
-from kvladder.connectors.vllm_groups import Groups
+from kvladder.connectors.vllm_groups import Group, Groups
 from kvladder.connectors.vllm_requests import RequestState
+from kvladder.keys import BlockKey
+from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 
 
 def written(groups: Groups, output: Any) -> Iterator[int]:
@@ -50,7 +52,9 @@ class Saves:
     def full(self, state: RequestState, output: Any, computed: int) -> None:
         """Save the blocks that are full once ``computed`` tokens are."""
         request = state.request
-        if not self._decode:
+        if not state.policy.save:
+            return
+        if not self._decodes(state):
             computed = min(computed, request.num_prompt_tokens)
         tables: Sequence[Sequence[int]] | None = None
         for group in self._groups:
@@ -66,14 +70,47 @@ class Saves:
             if group.kind == "full":
                 if 0 in blocks:  # vLLM's null block: nothing is kept from there on
                     blocks = blocks[: blocks.index(0)]
-                self._connector.save(keys[: len(blocks)], blocks, group=group.index)
+                self._save(state, group, start, keys, blocks, range(len(blocks)))
                 continue
             ends = (request.num_prompt_tokens - 1, getattr(request, "shared_prefix_boundary", 0))
             useful = self._groups.useful(group, self._interval, ends)
             chosen = [i for i, block in enumerate(blocks) if block and useful(start + i)]
-            self._connector.save(
-                [keys[i] for i in chosen], [blocks[i] for i in chosen], group=group.index
-            )
+            self._save(state, group, start, keys, blocks, chosen)
+
+    def _decodes(self, state: RequestState) -> bool:
+        own = state.policy.save_decode
+        return self._decode if own is None else own
+
+    def _save(
+        self,
+        state: RequestState,
+        group: Group,
+        first: int,
+        keys: Sequence[BlockKey],
+        blocks: Sequence[int],
+        chosen: Sequence[int],
+    ) -> None:
+        """Begin to save the ``chosen`` of some consecutive blocks, as the request wishes."""
+        policy, request = state.policy, state.request
+        wanted = policy.priorities(
+            first,
+            len(keys),
+            block_tokens=group.tokens,
+            prompt_tokens=request.num_prompt_tokens,
+        )
+        floor = state.floors[group.index] if first else PRIORITY_MAX
+        self._connector.save(
+            [keys[i] for i in chosen],
+            [blocks[i] for i in chosen],
+            priorities=None if wanted is None else [wanted[i] for i in chosen],
+            parent_floor=floor,
+            levels=policy.store,
+            ttl_s=policy.ttl_s,
+            salt=getattr(request, "cache_salt", None) or "",
+            group=group.index,
+        )
+        lowest = [PRIORITY_DEFAULT] if wanted is None else [priority for priority, _ in wanted]
+        state.floors[group.index] = min(floor, *lowest)
 
     def handed(self, states: Mapping[str, RequestState], output: Any) -> None:
         """Save the states that vLLM says are exactly those after so many tokens."""
@@ -82,12 +119,13 @@ class Saves:
         )
         for request_id, entries in offers.items():
             state = states.get(request_id)
-            if state is None or state.apart:
+            if state is None or state.apart or not state.policy.save:
                 continue
             for index, block, end in entries:
                 group = self._groups[index]
                 in_prompt = end <= state.request.num_prompt_tokens
-                if not block or end % group.tokens or not (in_prompt or self._decode):
+                if not block or end % group.tokens or not (in_prompt or self._decodes(state)):
                     continue
-                keys = state.keys(group, end // group.tokens - 1, end // group.tokens)
-                self._connector.save(keys, [block][: len(keys)], group=index)
+                last = end // group.tokens - 1
+                keys = state.keys(group, last, last + 1)
+                self._save(state, group, last, keys, [block], range(len(keys)))

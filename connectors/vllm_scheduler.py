@@ -13,6 +13,7 @@ from kvladder.connectors.vllm_events import KVEvents, enabled
 from kvladder.connectors.vllm_find import Find
 from kvladder.connectors.vllm_groups import groups_of
 from kvladder.connectors.vllm_options import Options
+from kvladder.connectors.vllm_params import Policies
 from kvladder.connectors.vllm_requests import Adapters, Filling, RequestState, held_by_vllm
 from kvladder.connectors.vllm_saves import Saves, written
 from kvladder.connectors.vllm_start import Assembled, assemble
@@ -50,6 +51,7 @@ class SchedulerHalf:
         self._adapters = Adapters()
         cache = getattr(vllm_config, "cache_config", None)
         self._filling = Filling(cached=bool(getattr(cache, "enable_prefix_caching", False)))
+        self._policies = Policies(config, map_priority=options.map_priority)
         self._states: dict[str, RequestState] = {}
         self._loads: dict[JobId, Load] = {}
         self._lost: list[Load] = []
@@ -106,7 +108,7 @@ class SchedulerHalf:
     def arrived(self, request: Any) -> None:
         """A request is new: begin to bring up what the cache has for it."""
         self.settle()
-        state = RequestState(request, self._groups)
+        state = RequestState(request, self._groups, policy=self._policies.of(request))
         self._states[request.request_id] = state
         if self.events is not None:
             state.describe = self.events.describe
@@ -180,12 +182,11 @@ class SchedulerHalf:
 
     def _hold(self, state: RequestState, own: int) -> None:
         """Look for what follows the first ``own`` tokens, and pin it."""
-        manager = self.connector.manager
         state.find = Find(
             self._groups,
             state.keys,
-            match=self.connector.match,
-            lookup=manager.reach,
+            match=lambda keys: self.connector.match(keys, levels=state.policy.load),
+            lookup=lambda keys: self.connector.manager.reach(keys, levels=state.policy.load),
             own=own,
             limit=self._loadable(state.request),
         )
@@ -270,8 +271,7 @@ class SchedulerHalf:
     def sources(self, request: Any) -> Counter[str]:
         """How many tokens of a request's last load came from which type of level."""
         state = self._states.get(request.request_id)
-        kinds = {self._config.host.name: "host"}
-        kinds.update((level.name, level.type) for level in self._config.levels)
+        kinds = {tier.name: tier.type for tier in (self._config.host, *self._config.levels)}
         found: Counter[str] = Counter()
         for name in [] if state is None else state.sources:
             found[kinds[name]] += self._groups.main.tokens

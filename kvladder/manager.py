@@ -143,9 +143,9 @@ class CacheManager:
         """How much of a prefix is cached in ``levels``, None for all of them; changes nothing."""
         return Lookup(*self.stack.lookup(keys, self._bits(levels)))
 
-    def reach(self, keys: Sequence[BlockKey]) -> int:
+    def reach(self, keys: Sequence[BlockKey], *, levels: Collection[str] | None = None) -> int:
         """How many leading ``keys`` it is worth to fetch: all, if a shared tier has to be asked."""
-        return self.stack.reach(keys)
+        return self.stack.reach(keys, self._bits(levels))
 
     def missed(self, blocks: int) -> None:
         """Count blocks that were looked up in vain: only what is fetched is counted by itself."""

@@ -242,10 +242,10 @@ class TierStack:
                     return host, index
         return host, len(keys)
 
-    def reach(self, keys: Sequence[BlockKey]) -> int:
+    def reach(self, keys: Sequence[BlockKey], levels: int = ANYWHERE) -> int:
         """How many leading ``keys`` it is worth to fetch: all, if a shared tier has to be asked."""
         with self.lock:
-            _, total = self.lookup(keys)
+            _, total = self.lookup(keys, levels)
             asks = total < len(keys) and self.loader.prober.may_know(keys[total])
         return len(keys) if asks else total
 

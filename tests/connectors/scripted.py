@@ -39,6 +39,7 @@ class Request:
         self.block_hashes: list[bytes] = []
         self.skip_reading_prefix_cache = False
         self.lora_request: Any = None
+        self.kv_transfer_params: Mapping[str, Any] | None = None
         self.hash()
 
     @property
@@ -160,8 +161,15 @@ class Engine:
 
     # ---- what a user does
 
-    def add(self, tokens: Sequence[int], *, length: int | None = None) -> Request:
+    def add(
+        self,
+        tokens: Sequence[int],
+        *,
+        length: int | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+    ) -> Request:
         request = Request(f"r{len(self.entries)}-{self.steps}", tokens)
+        request.kv_transfer_params = kv_transfer_params
         self.entries[request.request_id] = Entry(request, length or len(tokens) + 1)
         self.half.arrived(request)
         return request
