@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from kvladder.connectors.vllm_find import Find
-from kvladder.connectors.vllm_requests import Filling
 from tests.connectors.scripted import TOKENS, Engine, Entry, Request
 
 if importlib.util.find_spec("vllm") is None:
@@ -242,37 +241,6 @@ def test_an_answer_does_not_outlive_what_it_was_about(
     assert load.job.blocks == (32, 33, 34, 35, 36)
     half.finished(request)
     half.connector.close()
-
-
-def test_a_request_waits_for_what_another_copies_into_vllms_own_prefix_cache(
-    engines: list[Engine],
-) -> None:
-    engine = Engine(HOST)
-    engines.append(engine)
-    served(engine, prompt(1))
-    half = engine.half
-    half._filling = Filling(cached=True)
-    first, second, third = (Request(name, prompt(1)) for name in ("one", "two", "three"))
-    for request in (first, second):
-        half.arrived(request)
-        assert half.ask(request, 0) == (28, True)
-    half.allocated(first, [[30, 31, 32, 33, 34, 35, 36]], 28)
-    half.arrived(third)
-    assert half.ask(second, 0) == half.ask(third, 0) == (None, False)
-    assert half.ask(third, 28) == (0, False)  # it needs nothing of it
-    half.finished(first)
-    assert half.ask(second, 0) == (None, False)  # the copy goes on
-    step = half.build(engine._output({}))
-    for worker in engine.workers:
-        worker.load(step)
-        engine.copiers[0].wait([load.job.id for load in step.loads])
-        worker.received()
-        report = worker.report()
-        assert report is not None
-        half.report(report)
-    assert half.ask(second, 0) == half.ask(third, 0) == (28, True)
-    for request in (second, third):
-        half.finished(request)
 
 
 def test_an_abort_before_the_answer_was_used_unpins(engines: list[Engine]) -> None:
