@@ -26,10 +26,7 @@ HOST = {"host": "1 MiB"}
 COLD = {  # room for eight blocks on the host, and more below
     "arena": {"size": "32 KiB"},
     "fetch": {"budget": "100 %"},
-    "tiers": [
-        {"type": "host"},
-        {"type": "memory", "capacity": "2 MiB", "when": "commit", "queue": "100 %"},
-    ],
+    "tiers": [{"type": "host"}, {"type": "memory", "capacity": "2 MiB", "when": "commit"}],
 }
 
 
@@ -221,15 +218,14 @@ def test_nothing_is_asked_for_what_vllm_has_itself(engines: list[Engine]) -> Non
 def test_an_answer_does_not_outlive_what_it_was_about(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's own blocks come and go while a request waits for room."""
-    from kvladder.connectors import vllm_scheduler
+    from kvladder.connectors import vllm_scheduler as module
 
     engine = Engine(HOST)
     engines.append(engine)
     served(engine, prompt(1))
     half = engine.half
     request = Request("waits", prompt(1))
-    monkeypatch.setattr(vllm_scheduler, "held_by_vllm", lambda *_: 8)
+    monkeypatch.setattr(module, "held_by_vllm", lambda *_: 8)
     half.arrived(request)
     assert half.ask(request, 8) == (20, True)
     with monkeypatch.context() as patch:
