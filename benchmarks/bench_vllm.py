@@ -51,7 +51,7 @@ class Ours:
             notices=Notices(lambda: 0.0),
         )
         self.connector = StepConnector(self.manager, ranks=1)
-        self.half._connector = self.connector
+        self.half._connector = self.connector  # pyright: ignore[reportPrivateUsage]
         self.request = SimpleNamespace(
             request_id="r",
             block_hashes=HASHES,
@@ -81,7 +81,7 @@ class Ours:
 
     def load(self) -> None:
         self.half.allocated(self.request, [self.blocks], BLOCKS * 16)
-        (self._job,) = self.half._states["r"].loading
+        (self._job,) = self.half._states["r"].loading  # pyright: ignore[reportPrivateUsage]
 
     def loaded(self) -> None:
         self._end()

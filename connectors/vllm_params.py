@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 
@@ -101,7 +101,7 @@ class Policies:
         Never raises because of what a request says.
         """
         given: object = getattr(request, "kv_transfer_params", None)
-        raw: object = given.get("kvladder") if isinstance(given, Mapping) else None
+        raw = cast("Mapping[Any, object]", given).get("kvladder") if _is_mapping(given) else None
         mapped = self._mapped(getattr(request, "priority", 0))
         try:
             return self._read(raw, mapped)
@@ -162,10 +162,14 @@ def _range(raw: Sequence[Any], index: int) -> RetentionRange:
         raise ConfigError(str(error), path=where) from error
 
 
+def _is_mapping(thing: object) -> bool:
+    return isinstance(thing, Mapping)
+
+
 def _require_text_keys(raw: object, path: str) -> None:
     """Refuse what cannot come from JSON, before anybody looks closer."""
-    if isinstance(raw, Mapping):
-        for key, value in raw.items():
+    if _is_mapping(raw):
+        for key, value in cast("Mapping[object, object]", raw).items():
             if not isinstance(key, str):
                 raise ConfigError(shown(path, key), path=path, hint="expected keys that are text")
             _require_text_keys(value, f"{path}.{key}")

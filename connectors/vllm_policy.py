@@ -9,7 +9,7 @@ A request says ``kv_transfer_params={"kvladder": {"priority": 80}}``; others hav
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, order_request_keys
@@ -120,10 +120,14 @@ def _place(block: Any) -> int:
     return place
 
 
+def _is_dict(thing: object) -> bool:
+    return isinstance(thing, dict)
+
+
 def _priority(req_context: ReqContext) -> int | None:
     """What a request says its blocks are worth; None if it says nothing, or nothing that counts."""
     params: Any = (req_context.kv_transfer_params or {}).get("kvladder")
-    given = params.get("priority") if isinstance(params, dict) else None
+    given: object = cast("dict[str, object]", params).get("priority") if _is_dict(params) else None
     if isinstance(given, int) and not isinstance(given, bool) and 0 <= given <= PRIORITY_MAX:
         return given
     return None

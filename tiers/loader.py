@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Coroutine, KeysView, Sequence
 from functools import partial, reduce
 from math import inf
-from operator import or_
 from typing import Any
 
 from kvladder.arena import Slot
@@ -350,7 +349,7 @@ class Loader:
         self, level: Level, key: BlockKey, arrival: Arrival, wanted: Sequence[tuple[Fetch, int]]
     ) -> tuple[Level, Item] | None:
         """Have a block that ``level`` did not deliver come from below it, into another slot."""
-        mask = reduce(or_, (fetch.levels for fetch, _ in wanted))
+        mask = reduce(int.__or__, [fetch.levels for fetch, _ in wanted])
         below = among([lower for lower in level.below if lower.gate.open()], mask)
         want = source(below, 0, key)
         slots = [] if want is None else self._host.room(1, arrival.meta.priority)

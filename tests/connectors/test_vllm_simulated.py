@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -46,11 +47,13 @@ def moody(slots: int, *, seed: int = 0, mood: float = 0.1) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def registered() -> None:
+def registered() -> Iterator[None]:
     registry.register("tiers", "moody", MoodyTier)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("vllm.v1.core.sched.scheduler")
+    yield
+    del registry._registered["tiers", "moody"]
 
 
 def prompt(seed: int, length: int = 30) -> list[int]:

@@ -35,13 +35,13 @@ def payload(key):
 
 
 @contextmanager
-def cache_over(url, *, layout=LAYOUT, salt="", slots=32, **settings):
+def cache_over(url, *, layout=LAYOUT, salt="", slots=32, deadline="1 s", **settings):
     """A cache with a small host level over Redis."""
     level = {"type": "redis", "url": url, "capacity": "64 MiB", "when": "commit", **QUICK}
     source = {
         "arena": {"size": slots * layout.slot_bytes},
         "block": {"salt": salt},
-        "fetch": {"deadline": "1 s", "budget": "100 %"},
+        "fetch": {"deadline": deadline, "budget": "100 %"},
         "tiers": [{"type": "host"}, level | settings],
     }
     with kvladder.open_cache(source, layout=layout) as cache:
@@ -374,7 +374,7 @@ def test_sixty_four_clients_at_once(server):
 
     def client(number):
         try:
-            with cache_over(server.url, slots=8) as cache:
+            with cache_over(server.url, slots=8, deadline="20 s", timeout="20 s") as cache:
                 for turn in range(4):
                     wanted = keys((number + turn) % 16, 1, 2)
                     load(cache, wanted)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
@@ -93,7 +96,7 @@ def share(
         if answer[0] is not None and name not in answered:
             answered[name] = time.monotonic()
             main = half._groups.main
-            needs[name] = state.keys(main, 0, answer[0] // main.tokens)
+            needs[name] = state.keys(main, 0, (computed + answer[0]) // main.tokens)
         return answer
 
     half.ask = asked
@@ -127,19 +130,27 @@ def churn(
     prompts: list[list[int]],
     expected: list[list[int]] | None = None,
     requests: int = 40,
+    seconds: float | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Random requests for these prompts, with aborts and resets at any step.
 
-    ``expected`` has what is right for each of them; without it the engine computes it first."""
+    ``expected`` has what is right for each of them; without it the engine computes it first.
+    Goes on for a number of requests, or of seconds.
+    """
     random, llm = Random(seed), engine.llm.llm_engine
     tokens = 24
     right = expected or engine.each(prompts=prompts, tokens=tokens, recompute=True)["tokens"]
     external = engine.external_hits()
     live: dict[str, int] = {}
     result: Counter[str] = Counter(added=0, finished=0, aborted=0, wrong=0, failed=0, resets=0)
-    while result["added"] < requests or live:
-        while result["added"] < requests and len(live) < 6 and random.random() < 0.5:
+    end = None if seconds is None else time.monotonic() + seconds
+    memory: list[tuple[float, int, int]] = []
+    while True:
+        more = result["added"] < requests if end is None else time.monotonic() < end
+        if not more and not live:
+            break
+        while more and len(live) < 6 and random.random() < 0.5:
             chosen, name = random.randrange(len(prompts)), f"c{seed}x{result['added']}"
             prompt: dict[str, Any] = {"prompt_token_ids": prompts[chosen]}
             if random.random() < 0.2:
@@ -153,7 +164,9 @@ def churn(
             del live[name]
             result["aborted"] += 1
         if random.random() < 0.04:
-            llm.reset_prefix_cache(reset_connector=random.random() < 0.1)
+            given_up, forgotten = random.random() < 0.5, random.random() < 0.1
+            with suppress(RuntimeError):  # vLLM cannot while blocks are being loaded
+                llm.reset_prefix_cache(given_up, reset_connector=forgotten)
             result["resets"] += 1
         for output in llm.step():
             if output.finished and output.request_id in live:
@@ -161,8 +174,18 @@ def churn(
                 result["finished"] += 1
                 result["failed"] += said.finish_reason != "length"
                 result["wrong"] += list(said.token_ids) != right[chosen]
+        if result["finished"] // 10 > len(memory):
+            files = len([*Path("/proc/self/fd").iterdir()])
+            memory.append((time.monotonic(), rss_bytes(), files))
     return {
         **result,
         "external": engine.external_hits() - external,
         "preemptions": engine.preemptions(),
+        "memory": memory,
     }
+
+
+def rss_bytes() -> int:
+    """Memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,12 +1,17 @@
-"""Requests that share loads, and requests that are preempted, aborted and reset."""
+"""Requests that share loads, are preempted and aborted, for models of several kinds."""
 
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.vllm.conftest import Start
-from tests.vllm.harness import BLOCK
+from tests.vllm.harness import BLOCK, HERE, environment
 
 PREFIX_BLOCKS = 12
 SLOT = 128 << 10
@@ -64,20 +69,36 @@ def test_requests_share_what_a_slow_tier_loads_and_wait_for_nothing_else(start: 
         assert spoke < last
 
 
-def test_what_is_preempted_aborted_and_reset_says_the_same(start: Start) -> None:
+WAYS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "async scheduling": ("llama", 5, {"async_scheduling": True}),
+    "windows": ("gemma3", 2, {}),
+}
+"""Kind of model, MiB of its KV cache, and more of vLLM's settings."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_preempted_aborted_and_reset_says_the_same(
+    start: Start, tmp_path: Path, way: str
+) -> None:
+    kind, size, more = WAYS[way]
+    model = tmp_path / "model"
+    command = [sys.executable, str(HERE / "tiny_model.py"), str(model), "0", kind]
+    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=240)
     prompts = [[*prompt(seed % 3, 400), *prompt(30 + seed, 20 + 40 * seed)] for seed in range(6)]
     run = start(
         cold("moody", 48, deadline="300 ms"),
         ["call", {"function": "tests.vllm.life:churn", "prompts": prompts}],
         ["stats"],
         ["shutdown"],
+        model=str(model),
         tiers=True,
         engine={
-            "kv_cache_memory_bytes": 5 << 20,
+            "kv_cache_memory_bytes": size << 20,
             "max_num_batched_tokens": 256,
             "max_model_len": 1024,
             "scheduling_policy": "priority",
-            "async_scheduling": True,
+            "async_scheduling": False,
+            **more,
         },
     )
     found, stats, _ = run.finish()

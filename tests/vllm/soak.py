@@ -1,0 +1,102 @@
+"""A real vLLM under random requests for a long time: ``python -m tests.vllm.soak --minutes 10``.
+
+One engine after the other, of another kind of model each. Requests share prefixes, have salts and
+priorities, are aborted, and the cache is reset, while a tier fails, hangs and forgets. Each answer
+is what the engine said when it computed everything itself. Beside it runs the same without a
+cache: vLLM's own memory grows with the requests that it served, ours must not add to that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.harness import HERE, Run, environment
+from tests.vllm.test_life import cold, prompt
+
+KINDS = {"llama": ("float32", 5), "gemma3": ("float32", 2)}
+"""Element type, and MiB of KV cache: so little that requests are preempted.
+
+None with bfloat16 or recurrent states: what vLLM itself says then depends on the batch.
+"""
+GROWTH_BYTES = 512 << 10
+"""How much more memory a request may cost than without a cache: four blocks of llama."""
+
+
+def soak(kind: str, *, seconds: float, seed: int, folder: Path) -> dict[str, Any]:
+    """One engine; raises AssertionError if anything is wrong, else returns what was counted."""
+    model = folder / "model"
+    command = [sys.executable, str(HERE / "tiny_model.py"), str(model), str(seed), kind]
+    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=240)
+    prompts = [
+        [*prompt(seed + n % 4, 320 + 64 * (n % 3)), *prompt(100 + seed + n, 30 * n)]
+        for n in range(9)
+    ]
+    spec: dict[str, Any] = {
+        "model": str(model),
+        "extra": cold("moody", 64, deadline="300 ms"),
+        "tiers": True,
+        "engine": {
+            "dtype": KINDS[kind][0],
+            "kv_cache_memory_bytes": KINDS[kind][1] << 20,
+            "max_num_batched_tokens": 256,
+            "max_model_len": 1024,
+            "scheduling_policy": "priority",
+        },
+        "steps": [
+            [
+                "call",
+                {
+                    "function": "tests.vllm.life:churn",
+                    "prompts": prompts,
+                    "seconds": seconds,
+                    "seed": seed,
+                },
+            ],
+            ["stats"],
+            ["shutdown"],
+        ],
+    }
+    plain = {**spec, "extra": None, "steps": [spec["steps"][0], ["shutdown"]]}
+    runs = [Run(folder / "ours", spec, environment()), Run(folder / "plain", plain, environment())]
+    try:
+        found, stats, _ = runs[0].finish(timeout_s=seconds + 400)
+        other, _ = runs[1].finish(timeout_s=seconds + 400)
+    finally:
+        for run in runs:
+            run.kill()
+    assert (found["wrong"], found["failed"]) == (0, 0), found
+    assert found["finished"] + found["aborted"] == found["added"], found
+    assert found["external"] > 0, found
+    assert stats["arena"]["free"] + stats["host"]["blocks"] == stats["arena"]["slots"], stats
+    assert len({files for _, _, files in found["memory"][1:]}) <= 1, found["memory"]
+    found["grown"], other["grown"] = growth(found), growth(other)
+    assert found["grown"] < other["grown"] + GROWTH_BYTES, (found, other)
+    return {name: value for name, value in found.items() if name != "memory"}
+
+
+def growth(found: dict[str, Any]) -> float:
+    """Bytes of memory a request, after the first ones."""
+    memory = found["memory"]
+    return float((memory[-1][1] - memory[1][1]) / (10 * (len(memory) - 2)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    for kind in KINDS:
+        with tempfile.TemporaryDirectory() as folder:
+            seconds = given.minutes * 60 / len(KINDS)
+            found = soak(kind, seconds=seconds, seed=given.seed, folder=Path(folder))
+        print(kind, json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
