@@ -21,7 +21,7 @@ from kvladder.testing.redisserver import RedisServer, start_cluster
 pytestmark = pytest.mark.slow
 LAYOUT = Layout(block_tokens=16, block_bytes=64 << 10, fields={"model": "faults"})
 QUICK = {"timeout": "300 ms", "breaker": {"failures": 2, "retry": "200 ms", "retry_max": "200 ms"}}
-ENOUGH_S = 15.0
+ENOUGH_S = 60.0
 
 
 def keys(*path):
@@ -369,12 +369,13 @@ def test_a_node_of_a_cluster_that_is_killed_and_comes_back(tmp_path):
 
 
 def test_sixty_four_clients_at_once(server):
-    """Each with a cache, a loop and connections of its own."""
+    """Each with a cache, a loop and connections of its own, and all with one interpreter."""
+    patience = {"deadline": "60 s", "timeout": "60 s", "connect_timeout": "60 s"}
     failures = []
 
     def client(number):
         try:
-            with cache_over(server.url, slots=8, deadline="20 s", timeout="20 s") as cache:
+            with cache_over(server.url, slots=8, **patience) as cache:
                 for turn in range(4):
                     wanted = keys((number + turn) % 16, 1, 2)
                     load(cache, wanted)
@@ -382,9 +383,8 @@ def test_sixty_four_clients_at_once(server):
                     wait_for(cache.idle)
                     forgotten(cache, wanted)
                     assert load(cache, wanted)[0] == 3
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the main thread says what it was
             failures.append(error)
-            raise
 
     threads = [threading.Thread(target=client, args=[number]) for number in range(64)]
     for thread in threads:
