@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -235,6 +236,33 @@ def test_kill_9_of_the_owner_leaves_nothing_behind() -> None:
     assert not [path for path in Path("/dev/shm").iterdir() if "kvladder" in path.name]
     with pytest.raises(ArenaError, match=f"arena of process {handle.pid}"):
         Arena.attach(handle)
+
+
+def resident_bytes(arena: Arena) -> int:
+    """How much of its mapping this process has pages for."""
+    wanted = f"{arena.address:x}-"
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(wanted))
+    line = next(line for line in lines[start:] if line.startswith("Rss:"))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.skipif(
+    tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14),
+    reason="before Linux 5.14 pages are mapped when they are first used",
+)
+def test_no_copy_has_to_map_pages() -> None:
+    arena = Arena.create(9, MIB)
+    assert resident_bytes(arena) == arena.size_bytes
+    attached = Arena.attach(arena.handle)
+    for thread in threading.enumerate():
+        if thread.name == "kvladder-populate":
+            thread.join()
+    assert resident_bytes(attached) == arena.size_bytes
+    attached.close()
+    Arena.attach(arena.handle).close()
+    assert "kvladder-populate" not in [thread.name for thread in threading.enumerate()]
+    arena.close()
 
 
 def test_what_is_attached_has_to_be_the_arena(arena: Arena) -> None:
