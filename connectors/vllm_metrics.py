@@ -20,7 +20,7 @@ from kvladder.metrics import Stats
 
 VLLM_PREFIX: Final = "vllm:"
 """Before the names of metrics, so that vLLM finds them to be its own."""
-EVERY_S: Final = 0.1
+EVERY_S: Final = 1.0
 """How often, at most, while requests run."""
 
 Values = dict[str, dict[str, Any]]

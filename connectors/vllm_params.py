@@ -94,6 +94,8 @@ class Policies:
     def __init__(self, config: StackConfig, *, map_priority: int) -> None:
         self._levels = [config.host.name, *(level.name for level in config.levels)]
         self._map = map_priority
+        self._plain: dict[int | None, RequestPolicy] = {}
+        """Of requests that say nothing, by vLLM's priority as ours."""
 
     def of(self, request: Any) -> RequestPolicy:
         """The policy of a vLLM request; if its parameters are wrong, one warning and none of them.
@@ -103,13 +105,17 @@ class Policies:
         given: object = getattr(request, "kv_transfer_params", None)
         raw = cast("Mapping[Any, object]", given).get("kvladder") if _is_mapping(given) else None
         mapped = self._mapped(getattr(request, "priority", 0))
+        if mapped not in self._plain:
+            self._plain[mapped] = self._read(None, mapped)
+        if raw is None:
+            return self._plain[mapped]
         try:
             return self._read(raw, mapped)
         except ConfigError as error:
             text = f"request {request.request_id}: {error}: its kvladder parameters are ignored"
             printable = "".join(c if c.isprintable() else "?" for c in text)
             logger.warning("%s", printable[:TEXT_MAX])
-            return self._read(None, mapped)
+            return self._plain[mapped]
 
     def _mapped(self, priority: int) -> int | None:
         """VLLM's priority, where lower goes first, as ours; None if it is left out."""

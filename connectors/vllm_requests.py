@@ -30,6 +30,8 @@ class RequestState:
     """By group, how many of its leading blocks were offered to the cache."""
     floors: list[int] = field(default_factory=list[int])
     """By group, the lowest priority among those blocks."""
+    due: float = 0
+    """Below so many computed tokens there is no other block to offer."""
     find: Find | None = None
     """What the cache has for it, from the time it was looked for until it is loaded."""
     unasked: int = 0
@@ -51,8 +53,13 @@ class RequestState:
     """Told of the request, the group, the position of the first and the names of its blocks."""
 
     def __post_init__(self) -> None:
-        self.saved = [0] * len(self.groups)
+        self.offer_again()
         self.floors = [PRIORITY_MAX] * len(self.groups)
+
+    def offer_again(self) -> None:
+        """Its blocks are offered to the cache from the first one on."""
+        self.saved = [0] * len(self.groups)
+        self.due = 0
 
     def keys(self, group: Group, start: int, end: int) -> list[BlockKey]:
         """Names of a group's blocks ``start <= n < end``, as far as vLLM has hashed them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 from typing import Any
 
 from kvladder.connectors.base import Connector
@@ -50,17 +51,21 @@ class Saves:
         self._interval = interval
 
     def full(self, state: RequestState, output: Any, computed: int) -> None:
-        """Save the blocks that are full once ``computed`` tokens are."""
+        """Save the blocks that are full once ``computed`` tokens are; note when to look again."""
         request = state.request
+        state.due = inf
         if not state.policy.save:
             return
-        if not self._decodes(state):
-            computed = min(computed, request.num_prompt_tokens)
+        end = computed if self._decodes(state) else min(computed, request.num_prompt_tokens)
         tables: Sequence[Sequence[int]] | None = None
         for group in self._groups:
-            full = min(len(request.block_hashes) // group.hashes, computed // group.tokens)
-            start = state.saved[group.index]
-            if full <= start or group.handed:
+            if group.handed:
+                continue
+            hashed, full = len(request.block_hashes) // group.hashes, end // group.tokens
+            later = (computed // group.tokens + 1) * group.tokens
+            state.due = min(state.due, computed if hashed < full else later)
+            full, start = min(hashed, full), state.saved[group.index]
+            if full <= start:
                 continue
             state.saved[group.index] = full
             if tables is None:

@@ -237,7 +237,7 @@ class SchedulerHalf:
         state: RequestState,
         own: int,
         end: int,
-        tables: Sequence[Sequence[int]],
+        tables: Tables,
         *,
         sync: bool,
     ) -> None:
@@ -307,7 +307,9 @@ class SchedulerHalf:
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._states.get(request_id)
             if state is not None and not state.apart:
-                self._saves.full(state, output, state.request.num_computed_tokens + scheduled)
+                computed = state.request.num_computed_tokens + scheduled
+                if computed >= state.due:
+                    self._saves.full(state, output, computed)
         self._saves.handed(self._states, output)
         step.loads, self._lost = self._lost, []
         for job in connector.take():
@@ -346,7 +348,7 @@ class SchedulerHalf:
                 state.loading.discard(finished.id)
                 if not finished.ok:
                     state.computes = True
-                    state.saved = [0] * len(self._groups)
+                    state.offer_again()
 
     def settle(self) -> None:
         """Take in saves that ended on a worker in this process and were not reported yet."""

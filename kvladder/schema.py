@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from functools import cache
 from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
 
 import msgspec
@@ -133,7 +134,7 @@ def convert(
     """
     given = require_mapping(raw, path)
     values: dict[str, object] = dict(preset or {})
-    fields = [field for field in msgspec.structs.fields(struct) if field.name not in values]
+    fields = [field for field in _fields(struct) if field.name not in values]
     require_known(given, [field.encode_name for field in fields], path)
     for field in fields:
         key, where = field.encode_name, join(path, field.encode_name)
@@ -151,6 +152,12 @@ def convert(
         raise within(path, error) from error
     except ValueError as error:
         raise ConfigError(masked(str(error)), path=path) from error
+
+
+@cache
+def _fields(struct: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """The fields of a struct: asking costs more than all the rest of a short mapping."""
+    return msgspec.structs.fields(struct)
 
 
 def _leaf(value: object, wanted: Any, path: str, *, loose: bool) -> object:

@@ -74,7 +74,7 @@ def value(name: str, engine: str = "0", **labels: str) -> float | None:
 def test_what_is_sent_are_the_changes_and_they_add_up() -> None:
     from kvladder.connectors.vllm_metrics import EVERY_S, Changes
 
-    times = [0.0, 0.0, EVERY_S / 2, EVERY_S / 2, EVERY_S, 1.0, 1.5]
+    times = [0.0, 0.0, EVERY_S / 2, EVERY_S / 2, EVERY_S, 5 * EVERY_S, 9 * EVERY_S]
     changes, source, prom = Changes(lambda: times.pop(0)), Source(), metrics_of()
     source.level.hits, source.blocks = 3, 5
     sent = [changes.take(source, last=False)]
