@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import lcm
 from typing import Any, Final, Literal, cast
 
@@ -66,10 +67,7 @@ class Group:
     def keys(self, hashes: Sequence[bytes], start: int, end: int) -> list[BlockKey]:
         """Names of blocks ``start <= n < end``, as far as ``hashes``, vLLM's, go."""
         chosen = hashes[(start + 1) * self.hashes - 1 : end * self.hashes : self.hashes]
-        mark = self.mark
-        if mark:
-            chosen = [(int.from_bytes(one) ^ mark).to_bytes(32) for one in chosen]
-        return cast("list[BlockKey]", list(chosen))
+        return cast("list[BlockKey]", marked(chosen, self.mark))
 
 
 Wanted = Callable[[int], bool]
@@ -150,6 +148,14 @@ def groups_of(kv_cache_config: Any, *, model: str) -> Groups:
     return Groups(found)
 
 
+def marked(hashes: Sequence[bytes], mark: int) -> list[bytes]:
+    """Hashes of 256 bits with a group's mark."""
+    if not mark:
+        return list(hashes)
+    return [(int.from_bytes(one) ^ mark).to_bytes(32) for one in hashes]
+
+
+@cache
 def mark_of(index: int) -> int:
     """See ``Group.mark``."""
     if not index:

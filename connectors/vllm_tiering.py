@@ -40,7 +40,7 @@ from kvladder.compose import open_manager
 from kvladder.config import load_config
 from kvladder.connectors.base import Match
 from kvladder.connectors.vllm_checks import vllm_version
-from kvladder.connectors.vllm_groups import mark_of
+from kvladder.connectors.vllm_groups import mark_of, marked
 from kvladder.connectors.weights import downloaded, weights_digest
 from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey
@@ -62,10 +62,7 @@ def block_key(key: OffloadKey) -> BlockKey | None:
     block_hash, group = key[:-GROUP_BYTES], int.from_bytes(key[-GROUP_BYTES:])
     if len(block_hash) != HASH_BYTES:
         return None
-    mark = mark_of(group)
-    if mark:
-        block_hash = (int.from_bytes(block_hash) ^ mark).to_bytes(HASH_BYTES)
-    return BlockKey(block_hash)
+    return BlockKey(marked([block_hash], mark_of(group))[0])
 
 
 class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
@@ -137,7 +134,8 @@ class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
         names = [block_key(key) for key in job_metadata.keys]
         known = [(name, i) for i, name in enumerate(names) if name is not None]
         save = self.manager.save([name for name, _ in known])
-        rows = [rows_of(job_metadata)[known[index][1]] for index in save.indices]
+        all_rows = rows_of(job_metadata)
+        rows = [all_rows[known[index][1]] for index in save.indices]
 
         def copy() -> JobResult:
             try:
