@@ -96,7 +96,6 @@ def main(arguments: list[str] | None = None) -> int:
     kinds = get_args(Kind)
     parser.add_argument("--kind", choices=kinds, default="plain", help="what the levels are like")
     options = parser.parse_args(arguments)
-    logging.getLogger("kvladder").setLevel(logging.ERROR)  # it warns of every fault
     served: Counter[str] = Counter()
     worlds = max(1, options.steps // STEPS_PER_WORLD)
     for number in range(worlds):
@@ -115,4 +114,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.getLogger("kvladder").setLevel(logging.ERROR)  # it warns of every fault
     sys.exit(main())
