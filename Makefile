@@ -2,8 +2,13 @@
 .PHONY: demo test lint bench clean
 PY := .venv/bin/python
 
-test: .venv/stamp  ## every test, the ones against a real vLLM included
+test: .venv/stamp  ## every test, the ones against a real vLLM included; or those that ARGS names
+ifeq ($(ARGS),)
+	$(PY) -m pytest -n auto --maxprocesses 8 -m "not vllm"
+	$(PY) -m pytest -m vllm  # one after the other: each takes all cores
+else
 	$(PY) -m pytest $(ARGS)
+endif
 
 demo: .venv/stamp  ## a real vLLM served from host memory and from files, with controls
 	$(PY) examples/demo.py $(ARGS)
