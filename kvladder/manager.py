@@ -158,6 +158,7 @@ class CacheManager:
         *,
         deadline_s: float | None = None,
         levels: Collection[str] | None = None,
+        salt: str = "",
     ) -> Fetch:
         """Pin the longest cached prefix of ``keys``, and begin to bring it up where needed.
 
@@ -165,14 +166,20 @@ class CacheManager:
         configured deadline. Ask ``Fetch.done``, then copy from ``Fetch.slots``, then release.
 
         Only ``levels`` are read, by name, None for all of them. A block that is in the host level
-        is read from there or, if that is not among them, not at all.
+        is read from there or, if that is not among them, not at all. ``salt`` is the one that is
+        bound into the keys: it says whose blocks are that others put into a shared tier.
         """
         within_s = self._settings.fetch_deadline_s if deadline_s is None else deadline_s
-        return self.stack.fetch(
+        fetch = Fetch(
             keys,
+            stack=self.stack.loader,
+            shared=self.stack.shared,
             deadline_s=self.stack.shared.clock.now() + within_s,
             levels=self._bits(levels),
+            salt=self._digest(salt),
         )
+        self.stack.fetch(fetch)
+        return fetch
 
     def _bits(self, levels: Collection[str] | None) -> int:
         return ANYWHERE if levels is None else self.stack.bits(levels)
@@ -238,7 +245,8 @@ class CacheManager:
         """Forget every block that was saved with this salt, step by step.
 
         Each step yields how many are gone by level; none holds up others for long. Blocks under
-        way do not come back. Durable tiers have forgotten them once ``removals`` is 0.
+        way do not come back. Shared tiers lose what others put, too. Once ``removals`` is 0, all
+        tiers have forgotten them, and those that keep bytes have overwritten them.
 
         Raises
         ------
@@ -251,16 +259,19 @@ class CacheManager:
 
     @property
     def removals(self) -> int:
-        """How many blocks are gone that tiers still have to forget."""
+        """Blocks that are gone and that tiers still have to forget, and purges that go on."""
         with self.stack.lock:
             return sum(level.removals for level in self.stack.levels)
 
     def _digest(self, salt: str) -> bytes:
         return salt_digest(self.namespace, salt)
 
-    def clear(self) -> None:
-        """Forget every block of this namespace in every level."""
-        self.stack.clear()
+    def clear(self, *, erase: bool = False) -> None:
+        """Forget every block of this namespace in every level.
+
+        ``erase`` has tiers that keep the bytes of what they forgot overwrite them.
+        """
+        self.stack.clear(erase=erase)
 
     def stats(self) -> Stats:
         """Counters and occupancy by level, hottest first, and of the arena; plain data."""
@@ -274,6 +285,7 @@ class CacheManager:
                 counts.update(
                     capacity=level.capacity_blocks,
                     queued=level.queued,
+                    removals=level.removals,
                     queue_age_s=level.queue_age_s,
                     **level.tier.gauges(),
                     corrupt=level.tier.corrupt_blocks() + level.edge.corrupt,

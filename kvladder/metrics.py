@@ -72,6 +72,8 @@ class LevelStats:
     evicted: int = 0
     expired: int = 0
     removed: int = 0
+    purged: int = 0
+    """Blocks that a purge removed from a shared tier, or overwrote in one that forgot them."""
     errors: int = 0
     """Calls that failed, time-outs included."""
     timeouts: int = 0

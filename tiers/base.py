@@ -134,6 +134,8 @@ class Tier(ABC):
     """What KV events call it: CPU for memory of this machine, STORAGE for anything colder."""
     durable: bool = False
     """Whether ``recover`` finds blocks again after the process has ended."""
+    erases: bool = False
+    """Whether blocks that it has forgotten lie there until ``erase`` overwrites them."""
     shared: bool = False
     """Whether others put into and remove from it, so that the level's index is only a guess.
 
@@ -188,6 +190,16 @@ class Tier(ABC):
         ``salt`` is an ``Item.salt``; None means all of them. Returns how many were removed.
         """
         raise TierError("only a shared tier is purged", temporary=False)
+
+    async def erase(self, salt: bytes | None, start: int) -> tuple[int, int | None]:
+        """Overwrite what forgotten blocks of this namespace left behind, or those of one salt.
+
+        Only of tiers that say so by ``erases``; neither ``put`` nor ``remove`` is called meanwhile.
+        A step that takes no longer than a ``put``: it begins at place ``start``, and at place 0
+        with what makes all removals so far survive a power cut. Returns how many blocks it
+        overwrote, which survives one too, and where to go on, None at the end.
+        """
+        raise TierError("there is nothing to erase", temporary=False)
 
     async def recover(self) -> AsyncIterator[Sequence[Item]]:
         """Yield batches of what an earlier process stored here under the same namespace.

@@ -8,7 +8,7 @@ from struct import Struct
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from kvladder.keys import SALT_BYTES, Namespace
+from kvladder.keys import SALT_BYTES, BlockKey, Namespace
 from kvladder.layout import PAGE_BYTES
 from kvladder.tiers.base import NOTE_BYTES, Item
 from kvladder.tiers.codecs import TAG_BYTES
@@ -76,6 +76,15 @@ class BlockHeader:
             note,
         )
         _CHECK.pack_into(page, _FIELDS.size, xxh3_64_intdigest(page[: _FIELDS.size]))
+
+    def told(self, page: memoryview) -> tuple[BlockKey, bytes, int] | None:
+        """Key, salt (zeros without one) and length that a whole page tells; None if it is not."""
+        found = _FIELDS.unpack_from(page)
+        (check,) = _CHECK.unpack_from(page, _FIELDS.size)
+        ours = (found[0], found[1], found[6]) == (MAGIC, VERSION, self._space)
+        if not ours or xxh3_64_intdigest(page[: _FIELDS.size]) != check or found[4] > self._size:
+            return None
+        return BlockKey(found[5]), found[12], found[4]
 
     def check(self, page: memoryview, item: Item, slot: memoryview) -> Outcome:
         """Whether ``page`` and the beginning of ``slot`` are the block of ``item``, whole.

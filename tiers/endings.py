@@ -77,6 +77,9 @@ def purge(
     finally:
         with shared.lock:
             recall(salt)  # what came up while it was still below
+            for level in levels:
+                if isinstance(level, Level) and level.tier.erases:
+                    level.purge(salt)
             shared.purging[salt] -= 1
             if not shared.purging[salt]:
                 del shared.purging[salt]

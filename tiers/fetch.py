@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvladder.arena import Arena, Slot
 from kvladder.keys import BlockKey
-from kvladder.tiers.base import NO_SLOT, Clock
+from kvladder.tiers.base import NO_SLOT, Shared
 from kvladder.tiers.index import Meta
 from kvladder.tiers.terms import ANYWHERE
 
@@ -95,18 +95,20 @@ class Fetch:
         keys: Sequence[BlockKey],
         *,
         stack: Pins,
-        lock: threading.RLock,
-        clock: Clock,
+        shared: Shared,
         deadline_s: float,
         levels: int = ANYWHERE,
+        salt: bytes = b"",
     ) -> None:
         self.keys = keys
         self.levels = levels
         """Bits of the levels that may be read for it."""
         self._stack = stack
-        self._lock = lock
-        self._clock = clock
-        self._deadline_s = deadline_s
+        self.salt = salt
+        """The digest of the cache salt that is bound into the keys."""
+        self._lock = shared.lock
+        self._clock = shared.clock
+        self._deadline_s = deadline_s  # loop time: from then on the answer is what has arrived
         self._slots: list[Slot] = []
         self._sources: list[str] = []
         self._waiting: set[int] = set()

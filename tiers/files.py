@@ -31,6 +31,8 @@ BATCH_BYTES = 128 << 20
 BATCH_BLOCKS_MAX = 256
 LOG_SLACK_RECORDS = 4096
 RECOVER_BLOCKS = 4096
+ERASE_PLACES = 1024
+"""Places whose headers are read at a time to find what is to be erased."""
 CLOSE_TIMEOUT_S = 2.0
 
 _KEY, _EXPIRY = itemgetter(0), itemgetter(5)
@@ -75,6 +77,7 @@ class FilesTier(Tier):
 
     Options: ClassVar[type[FilesOptions]] = FilesOptions
     durable = True
+    erases = True
     notes = True
     overhead_bytes = HEADER_BYTES
 
@@ -167,9 +170,10 @@ class FilesTier(Tier):
             outcomes += result[0]
             failure = result[1] or failure
             for index, outcome in zip(run, result[0], strict=True):
-                # asked again: it may have been removed meanwhile
-                found[index] = outcome is Outcome.GOOD and self._holds(items[index])
-        self._corrupt += outcomes.count(Outcome.CORRUPT)
+                # asked again: it may have been removed, and erased, meanwhile
+                held = self._holds(items[index])
+                found[index] = outcome is Outcome.GOOD and held
+                self._corrupt += outcome is Outcome.CORRUPT and held
         self._stale += outcomes.count(Outcome.STALE)
         if failure is not None and outcomes.count(Outcome.FAILED) == len(outcomes):
             raise _tier_error(failure) from failure
@@ -229,6 +233,25 @@ class FilesTier(Tier):
                 seen.add(item.key)
                 left.append(item)
         return left
+
+    async def erase(self, salt: bytes | None, start: int) -> tuple[int, int | None]:
+        store, _ = self._opened()
+        if start == 0:
+            _raise_if_failed(await self._run([store.log.sync]))
+        last = store.segments.end
+        end = min(start + ERASE_PLACES, last)
+        step = -(-ERASE_PLACES // self.options.threads)
+        parts = [range(at, min(at + step, end)) for at in range(start, end, step)]
+        find = store.eraser.find
+        found = await self._run([partial(find, part, salt, self._tags) for part in parts])
+        _raise_if_failed(found)
+        left = [one for part in found if not isinstance(part, OSError) for one in part]
+        now = left[: self.batch_max]
+        _raise_if_failed(await self._run([partial(store.eraser.wipe, one) for one in now]))
+        _raise_if_failed(await self._run([partial(store.eraser.sync, now)]))
+        if len(now) < len(left):
+            end = left[len(now)].place
+        return sum(one.start == 0 for one in now), None if end >= last else end
 
     def _holds(self, item: Item) -> bool:
         return self._tags[item.place] == tag_of(item.key)

@@ -13,6 +13,7 @@ from kvladder.errors import ConfigError
 from kvladder.tiers.base import Item, TierContext
 from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader
 from kvladder.tiers.disk import Disk
+from kvladder.tiers.eraser import Eraser
 from kvladder.tiers.filesdir import SEGMENTS_MAX, FilesDirectory, Meta, is_full
 from kvladder.tiers.indexlog import Found, IndexLog
 from kvladder.tiers.indexrecord import PUT
@@ -52,10 +53,16 @@ class FileStore:
     """The open files of one namespace. Made by ``open``; all methods block and raise OSError."""
 
     def __init__(
-        self, directory: FilesDirectory, segments: Segments, log: IndexLog, found: Found
+        self,
+        directory: FilesDirectory,
+        segments: Segments,
+        log: IndexLog,
+        found: Found,
+        eraser: Eraser,
     ) -> None:
         self.directory = directory
         self.segments = segments
+        self.eraser = eraser
         self.log = log
         self.tags = found.tags
         """By place: some bytes of the key that is stored there, 0 if none is."""
@@ -95,14 +102,15 @@ class FileStore:
                 slack_records=slack_records,
             )
             found = log.load()
+            header = BlockHeader(space, layout.block_bytes, verify=context.verify)
             segments = Segments(
                 disk,
                 directory,
                 Geometry(layout.slot_bytes, meta.segment_places, meta.capacity_blocks),
-                header=BlockHeader(space, layout.block_bytes, verify=context.verify),
+                header=header,
                 arena=context.arena,
             )
-            store = cls(directory, segments, log, found)
+            store = cls(directory, segments, log, found, Eraser(disk, segments, header))
             segments.take_stock()
             store.allocate([0])
             store._choose(direct)

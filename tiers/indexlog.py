@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 from kvladder.errors import ConfigError
 from kvladder.keys import Namespace
 from kvladder.tiers.base import Item
-from kvladder.tiers.disk import Disk, write_all
+from kvladder.tiers.disk import Disk, sync_directory, write_all
 from kvladder.tiers.filesdir import LOG_NAME
 from kvladder.tiers.indexrecord import LOW_BITS, RECORD_BYTES, record
 
@@ -333,6 +333,8 @@ class IndexLog:
         if got < len(buffer):
             raise OSError("the end of the log cannot be read")
         write_all(self._disk, fd, buffer, end)
+        if got:  # a removal that was synced before must not be lost with the old log
+            self._disk.fsync(fd)
         return end + got
 
     def _compact_in_place(self) -> None:
@@ -343,6 +345,11 @@ class IndexLog:
             self._end = RECORD_BYTES + len(live)
 
     # ---- end
+
+    def sync(self) -> None:
+        """Make what was appended, and the name of the log, survive a power cut."""
+        self.flush()
+        sync_directory(self._disk, self._path.parent)
 
     def flush(self) -> None:
         """Make the log survive a power cut."""

@@ -20,9 +20,9 @@ from kvladder.tiers.edge import Edge, EdgeSettings
 from kvladder.tiers.gate import Gate, GateSettings
 from kvladder.tiers.index import LevelIndex, Meta
 from kvladder.tiers.places import Places
+from kvladder.tiers.purges import Purges
+from kvladder.tiers.terms import Terms
 from kvladder.tiers.writer import Writer
-
-PURGE_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,7 @@ class Level:
         """Leases slots for so many blocks of a priority; the stack's may evict for it."""
         self.places = Places(capacity_blocks)
         self.shared = shared
-        self.purging: list[bytes | None] = []
-        """Salts, or None for all, that are to leave a shared tier: until then it is not asked."""
+        self.purges = Purges(tier, self.gate, self.stats, shared)
         self._writer = Writer(self)
         self._read_gate = asyncio.Semaphore(settings.reads_max)
 
@@ -156,24 +155,24 @@ class Level:
     @property
     def answers(self) -> bool:
         """Whether a shared tier can be asked now what others put there."""
-        return self.gate.open() and not self.purging
+        return self.gate.open() and not self.purges
 
     def leaving(self, key: BlockKey) -> bool:
         """Whether the tier has still to forget the block, or may still come to store it."""
         return self._writer.leaving(key)
 
     def purge(self, salt: bytes | None) -> None:
-        """Have the writer remove the blocks of a salt, or all, from a shared tier."""
-        self.purging.append(salt)
+        """Have the writer purge a shared tier of a salt, or all; one that keeps bytes erases."""
+        self.purges.add(salt)
         self.stir()
 
-    def adopt(self, keys: Sequence[BlockKey], *, spare: AbstractSet[BlockKey]) -> None:
-        """Hold blocks that others put into a shared tier, as many as can be, the head first.
+    def adopt(self, keys: Sequence[BlockKey], salt: bytes, spare: AbstractSet[BlockKey]) -> None:
+        """Hold blocks of a salt that others put into a shared tier, as many as can be, head first.
 
         Where there is no place, the next to go give way, but none of ``spare``. What is being
         removed from here is not held again.
         """
-        if not self.answers:
+        if not self.answers or salt in self.shared.purging:
             return
         wanted: list[BlockKey] = []
         for key in keys:
@@ -187,9 +186,9 @@ class Level:
             places += self.places.take(len(wanted) - len(places))
         ttl_s, now = self.rule.ttl_s, self.shared.clock.now()
         expires_s = inf if ttl_s is None else now + ttl_s
-        adopted = wanted[: len(places)]
+        adopted, meta = wanted[: len(places)], Meta(lowest, lowest, terms=Terms(salt=salt))
         for key, place in zip(reversed(adopted), reversed(places), strict=True):
-            self.index.insert(key, place, Meta(lowest, lowest), expires_s=expires_s)
+            self.index.insert(key, place, meta, expires_s=expires_s)
         self.stats.found += len(adopted)
         self.shared.events.stored(self.name, adopted)
 
@@ -255,8 +254,8 @@ class Level:
 
     @property
     def removals(self) -> int:
-        """Blocks that have left the index and that the tier still has to forget."""
-        return self._writer.removals
+        """Blocks that the tier still has to forget, and purges of it that are not over."""
+        return self._writer.removals + len(self.purges)
 
     @property
     def left_behind(self) -> int:
@@ -323,17 +322,6 @@ class Level:
             self.wake()
             return [False] * len(keys)
         return answer.results
-
-    async def purge_now(self) -> None:
-        """Remove from a shared tier what is to leave it first; what fails is still to be done."""
-
-        async def purging() -> Sequence[bool]:
-            await self.tier.purge(self.purging[0], lambda _done, _total: None)
-            return ()
-
-        answer = await self.gate.call(purging, (), lambda: None, timeout_s=PURGE_TIMEOUT_S)
-        with self.shared.lock:
-            del self.purging[: answer.results is not None]
 
     async def read(self, items: Sequence[Item]) -> Sequence[bool]:
         """Fill the items' slots; False where that failed, for whatever reason.

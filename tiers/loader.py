@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, KeysView, Sequence
 from functools import partial, reduce
-from math import inf
 from typing import Any
 
 from kvladder.arena import Slot
@@ -16,7 +15,7 @@ from kvladder.tiers.fetch import Arrival, Fetch, Want, among, check_arrivals, so
 from kvladder.tiers.host import HostLevel
 from kvladder.tiers.level import Level
 from kvladder.tiers.probe import Prober
-from kvladder.tiers.terms import ANYWHERE, HOST
+from kvladder.tiers.terms import HOST
 
 RESUME_BATCH = 64
 """Blocks that waited for room and are begun at once."""
@@ -76,23 +75,16 @@ class Loader:
             if arrival.meta.terms.salt == salt:
                 arrival.dead = True
 
-    def fetch(
-        self, keys: Sequence[BlockKey], *, deadline_s: float = inf, levels: int = ANYWHERE
-    ) -> Fetch:
-        """Pin the longest prefix of ``keys`` and begin to bring up what is not in host slots.
+    def fetch(self, fetch: Fetch) -> None:
+        """Pin the longest prefix of its keys and begin to bring up what is not in host slots.
 
-        ``deadline_s`` is loop time: from then on the answer is what has arrived. A block that is in
-        host, or only in others than ``levels``, ends the prefix if host is not among them.
+        A block that is in host, or only in others than its levels, ends the prefix if host is not
+        among them.
         """
-        clock, lock = self._shared.clock, self._lock
-        fetch = Fetch(
-            keys, stack=self, lock=lock, clock=clock, deadline_s=deadline_s, levels=levels
-        )
         with self._lock:
             self._grow(fetch)
             if fetch.asking:
                 self._post(self._run, lambda: self.prober.follow(fetch), "kvladder-ask")
-        return fetch
 
     def _grow(self, fetch: Fetch) -> None:
         """Have ``fetch`` go on with its prefix as far as is known, and begin what has to come."""

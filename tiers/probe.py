@@ -77,7 +77,7 @@ class Prober:
         try:
             while fetch.asking and asked < len(fetch.planned):
                 asked = len(fetch.planned)
-                await self.ask(fetch.keys[asked:])
+                await self.ask(fetch.keys[asked:], fetch.salt)
                 with self._shared.lock:
                     if fetch.asking:
                         self._grow(fetch)
@@ -85,8 +85,8 @@ class Prober:
             with self._shared.lock:
                 fetch.ask(asking=False)
 
-    async def ask(self, keys: Sequence[BlockKey]) -> None:
-        """Ask how a prefix goes on with ``keys``, the first of which is not known.
+    async def ask(self, keys: Sequence[BlockKey], salt: bytes) -> None:
+        """Ask how a prefix of a salt goes on with ``keys``, the first of which is not known.
 
         After it the levels' indexes have what is there, up to the first block that is not.
         """
@@ -102,7 +102,7 @@ class Prober:
             with self._shared.lock:
                 del self._questions[keys[0]]
                 if not question.is_void:
-                    self._adopt(keys, found, question.removed)
+                    self._adopt(keys, salt, found, question.removed)
             question.answered.set()
 
     async def _find(
@@ -126,7 +126,11 @@ class Prober:
                 return
 
     def _adopt(
-        self, keys: Sequence[BlockKey], found: dict[BlockKey, Level], removed: set[BlockKey]
+        self,
+        keys: Sequence[BlockKey],
+        salt: bytes,
+        found: dict[BlockKey, Level],
+        removed: set[BlockKey],
     ) -> None:
         """Take what was found into the levels, head first and without a hole."""
         wanted: dict[Level, list[BlockKey]] = {}
@@ -139,7 +143,7 @@ class Prober:
                 break
             wanted.setdefault(level, []).append(key)
         for level, adopted in wanted.items():
-            level.adopt(adopted, spare=set(keys))
+            level.adopt(adopted, salt, set(keys))
 
     def _remember(self, key: BlockKey) -> None:
         """Until a while from now nobody need ask about this block again."""

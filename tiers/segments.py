@@ -92,6 +92,13 @@ class Segments:
 
     # ---- space
 
+    def find(self) -> None:
+        """Find the segments that are there."""
+        for name in self._disk.listdir(self._directory.home):
+            segment = segment_number(name)
+            if segment is not None and self.geometry.size(segment):
+                self._sizes[segment] = self._disk.stat(self._directory.home / name).size
+
     def take_stock(self) -> None:
         """Find the segments that are there, and cut off what is above the capacity."""
         for name in self._disk.listdir(self._directory.home):
@@ -114,6 +121,13 @@ class Segments:
             self._disk.truncate(fd, size)
         finally:
             self._disk.close(fd)
+
+    @property
+    def end(self) -> int:
+        """All places that have space on the disk are below it."""
+        last = max(self._sizes, default=0)
+        places = self._sizes.get(last, 0) // self.geometry.stride
+        return last * self.geometry.segment_places + places
 
     def _total(self) -> int:
         return sum(self._sizes.values())
@@ -230,7 +244,7 @@ class Segments:
 
     def write(self, run: Sequence[Item], sequence: int) -> None:
         """Store blocks at adjacent places; their sequence numbers are ``sequence`` and on."""
-        fd, offset = self._locate(run)
+        fd, offset = self.locate(run[0].place)
         pages = self._pages("write")
         buffers: list[memoryview] = []
         for number, item in enumerate(run):
@@ -251,7 +265,7 @@ class Segments:
         outcomes: list[Outcome] = []
         failure: OSError | None = None
         try:
-            fd, offset = self._locate(run)
+            fd, offset = self.locate(run[0].place)
         except FileNotFoundError:
             return [Outcome.STALE] * len(run), None
         except OSError as error:
@@ -290,9 +304,9 @@ class Segments:
         complete = moved == len(run) * self.geometry.stride - missing
         return len(run) if complete else moved // self.geometry.stride
 
-    def _locate(self, run: Sequence[Item]) -> tuple[int, int]:
-        """Descriptor and offset of the first block of ``run``."""
-        segment, number = divmod(run[0].place, self.geometry.segment_places)
+    def locate(self, place: int) -> tuple[int, int]:
+        """Descriptor and offset of a place's header."""
+        segment, number = divmod(place, self.geometry.segment_places)
         fd = self._fds.get(segment)
         if fd is None:
             with self._lock:

@@ -261,12 +261,10 @@ class TierStack:
             return key in self._saving
         return any(level.holds(key) and key not in level.index for level in self.levels)
 
-    def fetch(
-        self, keys: Sequence[BlockKey], *, deadline_s: float = inf, levels: int = ANYWHERE
-    ) -> Fetch:
+    def fetch(self, fetch: Fetch) -> None:
         """See ``Loader.fetch``."""
         self._require_open()
-        return self.loader.fetch(keys, deadline_s=deadline_s, levels=levels)
+        self.loader.fetch(fetch)
 
     def bits(self, names: Collection[str]) -> int:
         """The levels of these names as a mask; KeyError if there is none of a name."""
@@ -285,8 +283,8 @@ class TierStack:
                 for level in self.levels:
                     level.remove(key)
 
-    def clear(self) -> None:
-        """Forget every block."""
+    def clear(self, *, erase: bool = False) -> None:
+        """Forget every block; ``erase`` has tiers overwrite what they keep of them."""
         with self.lock:
             everything = {*self.host.index, *self._saving, *self.loader.keys()}
             for level in self.levels:
@@ -294,7 +292,8 @@ class TierStack:
             self.remove(sorted(everything))
             self.loader.prober.void()
             for level in self.levels:
-                if level.tier.shared:  # what others put is of no use either
+                # what others put into a shared tier is of no use either
+                if level.tier.shared or (erase and level.tier.erases):
                     level.purge(None)
 
     def purge(self, salt: bytes) -> Iterator[dict[str, int]]:

@@ -67,7 +67,8 @@ class Writer:
     @property
     def pending(self) -> bool:
         """Whether there is something to do."""
-        return bool(self._inbox or self._writing or self._removals or self._level.purging)
+        purges = self._level.purges.due(quiet=not self._limbo)
+        return bool(self._inbox or self._writing or self._removals or purges)
 
     @property
     def full(self) -> bool:
@@ -176,9 +177,9 @@ class Writer:
             self._give_up(key)
 
     async def _step(self) -> None:
-        """One purge, one batch of removals or one of writes, whichever is due, in this order."""
-        if self._level.purging:
-            await self._level.purge_now()
+        """One purge, one batch of removals, or one of writes and a step of erasing: what is due."""
+        if self._tier.shared and self._level.purges:
+            await self._level.purges.step()
             return
         with self._lock:
             removals = self._removals.take(self._tier.batch_max)
@@ -192,12 +193,11 @@ class Writer:
         finally:
             with self._lock:
                 self._settle([], Answer(()))
+        if not self._removals and self._level.purges.due(quiet=not self._limbo):
+            await self._level.purges.step()
 
     async def _remove_from_tier(self, items: Sequence[Item]) -> None:
-        """Have the tier forget ``items``, then free their places; if it fails, later again.
-
-        Until then a durable tier would bring them back at the next start.
-        """
+        """Have the tier forget ``items``, then free their places; if it fails, later again."""
         keys = [item.key for item in items]
 
         async def removing() -> Sequence[bool]:
