@@ -58,10 +58,12 @@ class Connector(ABC):
     """
 
     @abstractmethod
-    def match(self, keys: Sequence[BlockKey], *, levels: Collection[str] | None = None) -> Match:
+    def match(
+        self, keys: Sequence[BlockKey], *, levels: Collection[str] | None = None, salt: str = ""
+    ) -> Match:
         """Pin the longest cached prefix of ``keys`` and begin to bring up what lies below host.
 
-        Only ``levels`` are read, by name, None for all.
+        Only ``levels`` are read, by name, None for all. ``salt`` is bound into the keys.
 
         Ask ``Match.done`` as often as you like; then give the match to ``load`` or ``release``.
         """

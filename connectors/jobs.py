@@ -51,8 +51,10 @@ class JobConnector(Connector):
         """Whether a load or save has not ended."""
         return bool(self._jobs)
 
-    def match(self, keys: Sequence[BlockKey], *, levels: Collection[str] | None = None) -> Match:
-        return self.manager.fetch(keys, levels=levels)
+    def match(
+        self, keys: Sequence[BlockKey], *, levels: Collection[str] | None = None, salt: str = ""
+    ) -> Match:
+        return self.manager.fetch(keys, levels=levels, salt=salt)
 
     def release(self, match: Match) -> None:
         match.release()

@@ -61,6 +61,11 @@ class RequestState:
         self.saved = [0] * len(self.groups)
         self.due = 0
 
+    @property
+    def salt(self) -> str:
+        """Whose its blocks are."""
+        return getattr(self.request, "cache_salt", None) or ""
+
     def keys(self, group: Group, start: int, end: int) -> list[BlockKey]:
         """Names of a group's blocks ``start <= n < end``, as far as vLLM has hashed them.
 

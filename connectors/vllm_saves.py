@@ -111,7 +111,7 @@ class Saves:
             parent_floor=floor,
             levels=policy.store,
             ttl_s=policy.ttl_s,
-            salt=getattr(request, "cache_salt", None) or "",
+            salt=state.salt,
             group=group.index,
         )
         lowest = [PRIORITY_DEFAULT] if wanted is None else [priority for priority, _ in wanted]

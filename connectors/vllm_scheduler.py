@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -185,7 +186,7 @@ class SchedulerHalf:
         state.find = Find(
             self._groups,
             state.keys,
-            match=lambda keys: self.connector.match(keys, levels=state.policy.load),
+            match=partial(self.connector.match, levels=state.policy.load, salt=state.salt),
             lookup=lambda keys: self.connector.manager.reach(keys, levels=state.policy.load),
             own=own,
             limit=self._loadable(state.request),

@@ -105,6 +105,10 @@ def assemble(
     layout, offsets = layout_of(
         ranks, vllm_config, kv_cache_config, groups, fingerprint=config.model.fingerprint
     )
-    manager = open_manager(config, layout)
+    parallel = vllm_config.parallel_config
+    instance = ""
+    if getattr(parallel, "data_parallel_size", 1) > 1:  # each of these engines has its own cache
+        instance = f"dp{parallel.data_parallel_index}"
+    manager = open_manager(config, layout, instance=instance)
     attach = Attach(manager.arena.handle, offsets)
     return Assembled(manager, attach, ranks[0].worker if len(ranks) == 1 else None)

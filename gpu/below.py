@@ -68,10 +68,11 @@ class Below(Protocol):
         """The level that holds each of ``keys``, or None; changes nothing, promises nothing."""
         ...
 
-    def claim(self, keys: Sequence[BlockKey]) -> Sequence[str]:
+    def claim(self, keys: Sequence[BlockKey], salt: str = "") -> Sequence[str]:
         """The levels of the leading ``keys`` that can be onboarded now, as many as there are.
 
-        They stay until ``onboard`` or ``disclaim`` is called for each.
+        ``salt`` is bound into the keys. They stay until ``onboard`` or ``disclaim`` is called for
+        each.
         """
         ...
 

@@ -174,10 +174,10 @@ class Moves:
 
     # ---- in
 
-    def claim(self, keys: Sequence[BlockKey]) -> Sequence[str]:
+    def claim(self, keys: Sequence[BlockKey], salt: str = "") -> Sequence[str]:
         """The levels of the leading ``keys`` that a tier holds; they stay until further notice."""
         below = self.below
-        return [] if below is None or not keys else self._ask(lambda: below.claim(keys))
+        return [] if below is None or not keys else self._ask(lambda: below.claim(keys, salt))
 
     def disclaim(self, nodes: Sequence[NodeId]) -> None:
         """These were claimed, and are not onboarded."""

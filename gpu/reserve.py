@@ -65,8 +65,8 @@ class Reservations:
         What only tiers hold is claimed: the match must be given to ``hold`` or ``forgo``.
         """
         keys, index, slot = content.keys, self._ledger.index, self._ledger.nodes.slot
-        nodes, claimed = index.match(keys), list[NodeId]()
-        while len(nodes) < len(keys) and (levels := self._moves.claim(keys[len(nodes) :])):
+        nodes, claimed, salt = index.match(keys), list[NodeId](), content.root.salt
+        while len(nodes) < len(keys) and (levels := self._moves.claim(keys[len(nodes) :], salt)):
             surplus: list[NodeId] = []
             for level in levels:
                 at = len(nodes)

@@ -214,9 +214,9 @@ class TierPort:
         with self.stack.lock:
             return [self.stack.where(key) for key in keys]
 
-    def claim(self, keys: Sequence[BlockKey]) -> list[str]:
+    def claim(self, keys: Sequence[BlockKey], salt: str = "") -> list[str]:
         """See ``Below.claim``; what lies below host is on its way up from now on."""
-        fetch = self._manager.fetch(keys)
+        fetch = self._manager.fetch(keys, salt=salt)
         levels = fetch.planned
         claim = _Claim(fetch, len(levels))
         for at, key in enumerate(keys[: len(levels)]):
@@ -375,8 +375,8 @@ class GroupBelow:
     def where(self, keys: Sequence[BlockKey]) -> Sequence[str | None]:
         return self._port.where(keys)
 
-    def claim(self, keys: Sequence[BlockKey]) -> Sequence[str]:
-        return self._port.claim(keys)
+    def claim(self, keys: Sequence[BlockKey], salt: str = "") -> Sequence[str]:
+        return self._port.claim(keys, salt)
 
     def disclaim(self, keys: Sequence[BlockKey]) -> None:
         self._port.disclaim(keys)

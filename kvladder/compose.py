@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from kvladder.arena import Arena, Slot
 from kvladder.codecs import finder
 from kvladder.config import StackConfig, load_config
+from kvladder.control import ControlServer
+from kvladder.controlsocket import socket_path
 from kvladder.errors import ConfigError
 from kvladder.events import EventBuffer
 from kvladder.keys import Namespace
@@ -50,10 +52,13 @@ def open_cache(
     return open_manager(load_config(source, overrides=overrides), layout)
 
 
-def open_manager(config: StackConfig, layout: Layout, *, pools: bool = False) -> CacheManager:
+def open_manager(
+    config: StackConfig, layout: Layout, *, pools: bool = False, instance: str = ""
+) -> CacheManager:
     """Build and open everything that ``config`` asks for; on an error nothing is left open.
 
-    ``pools`` tells whether the caller makes block pools from the section ``gpu``.
+    ``pools`` tells whether the caller makes block pools from the section ``gpu``, ``instance``
+    which of several engines with this configuration it is: its control socket is named by it.
     """
     config.check(layout)
     if "gpu" in config.source.raw and not pools:
@@ -81,7 +86,7 @@ def open_manager(config: StackConfig, layout: Layout, *, pools: bool = False) ->
         runtime.close()
         arena.close()
         raise
-    return CacheManager(
+    manager = CacheManager(
         layout=layout,
         namespace=space,
         arena=arena,
@@ -91,6 +96,16 @@ def open_manager(config: StackConfig, layout: Layout, *, pools: bool = False) ->
         description=description,
         publisher=publisher,
     )
+    if config.control.path is not None:
+        try:
+            path = socket_path(config.control.path, instance)
+            manager.admit(ControlServer(path, manager, runtime))
+        except BaseException as error:
+            manager.close()
+            if isinstance(error, ConfigError):
+                raise config.source.explain(error) from error
+            raise
+    return manager
 
 
 def _publisher(config: StackConfig, layout: Layout, stack: TierStack) -> Publisher | None:

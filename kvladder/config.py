@@ -26,6 +26,7 @@ from kvladder.schema import convert, is_list, join, keys_of, require_known, requ
 from kvladder.settings import (
     ArenaConfig,
     BlockConfig,
+    ControlConfig,
     EventsConfig,
     FetchConfig,
     GpuConfig,
@@ -55,6 +56,7 @@ class StackConfig:
     arena: ArenaConfig
     fetch: FetchConfig
     events: EventsConfig
+    control: ControlConfig
     host: HostConfig
     levels: tuple[LevelConfig, ...]
     """Those below host, hottest first."""
@@ -206,6 +208,7 @@ def _build(found: Source) -> StackConfig:
         arena=top.arena,
         fetch=top.fetch,
         events=top.events,
+        control=top.control,
         host=host,
         levels=tuple(levels),
         warnings=tuple(warnings),

@@ -131,6 +131,7 @@ class CacheManager:
         self._settings = settings or ManagerSettings()
         self._description = description
         self._publisher = publisher
+        self._guests: list[Closing] = []
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -317,6 +318,10 @@ class CacheManager:
         """Assert every invariant; O(n), for tests."""
         self.stack.check()
 
+    def admit(self, guest: Closing) -> None:
+        """Close ``guest``, which uses this cache, before it."""
+        self._guests.append(guest)
+
     def close(self, *, timeout_s: float | None = None) -> None:
         """Flush to durable levels, end the loop, unmap the arena; may be called again.
 
@@ -325,6 +330,8 @@ class CacheManager:
         if self._closed:
             return
         self._closed = True
+        for guest in self._guests:
+            guest.close()
         flush_s = self._settings.flush_timeout_s if timeout_s is None else timeout_s
         try:
             self._portal.call(self.stack.aclose(flush_timeout_s=flush_s), timeout_s=flush_s + 30.0)

@@ -94,6 +94,13 @@ class EventsConfig(Settings, frozen=True, kw_only=True):
     """Batches kept to be sent again."""
 
 
+class ControlConfig(Settings, frozen=True, kw_only=True):
+    """How a running cache is asked and told from outside; written as a path alone, too."""
+
+    path: str | None = None
+    """The Unix-domain socket at which it listens; without one there is none."""
+
+
 class BreakerConfig(Settings, frozen=True, kw_only=True):
     """When a failing tier is left alone."""
 
@@ -206,3 +213,4 @@ class Sections(Settings, frozen=True, kw_only=True):
     arena: ArenaConfig
     fetch: FetchConfig
     events: EventsConfig
+    control: ControlConfig

@@ -96,6 +96,12 @@ def read(
             _apply_variable(name, env[name], found)
     if overrides:
         _apply(found.raw, _plain(overrides, ""), "", "engine", found)
+    control = found.raw.get("control")
+    if isinstance(control, str):  # a path alone
+        found.raw["control"] = {"path": control}
+        found.origins["control.path"] = found.origins["control"]
+        if "control" in found.variables:
+            found.variables["control.path"] = found.variables["control"]
     return found
 
 

@@ -34,12 +34,20 @@ class Eraser:
         self._header = header
         self._zeros = memoryview(mmap.mmap(-1, PIECE_BYTES))
 
-    def find(self, places: Iterable[int], salt: bytes | None, tags: Sequence[int]) -> list[Remnant]:
+    def find(
+        self,
+        places: Iterable[int],
+        salt: bytes | None,
+        tags: Sequence[int],
+        *,
+        thorough: bool = False,
+    ) -> list[Remnant]:
         """Remnants of blocks of ``salt``, None for all, and those of which it is not known whose.
 
         ``tags`` are, by place, of the blocks that are stored, 0 where none is. What a whole header
         says of another salt stays; nothing is known of bytes without a header, e.g. behind a
-        block that does not fill its slot.
+        block that does not fill its slot. Where there is nothing in place of a header, what is
+        behind it is looked at if ``thorough``: after a power cut there may be something.
         """
         page = memoryview(mmap.mmap(-1, HEADER_BYTES))
         found: list[Remnant] = []
@@ -50,7 +58,9 @@ class Eraser:
                 continue
             told = self._header.told(page)
             if told is None:
-                if not tags[place] and not _is_zero(page):
+                if not tags[place] and (
+                    not _is_zero(page) or (thorough and self._is_written(place, HEADER_BYTES))
+                ):
                     found.append(Remnant(place, 0))
                 continue
             key, owner, length = told

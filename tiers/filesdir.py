@@ -65,6 +65,35 @@ class _Version(msgspec.Struct):
     version: int
 
 
+def read_meta(disk: Disk, home: Path) -> Meta | None:
+    """META of a namespace as it is, or None where it is damaged or missing.
+
+    Raises
+    ------
+    ConfigError
+        A newer version wrote it.
+    """
+    path = home / "META"
+    try:
+        data = read_file(disk, path, META_BYTES_MAX)
+        version = msgspec.json.decode(data, type=_Version)
+        if version.magic == MAGIC and version.version > VERSION:
+            raise ConfigError(
+                f"{path} is of format {version.version}, which is newer than {VERSION}",
+                path="path",
+                hint="use the version of kvladder that wrote it, or another path",
+            )
+        meta = msgspec.json.decode(data, type=Meta)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+    return meta if meta.magic == MAGIC else None
+
+
+def homes(disk: Disk, path: Path) -> list[Path]:
+    """What in a tier's directory is named like a namespace."""
+    return [path / name for name in disk.listdir(path) if _NAMESPACE.fullmatch(name)]
+
+
 class FilesDirectory:
     """One namespace's files in a directory that belongs to one process at a time.
 
@@ -98,7 +127,7 @@ class FilesDirectory:
             Anything else.
         """
         self._make(self.path)
-        self._take_lock()
+        self.take_lock()
         if not self._exists(self.home):
             self._disk.mkdir(self.home)
             sync_directory(self._disk, self.path)
@@ -134,7 +163,21 @@ class FilesDirectory:
             return False
         return True
 
-    def _take_lock(self) -> None:
+    def leave(self) -> None:
+        """Let the next process in; may be called again."""
+        if self._lock_fd is not None:
+            fd, self._lock_fd = self._lock_fd, None
+            self._disk.close(fd)
+
+    def delete(self) -> None:
+        """Remove the namespace's files."""
+        self._delete_files(self.home)
+        with suppress(OSError):  # something that is not ours is in there: it stays
+            self._disk.rmdir(self.home)
+        sync_directory(self._disk, self.path)
+
+    def take_lock(self, hint: str = "one process at a time; give each its own path") -> None:
+        """Keep others out; ``hint`` is what a ConfigError says to do if one is in there."""
         self._lock_fd = self._disk.open(self.path / "LOCK", os.O_RDWR | os.O_CREAT)
         if not self._disk.lock(self._lock_fd):
             self._disk.close(self._lock_fd)
@@ -142,7 +185,7 @@ class FilesDirectory:
             raise ConfigError(
                 f"{self.path} is in use by process {self._owner()}",
                 path="path",
-                hint="one process at a time; give each its own path",
+                hint=hint,
             )
         self._disk.truncate(self._lock_fd, 0)
         write_all(self._disk, self._lock_fd, b"%d\n" % os.getpid(), 0)
@@ -154,20 +197,8 @@ class FilesDirectory:
 
     def _read_meta(self, wanted: Meta) -> Meta | None:
         """META as it is, or None where what is there is of no use: damaged, or in tiny files."""
-        path = self.home / "META"
-        try:
-            data = read_file(self._disk, path, META_BYTES_MAX)
-            version = msgspec.json.decode(data, type=_Version)
-            if version.magic == MAGIC and version.version > VERSION:
-                raise ConfigError(
-                    f"{path} is of format {version.version}, which is newer than {VERSION}",
-                    path="path",
-                    hint="use the version of kvladder that wrote it, or another path",
-                )
-            meta = msgspec.json.decode(data, type=Meta)
-        except (FileNotFoundError, msgspec.DecodeError):
-            return None
-        if meta.magic != MAGIC or wanted.capacity_blocks > meta.segment_places * SEGMENTS_MAX:
+        meta = read_meta(self._disk, self.home)
+        if meta is None or wanted.capacity_blocks > meta.segment_places * SEGMENTS_MAX:
             return None
         same = (meta.namespace, meta.block_bytes, meta.stride)
         if same != (wanted.namespace, wanted.block_bytes, wanted.stride):
@@ -239,9 +270,7 @@ class FilesDirectory:
 
     def close(self) -> None:
         """Note that the namespace was in use until now, and let the next process in."""
-        if self._lock_fd is None:
-            return
-        fd, self._lock_fd = self._lock_fd, None
-        with suppress(OSError):  # the directory may be gone
-            self._disk.touch(self.home / "META")
-        self._disk.close(fd)
+        if self._lock_fd is not None:
+            with suppress(OSError):  # the directory may be gone
+                self._disk.touch(self.home / "META")
+            self.leave()

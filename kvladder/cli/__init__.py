@@ -1,16 +1,19 @@
-"""The command line: ``kvladder check``, ``size``, ``purge`` and ``--version``."""
+"""The command line: ``kvladder check``, ``size``, ``stats``, ``purge`` and ``--version``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from threading import Event
 
 from kvladder.cli.check import check
-from kvladder.cli.purge import purge
+from kvladder.cli.purge import WAIT_S, purge
 from kvladder.cli.size import size
+from kvladder.cli.stats import describe, stats
 from kvladder.errors import ConfigError
 from kvladder.gpu.groups import ITEM_BYTES
 
@@ -55,23 +58,62 @@ def _parser() -> argparse.ArgumentParser:
     )
     checking.set_defaults(run=_check)
     _add_size(commands.add_parser)
+    _add_running(commands.add_parser)
     purging = commands.add_parser(
         "purge",
-        help="remove blocks from the tiers that engines share",
-        description="Remove every block of a namespace, or of one cache salt in it, from the "
-        "shared tiers of a configuration, in steps that leave the servers time for others.",
+        help="remove blocks from every tier, and overwrite them",
+        description="Remove the blocks of a cache salt, of a namespace, or all: from a running "
+        "cache that answers at its control socket, else from directories and servers of the "
+        "configuration. Their bytes in files are overwritten. Exits with 2 if it is not done.",
     )
     purging.add_argument("config", type=Path, help="the YAML file")
-    purging.add_argument(
-        "--namespace", required=True, metavar="HEX", help="as an engine prints it at start"
-    )
     purging.add_argument("--salt", help="only blocks of requests with this cache salt")
+    purging.add_argument("--namespace", metavar="HEX", help="as an engine prints it at start")
+    purging.add_argument("--all", action="store_true", help="every block, whosesoever")
+    purging.add_argument(
+        "--wait",
+        type=float,
+        default=WAIT_S,
+        metavar="S",
+        help=f"how long a running cache may take (default {WAIT_S:g} seconds)",
+    )
     purging.set_defaults(run=_purge)
     return parser
 
 
 def _purge(arguments: argparse.Namespace) -> str:
-    return purge(arguments.config, namespace=arguments.namespace, salt=arguments.salt)
+    return purge(
+        arguments.config,
+        namespace=arguments.namespace,
+        salt=arguments.salt,
+        everything=arguments.all,
+        wait_s=arguments.wait,
+    )
+
+
+def _add_running(add: Callable[..., argparse.ArgumentParser]) -> None:
+    target = "a control socket, or the YAML file that names it"
+    counting = add("stats", help="what a running cache counts, asked at its control socket")
+    counting.add_argument("target", type=Path, help=target)
+    counting.add_argument("--json", action="store_true", help="everything, as JSON")
+    counting.add_argument("--watch", type=float, metavar="S", help="again every S seconds")
+    counting.set_defaults(run=_stats)
+    describing = add("describe", help="the resolved configuration of a running cache")
+    describing.add_argument("target", type=Path, help=target)
+    describing.set_defaults(run=lambda arguments: describe(arguments.target))
+
+
+def _stats(arguments: argparse.Namespace) -> str:
+    every_s: float | None = arguments.watch
+    if every_s is not None and not every_s > 0:
+        raise ConfigError(f"{every_s:g}", path="--watch", hint="expected more than 0 seconds")
+    counts = stats(arguments.target, as_json=arguments.json)
+    with suppress(KeyboardInterrupt):
+        while every_s is not None:
+            print(counts, end="\n\n", flush=True)
+            Event().wait(every_s)
+            counts = stats(arguments.target, as_json=arguments.json)
+    return counts
 
 
 def _check(arguments: argparse.Namespace) -> str:

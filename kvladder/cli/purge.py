@@ -1,68 +1,163 @@
-"""``kvladder purge``: remove a namespace's blocks, or those of one salt, from shared tiers."""
+"""``kvladder purge``: remove a namespace's blocks, or those of one salt, wherever they are."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvladder import registry
 from kvladder.arena import Arena
-from kvladder.config import load_config
+from kvladder.config import StackConfig, load_config
+from kvladder.controlsocket import NotAnswering, ask, sockets
 from kvladder.errors import ConfigError, TierError
 from kvladder.keys import KEY_BYTES, Namespace, salt_digest
 from kvladder.layout import PAGE_BYTES, Layout
 from kvladder.runtime import Runtime, SystemClock
 from kvladder.settings import LevelConfig
 from kvladder.tiers.base import TierContext
+from kvladder.tiers.disk import OsDisk
+from kvladder.tiers.files import FilesOptions
+from kvladder.tiers.filespurge import purge_files
 
 BAR: Final = 30
+WAIT_S: Final = 600.0
+MARGIN_S: Final = 30.0
+"""How much longer than asked to wait an answer may take."""
 
 
-def purge(config: Path, *, namespace: str, salt: str | None = None) -> str:
+class Unfinished(ConfigError):
+    """The blocks are gone for requests, but tiers have not yet done all that was asked."""
+
+
+def purge(
+    config: Path,
+    *,
+    namespace: str | None = None,
+    salt: str | None = None,
+    everything: bool = False,
+    wait_s: float = WAIT_S,
+) -> str:
     """Remove the blocks and say how many went; a progress line goes to the terminal's stderr.
+
+    Caches that run and answer at the configuration's control socket do it themselves. Otherwise
+    directories and servers are purged without an engine.
 
     Parameters
     ----------
     config:
-        The YAML file, which names the servers.
+        The YAML file.
     namespace:
-        64 hexadecimal digits, as an engine prints them when it starts.
+        64 hexadecimal digits, as an engine prints them when it starts; None stands for that of the
+        running cache or, of directories, for all that are there. Servers need it.
     salt:
-        Only the blocks of requests with this cache salt; None means all.
+        Only the blocks of requests with this cache salt.
+    everything:
+        Whether all are meant where neither salt nor namespace is given.
+    wait_s:
+        How long a running cache is waited for.
 
     Raises
     ------
+    Unfinished
+        A running cache took longer.
     ConfigError
-        Something of this is wrong, or a server did not do what it was asked.
+        Something of this is wrong, or a cache, a server or a disk did not do what it was asked.
     """
-    try:
-        space = Namespace(bytes.fromhex(namespace))
-    except ValueError:
-        space = Namespace(b"")
-    if len(space) != KEY_BYTES:
-        hint = f"expected {2 * KEY_BYTES} hexadecimal digits, as an engine prints them at start"
-        raise ConfigError(repr(namespace), path="--namespace", hint=hint)
+    space = None if namespace is None else _space(namespace)
     if salt == "":
         raise ConfigError("empty", path="--salt", hint="leave it out to remove all")
+    if salt is None and space is None and not everything:
+        hint = "--salt S, --namespace HEX, or --all for every block"
+        raise ConfigError("nothing is named", path="purge", hint=f"expected {hint}")
+    if salt is not None and everything:
+        raise ConfigError("both are given", path="--salt, --all", hint="use one of them")
+    if not 0 <= wait_s <= 86400:
+        raise ConfigError(f"{wait_s:g}", path="--wait", hint="expected 0 to 86400 seconds")
     found = load_config(config)
-    shared = [level for level in found.levels if registry.load("tiers", level.type).shared]
-    if not shared:
-        raise ConfigError("no tier is shared", path="tiers", hint="other tiers end with an engine")
-    digest = None if salt is None else salt_digest(space, salt)
-    return "\n".join(
-        f"{level.name}: {_purge(level, space, digest)} values removed" for level in shared
-    )
+    lines = _running(found, space, salt, wait_s) or _at_rest(found, space, salt)
+    return "\n".join(lines)
 
 
-def _purge(level: LevelConfig, space: Namespace, salt: bytes | None) -> int:
+def _space(namespace: str) -> Namespace:
+    with suppress(ValueError):
+        space = Namespace(bytes.fromhex(namespace))
+        if len(space) == KEY_BYTES:
+            return space
+    hint = f"expected {2 * KEY_BYTES} hexadecimal digits, as an engine prints them at start"
+    raise ConfigError(repr(namespace), path="--namespace", hint=hint)
+
+
+def _running(
+    config: StackConfig, space: Namespace | None, salt: str | None, wait_s: float
+) -> list[str]:
+    """Have the caches do it that answer; nothing if there is none."""
+    request: dict[str, Any] = {"command": "purge", "wait_s": wait_s, "all": salt is None}
+    if salt is not None:
+        request["salt"] = salt
+    if space is not None:
+        request["namespace"] = space.hex()
+    lines: list[str] = []
+    left = 0
+    for path in sockets(config.control.path) if config.control.path is not None else ():
+        try:
+            done = ask(path, request, timeout_s=wait_s + MARGIN_S)
+        except NotAnswering:
+            continue  # left by a process that was killed
+        for name, removed in done["removed"].items():
+            also = f", {done['purged'][name]} more in its tier" if done["purged"][name] else ""
+            lines.append(f"{path.name}: {name}: {removed} blocks removed{also}")
+        left += done["left"]
+    if left:
+        hint = "kvladder stats tells how many removals are left; ask again to wait for them"
+        said = "; ".join([*lines, f"{left} removals or purges are not over"])
+        raise Unfinished(said, path="purge", hint=hint)
+    return lines
+
+
+def _at_rest(config: StackConfig, space: Namespace | None, salt: str | None) -> list[str]:
+    lines: list[str] = []
+    for level in config.levels:
+        if isinstance(level.options, FilesOptions):
+            lines += _purge_files(level.name, level.options, space, salt)
+        elif registry.load("tiers", level.type).shared:
+            if space is None:
+                hint = f"{level.name} needs it: 64 digits that an engine prints at start"
+                raise ConfigError("missing", path="--namespace", hint=hint)
+            digest = None if salt is None else salt_digest(space, salt)
+            lines.append(f"{level.name}: {_purge_shared(level, space, digest)} values removed")
+    if not lines:
+        hint = "what other tiers keep ends with an engine"
+        raise ConfigError("no tier outlives an engine", path="tiers", hint=hint)
+    return lines
+
+
+def _purge_files(
+    name: str, options: FilesOptions, space: Namespace | None, salt: str | None
+) -> list[str]:
+    try:
+        done = purge_files(
+            OsDisk(), Path(options.path), space=space, salt=salt, progress=_bar(name, "places")
+        )
+    except ConfigError as error:
+        raise ConfigError(error.message, path=name, hint=error.hint) from error
+    if not done:
+        return [f"{name}: nothing is stored there"]
+    return [
+        f"{name}: {one.removed} blocks removed, {one.erased} overwritten, of {one.namespace}"
+        for one in done
+    ]
+
+
+def _purge_shared(level: LevelConfig, space: Namespace, salt: bytes | None) -> int:
     layout = Layout(block_tokens=1, block_bytes=PAGE_BYTES)  # keys do not depend on it
     runtime, arena, tier = Runtime(), Arena.create(1, layout.slot_bytes), level.make_tier()
     context = TierContext(arena, layout, space, 1, SystemClock(), runtime.run_blocking)
     try:
         runtime.call(tier.open(context))
-        return runtime.call(tier.purge(salt, _bar(level.name)))
+        return runtime.call(tier.purge(salt, _bar(level.name, "keys")))
     except TierError as error:
         raise ConfigError(str(error), path=level.name) from error
     finally:
@@ -71,7 +166,7 @@ def _purge(level: LevelConfig, space: Namespace, salt: bytes | None) -> int:
         arena.close()
 
 
-def _bar(name: str) -> Callable[[int, int], None]:
+def _bar(name: str, what: str) -> Callable[[int, int], None]:
     """Draws how far it is, over and over in one line, if somebody sees it."""
 
     def draw(done: int, total: int) -> None:
@@ -79,6 +174,6 @@ def _bar(name: str) -> Callable[[int, int], None]:
             filled = BAR * done // max(1, total)
             end = "\n" if done >= total else ""
             bar = "#" * filled + "." * (BAR - filled)
-            print(f"\r{name} [{bar}] {done}/{total} keys", end=end, file=sys.stderr, flush=True)
+            print(f"\r{name} [{bar}] {done}/{total} {what}", end=end, file=sys.stderr, flush=True)
 
     return draw

@@ -169,7 +169,7 @@ class Host:
     def where(self, keys: Sequence[BlockKey]) -> Sequence[str | None]:
         return [self.name if key in self.blocks else None for key in keys]
 
-    def claim(self, keys: Sequence[BlockKey]) -> Sequence[str]:
+    def claim(self, keys: Sequence[BlockKey], salt: str = "") -> Sequence[str]:
         found: list[str] = []
         for key in keys:
             if key not in self.blocks or self.blocks[key].flying:

@@ -1,0 +1,78 @@
+"""``kvladder stats``: what a running cache counts, asked at its control socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from kvladder.config import load_config
+from kvladder.controlsocket import WHERE, ask, sockets
+from kvladder.errors import ConfigError
+from kvladder.tiers.breaker import BREAKER_STATES
+
+COLUMNS: Final = (
+    "blocks",
+    "capacity",
+    "queries",
+    "hits",
+    "stored",
+    "evicted",
+    "removed",
+    "purged",
+    "queued",
+    "removals",
+)
+
+
+def stats(target: Path, *, as_json: bool = False) -> str:
+    """The statistics of every cache that ``target`` leads to, as a table or as JSON.
+
+    Parameters
+    ----------
+    target:
+        A control socket, or the YAML file of a stack whose setting ``control`` names it.
+    as_json:
+        Everything, in one object by socket; else what matters most.
+
+    Raises
+    ------
+    ConfigError
+        There is no running cache, or it does not answer.
+    """
+    found = {str(path): ask(path, {"command": "stats"}) for path in _sockets(target)}
+    if as_json:
+        return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
+    return "\n\n".join("\n".join(_table(path, counts)) for path, counts in found.items())
+
+
+def describe(target: Path) -> str:
+    """The resolved configuration of every cache that ``target`` leads to; see ``stats``."""
+    found = {str(path): ask(path, {"command": "describe"}) for path in _sockets(target)}
+    return "\n\n".join(f"{path}\n{text}" for path, text in found.items())
+
+
+def _sockets(target: Path) -> list[Path]:
+    if target.is_socket():
+        return [target]
+    path = load_config(target).control.path
+    if path is None:
+        raise ConfigError("none", path=WHERE, hint="set it to a socket and start the engine")
+    found = sockets(path)
+    if not found:
+        raise ConfigError(f"there is no socket {path}", path=WHERE, hint="does an engine run?")
+    return found
+
+
+def _table(path: str, counts: dict[str, Any]) -> Iterator[str]:
+    arena = counts["arena"]
+    yield f"{path}: {arena['free']} of {arena['slots']} slots are free"
+    levels = {name: level for name, level in counts.items() if "blocks" in level}
+    width = max(len(name) for name in levels)
+    yield f"{'':{width}}" + "".join(f"{name:>10}" for name in (*COLUMNS, "breaker"))
+    for name, level in levels.items():
+        cells = [str(level.get(column, "")) for column in COLUMNS]
+        cells.append(BREAKER_STATES[level["breaker"]] if "breaker" in level else "")
+        yield f"{name:{width}}" + "".join(f"{cell:>10}" for cell in cells)

@@ -1,0 +1,185 @@
+"""A control socket of a running cache: statistics, its configuration, and purges, from outside.
+
+A request is a line of JSON, ``{"command": "stats"}``, and so is its answer, ``{"result": ...}`` or
+``{"error": "why"}``; see ``docs/control.md``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from kvladder.controlsocket import BoundSocket
+from kvladder.errors import ClosedError
+from kvladder.manager import CacheManager, Portal
+
+CLIENTS_MAX: Final = 8
+REQUEST_BYTES_MAX: Final = 16 << 10
+REQUEST_S: Final = 10.0
+"""How long a client may take to say what it wants, and to take an answer."""
+CLOSE_S: Final = 5.0
+STEP_BLOCKS: Final = 4096
+"""How many blocks are removed at a time, where all are."""
+POLL_S: Final = 0.02
+
+
+class Request(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="command"
+):
+    """Base of what a client may ask for."""
+
+
+class StatsRequest(Request, frozen=True, kw_only=True, tag="stats"):
+    """What ``CacheManager.stats`` returns."""
+
+
+class DescribeRequest(Request, frozen=True, kw_only=True, tag="describe"):
+    """What ``CacheManager.describe`` returns: no secrets."""
+
+
+class PurgeRequest(Request, frozen=True, kw_only=True, tag="purge"):
+    """Remove blocks everywhere; answered when that is done, or after ``wait_s``."""
+
+    salt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    """Those of requests with this cache salt."""
+    all: bool = False
+    """Or every block of the namespace."""
+    namespace: str | None = None
+    """Refused unless it is the cache's own."""
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 600.0
+
+
+_DECODER: Final = msgspec.json.Decoder(StatsRequest | DescribeRequest | PurgeRequest)
+
+
+class ControlServer:
+    """Answers at a Unix-domain socket, on the cache's own loop. Ended by ``close``.
+
+    Whatever clients send, they get an answer or are cut off; each has its time, and there are few.
+
+    Raises
+    ------
+    ConfigError
+        The socket cannot be had.
+    """
+
+    def __init__(self, path: Path, manager: CacheManager, portal: Portal) -> None:
+        self._manager = manager
+        self._portal = portal
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._socket = BoundSocket(path)
+        self._server: asyncio.Server | None = None
+        try:
+            portal.call(self._start())
+        except BaseException:
+            self._socket.close()
+            raise
+
+    async def _start(self) -> None:
+        self._server = await asyncio.start_unix_server(
+            self._serve, sock=self._socket.socket, limit=REQUEST_BYTES_MAX
+        )
+
+    def close(self) -> None:
+        """Cut off every client, and remove the socket; may be called again."""
+        if self._server is None:
+            return
+        with suppress(TimeoutError, ClosedError):
+            self._portal.call(self._stop(), timeout_s=CLOSE_S)
+        self._server = None
+        self._socket.close()
+
+    async def _stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            if len(self._tasks) > CLIENTS_MAX:
+                await _send(writer, {"error": f"{CLIENTS_MAX} clients are being served already"})
+                return
+            while True:
+                async with asyncio.timeout(REQUEST_S):
+                    line = await reader.readline()
+                if not line.endswith(b"\n"):
+                    return
+                await _send(writer, await self._answer(line))
+        except ValueError:  # it cannot be told where the next line begins
+            with suppress(OSError, TimeoutError):
+                await _send(writer, {"error": f"a request is at most {REQUEST_BYTES_MAX} bytes"})
+        except (OSError, TimeoutError):
+            pass  # it is gone, or does not say anything
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+    async def _answer(self, line: bytes) -> dict[str, Any]:
+        try:
+            request = _DECODER.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            return {"error": f"not a request: {error}"}
+        if isinstance(request, StatsRequest):
+            return {"result": self._manager.stats()}
+        if isinstance(request, DescribeRequest):
+            return {"result": self._manager.describe()}
+        own = self._manager.namespace.hex()
+        if request.namespace not in {None, own}:
+            return {"error": f"the cache that runs here has namespace {own}"}
+        if request.all == (request.salt is not None):
+            return {"error": "expected either a salt, or all to be true"}
+        return {"result": await self._purge(request)}
+
+    async def _purge(self, request: PurgeRequest) -> dict[str, Any]:
+        """Remove in steps, then wait until all tiers have done so."""
+        manager = self._manager
+        before = manager.stats()
+        if request.salt is None:
+            await self._remove_all()
+        else:
+            for _ in manager.purge(request.salt):
+                await asyncio.sleep(0)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(request.wait_s):
+                while manager.removals:  # noqa: ASYNC110 - what tiers do tells nobody
+                    await asyncio.sleep(POLL_S)
+        now = manager.stats()
+        names = [name for name, counts in now.items() if "removed" in counts]
+        return {
+            "namespace": manager.namespace.hex(),
+            **{
+                what: {name: now[name][what] - before[name][what] for name in names}
+                for what in ("removed", "purged")
+            },
+            "left": manager.removals,
+        }
+
+    async def _remove_all(self) -> None:
+        """Remove every block, and leave the engine its turns meanwhile."""
+        stack = self._manager.stack
+        with stack.lock:
+            keys = dict.fromkeys([*stack.host.index])
+            for level in stack.levels:
+                keys.update(dict.fromkeys(level.keys()))
+        everything = list(keys)
+        for start in range(0, len(everything), STEP_BLOCKS):
+            self._manager.remove(everything[start : start + STEP_BLOCKS])
+            await asyncio.sleep(0)
+        self._manager.clear(erase=True)
+
+
+async def _send(writer: asyncio.StreamWriter, reply: dict[str, Any]) -> None:
+    writer.write(msgspec.json.encode(reply) + b"\n")
+    async with asyncio.timeout(REQUEST_S):
+        await writer.drain()

@@ -1,0 +1,168 @@
+"""Control sockets in the file system: their names, who has one, and asking one."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from kvladder.errors import ConfigError
+
+WHERE: Final = "control.path"
+MODE: Final = 0o600
+NAME_BYTES_MAX: Final = 107 - len(".new")
+"""What the name of a Unix-domain socket may have."""
+REPLY_BYTES_MAX: Final = 16 << 20
+CONNECT_S: Final = 5.0
+_BACKLOG: Final = 16
+_OTHER_HINT: Final = "give each engine its own, for example with ${NAME}"
+
+
+def socket_path(path: str, instance: str) -> Path:
+    """The socket of one of several engines with one setting: of dp1 ``kv.dp1.sock``."""
+    whole = Path(path)
+    return whole.with_name(f"{whole.stem}.{instance}{whole.suffix}") if instance else whole
+
+
+def sockets(path: str) -> list[Path]:
+    """The sockets that engines with this setting may have made, as far as they exist."""
+    whole = Path(path)
+    ranked = sorted(whole.parent.glob(f"{whole.stem}.dp*{whole.suffix}"))
+    return [one for one in (whole, *ranked) if one.is_socket()]
+
+
+class BoundSocket:
+    """A listening socket at a path that is this process's alone, until ``close`` removes it.
+
+    A lock beside it tells a socket that is served from one that a killed process left, which is
+    replaced. Nobody but this user may connect.
+
+    Raises
+    ------
+    ConfigError
+        The path cannot be had.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock_path = path.with_name(path.name + ".lock")
+        if len(os.fsencode(path)) > NAME_BYTES_MAX:
+            hint = f"a socket's name has at most {NAME_BYTES_MAX} bytes"
+            raise ConfigError(str(path), path=WHERE, hint=hint)
+        with suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(path.lstat().st_mode):
+                raise ConfigError(f"{path} is no socket", path=WHERE, hint="choose another name")
+        try:
+            self._lock_fd = self._locked()
+            try:
+                self.socket = self._bound()
+            except BaseException:
+                self._unlock()
+                raise
+        except OSError as error:
+            why = error.strerror or str(error)
+            hint = "expected a name in a directory that this user may write to"
+            raise ConfigError(f"{path}: {why}", path=WHERE, hint=hint) from error
+
+    def _locked(self) -> int:
+        while True:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            fd = os.open(self._lock_path, flags, MODE)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(fd), self._lock_path.stat()):
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+                    return fd
+            except FileNotFoundError:
+                pass  # its owner has ended and removed it meanwhile
+            except BlockingIOError:
+                owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+                os.close(fd)
+                taken = f"{self.path} is in use by process {owner}"
+                raise ConfigError(taken, path=WHERE, hint=_OTHER_HINT) from None
+            os.close(fd)
+
+    def _bound(self) -> socket.socket:
+        """It gets its name once it listens and nobody else may connect."""
+        new = self.path.with_name(self.path.name + ".new")
+        new.unlink(missing_ok=True)
+        bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            bound.bind(str(new))
+            new.chmod(MODE)
+            bound.listen(_BACKLOG)
+            bound.setblocking(False)
+            new.rename(self.path)
+        except BaseException:
+            bound.close()
+            new.unlink(missing_ok=True)
+            raise
+        return bound
+
+    def _unlock(self) -> None:
+        with suppress(OSError):
+            self._lock_path.unlink()
+        os.close(self._lock_fd)
+
+    def close(self) -> None:
+        """Remove it, and let the next process have the name; called once."""
+        with suppress(OSError):
+            self.path.unlink()
+        self.socket.close()
+        self._unlock()
+
+
+class NotAnswering(ConfigError):
+    """Nobody listens at the socket, or not as a running cache does."""
+
+
+def ask(path: Path, request: Mapping[str, Any], *, timeout_s: float = 10.0) -> Any:
+    """Send one request to a running cache and return its result.
+
+    Parameters
+    ----------
+    path:
+        Its control socket.
+    request:
+        ``command`` and what belongs to it, see ``docs/control.md``.
+    timeout_s:
+        How long the answer may take.
+
+    Raises
+    ------
+    NotAnswering
+        Nobody listens there, or there is no answer in time.
+    ConfigError
+        The cache refuses the request: says why.
+    """
+    data = bytearray()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
+        try:
+            stream.settimeout(min(CONNECT_S, timeout_s))
+            stream.connect(str(path))
+            stream.settimeout(timeout_s)
+            stream.sendall(msgspec.json.encode(request) + b"\n")
+            while not data.endswith(b"\n"):
+                part = stream.recv(1 << 16)
+                data += part
+                if not part or len(data) > REPLY_BYTES_MAX:
+                    raise ConnectionError("it hung up, or said too much")
+        except OSError as error:
+            why = error.strerror or str(error)
+            hint = "the socket of a running cache"
+            raise NotAnswering(f"no answer: {why}", path=str(path), hint=hint) from error
+    try:
+        reply = msgspec.json.decode(data, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise NotAnswering(f"{error}", path=str(path), hint="is it kvladder's?") from error
+    if "error" in reply:
+        raise ConfigError(str(reply["error"]), path=str(path))
+    return reply.get("result")
