@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -91,10 +92,9 @@ class _Purge:
 
     def run(self, salt: str | None, progress: Progress) -> Purged:
         """Take the directory's lock and do it."""
-        self._directory.take_lock(
-            hint="purge through its control socket, see the setting control, or stop it first"
-        )
+        hint = "purge through its control socket, see the setting control, or stop it first"
         try:
+            self._directory.take_lock(hint)
             meta = read_meta(self._disk, self._directory.home)
             if meta is None:  # gone meanwhile
                 return Purged(self._space.hex(), 0, 0)
@@ -137,28 +137,19 @@ class _Purge:
     def _erase(self, meta: Meta, digest: bytes | None, tags: list[int], progress: Progress) -> int:
         """Write zeros over what they left; how many blocks that were."""
         header = BlockHeader(self._space, meta.block_bytes, verify=True)
-        slot_bytes = meta.stride - HEADER_BYTES
-        arena = Arena.create(1, PAGE_BYTES)  # nothing is read into it
-        segments = Segments(
-            self._disk,
-            self._directory,
-            Geometry(slot_bytes, meta.segment_places, meta.capacity_blocks),
-            header=header,
-            arena=arena,
-        )
-        eraser = Eraser(self._disk, segments, header)
+        geometry = Geometry(meta.stride - HEADER_BYTES, meta.segment_places, meta.capacity_blocks)
         erased = 0
-        try:
-            segments.find()
-            for start in range(0, segments.end, STEP_PLACES):
-                places = range(start, min(start + STEP_PLACES, segments.end))
-                left = eraser.find(places, digest, tags, thorough=True)
-                for remnant in left:
-                    eraser.wipe(remnant)
-                eraser.sync(left)
-                erased += sum(remnant.start == 0 for remnant in left)
-                progress(places.stop, segments.end)
-        finally:
-            segments.close()
-            arena.close()
+        with closing(Arena.create(1, PAGE_BYTES)) as arena:  # nothing is read into it
+            segments = Segments(self._disk, self._directory, geometry, header=header, arena=arena)
+            eraser = Eraser(self._disk, segments, header)
+            with closing(segments):
+                segments.find()
+                for start in range(0, segments.end, STEP_PLACES):
+                    places = range(start, min(start + STEP_PLACES, segments.end))
+                    left = eraser.find(places, digest, tags, thorough=True)
+                    for remnant in left:
+                        eraser.wipe(remnant)
+                    eraser.sync(left)
+                    erased += sum(remnant.start == 0 for remnant in left)
+                    progress(places.stop, segments.end)
         return erased

@@ -100,7 +100,11 @@ def _add_running(add: Callable[..., argparse.ArgumentParser]) -> None:
     counting.set_defaults(run=_stats)
     describing = add("describe", help="the resolved configuration of a running cache")
     describing.add_argument("target", type=Path, help=target)
-    describing.set_defaults(run=lambda arguments: describe(arguments.target))
+    describing.set_defaults(run=_describe)
+
+
+def _describe(arguments: argparse.Namespace) -> str:
+    return describe(arguments.target)
 
 
 def _stats(arguments: argparse.Namespace) -> str:

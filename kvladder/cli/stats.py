@@ -69,10 +69,12 @@ def _sockets(target: Path) -> list[Path]:
 def _table(path: str, counts: dict[str, Any]) -> Iterator[str]:
     arena = counts["arena"]
     yield f"{path}: {arena['free']} of {arena['slots']} slots are free"
-    levels = {name: level for name, level in counts.items() if "blocks" in level}
+    levels: dict[str, dict[str, Any]] = {
+        name: level for name, level in counts.items() if "blocks" in level
+    }
     width = max(len(name) for name in levels)
     yield f"{'':{width}}" + "".join(f"{name:>10}" for name in (*COLUMNS, "breaker"))
     for name, level in levels.items():
-        cells = [str(level.get(column, "")) for column in COLUMNS]
-        cells.append(BREAKER_STATES[level["breaker"]] if "breaker" in level else "")
+        state = BREAKER_STATES[level["breaker"]] if "breaker" in level else ""
+        cells = [*(str(level.get(column, "")) for column in COLUMNS), state]
         yield f"{name:{width}}" + "".join(f"{cell:>10}" for cell in cells)

@@ -1,0 +1,199 @@
+"""A purge of a directory at rest when the power goes, or a call fails, at every single call.
+
+The law: once success was reported nothing of a purged block is on the disk and no index names it,
+whatever the disk loses; and a purge that was cut short is made good by the next one.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from itertools import count
+
+import pytest
+
+from kvladder.errors import ConfigError
+from kvladder.keys import salt_digest
+from kvladder.testing.disk import MODES, FakeDisk, Mode, PowerCut
+from kvladder.testing.sim import sim_run
+from kvladder.tiers.base import Item
+from kvladder.tiers.files import FilesTier
+from kvladder.tiers.filespurge import Purged, purge_files
+from tests.crash.harness import ROOT, STRANGERS, Machine, data, key, new_disk
+
+pytestmark = [pytest.mark.crash, pytest.mark.slow]
+
+RED = {0: 0, 1: 3, 2: 5}
+"""Blocks of the salt that is purged, by number: their places."""
+BLUE = {10: 1, 11: 6}
+GONE = (30, 7)
+"""A block of that salt that was removed before: only its bytes are left."""
+
+
+class Salted(Machine):
+    """Some of its blocks have a salt."""
+
+    def items(self, blocks: Sequence[tuple[int, int]]) -> list[Item]:
+        red = salt_digest(self.space, "red")
+        blue = salt_digest(self.space, "blue")
+        return [
+            item._replace(salt=red if number in {*RED, GONE[0]} else blue)
+            for item, (number, _) in zip(super().items(blocks), blocks, strict=True)
+        ]
+
+
+async def live(machine: Machine) -> None:
+    tier, _ = await machine.open()
+    await machine.put(tier, *RED.items())
+    await machine.put(tier, *BLUE.items())
+    await machine.put(tier, GONE)
+    await machine.remove(tier, GONE)
+    await tier.aclose()
+
+
+def purge(disk: FakeDisk, salt: str | None = "red") -> list[Purged]:
+    return purge_files(disk, ROOT, space=None, salt=salt, progress=lambda *_: None)
+
+
+def filled(seed: int = 0) -> Salted:
+    machine = Salted(new_disk(seed=seed))
+    sim_run(live(machine))
+    assert not machine.errors
+    return machine
+
+
+def bytes_of(machine: Machine, numbers: Sequence[int]) -> list[int]:
+    """Of which blocks anything that tells them apart is in a segment."""
+    home = f"{machine.home}/seg-"
+    raw = b"".join(
+        machine.disk.content(path)
+        for path in map(type(ROOT), machine.disk.files())
+        if str(path).startswith(home)
+    )
+    parts = {number: data(key(number)) for number in numbers}
+    return [n for n, part in parts.items() if any(part[i : i + 16] in raw for i in (0, 990, 4000))]
+
+
+async def look(machine: Machine, *, red: bool, blue: bool | None) -> None:
+    """What a tier finds; ``blue`` None if the disk may have lost blocks that stay."""
+    tier, recovered = await machine.open()
+    keys = {item.key for item in recovered}
+    assert red or not keys & {key(number) for number in (*RED, GONE[0])}
+    wanted = [(key(number), place) for number, place in RED.items()]
+    assert red or not any(await machine.get(tier, wanted))
+    others = await machine.get(tier, [(key(number), place) for number, place in BLUE.items()])
+    assert blue is None or all(others) == blue
+    assert not machine.errors
+    machine.check_space()
+    await tier.aclose()
+
+
+def test_a_purge_leaves_nothing_of_a_salt_and_all_of_the_others() -> None:
+    machine = filled()
+    assert bytes_of(machine, [*RED, GONE[0]]) == [*RED, GONE[0]], "they can be told"
+    assert purge(machine.disk) == [Purged(machine.space.hex(), len(RED), len(RED) + 1)]
+    assert bytes_of(machine, [*RED, *BLUE, GONE[0]]) == [*BLUE]
+    sim_run(look(machine, red=False, blue=True))
+    assert purge(machine.disk) == [Purged(machine.space.hex(), 0, 0)]
+    assert machine.disk.open_fds == 0
+    machine.close()
+
+
+def test_a_purge_of_all_leaves_no_file_of_ours_and_every_other() -> None:
+    machine = filled()
+    stored = len(RED) + len(BLUE)
+    assert purge(machine.disk, None) == [Purged(machine.space.hex(), stored, stored + 1)]
+    assert set(machine.disk.files()) == {str(path) for path in (*STRANGERS, ROOT / "LOCK")}
+    assert purge(machine.disk, None) == []
+    sim_run(look(machine, red=False, blue=False))
+    machine.close()
+
+
+@pytest.mark.parametrize("salt", ["red", None])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_power_goes_at_every_call_of_a_purge(mode: Mode, salt: str | None) -> None:
+    for number in count(1):
+        machine = filled(seed=number)
+        disk = machine.disk
+        if mode == "misdirect":  # a block that lies within another, whole one is not found
+            disk.crash("keep")
+        disk.crash_at = disk.calls + number
+        cut = False
+        try:
+            purge(disk, salt)
+        except PowerCut:
+            cut = True
+        disk.crash(mode)
+        if cut:
+            purge(disk, salt)
+            disk.crash(mode)
+        assert bytes_of(machine, [*RED, GONE[0]]) == []
+        kept = mode == "keep" and salt is not None
+        sim_run(look(machine, red=False, blue=True if kept else None))
+        machine.close()
+        if not cut:
+            assert number > 20
+            break
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("salt", ["red", None])
+def test_every_call_of_a_purge_fails_once(code: int, salt: str | None) -> None:
+    """A purge that does not do all of it says so."""
+    for number in count(1):
+        machine = filled()
+        disk = machine.disk
+        disk.fail_at, disk.fail_errno = disk.calls + number, code
+        reported = True
+        try:
+            purge(disk, salt)
+        except ConfigError:
+            reported = False
+        failed = disk.calls >= (disk.fail_at or 0)
+        disk.fail_at = None
+        assert disk.open_fds == 0
+        if not reported:
+            purge(disk, salt)
+        assert bytes_of(machine, [*RED, GONE[0]]) == []
+        sim_run(look(machine, red=False, blue=salt is not None))
+        machine.close()
+        if not failed:
+            assert number > 20
+            break
+
+
+def test_a_purge_waits_for_nobody_who_has_the_directory() -> None:
+    machine = filled()
+
+    async def running() -> None:
+        tier: FilesTier
+        tier, _ = await machine.open()
+        with pytest.raises(ConfigError, match="in use by process .* control socket"):
+            purge(machine.disk)
+        await tier.aclose()
+
+    sim_run(running())
+    sim_run(look(machine, red=True, blue=True))
+    machine.close()
+
+
+def test_a_removal_that_was_synced_outlives_a_compaction_that_began_before() -> None:
+    """A log that is written anew meanwhile must not bring back what a purge reported as gone."""
+    machine = filled()
+
+    async def work() -> None:
+        tier, _ = await machine.open()
+        log = tier._store.log  # type: ignore[union-attr]
+
+        def stopped() -> bool:
+            red = machine.items([(number, place) for number, place in RED.items()])
+            log.append(2, red)
+            log.sync()
+            return False
+
+        log.compact(stopped)
+
+    sim_run(work())
+    machine.disk.crash("zero")
+    sim_run(look(machine, red=False, blue=None))
+    machine.close()

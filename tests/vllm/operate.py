@@ -1,0 +1,51 @@
+"""What an operator does to an engine that runs, from a process of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.harness import stored_payloads
+
+CLI = "import sys; from kvladder.cli import main; sys.exit(main())"
+
+
+def command(*arguments: str) -> dict[str, Any]:
+    """Run ``kvladder`` with these arguments; its exit code and what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", CLI, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return {"code": done.returncode, "out": done.stdout, "err": done.stderr}
+
+
+def told(engine: Any, *, arguments: list[str]) -> dict[str, Any]:
+    """A command while the engine has nothing to do."""
+    del engine
+    return command(*arguments)
+
+
+def purged(
+    engine: Any, *, config: str, salt: str, files: str, serves: dict[str, Any]
+) -> dict[str, Any]:
+    """A purge while the engine serves somebody else."""
+    results: dict[str, Any] = {"before": len(stored_payloads(Path(files)))}
+
+    def operator() -> None:
+        results["purge"] = command("purge", config, "--salt", salt)
+
+    thread = threading.Thread(target=operator)
+    thread.start()
+    results["served"] = []
+    while thread.is_alive() or not results["served"]:
+        engine.reset()
+        results["served"].append(engine.each(**serves))
+    thread.join()
+    results["after"] = len(stored_payloads(Path(files)))
+    return results

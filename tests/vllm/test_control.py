@@ -1,0 +1,74 @@
+"""The control socket of a real engine: one of two tenants is purged while it runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.vllm.conftest import Start
+from tests.vllm.harness import BLOCK, HITS, PROMPTS
+
+ALL = len(PROMPTS) * HITS
+BLOCKS = ALL // BLOCK
+CALL = "tests.vllm.operate:"
+
+
+def each(salt: str, **more: Any) -> list[Any]:
+    return ["each", {"prompts": PROMPTS, "salt": salt, **more}]
+
+
+def test_one_tenant_is_purged_while_the_engine_serves_another(
+    start: Start, tmp_path: Path
+) -> None:
+    config, files = tmp_path / "stack.yaml", tmp_path / "kv"
+    socket = tmp_path / "kv.sock"
+    stack = {"host": "64 MiB", "files": str(files), "capacity": "128 MiB", "control": str(socket)}
+    config.write_text(yaml.safe_dump(stack))
+    both = {"config": str(config), "salt": "red", "files": str(files)}
+    run = start(
+        {"config": str(config)},
+        each("red"),
+        each("blue"),
+        ["reset"],
+        each("red"),
+        ["reset"],
+        ["stats"],
+        [
+            "call",
+            {"function": f"{CALL}purged", **both, "serves": {"prompts": PROMPTS, "salt": "blue"}},
+        ],
+        ["reset"],
+        each("red", tokens=1),
+        ["reset"],
+        each("blue"),
+        ["reset"],
+        each("red"),
+        ["call", {"function": f"{CALL}told", "arguments": ["stats", str(config), "--json"]}],
+        ["call", {"function": f"{CALL}told", "arguments": ["describe", str(socket)]}],
+        ["stats"],
+        ["shutdown"],
+    )
+    red, blue, _, warm, _, _, purge, _, cold, _, kept, _, again, told, described, stats, _ = (
+        run.finish()
+    )
+    assert (red["external"], blue["external"], warm["external"]) == (0, 0, ALL)
+    assert warm["tokens"] == red["tokens"]
+    done = purge["purge"]
+    assert (done["code"], done["err"]) == (0, "")
+    for served in purge["served"]:
+        assert (served["external"], served["tokens"]) == (ALL, blue["tokens"])
+    assert f"kv.sock: files: {purge['before'] - purge['after']} blocks removed" in done["out"]
+    assert purge["before"] - purge["after"] >= BLOCKS
+    assert purge["after"] >= BLOCKS
+    assert cold["external"] == 0, "nothing of the purged tenant is found"
+    assert (kept["external"], kept["tokens"]) == (ALL, blue["tokens"])
+    assert (again["external"], again["tokens"]) == (ALL, red["tokens"]), "saved again since"
+    seen = json.loads(told["out"])[str(socket)]
+    for level in ("host", "files"):
+        for name in ("removed", "purged", "hits", "blocks"):
+            assert seen[level][name] == stats[level][name], (level, name)
+    assert "level 1: files (files)" in described["out"]
+    assert not socket.exists(), "it is gone with the engine"
