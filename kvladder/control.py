@@ -7,6 +7,7 @@ A request is a line of JSON, ``{"command": "stats"}``, and so is its answer, ``{
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -25,6 +26,8 @@ CLOSE_S: Final = 5.0
 STEP_BLOCKS: Final = 4096
 """How many blocks are removed at a time, where all are."""
 POLL_S: Final = 0.02
+RETRY_S: Final = 1.0
+"""Until the next try to accept clients, where that failed."""
 
 
 class Request(
@@ -72,40 +75,60 @@ class ControlServer:
         self._portal = portal
         self._tasks: set[asyncio.Task[None]] = set()
         self._socket = BoundSocket(path)
-        self._server: asyncio.Server | None = None
-        try:
-            portal.call(self._start())
-        except BaseException:
-            self._socket.close()
-            raise
+        self._new: set[socket.socket] = set()
+        """Clients whose task has not begun."""
+        self._closed = False
+        portal.post(self._listen)
 
-    async def _start(self) -> None:
-        self._server = await asyncio.start_unix_server(
-            self._serve, sock=self._socket.socket, limit=REQUEST_BYTES_MAX
-        )
+    def _listen(self) -> None:
+        """Accept clients from now on (loop thread)."""
+        if not self._closed:
+            asyncio.get_running_loop().add_reader(self._socket.socket, self._accept)
 
     def close(self) -> None:
         """Cut off every client, and remove the socket; may be called again."""
-        if self._server is None:
+        if self._closed:
             return
+        self._closed = True
         with suppress(TimeoutError, ClosedError):
             self._portal.call(self._stop(), timeout_s=CLOSE_S)
-        self._server = None
         self._socket.close()
 
     async def _stop(self) -> None:
-        assert self._server is not None
-        self._server.close()
+        asyncio.get_running_loop().remove_reader(self._socket.socket)
         for task in self._tasks:
             task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks)
-        await self._server.wait_closed()
+            await asyncio.wait(set(self._tasks))
+        for client in self._new:
+            client.close()
+        await asyncio.sleep(0)  # the transports close what they have
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            client, _ = self._socket.socket.accept()
+        except BlockingIOError:
+            return  # it is gone already
+        except OSError:  # e.g. there are too many open files
+            loop.remove_reader(self._socket.socket)
+            loop.call_later(RETRY_S, self._listen)
+            return
+        client.setblocking(False)
+        self._new.add(client)
+        task = loop.create_task(self._serve(client), name="kvladder-control")
         self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, client: socket.socket) -> None:
+        self._new.discard(client)
+        try:
+            reader, writer = await asyncio.open_unix_connection(
+                sock=client, limit=REQUEST_BYTES_MAX
+            )
+        except BaseException:
+            client.close()
+            raise
         try:
             if len(self._tasks) > CLIENTS_MAX:
                 await _send(writer, {"error": f"{CLIENTS_MAX} clients are being served already"})
@@ -120,9 +143,11 @@ class ControlServer:
             with suppress(OSError, TimeoutError):
                 await _send(writer, {"error": f"a request is at most {REQUEST_BYTES_MAX} bytes"})
         except (OSError, TimeoutError):
-            pass  # it is gone, or does not say anything
+            writer.transport.abort()  # it is gone, or does not say or take anything
+        except asyncio.CancelledError:
+            writer.transport.abort()
+            raise
         finally:
-            self._tasks.discard(task)
             writer.close()
 
     async def _answer(self, line: bytes) -> dict[str, Any]:

@@ -186,7 +186,7 @@ def test_a_removal_that_was_synced_outlives_a_compaction_that_began_before() -> 
         log = tier._store.log  # type: ignore[union-attr]
 
         def stopped() -> bool:
-            red = machine.items([(number, place) for number, place in RED.items()])
+            red = machine.items(list(RED.items()))
             log.append(2, red)
             log.sync()
             return False

@@ -269,3 +269,55 @@ async def test_closing_while_it_is_asked() -> None:
         assert not fetch.done
     assert fetch.done
     assert fetch.blocks == 0
+
+
+async def test_what_others_put_is_its_requests_and_goes_with_its_salt() -> None:
+    tier = SharedFakeTier()
+    async with cache_of(LevelSpec(tier), slots=16) as cache:
+        theirs, others = put_by_others(tier, 1, 2), put_by_others(tier, 3)
+        for keys, salt in ((theirs, "tenant"), (others, "another")):
+            fetch = cache.manager.fetch(keys, salt=salt)
+            await asyncio.sleep(1)
+            assert (fetch.done, fetch.blocks) == (True, len(keys))
+            fetch.release()
+        *_, counts = cache.manager.purge("tenant")
+        assert counts == {"host": 2, "level1": 2}
+        await cache.settle()
+        assert cache.manager.lookup(theirs) == (0, 0)
+        assert [tier.stored(key) for key in theirs] == [None, None]
+        assert await cache.load(others) == ["host"]
+
+
+async def test_what_others_put_does_not_arrive_after_its_salt_was_purged() -> None:
+    reading = Hold(on="get", after=True)
+    tier = SharedFakeTier([reading])
+    async with cache_of(LevelSpec(tier)) as cache:
+        keys = put_by_others(tier, 1)
+        fetch = cache.manager.fetch(keys, salt="tenant")
+        await reading.reached()
+        list(cache.manager.purge("tenant"))
+        reading.let_go()
+        await cache.settle()
+        await asyncio.sleep(1)
+        assert fetch.done
+        assert fetch.blocks == 0
+        fetch.release()
+        assert len(cache.stack.host.index) == len(cache.levels[0].index) == 0
+        assert tier.stored(keys[0]) is None
+
+
+async def test_what_is_found_while_its_salt_is_purged_is_not_taken() -> None:
+    asking = Hold(on="contains", after=True)
+    tier = SharedFakeTier([asking])
+    async with cache_of(LevelSpec(tier)) as cache:
+        fetch = cache.manager.fetch(put_by_others(tier, 1), salt="tenant")
+        await asking.reached()
+        purging = cache.manager.purge("tenant")
+        next(purging)
+        await cache.settle()
+        asking.let_go()
+        await asyncio.sleep(1)
+        assert fetch.done
+        assert len(cache.levels[0].index) == 0
+        list(purging)
+        fetch.release()

@@ -20,9 +20,7 @@ def each(salt: str, **more: Any) -> list[Any]:
     return ["each", {"prompts": PROMPTS, "salt": salt, **more}]
 
 
-def test_one_tenant_is_purged_while_the_engine_serves_another(
-    start: Start, tmp_path: Path
-) -> None:
+def test_one_tenant_is_purged_while_the_engine_serves_another(start: Start, tmp_path: Path) -> None:
     config, files = tmp_path / "stack.yaml", tmp_path / "kv"
     socket = tmp_path / "kv.sock"
     stack = {"host": "64 MiB", "files": str(files), "capacity": "128 MiB", "control": str(socket)}

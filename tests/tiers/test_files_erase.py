@@ -1,0 +1,189 @@
+"""What a purge leaves on a real disk while a cache runs: nothing of its salt, all of the others."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from kvladder import open_cache
+from kvladder.errors import ConfigError
+from kvladder.keys import BlockKey, KeyScheme
+from kvladder.layout import Layout
+from kvladder.manager import CacheManager
+from kvladder.tiers import segments
+from kvladder.tiers.disk import OsDisk
+from kvladder.tiers.filespurge import purge_files
+
+pytestmark = pytest.mark.slow
+
+BYTES = 100_000
+LAYOUT = Layout(block_tokens=1, block_bytes=BYTES, fields={"model": "erased"})
+
+
+def payload(key: BlockKey) -> bytes:
+    return Random(key).randbytes(BYTES // 10) * 10
+
+
+def stack(path: Path, **more):
+    files = {"type": "files", "path": str(path), "capacity": "20 MiB", "when": "commit", **more}
+    return {"arena": {"size": "20 MiB"}, "tiers": [{"type": "host"}, files]}
+
+
+def wait_for(condition, timeout_s=20.0):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def keys(cache: CacheManager, salt: str, count: int = 20) -> list[BlockKey]:
+    scheme = KeyScheme(cache.namespace, block_tokens=1)
+    return scheme.chain(range(count), parent=scheme.root(salt=salt))
+
+
+def save(cache: CacheManager, salt: str, count: int = 20, **options) -> list[BlockKey]:
+    wanted = keys(cache, salt, count)
+    saving = cache.save(wanted, salt=salt, **options)
+    for index, slot in zip(saving.indices, saving.slots, strict=True):
+        cache.arena.view(slot)[:BYTES] = payload(wanted[index])
+    saving.commit()
+    wait_for(cache.idle)
+    return wanted
+
+
+def seen(path: Path, wanted: Sequence[BlockKey]) -> int:
+    """Of how many blocks any bytes are in the files."""
+    raw = b"".join(file.read_bytes() for file in path.rglob("seg-*"))
+    return sum(any(payload(k)[i : i + 32] in raw for i in (0, 4100, 9900)) for k in wanted)
+
+
+def purged(cache: CacheManager, salt: str) -> int:
+    before = cache.stats()["files"]["purged"]
+    list(cache.purge(salt))
+    wait_for(lambda: cache.removals == 0)
+    return cache.stats()["files"]["purged"] - before
+
+
+def require(cache: CacheManager, wanted: Sequence[BlockKey]) -> None:
+    """The cache has these, right."""
+    fetch = cache.fetch(wanted)
+    fetch.wait()
+    assert fetch.blocks == len(wanted)
+    for key, slot in zip(wanted, fetch.slots, strict=True):
+        assert bytes(cache.arena.view(slot)[:BYTES]) == payload(key)
+    fetch.release()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_running_cache_erases_a_salt_and_nothing_else(tmp_path, direct) -> None:
+    with open_cache(stack(tmp_path / "kv", direct=direct), layout=LAYOUT) as cache:
+        red, blue = save(cache, "red"), save(cache, "blue")
+        assert (seen(tmp_path, red), seen(tmp_path, blue)) == (20, 20)
+        assert purged(cache, "red") == 20
+        assert (seen(tmp_path, red), seen(tmp_path, blue)) == (0, 20)
+        require(cache, blue)
+        assert purged(cache, "red") == 0
+        require(cache, save(cache, "red"))
+        assert cache.stats()["files"]["corrupt"] == 0
+    with open_cache(stack(tmp_path / "kv"), layout=LAYOUT) as cache:
+        require(cache, red)
+        require(cache, blue)
+
+
+def test_what_was_forgotten_before_is_erased_too_also_after_a_restart(tmp_path) -> None:
+    with open_cache(stack(tmp_path / "kv"), layout=LAYOUT) as cache:
+        red, blue = save(cache, "red"), save(cache, "blue")
+        cache.remove([*red, *blue])
+        wait_for(lambda: cache.removals == 0)
+        assert (seen(tmp_path, red), seen(tmp_path, blue)) == (20, 20), "bytes stay as they are"
+    with open_cache(stack(tmp_path / "kv"), layout=LAYOUT) as cache:
+        assert purged(cache, "red") == 20
+        assert (seen(tmp_path, red), seen(tmp_path, blue)) == (0, 20)
+        cache.clear(erase=True)
+        wait_for(lambda: cache.removals == 0)
+        assert (seen(tmp_path, red), seen(tmp_path, blue)) == (0, 0)
+
+
+def test_what_lies_behind_a_shorter_block_is_erased(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(segments, "SKIP_BYTES", 4096)
+    with open_cache(stack(tmp_path / "kv"), layout=LAYOUT) as cache:
+        red = save(cache, "red")
+        cache.remove(red)
+        wait_for(lambda: cache.removals == 0)
+    with open_cache(stack(tmp_path / "kv", codecs=["zstd", "checksum"]), layout=LAYOUT) as cache:
+        blue = save(cache, "blue")
+        left = seen(tmp_path, red)
+        assert left == 20, "a compressed block covers a part of what was there"
+        assert purged(cache, "red") == 0, "no whole block was there any more"
+        assert seen(tmp_path, red) == 0
+        cache.stack.host.index.check(cache.arena.slots)
+        with cache.stack.lock:
+            for key in blue:
+                cache.stack.host.remove(key)
+        require(cache, blue)
+
+
+def test_a_disk_that_fails_is_tried_again(tmp_path, monkeypatch) -> None:
+    failing = iter([errno.EIO, errno.EIO])
+
+    class Worn(OsDisk):
+        def pwritev(self, fd, buffers, offset):
+            if not bytes(buffers[0][:4096]).strip(b"\0") and (code := next(failing, 0)):
+                raise OSError(code, os.strerror(code))
+            return super().pwritev(fd, buffers, offset)
+
+    monkeypatch.setattr("kvladder.tiers.files.OsDisk", Worn)
+    breaker = {"failures": 3, "retry": "10 ms"}
+    with open_cache(stack(tmp_path / "kv", breaker=breaker), layout=LAYOUT) as cache:
+        red = save(cache, "red")
+        assert purged(cache, "red") > 0, "what went well beside a failure is not counted"
+        assert seen(tmp_path, red) == 0
+        assert cache.stats()["files"]["errors"] >= 1
+
+
+def test_reads_and_writes_of_others_go_on_meanwhile(tmp_path) -> None:
+    with open_cache(stack(tmp_path / "kv"), layout=LAYOUT) as cache:
+        for round_ in range(5):
+            red, blue = save(cache, "red", 40), save(cache, f"blue{round_}", 20)
+            with cache.stack.lock:
+                for key in blue:
+                    cache.stack.host.remove(key)
+            fetch = cache.fetch(blue)
+            purging = cache.purge("red")
+            green = save(cache, f"green{round_}", 20)
+            list(purging)
+            fetch.wait()
+            assert fetch.blocks == 20
+            fetch.release()
+            wait_for(lambda: cache.removals == 0)
+            assert seen(tmp_path, red) == 0
+            require(cache, green)
+            cache.clear()
+            wait_for(cache.idle)
+        assert cache.stats()["files"]["corrupt"] == 0
+
+
+def test_a_directory_at_rest_on_a_real_disk(tmp_path) -> None:
+    path = tmp_path / "kv"
+    with open_cache(stack(path), layout=LAYOUT) as cache:
+        red, blue = save(cache, "red"), save(cache, "blue")
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} .*control"):
+            purge_files(OsDisk(), path, space=None, salt="red", progress=lambda *_: None)
+    told: list[tuple[int, ...]] = []
+
+    def progress(*numbers: int) -> None:
+        told.append(numbers)
+
+    (done,) = purge_files(OsDisk(), path, space=None, salt="red", progress=progress)
+    assert (done.removed, done.erased) == (20, 20)
+    assert told[-1][0] == told[-1][1] > 40
+    assert (seen(path, red), seen(path, blue)) == (0, 20)
+    with open_cache(stack(path), layout=LAYOUT) as cache:
+        assert cache.lookup(red).total == 0
+        require(cache, blue)

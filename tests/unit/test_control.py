@@ -1,0 +1,325 @@
+"""The control socket of a running cache: what it answers, refuses, survives and leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from kvladder import control, open_cache
+from kvladder.control import CLIENTS_MAX, REQUEST_BYTES_MAX
+from kvladder.controlsocket import BoundSocket, NotAnswering, ask, socket_path, sockets
+from kvladder.errors import ConfigError
+from kvladder.keys import BlockKey
+from kvladder.layout import Layout
+
+pytestmark = pytest.mark.slow
+
+LAYOUT = Layout(block_tokens=1, block_bytes=64, fields={"model": "controlled"})
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "kv.sock"
+
+
+def settings(path, **more):
+    tiers = [{"type": "host"}, {"type": "memory", "capacity": "1 MiB", "when": "commit"}]
+    return {"arena": {"size": "1 MiB"}, "control": str(path), "tiers": tiers, **more}
+
+
+@pytest.fixture
+def cache(path):
+    with open_cache(settings(path), layout=LAYOUT) as cache:
+        yield cache
+
+
+def save(cache, numbers, salt=""):
+    keys = [BlockKey(number.to_bytes(32, "little")) for number in numbers]
+    saving = cache.save(keys, salt=salt)
+    saving.commit()
+    end = time.monotonic() + 10
+    while not cache.idle():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    return keys
+
+
+def said(path, data, *, more=True):
+    """What comes back for these bytes, until it hangs up or has answered each line."""
+    with socket.socket(socket.AF_UNIX) as stream:
+        stream.settimeout(10)
+        stream.connect(str(path))
+        stream.sendall(data)
+        if more:
+            stream.shutdown(socket.SHUT_WR)
+        found = b""
+        while part := stream.recv(1 << 16):
+            found += part
+    return [json.loads(line) for line in found.splitlines()]
+
+
+# ---- answers
+
+
+def test_it_tells_statistics_and_the_configuration(cache, path):
+    save(cache, range(5))
+    assert ask(path, {"command": "stats"}) == json.loads(json.dumps(cache.stats()))
+    assert ask(path, {"command": "describe"}) == cache.describe()
+
+
+def test_a_salt_and_then_all_are_purged(cache, path):
+    red, blue = save(cache, range(5), "red"), save(cache, range(5, 8), "blue")
+    done = ask(path, {"command": "purge", "salt": "red"})
+    assert done == {
+        "namespace": cache.namespace.hex(),
+        "removed": {"host": 5, "memory": 5},
+        "purged": {"host": 0, "memory": 0},
+        "left": 0,
+    }
+    assert cache.lookup(red).total == 0
+    assert cache.lookup(blue).total == 3
+    own = {"command": "purge", "all": True, "namespace": cache.namespace.hex()}
+    assert ask(path, own)["removed"] == {"host": 3, "memory": 3}
+    assert cache.lookup(blue).total == 0
+    assert save(cache, range(5), "red")
+
+
+def test_a_connection_may_ask_again_and_others_at_the_same_time(cache, path):
+    line = b'{"command": "describe"}\n'
+    with socket.socket(socket.AF_UNIX) as idle:
+        idle.connect(str(path))
+        assert said(path, line * 3) == [{"result": cache.describe()}] * 3
+
+
+def test_secrets_are_not_told(path):
+    whole = settings(path, block={"salt": "very secret"})
+    with open_cache(whole, layout=LAYOUT):
+        assert "very secret" not in ask(path, {"command": "describe"})
+        assert "***" in ask(path, {"command": "describe"})
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"", "not a request"),
+        (b"hello", "not a request"),
+        (b"\xff\xfe", "not a request"),
+        (b"[" * 10_000, "not a request"),
+        (b"[]", "not a request"),
+        (b"{}", "missing required field `command`"),
+        (b'{"command": "stop"}', "Invalid value 'stop'"),
+        (b'{"command": "stats", "salt": "a"}', "unknown field `salt`"),
+        (b'{"command": "purge"}', "either a salt, or all"),
+        (b'{"command": "purge", "salt": "a", "all": true}', "either a salt, or all"),
+        (b'{"command": "purge", "salt": ""}', "length >= 1"),
+        (b'{"command": "purge", "salt": 7}', "Expected `str | null`"),
+        (b'{"command": "purge", "all": true, "wait_s": -1}', ">= 0"),
+        (b'{"command": "purge", "all": true, "wait_s": NaN}', "not a request"),
+        (b'{"command": "purge", "all": true, "namespace": "beef"}', "has namespace"),
+    ],
+)
+def test_what_is_not_a_request_is_refused_and_changes_nothing(cache, path, line, why):
+    save(cache, range(3), "a")
+    (reply,) = said(path, line + b"\n")
+    assert why in reply["error"]
+    assert cache.lookup([BlockKey(n.to_bytes(32, "little")) for n in range(3)]).total == 3
+    assert ask(path, {"command": "describe"})
+
+
+def test_a_line_without_an_end_is_cut_off(cache, path):
+    (reply,) = said(path, b"x" * (2 * REQUEST_BYTES_MAX + 2), more=False)
+    assert f"at most {REQUEST_BYTES_MAX} bytes" in reply["error"]
+    assert said(path, b'{"command": "stats"}') == [], "half a line is none"
+
+
+def test_whatever_is_sent_the_cache_goes_on(cache, path):
+    dice = random.Random(5)
+    for _ in range(200):
+        good = json.dumps({"command": dice.choice(["stats", "describe"])}).encode() + b"\n"
+        data = bytearray(good)
+        for _ in range(dice.randrange(4)):
+            data[dice.randrange(len(data))] = dice.randrange(256)
+        said(path, bytes(data[: dice.randrange(len(data) + 1)]))
+    assert ask(path, {"command": "stats"})["arena"] == cache.stats()["arena"]
+
+
+def test_a_client_that_says_nothing_is_cut_off(cache, path, monkeypatch):
+    monkeypatch.setattr(control, "REQUEST_S", 0.1)
+    assert said(path, b"", more=False) == []
+
+
+def test_a_client_that_takes_no_answer_is_cut_off(cache, path, monkeypatch):
+    monkeypatch.setattr(control, "REQUEST_S", 0.3)
+    with socket.socket(socket.AF_UNIX) as deaf:
+        deaf.settimeout(0.1)
+        deaf.connect(str(path))
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            try:
+                deaf.sendall(b'{"command": "describe"}\n' * 100)
+            except TimeoutError:
+                time.sleep(0.05)
+            except (BrokenPipeError, ConnectionResetError):
+                break
+        assert time.monotonic() < end
+    assert ask(path, {"command": "stats"})
+
+
+def test_clients_are_few(cache, path):
+    streams = [socket.socket(socket.AF_UNIX) for _ in range(CLIENTS_MAX)]
+    try:
+        for stream in streams:
+            stream.connect(str(path))
+            stream.sendall(b'{"command": "stats"}\n')
+            assert stream.recv(1 << 20)
+        with pytest.raises(ConfigError, match=f"{CLIENTS_MAX} clients are being served"):
+            ask(path, {"command": "stats"})
+    finally:
+        for stream in streams:
+            stream.close()
+    end = time.monotonic() + 10
+    while True:
+        try:
+            assert ask(path, {"command": "stats"})
+            break
+        except ConfigError:
+            assert time.monotonic() < end
+
+
+# ---- the socket in the file system
+
+
+def test_nobody_else_may_connect_and_nothing_stays(path):
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with open_cache(settings(path), layout=LAYOUT):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.with_name("kv.sock.lock").stat().st_mode) == 0o600
+        with socket.socket(socket.AF_UNIX) as client:  # still there when it closes
+            client.connect(str(path))
+            client.sendall(b'{"command": "stats"}\n')
+            assert client.recv(1)
+            later = socket.socket(socket.AF_UNIX)
+            later.settimeout(10)
+            later.connect(str(path))
+    assert later.recv(1) == b"", "it is cut off"
+    later.close()
+    assert list(path.parent.iterdir()) == []
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_purge_that_waits_does_not_keep_the_cache_from_closing(path, monkeypatch):
+    monkeypatch.setattr("kvladder.manager.CacheManager.removals", 1)
+    with open_cache(settings(path), layout=LAYOUT), socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(10)
+        client.connect(str(path))
+        client.sendall(b'{"command": "purge", "salt": "a"}\n')
+        time.sleep(0.1)
+        began = time.monotonic()
+    assert time.monotonic() - began < 4
+
+
+def test_an_answer_that_takes_longer_says_what_is_left(cache, path, monkeypatch):
+    monkeypatch.setattr("kvladder.manager.CacheManager.removals", 3)
+    assert ask(path, {"command": "purge", "salt": "a", "wait_s": 0.1})["left"] == 3
+
+
+def test_a_socket_in_use_is_refused_and_says_whose(cache, path):
+    with pytest.raises(ConfigError, match=f"control.path: .*in use by process {os.getpid()}"):
+        open_cache(settings(path), layout=LAYOUT)
+    assert ask(path, {"command": "describe"}), "the first one is as it was"
+
+
+def test_what_a_killed_process_left_is_replaced(path):
+    child = os.fork()
+    if child == 0:
+        BoundSocket(path)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert path.is_socket()
+    with pytest.raises(NotAnswering, match="no answer: Connection refused"):
+        ask(path, {"command": "stats"})
+    with open_cache(settings(path), layout=LAYOUT):
+        assert ask(path, {"command": "stats"})
+    assert list(path.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("a/kv.sock", "No such file or directory"),
+        ("x" * 108, "at most 103 bytes"),
+        ("plain", "is no socket"),
+        ("folder", "is no socket"),
+    ],
+)
+def test_a_path_that_cannot_be_had_is_refused(tmp_path, monkeypatch, name, why):
+    monkeypatch.chdir(tmp_path)
+    Path("plain").write_text("mine")
+    Path("folder").mkdir()
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=f"^control.path: .*{why}"):
+        open_cache(settings(name), layout=LAYOUT)
+    assert sorted(tmp_path.iterdir()) == before
+    assert Path("plain").read_text() == "mine"
+
+
+def test_engines_with_one_setting_have_a_socket_each(tmp_path):
+    setting = str(tmp_path / "kv.sock")
+    assert sockets(setting) == []
+    first, second = (socket_path(setting, instance) for instance in ("dp0", "dp1"))
+    assert (first.name, socket_path(setting, "").name) == ("kv.dp0.sock", "kv.sock")
+    bound = [BoundSocket(first), BoundSocket(second)]
+    assert sockets(setting) == [first, second]
+    for one in bound:
+        one.close()
+
+
+def test_who_answers_something_else_is_not_believed(tmp_path):
+    with socket.socket(socket.AF_UNIX) as strange:
+        strange.bind(str(tmp_path / "strange"))
+        strange.listen()
+        for answer, why in ((b"hello\n", "kvladder's"), (b"", "hung up")):
+            client = os.fork()
+            if client == 0:
+                stream, _ = strange.accept()
+                stream.recv(100)
+                stream.sendall(answer)
+                os._exit(0)
+            with pytest.raises(NotAnswering, match=why):
+                ask(tmp_path / "strange", {"command": "stats"})
+            os.waitpid(client, 0)
+        with pytest.raises(NotAnswering, match="timed out"):
+            ask(tmp_path / "strange", {"command": "stats"}, timeout_s=0.1)
+
+
+# ---- its setting
+
+
+def test_the_setting_is_a_path_or_a_section(path, monkeypatch):
+    from kvladder.config import load_config
+
+    short = {"host": "1 MiB", "control": "/run/kv.sock"}
+    assert load_config(short, env={}).control.path == "/run/kv.sock"
+    assert "/run/kv.sock" in load_config(short, env={}).describe()
+    longer = {"host": "1 MiB", "control": {"path": "/run/kv.sock"}}
+    assert load_config(longer, env={}).control.path == "/run/kv.sock"
+    assert load_config({"host": "1 MiB"}, env={}).control.path is None
+    env = {"KVLADDER__CONTROL": "/run/other.sock"}
+    assert load_config(short, env=env).control.path == "/run/other.sock"
+    for wrong, why in (
+        ({"paht": "x"}, "control.paht: unknown key .*'path'"),
+        ({"path": 7}, "control.path: 7 .*expected text"),
+        ([], "control: "),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            load_config({"host": "1 MiB", "control": wrong}, env={})
