@@ -107,7 +107,7 @@ def _running(
         except NotAnswering:
             continue  # left by a process that was killed
         for name, removed in done["removed"].items():
-            also = f", {done['purged'][name]} more in its tier" if done["purged"][name] else ""
+            also = f", {done['purged'][name]} purged from its tier" if done["purged"][name] else ""
             lines.append(f"{path.name}: {name}: {removed} blocks removed{also}")
         left += done["left"]
     if left:

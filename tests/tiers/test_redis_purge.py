@@ -57,18 +57,22 @@ def test_the_command_purges_a_salt_and_then_all(server, config, capsys):
 
 @pytest.mark.parametrize(
     ("more", "path"),
-    [(["--namespace", "beef"], "--namespace"), (["--namespace", "0" * 64, "--salt", ""], "--salt")],
+    [
+        (["--salt", "tenant"], "--namespace: missing"),
+        (["--namespace", "beef"], "--namespace"),
+        (["--namespace", "0" * 64, "--salt", ""], "--salt"),
+    ],
 )
 def test_what_the_command_refuses(config, capsys, more, path):
     assert main(["purge", config, *more]) == 2
     assert path in capsys.readouterr().err
 
 
-def test_the_command_needs_a_shared_tier(tmp_path, capsys):
+def test_the_command_needs_a_tier_that_outlives_an_engine(tmp_path, capsys):
     path = tmp_path / "stack.yaml"
     path.write_text("arena: {size: 1 MiB}\ntiers: [{type: host}]\n")
     assert main(["purge", str(path), "--namespace", "0" * 64]) == 2
-    assert "no tier is shared" in capsys.readouterr().err
+    assert "no tier outlives an engine" in capsys.readouterr().err
 
 
 def test_a_running_cache_purges_a_salt_and_clears(server):
