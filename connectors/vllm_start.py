@@ -88,6 +88,13 @@ def layout_of(
     return layout, tuple(offsets)
 
 
+def instance_of(parallel_config: Any) -> str:
+    """Which of several data-parallel engines this is; each has a cache of its own."""
+    # not data_parallel_rank and _size: vLLM resets them for engines that exchange nothing
+    index = getattr(parallel_config, "data_parallel_index", 0)
+    return f"dp{index}" if index else ""
+
+
 def assemble(
     ranks: Mapping[int, RankDescription],
     vllm_config: Any,
@@ -105,10 +112,6 @@ def assemble(
     layout, offsets = layout_of(
         ranks, vllm_config, kv_cache_config, groups, fingerprint=config.model.fingerprint
     )
-    parallel = vllm_config.parallel_config
-    instance = ""
-    if getattr(parallel, "data_parallel_size", 1) > 1:  # each of these engines has its own cache
-        instance = f"dp{parallel.data_parallel_index}"
-    manager = open_manager(config, layout, instance=instance)
+    manager = open_manager(config, layout, instance=instance_of(vllm_config.parallel_config))
     attach = Attach(manager.arena.handle, offsets)
     return Assembled(manager, attach, ranks[0].worker if len(ranks) == 1 else None)

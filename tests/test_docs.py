@@ -40,7 +40,7 @@ def name(page):
 def configurations():
     for page in PAGES:
         for line, text in blocks(page, "yaml"):
-            if re.match(r"(#.*\n)*(model|block|gpu|arena|fetch|events|tiers|host):", text):
+            if re.match(r"(#.*\n)*(model|block|gpu|arena|fetch|events|control|tiers|host):", text):
                 yield pytest.param(text, id=f"{name(page)}:{line}")
 
 

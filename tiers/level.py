@@ -370,8 +370,9 @@ class Level:
             self.stats.loaded_bytes += good * self.shared.block_bytes
         return answer.results
 
-    async def drain(self) -> None:
-        """Wait until everything offered was written or given up."""
+    async def drain(self, *, erased: bool = False) -> None:
+        """Wait until everything offered was written or given up; then for purges, if ``erased``."""
+        self.purges.paused = not erased
         await self._writer.drain()
 
     async def aclose(self) -> None:

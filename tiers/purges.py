@@ -24,6 +24,8 @@ class Purges:
         self._gate = gate
         self._stats = stats
         self._shared = shared
+        self.paused = False
+        """Whether erasing has to wait for what is more urgent."""
         self._waiting: list[bytes | None] = []
         self._start = 0
         """From which place on the first of them is still to be erased."""
@@ -33,7 +35,7 @@ class Purges:
 
     def due(self, *, quiet: bool) -> bool:
         """Whether there is something to do; erasing waits until no call is left that may write."""
-        return bool(self._waiting) and (self._tier.shared or quiet)
+        return bool(self._waiting) and (self._tier.shared or (quiet and not self.paused))
 
     def add(self, salt: bytes | None) -> None:
         """Begin with this salt after those that wait."""

@@ -292,8 +292,7 @@ class TierStack:
             self.remove(sorted(everything))
             self.loader.prober.void()
             for level in self.levels:
-                # what others put into a shared tier is of no use either
-                if level.tier.shared or (erase and level.tier.erases):
+                if level.tier.shared or (erase and level.tier.erases):  # also what others put
                     level.purge(None)
 
     def purge(self, salt: bytes) -> Iterator[dict[str, int]]:
@@ -348,6 +347,8 @@ class TierStack:
             with self.lock:
                 for key in left[start : start + step]:
                     self._flush_one(durable, key)
+        for level in durable:
+            await level.drain(erased=True)
 
     def _flush_one(self, durable: Sequence[Level], key: BlockKey) -> None:
         slot = self.host.find(key)

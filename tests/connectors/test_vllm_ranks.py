@@ -24,7 +24,7 @@ if importlib.util.find_spec("vllm") is None:
 with warnings.catch_warnings():  # whatever vLLM warns of when it is imported
     warnings.simplefilter("ignore")
     from kvladder.connectors.vllm_checks import this_node
-    from kvladder.connectors.vllm_start import layout_of
+    from kvladder.connectors.vllm_start import instance_of, layout_of
     from kvladder.connectors.vllm_step import Attach, Load, RankDescription, Step
     from kvladder.connectors.vllm_worker import WorkerHalf
 
@@ -116,3 +116,14 @@ def test_a_rank_copies_what_it_has_and_reports_the_rest_as_done() -> None:
         assert (worker.received(), worker.failed()) == ({"r"}, set())
     assert arena.view(Slot(0))[0] == 7  # the first one's
     arena.close()
+
+
+def test_engines_of_one_data_parallel_group_are_told_apart() -> None:
+    from vllm.config import ParallelConfig
+
+    config = ParallelConfig()
+    assert instance_of(config) == ""
+    config.data_parallel_index = 3
+    config.reconfigure_for_independent_dp_rank()
+    assert instance_of(config) == "dp3"
+    assert instance_of(SimpleNamespace()) == ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from kvladder.keys import BlockKey
-from kvladder.testing.fakes import Delay, Fail, FakeTier, Hang, Hold
+from kvladder.testing.fakes import Delay, Fail, FakeStore, FakeTier, Hang, Hold
 from kvladder.testing.stacks import LevelSpec
 from kvladder.tiers.base import Item
 from tests.stack.caches import COMMIT, QUICK, cache_of
@@ -137,3 +137,23 @@ async def test_several_purges_are_done_one_after_the_other() -> None:
         assert cache.manager.removals == 0
         assert not tier.dregs
         assert [record.item.key for record in tier.records.values()] == cache.keys(2)
+
+
+async def test_closing_writes_first_and_erases_as_long_as_there_is_time() -> None:
+    store = FakeStore()
+    tier = KeepingTier([Delay(3.0, on="purge", times=None)], store=store, durable=True)
+    async with cache_of(LevelSpec(tier)) as cache:
+        cache.save(cache.keys(1), salt="tenant")
+        await cache.stack.flush()
+        tier.script.clear()
+        list(cache.manager.purge("tenant"))
+        await cache.settle()
+        assert not tier.dregs
+        tier.script.append(Delay(3.0, on="purge", times=None))
+        cache.save(cache.keys(1), salt="tenant")
+        await cache.stack.flush()
+        list(cache.manager.purge("tenant"))
+        saved = cache.keys(2, 3)
+        cache.save(saved)
+        assert await cache.load(saved) == ["host"] * 2
+    assert sorted(tier.stored(key) is not None for key in saved) == [True, True]

@@ -276,8 +276,8 @@ def test_a_path_that_cannot_be_had_is_refused(tmp_path, monkeypatch, name, why):
 def test_engines_with_one_setting_have_a_socket_each(tmp_path):
     setting = str(tmp_path / "kv.sock")
     assert sockets(setting) == []
-    first, second = (socket_path(setting, instance) for instance in ("dp0", "dp1"))
-    assert (first.name, socket_path(setting, "").name) == ("kv.dp0.sock", "kv.sock")
+    first, second = (socket_path(setting, instance) for instance in ("", "dp1"))
+    assert (first.name, second.name) == ("kv.sock", "kv.dp1.sock")
     bound = [BoundSocket(first), BoundSocket(second)]
     assert sockets(setting) == [first, second]
     for one in bound:
