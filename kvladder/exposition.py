@@ -128,6 +128,18 @@ METRICS: Final = (
         },
         ("tier", "reason"),
     ),
+    _tier(
+        "tier_purged_blocks_total",
+        "counter",
+        "Blocks that purges removed from a shared tier, or overwrote",
+        "purged",
+    ),
+    _tier(
+        "tier_removal_blocks",
+        "gauge",
+        "Blocks that the tier has still to forget, and purges that are not over",
+        "removals",
+    ),
     Metric(
         PREFIX + "tier_dropped_blocks_total",
         "counter",

@@ -20,7 +20,7 @@ from tests.connectors.scripted import Engine
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-BELOW_HOST = {"queued", "queue_age_s", "corrupt", "unreadable", "encoded_bytes"}
+BELOW_HOST = {"queued", "queue_age_s", "removals", "corrupt", "unreadable", "encoded_bytes"}
 
 pytestmark = pytest.mark.slow  # importing vLLM alone takes seconds
 
