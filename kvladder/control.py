@@ -130,18 +130,23 @@ class ControlServer:
             client.close()
             raise
         try:
-            if len(self._tasks) > CLIENTS_MAX:
-                await _send(writer, {"error": f"{CLIENTS_MAX} clients are being served already"})
-                return
-            while True:
+            others = len(self._tasks) - 1
+            while others < 2 * CLIENTS_MAX:
                 async with asyncio.timeout(REQUEST_S):
                     line = await reader.readline()
                 if not line.endswith(b"\n"):
+                    return
+                if others >= CLIENTS_MAX:
+                    await _send(writer, {"error": f"{CLIENTS_MAX} clients are being served"})
                     return
                 await _send(writer, await self._answer(line))
         except ValueError:  # it cannot be told where the next line begins
             with suppress(OSError, TimeoutError):
                 await _send(writer, {"error": f"a request is at most {REQUEST_BYTES_MAX} bytes"})
+                writer.write_eof()
+                async with asyncio.timeout(REQUEST_S):  # unread bytes would undo the answer
+                    while await reader.read(REQUEST_BYTES_MAX):
+                        pass
         except (OSError, TimeoutError):
             writer.transport.abort()  # it is gone, or does not say or take anything
         except asyncio.CancelledError:

@@ -75,6 +75,6 @@ def _table(path: str, counts: dict[str, Any]) -> Iterator[str]:
     width = max(len(name) for name in levels)
     yield f"{'':{width}}" + "".join(f"{name:>10}" for name in (*COLUMNS, "breaker"))
     for name, level in levels.items():
-        state = BREAKER_STATES[level["breaker"]] if "breaker" in level else ""
+        state = BREAKER_STATES[int(level["breaker"])] if "breaker" in level else ""
         cells = [*(str(level.get(column, "")) for column in COLUMNS), state]
         yield f"{name:{width}}" + "".join(f"{cell:>10}" for cell in cells)

@@ -64,10 +64,10 @@ def seen(path: Path, wanted: Sequence[BlockKey]) -> int:
 
 
 def purged(cache: CacheManager, salt: str) -> int:
-    before = cache.stats()["files"]["purged"]
+    before = int(cache.stats()["files"]["purged"])
     list(cache.purge(salt))
     wait_for(lambda: cache.removals == 0)
-    return cache.stats()["files"]["purged"] - before
+    return int(cache.stats()["files"]["purged"]) - before
 
 
 def require(cache: CacheManager, wanted: Sequence[BlockKey]) -> None:

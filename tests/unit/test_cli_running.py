@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -50,8 +52,6 @@ def engine(config):
         fill(cache)
         for line in chain([""], sys.stdin):
             if line == "die\n":
-                import os
-
                 os._exit(9)
             found = [cache.lookup(keys(cache, salt)).total for salt in ("red", "blue")]
             print(json.dumps({"found": found, "namespace": cache.namespace.hex()}), flush=True)
@@ -69,7 +69,7 @@ class Engine:
 
 @contextmanager
 def running(config):
-    process = subprocess.Popen(
+    process: Any = subprocess.Popen(
         [sys.executable, __file__, config],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -203,7 +203,7 @@ def test_what_stats_refuse(config, tmp_path, capsys):
 
 def test_watching_ends_with_the_engine(config, capsys):
     with running(config) as engine:
-        watching = subprocess.Popen(
+        watching: Any = subprocess.Popen(
             [
                 sys.executable,
                 "-c",
