@@ -323,3 +323,17 @@ def test_the_setting_is_a_path_or_a_section(path, monkeypatch):
     ):
         with pytest.raises(ConfigError, match=why):
             load_config({"host": "1 MiB", "control": wrong}, env={})
+
+
+def test_the_command_says_what_is_left(tmp_path, path, monkeypatch, capsys):
+    from kvladder.cli import main
+
+    config = tmp_path / "stack.yaml"
+    config.write_text(json.dumps(settings(path)))  # which is YAML, too
+    with open_cache(config, layout=LAYOUT) as cache:
+        save(cache, range(4), "red")
+        monkeypatch.setattr("kvladder.manager.CacheManager.removals", 3)
+        assert main(["purge", str(config), "--salt", "red", "--wait", "0"]) == 2
+        said = capsys.readouterr().err
+    assert "host: 4 blocks removed" in said
+    assert "3 removals or purges are not over" in said
