@@ -39,6 +39,23 @@ def llama() -> Any:
     )
 
 
+def llama_100m() -> Any:
+    """The same with 100 million parameters, for figures."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=768,
+            intermediate_size=2560,
+            num_hidden_layers=12,
+            num_attention_heads=12,
+            num_key_value_heads=4,
+            head_dim=64,
+            **SHARED,
+        )
+    )
+
+
 def gemma3() -> Any:
     """Five layers of sliding windows for each one of full attention."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
@@ -131,7 +148,7 @@ def qwen3_next() -> Any:
     )
 
 
-KINDS = {make.__name__: make for make in (llama, gemma3, gpt_oss, deepseek, qwen3_next)}
+KINDS = {make.__name__: make for make in (llama, llama_100m, gemma3, gpt_oss, deepseek, qwen3_next)}
 
 
 def make(directory: Path, seed: int, kind: str = "llama") -> None:
