@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 Stats = dict[str, dict[str, Any]]
 """Plain data by level: numbers, and mappings or lists of numbers."""
 
@@ -36,6 +39,13 @@ class Histogram:
         """Count one value."""
         self.counts[bisect_left(self.le, value)] += 1
         self.sum += value
+
+    def observe_all(self, values: NDArray[np.int64]) -> None:
+        """Count each of ``values``."""
+        buckets = np.searchsorted(np.asarray(self.le), values)
+        found = np.bincount(buckets, minlength=len(self.counts)).tolist()
+        self.counts = [a + b for a, b in zip(self.counts, found, strict=True)]
+        self.sum += float(values.sum())
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data: bounds, counts and sum."""

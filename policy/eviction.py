@@ -46,6 +46,11 @@ class EvictionPolicy(ABC):
     def remove(self, handle: int) -> None:
         """Forget ``handle``, which is in the policy."""
 
+    def remove_all(self, handles: Sequence[int]) -> None:
+        """Take all of ``handles`` out of the order; each is named once."""
+        for handle in handles:
+            self.remove(handle)
+
     @abstractmethod
     def pop(self) -> int:
         """Remove and return the handle that should go first; IndexError if there is none."""
@@ -137,9 +142,29 @@ class PrioritizedLRU(EvictionPolicy):
             self.push(handle, priority)
 
     def remove(self, handle: int) -> None:
-        priority = self._priority[handle]
-        assert priority != 0xFF, f"handle {handle} is not in the policy"
-        before, after = self._prev[handle], self._next[handle]
+        assert self._priority[handle] != 0xFF, f"handle {handle} is not in the policy"
+        self._cut(handle, handle)
+        self._priority[handle] = 0xFF
+        self._len -= 1
+
+    def remove_all(self, handles: Sequence[int]) -> None:
+        if len(handles) < BULK_MIN:
+            super().remove_all(handles)
+            return
+        chain = np.fromiter(handles, np.intc, len(handles))
+        priorities = np.frombuffer(self._priority, np.uint8)
+        assert (priorities[chain] != 0xFF).all(), "a handle is not in the policy"
+        after = np.frombuffer(self._next, np.intc)
+        ends = np.flatnonzero(after[chain[:-1]] != chain[1:])  # runs that are runs of a list, too
+        firsts = chain[np.concatenate(([0], ends + 1))].tolist()
+        for first, last in zip(firsts, [*chain[ends].tolist(), int(chain[-1])], strict=True):
+            self._cut(first, last)
+        priorities[chain] = 0xFF
+        self._len -= len(handles)
+
+    def _cut(self, first: int, last: int) -> None:
+        """Take a run out of its list, whose first and last handle these are."""
+        priority, before, after = self._priority[first], self._prev[first], self._next[last]
         if before == _NIL:
             self._head[priority] = after
         else:
@@ -150,8 +175,6 @@ class PrioritizedLRU(EvictionPolicy):
             self._prev[after] = before
         if self._head[priority] == _NIL:
             self._used &= ~(1 << priority)
-        self._priority[handle] = 0xFF
-        self._len -= 1
 
     def pop(self) -> int:
         if not self._used:

@@ -7,12 +7,20 @@ of them are three to four times as fast as a loop that asks of each what it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
+from kvladder.policy.eviction import BULK_MIN
+from kvladder.tiers.fetch import Fetch
 from kvladder.tiers.host import HostLevel
 from kvladder.tiers.index import Meta
-from kvladder.tiers.loader import Loader
+from kvladder.tiers.level import Level
+from kvladder.tiers.terms import HOST
+
+if TYPE_CHECKING:
+    from kvladder.tiers.loader import Loader
 
 Saving = dict[BlockKey, tuple[Slot, Meta]]
 """Blocks that are being copied out of an engine: their slots, and what goes with them."""
@@ -43,18 +51,42 @@ def publish_alike(
 
     They leave ``saving`` then; else nothing has changed, and False is returned.
     """
-    found = [saving.pop(key, None) for key in keys]
-    known = [one for one in found if one is not None]
-    if known and len(known) == len(keys):
-        reserved, metas = zip(*known, strict=True)
-        if (
-            list(reserved) == list(slots)
-            and alike(metas)
-            and host.admits(metas[0])
-            and host.index.disjoint(keys)
-            and loader.keys().isdisjoint(keys)
-        ):
-            host.insert_all(keys[::-1], slots[::-1], metas[0])
-            return True
-    saving.update((key, one) for key, one in zip(keys, found, strict=True) if one is not None)
-    return False
+    if len(keys) < BULK_MIN:
+        return False
+    try:
+        reserved, metas = zip(*itemgetter(*keys)(saving), strict=True)
+    except KeyError:  # one of them was removed
+        return False
+    if (
+        reserved != tuple(slots)
+        or not alike(metas)
+        or not host.admits(metas[0])
+        or not host.index.disjoint(keys)
+        or not loader.keys().isdisjoint(keys)
+    ):
+        return False
+    for key in keys:
+        del saving[key]
+    host.insert_all(keys[::-1], slots[::-1], metas[0])
+    return True
+
+
+def serve_alike(fetch: Fetch, host: HostLevel, levels: Sequence[Level]) -> bool:
+    """Pin all that a fetch asks for and count the hits, if all of it is in host for good.
+
+    Else nothing has changed, and False is returned; as where a level wants what was hit so often.
+    """
+    keys = fetch.keys
+    wanting = any(level.rule.when == "commit" and level.rule.min_hits for level in levels)
+    if len(keys) < BULK_MIN or wanting or not fetch.levels & HOST:
+        return False
+    places = host.index.lasting(keys)
+    if places is None or len({*places}) < len(places):
+        return False
+    slots = [Slot(place) for place in places]
+    host.pin(slots)
+    host.index.hit_all(places)
+    host.stats.queries += len(keys)
+    host.stats.hits += len(keys)
+    fetch.fill(slots, host.name)
+    return True

@@ -126,6 +126,11 @@ class Fetch:
         self._slots.append(slot)
         self._sources.append(source)
 
+    def fill(self, slots: Sequence[Slot], source: str) -> None:
+        """Append blocks of the prefix that are all there, in this level."""
+        self._slots += slots
+        self._sources += [source] * len(slots)
+
     def arrived(self, index: int, slot: Slot, source: str) -> None:
         """The block at ``index``, which is waited for, is pinned in ``slot``."""
         self._slots[index] = slot

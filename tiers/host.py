@@ -108,14 +108,16 @@ class HostLevel:
     def pin(self, slots: Sequence[Slot]) -> None:
         """Keep these blocks, and claim their slots once more."""
         self._shared.arena.share(slots)
-        for slot in slots:
-            self.index.pin(slot)
+        self.index.pin_all(slots)
 
     def unpin(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
-        """Undo ``pin``, tail first, so that a prefix outlives what follows it."""
-        for key, slot in zip(reversed(keys), reversed(slots), strict=True):
-            if self.index.place(key) == slot:  # else it was removed meanwhile
-                self.index.unpin(slot)
+        """Undo ``pin``, tail first, so that a prefix outlives what follows it.
+
+        A block that was removed meanwhile, or is somewhere else, is not pinned any more.
+        """
+        place = self.index.place
+        pairs = zip(reversed(keys), reversed(slots), strict=True)
+        self.index.unpin_all([slot for key, slot in pairs if place(key) == slot])
         self._shared.arena.release(slots)
 
     def remove(self, key: BlockKey) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
@@ -10,12 +9,13 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvladder.keys import BlockKey
 from kvladder.metrics import AGES_S, DISTANCES, Histogram
 from kvladder.policy.eviction import BULK_MIN, PRIORITY_DEFAULT, EvictionPolicy
 from kvladder.tiers.base import Item
-from kvladder.tiers.terms import NO_TERMS, Terms
+from kvladder.tiers.terms import NO_TERMS, Deadlines, Terms, TermsByPlace
 
 HITS_MAX = 255
 _MASK = 0xFFFFFFFF
@@ -70,12 +70,9 @@ class LevelIndex:
         self._hits = bytearray()
         self._expires = array("d") if ttl else None
         self._pins: dict[int, int] = {}
-        self._until: dict[int, float] = {}
-        self._reverts: list[tuple[float, int]] = []
-        self._terms: dict[int, Terms] = {}
-        """Of blocks whose request said anything."""
-        self._ends: list[tuple[float, int]] = []
-        """A heap of when those expire that do."""
+        self._until = Deadlines()
+        """When retention ends that does."""
+        self._terms = TermsByPlace()
 
     def __len__(self) -> int:
         return len(self._place)
@@ -99,6 +96,16 @@ class LevelIndex:
         """The block's place, or None if it is not held."""
         return self._place.get(key)
 
+    def lasting(self, keys: Sequence[BlockKey]) -> Sequence[int] | None:
+        """The places of ``keys``, two or more, if all are held and nothing here ever expires."""
+        if self._expires is not None or self.next_end_s != inf:
+            return None
+        try:
+            places: tuple[int, ...] = itemgetter(*keys)(self._place)
+        except KeyError:
+            return None
+        return places
+
     def prefix(self, keys: Sequence[BlockKey]) -> int:
         """How many leading ``keys`` are held."""
         held = self._place
@@ -117,13 +124,13 @@ class LevelIndex:
             self._priority[place],
             self._floor[place],
             self._hits[place],
-            self._until.get(place, inf),
-            self._terms.get(place, NO_TERMS),
+            self._until.at(place),
+            self._terms.of(place),
         )
 
     def expires_s(self, place: int) -> float:
         """Loop time at which the block at ``place`` expires; inf if never."""
-        own_s = self._terms[place].expires_s if place in self._terms else inf
+        own_s = self._terms.of(place).expires_s
         return own_s if self._expires is None else min(own_s, self._expires[place])
 
     def insert(
@@ -147,10 +154,9 @@ class LevelIndex:
         if self._expires is not None:
             self._expires[place] = expires_s
         if meta.terms != NO_TERMS:
-            self._set_terms(place, meta.terms)
+            self._terms.put(place, meta.terms)
         if meta.until_s != inf:
-            self._until[place] = meta.until_s
-            heapq.heappush(self._reverts, (meta.until_s, place))
+            self._until.put(place, meta.until_s)
         if pins:
             self._pins[place] = pins
         else:
@@ -181,10 +187,7 @@ class LevelIndex:
         np.frombuffer(self._priority, np.uint8)[at] = meta.priority
         np.frombuffer(self._floor, np.uint8)[at] = meta.floor
         np.frombuffer(self._hits, np.uint8)[at] = min(meta.hits, HITS_MAX)
-        uses = np.arange(self._uses + 1, self._uses + 1 + len(places)) & _MASK
-        self._uses = int(uses[-1])
-        np.frombuffer(self._used, np.uint32)[at] = uses
-        np.frombuffer(self._used_s, np.float32)[at] = self._now() - self._began_s
+        self._use_all(at)
         if self._expires is not None:
             np.frombuffer(self._expires, np.float64)[at] = expires_s
         self.policy.push_all(places, meta.priority)
@@ -193,41 +196,27 @@ class LevelIndex:
         """Whether none of ``keys`` is held."""
         return self._place.keys().isdisjoint(keys)
 
-    def _set_terms(self, place: int, terms: Terms) -> None:
-        self._terms[place] = terms
-        if terms.expires_s != inf:
-            heapq.heappush(self._ends, (terms.expires_s, place))
-            if len(self._ends) > 64 + 2 * len(self._terms):  # mostly of blocks that are gone
-                ends = ((t.expires_s, p) for p, t in self._terms.items() if t.expires_s != inf)
-                self._ends = list(ends)
-                heapq.heapify(self._ends)
-
     def widen(self, key: BlockKey, terms: Terms) -> None:
         """Another request offers a held block: from now on it may what either allows."""
         place = self._place[key]
-        before = self._terms.get(place, NO_TERMS)
+        before = self._terms.of(place)
         after = before.merged(terms)
         if after != before:
-            self._set_terms(place, after)
+            self._terms.put(place, after)
 
     @property
     def next_end_s(self) -> float:
         """Loop time at which ``due`` may have something; inf if never."""
-        return self._ends[0][0] if self._ends else inf
+        return self._terms.ends.next_s
 
     def due(self, now_s: float, count_max: int) -> list[BlockKey]:
         """Blocks whose request wanted them to expire by now, at most so many; told once."""
-        found: dict[BlockKey, None] = {}
-        while self.next_end_s <= now_s and len(found) < count_max:
-            end_s, place = heapq.heappop(self._ends)
-            key = self._key[place]
-            if key is not None and self._terms.get(place, NO_TERMS).expires_s == end_s:
-                found[key] = None
-        return list(found)
+        due = self._terms.ends.due(now_s, count_max)
+        return [key for place in due if (key := self._key[place]) is not None]
 
     def salted(self, salt: bytes, start: int, end: int) -> list[BlockKey]:
         """Blocks of a salt at places ``start <= n < end``."""
-        places = (p for p in range(start, end) if self._terms.get(p, NO_TERMS).salt == salt)
+        places = (p for p in range(start, end) if self._terms.of(p).salt == salt)
         return [key for place in places if (key := self._key[place]) is not None]
 
     @property
@@ -255,7 +244,7 @@ class LevelIndex:
             push(place, priority)
             if salt or terms:
                 item = Item(key, place, expires_wall_s=wall_s, salt=salt, terms=terms)
-                self._set_terms(place, Terms.unpacked(item, here, behind_s))
+                self._terms.put(place, Terms.unpacked(item, here, behind_s))
         if self._expires is not None:
             for item in items:
                 end_s = item.expires_wall_s
@@ -286,8 +275,8 @@ class LevelIndex:
         self._key[place] = None
         if self._pins.pop(place, 0) == 0:
             self.policy.remove(place)
-        self._until.pop(place, None)
-        self._terms.pop(place, None)
+        self._until.drop(place)
+        self._terms.drop(place)
         return place
 
     def touch(self, places: Iterable[int]) -> None:
@@ -309,12 +298,51 @@ class LevelIndex:
         self._used_s[place] = now_s - self._began_s
         return hits
 
+    def hit_all(self, places: Sequence[int]) -> None:
+        """``hit`` each of ``places``, which differ, in that order."""
+        at = np.fromiter(places, np.intp, len(places))
+        hits = np.frombuffer(self._hits, np.uint8)
+        hits[at] = np.minimum(hits[at], HITS_MAX - 1) + 1
+        self.distances.observe_all(self._use_all(at))
+
+    def _use_all(self, at: NDArray[np.intp]) -> NDArray[np.int64]:
+        """These places are used now, in that order; how long ago each was before, in uses."""
+        used = np.frombuffer(self._used, np.uint32)
+        uses = np.arange(self._uses + 1, self._uses + 1 + len(at)) & _MASK
+        distances: NDArray[np.int64] = uses - used[at] & _MASK
+        used[at], self._uses = uses, int(uses[-1])
+        np.frombuffer(self._used_s, np.float32)[at] = self._now() - self._began_s
+        return distances
+
     def pin(self, place: int) -> None:
         """Take the block at ``place`` out of eviction, once more."""
         pins = self._pins.get(place, 0)
         if pins == 0:
             self.policy.remove(place)
         self._pins[place] = pins + 1
+
+    def pin_all(self, places: Sequence[int]) -> None:
+        """``pin`` each of ``places``."""
+        alone = dict.fromkeys(reversed(places), 1)
+        if len(alone) == len(places) and self._pins.keys().isdisjoint(alone):
+            self.policy.remove_all([*alone])  # a prefix lies there with its tail first
+            self._pins.update(alone)
+        else:
+            for place in places:
+                self.pin(place)
+
+    def unpin_all(self, places: Sequence[int]) -> None:
+        """``unpin`` each of ``places``, in that order."""
+        if len(places) >= BULK_MIN:
+            priorities = np.frombuffer(self._priority, np.uint8)[np.fromiter(places, np.intp)]
+            alone = itemgetter(*places)(self._pins).count(1) == len(places)
+            if alone and (priorities == priorities[0]).all() and len({*places}) == len(places):
+                for place in places:
+                    del self._pins[place]
+                self.policy.push_all(places, int(priorities[0]))
+                return
+        for place in places:
+            self.unpin(place)
 
     def unpin(self, place: int) -> None:
         """Undo one pin; after the last the block is the most recently used of its priority."""
@@ -333,10 +361,7 @@ class LevelIndex:
         """Give a held block a new priority, floor and time of reversion."""
         place = self._place[key]
         self._floor[place] = meta.floor
-        self._until.pop(place, None)
-        if meta.until_s != inf:
-            self._until[place] = meta.until_s
-            heapq.heappush(self._reverts, (meta.until_s, place))
+        self._until.put(place, meta.until_s)
         self._reprioritize(place, meta.priority)
 
     def _reprioritize(self, place: int, priority: int) -> None:
@@ -351,11 +376,8 @@ class LevelIndex:
 
         Expiry never promotes: what was retained below the default stays there.
         """
-        while self._reverts and self._reverts[0][0] <= now_s:
-            until_s, place = heapq.heappop(self._reverts)
-            if self._until.get(place) == until_s:
-                del self._until[place]
-                self._reprioritize(place, min(self._priority[place], PRIORITY_DEFAULT))
+        for place in self._until.due(now_s):
+            self._reprioritize(place, min(self._priority[place], PRIORITY_DEFAULT))
 
     def victims(self) -> Iterator[int]:
         """Places in the order of eviction; do not change the index meanwhile."""
@@ -370,7 +392,5 @@ class LevelIndex:
         for place in held:
             assert (place in self.policy) != (place in self._pins), place
         assert len(self.policy) + len(self._pins) == len(held)
-        assert self._until.keys() <= held.keys()
-        assert self._terms.keys() <= held.keys()
-        ends = {terms.expires_s for terms in self._terms.values()} - {inf}
-        assert ends <= {end_s for end_s, _ in self._ends} | {e for e in ends if e <= self._now()}
+        self._until.check(held)
+        self._terms.check(held)

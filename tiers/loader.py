@@ -10,6 +10,7 @@ from typing import Any
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
+from kvladder.tiers.alike import serve_alike
 from kvladder.tiers.base import NO_SLOT, Item, Shared
 from kvladder.tiers.fetch import Arrival, Fetch, Want, among, check_arrivals, source
 from kvladder.tiers.host import HostLevel
@@ -89,6 +90,8 @@ class Loader:
     def _grow(self, fetch: Fetch) -> None:
         """Have ``fetch`` go on with its prefix as far as is known, and begin what has to come."""
         keys, start = fetch.keys, len(fetch.planned)
+        if not start and serve_alike(fetch, self._host, self._levels):
+            return
         found, wants = self._plan(keys[start:], fetch.levels)
         self._host.pin([slot for slot in found if slot != NO_SLOT])
         slots = self._room_for(wants)
@@ -108,8 +111,7 @@ class Loader:
         if later:
             self._post(self._landed)
         rest = () if is_cut else keys[start + end :]
-        asked_too = any(lv.tier.shared for lv in among(self._levels, fetch.levels))
-        fetch.ask(asking=bool(rest) and asked_too and self.prober.may_know(rest[0]))
+        fetch.ask(asking=bool(rest) and self.prober.may_know(rest[0], fetch.levels))
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         """Begin a task that ``aclose`` ends (loop thread)."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvladder.keys import BlockKey
 from kvladder.tiers.base import Shared
-from kvladder.tiers.fetch import Fetch
+from kvladder.tiers.fetch import Fetch, among
 from kvladder.tiers.level import Level
 
 ABSENT_MAX = 4096
@@ -55,9 +55,9 @@ class Prober:
         self._absent: dict[BlockKey, float] = {}
         self._questions: dict[BlockKey, Question] = {}
 
-    def may_know(self, key: BlockKey) -> bool:
-        """Whether a prefix that ends before ``key`` may go on in a level that can be asked now."""
-        if not any(level.answers for level in self._levels):
+    def may_know(self, key: BlockKey, mask: int) -> bool:
+        """Whether a prefix that ends before ``key`` may go on in one of these levels, asked now."""
+        if not any(level.answers for level in among(self._levels, mask)):
             return False
         return self._absent.get(key, 0.0) <= self._shared.clock.now()
 

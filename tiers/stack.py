@@ -246,7 +246,7 @@ class TierStack:
         """How many leading ``keys`` it is worth to fetch: all, if a shared tier has to be asked."""
         with self.lock:
             _, total = self.lookup(keys, levels)
-            asks = total < len(keys) and self.loader.prober.may_know(keys[total])
+            asks = total < len(keys) and self.loader.prober.may_know(keys[total], levels)
         return len(keys) if asks else total
 
     def where(self, key: BlockKey) -> str | None:

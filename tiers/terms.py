@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Collection
 from math import inf
 from typing import NamedTuple
 
@@ -59,3 +61,79 @@ class Terms(NamedTuple):
 
 
 NO_TERMS = Terms()
+
+
+class Deadlines:
+    """By place, the loop time at which something happens to its block, for those that have one."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, float] = {}
+        self._heap: list[tuple[float, int]] = []
+
+    def at(self, place: int) -> float:
+        """When it happens to the block at ``place``; inf if never, or if ``due`` has told it."""
+        return self._of.get(place, inf)
+
+    def put(self, place: int, at_s: float) -> None:
+        """It happens at ``at_s``, and not when it was to happen before; inf for never."""
+        if at_s == inf:
+            self.drop(place)
+            return
+        self._of[place] = at_s
+        heapq.heappush(self._heap, (at_s, place))
+        if len(self._heap) > 64 + 2 * len(self._of):  # mostly of blocks that are gone
+            self._heap = [(at_s, place) for place, at_s in self._of.items()]
+            heapq.heapify(self._heap)
+
+    def drop(self, place: int) -> None:
+        """There is no block at ``place`` any more."""
+        self._of.pop(place, None)
+
+    @property
+    def next_s(self) -> float:
+        """Loop time at which ``due`` may have something; inf if never."""
+        return self._heap[0][0] if self._heap else inf
+
+    def due(self, now_s: float, count_max: float = inf) -> list[int]:
+        """Places to whose blocks it happens by now, at most so many; told once."""
+        found: list[int] = []
+        while self.next_s <= now_s and len(found) < count_max:
+            at_s, place = heapq.heappop(self._heap)
+            if self._of.get(place) == at_s:
+                del self._of[place]
+                found.append(place)
+        return found
+
+    def check(self, places: Collection[int]) -> None:
+        """Assert that these are of blocks that are held, and that none is missed; for tests."""
+        assert all(place in places for place in self._of)
+        assert {(at_s, place) for place, at_s in self._of.items()} <= {*self._heap}
+        assert len(self._heap) <= 64 + 2 * len(self._of) + len(places)
+
+
+class TermsByPlace:
+    """The terms of those of a level's blocks whose requests said anything."""
+
+    def __init__(self) -> None:
+        self._terms: dict[int, Terms] = {}
+        self.ends = Deadlines()
+        """When those expire that do."""
+
+    def of(self, place: int) -> Terms:
+        """The terms of the block at ``place``."""
+        return self._terms.get(place, NO_TERMS)
+
+    def put(self, place: int, terms: Terms) -> None:
+        """The block at ``place`` has these from now on."""
+        self._terms[place] = terms
+        self.ends.put(place, terms.expires_s)
+
+    def drop(self, place: int) -> None:
+        """There is no block at ``place`` any more."""
+        if self._terms.pop(place, None) is not None:
+            self.ends.drop(place)
+
+    def check(self, places: Collection[int]) -> None:
+        """Assert that these are of blocks that are held; for tests."""
+        assert all(place in places for place in self._terms)
+        self.ends.check(places)

@@ -84,8 +84,7 @@ class PolicyTests:
         policy.push(9, PRIORITY_DEFAULT)
         assert len(policy) == count + 2
         assert set(policy) == {7, 9, *order}
-        for handle in order[::2]:
-            policy.remove(handle)
+        policy.remove_all(order[::2])
         left = [7, *order[1::2], 9]
         assert sorted(policy) == sorted(left)
         if self.prioritized_lru:

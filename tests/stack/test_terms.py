@@ -9,7 +9,6 @@ import pytest
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import Delay, FakeStore, FakeTier, Hold
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers.index import LevelIndex
 from tests.stack.caches import COMMIT, cache_of
 
 
@@ -247,8 +246,9 @@ async def test_ends_of_blocks_that_are_gone_are_not_kept() -> None:
     async with cache_of(slots=4) as cache:
         for number in range(500):
             cache.save(cache.keys(number), ttl_s=1e6)
-        index: LevelIndex = cache.stack.host.index
-        assert len(index._ends) <= 64 + 2 * 4 + 1  # pyright: ignore[reportPrivateUsage]
+            cache.manager.check()
+        ends = cache.stack.host.index._terms.ends  # pyright: ignore[reportPrivateUsage]
+        assert len(ends._heap) <= 64 + 2 * 4 + 1  # pyright: ignore[reportPrivateUsage]
 
 
 # ---- salts

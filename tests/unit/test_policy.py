@@ -53,6 +53,25 @@ class PolicyMachine(RuleBasedStateMachine):
         self.policy.remove(handle)
         self.model.remove(handle)
 
+    @precondition(lambda self: len(self.policy) > 0)
+    @rule(data=st.data())
+    def remove_all(self, data: st.DataObject) -> None:
+        order = self.model.order()
+        start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(order))] * 2)))
+        handles = order[start:end]
+        if data.draw(st.booleans()):
+            handles = data.draw(st.permutations(handles))
+        self.policy.remove_all(handles)
+        for handle in handles:
+            self.model.remove(handle)
+
+    @rule(handles=st.permutations(range(100, 180)), priority=PRIORITIES)
+    def push_all(self, handles: list[int], priority: int) -> None:
+        new = [handle for handle in handles if handle not in self.policy]
+        self.policy.push_all(new, priority)
+        for handle in new:
+            self.model.push(handle, priority)
+
     @rule()
     def pop(self) -> None:
         order = self.model.order()

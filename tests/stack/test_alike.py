@@ -1,0 +1,95 @@
+"""What is done to many blocks at once is what is done to one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvladder.policy import eviction
+from kvladder.policy.eviction import PRIORITY_DEFAULT
+from kvladder.policy.offload import OffloadRule
+from kvladder.testing.fakes import FakeTier
+from kvladder.testing.sim import SimLoop
+from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.tiers import alike, index
+from kvladder.tiers.fetch import Fetch
+from tests.stack.caches import COMMIT, cache_of
+
+KINDS: dict[str, tuple[tuple[OffloadRule, ...], dict[str, Any]]] = {
+    "host alone": ((), {}),
+    "a level below": ((COMMIT,), {}),
+    "a level that wants what is hit": ((OffloadRule(when="commit", min_hits=2),), {}),
+    "blocks that expire": ((COMMIT,), {"host": OffloadRule(ttl_s=5.0)}),
+}
+
+
+def everything(cache: SimCache) -> dict[str, Any]:
+    """All that is known of the host level, by key, and all that was counted."""
+    held = cache.stack.host.index
+    places = {key: held.place(key) or 0 for key in held}
+    return {
+        "blocks": {key: held.meta(place) for key, place in places.items()},
+        "pins": {key: held.pins(place) for key, place in places.items()},
+        "expires": {key: held.expires_s(place) for key, place in places.items()},
+        "order": [held.key_at(place) for place in held.victims()],
+        "stats": cache.manager.stats(),
+    }
+
+
+async def play(cache: SimCache, seed: int) -> list[Any]:
+    """Do this and that to prefixes of which many are alike."""
+    draw = Random(seed)
+    seen: list[Any] = []
+    open_fetches: list[Fetch] = []
+    for _ in range(60):
+        keys = cache.keys(draw.randrange(4), *range(draw.choice([1, 5, 39, 60])))
+        what = draw.randrange(8)
+        if what < 3:
+            higher = [PRIORITY_DEFAULT + 5] * len(keys)
+            options: list[dict[str, Any]] = [{}, {}, {"priorities": higher}, {"ttl_s": 9.0}]
+            seen.append(cache.save(keys, **draw.choice(options)))
+        elif what < 5:
+            fetch = cache.manager.fetch(keys)
+            seen.append(list(fetch.planned))
+            open_fetches.append(fetch)
+        elif what == 5 and open_fetches:
+            fetch = open_fetches.pop(draw.randrange(len(open_fetches)))
+            for key, slot in zip(fetch.keys, fetch.slots, strict=False):
+                assert bytes(cache.arena.view(slot)[:64]) == cache.payload(key)
+            fetch.release()
+        elif what == 6:
+            cache.manager.remove(draw.sample(keys, 1))
+        else:
+            await asyncio.sleep(draw.choice([0.5, 3.0]))
+        cache.manager.check()
+        seen.append(everything(cache))
+    for fetch in open_fetches:
+        fetch.release()
+    seen.append(everything(cache))
+    return seen
+
+
+async def run(kind: str, seed: int) -> list[Any]:
+    rules, options = KINDS[kind]
+    levels = [LevelSpec(FakeTier(), rule, capacity_blocks=256) for rule in rules]
+    async with cache_of(*levels, slots=100, **options) as cache:
+        return await play(cache, seed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(8))
+def test_many_at_once_are_as_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, kind: str, seed: int
+) -> None:
+    found: list[list[Any]] = []
+    for least in (2, 10**9):
+        for module in (alike, eviction, index):
+            monkeypatch.setattr(module, "BULK_MIN", least)
+        with asyncio.Runner(loop_factory=lambda: SimLoop(seed)) as runner:
+            found.append(runner.run(run(kind, seed)))
+    at_once, one_by_one = found
+    for step, (one, other) in enumerate(zip(at_once, one_by_one, strict=True)):
+        assert one == other, step
