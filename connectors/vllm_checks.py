@@ -13,7 +13,7 @@ import torch
 from kvladder.connectors.vllm_groups import groups_of, layer_specs
 from kvladder.connectors.vllm_options import WHERE
 from kvladder.errors import ConfigError, LayoutError
-from kvladder.gpu.pages import BlockPages
+from kvladder.gpu.pages import BlockPages, common_element
 
 HASHES: Final = ("sha256", "sha256_cbor")
 """vLLM's block hashes that no two prefixes share."""
@@ -150,8 +150,7 @@ def tensor_fields(
     for index, pages in groups.items():
         fields[f"kv.pages.{index}"] = pages.describe()
         fields[f"kv.shapes.{index}"] = ",".join(sorted(pages.shapes))
-    elements = {pages.element for pages in groups.values()}
-    element, run = elements.pop() if len(elements) == 1 else ("", 0)
+    element, run = common_element(pages.element for pages in groups.values())
     if any(pages.device.type == "cpu" for pages in groups.values()):
         run = 0
         packed = sorted({str(getattr(layer, "isa", "unknown")) for layer in found})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
@@ -108,8 +108,7 @@ class BlockPages:
             offset += view.shape[1]
         _require_apart(pages, blocks)
         shapes = frozenset(f"{tensor.dtype}{list(tensor.shape[1:])}" for tensor in tensors.values())
-        elements = {_element(tensor) for tensor in tensors.values()}
-        element = elements.pop() if len(elements) == 1 else ("", 0)
+        element = common_element(map(_element, tensors.values()))
         return cls(pages, blocks=blocks, shapes=shapes, element=element)
 
     def describe(self) -> str:
@@ -132,6 +131,12 @@ Parts = BlockPages | Mapping[int, Part]
 def by_group(parts: Parts) -> dict[int, Part]:
     """The parts by group."""
     return {0: Part(parts)} if isinstance(parts, BlockPages) else dict(parts)
+
+
+def common_element(elements: Iterable[tuple[str, int]]) -> tuple[str, int]:
+    """What ``BlockPages.element`` of all of them is: "" and 0 if they differ."""
+    found = set(elements)
+    return found.pop() if len(found) == 1 else ("", 0)
 
 
 def _element(tensor: torch.Tensor) -> tuple[str, int]:

@@ -15,7 +15,7 @@ from kvladder.config import StackConfig, load_config
 from kvladder.errors import ConfigError, LayoutError
 from kvladder.gpu.events import PoolEvent, PoolEvents, Stored
 from kvladder.gpu.groups import Group
-from kvladder.gpu.pages import BlockPages, Part
+from kvladder.gpu.pages import BlockPages, Part, common_element
 from kvladder.gpu.pool import BlockPool, Partial, PoolSettings
 from kvladder.gpu.requests import Request, Requests
 from kvladder.gpu.select import copier_for
@@ -189,10 +189,11 @@ def open_device(
     pairs = [(one.group, one.block_bytes) for one in groups]
     division = divide(pairs, memory, context=context, step=step, shares=config.gpu.shares)
     widest = max(one.block_bytes for one in groups)
-    layout = Layout(groups[0].group.block_tokens, widest, fields)
+    tensors, parts = _allocate(groups, allocate, division)
+    element = common_element(part.pages.element for part in parts.values())
+    layout = Layout(groups[0].group.block_tokens, widest, fields, *element)
     manager = open_manager(config, layout, pools=True)
     try:
-        tensors, parts = _allocate(groups, allocate, division)
         port = TierPort(manager, copier_for(parts, manager.arena))
     except BaseException:
         manager.close()
