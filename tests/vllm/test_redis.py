@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.vllm.harness import BLOCK, HITS, PROMPTS
 
 ALL = len(PROMPTS) * HITS
 Tokens = list[list[int]]
+PIECE = 32
 
 
 @pytest.fixture
@@ -22,31 +24,81 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
+KEY = {"KVLADDER_KEY": "5a" * 32}
+CODECS: list[list[str]] = [["checksum"], ["zstd", "checksum"], ["aes-gcm"]]
+"""Of a level each, in the database of that number."""
+
+
 def over_redis(server: RedisServer) -> dict[str, Any]:
-    """Host memory, and Redis below it."""
-    redis = {"type": "redis", "url": server.url, "capacity": "64 MiB", "when": "commit"}
-    return {"arena": {"size": "64 MiB"}, "tiers": [{"type": "host"}, redis]}
+    """Host memory, and three databases of one server below it, each with codecs of its own."""
+    levels = [
+        {
+            "name": codecs[0],
+            "type": "redis",
+            "url": f"{server.url}/{db}",
+            "capacity": "64 MiB",
+            "when": "commit",
+            "codecs": codecs,
+        }
+        for db, codecs in enumerate(CODECS)
+    ]
+    fetch = {"deadline": "1 m"}
+    return {"arena": {"size": "64 MiB"}, "fetch": fetch, "tiers": [{"type": "host"}, *levels]}
 
 
-def test_two_engines_share_prefixes_through_redis_only(
+def values(server: RedisServer) -> list[dict[bytes, bytes]]:
+    """What lies in each of the databases."""
+    found: list[dict[bytes, bytes]] = []
+    for db in range(len(CODECS)):
+        with closing(server.client(db=db)) as client:
+            names: Any = client.keys("kvladder:*")
+            found.append({name: client.get(name) for name in names})
+    return found
+
+
+def keep_one_copy(server: RedisServer) -> list[int]:
+    """Of each block, in turn, the copy in one database; how many are left in each."""
+    names = sorted(values(server)[0])
+    for db in range(len(CODECS)):
+        with closing(server.client(db=db)) as client:
+            client.delete(*(name for at, name in enumerate(names) if at % len(CODECS) != db))
+    return [len(one) for one in values(server)]
+
+
+def test_two_engines_share_prefixes_through_redis_only_with_every_codec(
     start: Start, server: RedisServer, reference: Tokens
 ) -> None:
+    """The second engine finds every third block in a database of its own."""
     steps = [["each", {"prompts": PROMPTS}], ["stats"], ["shutdown"]]
-    cold, first, _ = start(over_redis(server), *steps).finish()
+    cold, first, _ = start(over_redis(server), *steps, env=KEY).finish()
     assert cold["tokens"] == reference
     assert cold["external"] == 0
-    assert first["redis"]["stored"] * BLOCK == ALL
-    assert server.run("DBSIZE") * BLOCK == ALL
+    plain, packed, sealed = values(server)
+    for codecs, found in zip(CODECS, (plain, packed, sealed), strict=True):
+        assert first[codecs[0]]["stored"] * BLOCK == len(found) * BLOCK == ALL
+    assert plain.keys() == packed.keys() == sealed.keys()
+    for name, value in plain.items():
+        assert len(packed[name]) < 0.97 * len(value), "it is compressed"
+        assert len(sealed[name]) == len(value)
+        assert value[-PIECE:] not in sealed[name], "it is encrypted"
+    left = keep_one_copy(server)
+    assert sum(left) * BLOCK == ALL
 
-    warm, second, _ = start(over_redis(server), *steps).finish()
+    warm, second, _ = start(over_redis(server), *steps, env=KEY).finish()
     assert warm["tokens"] == reference
     assert warm["external"] == ALL
-    assert second["redis"]["found"] * BLOCK == second["redis"]["hits"] * BLOCK == ALL
-    assert (second["redis"]["stored"], second["redis"]["corrupt"]) == (0, 0)
+    for codecs, count in zip(CODECS, left, strict=True):
+        stats = second[codecs[0]]
+        assert stats["found"] == stats["hits"] == count > 0
+        assert (stats["corrupt"], stats["unreadable"]) == (0, 0)
 
-    damaged = min(server.run("KEYS", "kvladder:*"))
-    server.run("SETRANGE", damaged, 5000, b"\0\1\2\3damage")
-    again, third, _ = start(over_redis(server), *steps).finish()
+    damaged = [min(found) for found in values(server)]
+    for db, name in enumerate(damaged):
+        with closing(server.client(db=db)) as client:
+            client.setrange(name, 5000, b"\0\1\2\3damage")
+    again, third, _ = start(over_redis(server), *steps, env=KEY).finish()
     assert again["tokens"] == reference
     assert 0 < again["external"] < ALL, "what follows a damaged block is computed"
-    assert third["redis"]["corrupt"] == 1
+    corrupt = [third[codecs[0]]["corrupt"] for codecs in CODECS]
+    assert max(corrupt) == 1
+    assert sum(corrupt) >= 1
