@@ -99,6 +99,12 @@ METRICS: Final = (
     _tier("tier_server_used_bytes", "gauge", "Memory that its servers use", "server_used_bytes"),
     _tier("tier_server_max_bytes", "gauge", "Memory that they may use", "server_max_bytes"),
     _tier(
+        "tier_namespace_bytes",
+        "gauge",
+        "Bytes of this namespace's blocks on its servers, whoever put them",
+        "namespace_bytes",
+    ),
+    _tier(
         "tier_server_evicted_blocks_total",
         "counter",
         "Values that its servers evicted, whoever put them",

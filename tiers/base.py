@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from random import Random
 from typing import Any, NamedTuple, Protocol
 
@@ -200,6 +201,14 @@ class Tier(ABC):
         overwrote, which survives one too, and where to go on, None at the end.
         """
         raise TierError("there is nothing to erase", temporary=False)
+
+    def spare(self, salt: bytes) -> float:
+        """How many more blocks of one salt it takes now; any number unless there is a quota.
+
+        Called with the stack's lock held: it does not wait. A level drops what is above it.
+        """
+        del salt
+        return inf
 
     async def recover(self) -> AsyncIterator[Sequence[Item]]:
         """Yield batches of what an earlier process stored here under the same namespace.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from math import inf
 from typing import NamedTuple
@@ -99,6 +99,22 @@ class Inbox:
         else:
             del self._by_priority[pending.meta.priority]
         return pending
+
+    def above(self, count: int, spare: Callable[[bytes], float]) -> list[BlockKey]:
+        """Of the oldest ``count`` those for which their salt has nothing to spare.
+
+        ``spare(salt)`` says how many blocks more of a salt there may be.
+        """
+        left: dict[bytes, float] = {}
+        over: list[BlockKey] = []
+        for key, pending in islice(self._blocks.items(), count):
+            salt = pending.meta.terms.salt
+            if salt not in left:
+                left[salt] = spare(salt)
+            left[salt] -= 1
+            if left[salt] < 0:
+                over.append(key)
+        return over
 
     def take(self, count: int) -> dict[BlockKey, Pending]:
         """The oldest blocks, at most ``count``; the claims on their slots go to the caller."""

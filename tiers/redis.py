@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from math import inf
 from typing import Any, ClassVar
 
 from kvladder.errors import ConfigError, TierError, TierFull
 from kvladder.tiers.base import Item, Progress, Tier, TierContext
 from kvladder.tiers.redisnodes import Command, Entrance, Unfit, hang_up, sent
+from kvladder.tiers.redisquota import Quotas
+from kvladder.tiers.redisscan import STEP_KEYS, heads, scan
 from kvladder.tiers.redisservers import ClusterServers, OneServer, Outcome, Servers
 from kvladder.tiers.redisurl import RedisOptions
 from kvladder.tiers.redisvalue import (
@@ -19,7 +22,6 @@ from kvladder.tiers.redisvalue import (
     ValueHeader,
     block_name,
     part_name,
-    salt_and_length,
     space_prefix,
 )
 from kvladder.tiers.resp import Part, ReplyError, Target, encode_around
@@ -28,11 +30,10 @@ OLDEST = (6, 2)
 BATCH_BYTES = 64 << 20
 BATCH_BLOCKS_MAX = 128
 PROBE_BLOCKS_MAX = 16384
-PURGE_KEYS = 1000
-"""How many keys a step of a purge looks at; in between the server serves others."""
 VALUE_BYTES_MAX = 512 << 20
 """What a server takes unless ``proto-max-bulk-len`` says otherwise."""
 _NOTHING = memoryview(b"")
+NO_CHARGES: Mapping[int, tuple[bytes, int]] = {}
 GAUGES_S = 10.0
 GAUGES = {
     "server_used_bytes": "used_memory",
@@ -78,6 +79,7 @@ class RedisTier(Tier):
         self._prefix = space_prefix(context.namespace)
         self._size = context.layout.block_bytes
         self._header = ValueHeader(context.namespace, self._size, verify=context.verify)
+        self._quotas = Quotas(self.options.quota, self._prefix, HEADER_BYTES + self._size)
         try:
             await self._require_fit()
         except Unfit as error:
@@ -165,13 +167,15 @@ class RedisTier(Tier):
             ttls.append(item.expires_wall_s - self.context.clock.wall())
         return min((ttl_s for ttl_s in ttls if ttl_s is not None), default=None)
 
-    async def _run(self, commands: Sequence[Command]) -> Sequence[Outcome]:
+    async def _run(
+        self, commands: Sequence[Command], charges: Mapping[int, tuple[bytes, int]] = NO_CHARGES
+    ) -> Sequence[Outcome]:
         """The outcomes; a TierError only if there is no other outcome."""
         if not commands:
             return []
         await self._require_fit()
         self._ask_gauges()
-        outcomes = await self._servers.run(commands)
+        outcomes = await self._quotas.run(self._servers, commands, charges)
         failures = [failure for outcome in outcomes if (failure := _failure(outcome))]
         if len(failures) == len(outcomes):
             raise failures[0]
@@ -192,7 +196,10 @@ class RedisTier(Tier):
                 for name, field in GAUGES.items():
                     found[name] += int(info.get(field, "0"))
             self._gauges = found
-        except (TierError, ValueError):
+            if self._quotas:
+                await self._quotas.refresh(self._servers)
+                await self._quotas.recount(self._entrance, self._servers)
+        except (TierError, OSError, ValueError):
             pass  # the old ones have to do
         finally:
             self._asking = None
@@ -233,25 +240,52 @@ class RedisTier(Tier):
         return False
 
     async def put(self, items: Sequence[Item]) -> Sequence[bool]:
-        batches = [self._writes(item) for item in items]
-        outcomes = iter(await self._run([command for batch in batches for command in batch]))
+        commands: list[Command] = []
+        ends: list[int] = []
+        charges: dict[int, tuple[bytes, int]] = {}
+        for item in items:
+            commands += self._writes(item)
+            ends.append(len(commands))
+            charges[len(commands) - 1] = item.salt, HEADER_BYTES + (item.length or self._size)
+        outcomes = await self._run(commands, charges)
         # None says that it is there already: the same block, or what a get will find damaged
-        stored = [[next(outcomes) in (b"OK", None) for _ in batch] for batch in batches]
-        return [all(parts) for parts in stored]
+        stored = [outcome in (b"OK", None) for outcome in outcomes]
+        return [all(stored[begin:end]) for begin, end in pairwise([0, *ends])]
+
+    def spare(self, salt: bytes) -> float:
+        found = self._quotas.spare(salt)
+        if not found:
+            self._ask_gauges()  # by then others may have removed some
+        return found
 
     async def remove(self, items: Sequence[Item]) -> None:
         count = len(self._spans(self._size))
-        names = [block_name(self._prefix, item.key) for item in items]
+        parts = {block_name(self._prefix, item.key): count for item in items}
+        told = await heads(list(parts), self._run) if self._quotas else {}
+        await self._unlink(parts, told)
+
+    async def _unlink(
+        self, parts: Mapping[bytes, int], told: Mapping[bytes, tuple[bytes, int]]
+    ) -> int:
+        """Remove blocks of so many parts each, of which the headers told this; how many went."""
         outcomes = await self._run(
             [
                 Command(name, sent(b"UNLINK", *(part_name(name, part) for part in range(count))))
-                for name in names
+                for name, count in parts.items()
             ]
         )
+        gone = [
+            name for name, out in zip(parts, outcomes, strict=True) if isinstance(out, int) and out
+        ]
+        if self._quotas:
+            for salt, length in (told[name] for name in gone if name in told):
+                self._quotas.add(salt, -HEADER_BYTES - length)
+            await self._quotas.settle(self._servers)
         for outcome in outcomes:
             failure = _failure(outcome)
             if failure is not None:
                 raise failure
+        return len(gone)
 
     async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
         names = [block_name(self._prefix, item.key) for item in items]
@@ -266,47 +300,33 @@ class RedisTier(Tier):
         try:
             total = sum([int(await self._entrance.reply(c, "DBSIZE")) for c in connections])
             for connection in connections:
-                cursor: int | bytes = -1
-                while int(cursor):
-                    step = (max(0, int(cursor)), "MATCH", self._prefix + b"*", "COUNT", PURGE_KEYS)
-                    cursor, names = await self._entrance.reply(connection, "SCAN", *step)
+                async for names in scan(self._entrance, connection, self._prefix):
                     removed += await self._purge(names, salt)
-                    seen += PURGE_KEYS
+                    seen += STEP_KEYS
                     progress(min(seen, total), total)
         finally:
             for connection in connections:
                 await hang_up(connection)
+        if salt is None:  # nothing is left to be counted
+            self._quotas.forget()
+            await self._unlink({self._quotas.counters: 1, self._quotas.turn: 1}, {})
         return removed
 
     async def _purge(self, names: Sequence[bytes], salt: bytes | None) -> int:
         """Remove these keys, or those of them whose values name this salt, with their parts."""
-        parts = dict.fromkeys(names, 1)
-        if salt is not None:
-            heads = [memoryview(bytearray(HEADER_BYTES)) for _ in names]
-            await self._run(
-                [
-                    Command(n, sent(b"GETRANGE", n, 0, HEADER_BYTES - 1), Target(head, _NOTHING))
-                    for n, head in zip(names, heads, strict=True)
-                ]
-            )
-            told = zip(names, map(salt_and_length, heads), strict=True)
-            parts = {n: len(self._spans(own[1])) for n, own in told if own and own[0] == salt}
-        outcomes = await self._run(
-            [
-                Command(name, sent(b"UNLINK", *(part_name(name, part) for part in range(count))))
-                for name, count in parts.items()
-            ]
-        )
-        for outcome in outcomes:
-            if isinstance(outcome, TierError | ReplyError):
-                raise TierError(str(outcome))
-        return sum(1 for outcome in outcomes if outcome)
+        if salt is None:
+            return await self._unlink(dict.fromkeys(names, 1), {})
+        told = await heads(names, self._run)
+        own = {name: length for name, (its, length) in told.items() if its == salt}
+        parts = {name: len(self._spans(length)) for name, length in own.items()}
+        return await self._unlink(parts, told)
 
     def corrupt_blocks(self) -> int:
         return self._corrupt
 
     def gauges(self) -> Mapping[str, int]:
-        return self._gauges
+        counted = {"namespace_bytes": self._quotas.total_bytes} if self._quotas else {}
+        return {**self._gauges, **counted}
 
     def describe(self) -> dict[str, str]:
         url, options = self.options.parsed, self.options
@@ -321,6 +341,7 @@ class RedisTier(Tier):
             "connections": f"{options.connections} to each server",
             "batch": f"{self.batch_max} blocks",
             "value": f"at most {self._value_max} bytes",
+            "quotas": self._quotas.describe(),
             "checksum": "xxh3-128" if self.context.verify else "none",
         }
 

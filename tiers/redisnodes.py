@@ -47,7 +47,8 @@ class Entrance:
     def __init__(self, options: RedisOptions) -> None:
         self._options = options
         self._url = url = options.parsed
-        self._limit_s = float(options.connect_timeout)
+        self.limit_s = float(options.connect_timeout)
+        """To connect and log in, and for the reply to a command of its own."""
         self._tls: dict[str, Any] = {}
         if url.tls:
             self._tls = {
@@ -79,7 +80,7 @@ class Entrance:
             arguments["path"] = address.host
         connection: Any = kind(**arguments)
         try:
-            async with asyncio.timeout(self._limit_s):
+            async with asyncio.timeout(self.limit_s):
                 await connection.connect()
         except BaseException as error:
             await hang_up(connection)
@@ -99,7 +100,7 @@ class Entrance:
         if isinstance(error, ResponseError) and "unknown command" in str(error).lower():
             return Unfit(f"{address} is too old: {error}", hint=OLDEST_HINT)
         if isinstance(error, TimeoutError):
-            what = f"{address}: no connection within {self._limit_s:g} s"
+            what = f"{address}: no connection within {self.limit_s:g} s"
             return TierError(f"{what}; does it speak TLS?" if self._url.tls else what)
         return TierError(f"{address}: {error}")
 
@@ -128,18 +129,18 @@ class Entrance:
     async def reply(self, connection: Any, *arguments: str | int | bytes) -> Any:
         """The reply to one command on a connection of redis-py's."""
         try:
-            async with asyncio.timeout(self._limit_s):
+            async with asyncio.timeout(self.limit_s):
                 await connection.send_command(*arguments)
                 return await connection.read_response()
         except TimeoutError as error:
-            raise TierError(f"{arguments[0]!s}: no answer in {self._limit_s:g} s") from error
+            raise TierError(f"{arguments[0]!s}: no answer in {self.limit_s:g} s") from error
         except (RedisError, OSError) as error:
             raise TierError(f"{arguments[0]!s}: {error}") from error
 
     async def master(self) -> Address:
         """Where the Sentinels say that the master is."""
         options = self._options
-        limits = {"socket_timeout": self._limit_s, "socket_connect_timeout": self._limit_s}
+        limits = {"socket_timeout": self.limit_s, "socket_connect_timeout": self.limit_s}
         login = {"username": options.sentinel_username, "password": options.sentinel_password}
         arguments = {**limits, **self._tls, **{k: v for k, v in login.items() if v}}
         if self._url.tls:
@@ -147,7 +148,7 @@ class Entrance:
         make: Any = Sentinel
         sentinel = make(list(self._url.addresses), sentinel_kwargs=arguments)
         try:
-            async with asyncio.timeout(self._limit_s):
+            async with asyncio.timeout(self.limit_s):
                 host, port = await sentinel.discover_master(options.sentinel)
         except (RedisError, OSError) as error:
             raise TierError(f"no Sentinel knows a master {options.sentinel!r}: {error}") from error
@@ -195,7 +196,7 @@ class Node:
                 orphans = list(self._orphans)
                 kills = [Command(b"", sent(b"CLIENT", b"KILL", b"ID", n)) for n in orphans]
                 try:
-                    replies = await _exchange(wire, [*kills, *commands])
+                    replies = await exchange(wire, [*kills, *commands])
                 except OSError as error:
                     self.drop_idle()
                     if is_new:
@@ -249,7 +250,8 @@ def sent(*arguments: bytes | int) -> Parts:
     return lambda: (data,)
 
 
-async def _exchange(wire: Wire, commands: Sequence[Command]) -> list[Reply]:
+async def exchange(wire: Wire, commands: Sequence[Command]) -> list[Reply]:
+    """The replies to commands, at least one, over a wire of one's own."""
     return await wire.exchange(_joined(commands), [command.target for command in commands])
 
 

@@ -41,6 +41,10 @@ class Servers(ABC):
         """
 
     @abstractmethod
+    async def where(self, key: bytes) -> Address:
+        """The server that has this key; raises as ``addresses`` does."""
+
+    @abstractmethod
     def close(self) -> None:
         """Break every connection."""
 
@@ -60,6 +64,9 @@ class OneServer(Servers):
         if self._options.sentinel:
             return [await self._entrance.master()]
         return list(self._options.parsed.addresses)
+
+    async def where(self, key: bytes) -> Address:
+        return (await self.addresses())[0]
 
     async def run(self, commands: Sequence[Command]) -> Sequence[Outcome]:
         try:
@@ -208,6 +215,9 @@ class ClusterServers(Servers):
     async def addresses(self) -> list[Address]:
         await self._owner(0)
         return sorted({owner for owner in self._owners if owner is not None})
+
+    async def where(self, key: bytes) -> Address:
+        return await self._owner(key_slot(key))
 
     def close(self) -> None:
         self._closed = True

@@ -10,7 +10,7 @@ import msgspec
 
 from kvladder.errors import ConfigError
 from kvladder.policy.eviction import PRIORITY_MAX, PRIORITY_MIN
-from kvladder.units import Duration
+from kvladder.units import Duration, Size
 
 PORT, SENTINEL_PORT = 6379, 26379
 SCHEMES = ("redis", "rediss", "unix")
@@ -79,6 +79,28 @@ def _address(text: str, port: int) -> Address:
     return Address(host, int(number or port))
 
 
+RECOUNT = Duration(3600)
+
+
+class QuotaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How much the blocks of all engines together may take; see docs/redis.md."""
+
+    namespace: Size | None = None
+    """Of one model, layout and deployment."""
+    tenant: Size | None = None
+    """Of each cache salt in it."""
+    recount: Duration = RECOUNT
+    """How often one of the engines counts what is there."""
+
+    def __post_init__(self) -> None:
+        if self.namespace is None and self.tenant is None and self.recount != RECOUNT:
+            hint = "set quota.namespace or quota.tenant"
+            raise ConfigError("has no effect", path="recount", hint=hint)
+        if self.namespace is not None and self.tenant is not None and self.tenant > self.namespace:
+            hint = f"expected at most quota.namespace, {self.namespace}"
+            raise ConfigError(str(self.tenant), path="tenant", hint=hint)
+
+
 class RedisOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The keys of a Redis tier; see docs/redis.md."""
 
@@ -107,6 +129,7 @@ class RedisOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Whether a server that cannot be reached at the start is an error; else it is a miss."""
     ttls: dict[str, Duration] = msgspec.field(default_factory=dict[str, Duration])
     """How long the server keeps a block, by the lowest priority to which it applies."""
+    quota: QuotaOptions = QuotaOptions()
     probe_timeout: Duration | None = None
     """How long a request waits for what the servers say they have; by default as for a call."""
     probe_cache: Duration = Duration(1)

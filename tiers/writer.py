@@ -96,11 +96,10 @@ class Writer:
             return False
         if self._inbox.full:
             loser = self._inbox.loser(meta.priority)
-            lost = meta if loser is None else self._inbox[loser].meta
-            self._stats.drop("queue", lost.priority)
             if loser is None:
+                self._stats.drop("queue", meta.priority)
                 return False
-            self._give_up(loser)
+            self._lose("queue", [loser])
         self._inbox.add(key, slot, meta, self._shared.clock.now())
         return True
 
@@ -165,15 +164,15 @@ class Writer:
             while self.pending and self._gate.open():
                 await self._step()
             with self._lock:
-                self._abandon()
+                self._lose("breaker", list(self._inbox))
                 if was_ill and self._gate.open():
                     self._level.stir()  # others may have something for it again
             self._idle.set()
 
-    def _abandon(self) -> None:
-        """The tier is left alone: what waits is dropped rather than keep slots from others."""
-        for key in list(self._inbox):
-            self._stats.drop("breaker", self._inbox[key].meta.priority)
+    def _lose(self, reason: DropReason, keys: Sequence[BlockKey]) -> None:
+        """These do not wait any longer: they would only keep slots from others."""
+        for key in keys:
+            self._stats.drop(reason, self._inbox[key].meta.priority)
             self._give_up(key)
 
     async def _step(self) -> None:
@@ -187,6 +186,8 @@ class Writer:
             await self._remove_from_tier(removals)
             return
         with self._lock:
+            while above := self._inbox.above(self._tier.batch_max, self._tier.spare):
+                self._lose("quota", above)
             self._writing = self._inbox.take(self._tier.batch_max)
         try:
             await self._write()
@@ -396,4 +397,4 @@ class Writer:
             await asyncio.wait({self._task})
             self._task = None
         with self._lock:
-            self._abandon()
+            self._lose("breaker", list(self._inbox))

@@ -269,7 +269,12 @@ class FakeTier(Tier):
 
     def gauges(self) -> Mapping[str, int]:
         used = sum(len(record.data) for record in self.records.values())
-        return {"server_used_bytes": used, "server_max_bytes": 0, "server_evicted": 0}
+        return {
+            "server_used_bytes": used,
+            "server_max_bytes": 0,
+            "server_evicted": 0,
+            "namespace_bytes": used,
+        }
 
     def describe(self) -> dict[str, str]:
         return {"durable": str(self.durable), "script": f"{len(self.script)} steps"}

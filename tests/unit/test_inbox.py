@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 import pytest
 
@@ -10,6 +11,7 @@ from kvladder.arena import Arena, Slot
 from kvladder.keys import BlockKey
 from kvladder.tiers.inbox import Inbox
 from kvladder.tiers.index import Meta
+from kvladder.tiers.terms import Terms
 
 
 @pytest.fixture
@@ -59,3 +61,17 @@ def test_the_youngest_of_the_lowest_priority_gives_way(arena: Arena) -> None:
     assert list(inbox) == [b"a", b"d", b"e"]
     for name in "ade":
         inbox.remove(BlockKey(name.encode()))
+
+
+def test_those_above_what_their_salt_has_to_spare(arena: Arena) -> None:
+    inbox = Inbox(arena, blocks_max=8)
+    for number, salt in enumerate(("a", "b", "a", "", "a", "b")):
+        slots = arena.lease(1) or []
+        meta = Meta(35, 35, terms=Terms(salt=salt.encode()))
+        inbox.add(BlockKey(b"%d" % number), slots[0], meta, 0.0)
+        arena.release(slots)
+    spare = {b"": inf, b"a": 1, b"b": 0}
+    assert inbox.above(8, spare.__getitem__) == [b"1", b"2", b"4", b"5"]
+    assert inbox.above(2, spare.__getitem__) == [b"1"]
+    for key in list(inbox):
+        inbox.remove(key)

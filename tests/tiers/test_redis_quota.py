@@ -1,0 +1,259 @@
+"""Quotas by namespace and by salt, of caches that have nothing in common but a real server."""
+
+from __future__ import annotations
+
+import re
+from itertools import count
+
+import pytest
+
+from kvladder.errors import TierFull
+from kvladder.keys import salt_digest
+from kvladder.testing.redisserver import RedisServer, start_cluster
+from kvladder.tiers import redis
+from kvladder.tiers.redisurl import QuotaOptions, RedisOptions
+from kvladder.tiers.redisvalue import HEADER_BYTES
+from kvladder.units import Size
+from tests.tiers.redistests import PATIENT
+from tests.tiers.test_redis_faults import (
+    LAYOUT,
+    cache_over,
+    forgotten,
+    keys,
+    load,
+    payload,
+    stored,
+    wait_for,
+)
+from tests.tiers.test_redis_refused import refused
+from tests.tiers.test_redis_values import Values, one_by_one
+
+pytestmark = pytest.mark.slow
+VALUE = LAYOUT.block_bytes + HEADER_BYTES
+
+
+@pytest.fixture
+def server(tmp_path):
+    with RedisServer(tmp_path) as server:
+        yield server
+
+
+def quota(*, tenant=None, namespace=None, recount="1 h"):
+    """Limits in blocks."""
+    limits = {"tenant": tenant, "namespace": namespace}
+    sizes = {name: count * VALUE for name, count in limits.items() if count is not None}
+    return {"quota": {**sizes, "recount": recount}, "connect_timeout": "20 s"}
+
+
+def salted(cache, wanted, salt):
+    """Save blocks of a salt one by one; how many the server keeps of them."""
+    for key in wanted:
+        saving = cache.save([key], salt=salt)
+        for slot in saving.slots:
+            cache.arena.view(slot)[: LAYOUT.block_bytes] = payload(key)
+        saving.commit()
+        wait_for(cache.idle)
+    with cache.stack.lock:
+        return sum(key in cache.stack.levels[0].index for key in wanted)
+
+
+def flat(*numbers):
+    """Keys of blocks that begin prompts of their own."""
+    return [keys(number)[0] for number in numbers]
+
+
+def counters(server, cache):
+    """What the server has been told, by salts and in all, in blocks."""
+    found = server.run("HGETALL", b"kvladder:%b:bytes" % cache.namespace.hex()[:32].encode())
+    assert all(int(count) % VALUE == 0 for count in found.values())
+    return {name: int(count) // VALUE for name, count in found.items() if int(count)}
+
+
+def test_two_caches_together_keep_a_tenant_within_its_quota_and_no_other(server):
+    settings = quota(tenant=10)
+    with cache_over(server.url, **settings) as one, cache_over(server.url, **settings) as two:
+        assert salted(one, flat(*range(6)), "greedy") == 6
+        assert salted(two, flat(*range(10, 20)), "greedy") == 4
+        kept = salted(one, flat(*range(20, 30)), "greedy")
+        assert kept == 1, "it hears with the first one what the other did"
+        assert salted(one, flat(*range(30, 36)), "modest") == 6
+        stored(two, keys(200, *range(11)))
+        greedy, modest = (salt_digest(one.namespace, salt) for salt in ("greedy", "modest"))
+        assert counters(server, one) == {greedy: 11, modest: 6, b"all": 29}
+        assert server.run("DBSIZE") == 29 + 2, "the counters, and whose turn it is"
+
+        dropped = [cache.stats()["redis"].get("dropped_quota", 0) for cache in (one, two)]
+        assert dropped == [9, 6]
+        assert one.stats()["redis"]["dropped"]["quota"] == {"30": 9}
+        assert one.stats()["redis"]["errors"] == two.stats()["redis"]["errors"] == 0
+        assert two.stats()["redis"]["namespace_bytes"] == 29 * VALUE
+        assert re.search(r"quota\.tenant +[0-9]", one.describe())
+        assert load(one, keys(200, *range(11)))[0] == 12, "what others have is served as before"
+
+
+def test_what_is_removed_makes_room_again_whoever_put_it(server, monkeypatch):
+    monkeypatch.setattr(redis, "GAUGES_S", 0.5)
+    settings, more = quota(tenant=4), count(100)
+    with cache_over(server.url, **settings) as one, cache_over(server.url, **settings) as two:
+        assert salted(one, flat(1, 2, 3, 4, 5), "tenant") == 4
+        for key in flat(1, 2):
+            two.remove([key])
+        wait_for(two.idle)
+        assert counters(server, one)[salt_digest(one.namespace, "tenant")] == 2
+        assert salted(two, flat(6, 7, 8), "tenant") == 2
+        assert salted(one, flat(9), "tenant") == 0
+        list(one.purge("tenant"))
+        wait_for(one.idle)
+        assert counters(server, one) == {}
+        assert salted(two, flat(11), "tenant") == 0, "it does not know yet"
+        wait_for(lambda: salted(two, flat(next(more)), "tenant"))
+        two.clear()
+        wait_for(two.idle)
+        assert server.run("DBSIZE") == 0
+
+
+def test_above_the_namespaces_quota_blocks_give_way_to_new_ones(server):
+    settings = quota(namespace=16)
+    with cache_over(server.url, **settings) as one, cache_over(server.url, **settings) as two:
+        stored(one, keys(*range(12)))
+        for number in range(100, 110):
+            stored(two, flat(number))
+        assert server.run("DBSIZE") - 2 <= 17
+        stats = two.stats()["redis"]
+        assert (stats["errors"], stats["dropped_full"] > 0) == (0, True)
+        forgotten(two, flat(*range(100, 110)))
+        assert sum(load(two, flat(number))[0] for number in range(100, 110)) in (3, 4, 5)
+        assert two.stats()["redis"]["evicted"] > 0
+        with cache_over(server.url, salt="another", **settings) as stranger:
+            stored(stranger, keys(*range(12)))
+            assert stranger.stats()["redis"]["stored"] == 12, "a namespace of its own"
+
+
+def test_what_is_above_a_quota_makes_nobody_give_way(server):
+    settings = {**quota(tenant=2), "capacity": 64 * VALUE, "slots": 128}
+    with cache_over(server.url, **settings) as cache:
+        stored(cache, keys(*range(64)))
+        assert cache.stats()["redis"]["blocks"] == 64
+        assert salted(cache, flat(*range(100, 110)), "greedy") == 2
+        assert cache.stats()["redis"]["evicted"] == 2
+
+
+def test_what_codecs_saved_is_not_charged(server):
+    settings = {**quota(tenant=2), "codecs": ["zstd", "checksum"]}
+    with cache_over(server.url, **settings) as cache:
+        assert salted(cache, flat(*range(8)), "tenant") == 8
+        assert cache.stats()["redis"]["namespace_bytes"] < 2 * VALUE
+
+
+def test_a_recount_puts_right_what_the_server_lost(server):
+    """As after evictions, expiry, and an engine that died before it could say what it did."""
+    settings = quota(tenant=4)
+    with cache_over(server.url, **settings) as cache:
+        assert salted(cache, flat(1, 2, 3, 4, 5), "tenant") == 4
+        lost = server.run("KEYS", "kvladder:*{*")[:3]
+        server.run("DEL", *lost)
+        assert salted(cache, flat(6), "tenant") == 0, "nobody knows yet"
+    space = b"kvladder:%b:" % cache.namespace.hex()[:32].encode()
+    server.run("HSET", space + b"bytes", b"deadsalt", 5 * VALUE, b"oldsalts", 0)
+    server.run("DEL", space + b"recount")
+    with cache_over(server.url, **settings) as cache:
+        stored(cache, flat(7))
+        digest = salt_digest(cache.namespace, "tenant")
+        wait_for(lambda: counters(server, cache) == {digest: 1, b"all": 2})
+        wait_for(lambda: b"oldsalts" not in server.run("HKEYS", space + b"bytes"))
+        assert 3500 < server.run("TTL", space + b"recount") <= 3600
+        assert salted(cache, flat(8, 9, 10, 11, 12), "tenant") in (3, 4)
+
+
+def test_counters_of_blocks_that_were_there_before_there_was_a_quota(server):
+    with cache_over(server.url) as cache:
+        assert salted(cache, flat(*range(6)), "tenant") == 6
+        assert "namespace_bytes" not in cache.stats()["redis"]
+    with cache_over(server.url, **quota(tenant=7)) as cache:
+        stored(cache, flat(50))
+        digest = salt_digest(cache.namespace, "tenant")
+        wait_for(lambda: counters(server, cache) == {digest: 6, b"all": 7})
+        assert salted(cache, flat(*range(60, 70)), "tenant") <= 2
+
+
+def test_a_block_that_another_stored_meanwhile_is_charged_once(server):
+    with (
+        cache_over(server.url, **quota(tenant=8)) as one,
+        cache_over(server.url, **quota(tenant=8)) as two,
+    ):
+        wanted = flat(*range(4))
+        assert salted(one, wanted, "tenant") == salted(two, wanted, "tenant") == 4
+        assert counters(server, one)[b"all"] == 4
+
+
+def test_in_a_cluster(tmp_path):
+    servers = start_cluster(tmp_path)
+    try:
+        settings = {**quota(tenant=10), "cluster": True}
+        url = servers[0].url
+        with cache_over(url, **settings) as one, cache_over(url, **settings) as two:
+            assert salted(one, flat(*range(6)), "greedy") == 6
+            assert salted(two, flat(*range(10, 20)), "greedy") == 4
+            assert salted(two, flat(*range(30, 36)), "modest") == 6
+            total = sum(server.run("DBSIZE") for server in servers)
+            assert total == 6 + 4 + 6 + 2
+            assert two.stats()["redis"]["namespace_bytes"] == 16 * VALUE
+            two.clear()
+            wait_for(two.idle)
+            assert sum(server.run("DBSIZE") for server in servers) == 0
+    finally:
+        for server in servers:
+            server.kill()
+
+
+class TestTier(Values):
+    """The tier alone."""
+
+    @pytest.fixture
+    def servers(self, server):
+        return [server]
+
+    @pytest.fixture
+    def options(self, servers):
+        limits = QuotaOptions(namespace=Size(9 * 4096), tenant=Size(8 * 4096))
+        return RedisOptions(url=servers[0].url, connect_timeout=PATIENT, quota=limits)
+
+    async def test_a_full_server_owes_until_it_can_be_told(self, tier, blocks):
+        """Counters cannot be raised either while a server takes no more."""
+        first = [item._replace(salt=b"8 bytes!") for item in blocks.items(0)]
+        await blocks.store(tier, first)
+        before = tier.gauges()["namespace_bytes"]
+        self.run("CONFIG", "SET", "maxmemory-policy", "noeviction", "maxmemory", 1)
+        more = blocks.items(1)
+        blocks.fill(more)
+        with pytest.raises(TierFull):
+            await tier.put(more)
+        assert tier.gauges()["namespace_bytes"] == before
+        await tier.remove(first)
+        assert tier.gauges()["namespace_bytes"] == 0
+        self.run("CONFIG", "SET", "maxmemory", 0)
+        await blocks.store(tier, more)
+        assert tier.gauges()["namespace_bytes"] == before
+
+    async def test_a_namespace_that_has_enough_is_full(self, tier, blocks):
+        with pytest.raises(TierFull, match="quota of the namespace"):
+            await one_by_one(tier, blocks)
+        fitting = 9 * 4096 // (HEADER_BYTES + tier.context.layout.block_bytes)
+        found = await blocks.contains(tier, blocks.items(*range(blocks.count)))
+        assert sum(found) == fitting
+        assert tier.spare(b"") > 100
+        assert 0 <= tier.spare(b"unheard") <= 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "path"),
+    [
+        ({"tenant": "1 GiB", "namespace": "1 MiB"}, "quota.tenant"),
+        ({"recount": "5 m"}, "quota.recount"),
+        ({"tenant": "many"}, "quota.tenant"),
+        ({"salt": "1 GiB"}, "quota.salt"),
+        ({"tenant": 100}, "quota.tenant"),
+    ],
+)
+def test_what_is_refused(server, settings, path):
+    assert refused(url=server.url, quota=settings).path == f"tiers[1].{path}"

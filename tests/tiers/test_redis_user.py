@@ -1,0 +1,56 @@
+"""The user that docs/redis.md recommends has the rights that are needed, and no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import redis
+
+from kvladder.testing.redisserver import RedisServer, start_cluster
+from tests.tiers.test_redis_faults import cache_over, keys, load, stored, wait_for
+from tests.tiers.test_redis_quota import flat, quota, salted
+
+pytestmark = pytest.mark.slow
+PAGE = Path(__file__).parents[2] / "docs" / "redis.md"
+
+
+def rights():
+    """The arguments of ACL SETUSER; later servers know all of them."""
+    text = PAGE.read_text().partition("```text\nuser kv ")[2].partition("```")[0]
+    assert text
+    return [right for right in text.split() if right != "+client|no-touch"]
+
+
+@pytest.mark.parametrize("cluster", [False, True])
+def test_the_user_of_the_documentation_can_do_all_that_is_needed(tmp_path, cluster):
+    servers = start_cluster(tmp_path) if cluster else [RedisServer(tmp_path)]
+    try:
+        for server in servers:
+            server.run("ACL", "SETUSER", "kv", *rights())
+        url = f"redis://kv:password@127.0.0.1:{servers[0].port}"
+        settings = {"cluster": cluster, **quota(tenant=4, namespace=40)}
+        with cache_over(url, **settings) as one, cache_over(url, **settings) as two:
+            stored(one, keys(1, 2, 3))
+            assert salted(one, flat(*range(10, 16)), "tenant") == 4
+            assert load(two, keys(1, 2, 3))[0] == 3
+            two.remove(keys(1, 2, 3)[2:])
+            list(one.purge("tenant"))
+            wait_for(lambda: one.idle() and two.idle())
+            wait_for(lambda: "namespace_bytes" in one.stats()["redis"])
+            left = sum(len(server.run("KEYS", "kvladder:*{*")) for server in servers)
+            assert left == 2
+            two.clear()
+            wait_for(two.idle)
+            for cache in (one, two):
+                assert cache.stats()["redis"]["errors"] == 0
+                assert "server_used_bytes" in cache.stats()["redis"]
+        for server in servers:
+            assert server.run("DBSIZE") == 0
+            denied = [entry for entry in server.run("ACL", "LOG") if entry["object"] != "client"]
+            assert not denied, denied
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            servers[0].run("FLUSHALL", username="kv", password="password")
+    finally:
+        for server in servers:
+            server.kill()
