@@ -3,7 +3,8 @@
 The limit is a client that does nothing else: a blocking socket that sends the same commands with
 the same values from memory (``sendmsg``) and receives the replies into the same memory
 (``recv_into``), without a header and without a checksum. Ours and raw take turns, medians are
-compared. Below them stands what redis-benchmark reaches, which reuses one value.
+compared. LMCache's clients, which write neither header nor checksum, take their turns as well.
+Below them stands what redis-benchmark reaches, which reuses one value.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ import hashlib
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 
+from benchmarks.lmcache_clients import CLIENTS, VERSION, Absent, Client, install
 from benchmarks.row import Row
 from kvladder.arena import Arena
 from kvladder.keys import BlockKey
@@ -38,6 +43,8 @@ BATCHES = (1, 16, 128)
 BATCH_BYTES = 128 * MIB
 """What a batch may hold at most: of the largest blocks fewer are sent at once."""
 ROUNDS = 9
+SLOW_ROUNDS = 3
+"""Of clients that ask for one key after the other."""
 KEYS = 8192
 
 
@@ -80,9 +87,8 @@ class Raw:
         for _ in values:
             assert self._file.readline() == b"+OK\r\n"
 
-    def delete(self, values: Sequence[memoryview]) -> None:
+    def delete(self, names: Sequence[bytes]) -> None:
         """Have the server give their memory back, as ours is asked to."""
-        names = [b"raw:%d" % number for number in range(len(values))]
         self._socket.sendall(encode(b"UNLINK", *names))
         self._file.readline()
 
@@ -131,12 +137,12 @@ async def opened(
         arena.close()
 
 
-async def timed(work: Callable[[], Awaitable[Sequence[bool] | None]]) -> float:
+async def timed(work: Callable[[], Awaitable[Sequence[bool] | int | None]]) -> float:
     """Seconds that a call takes, all of whose answers are True."""
     began = time.perf_counter()
     answers = await work()
     took = time.perf_counter() - began
-    assert all(answers or ())
+    assert isinstance(answers, int) or all(answers or ())
     return took
 
 
@@ -148,64 +154,121 @@ def timed_raw(work: Callable[[], None]) -> float:
 
 
 async def transfers(server: RedisServer, size: int, batch: int) -> Iterable[Row]:
-    """One batch after the other, ours and raw in turns."""
-    took: dict[str, list[float]] = {name: [] for name in ("set", "get", "raw set", "raw get")}
+    """One batch after the other, ours and raw and LMCache's in turns."""
+    took: dict[str, list[float]] = {}
     raw = Raw(server.port)
     repeats = max(1, 16 * MIB // (size * batch))
     async with opened(server, size, batch) as (tier, arena, items):
         views = [arena.view(item.slot)[:size] for item in items]
+        others = peers(server, views)
         for _ in range(ROUNDS):
-            sums = dict.fromkeys(took, 0.0)
+            sums: dict[str, float] = defaultdict(float)
             for _ in range(repeats):
-                raw.delete(views)
-                sums["raw set"] += timed_raw(lambda: raw.set(views))
-                sums["raw get"] += timed_raw(lambda: raw.get(views))
+                raw.delete([b"raw:%d" % number for number in range(batch)])
+                sums["set raw"] += timed_raw(lambda: raw.set(views))
+                sums["get raw"] += timed_raw(lambda: raw.get(views))
                 await tier.remove(items)
-                sums["set"] += await timed(lambda: tier.put(items))
-                sums["get"] += await timed(lambda: tier.get(items))
+                sums["set ours"] += await timed(lambda: tier.put(items))
+                sums["get ours"] += await timed(lambda: tier.get(items))
+                for peer in others:
+                    raw.delete([name for n in range(batch) for name in peer.stored_as(n)])
+                    sums[f"set {peer.name}"] += await timed(partial(peer.set, batch))
+                    sums[f"get {peer.name}"] += await timed(partial(peer.get, batch))
             for name, seconds in sums.items():
-                took[name].append(seconds)
+                took.setdefault(name, []).append(seconds)
+        for peer in others:
+            await peer.close()
     raw.close()
     moved = size * batch * repeats / 1e9
+    speed = {name: moved / median(seconds) for name, seconds in took.items()}
     what = f"{batch} of {size // KIB} KiB" if size < MIB else f"{batch} of {size // MIB} MiB"
-    return [
-        Row(
-            name=f"redis {name}, {what} at once",
-            unit="GB/s",
-            limit=moved / median(took[f"raw {name}"]),
-            ours=moved / median(took[name]),
-            goal="ratio >= 0.8",
-            note="ours with header and checksum; limit: a blocking socket, nothing else",
-        )
-        for name in ("set", "get")
-    ]
+    return [row for name in ("set", "get") for row in compared(f"{name}, {what}", name, speed)]
+
+
+def compared(title: str, name: str, speed: Mapping[str, float]) -> Iterable[Row]:
+    """Ours beside the limit, and beside each client of LMCache's."""
+    ours = speed[f"{name} ours"]
+    yield Row(
+        name=f"redis {title} at once",
+        unit="GB/s",
+        limit=speed[f"{name} raw"],
+        ours=ours,
+        goal="ratio >= 0.8",
+        note="ours with header and checksum; limit: a blocking socket, nothing else",
+    )
+    for kind in CLIENTS:
+        if f"{name} {kind.name}" in speed:
+            yield Row(
+                name=f"redis {title} at once, and LMCache",
+                unit="GB/s",
+                peer=speed[f"{name} {kind.name}"],
+                ours=ours,
+                goal="ratio >= 2",
+                note=f"LMCache {VERSION}, its client in {kind.name}: no header, no checksum",
+            )
+
+
+def peers(server: RedisServer, views: Sequence[memoryview]) -> list[Client]:
+    """LMCache's clients, none if they cannot be had; within a loop."""
+    try:
+        install()
+    except Absent as error:
+        print(f"without LMCache: {error}", file=sys.stderr)
+        return []
+    return [make(server.port, views) for make in CLIENTS]
 
 
 async def existence(server: RedisServer) -> Iterable[Row]:
     """A prefix of 8,192 blocks: which of them are there."""
-    ours: list[float] = []
-    limit: list[float] = []
+    took: dict[str, list[float]] = defaultdict(list)
     raw = Raw(server.port)
-    async with opened(server, 4096, 1) as (tier, _, items):
+    async with opened(server, 4096, 1) as (tier, arena, items):
         every = [items[0]._replace(key=key(number)) for number in range(KEYS)]
         for start in range(0, KEYS, 128):
             assert all(await tier.put(every[start : start + 128]))
         names = [bytes(name) for name in server.run("KEYS", "kvladder:*")]
-        for _ in range(ROUNDS):
-            limit.append(timed_raw(lambda: raw.exist(names)))
-            ours.append(await timed(lambda: tier.contains(every)))
+        others = peers(server, [arena.view(items[0].slot)[:4096]])
+        for peer in others:
+            stored = [name for number in range(KEYS) for name in peer.stored_as(number)]
+            server.run("MSET", *(part for name in stored for part in (name, b"")))
+        for turn in range(ROUNDS):
+            took["limit"].append(timed_raw(lambda: raw.exist(names)))
+            took["ours"].append(await timed(lambda: tier.contains(every)))
+            for peer in others if turn < SLOW_ROUNDS else ():
+                took[peer.name].append(await timed(partial(peer.exist, KEYS)))
+        for peer in others:
+            assert await peer.exist(KEYS) == KEYS
+            await peer.close()
     raw.close()
     server.run("FLUSHALL")
-    return [
+    ms = {name: median(seconds) * 1e3 for name, seconds in took.items()}
+    title = "redis, existence of 8,192 keys"
+    ours = ms["ours"]
+    rows = [
         Row(
-            name="redis, existence of 8,192 keys",
+            name=title,
             unit="ms",
-            limit=median(limit) * 1e3,
-            ours=median(ours) * 1e3,
-            ratio=median(limit) / median(ours),
-            note="one round trip; LMCache's clients take 280 us (Python) and 11 us (C++) per key",
+            limit=ms["limit"],
+            ours=ours,
+            ratio=ms["limit"] / ours,
+            note="one round trip",
         )
     ]
+    for peer in others:
+        other = ms[peer.name]
+        note = f"LMCache {VERSION}, its client in {peer.name}"
+        rows.append(
+            Row(
+                name=f"{title}, and LMCache",
+                unit="ms",
+                peer=other,
+                ours=ours,
+                ratio=other / ours,
+                goal="ratio >= 2",
+                note=note,
+            )
+        )
+    return rows
 
 
 def redis_benchmark(server: RedisServer) -> Iterable[Row]:

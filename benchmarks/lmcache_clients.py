@@ -1,0 +1,186 @@
+"""LMCache's two Redis clients without LMCache's engine: the one in Python and the one in C++.
+
+They are put into a folder of their own (``pip install --no-deps --target``) when they are asked
+for, since what LMCache depends on does not fit beside vLLM for CPUs. Their memory manager is stood
+in for by memory objects that are there already, which spares them an allocation for each block.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from asyncio import get_running_loop
+from collections.abc import Sequence
+from importlib import import_module
+from itertools import cycle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+VERSION = "0.5.6"
+PLACE = Path(os.environ.get("KVLADDER_LMCACHE", Path(sys.prefix) / "lmcache"))
+WANTED = (
+    f"lmcache=={VERSION}",
+    "sortedcontainers",
+    "aiofile",
+    "caio",
+    "nvtx",
+    "opentelemetry-exporter-prometheus",
+)
+TOKENS = 16
+
+
+class Absent(Exception):
+    """LMCache cannot be used here; says why."""
+
+
+class Client(ABC):
+    """One of the clients, with values of one size that lie in ``views``."""
+
+    name: str
+
+    def __init__(self, port: int, views: Sequence[memoryview]) -> None:
+        where = _module("v1.storage_backend.connector.redis_connector")
+        self._keys: dict[int, Any] = {}
+        self.values = [_memory_object(view) for view in views]
+        turns = cycle(self.values)
+        backend = SimpleNamespace(
+            config=_module("v1.config").LMCacheEngineConfig.from_defaults(),
+            metadata=_metadata(len(views[0])),
+            allocate=lambda *_: next(turns),
+        )
+        self.connector: Any = self._make(where, port, backend)
+
+    @abstractmethod
+    def _make(self, where: Any, port: int, backend: Any) -> Any: ...
+
+    @abstractmethod
+    def stored_as(self, number: int) -> list[bytes]:
+        """The keys on the server of one value."""
+
+    @abstractmethod
+    async def get(self, count: int) -> None:
+        """Fetch the first values again."""
+
+    def key(self, number: int) -> Any:
+        """LMCache's key of a value."""
+        if number not in self._keys:
+            make = _module("utils").CacheEngineKey
+            self._keys[number] = make("bench", 1, 0, (number + 1) * 0x9E3779B97F4A7C15, torch.uint8)
+        return self._keys[number]
+
+    async def set(self, count: int) -> None:
+        """Store the first values."""
+        await self.connector.batched_put([self.key(n) for n in range(count)], self.values[:count])
+
+    async def exist(self, count: int) -> int:
+        """How many leading keys are there."""
+        keys = [self.key(number) for number in range(count)]
+        found: int = await self.connector.batched_async_contains("bench", keys)
+        return found
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Hang up."""
+
+
+class PythonClient(Client):
+    """``RedisConnector``: redis-py, two keys for each value, a connection for each under way."""
+
+    name = "Python"
+
+    def _make(self, where: Any, port: int, backend: Any) -> Any:
+        return where.RedisConnector(f"redis://127.0.0.1:{port}", get_running_loop(), backend)
+
+    def stored_as(self, number: int) -> list[bytes]:
+        name = self.key(number).to_string().encode()
+        return [name + b"kv_bytes", name + b"metadata"]
+
+    async def get(self, count: int) -> None:
+        keys = [self.key(number) for number in range(count)]
+        found = await self.connector.batched_get_non_blocking("bench", keys)
+        assert len(found) == count
+
+    async def close(self) -> None:
+        await self.connector.pq_executor.shutdown_async()
+        await self.connector.connection.aclose()
+        await self.connector.pool.disconnect()
+
+
+class NativeClient(Client):
+    """``RESPConnector``: eight threads in C++ with a connection each."""
+
+    name = "C++"
+
+    def _make(self, where: Any, port: int, backend: Any) -> Any:
+        return where.RESPConnector("127.0.0.1", port, get_running_loop(), backend)
+
+    def stored_as(self, number: int) -> list[bytes]:
+        return [self.key(number).to_string().encode()]
+
+    async def get(self, count: int) -> None:
+        found = await self.connector.batched_get([self.key(number) for number in range(count)])
+        assert len(found) == count
+
+    async def close(self) -> None:
+        await self.connector.pq_executor.shutdown_async()
+        self.connector.client.close()
+
+
+CLIENTS = (PythonClient, NativeClient)
+
+
+def install() -> None:
+    """Have LMCache in its folder, and make it importable.
+
+    Raises
+    ------
+    Absent
+        It cannot be had, or not be imported.
+    """
+    if not (PLACE / "lmcache").is_dir():
+        command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        command += ["--no-deps", "--target", str(PLACE), *WANTED]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise Absent(done.stderr.strip().splitlines()[-1])
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+    if str(PLACE) not in sys.path:
+        sys.path.append(str(PLACE))  # what is installed anyway comes first
+    try:
+        _module("v1.storage_backend.connector.redis_connector")
+    except ImportError as error:
+        raise Absent(f"LMCache {VERSION} cannot be imported: {error}") from error
+
+
+def _module(name: str) -> Any:
+    return import_module(f"lmcache.{name}")
+
+
+def _metadata(size: int) -> Any:
+    """A model whose chunks of 16 tokens take ``size`` bytes."""
+    shape = (1, 2, TOKENS, 1, size // (2 * TOKENS))
+    make = _module("v1.metadata").LMCacheMetadata
+    return make("bench", 1, 1, 0, 0, torch.uint8, shape, chunk_size=TOKENS)
+
+
+def _memory_object(view: memoryview) -> Any:
+    memory = _module("v1.memory_management")
+    shape = torch.Size((2, 1, TOKENS, len(view) // (2 * TOKENS)))
+    about = memory.MemoryObjMetadata(
+        shape,
+        torch.uint8,
+        0,
+        len(view),
+        1,
+        fmt=memory.MemoryFormat.KV_2LTD,
+        shapes=[shape],
+        dtypes=[torch.uint8],
+    )
+    data = torch.frombuffer(view, dtype=torch.uint8)
+    return memory.TensorMemoryObj(data, about, None)
