@@ -207,37 +207,39 @@ class RedisTier(Tier):
     # ---- the tier
 
     async def get(self, items: Sequence[Item]) -> Sequence[bool]:
-        spans, size = self._spans(self._size), HEADER_BYTES
-        heads = memoryview(bytearray(size * len(items)))
+        spans = self._spans(self._size)
+        heads = [memoryview(bytearray(HEADER_BYTES)) for _ in items]
+        whole: dict[int, int] = {}  # which of them are what they should be, and their lengths
+
+        def check(number: int, length: int) -> None:
+            item, stored = items[number], length - HEADER_BYTES
+            if 0 <= stored <= self._size:
+                payload = self._slot(item)[:stored]
+                if self._header.check(heads[number], item, payload):
+                    whole[number] = length
+
         commands: list[Command] = []
         for number, item in enumerate(items):
             slot, name = self._slot(item), block_name(self._prefix, item.key)
-            head = heads[number * size : (number + 1) * size]
             for part, (begin, end) in enumerate(spans):
-                target = Target(_NOTHING if part else head, slot[begin:end])
+                head = _NOTHING if part else heads[number]
+                # at once, while the next one comes and this one is still in a cache
+                now = partial(check, number) if len(spans) == 1 else None
+                target = Target(head, slot[begin:end], now)
                 # one byte more than there can be tells a value that is too long
-                most = len(target.head) + len(target.body)
-                parts = sent(b"GETRANGE", part_name(name, part), 0, most)
+                parts = sent(b"GETRANGE", part_name(name, part), 0, len(head) + end - begin)
                 commands.append(Command(name, parts, target))
         outcomes = await self._run(commands)
         found: list[bool] = []
-        for number, item in enumerate(items):
+        for number in range(len(items)):
             own = outcomes[number * len(spans) : (number + 1) * len(spans)]
-            head = heads[number * size : (number + 1) * size]
-            found.append(self._is_whole(item, head, own))
+            lengths = [outcome for outcome in own if isinstance(outcome, int)]
+            if len(spans) > 1 and len(lengths) == len(own):
+                check(number, sum(lengths))
+            found.append(len(lengths) == len(own) and whole.get(number) == sum(lengths))
+            is_miss = own[0] == 0 or any(isinstance(outcome, TierError) for outcome in own)
+            self._corrupt += not (found[-1] or is_miss)  # it is not there, or its server is not
         return found
-
-    def _is_whole(self, item: Item, head: memoryview, outcomes: Sequence[Outcome]) -> bool:
-        """Whether what has been read is the block; what is there and is not, is counted."""
-        lengths = [outcome for outcome in outcomes if isinstance(outcome, int)]
-        if outcomes[0] == 0 or any(isinstance(outcome, TierError) for outcome in outcomes):
-            return False  # it is not there, or its server is not
-        stored = sum(lengths) - HEADER_BYTES
-        is_sized = len(lengths) == len(outcomes) and 0 <= stored <= self._size
-        if is_sized and self._header.check(head, item, self._slot(item)[:stored]):
-            return True
-        self._corrupt += 1
-        return False
 
     async def put(self, items: Sequence[Item]) -> Sequence[bool]:
         commands: list[Command] = []

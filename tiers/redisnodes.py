@@ -18,6 +18,9 @@ from kvladder.tiers.resp import PIECE_BYTES, Part, Reply, Target, Wire, encode
 OLDEST_HINT = "expected Redis 6.2, Valkey 7.2 or later"
 JOIN_BYTES = 128 << 10
 """Parts shorter than this are sent together: a copy of them costs less than a system call."""
+STEP_BYTES = 1 << 20
+"""Values are asked for in steps of so much: a server first copies all it was asked for, and memory
+that is not in a cache costs it more than a wait."""
 
 Parts = Callable[[], Iterable[Part]]
 
@@ -255,21 +258,33 @@ async def exchange(wire: Wire, commands: Sequence[Command]) -> list[Reply]:
     return await wire.exchange(_joined(commands), [command.target for command in commands])
 
 
-def _joined(commands: Sequence[Command]) -> Iterator[Part]:
-    """The parts of all commands, short neighbours as one."""
+def _joined(commands: Sequence[Command]) -> Iterator[Part | int]:
+    """The parts of all commands, short neighbours as one, and the numbers of ``_paced``."""
     short: list[Part] = []
     size = 0
-    for command in commands:
-        for part in command.parts():
-            is_short = len(part) < JOIN_BYTES
-            if short and (not is_short or size >= PIECE_BYTES):
-                yield b"".join(short)
-                short.clear()
-                size = 0
-            if is_short:
-                short.append(part)
-                size += len(part)
-            else:
-                yield part
+    for part in _paced(commands):
+        is_short = not isinstance(part, int) and len(part) < JOIN_BYTES
+        if short and (not is_short or size >= PIECE_BYTES):
+            yield b"".join(short)
+            short.clear()
+            size = 0
+        if isinstance(part, int) or not is_short:
+            yield part
+        else:
+            short.append(part)
+            size += len(part)
     if short:
         yield b"".join(short)
+
+
+def _paced(commands: Sequence[Command]) -> Iterator[Part | int]:
+    """The parts of all commands, and how many replies are to have begun before more is sent."""
+    first = wanted = 0
+    for index, command in enumerate(commands):
+        if wanted >= STEP_BYTES:
+            if first:
+                yield first + 1  # those of the step before are all here
+            first, wanted = index, 0
+        if command.target is not None:
+            wanted += len(command.target.head) + len(command.target.body)
+        yield from command.parts()

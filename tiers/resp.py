@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from typing import NamedTuple
 
 Part = bytes | memoryview
-SCRATCH_BYTES = 16 << 10
+SCRATCH_BYTES = 256 << 10
+LARGE_BYTES = 128 << 10
+"""Values above this are received where they go; of others, many at once, and copied there."""
+LINE_BYTES = 4 << 10
+"""What is received at a time where a large value comes next: its length, and hardly more."""
 PIECE_BYTES = 256 << 10
 """What is written at a time: the event loop copies what of it the socket does not take at once."""
 
 
+_BULK = b"$%d\r\n%b\r\n"
 _INTEGER, _VALUE, _SIMPLE, _ERROR, _NULL = b":$+-_"
 
 
@@ -32,11 +38,13 @@ class Target(NamedTuple):
 
     head: memoryview
     body: memoryview
+    whole: Callable[[int], object] | None = None
+    """Called with the length of a value as soon as all of it is there, and likely in a cache."""
 
 
 def encode(*arguments: bytes | int) -> bytes:
     """A whole command."""
-    return b"*%d\r\n" % len(arguments) + b"".join(map(_bulk, arguments))
+    return _template(len(arguments)) % _spelled(arguments)
 
 
 def encode_around(
@@ -44,13 +52,22 @@ def encode_around(
 ) -> tuple[bytes, bytes]:
     """What stands before and after an argument of ``length`` bytes that is sent from its place."""
     count = len(before) + 1 + len(after)
-    head = b"*%d\r\n%b$%d\r\n" % (count, b"".join(map(_bulk, before)), length)
-    return head, b"\r\n" + b"".join(map(_bulk, after))
+    head = b"*%d\r\n" % count + _BULK * len(before) % _spelled(before) + b"$%d\r\n" % length
+    return head, b"\r\n" + _BULK * len(after) % _spelled(after)
 
 
-def _bulk(argument: bytes | int) -> bytes:
-    data = b"%d" % argument if isinstance(argument, int) else argument
-    return b"$%d\r\n%b\r\n" % (len(data), data)
+@cache
+def _template(count: int) -> bytes:
+    return b"*%d\r\n" % count + _BULK * count
+
+
+def _spelled(arguments: Sequence[bytes | int]) -> tuple[bytes | int, ...]:
+    """The arguments as bytes, each after its length."""
+    found: list[bytes | int] = []
+    for argument in arguments:
+        data = argument if isinstance(argument, bytes) else b"%d" % argument
+        found += (len(data), data)
+    return tuple(found)
 
 
 class Wire(asyncio.BufferedProtocol):
@@ -69,7 +86,12 @@ class Wire(asyncio.BufferedProtocol):
         self._replies: list[Reply] = []
         self._fills: list[memoryview] = []
         self._skip = 0
+        self._ended: Callable[[], object] | None = None
+        self._is_direct = False
+        """Whether what comes next is received where it goes."""
         self._done: asyncio.Future[list[Reply]] | None = None
+        self._turn: asyncio.Future[None] | None = None
+        self._turn_at = 0
         self._resumed: asyncio.Future[None] | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._writer: asyncio.StreamWriter | None = None  # which would close the transport
@@ -88,9 +110,11 @@ class Wire(asyncio.BufferedProtocol):
         return self._transport is None or self._transport.is_closing()
 
     async def exchange(
-        self, parts: Iterable[Part], targets: Sequence[Target | None]
+        self, parts: Iterable[Part | int], targets: Sequence[Target | None]
     ) -> list[Reply]:
         """Send ``parts``, which are whole commands; the reply to each, a target's value in it.
+
+        A number among the parts stands for: go on when so many replies have begun to come.
 
         Raises
         ------
@@ -104,7 +128,10 @@ class Wire(asyncio.BufferedProtocol):
         self._targets, self._replies, self._done = targets, [], done
         try:
             for part in parts:
-                await self._send(part)
+                if isinstance(part, int):
+                    await self._begun(part)
+                else:
+                    await self._send(part)
             return await done
         except BaseException:
             self.abort()
@@ -113,8 +140,13 @@ class Wire(asyncio.BufferedProtocol):
         finally:
             if done.done() and not done.cancelled():
                 done.exception()  # seen: asyncio must not report it as lost
-            self._done = None
+            self._done = self._turn = None
             self._targets = ()
+
+    async def _begun(self, count: int) -> None:
+        if len(self._replies) < count:
+            self._turn, self._turn_at = asyncio.get_running_loop().create_future(), count
+            await self._turn
 
     async def _send(self, part: Part) -> None:
         view = memoryview(part)
@@ -127,7 +159,7 @@ class Wire(asyncio.BufferedProtocol):
 
     def abort(self) -> None:
         """Close at once; targets are not touched any more. May be called again."""
-        self._targets, self._fills = (), []
+        self._targets, self._fills, self._ended = (), [], None
         if self._transport is not None:
             self._transport.abort()
             self._transport = self._writer = None
@@ -154,7 +186,7 @@ class Wire(asyncio.BufferedProtocol):
 
     def _break(self, error: OSError) -> None:
         self.abort()
-        for future in (self._done, self._resumed):
+        for future in (self._done, self._turn, self._resumed):
             if future is not None and not future.done():
                 future.set_exception(error)
         if self._resumed is not None:
@@ -162,31 +194,43 @@ class Wire(asyncio.BufferedProtocol):
             self._resumed = None
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go: into the value that is being read, else into the scratch."""
+        """Where the next bytes go: into a large value that is being read, else into the scratch."""
         del sizehint
-        if self._fills:
+        if self._fills and self._is_large(len(self._replies) - 1):
+            self._is_direct = True
             return self._fills[0]
+        self._is_direct = False
         left = self._end - self._start
         if not left:
             self._start = self._end = 0
         elif self._end == SCRATCH_BYTES:
             self._scratch[:left] = bytes(self._scratch[self._start : self._end])
             self._start, self._end = 0, left
-        return self._scratch[self._end :]
+        most = LINE_BYTES if self._is_large(len(self._replies)) else SCRATCH_BYTES
+        return self._scratch[self._end : self._end + most]
+
+    def _is_large(self, number: int) -> bool:
+        """Whether the value of this reply may be a large one."""
+        target = self._targets[number] if number < len(self._targets) else None
+        return target is not None and len(target.body) > LARGE_BYTES
 
     def buffer_updated(self, nbytes: int) -> None:
         """So many bytes have come."""
-        if self._fills:
+        if self._is_direct:
             self._filled(nbytes)
         else:
             self._end += nbytes
         try:
             while self._value_read() and (len(self._replies) < len(self._targets)):
                 if not self._read_line():
-                    return
+                    break
         except ValueError as error:
             self._break(ConnectionResetError(f"not a Redis server: {error}"))
             return
+        if self._turn is not None and len(self._replies) >= self._turn_at:
+            if not self._turn.done():
+                self._turn.set_result(None)
+            self._turn = None
         whole = not self._fills and not self._skip and len(self._replies) == len(self._targets)
         if whole and self._done is not None and not self._done.done():
             self._done.set_result(self._replies)
@@ -207,19 +251,25 @@ class Wire(asyncio.BufferedProtocol):
             self._filled(count)
         if self._fills:
             return False
-        count = min(self._end - self._start, self._skip)
-        self._start += count
-        self._skip -= count
-        return self._skip == 0
+        if self._skip:
+            count = min(self._end - self._start, self._skip)
+            self._start += count
+            self._skip -= count
+            if self._skip:
+                return False
+        if self._ended is not None:
+            self._ended()
+            self._ended = None
+        return True
 
     def _read_line(self) -> bool:
         """Take in the next line of a reply; False if it is not all there yet."""
         end = self._buffer.find(b"\r\n", self._start, self._end)
         if end < 0:
-            if self._end - self._start == SCRATCH_BYTES:
+            if self._end - self._start >= SCRATCH_BYTES:
                 raise ValueError("a line without an end")
             return False
-        kind, rest = self._buffer[self._start], bytes(self._buffer[self._start + 1 : end])
+        kind, rest = self._buffer[self._start], bytes(self._scratch[self._start + 1 : end])
         self._start = end + 2
         if kind == _INTEGER:
             self._replies.append(int(rest))
@@ -247,3 +297,5 @@ class Wire(asyncio.BufferedProtocol):
         head = target.head[:length]
         self._fills = [view for view in (head, target.body[: length - len(head)]) if view]
         self._skip = 2
+        if target.whole is not None:
+            self._ended = partial(target.whole, length)
