@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import struct
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from kvladder.testing import TierTests
+from kvladder.testing.redisserver import RedisServer
 from kvladder.tiers.redis import RedisTier
 from kvladder.tiers.redisurl import RedisOptions
 from kvladder.tiers.redisvalue import HEADER_BYTES
@@ -43,6 +46,28 @@ def value_of(tier, item, data, *, version=1, magic=b"kvlb"):
         b"",
     )
     return fields + struct.pack("<Q", xxh3_64_intdigest(fields)) + data
+
+
+def knows_all(sentinel):
+    others, replicas = (sentinel.run("SENTINEL", what, "kv") for what in ("SENTINELS", "REPLICAS"))
+    return (len(others), len(replicas)) == (2, 1)
+
+
+@contextmanager
+def watched(folder):
+    """A master, its replica, and three Sentinels that watch over them."""
+    with RedisServer(folder) as master, RedisServer(folder) as replica:
+        replica.run("REPLICAOF", "127.0.0.1", master.port)
+        sentinels = [RedisServer(folder, mode="--sentinel") for _ in range(3)]
+        for sentinel in sentinels:
+            sentinel.run("SENTINEL", "MONITOR", "kv", "127.0.0.1", master.port, 2)
+            sentinel.run("SENTINEL", "SET", "kv", "down-after-milliseconds", 300)
+            sentinel.run("SENTINEL", "SET", "kv", "failover-timeout", 2000)
+        for sentinel in sentinels:
+            sentinel.wait_for(partial(knows_all, sentinel))
+        yield master, replica, sentinels
+        for sentinel in sentinels:
+            sentinel.kill()
 
 
 class RedisTierTests(TierTests):

@@ -7,7 +7,7 @@ import redis
 
 from kvladder.testing.redisserver import RedisServer, certificates, start_cluster
 from kvladder.tiers.redisurl import RedisOptions
-from tests.tiers.redistests import PATIENT, RedisTierTests
+from tests.tiers.redistests import PATIENT, RedisTierTests, watched
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +31,12 @@ def cluster(tmp_path_factory):
     yield servers
     for server in servers:
         server.kill()
+
+
+@pytest.fixture(scope="module")
+def sentinels(tmp_path_factory):
+    with watched(tmp_path_factory.mktemp("sentinel")) as servers:
+        yield servers
 
 
 class TestRedis(RedisTierTests):
@@ -79,3 +85,14 @@ class TestRedisCluster(RedisTierTests):
         client = redis.RedisCluster(host="127.0.0.1", port=cluster[0].port)
         yield client.execute_command
         client.close()
+
+
+class TestRedisSentinel(RedisTierTests):
+    @pytest.fixture
+    def servers(self, sentinels):
+        return [sentinels[0]]
+
+    @pytest.fixture
+    def options(self, sentinels):
+        url = "redis://" + ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in sentinels[2])
+        return RedisOptions(url=url, sentinel="kv", connect_timeout=PATIENT)

@@ -218,12 +218,12 @@ class TestTier(Values):
         limits = QuotaOptions(namespace=Size(9 * 4096), tenant=Size(8 * 4096))
         return RedisOptions(url=servers[0].url, connect_timeout=PATIENT, quota=limits)
 
-    async def test_a_full_server_owes_until_it_can_be_told(self, tier, blocks):
+    async def test_a_full_server_owes_until_it_can_be_told(self, tier, blocks, server):
         """Counters cannot be raised either while a server takes no more."""
         first = [item._replace(salt=b"8 bytes!") for item in blocks.items(0)]
         await blocks.store(tier, first)
         before = tier.gauges()["namespace_bytes"]
-        self.run("CONFIG", "SET", "maxmemory-policy", "noeviction", "maxmemory", 1)
+        server.configure(maxmemory_policy="noeviction", maxmemory=1)
         more = blocks.items(1)
         blocks.fill(more)
         with pytest.raises(TierFull):
@@ -231,7 +231,7 @@ class TestTier(Values):
         assert tier.gauges()["namespace_bytes"] == before
         await tier.remove(first)
         assert tier.gauges()["namespace_bytes"] == 0
-        self.run("CONFIG", "SET", "maxmemory", 0)
+        server.configure(maxmemory=0)
         await blocks.store(tier, more)
         assert tier.gauges()["namespace_bytes"] == before
 

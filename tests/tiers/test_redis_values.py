@@ -25,6 +25,8 @@ from tests.tiers.redistests import RedisTierTests, key_of, value_of
 
 pytestmark = pytest.mark.slow
 BLOCK = 3000
+VOLATILE = ["volatile-lru", "volatile-lfu", "volatile-random", "volatile-ttl"]
+"""Policies that evict only what has a time to live."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ class Values(RedisTierTests):
 
     @pytest.fixture
     def servers(self, standalone):
-        standalone.run("CONFIG", "SET", "maxmemory", "0")
+        standalone.configure(maxmemory=0)
         return [standalone]
 
 
@@ -130,22 +132,20 @@ class TestValues(Values):
         (item,) = await blocks.put(tier, 0)
         assert self.run("TTL", key_of(tier, item)) == -1
 
-    @pytest.mark.parametrize("policy", ["noeviction", "volatile-lru", "volatile-ttl"])
-    async def test_a_server_without_room_is_full(self, tier, blocks, policy):
+    @pytest.mark.parametrize("policy", ["noeviction", *VOLATILE])
+    async def test_a_server_without_room_is_full(self, tier, blocks, servers, policy):
         used = self.run("INFO", "memory")["used_memory"]
-        self.run("CONFIG", "SET", "maxmemory-policy", policy, "maxmemory", used + (1 << 19))
+        servers[0].configure(maxmemory_policy=policy, maxmemory=used + (1 << 19))
         with pytest.raises(TierFull, match="maxmemory"):
             await one_by_one(tier, blocks)
         assert await blocks.get(tier, blocks.items(0)) == [True], "what is stored stays"
 
-    @pytest.mark.parametrize(
-        "policy", ["allkeys-lru", "allkeys-lfu", "allkeys-random", "volatile-lru", "volatile-ttl"]
-    )
+    @pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-lfu", "allkeys-random", *VOLATILE])
     async def test_a_server_that_evicts_loses_blocks_and_no_more(
         self, blocks, context, servers, policy
     ):
         used = self.run("INFO", "memory")["used_memory"]
-        self.run("CONFIG", "SET", "maxmemory-policy", policy, "maxmemory", used + (1 << 19))
+        servers[0].configure(maxmemory_policy=policy, maxmemory=used + (1 << 19))
         tier = RedisTier(RedisOptions(url=servers[0].url, ttls={"0": Duration(1000)}))
         await tier.open(context)
         stored = 0
@@ -175,9 +175,9 @@ class TestParts(Values):
 
     @pytest.fixture
     def servers(self, standalone):
-        standalone.run("CONFIG", "SET", "maxmemory", "0", "proto-max-bulk-len", str(1 << 20))
+        standalone.configure(maxmemory=0, proto_max_bulk_len=1 << 20)
         yield [standalone]
-        standalone.run("CONFIG", "SET", "proto-max-bulk-len", str(512 << 20))
+        standalone.configure(proto_max_bulk_len=512 << 20)
 
     async def test_blocks_in_parts_come_back_whole_or_not_at_all(self, tier, blocks):
         items = await blocks.put(tier, 0, 1, 2)
