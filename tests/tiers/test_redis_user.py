@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from kvladder.testing.redisserver import RedisServer, start_cluster
-from tests.tiers.test_redis_faults import cache_over, keys, load, stored, wait_for
+from tests.tiers.test_redis_faults import cache_over, forgotten, keys, load, save, stored, wait_for
 from tests.tiers.test_redis_quota import flat, quota, salted
 
 pytestmark = pytest.mark.slow
@@ -60,3 +60,31 @@ def test_the_user_of_the_documentation_can_do_all_that_is_needed(tmp_path, clust
     finally:
         for server in servers:
             server.kill()
+
+
+def test_a_user_who_loses_a_right_and_a_password_that_changes(tmp_path):
+    with RedisServer(tmp_path) as server:
+        allow(server)
+        url = f"redis://kv:password@127.0.0.1:{server.port}"
+        with cache_over(url, deadline="3 s") as cache:
+            stored(cache, keys(1, 2))
+            for taken, given in ((["-getrange"], ["+getrange"]), (["resetpass"], [">password"])):
+                server.run("ACL", "SETUSER", "kv", *taken)
+                server.run("CLIENT", "KILL", "USER", "kv")
+                forgotten(cache, keys(1, 2))
+                before = cache.stats()["redis"]["errors"]
+                assert load(cache, keys(1, 2))[0] == 0
+                assert cache.stats()["redis"]["errors"] > before
+                server.run("ACL", "SETUSER", "kv", *given)
+                wait_for(lambda: load(cache, keys(1, 2))[0] == 2)
+
+
+def test_a_server_that_comes_later(tmp_path):
+    with RedisServer(tmp_path) as server:
+        server.kill()
+        with cache_over(server.url, required=False) as cache:
+            assert load(cache, keys(1, 2))[0] == 0
+            server.start()
+            wait_for(lambda: not cache.stats()["redis"]["breaker_open"])
+            save(cache, keys(3, 4))
+            wait_for(lambda: cache.stats()["redis"]["stored"] == 2)
