@@ -47,13 +47,16 @@ class Client(ABC):
         where = _module("v1.storage_backend.connector.redis_connector")
         self._keys: dict[int, Any] = {}
         self.values = [_memory_object(view) for view in views]
-        turns = cycle(self.values)
+        self._turns = cycle(self.values)
         backend = SimpleNamespace(
             config=_module("v1.config").LMCacheEngineConfig.from_defaults(),
             metadata=_metadata(len(views[0])),
-            allocate=lambda *_: next(turns),
+            allocate=self._allocate,
         )
         self.connector: Any = self._make(where, port, backend)
+
+    def _allocate(self, *_: object) -> Any:
+        return next(self._turns)
 
     @abstractmethod
     def _make(self, where: Any, port: int, backend: Any) -> Any: ...

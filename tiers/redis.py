@@ -197,7 +197,8 @@ class RedisTier(Tier):
                     found[name] += int(info.get(field, "0"))
             self._gauges = found
             if self._quotas:
-                await self._quotas.refresh(self._servers)
+                async with asyncio.timeout(self._entrance.limit_s):
+                    await self._quotas.refresh(self._servers)
                 await self._quotas.recount(self._entrance, self._servers)
         except (TierError, OSError, ValueError):
             pass  # the old ones have to do

@@ -127,21 +127,27 @@ class Quotas:
     async def settle(self, servers: Servers) -> None:
         """Tell the servers what they have not been told yet."""
         if any(self._owed.values()):
-            owed, told = self._telling()
-            self._heard(owed, await servers.run(told))
+            await self._tell(servers, ())
 
     async def refresh(self, servers: Servers) -> None:
         """Hear how much the namespace has by now, and the salts that had nothing to spare."""
-        owed, told = self._telling(self._full)
-        self._full.clear()
-        self._heard(owed, await servers.run(told))
+        full, self._full = self._full, set()
+        await self._tell(servers, full)
+
+    async def _tell(self, servers: Servers, salts: Iterable[bytes]) -> None:
+        owed, told = self._telling(salts)
+        try:
+            self._heard(owed, await servers.run(told))
+        except BaseException:
+            self._owed.update(owed)
+            raise
 
     def forget(self) -> None:
         """The counters are gone, with all blocks."""
         self._known.clear()
         self._owed.clear()
 
-    def _telling(self, salts: Iterable[bytes] = ()) -> tuple[dict[bytes, int], list[Command]]:
+    def _telling(self, salts: Iterable[bytes]) -> tuple[dict[bytes, int], list[Command]]:
         """What tells the servers all that is owed, and asks what these salts have."""
         owed = {field: 0 for field in (ALL, *salts) if field} | dict(self._owed)
         self._owed.clear()
@@ -177,7 +183,8 @@ class Quotas:
         """
         period_ms = int(self._options.recount * 1000)
         turn = sent(b"SET", self.turn, b"1", b"NX", b"PX", period_ms)
-        (mine,) = await servers.run([Command(self.turn, turn)])
+        async with asyncio.timeout(entrance.limit_s):
+            (mine,) = await servers.run([Command(self.turn, turn)])
         if mine != b"OK":
             return
         connection = await entrance.connect(await servers.where(self.counters))
@@ -192,6 +199,13 @@ class Quotas:
                 await self._count(entrance, address, self._fresh, found)
         finally:
             self._fresh = None
+        async with asyncio.timeout(entrance.limit_s):
+            await self._correct(servers, found, counted)
+
+    async def _correct(
+        self, servers: Servers, found: Counter[bytes], counted: Mapping[bytes, bytes]
+    ) -> None:
+        """Make the counters what was found, from what they were."""
         for field in found.keys() | counted.keys():
             self._owed[field] += found[field] - int(counted.get(field, 0))
         await self.settle(servers)

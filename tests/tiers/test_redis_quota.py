@@ -42,7 +42,8 @@ def quota(*, tenant=None, namespace=None, recount="1 h"):
     """Limits in blocks."""
     limits = {"tenant": tenant, "namespace": namespace}
     sizes = {name: count * VALUE for name, count in limits.items() if count is not None}
-    return {"quota": {**sizes, "recount": recount}, "connect_timeout": "20 s"}
+    patient = {"timeout": "20 s", "connect_timeout": "20 s"}
+    return {"quota": {**sizes, "recount": recount}, **patient}
 
 
 def salted(cache, wanted, salt):

@@ -1,0 +1,159 @@
+"""The reader of replies: whatever pieces they come in, and however far ahead is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import cycle
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvladder.tiers import redisnodes, resp
+from kvladder.tiers.redisnodes import Command, exchange, sent
+from kvladder.tiers.resp import ReplyError, Target, Wire, encode, encode_around
+
+STEP, LARGE, HEAD = 600, 256, 20
+KINDS = st.one_of(
+    st.integers(0, 1200),  # the length of a value
+    st.sampled_from(["+OK", ":7", ":-1", "_", "$-1", "-OOM no room"]),
+)
+
+
+class Server:
+    """The other end of a wire: replies to the commands that were written, in pieces."""
+
+    def __init__(self, wire, replies):
+        self._wire = wire
+        self._replies = replies
+        self._written = bytearray()
+        self._given = 0
+        self.closing = False
+        wire.take_over(SimpleNamespace(transport=self))
+
+    def set_protocol(self, protocol):
+        assert protocol is self._wire
+
+    def set_write_buffer_limits(self, *, high, low):
+        assert high > low
+
+    def is_closing(self):
+        return self.closing
+
+    def abort(self):
+        self.closing = True
+
+    def write(self, data):
+        self._written += data
+
+    @property
+    def asked(self):
+        """How many commands have been written."""
+        return self._written.count(b"GETRANGE")
+
+    def deliver(self, count):
+        """Have at most so many bytes come; False if there are none."""
+        ready = b"".join(self._replies[: self.asked])[self._given :][:count]
+        while ready:
+            buffer = self._wire.get_buffer(-1)
+            assert len(buffer) > 0
+            taken = min(len(buffer), len(ready))
+            buffer[:taken] = ready[:taken]
+            self._wire.buffer_updated(taken)
+            self._given += taken
+            ready, count = ready[taken:], count - taken
+            if not ready:
+                return True
+        return False
+
+
+def spelled(kind, number):
+    """A reply as it comes, and what it comes to."""
+    if isinstance(kind, str):
+        known = {"+OK": b"OK", ":7": 7, ":-1": -1}
+        return kind.encode() + b"\r\n", known.get(kind)
+    data = bytes([number % 251]) * kind
+    return b"$%d\r\n%b\r\n" % (kind, data), data
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small():
+    """Every threshold so low that short values cross it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(redisnodes, "STEP_BYTES", STEP)
+        patch.setattr(resp, "LARGE_BYTES", LARGE)
+        patch.setattr(resp, "LINE_BYTES", 32)
+        yield
+
+
+@given(
+    st.lists(st.tuples(KINDS, st.sampled_from([0, 100, 1000])), min_size=1, max_size=12),
+    st.lists(st.integers(1, 700), min_size=1, max_size=5),
+)
+def test_replies_in_any_pieces_to_values_of_any_size(wanted, pieces):
+    asyncio.run(_exchanged(wanted, pieces))
+
+
+async def _exchanged(wanted, pieces):
+    wire = Wire()
+    replies = [spelled(kind, number) for number, (kind, _) in enumerate(wanted)]
+    server = Server(wire, [text for text, _ in replies])
+    bodies = [bytearray(HEAD + size) for _, size in wanted]
+    ended: list[tuple[int, int]] = []
+    commands = []
+    for number, body in enumerate(bodies):
+
+        def whole(length, number=number):
+            ended.append((number, length))
+
+        view = memoryview(body)
+        target = Target(view[:HEAD], view[HEAD:], whole)
+        commands.append(Command(b"", sent(b"GETRANGE", b"key"), target))
+    task = asyncio.create_task(exchange(wire, commands))
+    for piece in cycle(pieces):
+        for _ in range(3):
+            await asyncio.sleep(0)
+        if task.done():
+            break
+        assert server.deliver(piece), "it waits for what nobody will send"
+    for number, (found, (_, value)) in enumerate(zip(task.result(), replies, strict=True)):
+        fits = isinstance(value, bytes) and len(value) <= len(bodies[number])
+        if isinstance(wanted[number][0], str):
+            assert found == value if value is not None else found is None or _is_error(found)
+            assert not any(bodies[number])
+        else:
+            assert found == len(value)
+            assert bodies[number][: found if fits else 0] == (value if fits else b"")
+            assert ((number, found) in ended) == fits
+    assert len(ended) == len(set(ended))
+
+
+def _is_error(found):
+    return isinstance(found, ReplyError) and found.code == "OOM"
+
+
+async def test_not_everything_is_asked_for_at_once():
+    wire = Wire()
+    server = Server(wire, [b"$500\r\n" + b"x" * 500 + b"\r\n"] * 10)
+    views = [memoryview(bytearray(500)) for _ in range(10)]
+    commands = [Command(b"", sent(b"GETRANGE"), Target(view[:20], view[20:])) for view in views]
+    task = asyncio.create_task(exchange(wire, commands))
+    asked: list[int] = []
+    while not task.done():
+        for _ in range(3):
+            await asyncio.sleep(0)
+        if not asked or asked[-1] != server.asked:
+            asked.append(server.asked)
+        server.deliver(100)
+    assert asked == [4, 6, 8, 10]
+    assert all(bytes(view) == b"x" * 500 for view in views)
+
+
+def test_commands_are_spelled_as_the_protocol_wants_them():
+    assert encode(b"SET", b"k", -1) == b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$2\r\n-1\r\n"
+    before, after = encode_around(b"SET", b"k", length=9, after=[b"PX", 70])
+    assert before + b"a%d value" + after == (
+        b"*5\r\n$3\r\nSET\r\n$1\r\nk\r\n$9\r\na%d value\r\n$2\r\nPX\r\n$2\r\n70\r\n"
+    )
+    assert encode_around(b"SET", b"%d", length=0)[1] == b"\r\n"
