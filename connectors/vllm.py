@@ -194,8 +194,16 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise ConfigError(
                 "another connector described its KV tensors instead of this one",
                 path="kv_connector_extra_config.connectors",
-                hint="put KVLadderConnector first",
+                hint="vLLM hands on one description only: leave the other connector out",
             )
+        if any(described.taken for described in ranks.values()):
+            raise ConfigError(
+                "KVLadderConnector is there twice",
+                path="kv_connector_extra_config.connectors",
+                hint="give one of them the tiers of both",
+            )
+        for described in ranks.values():
+            described.taken = True
         self._decides.start(ranks)
         logger.info("kvladder is ready\n%s", self._decides.describe())
         if self._stats_path is not None:
@@ -243,6 +251,7 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_harmless(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
+        self._decides.unfilled(connector_output.invalid_block_ids)
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, Report):
             self._decides.report(report)
@@ -253,6 +262,12 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._decides.finished(request)
         return False, None
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """MultiConnector calls this one if any of its connectors knows one group only."""
+        return self.request_finished_all_groups(request, (block_ids,))
 
     @_harmless(lambda: False)
     def has_pending_push_work(self) -> bool:

@@ -66,6 +66,14 @@ class RequestState:
         """Whose its blocks are."""
         return getattr(self.request, "cache_salt", None) or ""
 
+    def loaded(self, job_id: JobId, *, ok: bool) -> None:
+        """A copy has ended; unless it was well, all of the request is computed and saved."""
+        if job_id in self.loading:
+            self.loading.discard(job_id)
+            if not ok:
+                self.computes = True
+                self.offer_again()
+
     def keys(self, group: Group, start: int, end: int) -> list[BlockKey]:
         """Names of a group's blocks ``start <= n < end``, as far as vLLM has hashed them.
 

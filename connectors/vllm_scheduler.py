@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -76,10 +76,9 @@ class SchedulerHalf:
         ConfigError
             It cannot be had; says where, what and what instead.
         """
-        parts = assemble(
+        parts = self._parts = assemble(
             ranks, self._vllm_config, self._kv_cache_config, self._config, self._groups
         )
-        self._parts = parts
         self._connector = StepConnector(parts.manager, ranks=len(ranks))
         self._saves = Saves(
             self._groups,
@@ -233,15 +232,7 @@ class SchedulerHalf:
             self._lost.append(Load(job, request.request_id, is_sync))
             raise
 
-    def _load(
-        self,
-        state: RequestState,
-        own: int,
-        end: int,
-        tables: Tables,
-        *,
-        sync: bool,
-    ) -> None:
+    def _load(self, state: RequestState, own: int, end: int, tables: Tables, *, sync: bool) -> None:
         find, state.find, state.sources = state.find, None, []
         assert find is not None
         found = find.end
@@ -333,6 +324,14 @@ class SchedulerHalf:
             else:
                 self._lost.append(replace(self._loads[job.id], job=job))
 
+    def unfilled(self, blocks: Iterable[int]) -> None:
+        """These were to be loaded and were not: what is saved of a step that read them is wrong."""
+        ours = (load.job.blocks for load in self._loads.values())  # of which no step is saved
+        if set(blocks).difference(*ours):
+            self.connector.distrust()
+            for state in self._states.values():
+                state.offer_again()
+
     def report(self, report: Report) -> None:
         """Take in which copies ended."""
         connector = self.connector
@@ -345,11 +344,8 @@ class SchedulerHalf:
             state = None if load is None else self._states.get(load.request_id)
             if load is not None and (state is None or state.loading <= {finished.id}):
                 self._filling.end(load.request_id)
-            if state is not None and finished.id in state.loading:
-                state.loading.discard(finished.id)
-                if not finished.ok:
-                    state.computes = True
-                    state.offer_again()
+            if state is not None:
+                state.loaded(finished.id, ok=finished.ok)
 
     def settle(self) -> None:
         """Take in saves that ended on a worker in this process and were not reported yet."""

@@ -32,6 +32,8 @@ class RankDescription(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """What must agree before bytes may be shared, and among the ranks of a stage."""
     replicas: int = 1
     """How many neighbouring ranks, this one among them, hold the same bytes."""
+    taken: bool = False
+    """Whether a scheduler half works with these tensors already."""
     worker: Any = None
     """The worker half itself where it is in the scheduler's process; never pickled."""
 
@@ -140,6 +142,11 @@ class StepConnector(JobConnector):
         """The saves under way that still read any of these blocks."""
         written = list(blocks)
         return [job_id for job_id, read in self._sources.items() if not read.isdisjoint(written)]
+
+    def distrust(self) -> None:
+        """The blocks that the saves under way read may hold something else than they should."""
+        for job_id in self._sources:
+            self._jobs[job_id].ok = False
 
     def give_up(self, job_id: JobId) -> None:
         """No worker is going to be told of this job."""

@@ -225,6 +225,7 @@ class Engine:
         received = [worker.received() for worker in self.workers]
         bad |= set[int]().union(*(worker.bad_blocks() for worker in self.workers))
         self._take(scheduled, received, bad)
+        self.half.unfilled(bad)
         reports = [r for r in (worker.report() for worker in self.workers) if r is not None]
         if reports:
             whole = reports[0]
