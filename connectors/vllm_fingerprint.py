@@ -35,8 +35,13 @@ def model_fields(vllm_config: Any, *, fingerprint: str) -> dict[str, str]:
         "quantization": str(model.quantization),
         "kv.dtype": str(cache.cache_dtype),
         "hash": str(cache.prefix_caching_hash_algo),
-        "speculative": "" if speculative is None else str(speculative.model),
+        "speculative": str(speculative.model) if _keeps_drafts(speculative) else "",
     }
+
+
+def _keeps_drafts(speculative: Any) -> bool:
+    """Whether the model that makes the drafts has KV of its own: n-grams and suffixes have none."""
+    return speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix")
 
 
 def _digest(hf_config: Any) -> str:

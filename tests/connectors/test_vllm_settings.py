@@ -170,7 +170,7 @@ def test_everything_that_changes_the_bytes_changes_the_name() -> None:
         vllm_config, _ = configs()
         for name, value in changes.items():
             part, _, option = name.partition("__")
-            setattr(getattr(vllm_config, part), option, value)
+            setattr(getattr(vllm_config, part) if option else vllm_config, option or part, value)
         return model_fields(vllm_config, fingerprint="auto")
 
     plain = fields()
@@ -188,6 +188,12 @@ def test_everything_that_changes_the_bytes_changes_the_name() -> None:
     assert plain not in changed
     assert len({json.dumps(one) for one in changed}) == len(changed)
     assert fields(model_config__hf_config=again) == changed[-1]
+    drafts = [
+        fields(speculative_config=SimpleNamespace(method=method, model=method))
+        for method in ("ngram", "suffix", "eagle", "draft_model")
+    ]
+    assert [one["speculative"] for one in drafts] == ["", "", "eagle", "draft_model"]
+    assert drafts[:2] == [plain, plain]  # they keep no KV
     vllm_config, _ = configs()
     given = [model_fields(vllm_config, fingerprint=name)["weights"] for name in ("v1", "v2")]
     assert given == ["given v1", "given v2"]
