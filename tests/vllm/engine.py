@@ -2,43 +2,25 @@
 
 ``python engine.py SPEC RESULTS``: SPEC is JSON with ``model``, ``extra`` (the connector's settings
 or null), ``transfer`` (another connector and its settings), ``engine`` (more arguments of vLLM's
-LLM), ``tiers`` (whether to register the ones below) and ``steps``. A line of JSON is appended to
-RESULTS for each step that is over.
+LLM) and ``steps``. A line of JSON is appended to RESULTS for each step that is over.
 """
 
-import asyncio
 import json
 import os
 import sys
 import time
 import uuid
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from kvladder import registry
 from kvladder.arena import Slot
-from kvladder.tiers.base import Item
-from kvladder.tiers.memory import MemoryTier
+from tests.vllm.harness import OURS, connector
+from tests.vllm.life import register
 
-
-class HangingGet(MemoryTier):
-    """Stores blocks and never gives one back."""
-
-    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
-
-
-class HangingPut(MemoryTier):
-    """Never ends a write."""
-
-    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
+register()  # in the processes of ranks, too: they read this file again
 
 
 class Engine:
@@ -49,13 +31,7 @@ class Engine:
 
         transfer: dict[str, Any] = {}
         if spec["extra"] is not None:
-            transfer["kv_transfer_config"] = {
-                "kv_connector": "KVLadderConnector",
-                "kv_connector_module_path": "kvladder.connectors.vllm",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": spec["extra"],
-            }
+            transfer["kv_transfer_config"] = connector(spec["extra"])
         if spec.get("transfer"):
             transfer["kv_transfer_config"] = spec["transfer"]
         arguments = {
@@ -78,11 +54,16 @@ class Engine:
     @property
     def half(self) -> Any:
         """The connector's scheduler half, where it is in this process."""
-        return self.llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
+        whole = self.llm.llm_engine.engine_core.engine_core.scheduler.connector
+        parts = getattr(whole, "sub_connectors", [whole])
+        return next(one.scheduler for one in parts if type(one).__name__ == OURS)
 
     def external_hits(self) -> int:
         """Tokens that came from the connector, as vLLM itself counts them."""
-        name = "vllm:external_prefix_cache_hits"
+        return self.count("vllm:external_prefix_cache_hits")
+
+    def count(self, name: str) -> int:
+        """One of vLLM's counters."""
         return sum(m.value for m in self.llm.get_metrics() if m.name == name)
 
     def generate(
@@ -92,9 +73,11 @@ class Engine:
         tokens: int = 16,
         salt: str | None = None,
         recompute: bool = False,
+        adapter: tuple[int, str] | None = None,
     ) -> dict[str, Any]:
-        """All prompts at once."""
+        """All prompts at once; ``adapter`` is the number and path of a LoRA adapter."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         before = self.external_hits()
         sampling = SamplingParams(
@@ -105,7 +88,8 @@ class Engine:
             {"prompt_token_ids": prompt} | ({} if salt is None else {"cache_salt": salt})
             for prompt in prompts
         ]
-        outputs = self.llm.generate(given, sampling, use_tqdm=False)
+        with_lora = adapter and LoRARequest(Path(adapter[1]).name, *adapter)
+        outputs = self.llm.generate(given, sampling, use_tqdm=False, lora_request=with_lora)
         return {
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],
@@ -134,6 +118,7 @@ class Engine:
                 break
             time.sleep(0.02)
         self.half.connector.manager.check()
+        assert not self.half.serving, "a request is over, and the connector does not know"
         return self.half.stats()
 
     def damage(self) -> int:
@@ -198,8 +183,12 @@ class Engine:
 
     def preemptions(self) -> int:
         """How many requests vLLM has preempted."""
-        name = "vllm:num_preemptions"
-        return sum(m.value for m in self.llm.get_metrics() if m.name == name)
+        return self.count("vllm:num_preemptions")
+
+    def drafts(self) -> list[int]:
+        """How many tokens were drafted, and how many of them were right."""
+        names = ("num_draft_tokens", "num_accepted_tokens")
+        return [self.count(f"vllm:spec_decode_{name}") for name in names]
 
     def pids(self) -> list[int]:
         """This process and those below it."""
@@ -221,10 +210,6 @@ class Engine:
 
 def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
-    if spec.get("tiers"):
-        registry.register("tiers", "hanging-get", HangingGet)
-        registry.register("tiers", "hanging-put", HangingPut)
-        import_module("tests.vllm.life").register()
     engine = Engine(spec)
     with Path(sys.argv[2]).open("a") as results:
         for name, *arguments in spec["steps"]:

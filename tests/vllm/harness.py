@@ -15,6 +15,7 @@ from typing import Any
 import kvladder
 
 HERE = Path(__file__).parent
+OURS = "KVLadderConnector"
 BLOCK = 32
 PROMPT_TOKENS = 900
 PROMPTS = [random.Random(seed).choices(range(3, 1000), k=PROMPT_TOKENS) for seed in range(3)]
@@ -98,6 +99,27 @@ def data_files(directory: Path) -> list[Path]:
 def stack(directory: Path, **more: Any) -> dict[str, Any]:
     """The settings that the filled directory was made with, and more."""
     return {"host": "64 MiB", "files": str(directory), "capacity": "64 MiB", **more}
+
+
+def connector(extra: Any) -> dict[str, Any]:
+    """What vLLM is told of kvladder with these settings."""
+    return {
+        "kv_connector": OURS,
+        "kv_connector_module_path": "kvladder.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def together(*connectors: dict[str, Any]) -> dict[str, Any]:
+    """What vLLM is told of several connectors, which are asked in this order."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": list(connectors)},
+    }
 
 
 def stored_payloads(directory: Path) -> list[tuple[Path, int]]:

@@ -38,7 +38,7 @@ class SlowTier(MemoryTier):
 class MoodyTier(MemoryTier):
     """Fails, hangs and loses blocks, each now and then."""
 
-    random: ClassVar[Random] = Random(0)
+    random: ClassVar[Random] = Random(1)
 
     async def get(self, items: Sequence[Item]) -> Sequence[bool]:
         chance = self.random.random()
@@ -57,7 +57,28 @@ class MoodyTier(MemoryTier):
         return await super().put(items)
 
 
-TIERS = {"slow": SlowTier, "moody": MoodyTier}
+class HangingGet(MemoryTier):
+    """Stores blocks and never gives one back."""
+
+    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+
+class HangingPut(MemoryTier):
+    """Never ends a write."""
+
+    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+
+TIERS = {
+    "slow": SlowTier,
+    "moody": MoodyTier,
+    "hanging-get": HangingGet,
+    "hanging-put": HangingPut,
+}
 
 
 def register() -> None:
@@ -128,19 +149,17 @@ def churn(
     engine: Any,
     *,
     prompts: list[list[int]],
-    expected: list[list[int]] | None = None,
     requests: int = 40,
     seconds: float | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Random requests for these prompts, with aborts and resets at any step.
 
-    ``expected`` has what is right for each of them; without it the engine computes it first.
-    Goes on for a number of requests, or of seconds.
+    What is right the engine computes first. Goes on for a number of requests, or of seconds.
     """
     random, llm = Random(seed), engine.llm.llm_engine
     tokens = 24
-    right = expected or engine.each(prompts=prompts, tokens=tokens, recompute=True)["tokens"]
+    right = engine.each(prompts=prompts, tokens=tokens, recompute=True)["tokens"]
     external = engine.external_hits()
     live: dict[str, int] = {}
     result: Counter[str] = Counter(added=0, finished=0, aborted=0, wrong=0, failed=0, resets=0)
@@ -183,6 +202,11 @@ def churn(
         "preemptions": engine.preemptions(),
         "memory": memory,
     }
+
+
+def forget(engine: Any) -> None:
+    """Empty every tier; vLLM and other connectors keep what they have."""
+    engine.half.clear()
 
 
 def rss_bytes() -> int:

@@ -1,9 +1,10 @@
 """A real vLLM under random requests for a long time: ``python -m tests.vllm.soak --minutes 10``.
 
-One engine after the other, of another kind of model each. Requests share prefixes, have salts and
-priorities, are aborted, and the cache is reset, while a tier fails, hangs and forgets. Each answer
-is what the engine said when it computed everything itself. Beside it runs the same without a
-cache: vLLM's own memory grows with the requests that it served, ours must not add to that.
+One engine after the other, of another kind of model each, one of them with drafts. Requests share
+prefixes, have salts and priorities, are aborted, and the cache is reset, while a tier fails, hangs
+and forgets. Each answer is what the engine said when it computed everything itself. Beside it runs
+the same without a cache: vLLM's own memory grows with the requests that it served, ours must not
+add to that.
 """
 
 from __future__ import annotations
@@ -17,19 +18,25 @@ from pathlib import Path
 from typing import Any
 
 from tests.vllm.harness import HERE, Run, environment
+from tests.vllm.test_drafts import NGRAMS
 from tests.vllm.test_life import cold, prompt
 
-KINDS = {"llama": ("float32", 5), "gemma3": ("float32", 2)}
-"""Element type, and MiB of KV cache: so little that requests are preempted.
+MIXES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "llama": ("llama", 5, {}),
+    "drafts": ("gemma3", 2, {"speculative_config": NGRAMS}),
+    "experts": ("gpt_oss", 2, {}),
+}
+"""Kind of model, MiB of KV cache, so few that requests are preempted, and more for vLLM.
 
-None with bfloat16 or recurrent states: what vLLM itself says then depends on the batch.
+None with bfloat16, recurrent states or LoRA: what vLLM itself says then depends on the batch.
 """
 GROWTH_BYTES = 512 << 10
 """How much more memory a request may cost than without a cache: four blocks of llama."""
 
 
-def soak(kind: str, *, seconds: float, seed: int, folder: Path) -> dict[str, Any]:
+def soak(mix: str, *, seconds: float, seed: int, folder: Path) -> dict[str, Any]:
     """One engine; raises AssertionError if anything is wrong, else returns what was counted."""
+    kind, size, more = MIXES[mix]
     model = folder / "model"
     command = [sys.executable, str(HERE / "tiny_model.py"), str(model), str(seed), kind]
     subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=240)
@@ -40,13 +47,12 @@ def soak(kind: str, *, seconds: float, seed: int, folder: Path) -> dict[str, Any
     spec: dict[str, Any] = {
         "model": str(model),
         "extra": cold("moody", 64, deadline="300 ms"),
-        "tiers": True,
         "engine": {
-            "dtype": KINDS[kind][0],
-            "kv_cache_memory_bytes": KINDS[kind][1] << 20,
+            "kv_cache_memory_bytes": size << 20,
             "max_num_batched_tokens": 256,
             "max_model_len": 1024,
             "scheduling_policy": "priority",
+            **more,
         },
         "steps": [
             [
@@ -91,11 +97,11 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    for kind in KINDS:
+    for mix in MIXES:
         with tempfile.TemporaryDirectory() as folder:
-            seconds = given.minutes * 60 / len(KINDS)
-            found = soak(kind, seconds=seconds, seed=given.seed, folder=Path(folder))
-        print(kind, json.dumps(found), flush=True)
+            seconds = given.minutes * 60 / len(MIXES)
+            found = soak(mix, seconds=seconds, seed=given.seed, folder=Path(folder))
+        print(mix, json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

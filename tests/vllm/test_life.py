@@ -53,7 +53,6 @@ def test_requests_share_what_a_slow_tier_loads_and_wait_for_nothing_else(start: 
         ["reset"],
         ["call", {"function": "tests.vllm.life:share", **shared}],
         ["stats"],
-        tiers=True,
         engine={"max_num_seqs": 40},
     )
     *_, found, stats = run.finish()
@@ -91,7 +90,6 @@ def test_what_is_preempted_aborted_and_reset_says_the_same(
         ["stats"],
         ["shutdown"],
         model=str(model),
-        tiers=True,
         engine={
             "kv_cache_memory_bytes": size << 20,
             "max_num_batched_tokens": 256,

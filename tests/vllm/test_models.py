@@ -11,6 +11,7 @@ import pytest
 
 from tests.vllm.conftest import Start
 from tests.vllm.harness import HERE, PROMPT_TOKENS, PROMPTS, environment, stack
+from tests.vllm.test_life import cold
 
 KINDS = {
     "gemma3": (32, "float32"),
@@ -86,3 +87,33 @@ def test_ranks_that_hold_the_same_latents_store_them_once_for_any_number_of_rank
     assert warm["external"] == len(PROMPTS) * ((PROMPT_TOKENS - 1) // 16 * 16)
     counts = json.loads(stats.read_text())
     assert (counts["files"]["corrupt"], counts["files"]["hits"] * 16) == (0, warm["external"])
+
+
+def test_two_ranks_with_windows_over_a_tier_that_fails(start: Start, tmp_path: Path) -> None:
+    each, some = (["each", {"prompts": PROMPTS[:n]}] for n in (3, 2))
+    run = start(
+        cold("moody", 12, deadline="300 ms"),  # of the slots of llama's; room for two prompts here
+        each,
+        *[["reset"], each] * 4,
+        ["stats"],
+        ["reset", {"connector": True}],
+        some,
+        ["reset"],
+        ["damage"],
+        some,  # NaN among it, which vLLM's blocks keep: nothing may come after this
+        ["shutdown"],
+        model=make(tmp_path, "gemma3"),
+        engine={"tensor_parallel_size": 2},
+        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    )
+    *found, stats, _, cleared, _, damaged, wrong, _ = run.finish()
+    hits = (PROMPT_TOKENS - 1) // 32 * 32
+    first, *warm = found[::2]
+    assert [one["tokens"] for one in warm] == [first["tokens"]] * 4
+    assert 0 < sum(one["external"] for one in warm) < 4 * 3 * hits
+    assert stats["moody"]["errors"] > 0
+    assert stats["arena"]["free"] + stats["host"]["blocks"] == stats["arena"]["slots"]
+    assert [one["external"] for one in (first, cleared, wrong)] == [0, 0, 2 * hits]
+    assert damaged > 0
+    assert cleared["tokens"] == first["tokens"][:2]
+    assert all(a != b for a, b in zip(wrong["tokens"], cleared["tokens"], strict=True))

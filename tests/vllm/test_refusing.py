@@ -122,7 +122,6 @@ def test_tiers_that_hang_for_ever_fail_no_request(start: Start, reference: Token
         ["generate", {"prompts": PROMPTS}],
         ["stats"],
         ["shutdown"],
-        tiers=True,
     )
     cold, _, warm, _, together, stats, _ = run.finish()
     assert [one["tokens"] for one in (cold, warm, together)] == [reference] * 3

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.vllm.conftest import Start
-from tests.vllm.harness import BLOCK, HITS, PROMPTS, stack
+from tests.vllm.harness import BLOCK, HITS, PROMPTS, connector, stack, together
 
 ALL = len(PROMPTS) * HITS
 NUDGE = ["generate", {"prompts": [PROMPTS[0][:7]], "tokens": 2}]
@@ -115,25 +115,12 @@ def test_metrics_and_events_tell_what_the_cache_does(start: Start, files: Path) 
 
 
 def test_metrics_cross_processes_and_a_multi_connector(start: Start, files: Path) -> None:
-    connector = {
-        "kv_connector": "KVLadderConnector",
-        "kv_connector_module_path": "kvladder.connectors.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": stack(files),
-    }
     run = start(
         None,
         ["each", {"prompts": PROMPTS}],
         ["scrape"],
         ["shutdown"],
-        engine={
-            "kv_transfer_config": {
-                "kv_connector": "MultiConnector",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"connectors": [connector]},
-            }
-        },
+        transfer=together(connector(stack(files))),
         env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
     )
     warm, text, _ = run.finish()

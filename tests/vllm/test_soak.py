@@ -1,12 +1,15 @@
-"""A minute of the soak."""
+"""Two minutes of the soak."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.vllm.soak import soak
+import pytest
+
+from tests.vllm.soak import MIXES, soak
 
 
-def test_a_minute_of_random_requests(tmp_path: Path) -> None:
-    found = soak("llama", seconds=60, seed=1, folder=tmp_path)
+@pytest.mark.parametrize("mix", MIXES)
+def test_random_requests(tmp_path: Path, mix: str) -> None:
+    found = soak(mix, seconds=120 / len(MIXES), seed=1, folder=tmp_path)
     assert min(found["resets"], found["aborted"]) > 0
