@@ -100,7 +100,7 @@ def test_two_ranks_with_windows_over_a_tier_that_fails(start: Start, tmp_path: P
         some,
         ["reset"],
         ["damage"],
-        some,  # NaN among it, which vLLM's blocks keep: nothing may come after this
+        some,
         ["shutdown"],
         model=make(tmp_path, "gemma3"),
         engine={"tensor_parallel_size": 2},
