@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -324,8 +324,10 @@ class SchedulerHalf:
             else:
                 self._lost.append(replace(self._loads[job.id], job=job))
 
-    def unfilled(self, blocks: Iterable[int]) -> None:
+    def unfilled(self, blocks: Collection[int]) -> None:
         """These were to be loaded and were not: what is saved of a step that read them is wrong."""
+        if not blocks:
+            return
         ours = (load.job.blocks for load in self._loads.values())  # of which no step is saved
         if set(blocks).difference(*ours):
             self.connector.distrust()
