@@ -54,19 +54,23 @@ def publish_alike(
     if len(keys) < BULK_MIN:
         return False
     try:
-        reserved, metas = zip(*itemgetter(*keys)(saving), strict=True)
+        found: Sequence[tuple[Slot, Meta]] = itemgetter(*keys)(saving)
     except KeyError:  # one of them was removed
         return False
+    metas = [*map(itemgetter(1), found)]
     if (
-        reserved != tuple(slots)
+        [*map(itemgetter(0), found)] != [*slots]
         or not alike(metas)
         or not host.admits(metas[0])
         or not host.index.disjoint(keys)
         or not loader.keys().isdisjoint(keys)
     ):
         return False
-    for key in keys:
-        del saving[key]
+    if len(saving) == len(keys):
+        saving.clear()
+    else:
+        for key in keys:
+            del saving[key]
     host.insert_all(keys[::-1], slots[::-1], metas[0])
     return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from operator import itemgetter
@@ -181,8 +182,7 @@ class LevelIndex:
         assert len(self._place) == held, "a key is held already"
         names = self._key
         assert itemgetter(*places)(names).count(None) == len(places), "a place is taken"
-        for key, place in zip(keys, places, strict=True):
-            names[place] = key
+        deque(map(names.__setitem__, places, keys), maxlen=0)
         at = np.fromiter(places, np.intp, len(places))
         np.frombuffer(self._priority, np.uint8)[at] = meta.priority
         np.frombuffer(self._floor, np.uint8)[at] = meta.floor
