@@ -68,7 +68,7 @@ class Native:
         load = submit == self.tier.submit_load
         submit(TransferJob(self._jobs, keys, np.array(rows), load, CONTEXT))
         assert self.tier.has_pending_work()
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while time.monotonic() < end:
             for result in self.tier.get_finished_jobs():
                 assert result.job_id == self._jobs

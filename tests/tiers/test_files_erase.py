@@ -35,7 +35,7 @@ def stack(path: Path, **more):
     return {"arena": {"size": "20 MiB"}, "tiers": [{"type": "host"}, files]}
 
 
-def wait_for(condition, timeout_s=20.0):
+def wait_for(condition, timeout_s=60.0):
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end

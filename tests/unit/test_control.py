@@ -44,7 +44,7 @@ def save(cache, numbers, salt=""):
     keys = [BlockKey(number.to_bytes(32, "little")) for number in numbers]
     saving = cache.save(keys, salt=salt)
     saving.commit()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not cache.idle():
         assert time.monotonic() < end
         time.sleep(0.005)
@@ -163,7 +163,7 @@ def test_a_client_that_takes_no_answer_is_cut_off(cache, path, monkeypatch):
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.settimeout(0.1)
         deaf.connect(str(path))
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while time.monotonic() < end:
             try:
                 deaf.sendall(b'{"command": "describe"}\n' * 100)
@@ -187,7 +187,7 @@ def test_clients_are_few(cache, path):
     finally:
         for stream in streams:
             stream.close()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while True:
         try:
             assert ask(path, {"command": "stats"})

@@ -97,7 +97,7 @@ class Listener:
         return found
 
     def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline, self.batches
             self.listen()
@@ -133,7 +133,7 @@ def save(cache: CacheManager, *numbers: int) -> list[BlockKey]:
 
 
 def settled(cache: CacheManager) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not cache.idle():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -111,7 +111,7 @@ class Engine:
 
     def stats(self) -> Any:
         """The connector's statistics, its invariants checked, once the tiers are idle or hang."""
-        end = time.monotonic() + 5
+        end = time.monotonic() + 10
         while time.monotonic() < end:
             self.half.settle()
             if not self.half.busy and self.half.connector.manager.idle():
