@@ -121,7 +121,7 @@ class PrioritizedLRU(EvictionPolicy):
         if len(handles) < BULK_MIN:
             super().push_all(handles, priority)
             return
-        chain = np.fromiter(handles, np.intc, len(handles))
+        chain = np.asarray(handles, np.intc)
         self.push(handles[0], priority)
         highest = int(chain.max())
         if highest >= len(self._priority):
@@ -151,7 +151,7 @@ class PrioritizedLRU(EvictionPolicy):
         if len(handles) < BULK_MIN:
             super().remove_all(handles)
             return
-        chain = np.fromiter(handles, np.intc, len(handles))
+        chain = np.asarray(handles, np.intc)
         priorities = np.frombuffer(self._priority, np.uint8)
         assert (priorities[chain] != 0xFF).all(), "a handle is not in the policy"
         after = np.frombuffer(self._next, np.intc)

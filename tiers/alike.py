@@ -7,7 +7,6 @@ of them are three to four times as fast as a loop that asks of each what it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from kvladder.arena import Slot
@@ -17,22 +16,16 @@ from kvladder.tiers.fetch import Fetch
 from kvladder.tiers.host import HostLevel
 from kvladder.tiers.index import Meta
 from kvladder.tiers.level import Level
+from kvladder.tiers.saving import Saving
 from kvladder.tiers.terms import HOST
 
 if TYPE_CHECKING:
     from kvladder.tiers.loader import Loader
 
-Saving = dict[BlockKey, tuple[Slot, Meta]]
-"""Blocks that are being copied out of an engine: their slots, and what goes with them."""
-
 
 def all_new(keys: Sequence[BlockKey], host: HostLevel, loader: Loader, saving: Saving) -> bool:
     """Whether none of ``keys`` is in host memory, or on its way there."""
-    return (
-        host.index.disjoint(keys)
-        and loader.keys().isdisjoint(keys)
-        and saving.keys().isdisjoint(keys)
-    )
+    return host.index.disjoint(keys) and loader.keys().isdisjoint(keys) and saving.disjoint(keys)
 
 
 def alike(metas: Sequence[Meta]) -> bool:
@@ -51,26 +44,16 @@ def publish_alike(
 
     They leave ``saving`` then; else nothing has changed, and False is returned.
     """
-    if len(keys) < BULK_MIN:
-        return False
-    try:
-        found: Sequence[tuple[Slot, Meta]] = itemgetter(*keys)(saving)
-    except KeyError:  # one of them was removed
-        return False
-    metas = [*map(itemgetter(1), found)]
+    metas = saving.metas(keys, slots) if len(keys) >= BULK_MIN else None
     if (
-        [*map(itemgetter(0), found)] != [*slots]
+        metas is None
         or not alike(metas)
         or not host.admits(metas[0])
         or not host.index.disjoint(keys)
         or not loader.keys().isdisjoint(keys)
     ):
         return False
-    if len(saving) == len(keys):
-        saving.clear()
-    else:
-        for key in keys:
-            del saving[key]
+    saving.drop(keys)
     host.insert_all(keys[::-1], slots[::-1], metas[0])
     return True
 

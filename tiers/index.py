@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from operator import itemgetter
@@ -180,17 +179,18 @@ class LevelIndex:
         held = len(self._place) + len(keys)
         self._place.update(zip(keys, places, strict=True))
         assert len(self._place) == held, "a key is held already"
-        names = self._key
-        assert itemgetter(*places)(names).count(None) == len(places), "a place is taken"
-        deque(map(names.__setitem__, places, keys), maxlen=0)
-        at = np.fromiter(places, np.intp, len(places))
+        names, chain = self._key, array("i", places)
+        for key, place in zip(keys, chain, strict=True):
+            assert names[place] is None, f"place {place} is taken"
+            names[place] = key
+        at = np.frombuffer(chain, np.intc)
         np.frombuffer(self._priority, np.uint8)[at] = meta.priority
         np.frombuffer(self._floor, np.uint8)[at] = meta.floor
         np.frombuffer(self._hits, np.uint8)[at] = min(meta.hits, HITS_MAX)
         self._use_all(at)
         if self._expires is not None:
             np.frombuffer(self._expires, np.float64)[at] = expires_s
-        self.policy.push_all(places, meta.priority)
+        self.policy.push_all(chain, meta.priority)
 
     def disjoint(self, keys: Iterable[BlockKey]) -> bool:
         """Whether none of ``keys`` is held."""
@@ -300,12 +300,12 @@ class LevelIndex:
 
     def hit_all(self, places: Sequence[int]) -> None:
         """``hit`` each of ``places``, which differ, in that order."""
-        at = np.fromiter(places, np.intp, len(places))
+        at = np.frombuffer(array("i", places), np.intc)
         hits = np.frombuffer(self._hits, np.uint8)
         hits[at] = np.minimum(hits[at], HITS_MAX - 1) + 1
         self.distances.observe_all(self._use_all(at))
 
-    def _use_all(self, at: NDArray[np.intp]) -> NDArray[np.int64]:
+    def _use_all(self, at: NDArray[np.intc]) -> NDArray[np.int64]:
         """These places are used now, in that order; how long ago each was before, in uses."""
         used = np.frombuffer(self._used, np.uint32)
         uses = np.arange(self._uses + 1, self._uses + 1 + len(at)) & _MASK
@@ -325,7 +325,7 @@ class LevelIndex:
         """``pin`` each of ``places``."""
         alone = dict.fromkeys(reversed(places), 1)
         if len(alone) == len(places) and self._pins.keys().isdisjoint(alone):
-            self.policy.remove_all([*alone])  # a prefix lies there with its tail first
+            self.policy.remove_all(array("i", alone))  # a prefix lies there with its tail first
             self._pins.update(alone)
         else:
             for place in places:
@@ -334,12 +334,13 @@ class LevelIndex:
     def unpin_all(self, places: Sequence[int]) -> None:
         """``unpin`` each of ``places``, in that order."""
         if len(places) >= BULK_MIN:
-            priorities = np.frombuffer(self._priority, np.uint8)[np.fromiter(places, np.intp)]
+            chain = array("i", places)
+            priorities = np.frombuffer(self._priority, np.uint8)[np.frombuffer(chain, np.intc)]
             alone = itemgetter(*places)(self._pins).count(1) == len(places)
             if alone and (priorities == priorities[0]).all() and len({*places}) == len(places):
                 for place in places:
                     del self._pins[place]
-                self.policy.push_all(places, int(priorities[0]))
+                self.policy.push_all(chain, int(priorities[0]))
                 return
         for place in places:
             self.unpin(place)

@@ -20,6 +20,7 @@ from kvladder.tiers.host import HostSettings as HostSettings
 from kvladder.tiers.index import Meta
 from kvladder.tiers.level import Level
 from kvladder.tiers.loader import Loader
+from kvladder.tiers.saving import Saving
 from kvladder.tiers.terms import ANYWHERE, HOST
 
 TOUCH_BATCH = 256
@@ -60,7 +61,7 @@ class TierStack:
             loose=self._loose,
         )
         self._post = post
-        self._saving: dict[BlockKey, tuple[Slot, Meta]] = {}
+        self._saving = Saving()
         self._refused: set[tuple[Level, BlockKey]] = set()
         """Blocks of the host level that a level did not take, or took and gave up again."""
         self._backlog: dict[Level, OrderedDict[BlockKey, None]] = {
@@ -174,8 +175,9 @@ class TierStack:
                     self.host.stats.drop("room", metas[index].priority)
                 self._schedule()
             del wanted[len(slots) :]
-            for index, slot in zip(wanted, slots, strict=True):
-                self._saving[keys[index]] = (slot, metas[index])
+            whole = len(wanted) == len(keys)
+            kept = keys if whole else [keys[index] for index in wanted]
+            self._saving.put(kept, slots, metas if whole else [metas[index] for index in wanted])
         return wanted, slots
 
     def _admitted(self, meta: Meta) -> bool:
@@ -187,13 +189,9 @@ class TierStack:
             at_once = publish_alike(keys, slots, self.host, self.loader, self._saving)
             stored = list(reversed(keys)) if at_once else []
             for key, slot in () if at_once else zip(reversed(keys), reversed(slots), strict=True):
-                saving = self._saving.get(key)
-                if saving is None or saving[0] != slot:  # removed, or saved anew, meanwhile
-                    self.shared.arena.release([slot])
-                    continue
-                del self._saving[key]
-                meta = saving[1]
-                if key in self.loader or key in self.host.index:  # a level below had it after all
+                meta = self._saving.pop(key, slot)
+                if meta is None or key in self.loader or key in self.host.index:
+                    # removed or saved anew meanwhile, or a level below had it after all
                     self.shared.arena.release([slot])
                 elif self.host.admits(meta):
                     self.host.insert(key, slot, meta)
@@ -219,9 +217,7 @@ class TierStack:
         """These reserved blocks will not be filled: their slots are free again."""
         with self.lock:
             for key, slot in zip(keys, slots, strict=True):
-                saving = self._saving.get(key)
-                if saving is not None and saving[0] == slot:
-                    del self._saving[key]
+                self._saving.pop(key, slot)
             self.shared.arena.release(slots)
 
     # ---- load
@@ -277,7 +273,7 @@ class TierStack:
         """Forget these blocks in every level; no transfer under way brings them back."""
         with self.lock:
             for key in keys:
-                self._saving.pop(key, None)
+                self._saving.discard(key)
                 self.loader.recall(key)
                 self.host.remove(key)
                 for level in self.levels:
@@ -305,9 +301,7 @@ class TierStack:
 
     def _recall(self, salt: bytes) -> None:
         """What is under way of a salt does not get anywhere; bounded by the arena."""
-        for key, (_, meta) in list(self._saving.items()):
-            if meta.terms.salt == salt:
-                del self._saving[key]
+        self._saving.discard_if(lambda meta: meta.terms.salt == salt)
         self.loader.prober.void()
         self.loader.recall_salted(salt)
         for level in self.levels:
@@ -393,7 +387,7 @@ class TierStack:
             self.shared.arena.check()
             for level in self.levels:
                 level.check()
-            slots = [slot for slot, _ in self._saving.values()]
+            slots = self._saving.slots()
             assert len(set(slots)) == len(slots)
             assert all(self.shared.arena.claims(slot) >= 1 for slot in slots)
             assert all(self.host.index.key_at(slot) is None for slot in slots)

@@ -1,0 +1,95 @@
+"""Blocks that are being copied out of an engine: their slots, and what goes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from kvladder.arena import Slot
+from kvladder.keys import BlockKey
+from kvladder.tiers.index import Meta
+
+
+class _Lot:
+    """What was reserved in one call, so that a whole prompt costs little more than one block."""
+
+    __slots__ = ("_by_key", "keys", "metas", "slots", "whole")
+
+    def __init__(
+        self, keys: Sequence[BlockKey], slots: Sequence[Slot], metas: Sequence[Meta]
+    ) -> None:
+        self.keys = list(keys)
+        self.slots = list(slots)
+        self.metas = metas
+        self.whole = True
+        """Whether all of it is there still, each block of it once."""
+        self._by_key: dict[BlockKey, tuple[Slot, Meta]] = {}
+
+    def __getitem__(self, key: BlockKey) -> tuple[Slot, Meta]:
+        if not self._by_key:
+            pairs = zip(self.slots, self.metas, strict=True)
+            self._by_key.update(zip(self.keys, pairs, strict=True))
+        return self._by_key[key]
+
+
+class Saving:
+    """What is reserved and neither published nor abandoned yet; with the stack's lock held.
+
+    A block that was removed is not there any more; whoever fills its slot is told so by ``pop``.
+    """
+
+    def __init__(self) -> None:
+        self._lots: dict[BlockKey, _Lot] = {}
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._lots
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        return iter(self._lots)
+
+    def disjoint(self, keys: Iterable[BlockKey]) -> bool:
+        """Whether none of ``keys`` is being saved."""
+        return self._lots.keys().isdisjoint(keys)
+
+    def put(self, keys: Sequence[BlockKey], slots: Sequence[Slot], metas: Sequence[Meta]) -> None:
+        """These blocks are going to be filled; none is here yet."""
+        lot, before = _Lot(keys, slots, metas), len(self._lots)
+        self._lots.update(dict.fromkeys(keys, lot))
+        lot.whole = len(self._lots) == before + len(keys)
+
+    def pop(self, key: BlockKey, slot: Slot) -> Meta | None:
+        """End one block's; None if it was removed, or removed and saved anew, meanwhile."""
+        lot = self._lots.get(key)
+        if lot is None or lot[key][0] != slot:
+            return None
+        self.discard(key)
+        return lot[key][1]
+
+    def discard(self, key: BlockKey) -> None:
+        """Forget a block, if it is there."""
+        lot = self._lots.pop(key, None)
+        if lot is not None:
+            lot.whole = False
+
+    def discard_if(self, judge: Callable[[Meta], bool]) -> None:
+        """Forget the blocks of which it holds."""
+        for key in [key for key, lot in self._lots.items() if judge(lot[key][1])]:
+            self.discard(key)
+
+    def metas(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> Sequence[Meta] | None:
+        """What goes with them, if they were reserved in one call and nothing happened since."""
+        lot = self._lots.get(keys[0])
+        if lot is None or not lot.whole or lot.keys != [*keys] or lot.slots != [*slots]:
+            return None
+        return lot.metas
+
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        """Forget all of a call's blocks, whose ``metas`` are known."""
+        if len(self._lots) == len(keys):
+            self._lots.clear()
+            return
+        for key in keys:
+            del self._lots[key]
+
+    def slots(self) -> list[Slot]:
+        """The slots of all of them."""
+        return [lot[key][0] for key, lot in self._lots.items()]
