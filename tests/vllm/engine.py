@@ -122,17 +122,17 @@ class Engine:
         return self.half.stats()
 
     def damage(self) -> int:
-        """Invert a bit in every fourth byte of all host slots, whose bytes are not checked.
+        """Turn the signs of numbers in all host slots round, whose bytes are not checked.
 
-        It is a bit of a mantissa, so that no number becomes infinite: vLLM's attention on a CPU
-        multiplies what is masked by 0, and infinity times 0 spoils requests that come later.
+        Not their exponents, so that none becomes infinite: vLLM's attention on a CPU multiplies
+        what is masked by 0, and infinity times 0 spoils requests that come later.
         """
         manager = self.half.connector.manager
         count = 0
         for key in list(manager.stack.host.index):
             slot = manager.stack.host.index.place(key)
             view = manager.arena.view(Slot(slot))
-            view[2::4] = bytes(byte ^ 0x20 for byte in view[2::4])
+            view[1::2] = bytes(byte ^ 0x80 for byte in view[1::2])
             count += 1
         return count
 
