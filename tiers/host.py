@@ -47,6 +47,7 @@ class HostLevel:
         reserve_blocks: int,
         shared: Shared,
         loose: Callable[[BlockKey, Meta], bool],
+        left: Callable[[BlockKey], object],
     ) -> None:
         self.name = name
         self.rule = rule
@@ -58,6 +59,8 @@ class HostLevel:
         self._shared = shared
         self._loose = loose
         """Whether a block may go at once: a level below has it, or none would take it."""
+        self._left = left
+        """Told of each block that is not here any more."""
 
     def admits(self, meta: Meta) -> bool:
         """Whether a block of this meta would be taken now."""
@@ -87,7 +90,12 @@ class HostLevel:
         """Forget these; who has pinned one goes on with its slot."""
         self.stats.expired += len(keys)
         self._shared.events.removed(self.name, keys, "expired")
-        self._shared.arena.release([Slot(self.index.drop(key)) for key in keys])
+        self._shared.arena.release([self.drop(key) for key in keys])
+
+    def drop(self, key: BlockKey) -> Slot:
+        """Do not hold ``key`` any more; the level's claim on its slot becomes the caller's."""
+        self._left(key)
+        return Slot(self.index.drop(key))
 
     def insert(self, key: BlockKey, slot: Slot, meta: Meta, *, pins: int = 0) -> None:
         """Hold ``key`` in ``slot``; the caller's claim on it becomes the level's."""
@@ -124,7 +132,7 @@ class HostLevel:
         """Forget the block; its slot is free once nobody loads from it. False if it is not here."""
         if key not in self.index:
             return False
-        self._shared.arena.release([Slot(self.index.drop(key))])
+        self._shared.arena.release([self.drop(key)])
         self.stats.removed += 1
         self._shared.events.removed(self.name, [key], "removed")
         return True
@@ -141,6 +149,8 @@ class HostLevel:
         missing = count - arena.free
         if missing > 0:
             gone = self._evictable(missing, priority)
+            for key in gone:
+                self._left(key)
             arena.release([Slot(self.index.evict(key, now)) for key in gone])
             self.stats.evicted += len(gone)
             self._shared.events.removed(self.name, gone, "evicted")

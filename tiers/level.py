@@ -104,15 +104,16 @@ class Level:
         """Whether the block is here or on its way."""
         return key in self.index or key in self._writer
 
-    def offer(self, key: BlockKey, slot: Slot, meta: Meta) -> bool:
+    def offer(self, key: BlockKey, slot: Slot, meta: Meta, *, stays: bool = False) -> bool:
         """Queue the block in ``slot`` to be written, with a claim of the level's own.
 
         False, and nothing changed, if the level has it, does not admit it, or is so far behind that
-        something less valuable would have to give way and there is none.
+        something less valuable would have to give way and there is none. That is counted as a drop
+        unless the block ``stays`` where it is and is going to be offered again.
         """
         if not self.admits(meta) or self.holds(key):
             return False
-        taken = self._writer.offer(key, slot, meta)
+        taken = self._writer.offer(key, slot, meta, stays=stays)
         if taken:
             self.stir()
         return taken

@@ -275,7 +275,7 @@ class Loader:
         """Offer a block to a write-through level that asks for just this many hits."""
         for level in self._levels:
             if level.rule.when == "commit" and 0 < level.rule.min_hits == hits:
-                level.offer(key, slot, self._host.index.meta(slot))
+                level.offer(key, slot, self._host.index.meta(slot), stays=True)
 
     def _start(self, level: Level, items: Sequence[Item]) -> None:
         """Begin to read ``items`` from ``level``, a task per batch (loop thread)."""

@@ -15,10 +15,11 @@ class Removals:
     def __init__(self) -> None:
         self._waiting: list[Item] = []
         self._keys: Counter[BlockKey] = Counter()
+        self._count = 0
 
     def __len__(self) -> int:
-        """How many have not begun."""
-        return len(self._waiting)
+        """How many have not ended, whether or not they have begun."""
+        return self._count
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._keys
@@ -30,6 +31,7 @@ class Removals:
     def begun(self, items: Sequence[Item]) -> Sequence[Item]:
         """The removal of these begins without having waited."""
         self._keys.update(item.key for item in items)
+        self._count += len(items)
         return items
 
     def take(self, count: int) -> list[Item]:
@@ -44,4 +46,9 @@ class Removals:
 
     def ended(self, items: Sequence[Item]) -> None:
         """The removal of these has ended, well or not."""
-        self._keys -= Counter(item.key for item in items)
+        self._count -= len(items)
+        for item in items:
+            if self._keys[item.key] == 1:
+                del self._keys[item.key]
+            else:
+                self._keys[item.key] -= 1

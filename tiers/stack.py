@@ -59,11 +59,12 @@ class TierStack:
             reserve_blocks=host.reserve_blocks,
             shared=shared,
             loose=self._loose,
+            left=self._left,
         )
         self._post = post
         self._saving = Saving()
-        self._refused: set[tuple[Level, BlockKey]] = set()
-        """Blocks of the host level that a level did not take, or took and gave up again."""
+        self._refused: dict[BlockKey, int] = {}
+        """Blocks of the host level: which levels did not take them, or gave them up again."""
         self._backlog: dict[Level, OrderedDict[BlockKey, None]] = {
             level: OrderedDict() for level in levels if level.rule.when == "commit"
         }
@@ -93,7 +94,8 @@ class TierStack:
         """The level that a block of the host level still has to be written to, if any."""
         for level in self.levels:
             if level.admits(meta):
-                return None if key in level.index or (level, key) in self._refused else level
+                refused = self._refused.get(key, 0) & level.bit
+                return None if refused or key in level.index else level
         return None
 
     def _loose(self, key: BlockKey, meta: Meta) -> bool:
@@ -101,11 +103,18 @@ class TierStack:
 
     def _written(self, level: Level, key: BlockKey, *, stored: bool) -> None:
         """A level settled a block: if it did not take it, the host level need not wait for it."""
-        if stored:
-            self._refused.discard((level, key))
-        elif key in self.host.index:
-            self._refused.add((level, key))
+        refused = self._refused.pop(key, 0) & ~level.bit
+        if not stored and key in self.host.index:
+            refused |= level.bit
+        if refused:
+            self._refused[key] = refused
         self._schedule()
+
+    def _left(self, key: BlockKey) -> None:
+        """A block left the host level: nothing is remembered of it."""
+        self._refused.pop(key, None)
+        for waiting in self._backlog.values():
+            waiting.pop(key, None)
 
     def _schedule(self) -> None:
         """Have the loop thread look after the levels soon, once; with the lock held."""
@@ -119,10 +128,9 @@ class TierStack:
             self._scheduled = False
             if self._closed:
                 return
-            self._refused = {held for held in self._refused if held[1] in self.host.index}
             for key, slot, meta in self.host.next_to_go():
                 if (target := self._target(key, meta)) is not None:
-                    target.offer(key, slot, meta)
+                    target.offer(key, slot, meta, stays=True)
             for level, keys in self._backlog.items():
                 self._catch_up(level, keys)
             self._alarm.set()
@@ -369,9 +377,7 @@ class TierStack:
             await level.aclose()
         with self.lock:
             for key in list(self.host.index):
-                self.shared.arena.release([Slot(self.host.index.drop(key))])
-            self._refused.clear()
-            self._backlog.clear()
+                self.shared.arena.release([self.host.drop(key)])
 
     @property
     def pending(self) -> bool:

@@ -86,18 +86,16 @@ class Writer:
         now = self._shared.clock.now()
         return max((now - pending.since_s for pending in waiting), default=0.0)
 
-    def offer(self, key: BlockKey, slot: Slot, meta: Meta) -> bool:
-        """Queue a block that is new here; False if nothing less valuable could give way.
-
-        False too while a call about it that was left behind could still undo the write.
-        """
+    def offer(self, key: BlockKey, slot: Slot, meta: Meta, *, stays: bool) -> bool:
+        """``Level.offer``; False too while a call left behind could still undo the write."""
         if key in self._limbo:
             self._level.settled(key, stored=False)
             return False
         if self._inbox.full:
             loser = self._inbox.loser(meta.priority)
             if loser is None:
-                self._stats.drop("queue", meta.priority)
+                if not stays:
+                    self._stats.drop("queue", meta.priority)
                 return False
             self._lose("queue", [loser])
         self._inbox.add(key, slot, meta, self._shared.clock.now())
