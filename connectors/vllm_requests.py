@@ -38,6 +38,8 @@ class RequestState:
     """How many tokens were looked up for it in vain the last time."""
     pins: int = 0
     """How many blocks ``find`` counts for while it waits."""
+    own: int = 0
+    """How many tokens vLLM had itself when it asked the last time."""
     answer: tuple[int, int] | None = None
     """How many tokens vLLM has itself, and how many more it was told that the cache has."""
     loading: set[JobId] = field(default_factory=set[JobId])

@@ -1,8 +1,8 @@
-"""Which blocks the scheduler half saves after a step, and which the step writes to."""
+"""Which blocks the scheduler half saves after a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -11,24 +11,6 @@ from kvladder.connectors.vllm_groups import Group, Groups
 from kvladder.connectors.vllm_requests import RequestState
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
-
-
-def written(groups: Groups, output: Any) -> Iterator[int]:
-    """Blocks that a step may write to and no step before wrote to for the same request."""
-    for new in output.scheduled_new_reqs:
-        for group in groups:
-            yield from new.block_ids[group.index][new.num_computed_tokens // group.tokens :]
-    cached = output.scheduled_cached_reqs
-    for request_id, tables, computed in zip(
-        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-    ):
-        if tables:
-            resumed = request_id in cached.resumed_req_ids  # then they are the whole tables
-            for group in groups:
-                yield from tables[group.index][computed // group.tokens if resumed else 0 :]
-    yield from output.new_block_ids_to_zero or ()
-    for copy in getattr(output, "kv_cache_block_copies", None) or ():
-        yield copy.dst_block_id
 
 
 class Saves:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from kvladder.config import StackConfig
@@ -16,9 +16,10 @@ from kvladder.connectors.vllm_groups import groups_of
 from kvladder.connectors.vllm_options import Options
 from kvladder.connectors.vllm_params import Policies
 from kvladder.connectors.vllm_requests import Adapters, Filling, RequestState, held_by_vllm
-from kvladder.connectors.vllm_saves import Saves, written
+from kvladder.connectors.vllm_saves import Saves
 from kvladder.connectors.vllm_start import Assembled, assemble
 from kvladder.connectors.vllm_step import Load, RankDescription, Report, Step, StepConnector
+from kvladder.connectors.vllm_writes import Writes
 from kvladder.errors import ConfigError
 from kvladder.gpu.copy import CopyJob, JobId
 from kvladder.metrics import Stats
@@ -56,6 +57,7 @@ class SchedulerHalf:
         self._states: dict[str, RequestState] = {}
         self._loads: dict[JobId, Load] = {}
         self._lost: list[Load] = []
+        self._writes = Writes(self._groups)
         self._lost_ids = count(-1, -1)
         self._pins = 0
         self._awaited = False
@@ -64,7 +66,6 @@ class SchedulerHalf:
         self._connector: StepConnector | None = None
         self.events: KVEvents | None = None
         """There while vLLM publishes KV events."""
-        self._copied = {"offload_bytes": 0, "offload_s": 0.0, "onboard_bytes": 0, "onboard_s": 0.0}
 
     # ---- at start
 
@@ -140,7 +141,10 @@ class SchedulerHalf:
         Asked in every step in which the request could run, so the answer is kept.
         """
         state = self._states.get(request.request_id)
-        if state is None or state.computes or state.apart or request.skip_reading_prefix_cache:
+        if state is None:
+            return 0, False
+        state.own = computed
+        if state.computes or state.apart or request.skip_reading_prefix_cache:
             return 0, False
         if computed % self._groups.step:
             return 0, False
@@ -211,6 +215,9 @@ class SchedulerHalf:
         ``tables`` are the request's, by group. Called again with 0 once a load has ended.
         """
         state = self._states.get(request.request_id)
+        if self.connector.saving:
+            own = 0 if state is None else state.own
+            self._writes.give(tables, max(own, request.num_computed_tokens))
         if state is None:
             return
         answer, state.answer = state.answer, None
@@ -251,11 +258,12 @@ class SchedulerHalf:
                 first = start - mine.first
                 if group is self._groups.main:
                     state.sources = mine.match.sources[first : first + len(targets)]
-                    self._filling.begin(state.request.request_id, state.keys(group, start, stop))
                 job_id = self.connector.load(mine.match, targets, first=first, group=group.index)
                 state.loading.add(job_id)
                 job = CopyJob(job_id, "onboard", targets, (), group.index)
                 self._loads[job_id] = Load(job, state.request.request_id, sync)
+                if group is self._groups.main:
+                    self._filling.begin(state.request.request_id, state.keys(group, start, stop))
         finally:
             for left in held.values():
                 left.match.release()
@@ -285,7 +293,8 @@ class SchedulerHalf:
         try:
             return self._build(output)
         except BaseException:
-            self._withdraw()
+            for job in self.connector.withdraw():
+                self._lost.append(replace(self._loads[job.id], job=job))
             raise
 
     def _build(self, output: Any) -> Step:
@@ -293,9 +302,10 @@ class SchedulerHalf:
         step = Step()
         if self.events is not None:
             self.events.watch(getattr(self._pool, "kv_event_queue", ()))
+        writes = self._writes.take(output)
         if connector.saving:
-            loading = (block for load in self._loads.values() for block in load.job.blocks)
-            step.fence = connector.reading([*written(self._groups, output), *loading])
+            lost = (load.job.blocks for load in self._lost)
+            step.fence = connector.reading(chain(writes, *lost))
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._states.get(request_id)
             if state is not None and not state.apart:
@@ -316,19 +326,12 @@ class SchedulerHalf:
             step.attach = self._parts.attach
         return step
 
-    def _withdraw(self) -> None:
-        """No step could be made: its saves would come too late, its loads go with the next one."""
-        for job in self.connector.take():
-            if job.direction == "offload":
-                self.connector.give_up(job.id)
-            else:
-                self._lost.append(replace(self._loads[job.id], job=job))
-
     def unfilled(self, blocks: Collection[int]) -> None:
         """These were to be loaded and were not: what is saved of a step that read them is wrong."""
         if not blocks:
             return
-        ours = (load.job.blocks for load in self._loads.values())  # of which no step is saved
+        # of ours no step is saved but those that were made before a load failed that they wait for
+        ours = (load.job.blocks for load in self._loads.values() if not load.sync)
         if set(blocks).difference(*ours):
             self.connector.distrust()
             for state in self._states.values():
@@ -340,9 +343,6 @@ class SchedulerHalf:
         connector.report(report)
         for finished in connector.poll():
             load = self._loads.pop(finished.id, None)
-            name = "offload" if load is None else "onboard"
-            self._copied[f"{name}_bytes"] += finished.bytes
-            self._copied[f"{name}_s"] += finished.seconds
             state = None if load is None else self._states.get(load.request_id)
             if load is not None and (state is None or state.loading <= {finished.id}):
                 self._filling.end(load.request_id)
@@ -384,7 +384,7 @@ class SchedulerHalf:
 
     def stats(self) -> Stats:
         """Counters by level, of the arena, and of copies between it and vLLM's KV cache."""
-        return {**self.connector.manager.stats(), "copies": dict(self._copied)}
+        return {**self.connector.manager.stats(), "copies": dict(self.connector.copied)}
 
     def close(self) -> None:
         """End everything; the workers were closed before. May be called again."""

@@ -122,6 +122,8 @@ class StepConnector(JobConnector):
         self._ended: list[Finished] = []
         self._sources: dict[JobId, frozenset[int]] = {}
         """By save under way, the blocks that it reads."""
+        self.copied = {"offload_bytes": 0, "offload_s": 0.0, "onboard_bytes": 0, "onboard_s": 0.0}
+        """What has been copied out of vLLM's KV cache, and into it."""
 
     def _start(self, job: CopyJob) -> None:
         self._begun.append(job)
@@ -140,7 +142,7 @@ class StepConnector(JobConnector):
 
     def reading(self, blocks: Iterable[int]) -> list[JobId]:
         """The saves under way that still read any of these blocks."""
-        written = list(blocks)
+        written = frozenset(blocks)
         return [job_id for job_id, read in self._sources.items() if not read.isdisjoint(written)]
 
     def distrust(self) -> None:
@@ -148,9 +150,17 @@ class StepConnector(JobConnector):
         for job_id in self._sources:
             self._jobs[job_id].ok = False
 
-    def give_up(self, job_id: JobId) -> None:
-        """No worker is going to be told of this job."""
-        self.report(Report({job_id: Done(self._jobs[job_id].reports_left, False, 0, 0.0)}))
+    def withdraw(self) -> list[CopyJob]:
+        """No step could be made, and nothing is fenced: what is being saved may be overwritten.
+
+        The saves that begin with it would come too late and are given up. Returns its loads.
+        """
+        self.distrust()
+        jobs = self.take()
+        for job in jobs:
+            if job.direction == "offload":
+                self.report(Report({job.id: Done(self._jobs[job.id].reports_left, False, 0, 0.0)}))
+        return [job for job in jobs if job.direction == "onboard"]
 
     def report(self, report: Report) -> None:
         """Take in what workers reported."""
@@ -164,6 +174,8 @@ class StepConnector(JobConnector):
                 self._partial[job_id] = total
                 continue
             self._sources.pop(job_id, None)
+            self.copied[f"{job.direction}_bytes"] += total.bytes
+            self.copied[f"{job.direction}_s"] += total.seconds
             self._ended.append(Finished(job_id, total.ok, total.bytes, total.seconds))
 
     def poll(self) -> list[Finished]:

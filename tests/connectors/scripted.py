@@ -286,8 +286,8 @@ class Engine:
             if entry.table and not any(e.state == "running" for e in self.entries.values()):
                 self._make_room(entry, scheduled)
             return 0
-        request.num_computed_tokens = computed
         self.half.allocated(request, [list(entry.table)], external)
+        request.num_computed_tokens = computed
         self.loaded += external // TOKENS
         entry.state = "loading" if is_async else "running"
         if count:
