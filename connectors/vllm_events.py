@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from itertools import groupby, islice
 from typing import Any, Final, NamedTuple
@@ -30,12 +31,13 @@ class Name(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A request that has a block."""
+    """What is told of a block; a few hundred bytes, whatever becomes of its request."""
 
-    request: Any
-    group: int
-    position: int
-    """Of the block among the group's."""
+    name: Name
+    parent: bytes | None
+    """The name of the block before it."""
+    tokens: array[int]
+    lora: tuple[int | None, str | None]
 
 
 class Kind(NamedTuple):
@@ -46,11 +48,9 @@ class Kind(NamedTuple):
     """vLLM's hashes per block; the last one is its name."""
     fields: dict[str, Any]
 
-    def name(self, known: Known) -> bytes | None:
-        """The name of a block of this group; None if its request has been cut short."""
-        hashes = known.request.block_hashes
-        last = (known.position + 1) * self.hashes - 1
-        return hashes[last] if last < len(hashes) else None
+    def name(self, hashes: Sequence[bytes], position: int) -> bytes | None:
+        """The name of a request's block in this group; None before the first."""
+        return hashes[(position + 1) * self.hashes - 1] if position >= 0 else None
 
 
 def external(block_hash: bytes) -> Any:
@@ -101,8 +101,8 @@ class KVEvents:
         self._where: dict[str, dict[str, Any]] = {stack.host.name: {"medium": stack.host.medium}}
         for level in stack.levels:
             self._where[level.name] = {"medium": level.tier.medium, "ownership": level.name}
-        self._known: dict[BlockKey, tuple[Any, int, int]] = {}
-        """By key what makes a ``Known``, the latest last."""
+        self._known: dict[BlockKey, Known] = {}
+        """The latest last."""
         self._names: dict[tuple[str, BlockKey], Name] = {}
         """By level, under which names blocks were announced whose keys are not their names."""
 
@@ -121,15 +121,22 @@ class KVEvents:
 
     def describe(self, request: Any, group: int, first: int, keys: Sequence[BlockKey]) -> None:
         """These are the blocks of a group of a request from the ``first`` on."""
-        known, ends = self._known, (first, first + len(keys) - 1)
-        if not keys or all(
-            known.get(keys[end - first]) == (request, group, end) for end in ends
-        ):  # as it was the last time
-            return
-        for key in keys:
-            known.pop(key, None)
-        positions = range(first, first + len(keys))
-        known.update({k: (request, group, n) for k, n in zip(keys, positions, strict=True)})
+        known = self._known
+        if not keys or (keys[0] in known and keys[-1] == next(reversed(known))):
+            return  # as it was the last time
+        kind, hashes, lora = self._kinds[group], request.block_hashes, request.lora_request
+        adapter = (None, None) if lora is None else (lora.adapter_id, lora.name)
+        size, new = kind.tokens, any(key not in known for key in keys)
+        tokens = request.all_token_ids[first * size : (first + len(keys)) * size] if new else ()
+        for n, key in enumerate(keys):
+            one = known.pop(key, None)
+            if one is None:
+                name = kind.name(hashes, first + n)
+                assert name is not None
+                own = array("i", tokens[n * size : (n + 1) * size])
+                parent = kind.name(hashes, first + n - 1)
+                one = Known(Name(name, group), parent, own, adapter)
+            known[key] = one
         for key in list(islice(known, max(0, len(known) - KNOWN_MAX))):
             del known[key]
 
@@ -146,42 +153,35 @@ class KVEvents:
         Of a block that no request is known to have the name is the key: that is vLLM's hash unless
         another group or a LoRA adapter is bound into it.
         """
-        fields = self._known.get(key)
-        if fields is None:
-            return None, Name(key)
-        known = Known(*fields)
-        own = self._kinds[known.group].name(known)
-        return (None, Name(key)) if own is None else (known, Name(own, known.group))
+        known = self._known.get(key)
+        return known, Name(key) if known is None else known.name
 
     def _stored(self, event: Stored) -> list[KVCacheEvent]:
-        """One event for each run of blocks that follow each other in a request."""
+        """One event for each run of blocks that follow each other."""
         found: list[KVCacheEvent] = []
-        run: list[Name] = []
-        begin: Known | None = None
+        run: list[tuple[Known | None, Name]] = []
         for key in event.keys:
             known, name = self._named(key)
             if name != (key, 0):
                 self._names[event.level, key] = name
-            if begin is None or known is None:
-                follows = known is begin
-            else:
-                follows = (
-                    known.request is begin.request
-                    and known.group == begin.group
-                    and known.position == begin.position + len(run)
-                )
-            if run and not follows:
-                found.append(self._block_stored(event.level, begin, run))
-                run = []
-            if not run:
-                begin = known
-            run.append(name)
-        found.append(self._block_stored(event.level, begin, run))
+            if run:
+                before, last = run[-1]
+                if known is None or before is None:
+                    follows = known is before
+                else:
+                    follows = (known.parent, known.name.group) == last
+                    follows = follows and known.lora == before.lora
+                if not follows:
+                    found.append(self._block_stored(event.level, run))
+                    run = []
+            run.append((known, name))
+        found.append(self._block_stored(event.level, run))
         return found
 
-    def _block_stored(self, level: str, begin: Known | None, run: Sequence[Name]) -> KVCacheEvent:
-        """One event for blocks that follow ``begin``, or of which only the names are known."""
-        hashes = [external(name.hash) for name in run]
+    def _block_stored(self, level: str, run: Sequence[tuple[Known | None, Name]]) -> KVCacheEvent:
+        """One event for blocks that follow each other, or of which only the names are known."""
+        hashes = [external(name.hash) for _, name in run]
+        begin, (_, group) = run[0]
         if begin is None:
             return BlockStored(
                 block_hashes=hashes,
@@ -190,20 +190,18 @@ class KVEvents:
                 block_size=0,
                 lora_id=None,
                 lora_name=None,
-                group_idx=run[0].group,
+                group_idx=group,
                 **self._where[level],
             )
-        request, kind = begin.request, self._kinds[begin.group]
-        lora, size, first = request.lora_request, kind.tokens, begin.position
-        parent = kind.name(begin._replace(position=first - 1)) if first else None
+        kind, parent = self._kinds[group], begin.parent
         return BlockStored(
             block_hashes=hashes,
             parent_block_hash=None if parent is None else external(parent),
-            token_ids=list(request.all_token_ids[first * size : (first + len(run)) * size]),
-            block_size=size,
-            lora_id=None if lora is None else lora.adapter_id,
-            lora_name=None if lora is None else lora.name,
-            group_idx=begin.group,
+            token_ids=[token for known, _ in run if known is not None for token in known.tokens],
+            block_size=kind.tokens,
+            lora_id=begin.lora[0],
+            lora_name=begin.lora[1],
+            group_idx=group,
             **kind.fields,
             **self._where[level],
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 import importlib.util
 import socket
 import time
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from random import Random
 from types import SimpleNamespace
@@ -174,7 +176,7 @@ def test_blocks_of_an_adapter_go_by_the_same_name_from_first_to_last(engine: Eng
 
 
 def test_groups_have_their_own_names_and_sizes() -> None:
-    from kvladder.connectors.vllm_events import Known, kinds_of
+    from kvladder.connectors.vllm_events import kinds_of
 
     _, config = configs()
     window = kv_spec("SlidingWindowSpec", block_size=2 * TOKENS, sliding_window=9)
@@ -183,9 +185,24 @@ def test_groups_have_their_own_names_and_sizes() -> None:
     kinds = kinds_of(groups_of(config, model="tiny"), config)
     assert [(kind.tokens, kind.hashes) for kind in kinds] == [(TOKENS, 1), (2 * TOKENS, 2)]
     request = Request("r", prompt(1, blocks=4))
-    assert kinds[1].name(Known(request, 1, 0)) == request.block_hashes[1]
-    assert kinds[1].name(Known(request, 1, 1)) == request.block_hashes[3]
-    assert kinds[1].name(Known(request, 1, 2)) is None
+    assert kinds[1].name(request.block_hashes, 0) == request.block_hashes[1]
+    assert kinds[1].name(request.block_hashes, 1) == request.block_hashes[3]
+    assert kinds[1].name(request.block_hashes, -1) is None
+
+
+def test_requests_that_are_over_are_not_kept_for_what_is_known_of_their_blocks(
+    engine: Engine,
+) -> None:
+    events = engine.half.events
+    assert events is not None
+    common = prompt(1)
+    requests = [Request(f"r{n}", [*common, *prompt(n)]) for n in range(20)]
+    over = [weakref.ref(request) for request in requests]
+    for request in requests:
+        events.describe(request, 0, 0, [BlockKey(one) for one in request.block_hashes])
+    del request, requests
+    gc.collect()
+    assert not any(ref() for ref in over)
 
 
 def test_events_are_refused_where_none_are_kept(engine: Engine) -> None:
