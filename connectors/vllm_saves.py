@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -11,6 +11,34 @@ from kvladder.connectors.vllm_groups import Group, Groups
 from kvladder.connectors.vllm_requests import RequestState
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
+
+
+def stretches(
+    floor: int, said: Sequence[int], chosen: Sequence[int]
+) -> Iterator[tuple[int, Sequence[int]]]:
+    """The ``chosen`` of consecutive blocks, as few runs as have their floors right.
+
+    ``floor`` is the lowest priority before them, ``said`` their own, empty if nothing was said of
+    any. Each run comes with the floor before its first block; within it only its own count.
+    """
+    if not said:
+        yield floor, chosen
+        return
+    run: list[int] = []
+    above = reached = floor
+    following = 0
+    for i in chosen:
+        floor = min([floor, *said[following:i]])
+        if run and floor < reached:
+            yield above, run
+            run = []
+        if not run:
+            above = floor
+        run.append(i)
+        floor = reached = min(floor, said[i])
+        following = i + 1
+    if run:
+        yield above, run
 
 
 class Saves:
@@ -77,27 +105,33 @@ class Saves:
         blocks: Sequence[int],
         chosen: Sequence[int],
     ) -> None:
-        """Begin to save the ``chosen`` of some consecutive blocks, as the request wishes."""
+        """Begin to save the ``chosen`` of some consecutive blocks, as the request wishes.
+
+        What a block's prefix is worth counts blocks that are not saved, too.
+        """
         policy, request = state.policy, state.request
+        begin = 0 if group.handed else first  # states are not all offered one after the other
         wanted = policy.priorities(
-            first,
-            len(keys),
+            begin,
+            first - begin + len(keys),
             block_tokens=group.tokens,
             prompt_tokens=request.num_prompt_tokens,
         )
-        floor = state.floors[group.index] if first else PRIORITY_MAX
-        self._connector.save(
-            [keys[i] for i in chosen],
-            [blocks[i] for i in chosen],
-            priorities=None if wanted is None else [wanted[i] for i in chosen],
-            parent_floor=floor,
-            levels=policy.store,
-            ttl_s=policy.ttl_s,
-            salt=state.salt,
-            group=group.index,
-        )
-        lowest = [PRIORITY_DEFAULT] if wanted is None else [priority for priority, _ in wanted]
-        state.floors[group.index] = min(floor, *lowest)
+        floor = state.floors[group.index] if begin else PRIORITY_MAX
+        said = [] if wanted is None else [priority for priority, _ in wanted]
+        said, before = said[first - begin :], said[: first - begin]
+        for above, part in stretches(min([floor, *before]), said, chosen):
+            self._connector.save(
+                [keys[i] for i in part],
+                [blocks[i] for i in part],
+                priorities=None if wanted is None else [wanted[first - begin + i] for i in part],
+                parent_floor=above,
+                levels=policy.store,
+                ttl_s=policy.ttl_s,
+                salt=state.salt,
+                group=group.index,
+            )
+        state.floors[group.index] = min([floor, *before, *(said or [PRIORITY_DEFAULT])])
 
     def handed(self, states: Mapping[str, RequestState], output: Any) -> None:
         """Save the states that vLLM says are exactly those after so many tokens."""
