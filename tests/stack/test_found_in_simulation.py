@@ -218,3 +218,66 @@ async def test_a_writer_that_is_woken_and_cancelled_at_once_ends() -> None:
         await asyncio.sleep(1.0)
         cache.levels[0].wake()
         await cache.levels[0].aclose()
+
+
+async def test_a_removal_under_way_is_waited_for_when_the_cache_closes() -> None:
+    hold, store = Hold(on="remove"), FakeStore()
+    tier = FakeTier([hold], store=store, durable=True)
+    cache = await SimCache.open(LevelSpec(tier, COMMIT))
+    keys = cache.keys(1, 2, 3)
+    cache.save(keys)
+    await cache.settle()
+    cache.manager.remove(keys)
+    await hold.reached()
+    assert cache.manager.removals == 3
+    assert not cache.manager.idle()
+    closing = asyncio.create_task(cache.aclose())
+    await asyncio.sleep(0.5)
+    assert not closing.done()
+    hold.let_go()
+    await closing
+    async with cache_of(LevelSpec(FakeTier(store=store, durable=True), COMMIT)) as again:
+        assert again.manager.lookup(keys).total == 0
+
+
+async def test_nothing_is_remembered_of_blocks_that_left_while_a_tier_was_down() -> None:
+    tier = FakeTier([Fail(on="put", times=1)])
+    async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK), slots=8) as cache:
+        for n in range(40):
+            cache.save(cache.keys(n, 1, 2, 3))
+            await asyncio.sleep(0.01)
+        assert cache.manager.stats()["level1"]["breaker_open"]
+        (waiting,) = cache.stack._backlog.values()
+        assert 0 < len(waiting) <= 8
+        await asyncio.sleep(6.0)
+        cache.save(cache.keys(99))
+        await cache.settle()
+        assert cache.manager.lookup(cache.keys(39, 1, 2, 3)).total == 4
+        assert all(tier.stored(key) for key in cache.keys(39, 1, 2, 3))
+
+
+async def test_only_what_is_here_is_known_to_have_been_refused() -> None:
+    tier = FakeTier()
+    async with cache_of(LevelSpec(tier, COMMIT, capacity_blocks=2), slots=8) as cache:
+        for n in range(20):
+            cache.save(cache.keys(n, 1, 2))
+            await cache.settle()
+        assert cache.stack._refused.keys() <= {*cache.stack.host.index}
+        (key,) = cache.keys(0)
+        assert cache.manager.lookup([key]).total == 0
+        cache.save([key])  # it was given up before, and that is forgotten
+        await cache.settle()
+        assert tier.stored(key)
+
+
+async def test_what_stays_in_host_memory_is_not_dropped_because_a_queue_is_full() -> None:
+    hold = Hold(on="put")
+    spec = LevelSpec(FakeTier([hold], batch_max=1), settings=LevelSettings(queue_blocks=1))
+    async with cache_of(spec, slots=6, reserve_blocks=6) as cache:
+        cache.save(cache.keys(1, 2, 3, 4))
+        await hold.reached()
+        for _ in range(9):
+            await cache.load(cache.keys(1))
+            cache.stack._tidy()
+        assert cache.manager.stats()["level1"]["dropped"] == {}
+        hold.let_go()

@@ -1,0 +1,57 @@
+"""Blocks that a tier has still to forget."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvladder.keys import BlockKey
+from kvladder.tiers.base import Item
+from kvladder.tiers.removals import Removals
+
+
+def items(*numbers: int) -> list[Item]:
+    return [Item(BlockKey(bytes([n]) * 32), n) for n in numbers]
+
+
+def test_a_removal_counts_until_it_has_ended() -> None:
+    removals = Removals()
+    one, two, three = items(1, 2, 3)
+    removals.add([one, two, one])
+    assert removals.take(8) == [one, two], "no block twice"
+    removals.begun([three])
+    assert (len(removals), bool(removals)) == (4, True)
+    removals.ended([one, two])
+    assert one.key in removals, "its second removal waits"
+    assert two.key not in removals
+    removals.ended(removals.take(8))
+    assert len(removals) == 1
+    removals.ended([three])
+    assert not removals
+    assert three.key not in removals
+
+
+def test_the_end_of_a_removal_does_not_look_at_the_others(monkeypatch) -> None:
+    removals = Removals()
+    waiting = [Item(BlockKey(n.to_bytes(32)), n) for n in range(1000)]
+    removals.add(waiting)
+    looked: list[object] = []
+
+    class Watched(Counter[BlockKey]):
+        def __iter__(self):
+            looked.append(None)
+            return super().__iter__()
+
+        def items(self):
+            looked.append(None)
+            return super().items()
+
+        def _keep_positive(self):
+            looked.append(None)
+            return super()._keep_positive()
+
+    monkeypatch.setattr(removals, "_keys", Watched(removals._keys))
+    looked.clear()
+    for item in removals.take(1000):
+        removals.ended([item])
+    assert not looked
+    assert len(removals) == 0
