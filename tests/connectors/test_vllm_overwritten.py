@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvladder.keys import BlockKey
 from tests.connectors.scripted import TOKENS, Engine, Request
 
 if importlib.util.find_spec("vllm") is None:
@@ -144,6 +145,6 @@ def test_a_step_that_was_made_before_a_load_failed_it_waited_for_is_not_saved() 
             engine.half.report(report)
     ended(engine)
     engine.half.finished(request)
-    held = engine.half.connector.manager.lookup(request.block_hashes[(found + 16) // TOKENS :])
-    assert held.total == 0
+    later = [BlockKey(one) for one in request.block_hashes[(found + 16) // TOKENS :]]
+    assert engine.half.connector.manager.lookup(later).total == 0
     engine.close()

@@ -45,10 +45,6 @@ def test_the_end_of_a_removal_does_not_look_at_the_others(monkeypatch) -> None:
             looked.append(None)
             return super().items()
 
-        def _keep_positive(self):
-            looked.append(None)
-            return super()._keep_positive()
-
     monkeypatch.setattr(removals, "_keys", Watched(removals._keys))
     looked.clear()
     for item in removals.take(1000):
