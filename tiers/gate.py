@@ -51,6 +51,7 @@ class Gate:
         self._shared = shared
         self._stats = stats
         self._calls: set[asyncio.Task[Sequence[bool]]] = set()
+        self._closing = False
 
     def open(self) -> bool:
         """Whether the tier may be called now."""
@@ -105,12 +106,12 @@ class Gate:
         task.add_done_callback(quiet)
         try:
             await asyncio.wait({ended}, timeout=timeout_s)
-        finally:
+        finally:  # cancelled: the cache closes, and the tier has failed at nothing
             left_behind = not ended.done()
             if left_behind:
                 task.cancel()
-                self._failed(f"no answer within {timeout_s:g} s")
         if left_behind:
+            self._failed(f"no answer within {timeout_s:g} s")
             self._stats.timeouts += 1
             return Answer(None, quiet=False)
         return self._answer(task)
@@ -127,6 +128,8 @@ class Gate:
         return Answer(None)
 
     def _failed(self, why: str) -> None:
+        if self._closing:
+            return
         self._stats.errors += 1
         self.breaker.failure(self._shared.clock.now())
         then = " and is left alone for a while" if self.breaker.state == "open" else ""
@@ -134,6 +137,7 @@ class Gate:
 
     async def aclose(self) -> None:
         """Cancel what is under way and wait for it, but not longer than for any call."""
+        self._closing = True
         for task in self._calls:
             task.cancel()
         if self._calls:

@@ -267,6 +267,20 @@ async def test_closing_does_not_wait_for_a_tier_that_hangs() -> None:
     await cache.aclose(flush_timeout_s=1.0)
 
 
+async def test_a_call_that_closing_cuts_short_is_no_failure_of_the_tier(caplog) -> None:
+    put, get = Hang(on="put"), Hang(on="get", stubborn=True)
+    tier = FakeTier([put, get], store=await flushed((1,)), durable=True)
+    cache = await SimCache.open(LevelSpec(tier, COMMIT))
+    cache.save(cache.keys(2))
+    fetch = cache.manager.fetch(cache.keys(1), deadline_s=100.0)
+    await asyncio.sleep(0.1)
+    await cache.aclose(flush_timeout_s=0.1)
+    fetch.release()
+    level = cache.manager.stats()["level1"]
+    assert (level["errors"], level["timeouts"], level["breaker"]) == (0, 0, 0)
+    assert caplog.messages == []
+
+
 async def test_a_load_that_is_cut_short_by_closing_is_a_miss() -> None:
     tier = FakeTier([Hang(on="get")], store=await flushed((1,)), durable=True)
     cache = await SimCache.open(LevelSpec(tier))
