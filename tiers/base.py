@@ -173,7 +173,8 @@ class Tier(ABC):
         Raises
         ------
         TierFull
-            The medium is full: nothing of this batch is claimed to be stored.
+            The medium is full: nothing of this batch is claimed to be stored. Only of ``put``: a
+            ``remove`` for which there is no room is tried again, and slower if it is a TierError.
         """
 
     @abstractmethod

@@ -185,11 +185,11 @@ class FilesTier(Tier):
             self._set_tag(item, 0)
         missing = store.segments.missing(items)
         if missing:
-            _raise_if_failed(await self._run([lambda: store.allocate(missing)]))
+            _raise_if_failed(await self._run([lambda: store.allocate(missing)]), put=True)
         batch = PutBatch(store, items, self.options.threads)
         await self._run(batch.jobs)
         if not any(batch.kept):
-            _raise_if_failed(batch.failures)
+            _raise_if_failed(batch.failures, put=True)
         for item, kept in zip(items, batch.kept, strict=True):
             if kept:
                 self._set_tag(item, tag_of(item.key))
@@ -314,15 +314,17 @@ class FilesTier(Tier):
             await pool.aclose(self._store.close, timeout_s=CLOSE_TIMEOUT_S)
 
 
-def _raise_if_failed(results: Sequence[object]) -> None:
-    """Raise TierFull if there is an OSError among ``results`` that says so, else TierError."""
+def _raise_if_failed(results: Sequence[object], *, put: bool = False) -> None:
+    """Raise TierError if there is an OSError among ``results``, TierFull if a ``put`` has no room.
+
+    Whatever else has no room is tried again after a while, as after any other failure.
+    """
     failures = [result for result in results if isinstance(result, OSError)]
     if failures:
         failure = next(filter(is_full, failures), failures[0])
-        raise _tier_error(failure) from failure
+        full = put and is_full(failure)
+        raise (TierFull(str(failure)) if full else _tier_error(failure)) from failure
 
 
 def _tier_error(error: OSError) -> TierError:
-    if is_full(error):
-        return TierFull(str(error))
-    return TierError(str(error), temporary=error.errno in _TEMPORARY)
+    return TierError(str(error), temporary=is_full(error) or error.errno in _TEMPORARY)
