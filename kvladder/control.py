@@ -7,8 +7,11 @@ A request is a line of JSON, ``{"command": "stats"}``, and so is its answer, ``{
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -139,7 +142,7 @@ class ControlServer:
                 if others >= CLIENTS_MAX:
                     await _send(writer, {"error": f"{CLIENTS_MAX} clients are being served"})
                     return
-                await _send(writer, await self._answer(line))
+                await _send(writer, await self._answer(line, partial(_is_gone, writer)))
         except ValueError:  # it cannot be told where the next line begins
             with suppress(OSError, TimeoutError):
                 await _send(writer, {"error": f"a request is at most {REQUEST_BYTES_MAX} bytes"})
@@ -155,7 +158,7 @@ class ControlServer:
         finally:
             writer.close()
 
-    async def _answer(self, line: bytes) -> dict[str, Any]:
+    async def _answer(self, line: bytes, gone: Callable[[], bool]) -> dict[str, Any]:
         try:
             request = _DECODER.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -169,10 +172,10 @@ class ControlServer:
             return {"error": f"the cache that runs here has namespace {own}"}
         if request.all == (request.salt is not None):
             return {"error": "expected either a salt, or all to be true"}
-        return {"result": await self._purge(request)}
+        return {"result": await self._purge(request, gone)}
 
-    async def _purge(self, request: PurgeRequest) -> dict[str, Any]:
-        """Remove in steps, then wait until all tiers have done so."""
+    async def _purge(self, request: PurgeRequest, gone: Callable[[], bool]) -> dict[str, Any]:
+        """Remove in steps, then wait until all tiers have done so or nobody waits for it."""
         manager = self._manager
         before = manager.stats()
         if request.salt is None:
@@ -182,7 +185,7 @@ class ControlServer:
                 await asyncio.sleep(0)
         with suppress(TimeoutError):
             async with asyncio.timeout(request.wait_s):
-                while manager.removals:  # noqa: ASYNC110 - what tiers do tells nobody
+                while manager.removals and not gone():  # noqa: ASYNC110 - tiers tell nobody
                     await asyncio.sleep(POLL_S)
         now = manager.stats()
         names = [name for name, counts in now.items() if "removed" in counts]
@@ -207,6 +210,15 @@ class ControlServer:
             self._manager.remove(everything[start : start + STEP_BLOCKS])
             await asyncio.sleep(0)
         self._manager.clear(erase=True)
+
+
+def _is_gone(writer: asyncio.StreamWriter) -> bool:
+    """Whether the client has hung up; one that has only said all it had to say has not."""
+    if writer.is_closing():
+        return True
+    state = select.poll()
+    state.register(writer.get_extra_info("socket").fileno(), 0)
+    return bool(state.poll(0))
 
 
 async def _send(writer: asyncio.StreamWriter, reply: dict[str, Any]) -> None:
