@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import socket
 import stat
 from collections.abc import Mapping
@@ -22,7 +23,9 @@ NAME_BYTES_MAX: Final = 107 - len(".new")
 REPLY_BYTES_MAX: Final = 16 << 20
 CONNECT_S: Final = 5.0
 _BACKLOG: Final = 16
+_USER_HINT: Final = "ask as the user that runs the engine, or as root"
 _OTHER_HINT: Final = "give each engine its own, for example with ${NAME}"
+_RUNNING_HINT: Final = "expected the socket of a running cache"
 
 
 def socket_path(path: str, instance: str) -> Path:
@@ -32,10 +35,30 @@ def socket_path(path: str, instance: str) -> Path:
 
 
 def sockets(path: str) -> list[Path]:
-    """The sockets that engines with this setting may have made, as far as they exist."""
+    """The sockets that engines with this setting may have made, as far as they exist.
+
+    Raises
+    ------
+    ConfigError
+        It cannot be told: the directory may not be looked into.
+    """
     whole = Path(path)
-    ranked = sorted(whole.parent.glob(f"{whole.stem}.dp*{whole.suffix}"))
-    return [one for one in (whole, *ranked) if one.is_socket()]
+    name = re.compile(rf"{re.escape(whole.stem)}(\.dp[0-9]+)?{re.escape(whole.suffix)}")
+    found: list[Path] = []
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            found = [one for one in whole.parent.iterdir() if name.fullmatch(one.name)]
+            found.sort(key=lambda one: (len(one.name), one.name))
+        return list(filter(_is_socket, found))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", path=WHERE, hint=_USER_HINT) from error
+
+
+def _is_socket(path: Path) -> bool:
+    try:
+        return stat.S_ISSOCK(path.stat().st_mode)
+    except FileNotFoundError:  # its engine has ended meanwhile
+        return False
 
 
 class BoundSocket:
@@ -56,10 +79,11 @@ class BoundSocket:
         if len(os.fsencode(path)) > NAME_BYTES_MAX:
             hint = f"a socket's name has at most {NAME_BYTES_MAX} bytes"
             raise ConfigError(str(path), path=WHERE, hint=hint)
-        with suppress(FileNotFoundError):
-            if not stat.S_ISSOCK(path.lstat().st_mode):
-                raise ConfigError(f"{path} is no socket", path=WHERE, hint="choose another name")
         try:
+            with suppress(FileNotFoundError):
+                if not stat.S_ISSOCK(path.lstat().st_mode):
+                    hint = "choose another name"
+                    raise ConfigError(f"{path} is no socket", path=WHERE, hint=hint)
             self._lock_fd = self._locked()
             try:
                 self.socket = self._bound()
@@ -121,7 +145,11 @@ class BoundSocket:
 
 
 class NotAnswering(ConfigError):
-    """Nobody listens at the socket, or not as a running cache does."""
+    """There is no answer, or not one of a running cache."""
+
+
+class NobodyThere(NotAnswering):
+    """Nobody listens at the socket: its process was killed, or has removed it meanwhile."""
 
 
 def ask(path: Path, request: Mapping[str, Any], *, timeout_s: float = 10.0) -> Any:
@@ -138,8 +166,10 @@ def ask(path: Path, request: Mapping[str, Any], *, timeout_s: float = 10.0) -> A
 
     Raises
     ------
+    NobodyThere
+        Nobody listens there.
     NotAnswering
-        Nobody listens there, or there is no answer in time.
+        Somebody may, but this user may not ask, or there is no answer in time.
     ConfigError
         The cache refuses the request: says why.
     """
@@ -147,7 +177,11 @@ def ask(path: Path, request: Mapping[str, Any], *, timeout_s: float = 10.0) -> A
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
         try:
             stream.settimeout(min(CONNECT_S, timeout_s))
-            stream.connect(str(path))
+            try:
+                stream.connect(str(path))
+            except (ConnectionRefusedError, FileNotFoundError) as error:
+                why = f"no answer: {error.strerror}"
+                raise NobodyThere(why, path=str(path), hint=_RUNNING_HINT) from error
             stream.settimeout(timeout_s)
             stream.sendall(msgspec.json.encode(request) + b"\n")
             while not data.endswith(b"\n"):
@@ -157,7 +191,7 @@ def ask(path: Path, request: Mapping[str, Any], *, timeout_s: float = 10.0) -> A
                     raise ConnectionError("it hung up, or said too much")
         except OSError as error:
             why = error.strerror or str(error)
-            hint = "the socket of a running cache"
+            hint = _USER_HINT if isinstance(error, PermissionError) else _RUNNING_HINT
             raise NotAnswering(f"no answer: {why}", path=str(path), hint=hint) from error
     try:
         reply = msgspec.json.decode(data, type=dict[str, Any])

@@ -52,6 +52,15 @@ def masked(text: str) -> str:
     return _QUERY.sub(rf"\1{MASK}", _USER.sub(rf"\1{MASK}@", text))
 
 
+def is_text(text: str) -> bool:
+    """Whether it can be written as UTF-8: not bytes of another encoding, nor half a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def shown(path: str, value: object) -> str:
     """A wrong value for an error message: secrets are masked, only scalars are spelled out."""
     if isinstance(value, Mapping):

@@ -18,6 +18,7 @@ from kvladder.errors import ConfigError
 from kvladder.gpu.groups import ITEM_BYTES
 
 EXIT_CONFIG = 2
+WATCH_S_MAX = 86400
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,8 +110,9 @@ def _describe(arguments: argparse.Namespace) -> str:
 
 def _stats(arguments: argparse.Namespace) -> str:
     every_s: float | None = arguments.watch
-    if every_s is not None and not every_s > 0:
-        raise ConfigError(f"{every_s:g}", path="--watch", hint="expected more than 0 seconds")
+    if every_s is not None and not 0 < every_s <= WATCH_S_MAX:
+        hint = f"expected more than 0 and at most {WATCH_S_MAX} seconds"
+        raise ConfigError(f"{every_s:g}", path="--watch", hint=hint)
     counts = stats(arguments.target, as_json=arguments.json)
     with suppress(KeyboardInterrupt):
         while every_s is not None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from kvladder import registry
 from kvladder.arena import Arena
 from kvladder.config import StackConfig, load_config
-from kvladder.controlsocket import NotAnswering, ask, sockets
+from kvladder.controlsocket import NobodyThere, ask, sockets
 from kvladder.errors import ConfigError, TierError
 from kvladder.keys import KEY_BYTES, Namespace, salt_digest
 from kvladder.layout import PAGE_BYTES, Layout
 from kvladder.runtime import Runtime, SystemClock
+from kvladder.schema import is_text
 from kvladder.settings import LevelConfig
 from kvladder.tiers.base import TierContext
 from kvladder.tiers.disk import OsDisk
@@ -74,6 +76,8 @@ def purge(
         raise ConfigError("nothing is named", path="purge", hint=f"expected {hint}")
     if salt is not None and everything:
         raise ConfigError("both are given", path="--salt, --all", hint="use one of them")
+    if salt is not None and not is_text(salt):
+        raise ConfigError("not UTF-8 text", path="--salt", hint="no request can have this salt")
     if not 0 <= wait_s <= 86400:
         raise ConfigError(f"{wait_s:g}", path="--wait", hint="expected 0 to 86400 seconds")
     found = load_config(config)
@@ -93,44 +97,65 @@ def _space(namespace: str) -> Namespace:
 def _running(
     config: StackConfig, space: Namespace | None, salt: str | None, wait_s: float
 ) -> list[str]:
-    """Have the caches do it that answer; nothing if there is none."""
+    """Have the caches do it that run; nothing if there is none. One that fails stops no other."""
     request: dict[str, Any] = {"command": "purge", "wait_s": wait_s, "all": salt is None}
     if salt is not None:
         request["salt"] = salt
     if space is not None:
         request["namespace"] = space.hex()
     lines: list[str] = []
+    failed: list[ConfigError] = []
     left = 0
     for path in sockets(config.control.path) if config.control.path is not None else ():
         try:
             done = ask(path, request, timeout_s=wait_s + MARGIN_S)
-        except NotAnswering:
+        except NobodyThere:
             continue  # left by a process that was killed
+        except ConfigError as error:
+            failed.append(error)
+            continue
         for name, removed in done["removed"].items():
             also = f", {done['purged'][name]} purged from its tier" if done["purged"][name] else ""
             lines.append(f"{path.name}: {name}: {removed} blocks removed{also}")
         left += done["left"]
     if left:
+        lines.append(f"{left} removals or purges are not over")
+    if failed:
+        raise _after(lines, *failed)
+    if left:
         hint = "kvladder stats tells how many removals are left; ask again to wait for them"
-        said = "; ".join([*lines, f"{left} removals or purges are not over"])
-        raise Unfinished(said, path="purge", hint=hint)
+        raise Unfinished("; ".join(lines), path="purge", hint=hint)
     return lines
 
 
+def _after(lines: list[str], error: ConfigError, *others: ConfigError) -> ConfigError:
+    """All errors in one, saying what was done all the same."""
+    done = [f"done all the same: {'; '.join(lines)}"] if lines else []
+    message = "; ".join([error.message, *map(str, others), *done])
+    return ConfigError(message, path=error.path, hint=error.hint)
+
+
 def _at_rest(config: StackConfig, space: Namespace | None, salt: str | None) -> list[str]:
-    lines: list[str] = []
+    """Purge level after level, none if one of them cannot be purged."""
+    work: list[Callable[[], list[str]]] = []
     for level in config.levels:
         if isinstance(level.options, FilesOptions):
-            lines += _purge_files(level.name, level.options, space, salt)
+            work.append(partial(_purge_files, level.name, level.options, space, salt))
         elif registry.load("tiers", level.type).shared:
             if space is None:
                 hint = f"{level.name} needs it: 64 digits that an engine prints at start"
                 raise ConfigError("missing", path="--namespace", hint=hint)
             digest = None if salt is None else salt_digest(space, salt)
-            lines.append(f"{level.name}: {_purge_shared(level, space, digest)} values removed")
-    if not lines:
+            work.append(partial(_purge_shared, level, space, digest))
+    if not work:
         hint = "what other tiers keep ends with an engine"
         raise ConfigError("no tier outlives an engine", path="tiers", hint=hint)
+    lines: list[str] = []
+    for purging in work:
+        try:
+            lines += purging()
+        except ConfigError as error:
+            raise _after(lines, error) from error
     return lines
 
 
@@ -151,19 +176,20 @@ def _purge_files(
     ]
 
 
-def _purge_shared(level: LevelConfig, space: Namespace, salt: bytes | None) -> int:
+def _purge_shared(level: LevelConfig, space: Namespace, salt: bytes | None) -> list[str]:
     layout = Layout(block_tokens=1, block_bytes=PAGE_BYTES)  # keys do not depend on it
     runtime, arena, tier = Runtime(), Arena.create(1, layout.slot_bytes), level.make_tier()
     context = TierContext(arena, layout, space, 1, SystemClock(), runtime.run_blocking)
     try:
         runtime.call(tier.open(context))
-        return runtime.call(tier.purge(salt, _bar(level.name, "keys")))
+        removed = runtime.call(tier.purge(salt, _bar(level.name, "keys")))
     except TierError as error:
         raise ConfigError(str(error), path=level.name) from error
     finally:
         runtime.call(tier.aclose())
         runtime.close()
         arena.close()
+    return [f"{level.name}: {removed} values removed"]
 
 
 def _bar(name: str, what: str) -> Callable[[int, int], None]:

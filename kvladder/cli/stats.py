@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,8 +56,9 @@ def describe(target: Path) -> str:
 
 
 def _sockets(target: Path) -> list[Path]:
-    if target.is_socket():
-        return [target]
+    with suppress(OSError):  # what is no name of a socket is that of a file, or wrong
+        if target.is_socket():
+            return [target]
     path = load_config(target).control.path
     if path is None:
         raise ConfigError("none", path=WHERE, hint="set it to a socket and start the engine")

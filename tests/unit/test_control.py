@@ -14,7 +14,7 @@ import pytest
 
 from kvladder import control, open_cache
 from kvladder.control import CLIENTS_MAX, REQUEST_BYTES_MAX
-from kvladder.controlsocket import BoundSocket, NotAnswering, ask, socket_path, sockets
+from kvladder.controlsocket import BoundSocket, NobodyThere, NotAnswering, ask, socket_path, sockets
 from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
@@ -228,6 +228,38 @@ def test_a_purge_that_waits_does_not_keep_the_cache_from_closing(path, monkeypat
     assert time.monotonic() - began < 4
 
 
+def test_a_client_that_is_gone_keeps_no_place(cache, path, monkeypatch):
+    monkeypatch.setattr("kvladder.manager.CacheManager.removals", 1)
+    request = b'{"command": "purge", "salt": "a", "wait_s": 86400}\n'
+    for _ in range(CLIENTS_MAX):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+            client.sendall(request)
+            time.sleep(0.1)
+    end = time.monotonic() + 60
+    while True:
+        try:
+            assert ask(path, {"command": "stats"})
+            break
+        except ConfigError:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+def test_a_client_that_has_only_said_all_is_waited_for(cache, path, monkeypatch):
+    monkeypatch.setattr("kvladder.manager.CacheManager.removals", 1)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+        client.sendall(b'{"command": "purge", "salt": "a", "wait_s": 60}\n')
+        client.shutdown(socket.SHUT_WR)
+        client.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            client.recv(1)
+        monkeypatch.setattr("kvladder.manager.CacheManager.removals", 0)
+        client.settimeout(60)
+        assert json.loads(client.recv(1 << 16))["result"]["left"] == 0
+
+
 def test_an_answer_that_takes_longer_says_what_is_left(cache, path, monkeypatch):
     monkeypatch.setattr("kvladder.manager.CacheManager.removals", 3)
     assert ask(path, {"command": "purge", "salt": "a", "wait_s": 0.1})["left"] == 3
@@ -246,8 +278,10 @@ def test_what_a_killed_process_left_is_replaced(path):
         os._exit(0)
     os.waitpid(child, 0)
     assert path.is_socket()
-    with pytest.raises(NotAnswering, match="no answer: Connection refused"):
+    with pytest.raises(NobodyThere, match="no answer: Connection refused"):
         ask(path, {"command": "stats"})
+    with pytest.raises(NobodyThere, match="no answer: No such file"):
+        ask(path.with_name("other"), {"command": "stats"})
     with open_cache(settings(path), layout=LAYOUT):
         assert ask(path, {"command": "stats"})
     assert list(path.parent.iterdir()) == []
@@ -282,6 +316,28 @@ def test_engines_with_one_setting_have_a_socket_each(tmp_path):
     assert sockets(setting) == [first, second]
     for one in bound:
         one.close()
+
+
+@pytest.mark.parametrize("name", ["kv[1].sock", "kv", "a*.s?ck", "k v.x.sock"])
+def test_sockets_of_other_settings_are_not_taken(tmp_path, name):
+    setting = tmp_path / name
+    own = [socket_path(str(setting), instance) for instance in ("", "dp2", "dp10")]
+    others = [f"{setting.stem}.dp{what}{setting.suffix}" for what in ("x", "1.old", "")]
+    for one in (*own, *map(setting.with_name, others), tmp_path / "kv1.sock"):
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(one))
+    setting.with_name(f"{setting.stem}.dp3{setting.suffix}").write_text("no socket")
+    assert sockets(str(setting)) == own
+    assert sockets(str(tmp_path / "nowhere" / name)) == []
+
+
+def test_a_directory_that_may_not_be_looked_into_is_no_empty_one(tmp_path):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(ConfigError, match="control.path: .*Too many levels"):
+        sockets(str(loop / "kv.sock"))
+    with pytest.raises(ConfigError, match="control.path: .*Too many levels"):
+        BoundSocket(loop / "kv.sock")
 
 
 def test_who_answers_something_else_is_not_believed(tmp_path):

@@ -1,0 +1,137 @@
+"""``kvladder purge`` where something fails: nothing passes for done that is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from contextlib import contextmanager
+from importlib import import_module
+
+import pytest
+
+from kvladder import open_cache
+from kvladder.cli import main
+from kvladder.keys import BlockKey
+from kvladder.layout import Layout
+
+LAYOUT = Layout(block_tokens=1, block_bytes=4096, fields={"model": "purged"})
+KEYS = [BlockKey(bytes([number]) * 32) for number in range(3)]
+SPACE = LAYOUT.namespace().hex()
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A stack with a control socket and files, as a file."""
+    return write(tmp_path)
+
+
+def write(tmp_path, *below):
+    files = {"type": "files", "path": str(tmp_path / "kv"), "capacity": "1 MiB", "when": "commit"}
+    whole = {
+        "arena": {"size": "1 MiB"},
+        "control": str(tmp_path / "kv.sock"),
+        "tiers": [{"type": "host"}, files, *below],
+    }
+    path = tmp_path / "stack.yaml"
+    path.write_text(json.dumps(whole))  # which is YAML, too
+    return str(path)
+
+
+def save(config):
+    with open_cache(config, layout=LAYOUT) as cache:
+        saving = cache.save(KEYS, salt="red")
+        saving.commit()
+
+
+def left(config):
+    with open_cache(config, layout=LAYOUT) as cache:
+        return cache.lookup(KEYS).total
+
+
+@contextmanager
+def listening(path):
+    """Somebody who has the socket, and never answers."""
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(path))
+        silent.listen()
+        yield
+    path.unlink()
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch):
+    monkeypatch.setattr(import_module("kvladder.cli.purge"), "MARGIN_S", 0.2)
+
+
+def test_a_cache_that_does_not_answer_is_not_purged_at_rest(config, tmp_path, capsys):
+    save(config)
+    with listening(tmp_path / "kv.sock"):
+        assert main(["purge", config, "--salt", "red", "--wait", "0"]) == 2
+    assert f"{tmp_path / 'kv.sock'}: no answer: timed out" in capsys.readouterr().err
+    assert left(config) == 3
+
+
+def test_a_socket_of_another_user_is_no_end_of_its_cache(config, tmp_path, capsys, monkeypatch):
+    save(config)
+
+    def refused(_stream, _address):
+        raise PermissionError(13, "Permission denied")
+
+    with listening(tmp_path / "kv.sock"), monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "connect", refused)
+        assert main(["purge", config, "--salt", "red"]) == 2
+    assert "no answer: Permission denied (ask as the user that" in capsys.readouterr().err
+    assert left(config) == 3
+
+
+def test_caches_that_answer_are_purged_and_the_others_named(config, tmp_path, capsys):
+    with open_cache(config, layout=LAYOUT) as cache:
+        cache.save(KEYS, salt="red").commit()
+        with listening(tmp_path / "kv.dp1.sock"), listening(tmp_path / "kv.dp2.sock"):
+            assert main(["purge", config, "--salt", "red", "--wait", "1"]) == 2
+        said = capsys.readouterr().err
+        assert cache.lookup(KEYS).total == 0
+    for name in ("kv.dp1.sock", "kv.dp2.sock"):
+        assert f"{tmp_path / name}: no answer: timed out" in said
+    assert "done all the same: kv.sock: host: 3 blocks removed" in said
+
+
+def test_without_a_namespace_that_a_server_needs_nothing_is_purged(tmp_path, capsys):
+    away = {"type": "redis", "url": "redis://127.0.0.1:1", "capacity": "1 MiB"}
+    alone = write(tmp_path)
+    save(alone)
+    for what in (["--all"], ["--salt", "red"]):
+        config = write(tmp_path, away)
+        assert main(["purge", config, *what]) == 2
+        assert "--namespace: missing (redis needs it" in capsys.readouterr().err
+        assert left(write(tmp_path)) == 3
+
+
+def test_what_was_done_before_a_server_failed_is_said(tmp_path, capsys):
+    save(write(tmp_path))
+    away = {"type": "redis", "url": "redis://127.0.0.1:1", "capacity": "1 MiB"}
+    assert main(["purge", write(tmp_path, away), "--namespace", SPACE]) == 2
+    said = capsys.readouterr().err
+    assert "done all the same: files: 3 blocks removed" in said
+    assert "127.0.0.1:1" in said
+
+
+def test_a_salt_that_is_no_text_is_refused(config, capsys):
+    with open_cache(config, layout=LAYOUT):
+        assert main(["purge", config, "--salt", os.fsdecode(b"\xff")]) == 2
+    assert "--salt: not UTF-8 text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("every_s", ["1e12", "inf", "nan", "-1"])
+def test_stats_are_not_watched_so_seldom(config, capsys, every_s):
+    assert main(["stats", config, "--watch", every_s]) == 2
+    assert "--watch: " in capsys.readouterr().err
+
+
+def test_a_target_that_cannot_be_is_a_wrong_one(tmp_path, capsys):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for target, why in ((tmp_path / ("x" * 300), "File name too long"), (loop / "a", "Too many")):
+        assert main(["stats", str(target)]) == 2
+        assert why in capsys.readouterr().err
