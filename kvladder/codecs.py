@@ -149,7 +149,7 @@ def finder(layout: Layout, namespace: Namespace) -> Callable[[int], Codec | None
 
 def _made(wanted: int, layout: Layout, namespace: Namespace) -> Codec | None:
     for name in [_OWN[wanted]] if wanted in _OWN else registry.names("codecs"):
-        with suppress(ConfigError):  # it cannot be loaded, or lacks its key
+        with suppress(Exception):  # it cannot be loaded, lacks its key or its settings, or is ill
             make = _codec({"name": name}, "")
             if make.id == wanted and not make.lossy:
                 options = None if make.Options is None else make.Options()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import os
 import re
 from functools import lru_cache
@@ -86,7 +85,7 @@ class AesGcmCodec(Codec):
                 master = bytes.fromhex(text)
             else:
                 master = base64.b64decode(text, validate=True)
-        except binascii.Error:
+        except ValueError:  # characters that base64 does not have, or too few
             master = b""
         if len(master) < KEY_BYTES:
             raise ConfigError(f"{variable} does not hold a key", path="aes-gcm.variable", hint=hint)
