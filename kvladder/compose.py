@@ -131,7 +131,9 @@ def _namespace(config: StackConfig, layout: Layout) -> Namespace:
     given = config.model.fingerprint
     fields = {} if given == "auto" else {"model.fingerprint": given}
     # blocks move between levels: whoever is content with less shares with nobody who is not
-    lossy = [str(codec) for level in config.levels for codec in level.codecs if codec.allow_lossy]
+    lossy = [
+        codec.identity for level in config.levels for codec in level.codecs if codec.allow_lossy
+    ]
     if lossy:
         fields["codecs"] = ", ".join(sorted(set(lossy)))
     return replace(layout, fields={**layout.fields, **fields}).namespace(salt=config.block.salt)

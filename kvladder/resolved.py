@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 
 import msgspec
 
-from kvladder.schema import MASK, is_secret, join, masked
+from kvladder.schema import cleared, is_secret, join
 from kvladder.sources import Source
 from kvladder.units import Size
 
@@ -34,7 +34,7 @@ def rows(settings: msgspec.Struct, path: str, source: Source, meaning: Meaning) 
     for field in msgspec.structs.fields(settings):
         value: object = getattr(settings, field.name)
         where = join(path, field.encode_name)
-        if isinstance(value, msgspec.Struct):
+        if isinstance(value, msgspec.Struct) and not is_secret(where):
             inner = path if field.name == "options" else where
             found.extend(rows(value, inner, source, meaning))
         elif field.name != "options":
@@ -46,13 +46,12 @@ def text(path: str, value: object) -> str:
     """A value as it would be written, without secrets."""
     if value is None or value in ("", ()):
         return "none"
-    if is_secret(path):
-        return MASK
-    if isinstance(value, Size):
-        return f"{value} ({int(value)} bytes)"
+    told = cleared(path, value)
+    if isinstance(told, Size):
+        return f"{told} ({int(told)} bytes)"
     if isinstance(value, tuple):
-        return masked(", ".join(str(item) for item in cast("tuple[object, ...]", value)))
-    return masked(str(value))
+        return ", ".join(str(item) for item in cast("list[object]", told))
+    return str(told)
 
 
 def who(path: str, source: Source) -> str:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
-from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, cast, get_args, get_origin
 
 import msgspec
 import yaml
 
 from kvladder.errors import ConfigError
 from kvladder.units import Duration, Share, Size
+from kvladder.yamlfile import parse_yaml
 
 S = TypeVar("S", bound=msgspec.Struct)
 Loose = Callable[[str], bool]
@@ -25,8 +26,8 @@ _SECRET_WORDS = {
     "credential", "credentials", "key", "passphrase", "passwd", "password", "salt", "secret",
     "token",
 }  # fmt: skip
-_USER = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://)\S*@")
-_QUERY = re.compile(r"([?&][^=&\s]*(?:password|secret|token|key)[^=&\s]*=)[^&\s]*", re.IGNORECASE)
+_USER = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://).*@", re.DOTALL)
+_QUERY = re.compile(r"([?&][^=&\s]*(?:password|secret|token|key)[^=&\s]*=)[^&]*", re.IGNORECASE)
 _WHERE = re.compile(r"(.*?)(?: - at `\$(.*)`)?", re.DOTALL)
 
 
@@ -48,8 +49,26 @@ def is_secret(path: str) -> bool:
 
 
 def masked(text: str) -> str:
-    """``text`` without what a URL in it tells about its user."""
+    """``text`` without what a URL in it tells about its user, and rather too much masked."""
     return _QUERY.sub(rf"\1{MASK}", _USER.sub(rf"\1{MASK}@", text))
+
+
+def cleared(path: str, value: object) -> object:
+    """``value`` as plain data, with every secret in it masked at whatever depth it lies."""
+    if value is None or value in ("", ()):
+        return value
+    if is_secret(path):
+        return MASK
+    if isinstance(value, msgspec.Struct) and type(value).__str__ is msgspec.Struct.__str__:
+        value = msgspec.structs.asdict(value)
+    if isinstance(value, Mapping):
+        items = cast("Mapping[object, object]", value).items()
+        return {key: cleared(join(path, str(key)), item) for key, item in items}
+    if isinstance(value, list | tuple):
+        return [cleared(path, item) for item in cast("Sequence[object]", value)]
+    told = str(value)
+    hidden = masked(told)
+    return value if hidden == told else hidden
 
 
 def is_text(text: str) -> bool:
@@ -191,7 +210,7 @@ def _from_text(text: str, wanted: Any) -> object | None:
 
 def _yaml(text: str) -> object:
     try:
-        return yaml.safe_load(text)
+        return parse_yaml(text)
     except yaml.YAMLError:
         return text
 

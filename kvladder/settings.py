@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
 from kvladder import registry
+from kvladder.errors import ConfigError
 from kvladder.layout import Layout
 from kvladder.policy.eviction import PRIORITY_MAX, PRIORITY_MIN, EvictionPolicy
 from kvladder.policy.offload import OffloadRule, When
+from kvladder.schema import cleared
 from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs import Codec
 from kvladder.tiers.edge import scratch_blocks
@@ -100,6 +104,11 @@ class ControlConfig(Settings, frozen=True, kw_only=True):
     path: str | None = None
     """The Unix-domain socket at which it listens; without one there is none."""
 
+    def __post_init__(self) -> None:
+        if self.path is not None and (not Path(self.path).name or "\0" in self.path):
+            hint = "expected the name of a socket, or leave it out"
+            raise ConfigError(repr(self.path), path="path", hint=hint)
+
 
 class BreakerConfig(Settings, frozen=True, kw_only=True):
     """When a failing tier is left alone."""
@@ -146,10 +155,19 @@ class CodecConfig(Settings, frozen=True, kw_only=True):
     """The codec's own settings, of its class's ``Options``."""
 
     def __str__(self) -> str:
+        """For people: without secrets."""
+        return self._with(lambda key, value: str(cleared(key, value)))
+
+    @property
+    def identity(self) -> str:
+        """All that tells what it makes of blocks from what another makes, secrets too."""
+        return self._with(lambda _, value: str(value))
+
+    def _with(self, write: Callable[[str, object], str]) -> str:
         if self.options is None:
             return self.name
         values = msgspec.structs.asdict(self.options).items()
-        return f"{self.name} ({', '.join(f'{key} {value}' for key, value in values)})"
+        return f"{self.name} ({', '.join(f'{key} {write(key, value)}' for key, value in values)})"
 
     def make(self) -> Codec:
         """A new codec, not yet opened."""

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import yaml
-
 from kvladder.errors import ConfigError
-from kvladder.schema import is_list, is_mapping, join, nearest, require_mapping, shown
+from kvladder.schema import is_list, is_mapping, is_text, join, nearest, require_mapping, shown
 from kvladder.units import Size
+from kvladder.yamlfile import DEPTH_MAX, load_yaml
 
 Origin = Literal["default", "file", "given", "environment", "engine"]
 
@@ -24,7 +23,6 @@ PREFIX = "KVLADDER__"
 FREE_SHARE = 0.8
 """How much of a file system's free space the short form takes."""
 SHORT_KEYS = ("host", "files", "capacity")
-DEPTH_MAX = 16
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?:([A-Za-z_][A-Za-z0-9_]*)(:-[^}]*)?\})?")
 
 
@@ -83,7 +81,7 @@ def read(
         plain: Any = _plain(source, "")
     else:
         origin = "file"
-        plain = _plain(_load_yaml(Path(source)), "")
+        plain = _plain(load_yaml(Path(source)), "")
     found = Source({})
     expanded = _substitute(plain, "", env, found)
     if not is_mapping(expanded) or not expanded:
@@ -91,57 +89,26 @@ def read(
         raise ConfigError(f"the configuration is {what}", hint="expected arena: and tiers:")
     _mark(expanded, "", origin, found)
     found.raw = _long_form(expanded, found)
+    _open_control(found)
     for name in sorted(env):
         if name.startswith(PREFIX):
             _apply_variable(name, env[name], found)
+            _open_control(found)
     if overrides:
         _apply(found.raw, _plain(overrides, ""), "", "engine", found)
-    control = found.raw.get("control")
-    if isinstance(control, str):  # a path alone
-        found.raw["control"] = {"path": control}
-        found.origins["control.path"] = found.origins["control"]
-        if "control" in found.variables:
-            found.variables["control.path"] = found.variables["control"]
+        _open_control(found)
     return found
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML in which a key that is given twice is an error."""
-
-
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[str] = set()
-    for key, _ in node.value:
-        if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(
-                    problem="a key is given twice", problem_mark=key.start_mark
-                )
-            seen.add(key.value)
-    loader.flatten_mapping(node)
-    return loader.construct_mapping(node, deep=True)
-
-
-_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
-
-
-def _load_yaml(path: Path) -> object:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        why = error.strerror or type(error).__name__
-        raise ConfigError(why, path=str(path), hint="expected a readable YAML file") from error
-    except UnicodeDecodeError:
-        raise ConfigError("not UTF-8 text", path=str(path), hint="expected a YAML file") from None
-    try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError as error:
-        # Not str(error): that quotes the line, which may hold a secret. So may a quoted word.
-        problem = getattr(error, "problem", None) or "not YAML"
-        problem = re.sub(r"'(?!<)[^']{2,}'", "'...'", problem)
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
-        raise ConfigError(problem, path=where, hint="expected valid YAML") from None
+def _open_control(found: Source) -> None:
+    """``control: PATH`` written out, so that what comes over it finds a section."""
+    control = found.raw.get("control")
+    if isinstance(control, str):
+        found.raw["control"] = {"path": control}
+        found.origins["control.path"] = found.origins["control"]
+        found.variables.pop("control.path", None)
+        if "control" in found.variables:
+            found.variables["control.path"] = found.variables["control"]
 
 
 def _plain(value: object, path: str, depth: int = 0) -> Any:
@@ -192,6 +159,8 @@ def _substitute(value: Any, path: str, env: Mapping[str, str], found: Source) ->
 
 def _mark(value: Any, path: str, origin: Origin, found: Source) -> None:
     """Note who set ``value`` and all that is in it; what a variable filled in stays noted so."""
+    if isinstance(value, str):
+        _require_text(value, path)
     found.origins.setdefault(path, origin)
     if is_mapping(value):
         for key, item in value.items():
@@ -199,6 +168,12 @@ def _mark(value: Any, path: str, origin: Origin, found: Source) -> None:
     elif is_list(value):
         for i, item in enumerate(value):
             _mark(item, f"{path}[{i}]", origin, found)
+
+
+def _require_text(text: str, path: str) -> None:
+    """Digests, statistics and messages are UTF-8: refuse here what they could not hold."""
+    if not is_text(text):
+        raise ConfigError(shown(path, text), path=path, hint="expected UTF-8 text")
 
 
 def _long_form(raw: dict[str, Any], found: Source) -> dict[str, Any]:
@@ -222,7 +197,7 @@ def _long_form(raw: dict[str, Any], found: Source) -> dict[str, Any]:
     _require_size(raw, "host")
     if "files" in raw:
         directory = raw["files"]
-        if not isinstance(directory, str) or not directory:
+        if not isinstance(directory, str) or not directory or "\0" in directory:
             raise ConfigError(shown("files", directory), path="files", hint="expected a directory")
         capacity = raw.get("capacity")
         if capacity is None:
@@ -279,6 +254,7 @@ def _apply_variable(name: str, text: str, found: Source) -> None:
     keys = name.removeprefix(PREFIX).lower().split("__")
     if not all(keys):
         raise ConfigError("names no setting", path=name, hint="like KVLADDER__ARENA__SIZE")
+    _require_text(text, name)
     tree: Any = text
     for key in reversed(keys):
         tree = {key: tree}

@@ -54,6 +54,8 @@ class FilesOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         if not self.path:
             raise ValueError("the path is empty: expected a directory")
+        if "\0" in self.path:
+            raise ValueError("the path has a null character: expected a directory")
 
 
 class FilesTier(Tier):

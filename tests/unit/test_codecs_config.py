@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 
+from kvladder import registry
 from kvladder.codecs import finder
 from kvladder.compose import open_cache
 from kvladder.config import load_config
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
+from kvladder.tiers.codecs import Codec
 from kvladder.tiers.memory import MemoryTier
 from kvladder.tiers.zstd import ZstdCodec, ZstdOptions
 
@@ -116,6 +119,78 @@ def test_whoever_is_content_with_less_shares_with_nobody_who_is_not():
         with open_cache(source, layout=layout) as cache:
             spaces.add(cache.namespace)
     assert len(spaces) == 2
+
+
+class VaultOptions(msgspec.Struct, frozen=True, kw_only=True):
+    key: str = ""
+    where: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class Vault(Codec):
+    """A third party's codec that loses something and has secrets."""
+
+    name = "vault"
+    id = 4999
+    lossy = True
+    Options = VaultOptions
+
+    def __init__(self, options):
+        """It keeps nothing of them."""
+
+    def encode(self, data, target, subject):
+        return None
+
+    def decode(self, data, params, target, subject):
+        return data
+
+
+def test_secrets_of_a_codec_are_not_shown_and_tell_its_blocks_apart(monkeypatch):
+    monkeypatch.setitem(registry._registered, ("codecs", "vault"), Vault)
+    spaces = set()
+    for key in ("hunter22", "hunter23"):
+        where = {"url": "x://me:hunter22@here", "token": "hunter22"}
+        codec = {"name": "vault", "allow_lossy": True, "key": key, "where": where}
+        entry = {"type": "memory", "capacity": "1 MiB", "codecs": [codec]}
+        source = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, entry]}
+        with open_cache(source, layout=Layout(16, 8192)) as cache:
+            spaces.add(cache.namespace)
+            assert "hunter" not in cache.describe()
+            assert "vault (key ***, where {'url': 'x://***@here', 'token': '***'})" in (
+                cache.describe()
+            )
+    assert len(spaces) == 2
+
+
+@pytest.mark.parametrize("key", ["ключ" * 20, "x", "é" * 64])
+def test_a_key_of_other_characters_is_none(monkeypatch, key):
+    monkeypatch.setenv("KVLADDER_KEY", key)
+    assert finder(LAYOUT, LAYOUT.namespace())(4) is None
+    with pytest.raises(ConfigError, match="KVLADDER_KEY does not hold a key") as refused:
+        open_cache(
+            {
+                "arena": {"size": "1 MiB"},
+                "tiers": [
+                    {"type": "host"},
+                    {"type": "memory", "capacity": "1 MiB", "codecs": ["aes-gcm"]},
+                ],
+            },
+            layout=Layout(16, 8192),
+        )
+    assert f" {key} " not in str(refused.value)
+
+
+class Needy(Vault):
+    """One that cannot be made without settings."""
+
+    lossy = False
+
+    class Options(msgspec.Struct):
+        must: str
+
+
+def test_a_codec_that_cannot_be_made_alone_is_not_found(monkeypatch):
+    monkeypatch.setitem(registry._registered, ("codecs", "vault"), Needy)
+    assert finder(LAYOUT, LAYOUT.namespace())(Vault.id) is None
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,39 @@ def test_a_file_of_the_wrong_shape(refusal, text, path, says):
     assert (error.path, says in str(error)) == (path, True), str(error)
 
 
+@pytest.mark.parametrize("path", ["", "/", ".", "/tmp/a\0b"])
+def test_a_control_socket_has_a_name(refusal, path):
+    for control in (path, {"path": path}):
+        error = refusal({**tiers(), "control": control})
+        assert error.path == "control.path"
+        assert "expected the name of a socket, or leave it out" in str(error)
+    if not path:
+        error = refusal({**tiers(), "control": "${NOWHERE:-}"})
+        assert error.path == "control.path"
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udcff"])
+def test_what_is_no_text_is_refused(refusal, text):
+    for path, changed in (
+        ("block.salt", {"block": {"salt": text}}),
+        ("model.fingerprint", {"model": {"fingerprint": text}}),
+        ("tiers[1].path", tiers({"type": "files", "path": text, "capacity": "1 GiB"})),
+    ):
+        error = refusal({**tiers(), **changed})
+        assert (error.path, error.hint) == (path, "expected UTF-8 text")
+        assert str(error).isascii(), "it can be printed"
+    for env in ({"KVLADDER__MODEL__FINGERPRINT": text}, {"NAME": text}):
+        error = refusal({**tiers(), "model": {"fingerprint": "${NAME:-x}"}}, env=env)
+        assert error.path in {"KVLADDER__MODEL__FINGERPRINT", "model.fingerprint"}
+    assert "expected UTF-8 text" in str(refusal({"host": "1 GiB", "files": text}))
+
+
+def test_a_directory_has_no_null_character(refusal):
+    error = refusal(tiers({"type": "files", "path": "/tmp/a\0b", "capacity": "1 GiB"}))
+    assert "null character" in str(error)
+    assert refusal({"host": "1 GiB", "files": "/tmp/a\0b"}).path == "files"
+
+
 @pytest.mark.parametrize(
     ("changed", "path", "says"),
     [

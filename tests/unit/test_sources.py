@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 
 from kvladder.config import load_config
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
+from kvladder.units import Size
 
 SMALL = """
 arena: {size: 1 GiB}
@@ -53,6 +57,37 @@ def test_a_key_given_twice_is_refused(refusal):
     error = refusal("arena:\n  size: 1 GiB\n  size: 2 GiB\n")
     assert "a key is given twice" in str(error)
     assert "line 3, column 3" in error.path
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("2024-13-45", "read as a date: if text is meant, put it in quotes"),
+        ("2024-01-13", "read as a date"),
+        ("2024-01-13 10:00:00 +99:00", "read as a date"),
+        ("0x_", "read as a number"),
+        ("9" * 5000, "read as a number"),
+        (f"0x{'f' * 5000}", "read as a number"),
+        ("!!int ''", "read as a number"),
+        ("!!float x", "read as a number"),
+        ("!!bool x", "read as bool"),
+        ("!!timestamp x", "read as a date"),
+        ("[" * 3000, "nested deeper than 16 levels"),
+    ],
+)
+def test_a_value_that_yaml_cannot_make_is_said_with_its_line(refusal, value, says):
+    error = refusal(f"arena: {{size: 1 GiB}}\nmodel:\n  fingerprint: {value}\n")
+    assert says in str(error)
+    assert "line 3, column " in error.path
+    held = refusal(tiers(), env={"KVLADDER__EVENTS__MAX": value})
+    assert held.path == "events.max"
+
+
+def test_a_date_in_quotes_is_text(load):
+    text = f"model: {{fingerprint: '2024-01-13'}}\n{SMALL}"
+    assert load(text).model.fingerprint == "2024-01-13"
+    held = load(SMALL, env={"KVLADDER__MODEL__FINGERPRINT": "2024-13-45"})
+    assert held.model.fingerprint == "2024-13-45"
 
 
 def test_a_file_without_end_is_refused(refusal):
@@ -166,6 +201,65 @@ def test_errors_do_not_show_the_user_in_a_url(refusal):
     error = refusal(tiers(cold(when="redis://me:hunter22@cache")))
     assert "hunter22" not in str(error)
     assert "redis://***@cache" in str(error)
+
+
+def test_a_secret_in_a_url_may_have_spaces(remote):
+    for url in ("redis://me:hunter22 @cache", "x://cache?password=a hunter22&db=0"):
+        entry = {"type": "remote", "capacity": "1 GiB", "url": url}
+        shown = load_config(tiers(entry), env={}).describe(LAYOUT)
+        assert "hunter22" not in shown
+        assert "cache" in shown
+
+
+class Login(msgspec.Struct, frozen=True):
+    user: str = "me"
+    phrase: str = "hunter22"
+
+
+class Nest(msgspec.Struct, frozen=True):
+    token: str = "hunter22"
+    size: Size = Size(1 << 20)
+
+
+class NestedOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of a plug-in with secrets at all depths."""
+
+    headers: dict[str, Any] = {}
+    nests: tuple[Nest, ...] = (Nest(),)
+    credentials: Login = Login()
+    servers: tuple[str, ...] = ("x://me:hunter22@first", "x://me:hunter22@second")
+
+
+def test_secrets_within_options_are_not_shown(remote, monkeypatch):
+    monkeypatch.setattr(remote, "Options", NestedOptions)
+    headers = {"x-auth-token": "hunter22", "deep": [{"secret": "hunter22", "plain": "kept"}]}
+    entry = {"type": "remote", "capacity": "1 GiB", "headers": headers}
+    config = load_config(tiers(entry), env={})
+    assert "hunter22" not in config.describe(LAYOUT)
+    values = {row.path.removeprefix("tiers[1]."): row.value for row in config.rows()}
+    assert values["headers"] == (
+        "{'x-auth-token': '***', 'deep': [{'secret': '***', 'plain': 'kept'}]}"
+    )
+    assert values["credentials"] == "***"
+    assert values["servers"] == "x://***@first, x://***@second"
+    assert "1048576" in values["nests"]
+
+
+# ---- the control socket's short form
+
+
+@pytest.mark.parametrize("env", [{}, {"KVLADDER__CONTROL": "/run/whole.sock"}])
+def test_a_control_path_alone_may_be_laid_over(env):
+    short = {"host": "1 GiB", "control": "/run/file.sock"}
+    env = {**env, "KVLADDER__CONTROL__PATH": "/run/env.sock"}
+    found = load_config(short, env=env)
+    assert found.control.path == "/run/env.sock"
+    origins = {row.path: row.origin for row in found.rows()}
+    assert origins["control.path"] == "environment: KVLADDER__CONTROL__PATH"
+    for engine in ("/run/engine.sock", {"path": "/run/engine.sock"}):
+        last = load_config(short, env=env, overrides={"control": engine})
+        assert last.control.path == "/run/engine.sock"
+        assert {row.path: row.origin for row in last.rows()}["control.path"] == "engine"
 
 
 # ---- the short form
