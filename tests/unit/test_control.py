@@ -65,6 +65,17 @@ def said(path, data, *, more=True):
     return [json.loads(line) for line in found.splitlines()]
 
 
+def wait_for_a_place(path):
+    end = time.monotonic() + 60
+    while True:
+        try:
+            assert ask(path, {"command": "stats"})
+            break
+        except ConfigError:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
 # ---- answers
 
 
@@ -187,13 +198,7 @@ def test_clients_are_few(cache, path):
     finally:
         for stream in streams:
             stream.close()
-    end = time.monotonic() + 60
-    while True:
-        try:
-            assert ask(path, {"command": "stats"})
-            break
-        except ConfigError:
-            assert time.monotonic() < end
+    wait_for_a_place(path)
 
 
 # ---- the socket in the file system
@@ -236,14 +241,7 @@ def test_a_client_that_is_gone_keeps_no_place(cache, path, monkeypatch):
             client.connect(str(path))
             client.sendall(request)
             time.sleep(0.1)
-    end = time.monotonic() + 60
-    while True:
-        try:
-            assert ask(path, {"command": "stats"})
-            break
-        except ConfigError:
-            assert time.monotonic() < end
-            time.sleep(0.05)
+    wait_for_a_place(path)
 
 
 def test_a_client_that_has_only_said_all_is_waited_for(cache, path, monkeypatch):
