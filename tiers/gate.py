@@ -114,14 +114,15 @@ class Gate:
             self._failed(f"no answer within {timeout_s:g} s")
             self._stats.timeouts += 1
             return Answer(None, quiet=False)
-        return self._answer(task)
+        return self._answer(task, moves_bytes=bool(slots))
 
-    def _answer(self, task: asyncio.Task[Sequence[bool]]) -> Answer:
+    def _answer(self, task: asyncio.Task[Sequence[bool]], *, moves_bytes: bool) -> Answer:
         if task.cancelled():
             self._failed("it cancelled the call")
             return Answer(None)
         error = task.exception()
-        if error is None or isinstance(error, TierFull):
+        # a removal that finds no room has failed, or it would be tried again at once
+        if error is None or (moves_bytes and isinstance(error, TierFull)):
             self.breaker.success()
             return Answer(None, full=True) if error else Answer(task.result())
         self._failed(str(error) if isinstance(error, TierError) else repr(error))

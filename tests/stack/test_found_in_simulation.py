@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from kvladder.policy.offload import OffloadRule
-from kvladder.testing.fakes import Fail, FakeStore, FakeTier, Hang, Hold
+from kvladder.testing.fakes import Fail, FakeStore, FakeTier, Full, Hang, Hold
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.breaker import BreakerSettings
 from kvladder.tiers.gate import GateSettings
@@ -281,3 +281,16 @@ async def test_what_stays_in_host_memory_is_not_dropped_because_a_queue_is_full(
             cache.stack._tidy()
         assert cache.manager.stats()["level1"]["dropped"] == {}
         hold.let_go()
+
+
+async def test_a_removal_that_finds_no_room_is_not_tried_again_at_once() -> None:
+    tier = FakeTier([Full(on="remove", times=100)])
+    async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
+        cache.save(cache.keys(1, 2))
+        await cache.settle()
+        cache.manager.remove(cache.keys(1, 2))
+        await asyncio.sleep(12.0)
+        assert 1 < len(tier.batches("remove")) <= 3
+        tier.heal()
+        await asyncio.sleep(12.0)
+        assert cache.manager.removals == 0
