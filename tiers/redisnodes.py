@@ -73,7 +73,7 @@ class Entrance:
             It cannot be reached.
         """
         arguments: dict[str, Any] = {"protocol": 3, "client_name": "kvladder", "db": self._url.db}
-        if self._url.password:
+        if self._url.username or self._url.password:
             arguments |= {"username": self._url.username or None, "password": self._url.password}
         kind: Any = client.UnixDomainSocketConnection
         if address.port:

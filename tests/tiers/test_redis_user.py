@@ -11,6 +11,7 @@ import redis
 from kvladder.testing.redisserver import RedisServer, start_cluster
 from tests.tiers.test_redis_faults import cache_over, forgotten, keys, load, save, stored, wait_for
 from tests.tiers.test_redis_quota import flat, quota, salted
+from tests.tiers.test_redis_refused import refused
 
 pytestmark = pytest.mark.slow
 PAGE = Path(__file__).parents[2] / "docs" / "redis.md"
@@ -60,6 +61,19 @@ def test_the_user_of_the_documentation_can_do_all_that_is_needed(tmp_path, clust
     finally:
         for server in servers:
             server.kill()
+
+
+@pytest.mark.parametrize("in_url", [False, True])
+def test_a_name_without_a_password_is_that_user_and_not_the_default_one(tmp_path, in_url):
+    with RedisServer(tmp_path) as server:
+        server.run("ACL", "SETUSER", "kv", "on", "nopass", "~kvladder:*", "resetchannels", "+@all")
+        server.run("ACL", "SETUSER", "other", "on", ">password", "~*", "resetchannels", "+@all")
+        url = server.url.replace("//", "//kv@") if in_url else server.url
+        with cache_over(url, **({} if in_url else {"username": "kv"})) as cache:
+            stored(cache, keys(1, 2))
+            users = {c["user"] for c in server.client().client_list() if c["name"] == "kvladder"}
+        assert users == {"kv"}
+        assert refused(url=server.url, username="other").path.endswith(".password")
 
 
 def test_a_user_who_loses_a_right_and_a_password_that_changes(tmp_path):
