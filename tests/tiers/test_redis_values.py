@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -96,6 +97,11 @@ class TestValues(Values):
         assert list(await other.get([item])) == [False]
         assert other.corrupt_blocks() == 1
         await other.aclose()
+
+    def test_the_documentation_says_how_long_a_header_is(self):
+        page = (Path(__file__).parents[2] / "docs" / "redis.md").read_text()
+        assert f"begins with {HEADER_BYTES} bytes" in page
+        assert f"its bytes and {HEADER_BYTES} more" in page
 
     async def test_a_block_is_written_once(self, tier, blocks):
         (item,) = await blocks.put(tier, 0)
