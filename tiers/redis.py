@@ -32,6 +32,8 @@ BATCH_BLOCKS_MAX = 128
 PROBE_BLOCKS_MAX = 16384
 VALUE_BYTES_MAX = 512 << 20
 """What a server takes unless ``proto-max-bulk-len`` says otherwise."""
+VALUE_BYTES_MIN = 1 << 20
+"""The least that ``proto-max-bulk-len`` may be."""
 _NOTHING = memoryview(b"")
 NO_CHARGES: Mapping[int, tuple[bytes, int]] = {}
 GAUGES_S = 10.0
@@ -121,9 +123,11 @@ class RedisTier(Tier):
         if mode != "cluster" and options.cluster:
             hint = "leave out cluster: true"
             raise Unfit(f"{address} is a standalone server", path="cluster", hint=hint)
-        with suppress(TierError):  # a user without this right, or a service without this command
+        # a user without this right, or a service without this command or with an answer of its own
+        with suppress(TierError, TypeError, ValueError):
             found: Any = await ask(address, "CONFIG", "GET", "proto-max-bulk-len")
-            self._value_max = int(dict(found).get(b"proto-max-bulk-len", VALUE_BYTES_MAX))
+            told = int(dict(found).get(b"proto-max-bulk-len", VALUE_BYTES_MAX))
+            self._value_max = max(told, VALUE_BYTES_MIN)
 
     # ---- commands
 

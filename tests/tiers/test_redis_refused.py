@@ -227,6 +227,21 @@ def test_a_server_too_old_for_us():
     assert "6.2" in error.hint
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [b":5\r\n", b"*1\r\n:1\r\n", b"+OK\r\n", b"%1\r\n$18\r\nproto-max-bulk-len\r\n+much\r\n"],
+)
+def test_a_server_that_answers_a_question_about_its_settings_as_it_likes(reply):
+    info = b"redis_version:7.2.0\r\nredis_mode:standalone\r\n"
+    login = [HELLO, b"+OK\r\n", b"+OK\r\n+OK\r\n"]
+    replies = [*login, b"$%d\r\n%b\r\n" % (len(info), info)], [*login, reply]
+    with Scripted(*replies) as odd:
+        source = stack(url=f"redis://127.0.0.1:{odd.port}", required=True)
+        with kvladder.open_cache(source, layout=LAYOUT) as cache:
+            told = cache.stack.levels[0].tier.describe()["value"]
+        assert told == "at most 536870912 bytes"
+
+
 def test_a_server_that_is_none_and_one_that_says_nothing():
     with Scripted([b"HTTP/1.1 400 Bad Request\r\n\r\n"]) as other:
         error = refused(url=f"redis://127.0.0.1:{other.port}")
