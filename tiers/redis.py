@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from kvladder.errors import ConfigError, TierError, TierFull
 from kvladder.tiers.base import Item, Progress, Tier, TierContext
-from kvladder.tiers.redisnodes import Command, Entrance, Unfit, hang_up, sent
+from kvladder.tiers.redisnodes import Command, Entrance, Unfit, hang_up, parse_info, sent
 from kvladder.tiers.redisquota import Quotas
 from kvladder.tiers.redisscan import STEP_KEYS, heads, scan
 from kvladder.tiers.redisservers import ClusterServers, OneServer, Outcome, Servers
@@ -358,12 +358,6 @@ class RedisTier(Tier):
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.wait({self._asking})
-
-
-def parse_info(text: bytes) -> dict[str, str]:
-    """The fields of what INFO replied."""
-    rows = (line.partition(":") for line in text.decode(errors="replace").splitlines())
-    return {name: value for name, found, value in rows if found}
 
 
 def _failure(outcome: Outcome) -> TierError | None:

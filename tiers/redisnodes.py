@@ -34,6 +34,14 @@ class Command(NamedTuple):
     target: Target | None = None
 
 
+class Client(NamedTuple):
+    """Which connection this is to the server: what it takes to end it from another."""
+
+    number: int
+    process: str
+    """The server's run, whose number it is: another one gives the same numbers to others."""
+
+
 class Unfit(TierError):
     """A server that does not fit the settings: trying again is no use."""
 
@@ -107,19 +115,20 @@ class Entrance:
             return TierError(f"{what}; does it speak TLS?" if self._url.tls else what)
         return TierError(f"{address}: {error}")
 
-    async def wire(self, address: Address) -> tuple[Wire, int]:
-        """A new connection for exchanges, and the number that the server gave it."""
+    async def wire(self, address: Address) -> tuple[Wire, Client]:
+        """A new connection for exchanges, and what the server knows it by."""
         connection = await self.connect(address)
         wire = Wire()
         try:
             number = await self.reply(connection, "CLIENT", "ID")
+            info = parse_info(await self.reply(connection, "INFO", "server"))
         except BaseException:
             await hang_up(connection)
             raise
         # redis-py has nothing under way on it and is told that it has no connection any more
         wire.take_over(connection._writer)
         connection._reader = connection._writer = None
-        return wire, int(number)
+        return wire, Client(int(number), info.get("run_id", ""))
 
     async def ask(self, address: Address, *arguments: str | int | bytes) -> Any:
         """The reply of a server to one command, over a connection of its own."""
@@ -176,13 +185,13 @@ class Node:
     """
 
     def __init__(
-        self, connect: Callable[[], Awaitable[tuple[Wire, int]]], connections_max: int
+        self, connect: Callable[[], Awaitable[tuple[Wire, Client]]], connections_max: int
     ) -> None:
         self._connect = connect
         self._gate = asyncio.Semaphore(connections_max)
-        self._idle: list[tuple[Wire, int]] = []
+        self._idle: list[tuple[Wire, Client]] = []
         self._busy: set[Wire] = set()
-        self._orphans: list[int] = []
+        self._orphans: list[Client] = []
         self.closed = False
 
     async def exchange(self, commands: Sequence[Command]) -> list[Reply]:
@@ -195,9 +204,13 @@ class Node:
         """
         async with self._gate:
             while True:
-                wire, number, is_new = await self._take()
+                wire, client, is_new = await self._take()
                 orphans = list(self._orphans)
-                kills = [Command(b"", sent(b"CLIENT", b"KILL", b"ID", n)) for n in orphans]
+                kills = [
+                    Command(b"", sent(b"CLIENT", b"KILL", b"ID", orphan.number))
+                    for orphan in orphans
+                    if orphan.process and orphan.process == client.process
+                ]
                 try:
                     replies = await exchange(wire, [*kills, *commands])
                 except OSError as error:
@@ -208,30 +221,31 @@ class Node:
                 finally:
                     self._busy.discard(wire)
                     if wire.unfinished_write:
-                        self._orphans.append(number)
+                        self._orphans.append(client)
                         self.drop_idle()
                     elif not wire.closed:
-                        self._idle.append((wire, number))
-                self._orphans = [n for n in self._orphans if n not in orphans]
+                        self._idle.append((wire, client))
+                # those of a process that is gone have gone with it
+                self._orphans = [orphan for orphan in self._orphans if orphan not in orphans]
                 return replies[len(kills) :]
 
-    async def _take(self) -> tuple[Wire, int, bool]:
+    async def _take(self) -> tuple[Wire, Client, bool]:
         """A connection, and whether it is a new one."""
         is_new = False
         while self._idle and self._idle[-1][0].closed:
             self._idle.pop()
         if self._idle:
-            wire, number = self._idle.pop()
+            wire, client = self._idle.pop()
         else:
             if self.closed:
                 raise TierError("the Redis tier is closed", temporary=False)
-            wire, number = await self._connect()
+            wire, client = await self._connect()
             is_new = True
             if self.closed:
                 wire.abort()
                 raise TierError("the Redis tier is closed", temporary=False)
         self._busy.add(wire)
-        return wire, number, is_new
+        return wire, client, is_new
 
     def drop_idle(self) -> None:
         """Close the connections that nobody uses: others would be found broken as well."""
@@ -245,6 +259,14 @@ class Node:
         self.drop_idle()
         for wire in list(self._busy):
             wire.cut()
+
+
+def parse_info(text: Any) -> dict[str, str]:
+    """The fields of what INFO replied; none if that is no text."""
+    if not isinstance(text, bytes):
+        return {}
+    rows = (line.partition(":") for line in text.decode(errors="replace").splitlines())
+    return {name: value for name, found, value in rows if found}
 
 
 def sent(*arguments: bytes | int) -> Parts:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from kvladder.errors import TierError
-from kvladder.tiers.redisnodes import Command, Entrance, Node, sent
+from kvladder.tiers.redisnodes import Client, Command, Entrance, Node, sent
 from kvladder.tiers.redisurl import Address, RedisOptions
 from kvladder.tiers.resp import Reply, ReplyError, Wire
 
@@ -56,7 +56,7 @@ class OneServer(Servers):
         super().__init__(options, entrance)
         self._node = Node(self._connect, options.connections)
 
-    async def _connect(self) -> tuple[Wire, int]:
+    async def _connect(self) -> tuple[Wire, Client]:
         (address,) = await self.addresses()
         return await self._entrance.wire(address)
 

@@ -209,6 +209,36 @@ class TestParts(Values):
         assert self.run("DBSIZE") == 0
 
 
+class TestRestarted(Values):
+    @pytest.fixture
+    def servers(self, tmp_path):
+        with RedisServer(tmp_path) as server:
+            yield [server]
+
+    async def test_what_was_given_up_is_not_ended_in_another_run(self, tier, blocks, servers):
+        """A server that was started again gives the numbers of its clients to others."""
+        (item,) = await blocks.put(tier, 0)
+        (server,) = servers
+        (own,) = [c["id"] for c in server.client().client_list() if c["name"] == "kvladder"]
+        server.pause()
+        getting = asyncio.create_task(tier.get([item]))
+        await asyncio.sleep(0.2)
+        getting.cancel()
+        await asyncio.wait({getting})
+        server.kill()
+        server.start()
+        others = {}
+        while not others or max(others) < int(own):
+            other = server.client(single_connection_client=True)
+            others[other.client_id()] = other
+        assert int(own) in others
+        assert await blocks.get(tier, [item]) == [False], "nothing is left"
+        alive = {int(client["id"]) for client in server.client().client_list()}
+        assert others.keys() <= alive
+        for other in others.values():
+            other.close()
+
+
 # ---- any bytes at all
 
 
