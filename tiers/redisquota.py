@@ -16,6 +16,8 @@ from kvladder.tiers.redisvalue import HEADER_BYTES
 
 ALL = b"all"
 """The field with the bytes of the whole namespace; those of salts have 8 bytes as names."""
+RETRY_MS = 60_000
+"""How soon somebody may count again after a recount that failed."""
 KNOWN_MAX = 1 << 16
 """Of how many salts an engine remembers what they have."""
 
@@ -179,7 +181,8 @@ class Quotas:
         Raises
         ------
         TierError, OSError
-            A server could not be asked; the counters are as they were.
+            A server could not be asked; the counters are as they were, and somebody may try again
+            after ``RETRY_MS``.
         """
         period_ms = int(self._options.recount * 1000)
         turn = sent(b"SET", self.turn, b"1", b"NX", b"PX", period_ms)
@@ -187,6 +190,15 @@ class Quotas:
             (mine,) = await servers.run([Command(self.turn, turn)])
         if mine != b"OK":
             return
+        try:
+            await self._recount(entrance, servers)
+        except Exception:
+            turn = sent(b"SET", self.turn, b"1", b"PX", min(period_ms, RETRY_MS))
+            async with asyncio.timeout(entrance.limit_s):
+                await servers.run([Command(self.turn, turn)])
+            raise
+
+    async def _recount(self, entrance: Entrance, servers: Servers) -> None:
         connection = await entrance.connect(await servers.where(self.counters))
         try:
             counted = await entrance.reply(connection, "HGETALL", self.counters)

@@ -10,7 +10,7 @@ import pytest
 from kvladder.errors import TierFull
 from kvladder.keys import salt_digest
 from kvladder.testing.redisserver import RedisServer, start_cluster
-from kvladder.tiers import redis
+from kvladder.tiers import redis, redisquota
 from kvladder.tiers.redisurl import QuotaOptions, RedisOptions
 from kvladder.tiers.redisvalue import HEADER_BYTES
 from kvladder.units import Size
@@ -164,6 +164,27 @@ def test_a_recount_puts_right_what_the_server_lost(server):
         wait_for(lambda: b"oldsalts" not in server.run("HKEYS", space + b"bytes"))
         assert 3500 < server.run("TTL", space + b"recount") <= 3600
         assert salted(cache, flat(8, 9, 10, 11, 12), "tenant") in (3, 4)
+
+
+def test_a_recount_that_fails_is_soon_repeated(server, monkeypatch):
+    monkeypatch.setattr(redis, "GAUGES_S", 0.1)
+    monkeypatch.setattr(redisquota, "RETRY_MS", 500)
+    server.run("ACL", "SETUSER", "default", "-scan")
+    more = count(100)
+    with cache_over(server.url, **quota(tenant=4)) as cache:
+        stored(cache, flat(next(more)))
+        space = b"kvladder:%b:" % cache.namespace.hex()[:32].encode()
+        server.run("HSET", space + b"bytes", b"deadsalt", 5 * VALUE)
+        wait_for(
+            lambda: b"scan" in {entry[b"object"] for entry in map(dict, server.run("ACL", "LOG"))}
+        )
+        server.run("ACL", "SETUSER", "default", "+scan")
+
+        def is_put_right():
+            stored(cache, flat(next(more)))  # what is due is done while there is something to do
+            return b"deadsalt" not in counters(server, cache)
+
+        wait_for(is_put_right)
 
 
 def test_counters_of_blocks_that_were_there_before_there_was_a_quota(server):
