@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from ssl import SSLError
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import redis.asyncio as client
 from redis.asyncio.sentinel import Sentinel
@@ -21,6 +21,10 @@ JOIN_BYTES = 128 << 10
 STEP_BYTES = 1 << 20
 """Values are asked for in steps of so much: a server first copies all it was asked for, and memory
 that is not in a cache costs it more than a wait."""
+
+HEAD_START_S = 0.05
+"""How long a server that is asked what others know as well is waited for alone."""
+T = TypeVar("T")
 
 Parts = Callable[[], Iterable[Part]]
 
@@ -52,6 +56,60 @@ class Unfit(TierError):
         self.message = message
 
 
+class Asking:
+    """Asks servers of which any may answer: first the one that answered last, soon the next."""
+
+    def __init__(self) -> None:
+        self._last: Address | None = None
+
+    async def first(
+        self, addresses: Iterable[Address], ask: Callable[[Address], Awaitable[T]]
+    ) -> T:
+        """The first answer there is.
+
+        Raises
+        ------
+        TierError
+            There is none; what each of them said, or that one of them is Unfit.
+        """
+        left = sorted(addresses, key=lambda address: address != self._last)
+        asked: dict[asyncio.Task[T], Address] = {}
+        failures: list[TierError] = []
+        waiting: set[asyncio.Task[T]] = set()
+
+        async def asking(address: Address) -> T:
+            return await ask(address)
+
+        try:
+            while left or waiting:
+                if left:
+                    address = left.pop(0)
+                    task = asyncio.create_task(asking(address))
+                    asked[task] = address
+                    waiting.add(task)
+                done, waiting = await asyncio.wait(
+                    waiting,
+                    timeout=HEAD_START_S if left else None,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                for task in done:
+                    try:
+                        answer = task.result()
+                    except TierError as error:
+                        failures.append(error)
+                    else:
+                        self._last = asked[task]
+                        return answer
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        for failure in failures:
+            if isinstance(failure, Unfit):
+                raise failure
+        raise TierError("; ".join(map(str, failures)) or "there is no server")
+
+
 class Entrance:
     """Connects to servers and logs in, by means of redis-py."""
 
@@ -60,6 +118,7 @@ class Entrance:
         self._url = url = options.parsed
         self.limit_s = float(options.connect_timeout)
         """To connect and log in, and for the reply to a command of its own."""
+        self._sentinels = Asking()
         self._tls: dict[str, Any] = {}
         if url.tls:
             self._tls = {
@@ -151,19 +210,28 @@ class Entrance:
 
     async def master(self) -> Address:
         """Where the Sentinels say that the master is."""
+        name = self._options.sentinel
+        try:
+            return await self._sentinels.first(self._url.addresses, self._master)
+        except TierError as error:
+            raise TierError(f"no Sentinel knows a master {name!r}: {error}") from error
+
+    async def _master(self, address: Address) -> Address:
+        """Where one of the Sentinels says that it is."""
         options = self._options
-        limits = {"socket_timeout": self.limit_s, "socket_connect_timeout": self.limit_s}
         login = {"username": options.sentinel_username, "password": options.sentinel_password}
-        arguments = {**limits, **self._tls, **{k: v for k, v in login.items() if v}}
+        arguments = {**self._tls, **{k: v for k, v in login.items() if v}}
         if self._url.tls:
             arguments["ssl"] = True
         make: Any = Sentinel
-        sentinel = make(list(self._url.addresses), sentinel_kwargs=arguments)
+        sentinel = make([address], sentinel_kwargs=arguments)
         try:
             async with asyncio.timeout(self.limit_s):
                 host, port = await sentinel.discover_master(options.sentinel)
+        except TimeoutError as error:
+            raise TierError(f"{address}: no answer within {self.limit_s:g} s") from error
         except (RedisError, OSError) as error:
-            raise TierError(f"no Sentinel knows a master {options.sentinel!r}: {error}") from error
+            raise TierError(f"{address}: {error}") from error
         finally:
             for one in sentinel.sentinels:
                 await one.aclose()

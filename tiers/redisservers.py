@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from kvladder.errors import TierError
-from kvladder.tiers.redisnodes import Client, Command, Entrance, Node, sent
+from kvladder.tiers.redisnodes import Asking, Client, Command, Entrance, Node, sent
 from kvladder.tiers.redisurl import Address, RedisOptions
 from kvladder.tiers.resp import Reply, ReplyError, Wire
 
@@ -89,7 +89,8 @@ class ClusterServers(Servers):
         super().__init__(options, entrance)
         self._nodes: dict[Address, Node] = {}
         self._owners: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
-        self._learning = asyncio.Lock()
+        self._asking = Asking()
+        self._learning: asyncio.Task[None] | None = None
         self._closed = False
 
     async def run(self, commands: Sequence[Command]) -> Sequence[Outcome]:
@@ -131,7 +132,7 @@ class ClusterServers(Servers):
         """Whether to send a command again, because its key is elsewhere or its server gone."""
         if isinstance(outcome, TierError):
             if self._owners[slot] == owner:
-                self._owners = [None if known == owner else known for known in self._owners]
+                self._forget(owner)
             is_first = i not in lost
             lost.add(i)
             return is_first and not self._closed
@@ -144,6 +145,10 @@ class ClusterServers(Servers):
                 self._owners[slot] = there
             return True
         return False
+
+    def _forget(self, owner: Address) -> None:
+        """Learn anew who has the slots of a server that does not answer."""
+        self._owners = [None if known == owner else known for known in self._owners]
 
     async def _send(
         self,
@@ -164,6 +169,9 @@ class ClusterServers(Servers):
                 replies: Sequence[Outcome] = await self._node(owner).exchange(wanted)
             except TierError as error:
                 replies = [error] * len(wanted)
+            except asyncio.CancelledError:
+                self._forget(owner)
+                raise
             answers = [r for r, command in zip(replies, wanted, strict=True) if command != ASKING]
             for i, answer in zip(batch, answers, strict=True):
                 outcomes[i] = answer
@@ -185,42 +193,62 @@ class ClusterServers(Servers):
         return node
 
     async def _owner(self, slot: int) -> Address:
+        if self._owners[slot] is None:
+            await self._learnt()
         owner = self._owners[slot]
-        if owner is None:
-            async with self._learning:  # whoever waited here need not ask again
-                if self._owners[slot] is None:
-                    await self._learn()
-            owner = self._owners[slot]
         if owner is None:
             raise TierError(f"no server of the cluster serves slot {slot}")
         return owner
 
+    async def _learnt(self) -> None:
+        """Wait until the owners are learnt anew, which goes on if whoever waits gives up."""
+        if self._closed:
+            raise TierError("the Redis tier is closed", temporary=False)
+        if self._learning is None:
+            self._learning = asyncio.create_task(self._learn(), name="kvladder-redis-slots")
+            self._learning.add_done_callback(self._has_learnt)
+        learning = self._learning
+        await asyncio.wait({learning})
+        if learning.cancelled():
+            raise TierError("the Redis tier is closed", temporary=False)
+        learning.result()
+
+    def _has_learnt(self, learning: asyncio.Task[None]) -> None:
+        self._learning = None
+        if not learning.cancelled():
+            learning.exception()  # seen: asyncio must not report it as lost
+
     async def _learn(self) -> None:
-        """Ask one server after the other which of them serves which slots."""
-        failure = TierError("a cluster without servers")
-        for address in dict.fromkeys([*self._nodes, *self._options.parsed.addresses]):
-            try:
-                ranges = await self._entrance.ask(address, "CLUSTER", "SLOTS")
-            except TierError as error:
-                failure = error
-                continue
-            self._owners = [None] * REDIS_CLUSTER_HASH_SLOTS
-            for first, last, primary, *_ in ranges:
-                host: str = primary[0].decode() if primary[0] else address.host
-                owner = Address(host, primary[1])
-                self._owners[first : last + 1] = [owner] * (last + 1 - first)
-            return
-        raise failure
+        """Ask the servers which of them serves which slots."""
+
+        async def ask(address: Address) -> list[tuple[int, int, Address]]:
+            ranges = await self._entrance.ask(address, "CLUSTER", "SLOTS")
+            return [
+                (first, last, Address((primary[0] or address.host.encode()).decode(), primary[1]))
+                for first, last, primary, *_ in ranges
+            ]
+
+        known = dict.fromkeys([*self._nodes, *self._options.parsed.addresses])
+        ranges = await self._asking.first(known, ask)
+        self._owners = [None] * REDIS_CLUSTER_HASH_SLOTS
+        for first, last, owner in ranges:
+            self._owners[first : last + 1] = [owner] * (last + 1 - first)
 
     async def addresses(self) -> list[Address]:
-        await self._owner(0)
-        return sorted({owner for owner in self._owners if owner is not None})
+        if None in self._owners:  # those of a server that did not answer are not known
+            await self._learnt()
+        owners = {owner for owner in self._owners if owner is not None}
+        if not owners:
+            raise TierError("no server of the cluster serves a slot")
+        return sorted(owners)
 
     async def where(self, key: bytes) -> Address:
         return await self._owner(key_slot(key))
 
     def close(self) -> None:
         self._closed = True
+        if self._learning is not None:
+            self._learning.cancel()
         for node in self._nodes.values():
             node.close()
 

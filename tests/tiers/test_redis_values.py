@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -227,7 +228,7 @@ class TestRestarted(Values):
         await asyncio.wait({getting})
         server.kill()
         server.start()
-        others = {}
+        others: dict[int, Any] = {}
         while not others or max(others) < int(own):
             other = server.client(single_connection_client=True)
             others[other.client_id()] = other
