@@ -7,8 +7,6 @@ requests were padded on the left, which every model and every attention implemen
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +15,12 @@ from typing import Any, NamedTuple, Self
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from kvladder.connectors.parameters import model_digest
 from kvladder.device import DeviceCache, DeviceGroup, open_device
 from kvladder.errors import LayoutError
 from kvladder.gpu.groups import Group
 from kvladder.gpu.requests import Request
 
-SAMPLE_ELEMENTS = 2048
-"""Of each parameter, for its digest."""
 FLUSH_S = 0.1
 
 
@@ -336,18 +333,3 @@ def _device_memory(model: Any, tokens: int) -> tuple[int | None, int]:
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(model.device)
     return free, peak
-
-
-def model_digest(model: Any) -> str:
-    """Digest of a model's configuration, and of a sample from the middle of each parameter."""
-    config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
-    for name in ("_name_or_path", "transformers_version"):
-        config.pop(name, None)
-    state = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for name, value in sorted(model.state_dict().items()):
-        flat = value.detach().reshape(-1)
-        start = max(0, (flat.numel() - SAMPLE_ELEMENTS) // 2)
-        sample = flat[start : start + SAMPLE_ELEMENTS].contiguous().view(torch.uint8)
-        state.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        state.update(sample.cpu().numpy().tobytes())
-    return state.hexdigest()

@@ -1,32 +1,35 @@
-"""A digest of a model's weights that takes a second, not the minutes of reading them all."""
+"""A digest of a model's weights: every byte of its files, read again only once they change."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import struct
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+from xxhash import xxh3_128
 
 from kvladder.errors import ConfigError
 
-FORMAT = "1"
+FORMAT = "2"
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """The first of these that a directory has is what its model is made of."""
-SAMPLE_BYTES = 4096
-SAMPLES = 256
-"""Of a file that does not say where its tensors are."""
-HEADER_BYTES_MAX = 100 << 20
+SETTINGS = "adapter_config.json"
+"""What an adapter's weights are scaled with; a model's settings are told apart by its engine."""
+THREADS = 4
 CACHE_ENTRIES_MAX = 1000
 
 
 def weights_digest(path: Path, *, cache: Path | None = None) -> str:
     """Digest of the weights in a directory, or of one file.
 
-    Every safetensors header and a sample of each tensor in it go into it; of other formats a
-    sample taken at even distances. What was found out is kept by path, size, inode and times.
+    Every byte counts: a model is changed in a few rows of one tensor too, and whatever a sample
+    does not see would be served with the other model's KV. What was found out is kept by path,
+    size, inode and times, so files are read at the first start alone, at a few GB/s where the
+    engine has just read them; see docs/decisions/0013-digests-of-whole-weights.md.
 
     Parameters
     ----------
@@ -51,8 +54,9 @@ def weights_digest(path: Path, *, cache: Path | None = None) -> str:
             )
         known = _Known(_default_cache() if cache is None else cache)
         whole = hashlib.sha256(f"kvladder weights {FORMAT}".encode())
-        for file in files:
-            whole.update(f"{file.name}\0{known.digest(file)}\0".encode())
+        with ThreadPoolExecutor(THREADS) as readers:
+            for file, digest in zip(files, readers.map(known.digest, files), strict=True):
+                whole.update(f"{file.name}\0{digest}\0".encode())
         known.write()
     except OSError as error:
         raise ConfigError(
@@ -97,7 +101,7 @@ def _weight_files(directory: Path) -> list[Path]:
         for pattern in (f"*{suffix}", f"**/*{suffix}"):
             found = sorted(p for p in directory.glob(pattern) if p.is_file())
             if found:
-                return found
+                return [*found, *(p for p in [directory / SETTINGS] if p.is_file())]
     return []
 
 
@@ -123,7 +127,7 @@ class _Known:
         stamp = f"{FORMAT} {stat.st_size} {stat.st_ino} {stat.st_mtime_ns} {stat.st_ctime_ns}"
         entry = self._entries.pop(str(real), None)
         if entry is None or entry[0] != stamp:
-            entry = [stamp, _file_digest(real, stat.st_size)]
+            entry = [stamp, _file_digest(real)]
             self._changed = True
         self._entries[str(real)] = entry  # the last one is the most recent
         return entry[1]
@@ -140,43 +144,6 @@ class _Known:
             aside.replace(self._path)
 
 
-def _file_digest(file: Path, size: int) -> str:
-    state = hashlib.sha256(struct.pack("<Q", size))
-    with file.open("rb") as stream:
-        header = _safetensors_header(stream, size) if file.suffix == ".safetensors" else b""
-        state.update(header)
-        for offset, length in _tensor_offsets(header) or _even_offsets(size):
-            stream.seek(offset)
-            state.update(stream.read(length))
-    return state.hexdigest()
-
-
-def _safetensors_header(stream: BinaryIO, size: int) -> bytes:
-    """Length and header of a safetensors file; nothing if it is none."""
-    prefix = stream.read(8)
-    if len(prefix) < 8:
-        return b""
-    (length,) = struct.unpack("<Q", prefix)
-    if length > min(size - 8, HEADER_BYTES_MAX):
-        return b""
-    return prefix + stream.read(length)
-
-
-def _tensor_offsets(header: bytes) -> list[tuple[int, int]]:
-    """A sample from the middle of each tensor; nothing if the header does not name tensors."""
-    try:
-        tensors: Any = json.loads(header[8:])
-        spans = sorted(v["data_offsets"] for k, v in tensors.items() if k != "__metadata__")
-        lengths = [min(SAMPLE_BYTES, end - begin) for begin, end in spans]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return []
-    return [
-        (len(header) + begin + (end - begin - length) // 2, length)
-        for (begin, end), length in zip(spans, lengths, strict=True)
-    ]
-
-
-def _even_offsets(size: int) -> list[tuple[int, int]]:
-    length = min(SAMPLE_BYTES, size)
-    steps = min(SAMPLES, max(1, size // SAMPLE_BYTES))
-    return [((size - length) * step // max(1, steps - 1), length) for step in range(steps)]
+def _file_digest(file: Path) -> str:
+    with file.open("rb", buffering=0) as stream:
+        return hashlib.file_digest(stream, xxh3_128).hexdigest()

@@ -24,7 +24,7 @@ from transformers import (
 
 from examples.transformers_engine import Engine, Job
 from kvladder.arena import Slot
-from kvladder.connectors.transformers import PooledModel, layer_shapes, model_digest
+from kvladder.connectors.transformers import PooledModel, layer_shapes
 from kvladder.errors import ConfigError, LayoutError, OutOfBlocks
 from kvladder.layout import PAGE_BYTES
 from kvladder.preempt import Preemption
@@ -301,13 +301,17 @@ def test_a_window_that_sees_everything_is_none():
     assert {shape.window for shape in shapes} == {0}
 
 
-def test_the_digest_tells_models_apart():
-    one = model_digest(make_model())
-    assert one == model_digest(make_model())
-    assert one != model_digest(make_model(seed=2))
-    assert one != model_digest(
-        make_model(rope_parameters={"rope_theta": 1e6, "rope_type": "default"})
-    )
+def test_rows_that_were_trained_since_are_not_served_from_before(tmp_path):
+    model = make_model()
+    source, prompts = stack(tokens=400, files=tmp_path), [[250, 251, 252, 253] * 8]
+    with opened(model, source) as pooled:
+        serve(pooled, prompts)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[240:] *= -1
+    with opened(model, source) as pooled:
+        [job] = serve(pooled, prompts)
+    assert not job.cached
+    assert [job.output] == plain(model, prompts)
 
 
 @pytest.mark.gpu

@@ -259,7 +259,30 @@ def test_files_that_did_not_change_are_not_read_again(
         weights_digest(tmp_path / "m", cache=cache)
 
 
-def test_other_formats_and_damaged_headers_are_sampled(tmp_path: Path, cache: Path) -> None:
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_one_byte_anywhere_is_another_model(tmp_path: Path, cache: Path, suffix: str) -> None:
+    whole = 200_000
+    found: set[str] = set()
+    for at in (None, 0, 1, 4999, whole // 3, whole - 1):
+        data = bytearray(whole)
+        if at is not None:
+            data[at] = 1
+        file = safetensors(tmp_path / f"{at}" / "model.safetensors", {"a": bytes(data)})
+        file.rename(file.with_suffix(suffix))
+        found.add(weights_digest(file.parent, cache=cache))
+    assert len(found) == 6
+
+
+def test_an_adapter_that_is_scaled_otherwise_is_another_one(tmp_path: Path, cache: Path) -> None:
+    safetensors(tmp_path / "adapter_model.safetensors", {"a": bytes(100)})
+    found = {weights_digest(tmp_path, cache=cache)}
+    for alpha in (16, 32):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": alpha}))
+        found.add(weights_digest(tmp_path, cache=cache))
+    assert len(found) == 3
+
+
+def test_other_formats_and_damaged_headers_are_read_as_well(tmp_path: Path, cache: Path) -> None:
     found = set()
     for index, content in enumerate([b"", b"abc", bytes(3_000_000), b"\xff" * 3_000_000]):
         for suffix in (".bin", ".safetensors"):
