@@ -12,7 +12,7 @@ from threading import Event
 
 from kvladder.cli.check import check
 from kvladder.cli.purge import WAIT_S, purge
-from kvladder.cli.size import size
+from kvladder.cli.size import STEP, size
 from kvladder.cli.stats import describe, stats
 from kvladder.errors import ConfigError
 from kvladder.gpu.groups import ITEM_BYTES
@@ -150,6 +150,13 @@ def _add_size(add: Callable[..., argparse.ArgumentParser]) -> None:
         "--context", type=int, required=True, metavar="N", help="tokens of a sequence"
     )
     sizing.add_argument(
+        "--step",
+        type=int,
+        default=STEP,
+        metavar="N",
+        help=f"tokens computed at a time, as with chunked prefill (default {STEP})",
+    )
+    sizing.add_argument(
         "--dtype", choices=sorted(ITEM_BYTES), help="dtype of the KV cache (default: the model's)"
     )
     sizing.add_argument("--block-tokens", type=int, default=16, metavar="N", help="default 16")
@@ -169,6 +176,7 @@ def _size(arguments: argparse.Namespace) -> str:
         arguments.model,
         memory=arguments.memory,
         context=arguments.context,
+        step=arguments.step,
         dtype=arguments.dtype,
         block_tokens=arguments.block_tokens,
         checkpoint_tokens=arguments.checkpoint_tokens,

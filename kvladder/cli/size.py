@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from kvladder.config import load_config
 from kvladder.errors import ConfigError, PlanError
@@ -13,12 +14,16 @@ from kvladder.layout import Layout
 from kvladder.models import ModelConfig
 from kvladder.units import Size
 
+STEP: Final = 8192
+"""Tokens of a prompt that engines compute at a time unless they are told otherwise."""
+
 
 def size(
     model: Path,
     *,
     memory: str,
     context: int,
+    step: int = STEP,
     dtype: str | None = None,
     block_tokens: int = 16,
     checkpoint_tokens: int = 0,
@@ -34,6 +39,8 @@ def size(
         Device memory for the cache, such as ``40 GiB``.
     context:
         Tokens of a sequence.
+    step:
+        Tokens computed at a time (chunked prefill): what a window holds beside what it reads.
     dtype:
         Of the KV cache; None takes the model's.
     block_tokens, checkpoint_tokens:
@@ -50,6 +57,9 @@ def size(
         room = Size.parse(memory)
     except ValueError as error:
         raise ConfigError(f"{memory!r}", path="--memory", hint=str(error)) from error
+    if step < 1:
+        raise ConfigError(str(step), path="--step", hint="expected 1 token or more")
+    step = min(step, context)
     found = ModelConfig(model, dtype=dtype)
     resources = found.resources()
     plan = CachePlan(
@@ -62,19 +72,21 @@ def size(
     layers = [one for one in resources if isinstance(one, Layer)]
     pairs = [(pool.group, pool.block_bytes) for pool in plan.pools]
     alone = sum(one.bytes for one in plan.alone)
-    one = sum(needed(group, context, context) * each for group, each in pairs) + alone
+    one = sum(needed(group, context, step) * each for group, each in pairs) + alone
     sequences = room // one
     if sequences < 1:
         hint = f"one takes {Size(one).about()}"
         raise PlanError(f"{room} holds no sequence of {context} tokens", path="--memory", hint=hint)
-    division = divide(pairs, room - sequences * alone, context=context)
+    division = divide(pairs, room - sequences * alone, context=context, step=step)
     per_token = sum(layer.token_bytes for layer in layers)
     state = sum(each.bytes for each in plan.states)
     lines = [f"{found.file}: {len(found.kinds())} layers, {found.dtype}"]
     lines.append(f"a token takes {per_token} bytes of KV in {len(layers)} layers")
     if state:
         lines.append(f"a sequence takes {state} bytes of state in {len(plan.states) // 2} layers")
-    lines.append(f"a sequence of {context} tokens takes {Size(one).about()}")
+    lines.append(
+        f"a sequence of {context} tokens, computed {step} at a time, takes {Size(one).about()}"
+    )
     lines += ["", f"{Size(room)}: {min(sequences, division.sequences)} sequences", str(division)]
     lines += [
         f"  {each.name}: {each.bytes} bytes a sequence, by itself: {each.why}"

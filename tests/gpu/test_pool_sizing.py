@@ -196,6 +196,20 @@ def test_q3_as_the_command_prints_it(tmp_path: Path, capsys: Any) -> None:
     assert "31 sequences" in size(capsys, *model, "--context", "8193", "--dtype", "fp8")[1]
 
 
+def test_a_window_holds_what_it_reads_and_a_step(tmp_path: Path, capsys: Any) -> None:
+    model = ["--model", str(config("GEMMA_3_4B", tmp_path)), "--memory", "40GiB"]
+    whole, default, small = (
+        size(capsys, *model, "--context", "131072", *step)[1]
+        for step in (("--step", "131072"), (), ("--step", "2048"))
+    )
+    assert "40 GiB: 2 sequences" in whole
+    assert "40 GiB: 11 sequences" in default
+    assert "computed 8192 at a time" in default
+    assert "40 GiB: 14 sequences" in small
+    short = size(capsys, *model, "--context", "512", "--step", "1024")[1]
+    assert "512 tokens, computed 512 at a time" in short
+
+
 def test_a_hybrid_model_and_the_tiers_of_a_stack(tmp_path: Path, capsys: Any) -> None:
     stack = tmp_path / "stack.yaml"
     stack.write_text(
@@ -218,6 +232,7 @@ def test_a_hybrid_model_and_the_tiers_of_a_stack(tmp_path: Path, capsys: Any) ->
     [
         ({"--memory": "40 Gib"}, "--memory"),
         ({"--memory": "1 MiB"}, "holds no sequence of 8192 tokens"),
+        ({"--step": "0"}, "--step: 0 (expected 1 token or more)"),
         ({"--context": "0"}, "max_tokens: 0 tokens"),
         ({"--block-tokens": "12"}, "block_tokens: 12 tokens"),
         ({"--checkpoint-tokens": "8"}, "checkpoint_tokens: 8 tokens"),
