@@ -202,11 +202,19 @@ class CachePlan:
     def no_reuse(self) -> str:
         """Why blocks are not reused by later requests; empty if they are."""
         kept = (State, ConvState) if self.checkpoint_tokens else ()
-        rest = [one for one in self.resources if not isinstance(one, (Layer, Side, *kept))]
+        paged = (Layer, Side, *kept)
+        rest = [one for one in self.resources if not isinstance(one, paged) or self._lone(one)]
         if not rest:
             return ""
-        states = isinstance(rest[0], State | ConvState)
+        states = isinstance(rest[0], State | ConvState) and not self.checkpoint_tokens
         return f"{rest[0].name} is not paged" + (" and no checkpoints are kept" if states else "")
+
+    def _lone(self, one: Resource) -> bool:
+        """Whether it is a convolution without a state whose pool it joins."""
+        states = [each for each in self.states if isinstance(each, State)]
+        return isinstance(one, ConvState) and not any(
+            _fits(one.conv_dim, each.heads, each.head_dim, each.d_state) for each in states
+        )
 
     @property
     def partial(self) -> bool:

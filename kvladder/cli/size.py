@@ -83,7 +83,8 @@ def size(
     lines = [f"{found.file}: {len(found.kinds())} layers, {found.dtype}"]
     lines.append(f"a token takes {per_token} bytes of KV in {len(layers)} layers")
     if state:
-        lines.append(f"a sequence takes {state} bytes of state in {len(plan.states) // 2} layers")
+        count = len({each.name.partition(".")[0] for each in plan.states})
+        lines.append(f"a sequence takes {state} bytes of state in {count} layers")
     lines.append(
         f"a sequence of {context} tokens, computed {step} at a time, takes {Size(one).about()}"
     )
@@ -98,8 +99,10 @@ def size(
 
 
 def _tiers(stack: Path, plan: CachePlan, context: int) -> list[str]:
-    """What each level of a stack holds, in blocks and whole prefixes."""
+    """What each level of a stack holds, in blocks and whole prefixes; nothing without reuse."""
     config = load_config(stack)
+    if plan.no_reuse:
+        return [f"reuse off: {plan.no_reuse}; the tiers hold nothing that later requests can use"]
     layout = Layout(plan.block_tokens, max(pool.block_bytes for pool in plan.pools))
     config.check(layout)
     prefix = 0

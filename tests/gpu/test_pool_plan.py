@@ -74,6 +74,7 @@ def test_p2_a_convolution_joins_a_state_whose_inputs_it_holds(conv_dim: int, joi
         ([KV, STATE], 64, True, False),
         ([KV, STATE, CONV], 64, True, False),
         ([KV, CONV], 0, False, False),
+        ([KV, CONV], 64, False, False),
         ([KV, PerSequence("x", (2, 3), "fp8")], 64, False, False),
         ([KV, Unpaged("x", 3, "fp8")], 64, False, False),
         ([KV, Side("scale", "kv", 4)], 0, True, True),

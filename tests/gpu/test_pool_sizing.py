@@ -221,10 +221,13 @@ def test_a_hybrid_model_and_the_tiers_of_a_stack(tmp_path: Path, capsys: Any) ->
     code, text = size(capsys, *arguments, "--stack", str(stack))
     assert code == 0
     assert "in 36 layers" in text
+    assert "reuse off: 0.state is not paged and no checkpoints are kept" in text
+    assert "prefixes" not in text
+    code, text = size(capsys, *arguments, "--stack", str(stack), "--checkpoint-tokens", "1024")
+    assert "blocks of 1024 tokens" in text
     assert "host: 27 blocks, 0 prefixes of 4096 tokens" in text
     assert "files: 217 blocks" in text
-    code, text = size(capsys, *arguments, "--checkpoint-tokens", "1024")
-    assert "blocks of 1024 tokens" in text
+    assert "reuse off" not in text
 
 
 @pytest.mark.parametrize(
