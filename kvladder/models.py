@@ -10,6 +10,7 @@ from typing import Any, Final
 from kvladder.errors import ConfigError, LayoutError
 from kvladder.gpu.groups import ITEM_BYTES, Layer
 from kvladder.gpu.plan import ConvState, Resource, State
+from kvladder.modeldefaults import REFUSED_KEYS, REFUSED_TYPES, defaults
 from kvladder.schema import is_list, is_mapping
 
 _HINT: Final = "leave --model out; the engine names its layout when it starts"
@@ -17,8 +18,9 @@ _LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS: Final = ("num_attention_heads", "n_head", "n_heads")
 _KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads")
 _HIDDEN: Final = ("hidden_size", "n_embd", "d_model")
-_HEAD_DIM: Final = ("head_dim", "attention_head_dim")
+_HEAD_DIM: Final = ("head_dim", "attention_head_dim", "kv_channels")
 _WINDOW: Final = ("sliding_window", "sliding_window_size")
+_D_STATE: Final = ("mamba_d_state", "ssm_state_size", "state_size")
 _KINDS: Final[Mapping[str, str]] = {
     "full_attention": "full",
     "attention": "full",
@@ -26,34 +28,45 @@ _KINDS: Final[Mapping[str, str]] = {
     "chunked_attention": "section",
     "mamba": "mamba",
     "linear_attention": "linear",
+    "conv": "conv",
     "hybrid": "both",
+    "mlp": "none",
+    "moe": "none",
 }
 _PATTERN: Final[Mapping[str, str]] = {"M": "mamba", "*": "full", "-": "none", "E": "none"}
 """Nemotron-H's letters."""
 
 
 class ModelConfig:
-    """A model's configuration; what is missing or wrong raises LayoutError naming the file."""
+    """A model's configuration; what is missing or wrong raises LayoutError naming the file.
 
-    def __init__(self, path: Path, *, dtype: str | None = None) -> None:
+    ``dtype`` is that of its KV cache, None the model's; ``hint`` what to do where the file does
+    not do.
+    """
+
+    def __init__(self, path: Path, *, dtype: str | None = None, hint: str = _HINT) -> None:
         self.file = path / "config.json" if path.is_dir() else path
         found = _read(self.file)
         text = found.get("text_config")
         if is_mapping(text):  # a multimodal model: the language model within
             found = {**found, **text}
-        self.values: Mapping[str, Any] = found
+        self.values: Mapping[str, Any] = {**defaults(found.get("model_type")), **found}
+        self._hint = hint
         name: Any = dtype or found.get("dtype") or found.get("torch_dtype")
         if name not in ITEM_BYTES:
             hint = f"--dtype with one of: {', '.join(ITEM_BYTES)}"
-            raise self.wrong(f"dtype {name!r}", hint)
+            raise self.wrong(f"dtype {name!r}", hint=hint)
         self.dtype: str = name
         """Of the KV cache."""
-        own: Any = found.get("mamba_ssm_dtype") or found.get("dtype") or found.get("torch_dtype")
-        self.state_dtype: str = own if own in ITEM_BYTES else "float32"
+        own: Any = found.get("dtype") or found.get("torch_dtype")
+        self.conv_dtype: str = own if own in ITEM_BYTES else "float32"
+        """Of the inputs that convolutions keep: the model's own."""
+        state: Any = found.get("mamba_ssm_dtype")
+        self.state_dtype: str = state if state in ITEM_BYTES else self.conv_dtype
 
-    def wrong(self, what: str, hint: str = _HINT) -> LayoutError:
+    def wrong(self, what: str, *, hint: str | None = None) -> LayoutError:
         """An error that names the file."""
-        return LayoutError(what, path=str(self.file), hint=hint)
+        return LayoutError(what, path=str(self.file), hint=self._hint if hint is None else hint)
 
     def get(self, *names: str) -> Any:
         """The first of these keys that has a value, or None."""
@@ -70,25 +83,61 @@ class ModelConfig:
         return value
 
     def kinds(self) -> list[str]:
-        """By layer: full, window, section, latent, mamba, linear, both (attention and mamba)."""
+        """By layer: full, window, section, latent, mamba, linear, conv, both (attention and mamba).
+
+        ``none`` where a layer keeps nothing, or has its keys and values from another one.
+        """
+        self._require_understood()
+        found = self._own_kinds()
+        shared = self.get("num_kv_shared_layers") or 0
+        if not isinstance(shared, int) or not 0 <= shared < len(found):
+            raise self.wrong(f"num_kv_shared_layers: {shared!r} of {len(found)} layers")
+        return [*found[: len(found) - shared], *["none"] * shared]
+
+    def _require_understood(self) -> None:
+        """Raise LayoutError where a key changes what layers keep, in a way that is not read."""
+        for key in REFUSED_KEYS:
+            if self.get(key):
+                raise self.wrong(f"{key}: what layers keep of it is not known")
+        model = self.get("model_type")
+        if model in REFUSED_TYPES:
+            raise self.wrong(f"model_type: what layers of {model} keep is not known")
+        kinds = self.get("attn_type_list")  # MiniMax
+        if kinds is not None and not (is_list(kinds) and all(kind == 1 for kind in kinds)):
+            raise self.wrong("attn_type_list: not all layers have attention")
+
+    def _own_kinds(self) -> list[str]:
+        """The kinds as if no layer shared another one's keys and values."""
         pattern = self.get("hybrid_override_pattern")
         if isinstance(pattern, str):
             if unknown := set(pattern) - _PATTERN.keys():
                 raise self.wrong(f"not all layers keep KV: {', '.join(sorted(unknown))}")
             return [_PATTERN[letter] for letter in pattern]
-        count = self.number(*_LAYERS)
         named = self.get("layer_types", "layers_block_type")
+        count = self.number(*_LAYERS, default=len(named) if is_list(named) else None)
         if is_list(named):
             unknown = {str(kind) for kind in named} - _KINDS.keys()
             if unknown or len(named) != count:
                 what = ", ".join(sorted(unknown)) or f"{len(named)} kinds for {count} layers"
                 raise self.wrong(f"not all layers keep KV: {what}")
-            return [self._attention(_KINDS[str(kind)]) for kind in named]
-        return [self._attention(kind) for kind in self._by_period(count)]
+            return [self._special(_KINDS[str(kind)]) for kind in named]
+        return [self._special(kind) for kind in self._by_period(count)]
 
-    def _attention(self, kind: str) -> str:
-        latent = kind == "full" and self.get("kv_lora_rank") is not None
-        return "latent" if latent else kind
+    def _special(self, kind: str) -> str:
+        """What a kind of layer stands for in this model."""
+        if kind == "full" and self.get("kv_lora_rank") is not None:
+            return "latent"
+        if kind == "linear" and self.get(*_D_STATE) is not None:
+            return "mamba"
+        return kind
+
+    def _every(self, name: str, at: object = None) -> tuple[int, int]:
+        """A period, and which layer of it is meant: ``at``, or its last."""
+        every = self.number(name)
+        at = every - 1 if at is None else at
+        if not isinstance(at, int) or not 0 <= at < every:
+            raise self.wrong(f"{name}: {every}, and {at!r} is not one of them")
+        return every, at
 
     def _by_period(self, count: int) -> list[str]:
         """Kinds of layers where the file gives a rule instead of a list."""
@@ -97,25 +146,42 @@ class ModelConfig:
             return ["both"] * count
         if model in ("mamba", "mamba2", "falcon_mamba"):
             return ["mamba"] * count
-        if (every := self.get("full_attention_interval")) is not None:
-            return ["full" if (at + 1) % every == 0 else "linear" for at in range(count)]
-        if (every := self.get("attn_layer_period")) is not None:
-            offset = self.get("attn_layer_offset") or 0
-            return ["full" if at % every == offset else "mamba" for at in range(count)]
-        if is_list(own := self.get("attn_layer_indices")):
-            return ["full" if at in own else "mamba" for at in range(count)]
-        if self.get("mamba_d_state", "ssm_cfg", "ssm_state_size") is not None:
+        if self.get("full_attention_interval") is not None:
+            every, last = self._every("full_attention_interval")
+            return ["full" if at % every == last else "linear" for at in range(count)]
+        if self.get("attn_layer_period") is not None and model != "zamba":
+            every, own = self._every("attn_layer_period", self.values.get("attn_layer_offset", 0))
+            return ["full" if at % every == own else "mamba" for at in range(count)]
+        if is_list(named := self.get("attn_layer_indices")):
+            return ["full" if at in named else "mamba" for at in range(count)]
+        if is_list(named := self.get("full_attn_idxs")):
+            return ["full" if at in named else "conv" for at in range(count)]
+        if self.get(*_D_STATE, "ssm_cfg") is not None:
             raise self.wrong("not all layers keep KV, and the file does not say which")
+        if self.get("attention_chunk_size") is not None:
+            return self._sections(count)
         if self.get(*_WINDOW) is None or self.get("use_sliding_window") is False:
             return ["full"] * count
         if self.get("use_sliding_window") is True:  # Qwen: only the layers from here on
-            first = self.get("max_window_layers") or 0
+            first = self.get("max_window_layers")
+            if not isinstance(first, int):
+                raise self.wrong(f"max_window_layers: {first!r}")
             return ["full" if at < first else "window" for at in range(count)]
-        default = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}.get(str(model), 0)
-        every = self.get("sliding_window_pattern", "_sliding_window_pattern") or default
-        if not every:
-            return ["window"] * count
-        return ["full" if (at + 1) % every == 0 else "window" for at in range(count)]
+        for name in ("_sliding_window_pattern", "sliding_window_pattern"):
+            if self.get(name) is not None:
+                every, last = self._every(name)
+                return ["full" if at % every == last else "window" for at in range(count)]
+        return ["window"] * count
+
+    def _sections(self, count: int) -> list[str]:
+        """Llama 4: local attention in the layers that have rotary embeddings."""
+        rotary = self.get("no_rope_layers")
+        if not rotary:
+            every, last = self._every("no_rope_layer_interval")
+            rotary = [at % every != last for at in range(count)]
+        if not is_list(rotary) or len(rotary) != count:
+            raise self.wrong(f"no_rope_layers: {rotary!r} for {count} layers")
+        return ["section" if one else "full" for one in rotary]
 
     def resources(self) -> list[Resource]:
         """Everything the model keeps, layer by layer."""
@@ -130,6 +196,10 @@ class ModelConfig:
                 found += self._mamba(at)
             if kind == "linear":
                 found += self._linear(at)
+            if kind == "conv":
+                width = max(1, self.number("conv_L_cache") - 1)
+                size = self.number("conv_dim", *_HIDDEN)
+                found.append(ConvState(f"{at}.conv", size, width, self.conv_dtype))
         return found
 
     def _layer(self, at: int, kind: str) -> Layer:
@@ -140,10 +210,16 @@ class ModelConfig:
             kv_heads = inner["kv_n_heads"]
         if self.get("multi_query") is True and not self.get("new_decoder_architecture"):
             kv_heads = 1
-        if self.get(*_HEAD_DIM) is not None:
+        if self.get("multi_query_attention") is True:  # ChatGLM
+            kv_heads = self.number("multi_query_group_num")
+        if self.get("model_type") in ("zamba", "zamba2"):  # of what a layer gets and the embedding
+            head_dim = 2 * self.number(*_HIDDEN) // heads
+        elif self.get(*_HEAD_DIM) is not None:
             head_dim = self.number(*_HEAD_DIM)
         else:
             head_dim = self.number(*_HIDDEN) // heads
+        if self.get("v_head_dim") not in (None, head_dim):
+            raise self.wrong(f"v_head_dim: {self.get('v_head_dim')!r}, keys have {head_dim}")
         window = None
         if kind == "window":
             window = self.number(*_WINDOW)
@@ -153,24 +229,26 @@ class ModelConfig:
 
     def _mamba(self, at: int) -> list[Resource]:
         """A Mamba layer's state and the inputs that its convolution still needs."""
-        d_state = self.number("mamba_d_state", "ssm_state_size", "state_size")
+        d_state = self.number(*_D_STATE)
         kernel = self.number("mamba_d_conv", "conv_kernel", "d_conv", default=4)
-        heads = self.get("mamba_n_heads", "mamba_num_heads")
-        if heads is None and self.get("model_type") == "mamba2":
-            heads = self.get("num_heads")
-        if heads is None:  # Mamba 1: a state per channel
+        model = self.get("model_type")
+        own = {"mamba2": ["num_heads"], "zamba2": ["n_mamba_heads"]}.get(str(model), [])
+        names = ("mamba_n_heads", "mamba_num_heads", *own)
+        if self.get(*names) is None:  # Mamba 1: a state per channel
             expand = self.number("mamba_expand", "expand", default=2)
             inner = self.get("mamba_d_ssm", "intermediate_size") if self._pure() else None
             channels = inner or expand * self.number(*_HIDDEN)
             state = State(f"{at}.state", 1, channels, d_state, self.state_dtype)
-            return [state, ConvState(f"{at}.conv", channels, max(1, kernel - 1), self.dtype)]
-        head_dim = self.get("mamba_d_head", "mamba_head_dim", "head_dim")
+            return [state, ConvState(f"{at}.conv", channels, max(1, kernel - 1), self.conv_dtype)]
+        heads = self.number(*names)
+        sizes = ("mamba_d_head", "mamba_head_dim", "mamba_headdim")
+        head_dim = self.get(*sizes, *(["head_dim"] if model == "mamba2" else []))
         if not isinstance(head_dim, int):  # "auto"
             head_dim = self.number("mamba_expand", default=2) * self.number(*_HIDDEN) // heads
-        groups = self.number("mamba_n_groups", "n_groups", default=1)
+        groups = self.number("mamba_n_groups", "mamba_ngroups", "n_groups", default=1)
         conv_dim = heads * head_dim + 2 * groups * d_state
         state = State(f"{at}.state", heads, head_dim, d_state, self.state_dtype)
-        return [state, ConvState(f"{at}.conv", conv_dim, max(1, kernel - 1), self.dtype)]
+        return [state, ConvState(f"{at}.conv", conv_dim, max(1, kernel - 1), self.conv_dtype)]
 
     def _pure(self) -> bool:
         return self.get("model_type") in ("mamba", "falcon_mamba")
@@ -182,7 +260,7 @@ class ModelConfig:
         conv_dim = 2 * self.number("linear_num_key_heads") * keys + heads * values
         width = max(1, self.number("linear_conv_kernel_dim") - 1)
         state = State(f"{at}.state", heads, values, keys, self.state_dtype)
-        return [state, ConvState(f"{at}.conv", conv_dim, width, self.dtype)]
+        return [state, ConvState(f"{at}.conv", conv_dim, width, self.conv_dtype)]
 
 
 def bytes_per_token(path: Path, *, dtype: str | None = None) -> int:

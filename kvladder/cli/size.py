@@ -53,23 +53,19 @@ def size(
     ConfigError
         An argument or a file is wrong, or not even one sequence fits.
     """
-    try:
-        room = Size.parse(memory)
-    except ValueError as error:
-        raise ConfigError(f"{memory!r}", path="--memory", hint=str(error)) from error
+    room = _room(memory)
     if step < 1:
         raise ConfigError(str(step), path="--step", hint="expected 1 token or more")
     step = min(step, context)
-    found = ModelConfig(model, dtype=dtype)
-    resources = found.resources()
+    hint = "kvladder.gpu.plan.CachePlan sizes layers that you name"
+    found = ModelConfig(model, dtype=dtype, hint=hint)
     plan = CachePlan(
-        resources,
+        found.resources(),
         block_tokens=block_tokens,
         max_tokens=context,
         checkpoint_tokens=checkpoint_tokens,
     )
     plan.check().group()
-    layers = [one for one in resources if isinstance(one, Layer)]
     pairs = [(pool.group, pool.block_bytes) for pool in plan.pools]
     alone = sum(one.bytes for one in plan.alone)
     one = sum(needed(group, context, step) * each for group, each in pairs) + alone
@@ -78,13 +74,7 @@ def size(
         hint = f"one takes {Size(one).about()}"
         raise PlanError(f"{room} holds no sequence of {context} tokens", path="--memory", hint=hint)
     division = divide(pairs, room - sequences * alone, context=context, step=step)
-    per_token = sum(layer.token_bytes for layer in layers)
-    state = sum(each.bytes for each in plan.states)
-    lines = [f"{found.file}: {len(found.kinds())} layers, {found.dtype}"]
-    lines.append(f"a token takes {per_token} bytes of KV in {len(layers)} layers")
-    if state:
-        count = len({each.name.partition(".")[0] for each in plan.states})
-        lines.append(f"a sequence takes {state} bytes of state in {count} layers")
+    lines = [f"{found.file}: {len(found.kinds())} layers, {found.dtype}", *_kept(plan)]
     lines.append(
         f"a sequence of {context} tokens, computed {step} at a time, takes {Size(one).about()}"
     )
@@ -96,6 +86,25 @@ def size(
     if stack is not None:
         lines += ["", *_tiers(stack, plan, context)]
     return "\n".join(lines)
+
+
+def _room(memory: str) -> Size:
+    try:
+        return Size.parse(memory)
+    except ValueError as error:
+        raise ConfigError(f"{memory!r}", path="--memory", hint=str(error)) from error
+
+
+def _kept(plan: CachePlan) -> list[str]:
+    """What a token and a sequence take in all layers together."""
+    layers = [one for one in plan.resources if isinstance(one, Layer)]
+    per_token = sum(layer.token_bytes for layer in layers)
+    lines = [f"a token takes {per_token} bytes of KV in {len(layers)} layers"]
+    if plan.states:
+        state = sum(one.bytes for one in plan.states)
+        count = len({one.name.partition(".")[0] for one in plan.states})
+        lines.append(f"a sequence takes {state} bytes of state in {count} layers")
+    return lines
 
 
 def _tiers(stack: Path, plan: CachePlan, context: int) -> list[str]:

@@ -39,9 +39,43 @@ GEMMA_2_9B: dict[str, Any] = {
 GEMMA_3_4B: dict[str, Any] = {
     "model_type": "gemma3", "torch_dtype": "bfloat16",
     "text_config": {
-        "model_type": "gemma3_text", "num_hidden_layers": 34, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "hidden_size": 2560, "head_dim": 256, "sliding_window": 1024,
+        "model_type": "gemma3_text", "num_hidden_layers": 34, "hidden_size": 2560,
+        "sliding_window": 1024,
     },
+}  # fmt: skip
+GEMMA_3_12B: dict[str, Any] = {
+    "model_type": "gemma3", "torch_dtype": "bfloat16",
+    "text_config": {
+        "model_type": "gemma3_text", "num_hidden_layers": 48, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "hidden_size": 3840, "sliding_window": 1024,
+    },
+}  # fmt: skip
+GEMMA_3N: dict[str, Any] = {
+    "model_type": "gemma3n", "torch_dtype": "bfloat16",
+    "text_config": {
+        "model_type": "gemma3n_text", "num_hidden_layers": 35, "num_kv_shared_layers": 15,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "hidden_size": 2048,
+        "sliding_window": 512,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    },
+}  # fmt: skip
+GLM_4_9B: dict[str, Any] = {
+    "model_type": "chatglm", "num_layers": 40, "num_attention_heads": 32, "hidden_size": 4096,
+    "multi_query_attention": True, "multi_query_group_num": 2, "kv_channels": 128,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+LFM2_1B: dict[str, Any] = {
+    "model_type": "lfm2", "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "hidden_size": 2048, "conv_dim": 2048, "conv_L_cache": 3,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14], "torch_dtype": "bfloat16",
+}  # fmt: skip
+_SHARED = (6, 11, 17, 23, 29, 35, 41, 47, 53, 59, 65, 71, 77)
+ZAMBA_2_7B: dict[str, Any] = {
+    "model_type": "zamba2", "num_hidden_layers": 81, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "attention_head_dim": 224, "kv_channels": 112, "hidden_size": 3584,
+    "layers_block_type": ["hybrid" if at in _SHARED else "mamba" for at in range(81)],
+    "mamba_d_state": 64, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_ngroups": 2,
+    "mamba_headdim": 64, "n_mamba_heads": 112, "torch_dtype": "bfloat16",
 }  # fmt: skip
 GPT_OSS_20B: dict[str, Any] = {
     "model_type": "gpt_oss", "num_hidden_layers": 24, "num_attention_heads": 64,
@@ -86,8 +120,8 @@ CODESTRAL_MAMBA: dict[str, Any] = {
 LLAMA_4: dict[str, Any] = {
     "model_type": "llama4", "torch_dtype": "bfloat16",
     "text_config": {
-        "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8,
-        "hidden_size": 5120, "head_dim": 128, "attention_chunk_size": 8192,
-        "layer_types": (["chunked_attention"] * 3 + ["full_attention"]) * 12,
+        "model_type": "llama4_text", "num_hidden_layers": 48, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "hidden_size": 5120, "head_dim": 128,
+        "attention_chunk_size": 8192, "no_rope_layers": [],
     },
 }  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 from kvladder.cli import main
 from kvladder.errors import PlanError
 from kvladder.gpu.groups import Group, Layer
-from kvladder.gpu.plan import CachePlan
+from kvladder.gpu.plan import CachePlan, ConvState
 from kvladder.gpu.sizing import blocks_of, divide, kv_bytes_per_token, needed, pool_bytes
 from kvladder.models import ModelConfig
 from tests.gpu import models
@@ -147,12 +147,16 @@ KINDS = {
     "DEEPSEEK_V3": (61, 70_272, {}, 0),
     "GEMMA_2_9B": (42, 688_128, {4096: 21}, 0),
     "GEMMA_3_4B": (34, 139_264, {1024: 29}, 0),
+    "GEMMA_3_12B": (48, 393_216, {1024: 40}, 0),
+    "GEMMA_3N": (20, 40_960, {512: 16}, 0),
+    "GLM_4_9B": (40, 40_960, {}, 0),
     "GPT_OSS_20B": (24, 49_152, {128: 12}, 0),
     "JAMBA": (4, 16_384, {}, 28 * (8192 * 16 + 8192 * 3) * 2),
     "QWEN3_NEXT": (12, 24_576, {}, 36 * (32 * 128 * 128 + 8192 * 3) * 2),
     "BAMBA_9B": (3, 12_288, {}, 29 * (128 * 64 * 128 + (8192 + 256) * 3) * 2),
     "NEMOTRON_H_8B": (4, 16_384, {}, 24 * (128 * 64 * 128 + (8192 + 2048) * 3) * 2),
     "FALCON_H1": (36, 18_432, {}, 36 * (48 * 64 * 256 + (3072 + 512) * 3) * 2),
+    "ZAMBA_2_7B": (13, 372_736, {}, 81 * (112 * 64 * 64 + (7168 + 256) * 3) * 2),
     "CODESTRAL_MAMBA": (0, 0, {}, 64 * (128 * 64 * 128 + (8192 + 2048) * 3) * 2),
     "LLAMA_4": (48, 196_608, {8192: 36}, 0),
 }
@@ -177,6 +181,26 @@ def test_real_models(name: str, tmp_path: Path) -> None:
     assert not plan.alone  # every convolution joins its states
     kinds = [pool.group.kind for pool in plan.pools]
     assert len(kinds) == len(set(kinds))
+
+
+def test_convolutions_without_states_are_by_themselves(tmp_path: Path, capsys: Any) -> None:
+    model = ["--model", str(config("LFM2_1B", tmp_path)), "--memory", "1GiB", "--context", "4096"]
+    stack = tmp_path / "stack.yaml"
+    stack.write_text("{host: 1 GiB}")
+    code, text = size(capsys, *model, "--stack", str(stack), "--checkpoint-tokens", "1024")
+    assert code == 0
+    assert "a token takes 12288 bytes of KV in 6 layers" in text
+    assert f"a sequence takes {10 * 2 * 2048 * 2} bytes of state in 10 layers" in text
+    assert "reuse off: 0.conv is not paged" in text
+
+
+@pytest.mark.parametrize("name", ["QWEN3_NEXT", "NEMOTRON_H_8B", "JAMBA", "LFM2_1B"])
+def test_convolutions_keep_the_type_of_the_model(name: str, tmp_path: Path) -> None:
+    def convolutions(dtype: str | None) -> list[int]:
+        found = ModelConfig(config(name, tmp_path), dtype=dtype).resources()
+        return [one.bytes for one in found if isinstance(one, ConvState)]
+
+    assert convolutions("fp8") == convolutions(None) != []
 
 
 def size(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
