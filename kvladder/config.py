@@ -194,6 +194,11 @@ def _build(found: Source) -> StackConfig:
     top = convert(rest, Sections, "", loose=found.loose)
     if not top.fetch.budget:
         raise ConfigError(str(top.fetch.budget), path="fetch.budget", hint="expected more than 0")
+    if top.gpu.memory_bytes is not None:
+        for key in ("fraction", "max_tokens"):
+            if rest.get("gpu", {}).get(key) is not None:
+                hint = f"gpu.memory, {top.gpu.memory_bytes}, says it all: leave out one of the two"
+                raise ConfigError(f"{rest['gpu'][key]}", path=f"gpu.{key}", hint=hint)
     events = top.events
     if events.replay is not None and events.publish is None:
         raise ConfigError(events.replay, path="events.replay", hint="needs events.publish, too")

@@ -194,12 +194,22 @@ def test_every_setting_of_the_section_is_shown_and_has_its_effect() -> None:
         ({"partial": "some"}, "gpu.partial"),
         ({"max_tokens": 0}, "gpu.max_tokens"),
         ({"evnts": 1}, "gpu.evnts"),
+        ({"memory": "1 MiB", "fraction": 0.5}, "gpu.fraction"),
+        ({"memory": "1 MiB", "max_tokens": 64}, "gpu.max_tokens"),
     ],
 )
 def test_wrong_settings_are_refused(gpu: dict[str, Any], path: str) -> None:
     with pytest.raises(ConfigError) as got:
         load_config({**stack(), "gpu": gpu}, env={})
     assert got.value.path == path
+
+
+def test_memory_excludes_what_is_taken_of_free_memory_whoever_sets_it() -> None:
+    source = {**stack(), "gpu": {"memory": "1 MiB", "max_tokens": None}}
+    assert load_config(source, env={}).gpu.memory_bytes == 1 << 20
+    says = r"gpu\.fraction: 0\.5 \(gpu\.memory, 1 MiB, .*leave out one.*KVLADDER__GPU__FRACTION"
+    with pytest.raises(ConfigError, match=says):
+        load_config(source, env={"KVLADDER__GPU__FRACTION": "0.5"})
 
 
 def test_an_engine_with_a_pool_of_its_own_has_no_such_section() -> None:
