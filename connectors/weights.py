@@ -60,7 +60,7 @@ def weights_digest(path: Path, *, cache: Path | None = None) -> str:
         known.write()
     except OSError as error:
         raise ConfigError(
-            f"{error.filename}: {error.strerror}",
+            f"{error.filename or path}: {error.strerror}",
             path="model.fingerprint",
             hint="expected weights that can be read",
         ) from error
