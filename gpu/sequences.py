@@ -105,7 +105,7 @@ class Sequences:
     def fill(self, sequence: KVSequence, found: Found, slots: Sequence[DeviceSlot]) -> None:
         """Put what ``Prefixes.hold`` held and its settlement gave into a new sequence."""
         self.prefixes.fill(sequence, found, slots)
-        self._wait_for(sequence)
+        self.wait_for(sequence)
 
     def make(
         self,
@@ -126,7 +126,8 @@ class Sequences:
         sequence.resets = self.pool.resets
         return sequence
 
-    def _wait_for(self, sequence: KVSequence) -> None:
+    def wait_for(self, sequence: KVSequence) -> None:
+        """Have a sequence wait for those of its blocks that are still on their way here."""
         arriving = self.pool.moves.arriving
         sources = (copy.source for copy in sequence.copies)
         for slot in (*sequence.held, *sources) if arriving else ():

@@ -177,6 +177,7 @@ class Preemption:
             self._port.unlease(slots[: len(kept)])
             if given:
                 self._bring(group, part, slots[len(kept) :])
+            self._requests.sequences[group].wait_for(part)  # others may still be bringing theirs
         suspended.slots = []
         self._suspended.discard(suspended)
         return Request(parts)
@@ -187,12 +188,13 @@ class Preemption:
         pool.retain(given)  # for the copy, should the request leave before it has ended
 
         def ended(ok: bool) -> None:
-            part.waits.clear()
-            part.lost = not ok
+            part.waits.discard(ticket)
+            part.lost = part.lost or not ok
             pool.release(given)
             self._port.unlease(slots)
 
-        part.waits.add(self._port.copy(group, "onboard", given, slots, ended))
+        ticket = self._port.copy(group, "onboard", given, slots, ended)
+        part.waits.add(ticket)
 
     def discard(self, suspended: Suspended) -> None:
         """A suspended request is not going to go on; once its copies have ended."""

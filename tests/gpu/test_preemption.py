@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from kvladder.arena import Slot
 from kvladder.errors import NotHeld, NotReady, OutOfBlocks
+from kvladder.gpu.copy import CopyJob
 from kvladder.gpu.groups import Group
 from kvladder.gpu.requests import Request
 from kvladder.preempt import How, Suspended
@@ -178,3 +181,50 @@ def test_closing_gives_up_what_is_suspended_or_on_its_way() -> None:
             engine.settle()
             engine.cache.resume(suspended)
         engine.close()
+
+
+class Lazy:
+    """Keeps the copies of an engine from beginning."""
+
+    def __init__(self, engine: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._port = engine.cache.port
+        self._submit = self._port.copier.submit
+        self.jobs: list[CopyJob] = []
+        monkeypatch.setattr(self._port.copier, "submit", self.jobs.append)
+
+    def go(self, *, well: bool) -> None:
+        """Have the oldest one end; if not ``well``, it fails."""
+        job = self.jobs.pop(0)
+        bad = tuple(Slot(10_000) for _ in job.slots)
+        self._submit(job if well else replace(job, slots=bad))
+        self._port.copier.wait([job.id])
+        self._port.poll()
+
+
+@pytest.mark.parametrize("well", [True, False])
+@pytest.mark.parametrize("own_first", [True, False])
+def test_it_waits_for_blocks_that_another_request_brings(
+    well: bool, own_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = model()
+    suspended = engine.cache.preemption.suspend(running(engine), "tiers")
+    engine.settle()
+    engine.evict()
+    lazy = Lazy(engine, monkeypatch)
+    other = engine.requests.begin([*range(12), 99])
+    again = engine.cache.resume(suspended)
+    assert len(lazy.jobs) == 2  # the other's three blocks, and the tail
+    order = [True, well] if own_first else [well, True]
+    if own_first:
+        lazy.jobs.reverse()
+    for fine in order:
+        assert not again.ready
+        lazy.go(well=fine)
+    assert (again.ready, again.lost, other.lost) == (well, not well, not well)
+    if well:
+        engine.compute(again)
+    engine.requests.release(again)
+    engine.requests.release(other)
+    engine.settle()
+    assert engine.cache.pools[0].free == 12
+    engine.close()
