@@ -58,6 +58,8 @@ class Moves:
         self.arriving: dict[DeviceSlot, Ticket] = {}
         self.observers: list[Callable[[Ticket, bool], None]] = []
         """Told of each copy to the device that is over, and whether the bytes are there."""
+        self.purges = 0
+        """How often blocks were removed or purged; see ``Sequences.outdated``."""
         self._out: dict[Ticket, list[_Leaving]] = {}
         self._in: dict[Ticket, list[_Arriving]] = {}
         self._ledger = ledger
@@ -159,6 +161,7 @@ class Moves:
 
     def purge(self, salt: str) -> None:
         """Forget every block that was made for a request with this salt, which is not empty."""
+        self.purges += 1
         salts = self._ledger.index.salts
         self.drop([node for node, held in salts.items() if held == salt], "removed")
         self.settle()

@@ -290,6 +290,7 @@ class BlockPool:
 
         Who holds them keeps them, but nobody else finds them.
         """
+        self.moves.purges += 1
         found = [node for key in keys if (node := self.ledger.index.find(key)) is not None]
         if found:
             self.moves.drop(found, "removed")

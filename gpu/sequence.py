@@ -36,8 +36,8 @@ class KVSequence:
 
     __slots__ = (
         "cached", "closed", "computed", "copies", "extra", "first", "keys", "lost",
-        "prompt_tokens", "resets", "retention", "root", "said", "stats", "stored", "storing",
-        "table", "tokens", "waits",
+        "prompt_tokens", "purges", "resets", "retention", "root", "said", "stats", "stored",
+        "storing", "table", "tokens", "waits",
     )  # fmt: skip
 
     def __init__(
@@ -76,15 +76,18 @@ class KVSequence:
         self.lost = False
         """Whether a block did not arrive: nothing can be done with the sequence but release it."""
         self.closed = False
-        self.resets = 0
+        self.purges = self.resets = 0
+        """How many of them its pool had seen when it began."""
 
     def copy(self) -> KVSequence:
         """Another sequence with the same state; the caller sees to the references."""
         other = KVSequence(self.tokens[:], self.root, retention=self.retention, extra=self.extra)
-        for name in ("said", "prompt_tokens", "first", "cached", "computed", "stored", "stats"):
+        for name in (
+            "said", "prompt_tokens", "first", "cached", "computed", "stored", "stats", "storing",
+            "purges", "resets",
+        ):  # fmt: skip
             setattr(other, name, getattr(self, name))
-        other.storing = self.storing
-        other.table, other.keys, other.resets = self.table[:], self.keys[:], self.resets
+        other.table, other.keys = self.table[:], self.keys[:]
         return other
 
     @property

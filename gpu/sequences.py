@@ -123,7 +123,7 @@ class Sequences:
         sequence.keys = self.scheme.chain(sequence.tokens, parent=root.key, extra=extra)
         if retention is not None:
             sequence.said = retention.explicit(self._tokens, len(sequence.tokens))
-        sequence.resets = self.pool.resets
+        sequence.resets, sequence.purges = self.pool.resets, self.pool.moves.purges
         return sequence
 
     def wait_for(self, sequence: KVSequence) -> None:
@@ -245,6 +245,15 @@ class Sequences:
 
     def _stores(self, sequence: KVSequence) -> bool:
         return sequence.storing and sequence.resets == self.pool.resets
+
+    def outdated(self, sequence: KVSequence) -> bool:
+        """Whether blocks were removed, or all of them, since the sequence began.
+
+        If its bytes come back from where no pool knew of them, nothing of it may be stored: what
+        was removed may be among it.
+        """
+        pool = self.pool
+        return (sequence.resets, sequence.purges) != (pool.resets, pool.moves.purges)
 
     def _extend_keys(self, sequence: KVSequence, end: int) -> None:
         """Name the whole blocks before ``end`` that have no key yet."""

@@ -104,8 +104,9 @@ class DeviceCache:
     def purge(self, salt: str) -> None:
         """Forget every block of requests with this salt, on the device and in the tiers.
 
-        Requests that run keep theirs; a durable tier has forgotten the blocks once
-        ``manager.removals`` is 0. Raises ValueError if the salt is empty.
+        Requests that run or are suspended keep theirs, and do not make them known again. A durable
+        tier has forgotten the blocks once ``manager.removals`` is 0. Raises ValueError if the salt
+        is empty.
         """
         steps = self.manager.purge(salt)
         for pool in self.pools:

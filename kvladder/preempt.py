@@ -150,8 +150,11 @@ class Preemption:
             lora=old.root.lora,
             extra=old.extra,
         )
-        for part, before in zip(request.parts, suspended.parts, strict=True):
+        for one, part, before in zip(
+            self._requests.sequences, request.parts, suspended.parts, strict=True
+        ):
             part.prompt_tokens, part.said = before.prompt_tokens, before.said
+            part.storing = part.storing and not one.outdated(before)
         return request
 
     def _restore(self, suspended: Suspended) -> Request:
@@ -177,7 +180,9 @@ class Preemption:
             self._port.unlease(slots[: len(kept)])
             if given:
                 self._bring(group, part, slots[len(kept) :])
-            self._requests.sequences[group].wait_for(part)  # others may still be bringing theirs
+            one = self._requests.sequences[group]
+            one.wait_for(part)  # others may still be bringing theirs
+            part.storing = part.storing and not one.outdated(part)
         suspended.slots = []
         self._suspended.discard(suspended)
         return Request(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from kvladder.errors import NotHeld, NotReady, OutOfBlocks
 from kvladder.gpu.copy import CopyJob
 from kvladder.gpu.groups import Group
 from kvladder.gpu.requests import Request
+from kvladder.keys import BlockKey
 from kvladder.preempt import How, Suspended
 from tests.gpu.device import FULL, Model
 
@@ -227,4 +229,38 @@ def test_it_waits_for_blocks_that_another_request_brings(
     engine.requests.release(other)
     engine.settle()
     assert engine.cache.pools[0].free == 12
+    engine.close()
+
+
+FORGET: dict[str, Callable[[Model, Sequence[BlockKey]], object]] = {
+    "purge": lambda engine, keys: engine.cache.purge("t"),
+    "reset": lambda engine, keys: engine.cache.reset(),
+    "remove": lambda engine, keys: [pool.remove(keys) for pool in engine.cache.pools],
+}
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, NEAR)])
+@pytest.mark.parametrize("how", ["tiers", "recompute"])
+@pytest.mark.parametrize("suspended_first", [True, False])
+@pytest.mark.parametrize("forget", FORGET)
+def test_what_was_forgotten_does_not_come_back_with_it(
+    groups: tuple[Group, ...], how: How, suspended_first: bool, forget: str
+) -> None:
+    engine = model(*groups, blocks=24, context=32)
+    request = engine.begin(range(13), salt="t")
+    engine.compute(request)
+    keys = request.parts[0].keys
+    if not suspended_first:
+        FORGET[forget](engine, keys)
+    suspended = engine.cache.preemption.suspend(request, how)
+    engine.settle()
+    if suspended_first:
+        FORGET[forget](engine, keys)
+    again = back(engine, suspended)
+    for token in range(50, 60):
+        engine.compute(again)
+        engine.requests.append(again, [token])
+    engine.requests.release(again)
+    assert engine.run([*range(13), *range(50, 60)], salt="t") == 0
+    engine.cache.check()
     engine.close()
