@@ -39,6 +39,11 @@ class Group:
         its last token, so the states at multiples of ``block_tokens`` are checkpoints.
     window:
         Tokens, 1 or more, for a window.
+
+    Raises
+    ------
+    ConfigError
+        A number is out of its range.
     """
 
     name: str
@@ -50,6 +55,9 @@ class Group:
         if (self.window > 0) != (self.kind == "window"):
             hint = "1 or more, of a window alone"
             raise ConfigError(f"{self.kind}: window {self.window}", path=self.name, hint=hint)
+        if self.block_tokens < 2 or self.block_tokens & (self.block_tokens - 1):
+            hint = "a power of two above 1"
+            raise ConfigError(f"blocks of {self.block_tokens} tokens", path=self.name, hint=hint)
 
     def first(self, end: int) -> int:
         """The first block that is read when ``end`` tokens are computed."""

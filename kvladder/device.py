@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -12,7 +13,7 @@ import torch
 from kvladder.below import TierPort
 from kvladder.compose import open_manager
 from kvladder.config import StackConfig, load_config
-from kvladder.errors import ConfigError, LayoutError
+from kvladder.errors import ConfigError, LayoutError, PlanError
 from kvladder.gpu.events import PoolEvent, PoolEvents, Stored
 from kvladder.gpu.groups import Group
 from kvladder.gpu.pages import BlockPages, Part, common_element
@@ -182,8 +183,13 @@ def open_device(
     Raises
     ------
     ConfigError
-        A setting is wrong, or the memory does not suffice; nothing stays open.
+        A setting is wrong, two groups have one name, or the memory does not suffice; nothing
+        stays open.
     """
+    names = [one.group.name for one in groups]
+    if not names or len(set(names)) < len(names):
+        hint = "one or more, each with a name of its own, which is part of its blocks' keys"
+        raise PlanError(f"groups {names}", hint=hint)
     config = load_config(source, overrides={"gpu": {}, **(overrides or {})})
     partial = _partial(config, groups)
     memory = _memory(config, groups, context, free_bytes, other_bytes, peak_bytes)
@@ -194,13 +200,13 @@ def open_device(
     element = common_element(part.pages.element for part in parts.values())
     layout = Layout(groups[0].group.block_tokens, widest, fields, *element)
     manager = open_manager(config, layout, pools=True)
-    try:
-        port = TierPort(manager, copier_for(parts, manager.arena))
-    except BaseException:
-        manager.close()
-        raise
     events = PoolEvents(config.gpu.events)
-    requests = make_pools(manager, port, division, events, partial=partial, reuse=reuse)
+    with ExitStack() as undo:
+        undo.callback(manager.close)
+        port = TierPort(manager, copier_for(parts, manager.arena))
+        undo.callback(port.close)
+        requests = make_pools(manager, port, division, events, partial=partial, reuse=reuse)
+        undo.pop_all()
     return DeviceCache(manager, port, requests, tensors, events, division)
 
 

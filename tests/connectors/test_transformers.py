@@ -296,6 +296,11 @@ def test_the_memory_has_to_be_named_on_cpu():
         opened(make_model(), {"host": "1 MiB"})
 
 
+def test_blocks_of_a_wrong_size_are_refused():
+    with pytest.raises(ConfigError, match="power of two"):
+        PooledModel(make_model(), stack(tokens=400), context=CONTEXT, block_tokens=12)
+
+
 def test_a_window_that_sees_everything_is_none():
     shapes = layer_shapes(make_model("gemma3"), context=WINDOW)
     assert {shape.window for shape in shapes} == {0}

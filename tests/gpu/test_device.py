@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import active_count
 from typing import Any
 
 import pytest
 import torch
 
 import kvladder
+from kvladder import device
 from kvladder.config import load_config
+from kvladder.device import DeviceGroup, open_device
 from kvladder.errors import ConfigError, OutOfBlocks, PlanError
 from kvladder.gpu.events import PoolEvent
 from kvladder.gpu.groups import Group
+from kvladder.gpu.pool import PoolSettings
 from kvladder.policy.retention import Retention, RetentionRange
 from tests.gpu.device import Model
 from tests.gpu.engine import Indexed, replay
@@ -223,6 +227,36 @@ def test_memory_that_holds_no_sequence_is_refused_and_nothing_stays_open() -> No
         Model(stack(), blocks=3)
     with pytest.raises(PlanError, match="context: 0"):
         Model(stack(), context=0)
+
+
+def test_two_groups_of_one_name_are_refused_before_anything_is_allocated() -> None:
+    def allocate(group: int, blocks: int) -> dict[str, torch.Tensor]:
+        raise AssertionError("allocated")
+
+    for names in ((), ("all", "all")):
+        groups = [DeviceGroup(Group(name, 4), 96) for name in names]
+        with pytest.raises(PlanError, match="a name of its own"):
+            open_device(stack(), groups, allocate, fields={}, context=16, free_bytes=1 << 20)
+
+
+def test_blocks_of_a_wrong_size_are_refused() -> None:
+    for tokens in (0, 1, 12):
+        with pytest.raises(ConfigError, match=r"all: .*power of two"):
+            Group("all", tokens)
+
+
+def test_nothing_stays_open_if_a_pool_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = stack(files(tmp_path))
+    threads = active_count()
+    with monkeypatch.context() as patched:
+        patched.setattr(device, "make_pools", lambda *_, **__: PoolSettings(0, 4))
+        with pytest.raises(ConfigError, match="blocks"):
+            Model(source)
+    assert active_count() <= threads
+    with model(source) as engine:  # its directory is not locked
+        assert engine.run(range(16)) == 0
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
