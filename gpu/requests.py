@@ -64,6 +64,11 @@ class Request:
         """Whether blocks are still on their way from a tier: poll, and ask again."""
         return any(part.waits for part in self.parts)
 
+    def require_ready(self) -> None:
+        """Raise NotHeld if it was released, NotReady if its bytes are not in place."""
+        for part in self.parts:
+            part.require_ready()
+
     @property
     def lost(self) -> bool:
         """Whether a block did not arrive: release the request and begin it anew."""
@@ -250,6 +255,8 @@ class Requests:
         Blocks that a window has passed leave the request; they stay cached. Slots of the tables
         may change, see ``Sequences.commit``.
         """
+        for one, part in zip(self.sequences[1:], request.parts[1:], strict=True):
+            one.require_computable(part, computed)  # before the first, which asks itself, changes
         for one, part, group in zip(self.sequences, request.parts, self.groups, strict=True):
             one.commit(part, computed)
             one.leave(part, group.keeps(computed))
@@ -263,9 +270,10 @@ class Requests:
             A window has passed what would be read then, or a state would have to be one that is
             no checkpoint; nothing was changed.
         """
+        request.require_ready()
         left = len(request.tokens) - count
         for part, group in zip(request.parts, self.groups, strict=True):
-            if part.closed or not 0 <= left < part.computed:
+            if not 0 <= left < part.computed:
                 continue
             if group.first(left) < part.first:
                 raise PoolError(f"{group.name} keeps nothing from before token {left} any more")
@@ -283,6 +291,7 @@ class Requests:
             There is a state, and tokens that are not computed: whoever computed them would change
             it under the others. Nothing was changed.
         """
+        request.require_ready()
         states = any(group.kind == "state" for group in self.groups)
         if states and request.computed < len(request.tokens):
             raise PoolError("not all of its tokens are computed, and it has a state")

@@ -233,15 +233,19 @@ class Sequences:
             ``computed`` is less than before, or more than there are tokens or slots for; nothing
             was changed.
         """
-        sequence.require_ready()
-        most = min(len(sequence.tokens), len(sequence.table) * self._tokens)
-        if not sequence.computed <= computed <= most:
-            raise ValueError(f"{computed} tokens computed: expected {sequence.computed} .. {most}")
+        self.require_computable(sequence, computed)
         sequence.computed = computed
         first, end = sequence.stored, computed // self._tokens
         if end > first and self._stores(sequence):
             self._extend_keys(sequence, end)
             self._store(sequence, first, end)
+
+    def require_computable(self, sequence: KVSequence, computed: int) -> None:
+        """Raise as ``commit`` does."""
+        sequence.require_ready()
+        most = min(len(sequence.tokens), len(sequence.table) * self._tokens)
+        if not sequence.computed <= computed <= most:
+            raise ValueError(f"{computed} tokens computed: expected {sequence.computed} .. {most}")
 
     def _stores(self, sequence: KVSequence) -> bool:
         return sequence.storing and sequence.resets == self.pool.resets

@@ -87,8 +87,7 @@ class Preemption:
         NotHeld, NotReady
             It was released, or its blocks are not in place.
         """
-        for part in request.parts:
-            part.require_ready()
+        request.require_ready()
         way = self.choice(request) if how is None else how
         counts = [len(part.held) for part in request.parts]
         slots = self._port.lease(sum(counts)) if way == "tiers" else None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvladder.errors import ConfigError, OutOfBlocks, PlanError, PoolError
+from kvladder.errors import ConfigError, NotReady, OutOfBlocks, PlanError, PoolError
 from kvladder.gpu.groups import Group, Kind, Layer, group_layers
 from tests.gpu.device import FULL, Model
 from tests.gpu.engine import Engine
@@ -286,6 +286,48 @@ def test_s8_a_released_sequence_is_not_forked() -> None:
     engine.release(sequence)
     with pytest.raises(PoolError, match="was released"):
         engine.sequences.fork(sequence, 1)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_what_one_group_refuses_changes_no_other(late: int) -> None:
+    engine = model(FULL, NEAR)
+    engine.run(range(13))
+    engine.cache.pools[late].evict(24)
+    engine.settle()
+    request = engine.requests.begin(range(13))
+    assert [part.ready for part in request.parts] == [late != 0, late != 1]
+
+    def state() -> list[object]:
+        parts = zip(request.parts, engine.cache.pools, strict=True)
+        return [
+            (len(part.tokens), part.computed, [pool.ledger.refs[slot] for slot in part.held])
+            for part, pool in parts
+        ]
+
+    before = state()
+    for call in (
+        lambda: engine.requests.fork(request, 2),
+        lambda: engine.requests.rewind(request, 1),
+        lambda: engine.requests.commit(request, 13),
+    ):
+        with pytest.raises(NotReady):
+            call()
+        assert state() == before
+    engine.settle()
+    engine.requests.release(request)
+    assert used(engine) == [0, 0]
+    engine.close()
+
+
+def test_what_one_group_has_no_slots_for_is_computed_in_none() -> None:
+    engine = model(Group("wide", 16), Group("thin", 4), blocks=30, context=64)
+    request = engine.begin(range(60), room=20)
+    assert [len(table) for table in request.tables] == [2, 5]
+    with pytest.raises(ValueError, match=r"0 \.\. 20"):
+        engine.requests.commit(request, 25)
+    assert [part.computed for part in request.parts] == [0, 0]
+    engine.requests.release(request)
+    engine.close()
 
 
 def test_p3_without_reuse_nothing_is_served_or_kept() -> None:
