@@ -121,8 +121,7 @@ class Engine:
                     room=self.model.step,
                 )
             except OutOfBlocks as error:
-                if not self.running and not isinstance(error, BlocksBusy):
-                    raise  # it will never fit
+                self._require_patience(error)
                 return
             if not job.preempted:
                 job.cached = job.request.cached
@@ -194,11 +193,20 @@ class Engine:
             if any(pool.free < len(part.held) + spare for part, pool in parts):
                 return
             try:
-                job.request = self.model.cache.resume(_suspended(job))
-            except (NotReady, BlocksBusy):
+                job.request = self.model.cache.resume(_suspended(job), room=self.model.step)
+            except NotReady:
+                return
+            except OutOfBlocks as error:
+                self._require_patience(error)
                 return
             job.suspended = None
             self.running.append(self.suspended.popleft())
+
+    def _require_patience(self, error: OutOfBlocks) -> None:
+        """Raise the error if there is nothing to wait for: what was asked for never fits."""
+        busy = self.running or self.model.cache.port.busy
+        if not busy and not isinstance(error, BlocksBusy):
+            raise error
 
     def _restart_lost(self) -> None:
         """A block did not come back from a tier: begin anew with what is cached."""

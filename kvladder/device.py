@@ -85,9 +85,9 @@ class DeviceCache:
         """Have a running request give its device memory up, see ``Preemption.suspend``."""
         return self.preemption.suspend(request)
 
-    def resume(self, suspended: Suspended) -> Request:
+    def resume(self, suspended: Suspended, *, room: int | None = None) -> Request:
         """Go on with it, see ``Preemption.resume``."""
-        return self.preemption.resume(suspended)
+        return self.preemption.resume(suspended, room=room)
 
     def take_events(self) -> list[PoolEvent]:
         """What happened to which block since the last call, oldest first."""

@@ -121,10 +121,11 @@ class Preemption:
         self._port.unlease([slot for slots in suspended.slots for slot in slots])
         suspended.slots = []
 
-    def resume(self, suspended: Suspended) -> Request:
+    def resume(self, suspended: Suspended, *, room: int | None = None) -> Request:
         """Go on with a suspended request; run it when it is ``ready``.
 
-        One that is recomputed has fewer tokens ``computed`` than it had.
+        One that is recomputed has fewer tokens ``computed`` than it had, and slots for ``room``
+        tokens behind those; None for all. ``Requests.extend`` gets more.
 
         Raises
         ------
@@ -135,12 +136,12 @@ class Preemption:
         """
         if suspended.copies_left or suspended.over:
             raise NotReady("still being suspended" if suspended.copies_left else "resumed before")
-        again = self._restore if suspended.how == "tiers" else self._again
-        request = again(suspended)
+        copied = suspended.how == "tiers"
+        request = self._restore(suspended) if copied else self._again(suspended, room)
         suspended.over = True
         return request
 
-    def _again(self, suspended: Suspended) -> Request:
+    def _again(self, suspended: Suspended, room: int | None) -> Request:
         old = suspended.parts[0]
         request = self._requests.begin(
             old.tokens,
@@ -148,6 +149,7 @@ class Preemption:
             salt=old.root.salt,
             lora=old.root.lora,
             extra=old.extra,
+            room=room,
         )
         for one, part, before in zip(
             self._requests.sequences, request.parts, suspended.parts, strict=True

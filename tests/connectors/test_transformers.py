@@ -216,6 +216,16 @@ def test_what_does_not_fit_makes_way_and_goes_on(name, how, monkeypatch):
         )
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_long_prompt_that_made_way_is_computed_again_in_parts(name, monkeypatch):
+    monkeypatch.setattr(Preemption, "choice", lambda self, request: "recompute")
+    model, prompts = make_model(name), prompts_of(4, shared=0, own=70)
+    with opened(model, stack(tokens=150), step=8) as pooled:
+        jobs = serve(pooled, prompts)
+        assert outputs(jobs) == plain(model, prompts)
+        assert sum(job.preempted for job in jobs) > 0
+
+
 def test_two_salts_share_nothing():
     model, prompts = make_model(), prompts_of(1)
     with opened(model, stack(tokens=400)) as pooled:

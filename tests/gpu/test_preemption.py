@@ -104,6 +104,24 @@ def test_without_room_for_all_of_its_blocks_it_is_recomputed() -> None:
     engine.close()
 
 
+def test_what_is_recomputed_gets_room_for_a_part_at_first() -> None:
+    engine = model(FULL, NEAR)
+    suspended = engine.cache.preemption.suspend(running(engine), "recompute")
+    engine.cache.reset()
+    others = [pool.allocate(pool.blocks - 2) for pool in engine.cache.pools]
+    with pytest.raises(OutOfBlocks):
+        engine.cache.resume(suspended)
+    request = engine.cache.resume(suspended, room=8)
+    assert [len(table) for table in request.tables] == [2, 2]
+    engine.compute(request, 8)
+    for pool, slots in zip(engine.cache.pools, others, strict=True):
+        pool.release(slots)
+    engine.requests.extend(request, len(request.tokens))
+    engine.compute(request)
+    engine.requests.release(request)
+    engine.close()
+
+
 def test_a_copy_that_fails_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = model()
     request = running(engine)
