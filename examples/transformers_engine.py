@@ -217,6 +217,7 @@ class Engine:
     def _leave(self, job: Job) -> None:
         self.running.remove(job)
         self.model.requests.release(_request(job))
+        self.model.requests.copied(_request(job))  # those that were not made are not needed
         job.request = None
 
 

@@ -226,6 +226,21 @@ def test_a_long_prompt_that_made_way_is_computed_again_in_parts(name, monkeypatc
         assert sum(job.preempted for job in jobs) > 0
 
 
+def test_a_request_that_leaves_before_its_copy_was_made_holds_nothing():
+    source = stack(tokens=400)
+    source["gpu"]["partial"] = "copy"
+    with opened(make_model(), source) as pooled:
+        serve(pooled, [list(range(30))])
+        engine = Engine(pooled)
+        job = Job([*range(14), 200, 201, 202], NEW)
+        job.request = pooled.requests.begin(job.prompt)
+        assert job.request.copies
+        engine.running.append(job)
+        engine._preempt(job)
+        assert list(engine.waiting) == [job]
+        assert all(pool.used == 0 for pool in pooled.cache.pools)
+
+
 def test_two_salts_share_nothing():
     model, prompts = make_model(), prompts_of(1)
     with opened(model, stack(tokens=400)) as pooled:
