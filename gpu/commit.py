@@ -16,6 +16,7 @@ from kvladder.gpu.names import NO_NODE, NO_SLOT, TOKEN_BYTES, DeviceSlot, NodeId
 from kvladder.gpu.retain import Retain, Retainer
 from kvladder.gpu.stats import PoolStats
 from kvladder.keys import BlockKey
+from kvladder.policy.retention import checked_duration, checked_priority
 
 
 class Content(NamedTuple):
@@ -99,6 +100,10 @@ class Committer:
         keys, ledger = content.keys, self._ledger
         if len(keys) != len(slots) or (wanted is not None and len(wanted) != len(keys)):
             raise ValueError(f"{len(slots)} slots for {len(keys)} keys")
+        for retain in wanted or ():
+            if retain is not None:
+                checked_priority(retain.priority)
+                checked_duration(retain.duration_s)
         if not ledger.refs.all_held(slots):
             raise NotHeld("a slot is not held")
         if len(set(slots)) < len(slots) or len(set(keys)) < len(keys):

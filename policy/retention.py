@@ -8,11 +8,19 @@ from dataclasses import dataclass
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX, PRIORITY_MIN
 
 
-def checked_priority(priority: int) -> int:
+def checked_priority(priority: object) -> int:
     """``priority`` if it is an int in 0..100, else ValueError."""
-    if isinstance(priority, bool) or not PRIORITY_MIN <= priority <= PRIORITY_MAX:
-        raise ValueError(f"priority {priority!r}: expected {PRIORITY_MIN}..{PRIORITY_MAX}")
-    return priority
+    whole = not isinstance(priority, bool)
+    if isinstance(priority, int) and whole and PRIORITY_MIN <= priority <= PRIORITY_MAX:
+        return priority
+    raise ValueError(f"priority {priority!r}: expected an int in {PRIORITY_MIN}..{PRIORITY_MAX}")
+
+
+def checked_duration(duration_s: object) -> float | None:
+    """``duration_s`` if it is None, or a number of seconds of 0 or more, else ValueError."""
+    if duration_s is None or (isinstance(duration_s, int | float) and duration_s >= 0):
+        return duration_s
+    raise ValueError(f"duration {duration_s!r} s: expected 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +41,7 @@ class RetentionRange:
             raise ValueError(f"range starts at {self.start}: expected 0 or more")
         if self.end is not None and self.end <= self.start:
             raise ValueError(f"range [{self.start}, {self.end}) is empty or reversed")
-        if self.duration_s is not None and self.duration_s < 0:
-            raise ValueError(f"duration {self.duration_s} s: expected 0 or more")
+        checked_duration(self.duration_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +67,7 @@ class Retention:
     def __post_init__(self) -> None:
         checked_priority(self.decode_priority)
         checked_priority(self.default)
-        if self.decode_duration_s is not None and self.decode_duration_s < 0:
-            raise ValueError(f"duration {self.decode_duration_s} s: expected 0 or more")
+        checked_duration(self.decode_duration_s)
         for left, right in zip(self.ranges, self.ranges[1:], strict=False):
             if left.end is None or right.start < left.end:
                 raise ValueError(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import nan
 
 import pytest
 
 from kvladder.errors import ConfigError, NotHeld, OutOfBlocks, PlanError
+from kvladder.gpu.commit import Content
 from kvladder.gpu.groups import Layer
 from kvladder.gpu.names import DeviceSlot
 from kvladder.gpu.plan import CachePlan
 from kvladder.gpu.pool import PoolSettings
+from kvladder.gpu.retain import Retain
 from kvladder.gpu.sequence import KVSequence
 from kvladder.gpu.sizing import kv_bytes_per_token, pool_bytes
 from kvladder.policy.retention import Retention, RetentionRange
@@ -29,6 +32,11 @@ def released_fork(engine: Engine, sequence: KVSequence) -> None:
     engine.sequences.fork(other, 1)
 
 
+def committed(engine: Engine, sequence: KVSequence, retain: Retain) -> None:
+    content = Content(sequence.keys[:1], sequence.root, sequence.root.key, b"\0" * 16)
+    engine.pool.commit(sequence.table[:1], content, retain=[retain])
+
+
 CALLS: dict[str, tuple[type[Exception], Call]] = {
     "block size 12": (ConfigError, lambda e, s: PoolSettings(8, 12)),
     "block size 1": (ConfigError, lambda e, s: PoolSettings(8, 1)),
@@ -42,6 +50,14 @@ CALLS: dict[str, tuple[type[Exception], Call]] = {
     "decode 101": (ValueError, lambda e, s: e.begin([1], retention=Retention((), 101))),
     "duration": (ValueError, lambda e, s: RetentionRange(0, 8, 50, -0.1)),
     "decode duration": (ValueError, lambda e, s: Retention((), 50, -0.1)),
+    "priority 50.5": (ValueError, lambda e, s: RetentionRange(0, 8, 50.5)),  # type: ignore[arg-type]
+    "priority as text": (ValueError, lambda e, s: Retention((), "9")),  # type: ignore[arg-type]
+    "duration nan": (ValueError, lambda e, s: RetentionRange(0, 8, 50, nan)),
+    "decode duration nan": (ValueError, lambda e, s: Retention((), 50, nan)),
+    "commit at 101": (ValueError, lambda e, s: committed(e, s, Retain(101))),
+    "commit at -1": (ValueError, lambda e, s: committed(e, s, Retain(-1))),
+    "commit at 300": (ValueError, lambda e, s: committed(e, s, Retain(300))),
+    "commit for nan seconds": (ValueError, lambda e, s: committed(e, s, Retain(50, nan))),
     "no heads": (PlanError, lambda e, s: kv_bytes_per_token(1, 0, 64, 2)),
     "no head size": (PlanError, lambda e, s: Layer("a", 1, 0, "fp8")),
     "too many blocks": (OutOfBlocks, lambda e, s: e.pool.allocate(100)),
