@@ -1,7 +1,8 @@
 /* The loops of kvladder/gpu/columns.py over lists and dictionaries, in C.
  *
- * Each function does what the one of the same name does there, for lists of plain integers; what
- * is not in range raises IndexError and what is not a list TypeError, as there. */
+ * Each function does what the one of the same name does there, for lists of integers, NumPy's
+ * included; what is not in range raises IndexError and what is not a list or an integer TypeError,
+ * as there. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -10,7 +11,7 @@ static PyObject *zero, *one;
 
 /* The integer in `object` if it is a row of a list of `size`, else -1 with IndexError set. */
 static Py_ssize_t row_of(PyObject *object, Py_ssize_t size) {
-    Py_ssize_t row = PyLong_AsSsize_t(object);
+    Py_ssize_t row = PyNumber_AsSsize_t(object, PyExc_IndexError);
     if (row == -1 && PyErr_Occurred()) return -1;
     if (row < 0 || row >= size) {
         PyErr_Format(PyExc_IndexError, "row %zd of %zd", row, size);
@@ -169,18 +170,23 @@ static PyObject *drop_ones(PyObject *self, PyObject *const *arguments, Py_ssize_
     PyObject *rows = PySequence_Fast(arguments[1], "expected rows");
     if (!rows) return NULL;
     Py_ssize_t size = PySequence_Fast_GET_SIZE(rows), at;
+    int wrong = 0;
     for (at = 0; at < size; at++) {
-        Py_ssize_t row = PyLong_AsSsize_t(PySequence_Fast_GET_ITEM(rows, at));
-        if (row == -1 && PyErr_Occurred()) PyErr_Clear();
-        if (row < 0 || row >= PyList_GET_SIZE(column) || PyList_GET_ITEM(column, row) != one)
+        Py_ssize_t row = PyNumber_AsSsize_t(PySequence_Fast_GET_ITEM(rows, at), NULL);
+        wrong = row == -1 && PyErr_Occurred();
+        if (wrong || row < 0 || row >= PyList_GET_SIZE(column) ||
+            PyList_GET_ITEM(column, row) != one)
             break;
         put(column, row, zero);
     }
-    int all = at == size;
-    while (!all && at-- > 0)
-        put(column, PyLong_AsSsize_t(PySequence_Fast_GET_ITEM(rows, at)), one);
+    if (wrong) PyErr_Clear(); /* and raised again below: what comes between may call Python */
+    for (Py_ssize_t back = at - 1; at < size && back >= 0; back--) {
+        Py_ssize_t row = PyNumber_AsSsize_t(PySequence_Fast_GET_ITEM(rows, back), NULL);
+        put(column, row, one);
+    }
+    if (wrong) PyNumber_AsSsize_t(PySequence_Fast_GET_ITEM(rows, at), NULL);
     Py_DECREF(rows);
-    return PyBool_FromLong(all);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(at == size);
 }
 
 static PyObject *forget(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {

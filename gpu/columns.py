@@ -58,14 +58,17 @@ def split(column: list[Value], rows: Sequence[Row], empty: Value) -> tuple[list[
 
 def drop_ones(column: list[int], rows: Sequence[int]) -> bool:
     """Set ``column[row]`` of each row from 1 to 0; False, and no change, if one is not 1."""
-    size = len(column)
-    for at, row in enumerate(rows):
-        if 0 <= row < size and column[row] == 1:
+    size, done = len(column), 0
+    try:
+        for row in rows:
+            if not 0 <= row < size or column[row] != 1:
+                break
             column[row] = 0
-        else:
-            fill(column, rows[:at], 1)
-            return False
-    return True
+            done += 1
+    finally:  # what is no integer raises
+        if done < len(rows):
+            fill(column, rows[:done], 1)
+    return done == len(rows)
 
 
 def forget(held: dict[T, Any], keys: Sequence[T]) -> None:

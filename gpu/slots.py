@@ -107,8 +107,8 @@ class References:
 
         Raises
         ------
-        NotHeld
-            A slot is not referenced, or named twice; nothing was changed.
+        NotHeld, TypeError
+            A slot is not referenced, or named twice, or no integer; nothing was changed.
         """
         counts, size = self._counts, len(self._counts)
         if drop_ones(counts, slots):
@@ -116,7 +116,11 @@ class References:
             return slots
         shared: list[DeviceSlot] = []
         for at, slot in enumerate(slots):
-            count = counts[slot] if 0 <= slot < size else 0
+            try:
+                count = counts[slot] if 0 <= slot < size else 0
+            except TypeError:  # no integer
+                self._undo(slots[:at], shared)
+                raise
             if count == 1:
                 counts[slot] = 0
             elif count:

@@ -32,6 +32,15 @@ def released_fork(engine: Engine, sequence: KVSequence) -> None:
     engine.sequences.fork(other, 1)
 
 
+def shared_and_wrong(engine: Engine, sequence: KVSequence) -> None:
+    slots = sequence.table
+    engine.pool.retain(slots[:1])
+    try:
+        engine.pool.release([slots[1], slots[0], 1.5])  # type: ignore[list-item]
+    finally:
+        engine.pool.release(slots[:1])
+
+
 def committed(engine: Engine, sequence: KVSequence, retain: Retain) -> None:
     content = Content(sequence.keys[:1], sequence.root, sequence.root.key, b"\0" * 16)
     engine.pool.commit(sequence.table[:1], content, retain=[retain])
@@ -65,6 +74,8 @@ CALLS: dict[str, tuple[type[Exception], Call]] = {
     "not held": (NotHeld, lambda e, s: e.pool.release([DeviceSlot(7)])),
     "twice at once": (NotHeld, lambda e, s: e.pool.release([s.table[0], s.table[0]])),
     "no slot": (NotHeld, lambda e, s: e.pool.release([DeviceSlot(99)])),
+    "no integer": (TypeError, lambda e, s: e.pool.release([s.table[0], 1.0])),  # type: ignore[list-item]
+    "no integer among shared": (TypeError, shared_and_wrong),
     "fork of what was released": (NotHeld, released_fork),
     "layers that contradict": (
         PlanError,

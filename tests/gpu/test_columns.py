@@ -107,6 +107,31 @@ def test_the_same_is_selected(native, data):
 
 
 @pytest.mark.slow
+def test_numpy_integers_are_rows(native):
+    numpy = pytest.importorskip("numpy")
+    rows = numpy.array([2, 0])
+    for functions in (columns.PYTHON, vars(native)):
+        column = [1, 2, 1]
+        assert functions["gather"](column, rows) == [1, 1]
+        assert functions["split"](column, rows, 1) == ([2, 0], [])
+        assert functions["drop_ones"](column, rows)
+        assert column == [0, 2, 0]
+        functions["fill"](column, rows, 5)
+        assert column == [5, 2, 5]
+
+
+@pytest.mark.slow
+def test_what_is_no_row_changes_nothing(native):
+    for functions in (columns.PYTHON, vars(native)):
+        for wrong in (1.0, "1", None):
+            column = [1, 1, 1]
+            given = [0, wrong]
+            with pytest.raises(TypeError):
+                functions["drop_ones"](column, given)
+            assert column == [1, 1, 1]
+
+
+@pytest.mark.slow
 def test_what_is_wrong_is_an_error_in_c_too(native):
     with pytest.raises(IndexError):
         native.gather([1], [1])
