@@ -157,7 +157,7 @@ class Prefixes:
         sequence.stored = end
         stats = RequestStats(
             reused=len(match.nodes),
-            missed=len(sequence.table) - end,
+            missed=-(-len(sequence.tokens) // size) - end,
             onboarded=len(match.claimed),
             partial_tokens=0 if part is None else part.tokens,
         )

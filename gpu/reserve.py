@@ -170,6 +170,7 @@ class Reservations:
 
     def undo(self, hold: Hold, slots: Sequence[DeviceSlot]) -> None:
         """Give back what ``settle`` gave, which was not used: the match is forgone."""
+        self._stats.allocated -= hold.fresh
         self._ledger.release(slots)
         self._ledger.release(gather(self._ledger.nodes.slot, hold.kept))
         self.forgo(hold.match)

@@ -51,7 +51,7 @@ class RequestStats:
     reused: int
     """Whole blocks served from the cache."""
     missed: int
-    """The others, each of which got a slot of its own."""
+    """The others, each of which gets a slot of its own."""
     onboarded: int = 0
     """Of the reused ones, those that came from a tier."""
     partial_tokens: int = 0

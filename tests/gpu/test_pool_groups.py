@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvladder.errors import ConfigError, NotReady, OutOfBlocks, PlanError, PoolError
+from kvladder.errors import BlocksBusy, ConfigError, NotReady, OutOfBlocks, PlanError, PoolError
 from kvladder.gpu.groups import Group, Kind, Layer, group_layers
 from tests.gpu.device import FULL, Model
 from tests.gpu.engine import Engine
@@ -224,6 +224,21 @@ def test_s7_nothing_is_held_where_one_group_has_no_room() -> None:
     engine.requests.append(request, [1])
     engine.requests.release(request)
     engine.settle()
+    engine.close()
+
+
+def test_what_was_handed_out_and_taken_back_is_not_counted() -> None:
+    engine = model(FULL, NEAR, blocks=4)
+    engine.run(range(16))
+    engine.cache.pools[0].evict(4)
+    engine.settle()
+    before = [pool.stats.allocated for pool in engine.cache.pools]
+    with pytest.raises(BlocksBusy):  # the second group's blocks are still being read
+        engine.requests.begin(range(100, 116))
+    assert [pool.stats.allocated for pool in engine.cache.pools] == before
+    engine.settle()
+    engine.run(range(100, 116))
+    assert [pool.stats.allocated for pool in engine.cache.pools] == [count + 4 for count in before]
     engine.close()
 
 

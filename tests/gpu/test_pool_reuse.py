@@ -174,6 +174,18 @@ def test_u16_statistics_per_request_and_per_pool(count: int) -> None:
     assert Engine(8).pool.stats.hit_rate == 0.0
 
 
+def test_u16_blocks_of_a_prompt_are_counted_once_if_it_is_computed_in_parts() -> None:
+    engine = Engine(64)
+    first = engine.sequences.begin(range(100), room=8)
+    for end in range(8, 101, 4):
+        engine.sequences.extend(first, end)
+        engine.sequences.commit(first, end)
+    second = engine.sequences.begin([*range(40), *range(1000, 1060)], room=8)
+    assert (first.stats.reused, first.stats.missed) == (0, 25)
+    assert (second.stats.reused, second.stats.missed, second.stats.hit_rate) == (10, 15, 0.4)
+    assert (engine.pool.stats.reused, engine.pool.stats.missed) == (10, 40)
+
+
 def test_u17_after_a_reset_nothing_is_served_nor_stored_by_those_who_run() -> None:
     engine = Engine(8, host=4)
     engine.run(range(9))
