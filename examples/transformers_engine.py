@@ -119,6 +119,7 @@ class Engine:
                     salt=job.salt,
                     retention=job.retention,
                     room=self.model.step,
+                    prompt_tokens=len(job.prompt),
                 )
             except OutOfBlocks as error:
                 self._require_patience(error)

@@ -123,6 +123,7 @@ class Requests:
         extra: Extra = (),
         cached_max: int | None = None,
         room: int | None = None,
+        prompt_tokens: int | None = None,
     ) -> Request:
         """A request for this prompt, with slots for all of it and the cached prefix in place.
 
@@ -140,10 +141,13 @@ class Requests:
                 extra=extra,
                 cached_max=cached_max,
                 room=room,
+                prompt_tokens=prompt_tokens,
             )
             found.storing = self.reuse
             return Request([found])
-        parts = [one.make(tokens, retention, salt, lora, extra) for one in self.sequences]
+        parts = [
+            one.make(tokens, retention, salt, lora, extra, prompt_tokens) for one in self.sequences
+        ]
         count = len(parts[0].tokens)
         limit = count - 1 if cached_max is None else max(0, min(count - 1, cached_max))
         matches = self._find(parts, limit)

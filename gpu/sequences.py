@@ -69,6 +69,7 @@ class Sequences:
         extra: Extra = (),
         cached_max: int | None = None,
         room: int | None = None,
+        prompt_tokens: int | None = None,
     ) -> KVSequence:
         """A sequence for this prompt, with slots for all of it and the cached prefix in place.
 
@@ -85,6 +86,8 @@ class Sequences:
             What tells its content from that of others with the same tokens.
         room:
             Slots for so many tokens behind the cached ones; None for all. ``extend`` gets more.
+        prompt_tokens:
+            How many of the tokens are the prompt; the others were generated. None for all.
 
         Raises
         ------
@@ -93,7 +96,7 @@ class Sequences:
         ValueError
             There are no tokens, or an argument is out of its range; nothing was changed.
         """
-        sequence = self.make(tokens, retention, salt, lora, extra)
+        sequence = self.make(tokens, retention, salt, lora, extra, prompt_tokens)
         count, size = len(sequence.tokens), self._tokens
         limit = count - 1 if cached_max is None else max(0, min(count - 1, cached_max))
         found = self.prefixes.find(sequence, limit)
@@ -114,6 +117,7 @@ class Sequences:
         salt: str,
         lora: str,
         extra: Extra,
+        prompt_tokens: int | None,
     ) -> KVSequence:
         """A sequence that has its keys and no blocks yet."""
         if not len(tokens):
@@ -121,8 +125,12 @@ class Sequences:
         root = Root(self.scheme.root(salt=salt, lora=lora), salt, lora)
         sequence = KVSequence(as_tokens(tokens), root, retention=retention, extra=extra)
         sequence.keys = self.scheme.chain(sequence.tokens, parent=root.key, extra=extra)
+        if prompt_tokens is not None:
+            if not 0 <= prompt_tokens <= len(sequence.tokens):
+                raise ValueError(f"prompt of {prompt_tokens}: expected 0 .. {len(sequence.tokens)}")
+            sequence.prompt_tokens = prompt_tokens
         if retention is not None:
-            sequence.said = retention.explicit(self._tokens, len(sequence.tokens))
+            sequence.said = retention.explicit(self._tokens, sequence.prompt_tokens)
         sequence.resets, sequence.purges = self.pool.resets, self.pool.moves.purges
         return sequence
 

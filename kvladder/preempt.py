@@ -150,11 +150,11 @@ class Preemption:
             lora=old.root.lora,
             extra=old.extra,
             room=room,
+            prompt_tokens=old.prompt_tokens,
         )
         for one, part, before in zip(
             self._requests.sequences, request.parts, suspended.parts, strict=True
         ):
-            part.prompt_tokens, part.said = before.prompt_tokens, before.said
             part.storing = part.storing and not one.outdated(before)
         return request
 

@@ -74,6 +74,8 @@ CALLS: dict[str, tuple[type[Exception], Call]] = {
     "not held": (NotHeld, lambda e, s: e.pool.release([DeviceSlot(7)])),
     "twice at once": (NotHeld, lambda e, s: e.pool.release([s.table[0], s.table[0]])),
     "no slot": (NotHeld, lambda e, s: e.pool.release([DeviceSlot(99)])),
+    "a prompt of -1": (ValueError, lambda e, s: e.sequences.begin([1, 2], prompt_tokens=-1)),
+    "a prompt of 3": (ValueError, lambda e, s: e.sequences.begin([1, 2], prompt_tokens=3)),
     "no integer": (TypeError, lambda e, s: e.pool.release([s.table[0], 1.0])),  # type: ignore[list-item]
     "no integer among shared": (TypeError, shared_and_wrong),
     "fork of what was released": (NotHeld, released_fork),

@@ -14,6 +14,7 @@ from kvladder.gpu.copy import CopyJob
 from kvladder.gpu.groups import Group
 from kvladder.gpu.requests import Request
 from kvladder.keys import BlockKey
+from kvladder.policy.retention import Retention, RetentionRange
 from kvladder.preempt import How, Suspended
 from tests.gpu.device import FULL, Model
 
@@ -118,6 +119,36 @@ def test_what_is_recomputed_gets_room_for_a_part_at_first() -> None:
         pool.release(slots)
     engine.requests.extend(request, len(request.tokens))
     engine.compute(request)
+    engine.requests.release(request)
+    engine.close()
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, NEAR)])
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_what_it_generated_keeps_its_priority_if_it_is_recomputed(
+    groups: tuple[Group, ...], forgotten: bool
+) -> None:
+    engine = model(*groups)
+    retention = Retention((RetentionRange(0, None, 80),), decode_priority=5)
+    request = engine.begin(range(8), retention=retention)
+    for token in range(50, 59):
+        engine.compute(request)
+        engine.requests.append(request, [token])
+    engine.compute(request)
+    keys, pools = list(request.parts[0].keys), engine.cache.pools
+    assert [pools[0].priority(key) for key in keys] == [80, 80, 5, 5]
+    suspended = engine.cache.preemption.suspend(request, "recompute")
+    if forgotten:
+        for pool in pools:
+            pool.evict(pool.blocks)
+        engine.settle()
+        engine.cache.manager.clear()
+        engine.settle()
+    request = back(engine, suspended)
+    assert (request.cached == 0) == forgotten
+    engine.compute(request)
+    assert [pools[0].priority(key) for key in keys] == [80, 80, 5, 5]
+    assert request.parts[0].prompt_tokens == 8
     engine.requests.release(request)
     engine.close()
 
