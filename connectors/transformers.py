@@ -21,8 +21,6 @@ from kvladder.errors import LayoutError
 from kvladder.gpu.groups import Group
 from kvladder.gpu.requests import Request
 
-FLUSH_S = 0.1
-
 
 class LayerShape(NamedTuple):
     """What one layer caches per token: ``heads`` times keys and values."""
@@ -305,14 +303,14 @@ class PooledModel:
 
     def close(self) -> None:
         """Hand what is cached to the tiers, flush durable ones, close; may be called again."""
+        manager = self.cache.manager
+        clock, left_s = manager.stack.shared.clock, manager.flush_timeout_s
         if not self._closed:
             self._closed = True
-            for pool in self.cache.pools:
-                pool.evict(pool.cached)
-            while self.cache.port.busy:
-                self.cache.wait(FLUSH_S)
-                self.cache.poll()
-        self.cache.close()
+            begun = clock.now()
+            self.cache.hand_down(timeout_s=left_s)
+            left_s = max(0.0, left_s - (clock.now() - begun))
+        self.cache.close(timeout_s=left_s)
 
     def __enter__(self) -> Self:
         return self

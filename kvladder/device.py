@@ -132,11 +132,32 @@ class DeviceCache:
         """Assert every invariant on both sides; O(n), for tests."""
         self.port.check()
 
-    def close(self) -> None:
-        """End all copies, flush to durable levels, close everything; may be called again."""
+    def hand_down(self, *, timeout_s: float) -> bool:
+        """Have what is cached and held by nobody leave the device for levels that outlive it.
+
+        As many blocks at a time as the arena takes without losing others. False, and the rest is
+        where it was, if that took longer than ``timeout_s``.
+        """
+        clock, most = self.manager.stack.shared.clock, max(1, self.manager.arena.slots // 2)
+        end_s = clock.now() + timeout_s
+        for pool in self.pools:
+            while pool.evict(most):
+                while self.port.busy and (left_s := end_s - clock.now()) > 0:
+                    self.wait(left_s)
+                    self.poll()
+                if not self.manager.flush(timeout_s=max(0.0, end_s - clock.now())):
+                    return False
+        return True
+
+    def close(self, *, timeout_s: float | None = None) -> None:
+        """End all copies, flush to durable levels, close everything; may be called again.
+
+        What is cached on the device alone is lost, see ``hand_down``. ``timeout_s`` bounds the
+        flush; None takes the configured bound.
+        """
         self.port.close()
         self.preemption.close()
-        self.manager.close()
+        self.manager.close(timeout_s=timeout_s)
 
     def __enter__(self) -> Self:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Coroutine, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
@@ -321,6 +322,18 @@ class CacheManager:
     def admit(self, guest: Closing) -> None:
         """Close ``guest``, which uses this cache, before it."""
         self._guests.append(guest)
+
+    @property
+    def flush_timeout_s(self) -> float:
+        """The configured bound of a flush."""
+        return self._settings.flush_timeout_s
+
+    def flush(self, *, timeout_s: float) -> bool:
+        """Write what only host memory holds to levels that outlive it; False if it took longer."""
+        with suppress(TimeoutError):
+            self._portal.call(self.stack.flush(), timeout_s=timeout_s)
+            return True
+        return False
 
     def close(self, *, timeout_s: float | None = None) -> None:
         """Flush to durable levels, end the loop, unmap the arena; may be called again.

@@ -202,6 +202,20 @@ def test_blocks_come_back_from_files_after_a_restart(name, tmp_path):
         assert outputs(jobs) == plain(other, prompts[:1])
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_all_of_the_device_is_handed_down_through_an_arena_that_is_smaller(name, tmp_path):
+    model = make_model(name)
+    prompts = [[at + 20 * number for at in range(20)] for number in range(10)]
+    source = stack(tokens=900, host="160 KiB", files=tmp_path)
+    with opened(model, source) as pooled:
+        for prompt in prompts:
+            serve(pooled, [prompt])
+        cached = sum(pool.cached for pool in pooled.cache.pools)
+        assert cached > pooled.cache.manager.arena.slots
+    with opened(model, source) as pooled:
+        assert [serve(pooled, [prompt])[0].cached for prompt in prompts] == [16] * 10
+
+
 @pytest.mark.parametrize("how", ["tiers", "recompute"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_what_does_not_fit_makes_way_and_goes_on(name, how, monkeypatch):
