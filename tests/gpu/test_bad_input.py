@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import nan
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from kvladder.gpu.sizing import kv_bytes_per_token, pool_bytes
 from kvladder.policy.retention import Retention, RetentionRange
 from tests.gpu.engine import Engine
 
+HALF: Any = 0.5
 Call = Callable[[Engine, KVSequence], object]
 
 
@@ -59,7 +61,7 @@ CALLS: dict[str, tuple[type[Exception], Call]] = {
     "decode 101": (ValueError, lambda e, s: e.begin([1], retention=Retention((), 101))),
     "duration": (ValueError, lambda e, s: RetentionRange(0, 8, 50, -0.1)),
     "decode duration": (ValueError, lambda e, s: Retention((), 50, -0.1)),
-    "priority 50.5": (ValueError, lambda e, s: RetentionRange(0, 8, 50.5)),  # type: ignore[arg-type]
+    "priority 0.5": (ValueError, lambda e, s: RetentionRange(0, 8, HALF)),
     "priority as text": (ValueError, lambda e, s: Retention((), "9")),  # type: ignore[arg-type]
     "duration nan": (ValueError, lambda e, s: RetentionRange(0, 8, 50, nan)),
     "decode duration nan": (ValueError, lambda e, s: Retention((), 50, nan)),
@@ -76,7 +78,7 @@ CALLS: dict[str, tuple[type[Exception], Call]] = {
     "no slot": (NotHeld, lambda e, s: e.pool.release([DeviceSlot(99)])),
     "a prompt of -1": (ValueError, lambda e, s: e.sequences.begin([1, 2], prompt_tokens=-1)),
     "a prompt of 3": (ValueError, lambda e, s: e.sequences.begin([1, 2], prompt_tokens=3)),
-    "no integer": (TypeError, lambda e, s: e.pool.release([s.table[0], 1.0])),  # type: ignore[list-item]
+    "no integer": (TypeError, lambda e, s: e.pool.release([s.table[0], HALF])),
     "no integer among shared": (TypeError, shared_and_wrong),
     "fork of what was released": (NotHeld, released_fork),
     "layers that contradict": (
