@@ -15,7 +15,7 @@ from kvladder.keys import BlockKey, Namespace, salt_digest
 from kvladder.layout import Layout
 from kvladder.metrics import Stats
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
-from kvladder.policy.retention import checked_priority
+from kvladder.policy.retention import checked_duration, checked_priority
 from kvladder.tiers.breaker import BREAKER_STATES
 from kvladder.tiers.fetch import Fetch
 from kvladder.tiers.index import Meta
@@ -216,13 +216,21 @@ class CacheManager:
             Whose they are, for ``purge``: the salt that is bound into the keys.
 
         A block that several requests save may be wherever, and as long as, one of them allows.
+
+        Raises
+        ------
+        ValueError
+            A priority is not in 0..100, or a duration is negative or no number; nothing changed.
+        KeyError
+            There is no level of one of these names.
         """
         explicit = priorities is not None
         wanted = [PRIORITY_DEFAULT] * len(keys) if priorities is None else priorities
         durations = [None] * len(keys) if durations_s is None else durations_s
         now = self.stack.shared.clock.now()
         floor = parent_floor
-        terms = Terms(self._bits(levels), inf if ttl_s is None else now + ttl_s, self._digest(salt))
+        expires_s = inf if (lasts_s := checked_duration(ttl_s)) is None else now + lasts_s
+        terms = Terms(self._bits(levels), expires_s, self._digest(salt))
         metas: list[Meta] = []
         if priorities is None and durations_s is None:  # one for all of them
             floor = min(floor, PRIORITY_DEFAULT)
@@ -230,7 +238,8 @@ class CacheManager:
             wanted, durations = [], []
         for priority, duration_s in zip(wanted, durations, strict=True):
             floor = min(floor, checked_priority(priority))
-            until_s = inf if duration_s is None else now + duration_s
+            lasts_s = checked_duration(duration_s)
+            until_s = inf if lasts_s is None else now + lasts_s
             metas.append(Meta(priority, floor, 0, until_s, terms))
         indices, slots = self.stack.reserve(keys, metas, explicit=explicit)
         return Save(self.stack, keys, indices, slots, floor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -324,3 +325,22 @@ async def test_a_salt_is_found_after_a_restart() -> None:
     async with cache_of(durable(store)) as cache:
         assert cache.manager.lookup(cache.keys(1)) == (0, 0)
         assert cache.manager.lookup(cache.keys(3)) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"priorities": [101]},
+        {"priorities": [35.5]},
+        {"priorities": [35], "durations_s": [float("nan")]},
+        {"durations_s": [-1.0]},
+        {"ttl_s": float("nan")},
+        {"ttl_s": -1.0},
+    ],
+    ids=str,
+)
+async def test_priorities_and_durations_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
+    async with cache_of() as cache:
+        with pytest.raises(ValueError, match="expected"):
+            cache.manager.save(cache.keys(1), **wrong)
+        assert cache.arena.free == cache.arena.slots
