@@ -59,8 +59,9 @@ class Machine:
     def __init__(self, disk: FakeDisk, *, salt: str = "crash") -> None:
         self.disk = disk
         self.model = Model()
-        self.errors: list[tuple[str, TierError]] = []
-        """Calls that failed, and with what."""
+        self.errors: list[TierError] = []
+        self.failed: list[str] = []
+        """The calls that ended with ``errors``."""
         self.space = LAYOUT.namespace(salt=salt)
         self.home = ROOT / self.space.hex()[:16]
         self._arena = Arena.create(CAPACITY + SCRATCH, LAYOUT.slot_bytes)
@@ -114,7 +115,7 @@ class Machine:
         try:
             kept = await tier.put(items)
         except TierError as error:
-            self.errors.append(("put", error))
+            self._failed("put", error)
             return
         for item, ok in zip(items, kept, strict=True):
             if ok:
@@ -126,7 +127,11 @@ class Machine:
         try:
             await tier.remove([Item(key(number), place) for number, place in blocks])
         except TierError as error:
-            self.errors.append(("remove", error))
+            self._failed("remove", error)
+
+    def _failed(self, call: str, error: TierError) -> None:
+        self.failed.append(call)
+        self.errors.append(error)
 
     async def get(self, tier: FilesTier, wanted: Sequence[tuple[BlockKey, int]]) -> list[bool]:
         """What the tier has of these; asserts that what it gives is right."""
@@ -137,7 +142,7 @@ class Machine:
             try:
                 (ok,) = await tier.get([item])
             except TierError as error:
-                self.errors.append(("get", error))
+                self._failed("get", error)
                 ok = False
             if ok:
                 payload = bytes(self._arena.view(item.slot)[: LAYOUT.block_bytes])
