@@ -155,7 +155,8 @@ def churn(
 ) -> dict[str, Any]:
     """Random requests for these prompts, with aborts and resets at any step.
 
-    What is right the engine computes first. Goes on for a number of requests, or of seconds.
+    What is right the engine computes first. Goes on for a number of requests, or until as many
+    have finished and some seconds are over.
     """
     random, llm = Random(seed), engine.llm.llm_engine
     tokens = 24
@@ -166,7 +167,10 @@ def churn(
     end = None if seconds is None else time.monotonic() + seconds
     memory: list[tuple[float, int, int]] = []
     while True:
-        more = result["added"] < requests if end is None else time.monotonic() < end
+        if end is None:
+            more = result["added"] < requests
+        else:
+            more = result["finished"] < requests or time.monotonic() < end
         if not more and not live:
             break
         while more and len(live) < 6 and random.random() < 0.5:

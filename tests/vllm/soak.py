@@ -30,6 +30,8 @@ MIXES: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 None with bfloat16, recurrent states or LoRA: what vLLM itself says then depends on the batch.
 """
+REQUESTS_MIN = 60
+"""So many have to finish, however slow the machine is, for memory to be compared."""
 GROWTH_BYTES = 512 << 10
 """How much more memory a request may cost than without a cache: four blocks of llama."""
 
@@ -61,6 +63,7 @@ def soak(mix: str, *, seconds: float, seed: int, folder: Path) -> dict[str, Any]
                     "function": "tests.vllm.life:churn",
                     "prompts": prompts,
                     "seconds": seconds,
+                    "requests": REQUESTS_MIN,
                     "seed": seed,
                 },
             ],
