@@ -185,9 +185,7 @@ def test_a_recount_that_fails_is_soon_repeated(server, monkeypatch):
         stored(cache, flat(next(more)))
         space = b"kvladder:%b:" % cache.namespace.hex()[:32].encode()
         server.run("HSET", space + b"bytes", b"deadsalt", 5 * VALUE)
-        wait_for(
-            lambda: b"scan" in {entry[b"object"] for entry in map(dict, server.run("ACL", "LOG"))}
-        )
+        wait_for(lambda: "b'scan'" in str(server.run("ACL", "LOG")))  # maps, or lists before
         server.run("ACL", "SETUSER", "default", "+scan")
 
         def is_put_right():
