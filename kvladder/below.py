@@ -391,4 +391,5 @@ class GroupBelow:
         self._port.stack.remove(keys)
 
     def clear(self) -> None:
-        self._port.stack.clear()
+        for _ in self._port.stack.clear():
+            pass

@@ -26,8 +26,6 @@ REQUEST_BYTES_MAX: Final = 16 << 10
 REQUEST_S: Final = 10.0
 """How long a client may take to say what it wants, and to take an answer."""
 CLOSE_S: Final = 5.0
-STEP_BLOCKS: Final = 4096
-"""How many blocks are removed at a time, where all are."""
 POLL_S: Final = 0.02
 RETRY_S: Final = 1.0
 """Until the next try to accept clients, where that failed."""
@@ -179,7 +177,8 @@ class ControlServer:
         manager = self._manager
         before = manager.stats()
         if request.salt is None:
-            await self._remove_all()
+            for _ in manager.stack.clear(erase=True):
+                await asyncio.sleep(0)
         else:
             for _ in manager.purge(request.salt):
                 await asyncio.sleep(0)
@@ -197,19 +196,6 @@ class ControlServer:
             },
             "left": manager.removals,
         }
-
-    async def _remove_all(self) -> None:
-        """Remove every block, and leave the engine its turns meanwhile."""
-        stack = self._manager.stack
-        with stack.lock:
-            keys = dict.fromkeys([*stack.host.index])
-            for level in stack.levels:
-                keys.update(dict.fromkeys(level.keys()))
-        everything = list(keys)
-        for start in range(0, len(everything), STEP_BLOCKS):
-            self._manager.remove(everything[start : start + STEP_BLOCKS])
-            await asyncio.sleep(0)
-        self._manager.clear(erase=True)
 
 
 def _is_gone(writer: asyncio.StreamWriter) -> bool:

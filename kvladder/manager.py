@@ -282,7 +282,8 @@ class CacheManager:
 
         ``erase`` has tiers that keep the bytes of what they forgot overwrite them.
         """
-        self.stack.clear(erase=erase)
+        for _ in self.stack.clear(erase=erase):
+            pass
 
     def stats(self) -> Stats:
         """Counters and occupancy by level, hottest first, and of the arena; plain data."""

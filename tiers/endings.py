@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
 
+from kvladder.keys import BlockKey
 from kvladder.tiers.base import Shared
 from kvladder.tiers.host import HostLevel
 from kvladder.tiers.level import Level
@@ -14,6 +15,8 @@ EXPIRE_BATCH = 256
 """Blocks of a level that expire per turn of the loop, so that the lock is never held for long."""
 PURGE_PLACES = 4096
 """Places that a purge looks at per step."""
+CLEAR_BATCH = 1024
+"""Blocks that go per step, where all do."""
 
 
 class Alarm:
@@ -70,8 +73,8 @@ def purge(
         for level in levels:
             for start in range(0, level.index.places, PURGE_PLACES):
                 with shared.lock:
-                    for key in level.index.salted(salt, start, start + PURGE_PLACES):
-                        counts[level.name] += level.remove(key)
+                    salted = level.index.salted(salt, start, start + PURGE_PLACES)
+                    counts[level.name] += level.remove(salted)
                 yield dict(counts)
         yield counts
     finally:
@@ -83,3 +86,22 @@ def purge(
             shared.purging[salt] -= 1
             if not shared.purging[salt]:
                 del shared.purging[salt]
+
+
+def clear(
+    levels: Sequence[Level],
+    shared: Shared,
+    keys: Sequence[BlockKey],
+    *,
+    remove: Callable[[Sequence[BlockKey]], None],
+    erase: bool,
+) -> Iterator[None]:
+    """Forget ``keys`` in steps: see ``TierStack.clear``."""
+    unique = [*dict.fromkeys(reversed(keys))]  # the head of a prefix first
+    for start in range(0, len(unique), CLEAR_BATCH):
+        remove(unique[start : start + CLEAR_BATCH])
+        yield
+    with shared.lock:
+        for level in levels:
+            if erase and level.tier.erases:
+                level.purge(None)

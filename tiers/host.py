@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import NamedTuple
 
 from kvladder.arena import Slot
+from kvladder.events import Reason
 from kvladder.keys import BlockKey
 from kvladder.metrics import LevelStats
 from kvladder.policy.eviction import EvictionPolicy
@@ -89,7 +90,10 @@ class HostLevel:
     def _expire(self, keys: Sequence[BlockKey]) -> None:
         """Forget these; who has pinned one goes on with its slot."""
         self.stats.expired += len(keys)
-        self._shared.events.removed(self.name, keys, "expired")
+        self._forget(keys, "expired")
+
+    def _forget(self, keys: Sequence[BlockKey], reason: Reason) -> None:
+        self._shared.events.removed(self.name, keys, reason)
         self._shared.arena.release([self.drop(key) for key in keys])
 
     def drop(self, key: BlockKey) -> Slot:
@@ -128,14 +132,12 @@ class HostLevel:
         self.index.unpin_all([slot for key, slot in pairs if place(key) == slot])
         self._shared.arena.release(slots)
 
-    def remove(self, key: BlockKey) -> bool:
-        """Forget the block; its slot is free once nobody loads from it. False if it is not here."""
-        if key not in self.index:
-            return False
-        self._shared.arena.release([self.drop(key)])
-        self.stats.removed += 1
-        self._shared.events.removed(self.name, [key], "removed")
-        return True
+    def remove(self, keys: Iterable[BlockKey]) -> int:
+        """Forget the blocks; slots are free once nobody loads from them. How many were here."""
+        held = [key for key in keys if key in self.index]
+        self.stats.removed += len(held)
+        self._forget(held, "removed")
+        return len(held)
 
     def room(self, count: int, priority: int) -> list[Slot]:
         """Lease up to ``count`` slots for blocks of this priority, evicting exactly as needed.

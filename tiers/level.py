@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from math import inf
@@ -131,27 +131,25 @@ class Level:
         end_s = self.index.expires_s(place)
         if end_s == inf or end_s > self.shared.clock.now():
             return place
-        self._forget(key, "expired")
+        self._forget([key], "expired")
         return None
 
     def expire(self, now_s: float, count_max: int) -> None:
         """Forget blocks, at most so many, whose request wanted them to expire by now."""
-        for key in self.index.due(now_s, count_max):
-            self._forget(key, "expired")
+        self._forget(self.index.due(now_s, count_max), "expired")
 
-    def remove(self, key: BlockKey) -> bool:
-        """Forget the block; a transfer that began before does not bring it back.
-
-        False if it is not here.
-        """
-        is_recalled = self._writer.recall(key)
-        if key in self.index:
-            self._forget(key, "removed")
-            return True
-        if self.tier.shared and not is_recalled:  # others may have put it there
-            self._writer.remove_later([Item(key, NO_PLACE)])
-            self.stir()
-        return False
+    def remove(self, keys: Iterable[BlockKey]) -> int:
+        """Forget the blocks; no transfer that began before brings one back. How many were here."""
+        held: list[BlockKey] = []
+        foreign: list[Item] = []
+        for key in keys:
+            is_recalled = self._writer.recall(key)
+            if key in self.index:
+                held.append(key)
+            elif self.tier.shared and not is_recalled:  # others may have put it there
+                foreign.append(Item(key, NO_PLACE))
+        self._forget(held, "removed", foreign)
+        return len(held)
 
     @property
     def answers(self) -> bool:
@@ -219,14 +217,21 @@ class Level:
         """Blocks of this salt that are on their way here do not come."""
         self._writer.recall_salted(salt)
 
-    def _forget(self, key: BlockKey, reason: Reason) -> None:
-        """Drop a held block from the index; the writer tells the tier, then frees its place."""
-        self._writer.remove_later([Item(key, self.index.drop(key))])
+    def _forget(
+        self, keys: Sequence[BlockKey], reason: Reason, others: Sequence[Item] = ()
+    ) -> None:
+        """Drop held blocks from the index; the writer tells the tier, then frees their places.
+
+        ``others`` are not held, and for the tier alone.
+        """
+        if not keys and not others:
+            return
+        self._writer.remove_later([*(Item(key, self.index.drop(key)) for key in keys), *others])
         if reason == "expired":
-            self.stats.expired += 1
+            self.stats.expired += len(keys)
         elif reason == "removed":
-            self.stats.removed += 1
-        self.shared.events.removed(self.name, [key], reason)
+            self.stats.removed += len(keys)
+        self.shared.events.removed(self.name, keys, reason)
         self.stir()
 
     def keys(self) -> list[BlockKey]:
@@ -365,7 +370,7 @@ class Level:
                     self.index.touch([item.place])
                 elif held:
                     self.stats.misses += 1
-                    self._forget(item.key, "lost")
+                    self._forget([item.key], "lost")
             good = sum(answer.results)
             self.stats.loaded += good
             self.stats.loaded_bytes += good * self.shared.block_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 from kvladder.keys import BlockKey
@@ -13,7 +13,7 @@ class Removals:
     """First in, first out. A block is in it until its removal has ended; the lock guards it."""
 
     def __init__(self) -> None:
-        self._waiting: list[Item] = []
+        self._waiting: deque[Item] = deque()
         self._keys: Counter[BlockKey] = Counter()
         self._count = 0
 
@@ -37,11 +37,9 @@ class Removals:
     def take(self, count: int) -> list[Item]:
         """Begin with the oldest, at most ``count``, no block twice."""
         taken: dict[BlockKey, Item] = {}
-        for item in self._waiting:
-            if len(taken) == count or item.key in taken:
-                break
+        while self._waiting and len(taken) < count and self._waiting[0].key not in taken:
+            item = self._waiting.popleft()
             taken[item.key] = item
-        del self._waiting[: len(taken)]
         return list(taken.values())
 
     def ended(self, items: Sequence[Item]) -> None:

@@ -13,7 +13,7 @@ from kvladder.errors import ClosedError
 from kvladder.keys import BlockKey
 from kvladder.tiers.alike import alike, all_new, publish_alike
 from kvladder.tiers.base import Shared
-from kvladder.tiers.endings import Alarm, purge
+from kvladder.tiers.endings import Alarm, clear, purge
 from kvladder.tiers.fetch import Fetch
 from kvladder.tiers.host import HostLevel
 from kvladder.tiers.host import HostSettings as HostSettings
@@ -134,7 +134,9 @@ class TierStack:
             for level, keys in self._backlog.items():
                 self._catch_up(level, keys)
             self._alarm.set()
-        self._wake()
+        for level in self.levels:
+            if level.pending:
+                level.wake()
         self.loader.resume()
 
     def _catch_up(self, level: Level, keys: OrderedDict[BlockKey, None]) -> None:
@@ -144,11 +146,6 @@ class TierStack:
             slot = self.host.find(key)
             if slot is not None:
                 level.offer(key, slot, self.host.index.meta(slot))
-
-    def _wake(self) -> None:
-        for level in self.levels:
-            if level.pending:
-                level.wake()
 
     # ---- save
 
@@ -279,25 +276,28 @@ class TierStack:
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         """Forget these blocks in every level; no transfer under way brings them back."""
+        unique = dict.fromkeys(keys)
         with self.lock:
-            for key in keys:
+            for key in unique:
                 self._saving.discard(key)
                 self.loader.recall(key)
-                self.host.remove(key)
-                for level in self.levels:
-                    level.remove(key)
+            self.host.remove(unique)
+            for level in self.levels:
+                level.remove(unique)
 
-    def clear(self, *, erase: bool = False) -> None:
-        """Forget every block; ``erase`` has tiers overwrite what they keep of them."""
+    def clear(self, *, erase: bool = False) -> Iterator[None]:
+        """Forget every block that is here now; ``erase`` has tiers overwrite what they keep.
+
+        In steps, as with ``purge``.
+        """
         with self.lock:
-            everything = {*self.host.index, *self._saving, *self.loader.keys()}
-            for level in self.levels:
-                everything.update(level.keys())
-            self.remove(sorted(everything))
             self.loader.prober.void()
+            keys = [*self._saving, *self.loader.keys(), *self.host.index]
             for level in self.levels:
-                if level.tier.shared or (erase and level.tier.erases):  # also what others put
+                keys += level.keys()
+                if level.tier.shared:  # also what others put; it is not asked until then
                     level.purge(None)
+        return clear(self.levels, self.shared, keys, remove=self.remove, erase=erase)
 
     def purge(self, salt: bytes) -> Iterator[dict[str, int]]:
         """Forget every block of a salt: after each step, how many by level so far.

@@ -53,7 +53,7 @@ async def test_a_level_of_our_own_fills_a_hole_of_what_others_put() -> None:
     async with cache_of(LevelSpec(files), LevelSpec(tier)) as cache:
         keys = cache.keys(1, 2, 3)
         put_by_others(tier, 1, 2, 3)
-        cache.levels[0].remove(keys[1])
+        cache.levels[0].remove(keys[1:2])
         assert await cache.load(keys) == ["level1", "level2", "level1"]
         assert tier.batches("contains") == [1], "what is known is not asked for"
 
@@ -91,8 +91,7 @@ async def test_what_others_removed_is_a_miss_that_shortens_the_prefix() -> None:
         keys = cache.keys(1, 2, 3)
         cache.save(keys)
         await cache.settle()
-        cache.stack.host.remove(keys[0])
-        cache.stack.host.remove(keys[1])
+        cache.stack.host.remove(keys[:2])
         tier.others_remove(keys[1:2])
         assert await cache.load(keys) == ["level1"]
         assert cache.manager.stats()["level1"]["misses"] == 1

@@ -140,7 +140,7 @@ async def test_who_joins_a_load_is_left_when_it_goes_on_where_they_may_not_read(
         keys = cache.keys(1)
         cache.save(keys)
         await cache.settle()
-        cache.stack.host.remove(keys[0])
+        cache.stack.host.remove([keys[0]])
         first.script.append(Delay(0.5, on="get"))
         first.forget(*keys)
         narrow = cache.manager.fetch(keys, levels=["level1"])

@@ -124,8 +124,7 @@ def test_what_lies_behind_a_shorter_block_is_erased(tmp_path, monkeypatch) -> No
         assert seen(tmp_path, red) == 0
         cache.stack.host.index.check(cache.arena.slots)
         with cache.stack.lock:
-            for key in blue:
-                cache.stack.host.remove(key)
+            cache.stack.host.remove(blue)
         require(cache, blue)
 
 
@@ -152,8 +151,7 @@ def test_reads_and_writes_of_others_go_on_meanwhile(tmp_path) -> None:
         for round_ in range(5):
             red, blue = save(cache, "red", 40), save(cache, f"blue{round_}", 20)
             with cache.stack.lock:
-                for key in blue:
-                    cache.stack.host.remove(key)
+                cache.stack.host.remove(blue)
             fetch = cache.fetch(blue)
             purging = cache.purge("red")
             green = save(cache, f"green{round_}", 20)

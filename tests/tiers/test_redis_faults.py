@@ -89,8 +89,7 @@ def stored(cache, wanted):
 def forgotten(cache, wanted):
     """Have the host level forget blocks, so that they have to come from below."""
     with cache.stack.lock:
-        for key in wanted:
-            cache.stack.host.remove(key)
+        cache.stack.host.remove(wanted)
 
 
 @pytest.fixture
