@@ -159,6 +159,10 @@ class Fetch:
         """Whether the block at ``index`` would still be used."""
         return index in self._waiting
 
+    def queues_for(self, index: int) -> bool:
+        """Whether it is worth to begin with the block at ``index``, which waited for room."""
+        return index in self._waiting and self._clock.now() < self._deadline_s
+
     def _notify(self) -> None:
         if not (self._waiting or self._asking) and self._settled is not None:
             self._settled.set()

@@ -162,7 +162,7 @@ class Loader:
         while self._parked:
             fetch, position, key = self._parked[0]
             slot, arrival = self._host.find(key), self._arrivals.get(key)
-            if fetch.waits_for(position):
+            if fetch.queues_for(position):
                 if slot is None and (arrival is None or arrival.dead):
                     return
                 if not fetch.levels & (HOST if arrival is None else arrival.bit):
@@ -184,7 +184,7 @@ class Loader:
             fetch, position, key = self._parked[len(wants)]
             want = source(among(levels, fetch.levels), position, key)
             ready = key in self._arrivals or self._host.find(key) is not None
-            if ready or key in seen or not fetch.waits_for(position):
+            if ready or key in seen or not fetch.queues_for(position):
                 break  # its turn comes with the next resumption
             if want is None:
                 fetch.failed(position)

@@ -208,6 +208,24 @@ async def test_the_fetch_budget_cuts_what_comes_up_at_once() -> None:
         assert tier.batches("get") == [3, 1]
 
 
+async def test_a_load_that_nobody_asks_about_keeps_no_place_beyond_its_deadline() -> None:
+    store = await flushed((1,), (2,), (3,))
+    tier = FakeTier([Delay(3.0, times=None)], store=store, durable=True)
+    async with cache_of(LevelSpec(tier), fetch_blocks_max=1) as cache:
+        first, second, third = (
+            cache.manager.fetch(cache.keys(n), deadline_s=s) for n, s in ((1, 9), (2, 2), (3, 7))
+        )
+        await asyncio.sleep(6.5)
+        assert third.done
+        assert third.blocks == 1, "it did not wait for what nobody wants any more"
+        assert (first.done, second.done) == (True, True)
+        assert (first.blocks, second.blocks) == (1, 0)
+        assert tier.batches("get") == [1, 1]
+        assert cache.manager.stats()["level1"]["late"] == 1
+        for fetch in (first, second, third):
+            fetch.release()
+
+
 async def test_a_load_waits_for_slots_that_are_being_cleaned() -> None:
     tier = FakeTier([Delay(0.1, times=None)], store=await flushed(tuple(range(6))), durable=True)
     async with cache_of(LevelSpec(tier), slots=6) as cache:
