@@ -9,15 +9,20 @@
 
 static PyObject *zero, *one;
 
-/* The integer in `object` if it is a row of a list of `size`, else -1 with IndexError set. */
-static Py_ssize_t row_of(PyObject *object, Py_ssize_t size) {
-    Py_ssize_t row = PyNumber_AsSsize_t(object, PyExc_IndexError);
-    if (row == -1 && PyErr_Occurred()) return -1;
-    if (row < 0 || row >= size) {
-        PyErr_Format(PyExc_IndexError, "row %zd of %zd", row, size);
-        return -1;
-    }
-    return row;
+/* The integer in `object`, as near to it as fits; -1 with TypeError set if it is none. */
+static inline Py_ssize_t integer(PyObject *object) {
+    Py_ssize_t value = PyLong_CheckExact(object) ? PyLong_AsSsize_t(object) : -1;
+    if (value != -1) return value;
+    PyErr_Clear();
+    return PyNumber_AsSsize_t(object, NULL);
+}
+
+/* The integer in `object` if it is a row of a list of `size`, else -1 with an error set. */
+static inline Py_ssize_t row_of(PyObject *object, Py_ssize_t size) {
+    Py_ssize_t row = integer(object);
+    if (row >= 0 && row < size) return row;
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_IndexError, "row %zd of %zd", row, size);
+    return -1;
 }
 
 static void put(PyObject *column, Py_ssize_t row, PyObject *value) {
@@ -172,7 +177,7 @@ static PyObject *drop_ones(PyObject *self, PyObject *const *arguments, Py_ssize_
     Py_ssize_t size = PySequence_Fast_GET_SIZE(rows), at;
     int wrong = 0;
     for (at = 0; at < size; at++) {
-        Py_ssize_t row = PyNumber_AsSsize_t(PySequence_Fast_GET_ITEM(rows, at), NULL);
+        Py_ssize_t row = integer(PySequence_Fast_GET_ITEM(rows, at));
         wrong = row == -1 && PyErr_Occurred();
         if (wrong || row < 0 || row >= PyList_GET_SIZE(column) ||
             PyList_GET_ITEM(column, row) != one)
@@ -180,11 +185,9 @@ static PyObject *drop_ones(PyObject *self, PyObject *const *arguments, Py_ssize_
         put(column, row, zero);
     }
     if (wrong) PyErr_Clear(); /* and raised again below: what comes between may call Python */
-    for (Py_ssize_t back = at - 1; at < size && back >= 0; back--) {
-        Py_ssize_t row = PyNumber_AsSsize_t(PySequence_Fast_GET_ITEM(rows, back), NULL);
-        put(column, row, one);
-    }
-    if (wrong) PyNumber_AsSsize_t(PySequence_Fast_GET_ITEM(rows, at), NULL);
+    for (Py_ssize_t back = at - 1; at < size && back >= 0; back--)
+        put(column, integer(PySequence_Fast_GET_ITEM(rows, back)), one);
+    if (wrong) integer(PySequence_Fast_GET_ITEM(rows, at));
     Py_DECREF(rows);
     return PyErr_Occurred() ? NULL : PyBool_FromLong(at == size);
 }

@@ -132,6 +132,17 @@ def test_what_is_no_row_changes_nothing(native):
 
 
 @pytest.mark.slow
+def test_integers_that_fit_no_register_are_no_rows(native):
+    for functions in (columns.PYTHON, vars(native)):
+        for wrong in (1 << 70, -(1 << 70)):
+            column = [1, 1]
+            with pytest.raises(IndexError):
+                functions["gather"](column, [0, wrong])
+            assert functions["drop_ones"](column, [0, wrong]) is False
+            assert column == [1, 1]
+
+
+@pytest.mark.slow
 def test_what_is_wrong_is_an_error_in_c_too(native):
     with pytest.raises(IndexError):
         native.gather([1], [1])
