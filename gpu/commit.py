@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
+from struct import iter_unpack
 from typing import NamedTuple
 
 from kvladder.errors import NotHeld, PoolError
@@ -120,8 +121,10 @@ class Committer:
         """The tokens of each block, if they are kept."""
         if not self._ledger.index.labels:
             return []
-        size, tokens = self._block_bytes, content.tokens
-        return [tokens[at : at + size] for at in range(0, len(content.keys) * size, size)]
+        size, tokens, count = self._block_bytes, content.tokens, len(content.keys)
+        whole = min(count, len(tokens) // size)
+        labels: list[bytes] = [one for (one,) in iter_unpack(f"{size}s", tokens[: whole * size])]
+        return labels + [tokens[at * size : (at + 1) * size] for at in range(whole, count)]
 
     def _begin(self, nodes: Sequence[NodeId], content: Content, first: int) -> None:
         """Fill in what new blocks need beside their names; ``first`` is their position."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 from kvladder.gpu.columns import fill
 from kvladder.gpu.names import NO_SLOT, NOWHERE, DeviceSlot, NodeId
@@ -65,7 +66,7 @@ class Nodes:
         for column in (self.priority, self.floor):
             column.extend(bytes([PRIORITY_DEFAULT]) * more)
         self.hits.extend(bytes(more))
-        self.free.extend(map(NodeId, range(first + more - 1, first - 1, -1)))
+        self.free.extend(cast("Iterable[NodeId]", range(first + more - 1, first - 1, -1)))
 
     def take(self, count: int) -> list[NodeId]:
         """``count`` free rows; the taker fills them, they count no children and no stamp."""

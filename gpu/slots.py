@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 from kvladder.errors import NotHeld
 from kvladder.gpu.columns import drop_ones, fill, gather
@@ -15,7 +16,7 @@ class FreeSlots:
     __slots__ = ("_at", "_slots")
 
     def __init__(self, slots: int) -> None:
-        self._slots = [DeviceSlot(slot) for slot in range(slots)]
+        self._slots = cast("list[DeviceSlot]", list(range(slots)))
         self._at = 0
         """Where the first one is; what comes before it is room."""
 
