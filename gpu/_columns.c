@@ -47,6 +47,12 @@ static int require_count(Py_ssize_t count, Py_ssize_t expected) {
     return 0;
 }
 
+static int require_dict(PyObject *argument) {
+    if (PyDict_CheckExact(argument)) return 1;
+    PyErr_SetString(PyExc_TypeError, "expected a dict");
+    return 0;
+}
+
 static PyObject *gather(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     if (!require_count(count, 2) || !require_lists(arguments, 1)) return NULL;
     PyObject *column = arguments[0];
@@ -194,10 +200,29 @@ static PyObject *drop_ones(PyObject *self, PyObject *const *arguments, Py_ssize_
 
 static PyObject *forget(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     if (!require_count(count, 2) || !require_lists(arguments + 1, 1)) return NULL;
-    if (!PyDict_CheckExact(arguments[0])) return PyErr_Format(PyExc_TypeError, "expected a dict");
+    if (!require_dict(arguments[0])) return NULL;
     for (Py_ssize_t at = 0; at < PyList_GET_SIZE(arguments[1]); at++)
         if (PyDict_DelItem(arguments[0], PyList_GET_ITEM(arguments[1], at)) < 0) return NULL;
     Py_RETURN_NONE;
+}
+
+static PyObject *leading(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
+    if (!require_count(count, 4) || !require_dict(arguments[0]) || !require_lists(arguments + 2, 1))
+        return NULL;
+    Py_ssize_t empty = integer(arguments[3]);
+    if (PyErr_Occurred()) return NULL;
+    PyObject *known = arguments[0], *column = arguments[2], *found = PyList_New(0);
+    PyObject *keys = PySequence_Fast(arguments[1], "expected keys");
+    for (Py_ssize_t at = 0; found && keys && at < PySequence_Fast_GET_SIZE(keys); at++) {
+        PyObject *node = PyDict_GetItemWithError(known, PySequence_Fast_GET_ITEM(keys, at));
+        if (!node) break;
+        Py_ssize_t row = row_of(node, PyList_GET_SIZE(column));
+        if (row < 0 || integer(PyList_GET_ITEM(column, row)) == empty) break;
+        if (PyErr_Occurred() || PyList_Append(found, node) < 0) break;
+    }
+    Py_XDECREF(keys);
+    if (PyErr_Occurred()) Py_CLEAR(found);
+    return found;
 }
 
 static int count_up(PyObject *counts, PyObject *key) {
@@ -211,11 +236,8 @@ static int count_up(PyObject *counts, PyObject *key) {
 
 static PyObject *forget_single(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     if (!require_count(count, 2) || !require_lists(arguments + 1, 1)) return NULL;
+    if (!require_dict(arguments[0])) return NULL;
     PyObject *held = arguments[0], *left = PyDict_New();
-    if (left && !PyDict_CheckExact(held)) {
-        PyErr_SetString(PyExc_TypeError, "expected a dict");
-        Py_CLEAR(left);
-    }
     for (Py_ssize_t at = 0; left && at < PyList_GET_SIZE(arguments[1]); at++) {
         PyObject *key = PyList_GET_ITEM(arguments[1], at);
         PyObject *value = PyDict_GetItemWithError(held, key);
@@ -293,7 +315,8 @@ static PyObject *drain(PyObject *self, PyObject *const *arguments, Py_ssize_t co
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 static PyMethodDef methods[] = {
     METHOD(gather), METHOD(fill),   METHOD(number),        METHOD(split), METHOD(drop_ones),
-    METHOD(forget), METHOD(forget_single), METHOD(drain), METHOD(scatter), {NULL, NULL, 0, NULL},
+    METHOD(forget), METHOD(forget_single), METHOD(drain), METHOD(scatter), METHOD(leading),
+    {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_columns", NULL, -1, methods,
                                     NULL, NULL, NULL, NULL};

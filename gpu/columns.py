@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+Key = TypeVar("Key")
 Row = TypeVar("Row", bound=int)
 Value = TypeVar("Value", bound=int)
 
@@ -71,6 +72,17 @@ def drop_ones(column: list[int], rows: Sequence[int]) -> bool:
     return done == len(rows)
 
 
+def leading(known: dict[Key, Row], keys: Sequence[Key], column: list[T], empty: T) -> list[Row]:
+    """The rows of the leading keys that have one where ``column`` is not ``empty``."""
+    found: list[Row] = []
+    for key in keys:
+        row = known.get(key)
+        if row is None or column[row] == empty:
+            break
+        found.append(row)
+    return found
+
+
 def forget(held: dict[T, Any], keys: Sequence[T]) -> None:
     """Delete these keys, which are there."""
     for key in keys:
@@ -117,7 +129,8 @@ def drain(
 
 
 NAMES = (
-    "drain", "drop_ones", "fill", "forget", "forget_single", "gather", "number", "scatter", "split",
+    "drain", "drop_ones", "fill", "forget", "forget_single", "gather", "leading", "number",
+    "scatter", "split",
 )  # fmt: skip
 PYTHON = {name: globals()[name] for name in NAMES}
 """What is used without a compiler, for tests."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from kvladder.gpu.columns import fill, forget, forget_single, gather, scatter
+from kvladder.gpu.columns import fill, forget, forget_single, gather, leading, scatter
 from kvladder.gpu.names import NO_NODE, NO_SLOT, NOWHERE, DeviceSlot, NodeId, Root
 from kvladder.gpu.nodes import Nodes
 from kvladder.gpu.siblings import Siblings, common_tokens, label
@@ -73,14 +73,7 @@ class PrefixIndex:
 
     def match(self, keys: Sequence[BlockKey]) -> list[NodeId]:
         """The longest leading run of ``keys`` that is on the device."""
-        known, slot = self._node, self.nodes.slot
-        found: list[NodeId] = []
-        for key in keys:
-            node = known.get(key)
-            if node is None or slot[node] == NO_SLOT:
-                break
-            found.append(node)
-        return found
+        return leading(self._node, keys, self.nodes.slot, NO_SLOT)
 
     def known(self) -> list[NodeId]:
         """All blocks, oldest first."""

@@ -65,6 +65,12 @@ ARGUMENTS: dict[str, st.SearchStrategy[tuple[Any, ...]]] = {
     "drop_ones": st.tuples(
         Column, st.lists(st.integers(-2, SIZE + 1), max_size=SIZE) | Rows.map(tuple)
     ),
+    "leading": st.tuples(
+        st.dictionaries(st.text("abc", max_size=1), st.integers(0, SIZE)),
+        st.lists(st.text("abc", max_size=1), max_size=SIZE),
+        Column,
+        st.just(-1),
+    ),
     "forget": st.tuples(st.just(dict.fromkeys(range(SIZE))), Rows),
     "forget_single": st.tuples(
         st.lists(st.integers(0, 3) | st.just("more"), min_size=SIZE, max_size=SIZE).map(
@@ -162,3 +168,5 @@ def test_what_is_wrong_is_an_error_in_c_too(native):
         native.drain([0], range(0), 0, 2, [0], [0], [0], set(), [])
     with pytest.raises(TypeError):
         native.forget([], [1])
+    with pytest.raises(TypeError):
+        native.leading({"a": 0}, ["a"], ["no number"], -1)
