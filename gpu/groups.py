@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final, Literal
 
 from kvladder.errors import ConfigError, PlanError
@@ -70,20 +71,36 @@ class Group:
         """The first block that a sequence keeps then: enough to rewind by a block."""
         return self.first(max(0, end - self.block_tokens))
 
-    def serves(self, present: Sequence[bool], end: int, step: int) -> int:
-        """The longest prefix up to ``end`` tokens that these cached blocks can serve.
+    def serves(self, holes: Sequence[int], end: int, step: int) -> int:
+        """The longest prefix up to ``end`` tokens that the cached blocks can serve.
 
         A multiple of ``step``, as ``end`` is; it needs every block that is read after it.
+        ``holes`` are those of the group's blocks, see ``holes_of``.
         """
-        size = self.block_tokens
-        while end > 0:
-            need = range(self.first(end), end // size)
-            ordered = need if self.kind == "full" else reversed(need)
-            missing = next((at for at in ordered if not present[at]), None)
-            if missing is None:
-                return end
-            end = missing * size // step * step
-        return 0
+        while (hole := holes[end // self.block_tokens]) >= self.first(end):
+            end = hole * self.block_tokens // step * step
+        return end
+
+
+def holes_of(present: Iterable[bool]) -> list[int]:
+    """By ``n``, the last of the first ``n`` blocks that is not present, or -1 if all are."""
+    absent = (-1 if here else at for at, here in enumerate(present))
+    return list(accumulate(absent, max, initial=-1))
+
+
+def served_by_all(
+    groups: Sequence[Group], holes: Sequence[Sequence[int]], end: int, step: int
+) -> int:
+    """The longest prefix up to ``end`` tokens that every group can serve, a multiple of ``step``.
+
+    Reads a few numbers per step of the prompt, whatever is missing where.
+    """
+    before = -1
+    while before != end:
+        before = end
+        for group, missing in zip(groups, holes, strict=True):
+            end = group.serves(missing, end, step)
+    return end
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from math import lcm
 
 from kvladder.errors import BlocksBusy, OutOfBlocks, PoolError
-from kvladder.gpu.groups import Group
+from kvladder.gpu.groups import Group, holes_of, served_by_all
 from kvladder.gpu.names import DeviceSlot
 from kvladder.gpu.prefixes import Found
 from kvladder.gpu.reserve import Hold, Match, Reservations
@@ -172,11 +172,7 @@ class Requests:
             for one, part, group in zip(self.sequences, parts, self.groups, strict=True)
         ]
         while True:
-            before = -1
-            while before != end:
-                before = end
-                for group, present in zip(self.groups, presents, strict=True):
-                    end = group.serves(present, end, step)
+            end = served_by_all(self.groups, [holes_of(one) for one in presents], end, step)
             found: list[Found] = []
             for at, (one, part, group) in enumerate(
                 zip(self.sequences, parts, self.groups, strict=True)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvladder.errors import BlocksBusy, ConfigError, NotReady, OutOfBlocks, PlanError, PoolError
-from kvladder.gpu.groups import Group, Kind, Layer, group_layers
+from kvladder.gpu.groups import Group, Kind, Layer, group_layers, holes_of, served_by_all
 from tests.gpu.device import FULL, Model
 from tests.gpu.engine import Engine
 
@@ -200,9 +200,28 @@ def test_s7_of_several_prefixes_by_brute_force() -> None:
             for at in range(0, end + 1, step)
             if at == 0 or all(present[group.first(at) : at // 4])
         ]
-        assert group.serves(present, end, step) == max(good)
+        assert group.serves(holes_of(present), end, step) == max(good)
 
     check()
+
+
+class Counted(list[int]):
+    """Counts what is read of it."""
+
+    reads = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(at)
+
+
+def test_s7_states_that_are_never_kept_together_are_found_in_a_few_steps_a_block() -> None:
+    blocks = 1000
+    groups = [FULL, Group("even", 4, "state"), Group("odd", 4, "state"), NEAR]
+    kept = [[True] * blocks, [False, True] * (blocks // 2), [True, False] * (blocks // 2)]
+    holes = [Counted(holes_of(one)) for one in (*kept, [True] * blocks)]
+    assert served_by_all(groups, holes, blocks * 4, 4) == 0
+    assert sum(one.reads for one in holes) <= 2 * len(groups) * blocks
 
 
 def test_s7_nothing_is_held_where_one_group_has_no_room() -> None:
