@@ -24,7 +24,6 @@ from kvladder.tiers.terms import NO_TERMS, Terms
 REST_S = 0.002
 """How long ``TierPort.wait`` sleeps at most while nothing but a tier can wake it."""
 
-
 WEIGHT = 0.2
 """Of the newest measurement in an average."""
 
@@ -124,6 +123,13 @@ class TierPort:
                 return slots
             self.stack.shared.arena.release(slots)
             return None
+
+    def room(self, count: int) -> int:
+        """Free up to ``count`` slots of the arena, as ``lease`` does; how many are free then."""
+        with self.stack.lock:
+            slots = self.stack.host.room(count, PRIORITY_MAX)
+            self.stack.shared.arena.release(slots)
+            return len(slots)
 
     def unlease(self, slots: Sequence[Slot]) -> None:
         """Give leased slots back."""

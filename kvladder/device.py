@@ -135,18 +135,25 @@ class DeviceCache:
     def hand_down(self, *, timeout_s: float) -> bool:
         """Have what is cached and held by nobody leave the device for levels that outlive it.
 
-        As many blocks at a time as the arena takes without losing others. False, and the rest is
-        where it was, if that took longer than ``timeout_s``.
+        As many blocks at a time as the arena takes without losing others. False if that took
+        longer than ``timeout_s``, or the arena has no room: then what had begun to leave is in
+        the arena, or gets there with the next polls, and the rest is where it was. What no level
+        admits is forgotten.
         """
         clock, most = self.manager.stack.shared.clock, max(1, self.manager.arena.slots // 2)
         end_s = clock.now() + timeout_s
         for pool in self.pools:
-            while pool.evict(most):
-                while self.port.busy and (left_s := end_s - clock.now()) > 0:
+            while (left_s := end_s - clock.now()) > 0 and self.manager.flush(timeout_s=left_s):
+                room = self.port.room(most)
+                if not pool.evict(room):
+                    if not room and pool.ledger.order:
+                        return False
+                    break
+                while pool.moves.leaving and (left_s := end_s - clock.now()) > 0:
                     self.wait(left_s)
                     self.poll()
-                if not self.manager.flush(timeout_s=max(0.0, end_s - clock.now())):
-                    return False
+            else:
+                return False
         return True
 
     def close(self, *, timeout_s: float | None = None) -> None:

@@ -216,6 +216,38 @@ def test_memory_excludes_what_is_taken_of_free_memory_whoever_sets_it() -> None:
         load_config(source, env={"KVLADDER__GPU__FRACTION": "0.5"})
 
 
+@pytest.mark.slow
+def test_nothing_is_lost_where_the_arena_is_full_when_the_device_is_handed_down(
+    tmp_path: Path,
+) -> None:
+    source = stack(files(tmp_path, when="evict"), slots=4)
+    with model({**source, "arena": {"size": 4 * 4096, "reserve": 0}}) as engine:
+        engine.run(range(100, 116))
+        engine.evict()  # and nobody has written it down yet
+        assert engine.cache.stats()["files"]["blocks"] == 0
+        engine.run(range(16))
+        engine.run(range(200, 216))
+        assert engine.cache.hand_down(timeout_s=30.0)
+        assert engine.cache.pools[0].cached == 0
+    with model(source) as engine:
+        for start in (0, 100, 200):
+            assert engine.run([*range(start, start + 16), 99]) == 16
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 30.0])
+def test_what_cannot_be_handed_down_stays_on_the_device(timeout_s: float, tmp_path: Path) -> None:
+    with model(stack(files(tmp_path), slots=4)) as engine:
+        engine.run(range(16))
+        slots = engine.cache.port.lease(4 if timeout_s else 0)  # as suspended requests do
+        assert slots is not None
+        assert not engine.cache.hand_down(timeout_s=timeout_s)
+        assert engine.cache.pools[0].cached == 4
+        engine.cache.port.unlease(slots)
+        assert engine.cache.hand_down(timeout_s=30.0)
+        assert engine.cache.pools[0].cached == 0
+        assert engine.run([*range(16), 99]) == 16
+
+
 def test_an_engine_with_a_pool_of_its_own_has_no_such_section() -> None:
     layout = kvladder.Layout(4, 4096)
     with pytest.raises(ConfigError, match="has no effect here"):
