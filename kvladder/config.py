@@ -199,6 +199,10 @@ def _build(found: Source) -> StackConfig:
             if rest.get("gpu", {}).get(key) is not None:
                 hint = f"gpu.memory, {top.gpu.memory_bytes}, says it all: leave out one of the two"
                 raise ConfigError(f"{rest['gpu'][key]}", path=f"gpu.{key}", hint=hint)
+    tokens = top.block.tokens
+    if "gpu" in raw and isinstance(tokens, int) and (tokens < 2 or tokens & (tokens - 1)):
+        hint = "expected a power of two above 1, as pools on the device have, or auto"
+        raise ConfigError(str(tokens), path="block.tokens", hint=hint)
     events = top.events
     if events.replay is not None and events.publish is None:
         raise ConfigError(events.replay, path="events.replay", hint="needs events.publish, too")

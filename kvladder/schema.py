@@ -227,6 +227,9 @@ def _wrong(value: object, wanted: Any, path: str, problem: str) -> ConfigError:
     assert found is not None, problem
     message, below = found[1], found[2] or ""
     expected = _expected(wanted)
+    item = re.fullmatch(r"\[(\d+)\]", below)
+    if item is not None and expected is not None and is_list(value):
+        return _wrong(value[int(item[1])], get_args(wanted)[0], path + below, message)
     if wanted is str and isinstance(value, bool | int | float):
         hint = "expected text: put it in quotes"
     elif message.startswith("unknown unit"):
@@ -257,6 +260,9 @@ def _expected(wanted: Any) -> str | None:
     if origin is Union or origin is types.UnionType:
         parts = [_expected(part) for part in get_args(wanted) if part is not types.NoneType]
         return " or ".join(part for part in parts if part) if all(parts) else None
+    if origin is tuple:
+        each = _expected(get_args(wanted)[0])
+        return each and f"a list, each {each}"
     plain = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
     if wanted in plain:
         return plain[wanted]

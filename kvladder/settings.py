@@ -24,6 +24,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1, description="a whole number, 1 or m
 Fraction = Annotated[
     float, msgspec.Meta(gt=0, lt=1, description="a number above 0 and below 1, such as 0.9")
 ]
+Part = Annotated[float, msgspec.Meta(gt=0, lt=1e18, description="a number above 0, below 1e18")]
 Priority = Annotated[
     int, msgspec.Meta(ge=PRIORITY_MIN, le=PRIORITY_MAX, description="a priority, 0 to 100")
 ]
@@ -59,7 +60,7 @@ class GpuConfig(Settings, frozen=True, kw_only=True):
     """Of the device memory that weights, other caches and a forward pass leave free."""
     max_tokens: Positive | None = None
     """Not more than so many tokens, where a fraction is taken."""
-    shares: tuple[float, ...] = ()
+    shares: tuple[Part, ...] = ()
     """What each group gets of the memory, in proportion; by default by need."""
     partial: Literal["auto", "off", "take", "copy"] = "auto"
     """What to do with a cached block of which a prompt shares only the beginning."""

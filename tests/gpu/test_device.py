@@ -198,6 +198,11 @@ def test_every_setting_of_the_section_is_shown_and_has_its_effect() -> None:
         ({"partial": "some"}, "gpu.partial"),
         ({"max_tokens": 0}, "gpu.max_tokens"),
         ({"evnts": 1}, "gpu.evnts"),
+        ({"shares": 2.5}, "gpu.shares"),
+        ({"shares": [-1, 0]}, "gpu.shares[0]"),
+        ({"shares": [1, 0]}, "gpu.shares[1]"),
+        ({"shares": [1, float("inf")]}, "gpu.shares[1]"),
+        ({"shares": [float("nan")]}, "gpu.shares[0]"),
         ({"memory": "1 MiB", "fraction": 0.5}, "gpu.fraction"),
         ({"memory": "1 MiB", "max_tokens": 64}, "gpu.max_tokens"),
     ],
@@ -206,6 +211,14 @@ def test_wrong_settings_are_refused(gpu: dict[str, Any], path: str) -> None:
     with pytest.raises(ConfigError) as got:
         load_config({**stack(), "gpu": gpu}, env={})
     assert got.value.path == path
+
+
+@pytest.mark.parametrize("tokens", [1, 12])
+def test_blocks_that_no_pool_can_have_are_refused(tokens: int) -> None:
+    source = {**stack(), "block": {"tokens": tokens}}
+    assert load_config(source, env={}).block.tokens == tokens
+    with pytest.raises(ConfigError, match=r"block\.tokens: .*a power of two above 1"):
+        load_config({**source, "gpu": {}}, env={})
 
 
 def test_memory_excludes_what_is_taken_of_free_memory_whoever_sets_it() -> None:
