@@ -7,12 +7,12 @@ released, and what is not cached any more is computed again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Literal
 
 from kvladder.arena import Slot
 from kvladder.below import TierPort, blended
 from kvladder.errors import NotReady
-from kvladder.gpu.copy import Direction
 from kvladder.gpu.names import NO_SLOT, NodeId
 from kvladder.gpu.requests import Request, Requests
 from kvladder.gpu.reserve import Match
@@ -59,14 +59,16 @@ class Preemption:
             self._token_s = blended(self._token_s, seconds / tokens)
 
     def costs_s(self, request: Request) -> dict[How, float | None]:
-        """What suspending and resuming costs, as measured so far; None where nothing was."""
+        """What suspending and resuming costs, as measured so far; None where nothing was.
+
+        Until both directions were copied in, for this or to and from the tiers, the other is
+        taken to be as fast.
+        """
         held = zip(request.parts, self._block_bytes, strict=True)
         size = sum(len(part.held) * each for part, each in held)
-        seconds = self._port.byte_s
-        ways: tuple[Direction, ...] = ("offload", "onboard")
-        both = [seconds[way] for way in ways if way in seconds]
+        byte_s = self._port.byte_s.values()
         compute = None if self._token_s is None else request.computed * self._token_s
-        return {"tiers": size * sum(both) if both else None, "recompute": compute}
+        return {"tiers": 2 * size * fmean(byte_s) if byte_s else None, "recompute": compute}
 
     def choice(self, request: Request) -> How:
         """The cheaper way; copying, as long as nothing was measured."""

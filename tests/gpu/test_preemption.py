@@ -10,7 +10,7 @@ import pytest
 
 from kvladder.arena import Slot
 from kvladder.errors import NotHeld, NotReady, OutOfBlocks
-from kvladder.gpu.copy import CopyJob
+from kvladder.gpu.copy import CopyJob, Direction
 from kvladder.gpu.groups import Group
 from kvladder.gpu.requests import Request
 from kvladder.keys import BlockKey
@@ -186,6 +186,18 @@ def test_the_cheaper_way_is_taken_as_measured() -> None:
     for _ in range(100):
         preemption.prefilled(1, 1e9)
     assert preemption.choice(running(engine)) == "tiers"
+    engine.close()
+
+
+@pytest.mark.parametrize("way", ["offload", "onboard"])
+def test_until_both_ways_are_measured_one_is_taken_for_the_other(way: Direction) -> None:
+    engine = model()
+    request = running(engine)
+    size = 4 * 4 * 24
+    engine.cache.port.byte_s[way] = 1.0
+    engine.cache.preemption.prefilled(15, 1.5 * size)
+    assert engine.cache.preemption.costs_s(request)["tiers"] == size * 2.0
+    assert engine.cache.preemption.choice(request) == "recompute"
     engine.close()
 
 
