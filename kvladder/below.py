@@ -115,21 +115,17 @@ class TierPort:
 
     # ---- copies of an engine's own, of blocks that no pool offers to others
 
-    def lease(self, count: int) -> list[Slot] | None:
-        """So many slots of the arena, evicting from host what others hold too; all or none."""
+    def lease(self, count: int, *, least: int | None = None) -> list[Slot] | None:
+        """So many slots of the arena, evicting from host what others hold too.
+
+        As many as there are, if those are ``least`` or more, else none; None wants all.
+        """
         with self.stack.lock:
             slots = self.stack.host.room(count, PRIORITY_MAX)
-            if len(slots) == count:
+            if len(slots) >= (count if least is None else least):
                 return slots
             self.stack.shared.arena.release(slots)
             return None
-
-    def room(self, count: int) -> int:
-        """Free up to ``count`` slots of the arena, as ``lease`` does; how many are free then."""
-        with self.stack.lock:
-            slots = self.stack.host.room(count, PRIORITY_MAX)
-            self.stack.shared.arena.release(slots)
-            return len(slots)
 
     def unlease(self, slots: Sequence[Slot]) -> None:
         """Give leased slots back."""

@@ -247,6 +247,13 @@ def test_nothing_is_lost_where_the_arena_is_full_when_the_device_is_handed_down(
             assert engine.run([*range(start, start + 16), 99]) == 16
 
 
+def test_nothing_is_handed_down_where_no_level_outlives_the_engine() -> None:
+    with model(stack()) as engine:
+        engine.run(range(16))
+        assert engine.cache.hand_down(timeout_s=30.0)
+        assert engine.cache.pools[0].cached == 4
+
+
 @pytest.mark.parametrize("timeout_s", [0.0, 30.0])
 def test_what_cannot_be_handed_down_stays_on_the_device(timeout_s: float, tmp_path: Path) -> None:
     with model(stack(files(tmp_path), slots=4)) as engine:
