@@ -23,6 +23,14 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
 
 Kind = Literal["full", "window", "state"]
 
+SIZES: Final = "a power of two above 1"
+"""How many tokens the blocks of a pool may have."""
+
+
+def is_size(tokens: int) -> bool:
+    """Whether the blocks of a pool may have so many tokens."""
+    return tokens > 1 and not tokens & (tokens - 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -56,9 +64,9 @@ class Group:
         if (self.window > 0) != (self.kind == "window"):
             hint = "1 or more, of a window alone"
             raise ConfigError(f"{self.kind}: window {self.window}", path=self.name, hint=hint)
-        if self.block_tokens < 2 or self.block_tokens & (self.block_tokens - 1):
-            hint = "a power of two above 1"
-            raise ConfigError(f"blocks of {self.block_tokens} tokens", path=self.name, hint=hint)
+        if not is_size(self.block_tokens):
+            what = f"blocks of {self.block_tokens} tokens"
+            raise ConfigError(what, path=self.name, hint=SIZES)
 
     def first(self, end: int) -> int:
         """The first block that is read when ``end`` tokens are computed."""

@@ -12,7 +12,7 @@ from math import prod
 from typing import Final, Literal, NamedTuple
 
 from kvladder.errors import PlanError
-from kvladder.gpu.groups import ITEM_BYTES, Group, Layer, group_layers
+from kvladder.gpu.groups import ITEM_BYTES, SIZES, Group, Layer, group_layers, is_size
 from kvladder.gpu.sizing import Division, divide, pool_bytes
 
 Phase = Literal["collect", "check", "group", "size", "allocate", "resize"]
@@ -238,11 +238,9 @@ class CachePlan:
             if layer.factor == 1 and layer.heads != 1:
                 raise PlanError(f"a latent of {layer.heads} heads", path=layer.name, hint="1 head")
         size, every = self.block_tokens, self.checkpoint_tokens
-        for path, tokens in (("block_tokens", size), ("checkpoint_tokens", every)):
-            if (tokens < 2 and not (tokens == 0 and path != "block_tokens")) or tokens & (
-                tokens - 1
-            ):
-                raise PlanError(f"{tokens} tokens", path=path, hint="a power of two above 1")
+        for path, tokens in (("block_tokens", size), ("checkpoint_tokens", every or size)):
+            if not is_size(tokens):
+                raise PlanError(f"{tokens} tokens", path=path, hint=SIZES)
         if every % size:
             raise PlanError(f"{every} tokens", path="checkpoint_tokens", hint="whole blocks")
         if self.max_tokens < 1:

@@ -11,6 +11,7 @@ from kvladder.gpu.below import Below
 from kvladder.gpu.columns import gather
 from kvladder.gpu.commit import Committer, Content, token_ids
 from kvladder.gpu.events import PoolEvents, Stored, StoredBlock
+from kvladder.gpu.groups import SIZES, is_size
 from kvladder.gpu.ledger import Ledger
 from kvladder.gpu.moves import Moves
 from kvladder.gpu.names import NO_NODE, NO_SLOT, DeviceSlot, Root, Ticket
@@ -58,10 +59,8 @@ class PoolSettings:
     def __post_init__(self) -> None:
         if self.blocks < 1:
             raise ConfigError(f"{self.blocks} blocks", path="gpu.blocks", hint="1 or more")
-        if self.block_tokens < 2 or self.block_tokens & (self.block_tokens - 1):
-            raise ConfigError(
-                f"{self.block_tokens} tokens", path="block.tokens", hint="a power of two above 1"
-            )
+        if not is_size(self.block_tokens):
+            raise ConfigError(f"{self.block_tokens} tokens", path="block.tokens", hint=SIZES)
         if self.partial not in ("off", "take", "copy"):
             raise ConfigError(f"{self.partial!r}", path="gpu.partial", hint="off, take or copy")
         if not self.chained and self.partial != "off":

@@ -19,6 +19,7 @@ from kvladder import registry, resolved
 from kvladder.codecs import read_codecs
 from kvladder.errors import ConfigError
 from kvladder.exposition import SECTIONS
+from kvladder.gpu.groups import SIZES, is_size
 from kvladder.layout import Layout
 from kvladder.policy.eviction import EvictionPolicy
 from kvladder.resolved import Row
@@ -200,8 +201,8 @@ def _build(found: Source) -> StackConfig:
                 hint = f"gpu.memory, {top.gpu.memory_bytes}, says it all: leave out one of the two"
                 raise ConfigError(f"{rest['gpu'][key]}", path=f"gpu.{key}", hint=hint)
     tokens = top.block.tokens
-    if "gpu" in raw and isinstance(tokens, int) and (tokens < 2 or tokens & (tokens - 1)):
-        hint = "expected a power of two above 1, as pools on the device have, or auto"
+    if "gpu" in raw and isinstance(tokens, int) and not is_size(tokens):
+        hint = f"expected {SIZES}, as pools on the device have, or auto"
         raise ConfigError(str(tokens), path="block.tokens", hint=hint)
     events = top.events
     if events.replay is not None and events.publish is None:
