@@ -136,20 +136,27 @@ class DeviceCache:
         """Have what is cached and held by nobody leave the device for levels that outlive it.
 
         As many blocks at a time as the arena takes without losing others. False if that took
-        longer than ``timeout_s``, or the arena has no room: then what had begun to leave is in
-        the arena, or gets there with the next polls, and the rest is where it was. What no level
-        admits is forgotten. Nothing is moved if no level outlives the engine.
+        longer than ``timeout_s``, the arena has no room, or those levels fail: then what had begun
+        to leave is in the arena, or gets there with the next polls, and the rest is where it was.
+        What no level admits is forgotten. Nothing is moved if no level outlives the engine.
         """
-        levels = self.manager.stack.levels
-        if not any(level.tier.durable or level.tier.shared for level in levels):
-            return True
-        clock, most = self.manager.stack.shared.clock, max(1, self.manager.arena.slots // 2)
+        stack = self.manager.stack
+        lasting = [level for level in stack.levels if level.tier.durable or level.tier.shared]
+        clock, most = stack.shared.clock, max(1, self.manager.arena.slots // 2)
         end_s = clock.now() + timeout_s
-        for pool in self.pools:
-            while (left_s := end_s - clock.now()) > 0 and self.manager.flush(timeout_s=left_s):
-                room = self.port.lease(most, least=0) or []
-                self.port.unlease(room)
-                if not pool.evict(len(room)):
+
+        def flushed() -> bool:
+            left_s = end_s - clock.now()
+            written = left_s > 0 and self.manager.flush(timeout_s=left_s)
+            return written and any(level.gate.open() for level in lasting)
+
+        for pool in self.pools if lasting else ():
+            while flushed():
+                with stack.lock:  # so that nobody else takes the room
+                    room = self.port.lease(most, least=0) or []
+                    self.port.unlease(room)
+                    leaving = pool.evict(len(room))
+                if not leaving:
                     if not room and pool.ledger.order:
                         return False
                     break

@@ -247,6 +247,19 @@ def test_nothing_is_lost_where_the_arena_is_full_when_the_device_is_handed_down(
             assert engine.run([*range(start, start + 16), 99]) == 16
 
 
+def test_nothing_is_handed_down_to_a_tier_that_fails(tmp_path: Path) -> None:
+    with model(stack(files(tmp_path))) as engine:
+        engine.run(range(16))
+        gate = engine.cache.manager.stack.levels[0].gate
+        for _ in range(3):
+            gate.breaker.failure(engine.cache.manager.stack.shared.clock.now())
+        assert not engine.cache.hand_down(timeout_s=30.0)
+        assert engine.cache.pools[0].cached == 4
+        gate.breaker.success()
+        assert engine.cache.hand_down(timeout_s=30.0)
+        assert engine.cache.pools[0].cached == 0
+
+
 def test_nothing_is_handed_down_where_no_level_outlives_the_engine() -> None:
     with model(stack()) as engine:
         engine.run(range(16))
