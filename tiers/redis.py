@@ -11,6 +11,7 @@ from math import inf
 from typing import Any, ClassVar
 
 from kvladder.errors import ConfigError, TierError, TierFull
+from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.tiers.base import Item, Progress, Tier, TierContext
 from kvladder.tiers.redisnodes import Command, Entrance, Unfit, hang_up, parse_info, sent
 from kvladder.tiers.redisquota import Quotas
@@ -80,6 +81,7 @@ class RedisTier(Tier):
         self.batch_max = max(1, min(BATCH_BLOCKS_MAX, fitting, context.capacity_blocks))
         self._prefix = space_prefix(context.namespace)
         self._size = context.layout.block_bytes
+        self._ttls = [self.options.ttl_s(n) for n in range(PRIORITY_MAX + 1)]
         self._header = ValueHeader(context.namespace, self._size, verify=context.verify)
         self._quotas = Quotas(self.options.quota, self._prefix, HEADER_BYTES + self._size)
         try:
@@ -92,7 +94,7 @@ class RedisTier(Tier):
                 raise ConfigError(str(error), path="url", hint=f"expected {hint}") from error
 
     async def _require_fit(self) -> None:
-        """Check, once, that the servers are what the settings say they are."""
+        """Check, once, that the servers are what the settings say, and hear what they take."""
         if self._closed:
             raise TierError("the Redis tier is closed", temporary=False)
         if self._fit:
@@ -131,45 +133,39 @@ class RedisTier(Tier):
 
     # ---- commands
 
-    def _spans(self, size: int) -> list[tuple[int, int]]:
-        """Where each part of a payload begins and ends: one, unless the server takes no more."""
-        ends = [min(size, self._value_max - HEADER_BYTES)]
-        while ends[-1] < size:
-            ends.append(min(size, ends[-1] + self._value_max))
-        return list(zip([0, *ends], ends, strict=False))
+    def _count(self, length: int) -> int:
+        """In how many values a block of so many bytes is kept: one, unless a server refuses it."""
+        return -(-(HEADER_BYTES + length) // self._value_max)
+
+    def _span(self, part: int) -> slice:
+        """Which bytes of a block a value holds; before the first ones stands the header."""
+        begin = part * self._value_max - HEADER_BYTES
+        return slice(max(0, begin), begin + self._value_max)
 
     def _slot(self, item: Item) -> memoryview:
         return self.context.arena.view(item.slot)[: self._size]
 
-    def _writes(self, item: Item) -> list[Command]:
-        """What stores a block: its header comes last, and before that nobody can see it."""
+    def _written(self, item: Item, name: bytes, part: int) -> Iterable[Part]:
+        """What stores a block, or a part of it: the first comes last, before it nobody sees one."""
         payload = self._slot(item)[: item.length or self._size]
-        spans = self._spans(len(payload))
-        name = block_name(self._prefix, item.key)
-        options: list[bytes | int] = [b"NX"]
+        header = b"" if part else self._header.write(item, payload)
+        body = payload[self._span(part)]
         ttl_s = self._ttl_s(item)
-        if ttl_s is not None:
-            options += [b"PX", max(1, int(ttl_s * 1000))]
-
-        def part(number: int) -> Iterable[Part]:
-            begin, end = spans[number]
-            header = b"" if number else self._header.write(item, payload)
-            before, after = encode_around(
-                b"SET",
-                part_name(name, number),
-                length=len(header) + end - begin,
-                after=options,
-            )
-            return before + header, payload[begin:end], after
-
-        return [Command(name, partial(part, n)) for n in reversed(range(len(spans)))]
+        before, after = encode_around(
+            b"SET",
+            part_name(name, part),
+            length=len(header) + len(body),
+            after=[b"NX"] if ttl_s is None else [b"NX", b"PX", max(1, int(ttl_s * 1000))],
+        )
+        return before + header, body, after
 
     def _ttl_s(self, item: Item) -> float | None:
         """How long the server is to keep a block; None for good."""
-        ttls = [self.options.ttl_s(item.priority)]
-        if item.expires_wall_s is not None:
-            ttls.append(item.expires_wall_s - self.context.clock.wall())
-        return min((ttl_s for ttl_s in ttls if ttl_s is not None), default=None)
+        ttl_s = self._ttls[item.priority]
+        if item.expires_wall_s is None:
+            return ttl_s
+        left_s = item.expires_wall_s - self.context.clock.wall()
+        return left_s if ttl_s is None else min(ttl_s, left_s)
 
     async def _run(
         self, commands: Sequence[Command], charges: Mapping[int, tuple[bytes, int]] = NO_CHARGES
@@ -212,48 +208,53 @@ class RedisTier(Tier):
     # ---- the tier
 
     async def get(self, items: Sequence[Item]) -> Sequence[bool]:
-        spans = self._spans(self._size)
+        await self._require_fit()
+        spans = [self._span(part) for part in range(self._count(self._size))]
         heads = [memoryview(bytearray(HEADER_BYTES)) for _ in items]
-        whole: dict[int, int] = {}  # which of them are what they should be, and their lengths
+        whole = [False] * len(items)  # which of them are what they should be
 
         def check(number: int, length: int) -> None:
             item, stored = items[number], length - HEADER_BYTES
-            if 0 <= stored <= self._size:
-                payload = self._slot(item)[:stored]
-                if self._header.check(heads[number], item, payload):
-                    whole[number] = length
+            fits = 0 <= stored <= self._size
+            whole[number] = fits and self._header.check(
+                heads[number], item, self._slot(item)[:stored]
+            )
 
         commands: list[Command] = []
         for number, item in enumerate(items):
             slot, name = self._slot(item), block_name(self._prefix, item.key)
-            for part, (begin, end) in enumerate(spans):
-                head = _NOTHING if part else heads[number]
+            for part, span in enumerate(spans):
+                head, body = _NOTHING if part else heads[number], slot[span]
                 # at once, while the next one comes and this one is still in a cache
-                now = partial(check, number) if len(spans) == 1 else None
-                target = Target(head, slot[begin:end], now)
+                target = Target(head, body, partial(check, number) if len(spans) == 1 else None)
                 # one byte more than there can be tells a value that is too long
-                parts = sent(b"GETRANGE", part_name(name, part), 0, len(head) + end - begin)
+                parts = sent(b"GETRANGE", part_name(name, part), 0, len(head) + len(body))
                 commands.append(Command(name, parts, target))
         outcomes = await self._run(commands)
-        found: list[bool] = []
         for number in range(len(items)):
             own = outcomes[number * len(spans) : (number + 1) * len(spans)]
             lengths = [outcome for outcome in own if isinstance(outcome, int)]
-            if len(spans) > 1 and len(lengths) == len(own):
+            if len(lengths) < len(own):
+                whole[number] = False
+            elif len(spans) > 1:
                 check(number, sum(lengths))
-            found.append(len(lengths) == len(own) and whole.get(number) == sum(lengths))
             is_miss = own[0] == 0 or any(isinstance(outcome, TierError) for outcome in own)
-            self._corrupt += not (found[-1] or is_miss)  # it is not there, or its server is not
-        return found
+            self._corrupt += not (whole[number] or is_miss)  # not there, or its server is not
+        return whole
 
     async def put(self, items: Sequence[Item]) -> Sequence[bool]:
+        await self._require_fit()
         commands: list[Command] = []
         ends: list[int] = []
         charges: dict[int, tuple[bytes, int]] = {}
         for item in items:
-            commands += self._writes(item)
+            name, length = block_name(self._prefix, item.key), item.length or self._size
+            commands += [
+                Command(name, partial(self._written, item, name, part))
+                for part in reversed(range(self._count(length)))
+            ]
             ends.append(len(commands))
-            charges[len(commands) - 1] = item.salt, HEADER_BYTES + (item.length or self._size)
+            charges[len(commands) - 1] = item.salt, HEADER_BYTES + length
         outcomes = await self._run(commands, charges)
         # None says that it is there already: the same block, or what a get will find damaged
         stored = [outcome in (b"OK", None) for outcome in outcomes]
@@ -266,7 +267,8 @@ class RedisTier(Tier):
         return found
 
     async def remove(self, items: Sequence[Item]) -> None:
-        count = len(self._spans(self._size))
+        await self._require_fit()
+        count = self._count(self._size)
         parts = {block_name(self._prefix, item.key): count for item in items}
         told = await heads(list(parts), self._run) if self._quotas else {}
         await self._unlink(parts, told)
@@ -325,7 +327,7 @@ class RedisTier(Tier):
             return await self._unlink(dict.fromkeys(names, 1), {})
         told = await heads(names, self._run)
         own = {name: length for name, (its, length) in told.items() if its == salt}
-        parts = {name: len(self._spans(length)) for name, length in own.items()}
+        parts = {name: self._count(length) for name, length in own.items()}
         return await self._unlink(parts, told)
 
     def corrupt_blocks(self) -> int:

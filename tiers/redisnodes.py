@@ -13,11 +13,9 @@ from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from kvladder.errors import TierError
 from kvladder.tiers.redisurl import Address, RedisOptions
-from kvladder.tiers.resp import PIECE_BYTES, Part, Reply, Target, Wire, encode
+from kvladder.tiers.resp import Part, Reply, Target, Wire, encode
 
 OLDEST_HINT = "expected Redis 6.2, Valkey 7.2 or later"
-JOIN_BYTES = 128 << 10
-"""Parts shorter than this are sent together: a copy of them costs less than a system call."""
 STEP_BYTES = 1 << 20
 """Values are asked for in steps of so much: a server first copies all it was asked for, and memory
 that is not in a cache costs it more than a wait."""
@@ -345,26 +343,7 @@ def sent(*arguments: bytes | int) -> Parts:
 
 async def exchange(wire: Wire, commands: Sequence[Command]) -> list[Reply]:
     """The replies to commands, at least one, over a wire of one's own."""
-    return await wire.exchange(_joined(commands), [command.target for command in commands])
-
-
-def _joined(commands: Sequence[Command]) -> Iterator[Part | int]:
-    """The parts of all commands, short neighbours as one, and the numbers of ``_paced``."""
-    short: list[Part] = []
-    size = 0
-    for part in _paced(commands):
-        is_short = not isinstance(part, int) and len(part) < JOIN_BYTES
-        if short and (not is_short or size >= PIECE_BYTES):
-            yield b"".join(short)
-            short.clear()
-            size = 0
-        if isinstance(part, int) or not is_short:
-            yield part
-        else:
-            short.append(part)
-            size += len(part)
-    if short:
-        yield b"".join(short)
+    return await wire.exchange(_paced(commands), [command.target for command in commands])
 
 
 def _paced(commands: Sequence[Command]) -> Iterator[Part | int]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -13,9 +16,15 @@ LARGE_BYTES = 128 << 10
 """Values above this are received where they go; of others, many at once, and copied there."""
 LINE_BYTES = 4 << 10
 """What is received at a time where a large value comes next: its length, and hardly more."""
-PIECE_BYTES = 256 << 10
-"""What is written at a time: the event loop copies what of it the socket does not take at once."""
-
+READY_BYTES = 512 << 10
+"""How much is got ready before it is written."""
+PIECE_BYTES = 128 << 10
+"""What the event loop is given at a time of what a socket does not take at once: it copies that."""
+JOIN_BYTES = 128 << 10
+"""Where a socket cannot take several parts at once, shorter ones are sent together: a copy of them
+costs less than a system call."""
+BUFFERS_MAX = 1024
+"""How many parts a system call takes."""
 
 _BULK = b"$%d\r\n%b\r\n"
 _INTEGER, _VALUE, _SIMPLE, _ERROR, _NULL = b":$+-_"
@@ -70,6 +79,21 @@ def _spelled(arguments: Sequence[bytes | int]) -> tuple[bytes | int, ...]:
     return tuple(found)
 
 
+def _joined(parts: Sequence[Part]) -> Sequence[Part]:
+    """The same bytes, the short parts at the beginning as one."""
+    count = next((i for i, part in enumerate(parts) if len(part) >= JOIN_BYTES), len(parts))
+    return [b"".join(parts[:count]), *parts[count:]] if count else parts
+
+
+def _after(parts: Sequence[Part], count: int) -> Sequence[Part]:
+    """What of the parts comes after so many bytes."""
+    for number, part in enumerate(parts):
+        if count < len(part):
+            return [memoryview(part)[count:], *parts[number + 1 :]]
+        count -= len(part)
+    return []
+
+
 class Wire(asyncio.BufferedProtocol):
     """One exchange at a time: commands out, as many replies in, values into their targets.
 
@@ -86,6 +110,7 @@ class Wire(asyncio.BufferedProtocol):
         self._replies: list[Reply] = []
         self._fills: list[memoryview] = []
         self._skip = 0
+        """How much of a value is still to come after what fills those."""
         self._ended: Callable[[], object] | None = None
         self._is_direct = False
         """Whether what comes next is received where it goes."""
@@ -94,6 +119,7 @@ class Wire(asyncio.BufferedProtocol):
         self._turn_at = 0
         self._resumed: asyncio.Future[None] | None = None
         self._transport: asyncio.WriteTransport | None = None
+        self._socket: socket.socket | None = None  # that takes what is written as it is
         self._writer: asyncio.StreamWriter | None = None  # which would close the transport
         self.unfinished_write = False
         """Whether it was closed before all of an exchange was known to have been carried out."""
@@ -103,6 +129,8 @@ class Wire(asyncio.BufferedProtocol):
         self._writer, self._transport = writer, writer.transport
         self._transport.set_protocol(self)
         self._transport.set_write_buffer_limits(high=1, low=0)  # with 0, TLS would not resume
+        if self._transport.get_extra_info("sslcontext") is None:
+            self._socket = self._transport.get_extra_info("socket")
 
     @property
     def closed(self) -> bool:
@@ -127,11 +155,18 @@ class Wire(asyncio.BufferedProtocol):
         done: asyncio.Future[list[Reply]] = asyncio.get_running_loop().create_future()
         self._targets, self._replies, self._done = targets, [], done
         try:
+            ready: list[Part] = []
+            size = 0
             for part in parts:
+                if not isinstance(part, int):
+                    ready.append(part)
+                    size += len(part)
+                if isinstance(part, int) or size >= READY_BYTES:
+                    await self._send(ready)
+                    ready, size = [], 0
                 if isinstance(part, int):
                     await self._begun(part)
-                else:
-                    await self._send(part)
+            await self._send(ready)
             return await done
         except BaseException:
             self.abort()
@@ -148,14 +183,21 @@ class Wire(asyncio.BufferedProtocol):
             self._turn, self._turn_at = asyncio.get_running_loop().create_future(), count
             await self._turn
 
-    async def _send(self, part: Part) -> None:
-        view = memoryview(part)
-        for start in range(0, len(view), PIECE_BYTES):
+    async def _send(self, parts: Sequence[Part]) -> None:
+        while parts:
             if self._resumed is not None:
                 await self._resumed
             if self._transport is None:
                 raise ConnectionResetError("the connection is closed")
-            self._transport.write(view[start : start + PIECE_BYTES])
+            if self._socket is None or self._transport.get_write_buffer_size():
+                parts = _joined(parts)
+            else:
+                with suppress(BlockingIOError):
+                    parts = _after(parts, os.writev(self._socket.fileno(), parts[:BUFFERS_MAX]))
+            if parts:  # the event loop waits until the socket takes more
+                first = memoryview(parts[0])[:PIECE_BYTES]
+                self._transport.write(first)
+                parts = _after(parts, len(first))
 
     def abort(self) -> None:
         """Close at once; targets are not touched any more. May be called again."""
@@ -221,8 +263,8 @@ class Wire(asyncio.BufferedProtocol):
         else:
             self._end += nbytes
         try:
-            while self._value_read() and (len(self._replies) < len(self._targets)):
-                if not self._read_line():
+            while not self._skip or self._value_read():
+                if len(self._replies) == len(self._targets) or not self._read_line():
                     break
         except ValueError as error:
             self._break(ConnectionResetError(f"not a Redis server: {error}"))
@@ -231,7 +273,7 @@ class Wire(asyncio.BufferedProtocol):
             if not self._turn.done():
                 self._turn.set_result(None)
             self._turn = None
-        whole = not self._fills and not self._skip and len(self._replies) == len(self._targets)
+        whole = not self._skip and len(self._replies) == len(self._targets)
         if whole and self._done is not None and not self._done.done():
             self._done.set_result(self._replies)
 

@@ -23,7 +23,7 @@ from kvladder.tiers.redis import RedisTier
 from kvladder.tiers.redisurl import RedisOptions
 from kvladder.tiers.redisvalue import HEADER_BYTES
 from kvladder.units import Duration
-from tests.tiers.redistests import RedisTierTests, key_of, value_of
+from tests.tiers.redistests import PATIENT, RedisTierTests, key_of, value_of
 
 pytestmark = pytest.mark.slow
 BLOCK = 3000
@@ -208,6 +208,19 @@ class TestParts(Values):
         assert asked.note == b"cut"
         assert await tier.purge(None, lambda *_: None) >= 1
         assert self.run("DBSIZE") == 0
+
+    async def test_what_a_server_takes_is_heard_before_the_first_block(
+        self, tmp_path, blocks, context
+    ):
+        with RedisServer(tmp_path, [("proto-max-bulk-len", str(1 << 20))]) as server:
+            server.kill()
+            options = RedisOptions(url=server.url, required=False, connect_timeout=PATIENT)
+            tier = RedisTier(options)
+            await tier.open(context)
+            server.start()
+            items = await blocks.put(tier, 0, 1)
+            assert await blocks.get(tier, items) == [True, True]
+            await tier.aclose()
 
 
 class TestRestarted(Values):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from contextlib import suppress
 from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvladder.tiers import redisnodes, resp
@@ -37,6 +39,9 @@ class Server:
 
     def set_write_buffer_limits(self, *, high, low):
         assert high > low
+
+    def get_extra_info(self, name):
+        """Neither a socket nor TLS."""
 
     def is_closing(self):
         return self.closing
@@ -84,6 +89,10 @@ def small():
         patch.setattr(redisnodes, "STEP_BYTES", STEP)
         patch.setattr(resp, "LARGE_BYTES", LARGE)
         patch.setattr(resp, "LINE_BYTES", 32)
+        patch.setattr(resp, "READY_BYTES", 10_000)
+        patch.setattr(resp, "PIECE_BYTES", 1000)
+        patch.setattr(resp, "JOIN_BYTES", 500)
+        patch.setattr(resp, "BUFFERS_MAX", 4)
         yield
 
 
@@ -148,6 +157,42 @@ async def test_not_everything_is_asked_for_at_once():
         server.deliver(100)
     assert asked == [4, 6, 8, 10]
     assert all(bytes(view) == b"x" * 500 for view in views)
+
+
+@given(
+    st.lists(st.integers(0, 9000), min_size=1, max_size=30),
+    st.lists(st.integers(1, 9000), min_size=1, max_size=5),
+    st.booleans(),
+)
+@settings(deadline=None)
+def test_parts_of_any_length_arrive_whole_and_in_order(lengths, pieces, in_place):
+    asyncio.run(_sent(lengths, pieces, in_place))
+
+
+async def _sent(lengths, pieces, in_place):
+    """Over a socket that takes little, to a reader that takes less."""
+    near, far = socket.socketpair()
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    _, writer = await asyncio.open_connection(sock=near)
+    wire = Wire()
+    wire.take_over(writer)
+    if not in_place:  # as if there were TLS in between
+        wire._socket = None
+    parts = [bytes([number]) * length for number, length in enumerate(lengths)]
+    task = asyncio.create_task(wire.exchange(parts, [None]))
+    found = bytearray()
+    for piece in cycle(pieces):
+        if len(found) == sum(lengths):
+            break
+        for _ in range(3):
+            await asyncio.sleep(0)
+        with suppress(BlockingIOError):
+            found += far.recv(piece, socket.MSG_DONTWAIT)
+    assert found == b"".join(parts)
+    far.sendall(b"+OK\r\n")
+    assert await task == [b"OK"]
+    wire.abort()
+    far.close()
 
 
 def test_commands_are_spelled_as_the_protocol_wants_them():
