@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Protocol
 
@@ -290,7 +290,7 @@ class Level:
 
     async def open(self, context: TierContext) -> None:
         """Open the tier, take back what it recovered and start the writer."""
-        await self.edge.open(context)
+        await self.edge.open(replace(context, timeout_s=self.settings.gate.timeout_s))
         if self.tier.durable:
             await self._recover()
         self._writer.start()

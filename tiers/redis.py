@@ -35,6 +35,9 @@ VALUE_BYTES_MAX = 512 << 20
 """What a server takes unless ``proto-max-bulk-len`` says otherwise."""
 VALUE_BYTES_MIN = 1 << 20
 """The least that ``proto-max-bulk-len`` may be."""
+SHARE = 0.8
+"""Of the time for a call: one of several servers that is silent so long costs no more than its own
+blocks; what the others say is answered in the rest."""
 _NOTHING = memoryview(b"")
 NO_CHARGES: Mapping[int, tuple[bytes, int]] = {}
 GAUGES_S = 10.0
@@ -79,6 +82,10 @@ class RedisTier(Tier):
         self.context = context
         fitting = BATCH_BYTES // context.layout.slot_bytes
         self.batch_max = max(1, min(BATCH_BLOCKS_MAX, fitting, context.capacity_blocks))
+        self._limit_s, self._probe_limit_s = (
+            None if timeout_s is None else timeout_s * SHARE
+            for timeout_s in (context.timeout_s, self.probe_timeout_s or context.timeout_s)
+        )
         self._prefix = space_prefix(context.namespace)
         self._size = context.layout.block_bytes
         self._ttls = [self.options.ttl_s(n) for n in range(PRIORITY_MAX + 1)]
@@ -168,14 +175,17 @@ class RedisTier(Tier):
         return left_s if ttl_s is None else min(ttl_s, left_s)
 
     async def _run(
-        self, commands: Sequence[Command], charges: Mapping[int, tuple[bytes, int]] = NO_CHARGES
+        self,
+        commands: Sequence[Command],
+        charges: Mapping[int, tuple[bytes, int]] = NO_CHARGES,
+        limit_s: float | None = None,
     ) -> Sequence[Outcome]:
         """The outcomes; a TierError only if there is no other outcome."""
         if not commands:
             return []
         await self._require_fit()
         self._ask_gauges()
-        outcomes = await self._quotas.run(self._servers, commands, charges)
+        outcomes = await self._quotas.run(self._servers, commands, charges, limit_s)
         failures = [failure for outcome in outcomes if (failure := _failure(outcome))]
         if len(failures) == len(outcomes):
             raise failures[0]
@@ -230,7 +240,7 @@ class RedisTier(Tier):
                 # one byte more than there can be tells a value that is too long
                 parts = sent(b"GETRANGE", part_name(name, part), 0, len(head) + len(body))
                 commands.append(Command(name, parts, target))
-        outcomes = await self._run(commands)
+        outcomes = await self._run(commands, limit_s=self._limit_s)
         for number in range(len(items)):
             own = outcomes[number * len(spans) : (number + 1) * len(spans)]
             lengths = [outcome for outcome in own if isinstance(outcome, int)]
@@ -255,7 +265,7 @@ class RedisTier(Tier):
             ]
             ends.append(len(commands))
             charges[len(commands) - 1] = item.salt, HEADER_BYTES + length
-        outcomes = await self._run(commands, charges)
+        outcomes = await self._run(commands, charges, self._limit_s)
         # None says that it is there already: the same block, or what a get will find damaged
         stored = [outcome in (b"OK", None) for outcome in outcomes]
         return [all(stored[begin:end]) for begin, end in pairwise([0, *ends])]
@@ -298,7 +308,8 @@ class RedisTier(Tier):
 
     async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
         names = [block_name(self._prefix, item.key) for item in items]
-        outcomes = await self._run([Command(name, sent(b"STRLEN", name)) for name in names])
+        commands = [Command(name, sent(b"STRLEN", name)) for name in names]
+        outcomes = await self._run(commands, limit_s=self._probe_limit_s)
         longest = HEADER_BYTES + self._size
         return [isinstance(n, int) and HEADER_BYTES <= n <= longest for n in outcomes]
 

@@ -90,6 +90,7 @@ class Quotas:
         servers: Servers,
         commands: Sequence[Command],
         charges: Mapping[int, tuple[bytes, int]],
+        limit_s: float | None = None,
     ) -> Sequence[Outcome]:
         """Run commands that store blocks, and add in the same batch what they come to.
 
@@ -97,7 +98,7 @@ class Quotas:
         TierFull if they are more than the namespace may have.
         """
         if not (self and charges):
-            return await servers.run(commands)
+            return await servers.run(commands, limit_s)
         limit, wanted = self._options.namespace, sum(size for _, size in charges.values())
         if limit is not None and self.total_bytes + wanted > limit:
             raise TierFull(f"the quota of the namespace, {limit}, is used up")
@@ -108,7 +109,7 @@ class Quotas:
         owed, told = self._telling(salt for salt, _ in charges.values())
         outcomes: Sequence[Outcome] = [None] * len(commands)
         try:
-            found = await servers.run([*commands, *told])
+            found = await servers.run([*commands, *told], limit_s)
             outcomes = found[: len(commands)]
             self._heard(owed, found[len(commands) :])
         except BaseException:

@@ -15,6 +15,9 @@ from kvladder.tiers.resp import Reply, ReplyError, Wire
 
 ROUNDS_MAX = 5
 """How often a command is sent again because a cluster moved its key."""
+SILENT_S = 1.0
+"""How long a server that did not answer in time is not asked again."""
+UNSERVED = "no server of the cluster serves its slot"
 Outcome = Reply | TierError
 """What came of a command; an error of one server does not hide what the others say."""
 
@@ -27,8 +30,13 @@ class Servers(ABC):
         self._entrance = entrance
 
     @abstractmethod
-    async def run(self, commands: Sequence[Command]) -> Sequence[Outcome]:
-        """One outcome per command, in their order; one pipelined batch per server."""
+    async def run(
+        self, commands: Sequence[Command], limit_s: float | None = None
+    ) -> Sequence[Outcome]:
+        """One outcome per command, in their order; one pipelined batch per server.
+
+        What one server of several has not answered after ``limit_s`` has failed.
+        """
 
     @abstractmethod
     async def addresses(self) -> list[Address]:
@@ -68,7 +76,10 @@ class OneServer(Servers):
     async def where(self, key: bytes) -> Address:
         return (await self.addresses())[0]
 
-    async def run(self, commands: Sequence[Command]) -> Sequence[Outcome]:
+    async def run(
+        self, commands: Sequence[Command], limit_s: float | None = None
+    ) -> Sequence[Outcome]:
+        del limit_s  # if it does not answer, nobody does
         try:
             replies = await self._node.exchange(commands)
             if self._options.sentinel and any(_says(reply, "READONLY") for reply in replies):
@@ -91,9 +102,14 @@ class ClusterServers(Servers):
         self._owners: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
         self._asking = Asking()
         self._learning: asyncio.Task[None] | None = None
+        self._silent: dict[Address, float] = {}
+        """When to ask those again that did not answer in time."""
         self._closed = False
 
-    async def run(self, commands: Sequence[Command]) -> Sequence[Outcome]:
+    async def run(
+        self, commands: Sequence[Command], limit_s: float | None = None
+    ) -> Sequence[Outcome]:
+        end_s = None if limit_s is None else asyncio.get_running_loop().time() + limit_s
         outcomes: list[Outcome] = [TierError("its key is moved about")] * len(commands)
         slots = [key_slot(command.key) for command in commands]
         left: Sequence[int] = range(len(commands))
@@ -101,14 +117,19 @@ class ClusterServers(Servers):
         lost: set[int] = set()
         for _ in range(ROUNDS_MAX):
             batches: dict[Address, list[int]] = {}
-            for i in left:
+            unserved = TierError(UNSERVED)
+            if any(self._owners[slots[i]] is None for i in left if i not in asked):
                 try:
-                    owner = asked.get(i) or await self._owner(slots[i])
+                    await self._learnt()
                 except TierError as error:
-                    outcomes[i] = error
+                    unserved = error
+            for i in left:
+                owner = asked.get(i) or self._owners[slots[i]]
+                if owner is None:
+                    outcomes[i] = unserved
                 else:
                     batches.setdefault(owner, []).append(i)
-            await self._send(commands, batches, asked, outcomes)
+            await self._send(commands, batches, asked, outcomes, end_s)
             asked = {}
             left = [
                 i
@@ -116,7 +137,7 @@ class ClusterServers(Servers):
                 for i in batch
                 if self._again(i, slots[i], owner, outcomes[i], asked, lost)
             ]
-            if not left:
+            if not left or (end_s is not None and asyncio.get_running_loop().time() >= end_s):
                 break
         return outcomes
 
@@ -156,6 +177,7 @@ class ClusterServers(Servers):
         batches: dict[Address, list[int]],
         asked: dict[int, Address],
         outcomes: list[Outcome],
+        end_s: float | None,
     ) -> None:
         """Send each server its batch, all at once, and note the outcomes."""
 
@@ -166,9 +188,13 @@ class ClusterServers(Servers):
                     wanted.append(ASKING)
                 wanted.append(commands[i])
             try:
-                replies: Sequence[Outcome] = await self._node(owner).exchange(wanted)
+                async with asyncio.timeout_at(end_s):
+                    replies: Sequence[Outcome] = await self._node(owner).exchange(wanted)
             except TierError as error:
                 replies = [error] * len(wanted)
+            except TimeoutError:
+                self._silent[owner] = asyncio.get_running_loop().time() + SILENT_S
+                replies = [TierError(f"{owner} does not answer")] * len(wanted)
             except asyncio.CancelledError:
                 self._forget(owner)
                 raise
@@ -184,6 +210,8 @@ class ClusterServers(Servers):
                 group.create_task(send(owner, batch))
 
     def _node(self, address: Address) -> Node:
+        if asyncio.get_running_loop().time() < self._silent.get(address, 0.0):
+            raise TierError(f"{address} did not answer in time")
         node = self._nodes.get(address)
         if node is None:
             if self._closed:
@@ -191,14 +219,6 @@ class ClusterServers(Servers):
             node = Node(lambda: self._entrance.wire(address), self._options.connections)
             self._nodes[address] = node
         return node
-
-    async def _owner(self, slot: int) -> Address:
-        if self._owners[slot] is None:
-            await self._learnt()
-        owner = self._owners[slot]
-        if owner is None:
-            raise TierError(f"no server of the cluster serves slot {slot}")
-        return owner
 
     async def _learnt(self) -> None:
         """Wait until the owners are learnt anew, which goes on if whoever waits gives up."""
@@ -243,7 +263,13 @@ class ClusterServers(Servers):
         return sorted(owners)
 
     async def where(self, key: bytes) -> Address:
-        return await self._owner(key_slot(key))
+        slot = key_slot(key)
+        if self._owners[slot] is None:
+            await self._learnt()
+        owner = self._owners[slot]
+        if owner is None:
+            raise TierError(UNSERVED)
+        return owner
 
     def close(self) -> None:
         self._closed = True

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
+from redis.crc import key_slot
 
 from kvladder.testing.redisserver import RedisServer, start_cluster
-from kvladder.tiers.redis import RedisTier
+from kvladder.tiers.base import Item
+from kvladder.tiers.redis import SHARE, RedisTier
 from kvladder.tiers.redisurl import RedisOptions
 from tests.tiers.redistests import PATIENT, key_of, watched
+from tests.tiers.test_redis_faults import cache_over, keys, load, stored
 from tests.tiers.test_redis_refused import refused
 from tests.tiers.test_redis_values import Values
 
 pytestmark = pytest.mark.slow
+TIMEOUT_S = 5.0
 
 
 @pytest.fixture
@@ -123,3 +129,101 @@ class TestCluster(Values):
             assert replica.port in {address.port for address in await tier._servers.addresses()}
         finally:
             first.resume()
+
+
+@contextmanager
+def unconcerned(folder):
+    """The servers of a cluster that take a silent one for well, and go on."""
+    servers = start_cluster(folder)
+    try:
+        for server in servers:
+            server.configure(cluster_node_timeout=600_000)
+        yield servers
+    finally:
+        for server in servers:
+            server.kill()
+
+
+class TestNode(Values):
+    """One node of three is silent: the others' blocks are found and stored in time."""
+
+    @pytest.fixture
+    def servers(self, tmp_path):
+        with unconcerned(tmp_path) as servers:
+            yield servers
+
+    @pytest.fixture
+    def raw(self, servers):
+        return None
+
+    @pytest.fixture
+    def options(self, servers):
+        return RedisOptions(url=servers[0].url, cluster=True, connect_timeout=PATIENT)
+
+    @pytest.fixture
+    async def tier(self, options, context):
+        tier = RedisTier(options)
+        await tier.open(replace(context, timeout_s=TIMEOUT_S))
+        yield tier
+        await tier.aclose()
+
+    async def test_costs_its_own_blocks_and_no_more(self, tier, blocks, servers):
+        items = await blocks.put(tier, *range(24))
+        fresh = blocks.items(*range(24, 40))
+        blocks.fill(fresh)
+        owners = {int(server.port): set(server.run("KEYS", "kvladder:*")) for server in servers}
+        silent = servers[1]
+        mine = owners[silent.port]
+        others = [key_of(tier, item) not in mine for item in items]
+        assert 0 < sum(others) < len(items)
+        silent.pause()
+        try:
+            for call in (tier.get, tier.contains, tier.get):
+                assert list(await asyncio.wait_for(call(items), TIMEOUT_S)) == others
+            stored = await asyncio.wait_for(tier.put(fresh), TIMEOUT_S)
+            assert 0 < sum(stored) < len(fresh)
+            assert list(await asyncio.wait_for(tier.get(fresh), TIMEOUT_S)) == list(stored)
+        finally:
+            silent.resume()
+        for _ in range(600):
+            if all(await tier.contains(items)):
+                break
+            await asyncio.sleep(0.1)
+        else:
+            pytest.fail("never asked again")
+
+    async def test_is_waited_for_once_in_a_while(self, tier, blocks, servers):
+        items = await blocks.put(tier, *range(24))
+        servers[1].pause()
+        try:
+            await asyncio.wait_for(tier.contains(items), 60)
+            began = asyncio.get_running_loop().time()
+            for _ in range(3):
+                await tier.contains(items)
+            assert asyncio.get_running_loop().time() - began < 2 * SHARE * TIMEOUT_S
+        finally:
+            servers[1].resume()
+
+
+def test_a_cache_finds_what_the_others_have(tmp_path):
+    patient = {"cluster": True, "timeout": "5 s", "deadline": "20 s"}
+    with unconcerned(tmp_path) as servers:
+        with cache_over(servers[0].url, **patient) as first:
+            stored(first, keys("who has what is learnt"))
+            wanted, silent = _ending_elsewhere(first.stack.levels[0].tier, servers)
+            stored(first, wanted)
+        with cache_over(servers[0].url, **patient) as second:
+            silent.pause()
+            assert load(second, wanted)[0] == len(wanted) - 1
+            assert second.stats()["redis"]["timeouts"] == 0
+
+
+def _ending_elsewhere(tier, servers):
+    """A prefix of which only the last block is on a certain server."""
+    for number in range(1000):
+        wanted = keys(number, 1, 2, 3)
+        names = [key_of(tier, Item(key, 0)) for key in wanted]
+        *heads, last = (tier._servers._owners[key_slot(name)] for name in names)
+        if last not in heads:
+            return wanted, next(server for server in servers if server.port == last.port)
+    raise AssertionError
