@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
+from itertools import compress, pairwise
 from math import inf
 from typing import Any, ClassVar
 
@@ -38,6 +38,8 @@ VALUE_BYTES_MIN = 1 << 20
 SHARE = 0.8
 """Of the time for a call: one of several servers that is silent so long costs no more than its own
 blocks; what the others say is answered in the rest."""
+PART_MS = 600_000
+"""How long a part of a block stays if what makes the block visible is never written."""
 _NOTHING = memoryview(b"")
 NO_CHARGES: Mapping[int, tuple[bytes, int]] = {}
 GAUGES_S = 10.0
@@ -157,22 +159,32 @@ class RedisTier(Tier):
         payload = self._slot(item)[: item.length or self._size]
         header = b"" if part else self._header.write(item, payload)
         body = payload[self._span(part)]
-        ttl_s = self._ttl_s(item)
+        ttl_ms = self._ttl_ms(item)
+        if part:
+            ttl_ms = PART_MS if ttl_ms is None else min(ttl_ms, PART_MS)
         before, after = encode_around(
             b"SET",
             part_name(name, part),
             length=len(header) + len(body),
-            after=[b"NX"] if ttl_s is None else [b"NX", b"PX", max(1, int(ttl_s * 1000))],
+            after=[b"NX"] if ttl_ms is None else [b"NX", b"PX", ttl_ms],
         )
         return before + header, body, after
 
-    def _ttl_s(self, item: Item) -> float | None:
+    def _lasting(self, item: Item) -> Iterable[Command]:
+        """What has the other parts of a block last as long as the first, which is stored now."""
+        name, ttl_ms = block_name(self._prefix, item.key), self._ttl_ms(item)
+        for part in range(1, self._count(item.length or self._size)):
+            key = part_name(name, part)
+            parts = sent(b"PERSIST", key) if ttl_ms is None else sent(b"PEXPIRE", key, ttl_ms)
+            yield Command(name, parts)
+
+    def _ttl_ms(self, item: Item) -> int | None:
         """How long the server is to keep a block; None for good."""
         ttl_s = self._ttls[item.priority]
-        if item.expires_wall_s is None:
-            return ttl_s
-        left_s = item.expires_wall_s - self.context.clock.wall()
-        return left_s if ttl_s is None else min(ttl_s, left_s)
+        if item.expires_wall_s is not None:
+            left_s = item.expires_wall_s - self.context.clock.wall()
+            ttl_s = left_s if ttl_s is None else min(ttl_s, left_s)
+        return None if ttl_s is None else max(1, int(ttl_s * 1000))
 
     async def _run(
         self,
@@ -268,7 +280,10 @@ class RedisTier(Tier):
         outcomes = await self._run(commands, charges, self._limit_s)
         # None says that it is there already: the same block, or what a get will find damaged
         stored = [outcome in (b"OK", None) for outcome in outcomes]
-        return [all(stored[begin:end]) for begin, end in pairwise([0, *ends])]
+        whole = [all(stored[begin:end]) for begin, end in pairwise([0, *ends])]
+        if len(commands) > len(items):
+            await self._run([c for item in compress(items, whole) for c in self._lasting(item)])
+        return whole
 
     def spare(self, salt: bytes) -> float:
         found = self._quotas.spare(salt)

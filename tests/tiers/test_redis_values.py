@@ -19,7 +19,7 @@ from kvladder.runtime import SystemClock
 from kvladder.testing.redisserver import RedisServer
 from kvladder.testing.sim import inline_blocking
 from kvladder.tiers.base import Item, TierContext
-from kvladder.tiers.redis import RedisTier
+from kvladder.tiers.redis import PART_MS, RedisTier
 from kvladder.tiers.redisurl import RedisOptions
 from kvladder.tiers.redisvalue import HEADER_BYTES
 from kvladder.units import Duration
@@ -208,6 +208,35 @@ class TestParts(Values):
         assert asked.note == b"cut"
         assert await tier.purge(None, lambda *_: None) >= 1
         assert self.run("DBSIZE") == 0
+
+    @pytest.mark.parametrize("ttl_s", [None, 50, 5000])
+    async def test_parts_last_as_long_as_their_block(self, blocks, context, servers, ttl_s):
+        self.run("FLUSHALL")
+        ttls = {} if ttl_s is None else {"0": Duration(ttl_s)}
+        tier = RedisTier(RedisOptions(url=servers[0].url, ttls=ttls))
+        await tier.open(context)
+        (item,) = await blocks.put(tier, 0)
+        for tail in (b"", b":1", b":2"):
+            left_s = self.run("TTL", key_of(tier, item) + tail)
+            assert left_s == -1 if ttl_s is None else 0.9 * ttl_s < left_s <= ttl_s
+        await tier.aclose()
+
+    async def test_parts_of_a_block_that_is_not_finished_expire(self, blocks, context, servers):
+        """A user that may not write the first of them stands for an engine that died before."""
+        self.run("FLUSHALL")
+        self.run(
+            "ACL", "SETUSER", "half", "on", "nopass", "+@all", "~kvladder:*:1", "~kvladder:*:2"
+        )
+        tier = RedisTier(RedisOptions(url=servers[0].url, username="half"))
+        await tier.open(context)
+        items = blocks.items(0)
+        blocks.fill(items)
+        assert list(await tier.put(items)) == [False]
+        assert self.run("DBSIZE") == 2
+        for tail in (b":1", b":2"):
+            assert 0 < self.run("PTTL", key_of(tier, items[0]) + tail) <= PART_MS
+        await tier.aclose()
+        self.run("ACL", "DELUSER", "half")
 
     async def test_what_a_server_takes_is_heard_before_the_first_block(
         self, tmp_path, blocks, context
