@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from kvladder.errors import ConfigError, TierError, TierFull
 from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.tiers.base import Item, Progress, Tier, TierContext
-from kvladder.tiers.redisnodes import Command, Entrance, Unfit, hang_up, parse_info, sent
+from kvladder.tiers.redisnodes import Closed, Command, Entrance, Unfit, hang_up, parse_info, sent
 from kvladder.tiers.redisquota import Quotas
 from kvladder.tiers.redisscan import STEP_KEYS, heads, scan
 from kvladder.tiers.redisservers import ClusterServers, OneServer, Outcome, Servers
@@ -105,7 +105,7 @@ class RedisTier(Tier):
     async def _require_fit(self) -> None:
         """Check, once, that the servers are what the settings say, and hear what they take."""
         if self._closed:
-            raise TierError("the Redis tier is closed", temporary=False)
+            raise Closed
         if self._fit:
             return
         async with self._fitting:

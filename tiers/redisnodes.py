@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from ssl import SSLError
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +19,6 @@ OLDEST_HINT = "expected Redis 6.2, Valkey 7.2 or later"
 STEP_BYTES = 1 << 20
 """Values are asked for in steps of so much: a server first copies all it was asked for, and memory
 that is not in a cache costs it more than a wait."""
-
 HEAD_START_S = 0.05
 """How long a server that is asked what others know as well is waited for alone."""
 T = TypeVar("T")
@@ -54,6 +53,13 @@ class Unfit(TierError):
         self.message = message
 
 
+class Closed(TierError):
+    """The tier was closed."""
+
+    def __init__(self) -> None:
+        super().__init__("the Redis tier is closed", temporary=False)
+
+
 class Asking:
     """Asks servers of which any may answer: first the one that answered last, soon the next."""
 
@@ -61,7 +67,7 @@ class Asking:
         self._last: Address | None = None
 
     async def first(
-        self, addresses: Iterable[Address], ask: Callable[[Address], Awaitable[T]]
+        self, addresses: Iterable[Address], ask: Callable[[Address], Coroutine[Any, Any, T]]
     ) -> T:
         """The first answer there is.
 
@@ -74,15 +80,11 @@ class Asking:
         asked: dict[asyncio.Task[T], Address] = {}
         failures: list[TierError] = []
         waiting: set[asyncio.Task[T]] = set()
-
-        async def asking(address: Address) -> T:
-            return await ask(address)
-
         try:
             while left or waiting:
                 if left:
                     address = left.pop(0)
-                    task = asyncio.create_task(asking(address))
+                    task = asyncio.create_task(ask(address))
                     asked[task] = address
                     waiting.add(task)
                 done, waiting = await asyncio.wait(
@@ -297,21 +299,19 @@ class Node:
 
     async def _take(self) -> tuple[Wire, Client, bool]:
         """A connection, and whether it is a new one."""
-        is_new = False
-        while self._idle and self._idle[-1][0].closed:
-            self._idle.pop()
-        if self._idle:
+        while self._idle:
             wire, client = self._idle.pop()
-        else:
-            if self.closed:
-                raise TierError("the Redis tier is closed", temporary=False)
-            wire, client = await self._connect()
-            is_new = True
-            if self.closed:
-                wire.abort()
-                raise TierError("the Redis tier is closed", temporary=False)
+            if not wire.closed:
+                self._busy.add(wire)
+                return wire, client, False
+        if self.closed:
+            raise Closed
+        wire, client = await self._connect()
+        if self.closed:
+            wire.abort()
+            raise Closed
         self._busy.add(wire)
-        return wire, client, is_new
+        return wire, client, True
 
     def drop_idle(self) -> None:
         """Close the connections that nobody uses: others would be found broken as well."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from kvladder.errors import TierError
-from kvladder.tiers.redisnodes import Asking, Client, Command, Entrance, Node, sent
+from kvladder.tiers.redisnodes import Asking, Client, Closed, Command, Entrance, Node, sent
 from kvladder.tiers.redisurl import Address, RedisOptions
 from kvladder.tiers.resp import Reply, ReplyError, Wire
 
@@ -215,7 +215,7 @@ class ClusterServers(Servers):
         node = self._nodes.get(address)
         if node is None:
             if self._closed:
-                raise TierError("the Redis tier is closed", temporary=False)
+                raise Closed
             node = Node(lambda: self._entrance.wire(address), self._options.connections)
             self._nodes[address] = node
         return node
@@ -223,14 +223,14 @@ class ClusterServers(Servers):
     async def _learnt(self) -> None:
         """Wait until the owners are learnt anew, which goes on if whoever waits gives up."""
         if self._closed:
-            raise TierError("the Redis tier is closed", temporary=False)
+            raise Closed
         if self._learning is None:
             self._learning = asyncio.create_task(self._learn(), name="kvladder-redis-slots")
             self._learning.add_done_callback(self._has_learnt)
         learning = self._learning
         await asyncio.wait({learning})
         if learning.cancelled():
-            raise TierError("the Redis tier is closed", temporary=False)
+            raise Closed
         learning.result()
 
     def _has_learnt(self, learning: asyncio.Task[None]) -> None:
