@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from kvladder.errors import ConfigError, TierError, TierFull
 from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.tiers.base import Item, Progress, Tier, TierContext
-from kvladder.tiers.redisnodes import Closed, Command, Entrance, Unfit, hang_up, parse_info, sent
+from kvladder.tiers.redisnodes import Closed, Command, Entrance, Unfit, hang_up, parse_info
 from kvladder.tiers.redisquota import Quotas
 from kvladder.tiers.redisscan import STEP_KEYS, heads, scan
 from kvladder.tiers.redisservers import ClusterServers, OneServer, Outcome, Servers
@@ -25,7 +25,7 @@ from kvladder.tiers.redisvalue import (
     part_name,
     space_prefix,
 )
-from kvladder.tiers.resp import Part, ReplyError, Target, encode_around
+from kvladder.tiers.resp import Part, ReplyError, Target, encode, encode_around
 
 OLDEST = (6, 2)
 BATCH_BYTES = 64 << 20
@@ -175,7 +175,7 @@ class RedisTier(Tier):
         name, ttl_ms = block_name(self._prefix, item.key), self._ttl_ms(item)
         for part in range(1, self._count(item.length or self._size)):
             key = part_name(name, part)
-            parts = sent(b"PERSIST", key) if ttl_ms is None else sent(b"PEXPIRE", key, ttl_ms)
+            parts = encode(b"PERSIST", key) if ttl_ms is None else encode(b"PEXPIRE", key, ttl_ms)
             yield Command(name, parts)
 
     def _ttl_ms(self, item: Item) -> int | None:
@@ -250,7 +250,7 @@ class RedisTier(Tier):
                 # at once, while the next one comes and this one is still in a cache
                 target = Target(head, body, partial(check, number) if len(spans) == 1 else None)
                 # one byte more than there can be tells a value that is too long
-                parts = sent(b"GETRANGE", part_name(name, part), 0, len(head) + len(body))
+                parts = encode(b"GETRANGE", part_name(name, part), 0, len(head) + len(body))
                 commands.append(Command(name, parts, target))
         outcomes = await self._run(commands, limit_s=self._limit_s)
         for number in range(len(items)):
@@ -304,7 +304,7 @@ class RedisTier(Tier):
         """Remove blocks of so many parts each, of which the headers told this; how many went."""
         outcomes = await self._run(
             [
-                Command(name, sent(b"UNLINK", *(part_name(name, part) for part in range(count))))
+                Command(name, encode(b"UNLINK", *(part_name(name, part) for part in range(count))))
                 for name, count in parts.items()
             ]
         )
@@ -323,7 +323,7 @@ class RedisTier(Tier):
 
     async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
         names = [block_name(self._prefix, item.key) for item in items]
-        commands = [Command(name, sent(b"STRLEN", name)) for name in names]
+        commands = [Command(name, encode(b"STRLEN", name)) for name in names]
         outcomes = await self._run(commands, limit_s=self._probe_limit_s)
         longest = HEADER_BYTES + self._size
         return [isinstance(n, int) and HEADER_BYTES <= n <= longest for n in outcomes]

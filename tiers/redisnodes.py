@@ -23,15 +23,13 @@ HEAD_START_S = 0.05
 """How long a server that is asked what others know as well is waited for alone."""
 T = TypeVar("T")
 
-Parts = Callable[[], Iterable[Part]]
-
 
 class Command(NamedTuple):
     """One command, with one reply."""
 
     key: bytes
-    parts: Parts
-    """Makes what is sent; called again if it has to be sent again."""
+    parts: bytes | Callable[[], Iterable[Part]]
+    """What is sent, or what makes it, once more if it has to be sent again."""
     target: Target | None = None
 
 
@@ -275,7 +273,7 @@ class Node:
                 wire, client, is_new = await self._take()
                 orphans = list(self._orphans)
                 kills = [
-                    Command(b"", sent(b"CLIENT", b"KILL", b"ID", orphan.number))
+                    Command(b"", encode(b"CLIENT", b"KILL", b"ID", orphan.number))
                     for orphan in orphans
                     if orphan.process and orphan.process == client.process
                 ]
@@ -335,12 +333,6 @@ def parse_info(text: Any) -> dict[str, str]:
     return {name: value for name, found, value in rows if found}
 
 
-def sent(*arguments: bytes | int) -> Parts:
-    """The parts of a short command."""
-    data = encode(*arguments)
-    return lambda: (data,)
-
-
 async def exchange(wire: Wire, commands: Sequence[Command]) -> list[Reply]:
     """The replies to commands, at least one, over a wire of one's own."""
     return await wire.exchange(_paced(commands), [command.target for command in commands])
@@ -356,4 +348,7 @@ def _paced(commands: Sequence[Command]) -> Iterator[Part | int]:
             first, wanted = index, 0
         if command.target is not None:
             wanted += len(command.target.head) + len(command.target.body)
-        yield from command.parts()
+        if isinstance(command.parts, bytes):
+            yield command.parts
+        else:
+            yield from command.parts()

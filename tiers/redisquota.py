@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
 from kvladder.errors import ConfigError, TierFull
-from kvladder.tiers.redisnodes import Command, Entrance, exchange, hang_up, sent
+from kvladder.tiers.redisnodes import Command, Entrance, exchange, hang_up
 from kvladder.tiers.redisscan import heads, scan
 from kvladder.tiers.redisservers import Outcome, Servers
 from kvladder.tiers.redisurl import Address, QuotaOptions
 from kvladder.tiers.redisvalue import HEADER_BYTES
+from kvladder.tiers.resp import encode
 
 ALL = b"all"
 """The field with the bytes of the whole namespace; those of salts have 8 bytes as names."""
@@ -155,7 +156,7 @@ class Quotas:
         owed = {field: 0 for field in (ALL, *salts) if field} | dict(self._owed)
         self._owed.clear()
         told = [
-            Command(self.counters, sent(b"HINCRBY", self.counters, field, count))
+            Command(self.counters, encode(b"HINCRBY", self.counters, field, count))
             for field, count in owed.items()
         ]
         return owed, told
@@ -186,7 +187,7 @@ class Quotas:
             after ``RETRY_MS``.
         """
         period_ms = int(self._options.recount * 1000)
-        turn = sent(b"SET", self.turn, b"1", b"NX", b"PX", period_ms)
+        turn = encode(b"SET", self.turn, b"1", b"NX", b"PX", period_ms)
         async with asyncio.timeout(entrance.limit_s):
             (mine,) = await servers.run([Command(self.turn, turn)])
         if mine != b"OK":
@@ -194,7 +195,7 @@ class Quotas:
         try:
             await self._recount(entrance, servers)
         except Exception:
-            turn = sent(b"SET", self.turn, b"1", b"PX", min(period_ms, RETRY_MS))
+            turn = encode(b"SET", self.turn, b"1", b"PX", min(period_ms, RETRY_MS))
             async with asyncio.timeout(entrance.limit_s):
                 await servers.run([Command(self.turn, turn)])
             raise
@@ -224,7 +225,7 @@ class Quotas:
         await self.settle(servers)
         dead = [field for field, count in counted.items() if not found[field] and not int(count)]
         if dead:  # salts come and go
-            await servers.run([Command(self.counters, sent(b"HDEL", self.counters, *dead))])
+            await servers.run([Command(self.counters, encode(b"HDEL", self.counters, *dead))])
 
     async def _count(
         self, entrance: Entrance, address: Address, fresh: set[bytes], found: Counter[bytes]
@@ -243,7 +244,7 @@ class Quotas:
 
         try:
             # newer servers can be asked not to take blocks that are looked at for used
-            await run([Command(b"", sent(b"CLIENT", b"NO-TOUCH", b"ON"))])
+            await run([Command(b"", encode(b"CLIENT", b"NO-TOUCH", b"ON"))])
             async for names in scan(entrance, connection, self._prefix):
                 whole = [name for name in names if name.endswith(b"}") and name not in fresh]
                 for salt, length in (await heads(whole, run)).values():

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-from kvladder.tiers.redisnodes import Command, Entrance, sent
+from kvladder.tiers.redisnodes import Command, Entrance
 from kvladder.tiers.redisservers import Outcome
 from kvladder.tiers.redisvalue import HEADER_BYTES, salt_and_length
-from kvladder.tiers.resp import Target
+from kvladder.tiers.resp import Target, encode
 
 STEP_KEYS = 1000
 """How many keys a step looks at; in between the server serves others."""
@@ -34,7 +34,7 @@ async def heads(names: Sequence[bytes], run: Run) -> dict[bytes, tuple[bytes, in
     read = [memoryview(bytearray(HEADER_BYTES)) for _ in names]
     await run(
         [
-            Command(name, sent(b"GETRANGE", name, 0, HEADER_BYTES - 1), Target(head, head[:0]))
+            Command(name, encode(b"GETRANGE", name, 0, HEADER_BYTES - 1), Target(head, head[:0]))
             for name, head in zip(names, read, strict=True)
         ]
     )

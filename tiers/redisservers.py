@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from kvladder.errors import TierError
-from kvladder.tiers.redisnodes import Asking, Client, Closed, Command, Entrance, Node, sent
+from kvladder.tiers.redisnodes import Asking, Client, Closed, Command, Entrance, Node
 from kvladder.tiers.redisurl import Address, RedisOptions
-from kvladder.tiers.resp import Reply, ReplyError, Wire
+from kvladder.tiers.resp import Reply, ReplyError, Wire, encode
 
 ROUNDS_MAX = 5
 """How often a command is sent again because a cluster moved its key."""
@@ -279,7 +279,7 @@ class ClusterServers(Servers):
             node.close()
 
 
-ASKING = Command(b"", sent(b"ASKING"))
+ASKING = Command(b"", encode(b"ASKING"))
 
 
 def _says(outcome: Outcome, code: str) -> bool:

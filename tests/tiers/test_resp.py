@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvladder.tiers import redisnodes, resp
-from kvladder.tiers.redisnodes import Command, exchange, sent
+from kvladder.tiers.redisnodes import Command, exchange
 from kvladder.tiers.resp import ReplyError, Target, Wire, encode, encode_around
 
 STEP, LARGE, HEAD = 600, 256, 20
@@ -118,7 +118,7 @@ async def _exchanged(wanted, pieces):
 
         view = memoryview(body)
         target = Target(view[:HEAD], view[HEAD:], whole)
-        commands.append(Command(b"", sent(b"GETRANGE", b"key"), target))
+        commands.append(Command(b"", encode(b"GETRANGE", b"key"), target))
     task = asyncio.create_task(exchange(wire, commands))
     for piece in cycle(pieces):
         for _ in range(3):
@@ -146,7 +146,7 @@ async def test_not_everything_is_asked_for_at_once():
     wire = Wire()
     server = Server(wire, [b"$500\r\n" + b"x" * 500 + b"\r\n"] * 10)
     views = [memoryview(bytearray(500)) for _ in range(10)]
-    commands = [Command(b"", sent(b"GETRANGE"), Target(view[:20], view[20:])) for view in views]
+    commands = [Command(b"", encode(b"GETRANGE"), Target(view[:20], view[20:])) for view in views]
     task = asyncio.create_task(exchange(wire, commands))
     asked: list[int] = []
     while not task.done():
