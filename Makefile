@@ -5,7 +5,8 @@ PY := .venv/bin/python
 test: .venv/stamp  ## every test, the ones against a real vLLM included; or those that ARGS names
 ifeq ($(ARGS),)
 	$(PY) -m pytest -n auto --maxprocesses 8 -m "not vllm"
-	$(PY) -m pytest -m vllm  # one after the other: each takes all cores
+	$(PY) -m pytest -n auto --maxprocesses 2 --dist worksteal -m "vllm and not alone"
+	$(PY) -m pytest -m "vllm and alone"
 else
 	$(PY) -m pytest $(ARGS)
 endif

@@ -40,6 +40,7 @@ def cold(kind: str, slots: int, **more: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.alone
 def test_requests_share_what_a_slow_tier_loads_and_wait_for_nothing_else(start: Start) -> None:
     prefixes = [prompt(seed, PREFIX_BLOCKS * BLOCK) for seed in range(4)]
     fillers = [prompt(10 + seed, 30 * BLOCK) for seed in range(5)]
