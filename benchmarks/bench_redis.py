@@ -144,7 +144,7 @@ async def opened(
         arena.close()
 
 
-async def timed(work: Callable[[], Awaitable[Sequence[bool] | int | None]]) -> float:
+async def timed(work: Callable[[], Awaitable[Sequence[bool | None] | int | None]]) -> float:
     """Seconds that a call takes, all of whose answers are True."""
     began = time.perf_counter()
     answers = await work()

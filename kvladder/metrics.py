@@ -85,7 +85,7 @@ class LevelStats:
     purged: int = 0
     """Blocks that a purge removed from a shared tier, or overwrote in one that forgot them."""
     errors: int = 0
-    """Calls that failed, time-outs included."""
+    """Calls that failed, if only in part, time-outs included."""
     timeouts: int = 0
     throttled: int = 0
     """Blocks not fetched because of the fetch budget or for want of slots."""

@@ -162,8 +162,12 @@ class Tier(ABC):
         self.context = context
 
     @abstractmethod
-    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
-        """Fill each item's slot with its block; False where it is not there or is damaged."""
+    async def get(self, items: Sequence[Item]) -> Sequence[bool | None]:
+        """Fill each item's slot with its block; False where it is not there or is damaged.
+
+        The level forgets such a block. None where that cannot be told now, e.g. because one of
+        several servers is silent: a miss of a block that may be there later.
+        """
 
     @abstractmethod
     async def put(self, items: Sequence[Item]) -> Sequence[bool]:

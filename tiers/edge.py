@@ -147,7 +147,7 @@ class Edge:
 
     # ---- up
 
-    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def get(self, items: Sequence[Item]) -> Sequence[bool | None]:
         """As ``Tier.get``."""
         if not self._tier.notes:
             return await self._tier.get(items)

@@ -13,13 +13,14 @@ from kvladder.metrics import LevelStats
 from kvladder.tiers.base import Shared
 from kvladder.tiers.breaker import Breaker, BreakerSettings
 
-Operation = Callable[[], Awaitable[Sequence[bool]]]
+Results = Sequence[bool | None]
+Operation = Callable[[], Awaitable[Results]]
 
 
 class Answer(NamedTuple):
     """What came of a call."""
 
-    results: Sequence[bool] | None
+    results: Results | None
     """What the tier returned; None if it failed, hung or was not called."""
     quiet: bool = True
     """Whether the tier no longer touches the slots and places of the call."""
@@ -50,7 +51,7 @@ class Gate:
         self._settings = settings
         self._shared = shared
         self._stats = stats
-        self._calls: set[asyncio.Task[Sequence[bool]]] = set()
+        self._calls: set[asyncio.Task[Results]] = set()
         self._closing = False
 
     def open(self) -> bool:
@@ -84,14 +85,14 @@ class Gate:
             return Answer(None)
         shared.arena.share(slots)
 
-        async def calling() -> Sequence[bool]:
+        async def calling() -> Results:
             return await operation()
 
         task = asyncio.create_task(calling(), name=f"kvladder-call-{self._name}")
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         left_behind = False
 
-        def quiet(task: asyncio.Task[Sequence[bool]]) -> None:
+        def quiet(task: asyncio.Task[Results]) -> None:
             self._calls.discard(task)
             with shared.lock:
                 shared.arena.release(slots)
@@ -116,7 +117,7 @@ class Gate:
             return Answer(None, quiet=False)
         return self._answer(task, moves_bytes=bool(slots))
 
-    def _answer(self, task: asyncio.Task[Sequence[bool]], *, moves_bytes: bool) -> Answer:
+    def _answer(self, task: asyncio.Task[Results], *, moves_bytes: bool) -> Answer:
         if task.cancelled():
             self._failed("it cancelled the call")
             return Answer(None)

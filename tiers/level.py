@@ -327,7 +327,7 @@ class Level:
         if answer.results is None:
             self.wake()
             return [False] * len(keys)
-        return answer.results
+        return [*map(bool, answer.results)]
 
     async def read(self, items: Sequence[Item]) -> Sequence[bool]:
         """Fill the items' slots; False where that failed, for whatever reason.
@@ -342,14 +342,14 @@ class Level:
                 while begun < len(items):
                     batch = items[begun : begun + self.tier.batch_max]
                     begun += len(batch)
-                    results += await self._read_batch(batch)
+                    results += map(bool, await self._read_batch(batch))
         finally:
             with self.shared.lock:
                 for item in items[begun:]:
                     self.places.end_read(item.place)
         return results
 
-    async def _read_batch(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def _read_batch(self, items: Sequence[Item]) -> Sequence[bool | None]:
         def ended() -> None:
             for item in items:
                 self.places.end_read(item.place)
@@ -368,10 +368,11 @@ class Level:
                 held = self.index.place(item.key) == item.place
                 if ok and held:
                     self.index.touch([item.place])
-                elif held:
+                elif held and ok is not None:
                     self.stats.misses += 1
                     self._forget([item.key], "lost")
-            good = sum(answer.results)
+            self.stats.errors += None in answer.results
+            good = sum(map(bool, answer.results))
             self.stats.loaded += good
             self.stats.loaded_bytes += good * self.shared.block_bytes
         return answer.results

@@ -229,11 +229,11 @@ class RedisTier(Tier):
 
     # ---- the tier
 
-    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def get(self, items: Sequence[Item]) -> Sequence[bool | None]:
         await self._require_fit()
         spans = [self._span(part) for part in range(self._count(self._size))]
         heads = [memoryview(bytearray(HEADER_BYTES)) for _ in items]
-        whole = [False] * len(items)  # which of them are what they should be
+        whole: list[bool | None] = [False] * len(items)  # which of them are what they should be
 
         def check(number: int, length: int) -> None:
             item, stored = items[number], length - HEADER_BYTES
@@ -256,12 +256,13 @@ class RedisTier(Tier):
         for number in range(len(items)):
             own = outcomes[number * len(spans) : (number + 1) * len(spans)]
             lengths = [outcome for outcome in own if isinstance(outcome, int)]
-            if len(lengths) < len(own):
+            if any(map(_failure, own)):
+                whole[number] = None  # its server is not there, or not ready
+            elif len(lengths) < len(own):
                 whole[number] = False
             elif len(spans) > 1:
                 check(number, sum(lengths))
-            is_miss = own[0] == 0 or any(isinstance(outcome, TierError) for outcome in own)
-            self._corrupt += not (whole[number] or is_miss)  # not there, or its server is not
+            self._corrupt += whole[number] is False and own[0] != 0
         return whole
 
     async def put(self, items: Sequence[Item]) -> Sequence[bool]:

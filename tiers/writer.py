@@ -12,7 +12,7 @@ from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.metrics import DropReason
 from kvladder.tiers.base import NO_PLACE, Item
-from kvladder.tiers.gate import Answer
+from kvladder.tiers.gate import Answer, Results
 from kvladder.tiers.inbox import Inbox, Pending
 from kvladder.tiers.index import Meta
 from kvladder.tiers.removals import Removals
@@ -269,7 +269,7 @@ class Writer:
         self.remove_later(items)
         self.wake()
 
-    def _publish(self, items: Sequence[Item], results: Sequence[bool]) -> None:
+    def _publish(self, items: Sequence[Item], results: Results) -> None:
         ttl_s = self._rule.ttl_s
         expires_s = inf if ttl_s is None else self._shared.clock.now() + ttl_s
         stored: list[BlockKey] = []

@@ -165,7 +165,7 @@ class FakeTier(Tier):
         async with self._call("open", ()):
             pass
 
-    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def get(self, items: Sequence[Item]) -> Sequence[bool | None]:
         half = self.context.layout.block_bytes // 2
         with self._in_flight("get", items):
             async with self._call("get", items) as step:

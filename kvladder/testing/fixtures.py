@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from random import Random
+from types import NoneType
 
 import pytest
 
@@ -83,15 +84,15 @@ class Blocks:
             assert list(await tier.put(batch)) == [True] * len(batch)
         return items
 
-    async def get(self, tier: Tier, items: Sequence[Item]) -> list[bool]:
+    async def get(self, tier: Tier, items: Sequence[Item]) -> list[bool | None]:
         """What the tier answers; fails if it delivers anything but the right bytes."""
         self.poison(items)
-        found: list[bool] = []
+        found: list[bool | None] = []
         for batch in batched(tier, items):
             answers = list(await tier.get(batch))
             assert len(answers) == len(batch)
             found += answers
-        assert set(map(type, found)) <= {bool}
+        assert set(map(type, found)) <= {bool, NoneType}
         for item, ok in zip(items, found, strict=True):
             assert not ok or self.right(item), f"wrong bytes for the block of place {item.place}"
         return found

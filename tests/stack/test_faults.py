@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from kvladder.events import Removed, Stored
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import Delay, Fail, FakeStore, FakeTier, Full, Hang, Hold, ShortRead
 from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.tiers.base import Item
 from kvladder.tiers.level import LevelSettings
 from tests.stack.caches import COMMIT, QUICK, cache_of, flushed
 
@@ -206,6 +208,22 @@ async def test_the_fetch_budget_cuts_what_comes_up_at_once() -> None:
     async with cache_of(LevelSpec(tier), fetch_blocks_max=3) as cache:
         assert await cache.load(cache.keys(1, 2, 3, 4)) == ["level1"] * 4
         assert tier.batches("get") == [3, 1]
+
+
+async def test_a_block_of_which_a_tier_cannot_tell_is_a_miss_and_stays_known() -> None:
+    class Partly(FakeTier):
+        async def get(self, items: Sequence[Item]) -> Sequence[bool | None]:
+            found = await super().get(items)
+            return found if self.batches("get")[1:] else [*found[:-1], None]
+
+    tier = Partly(store=await flushed((1, 2, 3)), durable=True)
+    async with cache_of(LevelSpec(tier)) as cache:
+        keys = cache.keys(1, 2, 3)
+        assert await cache.load(keys) == ["level1"] * 2
+        counts = cache.manager.stats()["level1"]
+        assert (counts["errors"], counts["misses"], counts["loaded"]) == (1, 0, 2)
+        assert cache.manager.removals == 0
+        assert await cache.load(keys) == ["host", "host", "level1"]
 
 
 async def test_a_load_that_nobody_asks_about_keeps_no_place_beyond_its_deadline() -> None:

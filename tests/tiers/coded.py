@@ -34,7 +34,7 @@ class CodedTier(Tier):
         await self.edge.open(context)
         self.batch_max = self.inner.batch_max
 
-    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def get(self, items: Sequence[Item]) -> Sequence[bool | None]:
         return await self.edge.get(items)
 
     async def put(self, items: Sequence[Item]) -> Sequence[bool]:

@@ -16,7 +16,7 @@ from kvladder.tiers.base import Item
 from kvladder.tiers.redis import SHARE, RedisTier
 from kvladder.tiers.redisurl import RedisOptions
 from tests.tiers.redistests import PATIENT, key_of, watched
-from tests.tiers.test_redis_faults import cache_over, keys, load, stored
+from tests.tiers.test_redis_faults import cache_over, keys, load, stored, wait_for
 from tests.tiers.test_redis_refused import refused
 from tests.tiers.test_redis_values import Values
 
@@ -179,10 +179,12 @@ class TestNode(Values):
         silent.pause()
         try:
             for call in (tier.get, tier.contains, tier.get):
-                assert list(await asyncio.wait_for(call(items), TIMEOUT_S)) == others
+                assert [*map(bool, await asyncio.wait_for(call(items), TIMEOUT_S))] == others
+            assert set(await tier.get(items)) == {True, None}, "what the silent one has is not lost"
             stored = await asyncio.wait_for(tier.put(fresh), TIMEOUT_S)
             assert 0 < sum(stored) < len(fresh)
-            assert list(await asyncio.wait_for(tier.get(fresh), TIMEOUT_S)) == list(stored)
+            found = await asyncio.wait_for(tier.get(fresh), TIMEOUT_S)
+            assert [*map(bool, found)] == list(stored)
         finally:
             silent.resume()
         for _ in range(600):
@@ -216,6 +218,15 @@ def test_a_cache_finds_what_the_others_have(tmp_path):
             silent.pause()
             assert load(second, wanted)[0] == len(wanted) - 1
             assert second.stats()["redis"]["timeouts"] == 0
+            silent.resume()
+            wait_for(lambda: load(second, wanted)[0] == len(wanted))
+            second.stack.host.remove(wanted)
+            silent.pause()
+            assert load(second, wanted)[0] == len(wanted) - 1
+            counts = second.stats()["redis"]
+            assert (counts["misses"], counts["removals"], counts["corrupt"]) == (0, 0, 0)
+            assert counts["errors"] > 0
+            assert second.lookup(wanted).total == len(wanted), "it is known still"
 
 
 def _ending_elsewhere(tier, servers):
