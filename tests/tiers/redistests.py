@@ -10,7 +10,7 @@ import pytest
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from kvladder.testing import TierTests
-from kvladder.testing.redisserver import RedisServer
+from kvladder.testing.redisserver import RedisServer, start_cluster
 from kvladder.tiers.redis import RedisTier
 from kvladder.tiers.redisurl import RedisOptions
 from kvladder.tiers.redisvalue import HEADER_BYTES
@@ -51,6 +51,17 @@ def value_of(tier, item, data, *, version=1, magic=b"kvlb"):
 def knows_all(sentinel):
     others, replicas = (sentinel.run("SENTINEL", what, "kv") for what in ("SENTINELS", "REPLICAS"))
     return (len(others), len(replicas)) == (2, 1)
+
+
+@contextmanager
+def clustered(folder):
+    """The three servers of a cluster."""
+    servers = start_cluster(folder)
+    try:
+        yield servers
+    finally:
+        for server in servers:
+            server.kill()
 
 
 @contextmanager

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import redis
 
-from kvladder.testing.redisserver import RedisServer, certificates, start_cluster
+from kvladder.testing.redisserver import RedisServer, certificates
 from kvladder.tiers.redisurl import RedisOptions
-from tests.tiers.redistests import PATIENT, RedisTierTests, watched
+from tests.tiers.redistests import PATIENT, RedisTierTests, clustered, watched
 
 pytestmark = pytest.mark.slow
 
@@ -27,10 +27,8 @@ def tls(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    servers = start_cluster(tmp_path_factory.mktemp("cluster"))
-    yield servers
-    for server in servers:
-        server.kill()
+    with clustered(tmp_path_factory.mktemp("cluster")) as servers:
+        yield servers
 
 
 @pytest.fixture(scope="module")

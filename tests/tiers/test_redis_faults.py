@@ -16,8 +16,8 @@ from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.runtime import Runtime
 from kvladder.testing.proxy import SlowNetwork
-from kvladder.testing.redisserver import RedisServer, start_cluster
-from tests.tiers.redistests import watched
+from kvladder.testing.redisserver import RedisServer
+from tests.tiers.redistests import clustered, watched
 
 pytestmark = pytest.mark.slow
 LAYOUT = Layout(block_tokens=16, block_bytes=64 << 10, fields={"model": "faults"})
@@ -316,8 +316,7 @@ def test_the_replica_takes_over_when_the_master_is_gone(replicated, how):
 
 
 def test_slots_that_move_under_load(tmp_path):
-    servers = start_cluster(tmp_path)
-    try:
+    with clustered(tmp_path) as servers:
         ids = [server.run("CLUSTER", "MYID").decode() for server in servers]
         with cache_over(servers[0].url, cluster=True) as cache, Traffic(cache):
             wait_for(lambda: redis_hits(cache) > 20)
@@ -336,15 +335,11 @@ def test_slots_that_move_under_load(tmp_path):
             stats = cache.stats()["redis"]
             assert stats["errors"] == stats["timeouts"], "nothing but a machine that is busy"
         assert names
-    finally:
-        for server in servers:
-            server.kill()
 
 
 def test_a_node_of_a_cluster_that_is_killed_and_comes_back(tmp_path):
-    servers = start_cluster(tmp_path)
     numbers = range(40)
-    try:
+    with clustered(tmp_path) as servers:
         for server in servers:
             server.configure(cluster_require_full_coverage="no")
         with (
@@ -359,9 +354,6 @@ def test_a_node_of_a_cluster_that_is_killed_and_comes_back(tmp_path):
             traffic.more()
             servers[2].start()
             wait_for(lambda: sum(load(cache, keys(number))[0] for number in numbers) > 15)
-    finally:
-        for server in servers:
-            server.kill()
 
 
 def test_sixty_four_clients_at_once(server):

@@ -15,7 +15,7 @@ from kvladder.testing.redisserver import RedisServer, start_cluster
 from kvladder.tiers.base import Item
 from kvladder.tiers.redis import SHARE, RedisTier
 from kvladder.tiers.redisurl import RedisOptions
-from tests.tiers.redistests import PATIENT, key_of, watched
+from tests.tiers.redistests import PATIENT, clustered, key_of, watched
 from tests.tiers.test_redis_faults import cache_over, keys, load, stored, wait_for
 from tests.tiers.test_redis_refused import refused
 from tests.tiers.test_redis_values import Values
@@ -134,14 +134,10 @@ class TestCluster(Values):
 @contextmanager
 def unconcerned(folder):
     """The servers of a cluster that take a silent one for well, and go on."""
-    servers = start_cluster(folder)
-    try:
+    with clustered(folder) as servers:
         for server in servers:
             server.configure(cluster_node_timeout=600_000)
         yield servers
-    finally:
-        for server in servers:
-            server.kill()
 
 
 class TestNode(Values):

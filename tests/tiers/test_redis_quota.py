@@ -9,12 +9,12 @@ import pytest
 
 from kvladder.errors import TierFull
 from kvladder.keys import salt_digest
-from kvladder.testing.redisserver import RedisServer, start_cluster
+from kvladder.testing.redisserver import RedisServer
 from kvladder.tiers import redis, redisquota
 from kvladder.tiers.redisurl import QuotaOptions, RedisOptions
 from kvladder.tiers.redisvalue import HEADER_BYTES
 from kvladder.units import Size
-from tests.tiers.redistests import PATIENT
+from tests.tiers.redistests import PATIENT, clustered
 from tests.tiers.test_redis_faults import (
     LAYOUT,
     cache_over,
@@ -217,8 +217,7 @@ def test_a_block_that_another_stored_meanwhile_is_charged_once(server):
 
 
 def test_in_a_cluster(tmp_path):
-    servers = start_cluster(tmp_path)
-    try:
+    with clustered(tmp_path) as servers:
         settings = {**quota(tenant=10), "cluster": True}
         url = servers[0].url
         with cache_over(url, **settings) as one, cache_over(url, **settings) as two:
@@ -232,9 +231,6 @@ def test_in_a_cluster(tmp_path):
             two.clear()
             wait_for(two.idle)
             assert sum(server.run("DBSIZE") for server in servers) == 0
-    finally:
-        for server in servers:
-            server.kill()
 
 
 class TestTier(Values):
