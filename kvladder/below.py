@@ -85,7 +85,7 @@ class TierPort:
 
     def __init__(self, manager: CacheManager, copier: Copier) -> None:
         self.stack = manager.stack
-        self._manager = manager
+        self.manager = manager
         self.copier = copier
         self._pools: dict[int, BlockPool] = {}
         self._ids = count(1)
@@ -115,17 +115,21 @@ class TierPort:
 
     # ---- copies of an engine's own, of blocks that no pool offers to others
 
-    def lease(self, count: int, *, least: int | None = None) -> list[Slot] | None:
-        """So many slots of the arena, evicting from host what others hold too.
-
-        As many as there are, if those are ``least`` or more, else none; None wants all.
-        """
+    def lease(self, count: int) -> list[Slot] | None:
+        """So many slots of the arena, evicting from host what others hold too; all or none."""
         with self.stack.lock:
             slots = self.stack.host.room(count, PRIORITY_MAX)
-            if len(slots) >= (count if least is None else least):
+            if len(slots) == count:
                 return slots
             self.stack.shared.arena.release(slots)
             return None
+
+    def room(self, count: int) -> int:
+        """Have up to ``count`` slots free, as ``lease`` does: how many, while the lock is held."""
+        with self.stack.lock:
+            slots = self.stack.host.room(count, PRIORITY_MAX)
+            self.stack.shared.arena.release(slots)
+            return len(slots)
 
     def unlease(self, slots: Sequence[Slot]) -> None:
         """Give leased slots back."""
@@ -187,7 +191,7 @@ class TierPort:
 
     def _terms(self, salt: str) -> Terms:
         """Whose a block is, for ``CacheManager.purge``."""
-        return Terms(salt=salt_digest(self._manager.namespace, salt)) if salt else NO_TERMS
+        return Terms(salt=salt_digest(self.manager.namespace, salt)) if salt else NO_TERMS
 
     def _level(self, meta: Meta) -> str:
         """Where a block that is saved with this meta goes first."""
@@ -218,7 +222,7 @@ class TierPort:
 
     def claim(self, keys: Sequence[BlockKey], salt: str = "") -> list[str]:
         """See ``Below.claim``; what lies below host is on its way up from now on."""
-        fetch = self._manager.fetch(keys, salt=salt)
+        fetch = self.manager.fetch(keys, salt=salt)
         levels = fetch.planned
         claim = _Claim(fetch, len(levels))
         for at, key in enumerate(keys[: len(levels)]):
@@ -332,7 +336,7 @@ class TierPort:
 
     def check(self) -> None:
         """Assert that both sides agree on what is under way, and the manager's own invariants."""
-        self._manager.check()
+        self.manager.check()
         assert self._copying.keys() <= self._out.keys() | self._in.keys() | self._own.keys()
         claims = [claim for held in self._claims.values() for claim, _ in held]
         claims += [claim for arriving in self._in.values() for claim, _ in arriving.sources]
@@ -393,5 +397,4 @@ class GroupBelow:
         self._port.stack.remove(keys)
 
     def clear(self) -> None:
-        for _ in self._port.stack.clear():
-            pass
+        self._port.manager.clear()

@@ -141,7 +141,7 @@ class DeviceCache:
         What no level admits is forgotten. Nothing is moved if no level outlives the engine.
         """
         stack = self.manager.stack
-        lasting = [level for level in stack.levels if level.tier.durable or level.tier.shared]
+        lasting = [level for level in stack.levels if level.outlives]
         clock, most = stack.shared.clock, max(1, self.manager.arena.slots // 2)
         end_s = clock.now() + timeout_s
 
@@ -153,9 +153,8 @@ class DeviceCache:
         for pool in self.pools if lasting else ():
             while flushed():
                 with stack.lock:  # so that nobody else takes the room
-                    room = self.port.lease(most, least=0) or []
-                    self.port.unlease(room)
-                    leaving = pool.evict(len(room))
+                    room = self.port.room(most)
+                    leaving = pool.evict(room)
                 if not leaving:
                     if not room and pool.ledger.order:
                         return False

@@ -161,7 +161,7 @@ class Fetch:
 
     def queues_for(self, index: int) -> bool:
         """Whether it is worth to begin with the block at ``index``, which waited for room."""
-        return index in self._waiting and self._clock.now() < self._deadline_s
+        return self.waits_for(index) and self._clock.now() < self._deadline_s
 
     def _notify(self) -> None:
         if not (self._waiting or self._asking) and self._settled is not None:

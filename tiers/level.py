@@ -100,6 +100,11 @@ class Level:
             and self.gate.open()
         )
 
+    @property
+    def outlives(self) -> bool:
+        """Whether what is written here outlives the engine."""
+        return self.tier.durable or self.tier.shared
+
     def holds(self, key: BlockKey) -> bool:
         """Whether the block is here or on its way."""
         return key in self.index or key in self._writer
@@ -148,7 +153,10 @@ class Level:
                 held.append(key)
             elif self.tier.shared and not is_recalled:  # others may have put it there
                 foreign.append(Item(key, NO_PLACE))
-        self._forget(held, "removed", foreign)
+        self._forget(held, "removed")
+        if foreign:
+            self._writer.remove_later(foreign)
+            self.stir()
         return len(held)
 
     @property
@@ -217,16 +225,11 @@ class Level:
         """Blocks of this salt that are on their way here do not come."""
         self._writer.recall_salted(salt)
 
-    def _forget(
-        self, keys: Sequence[BlockKey], reason: Reason, others: Sequence[Item] = ()
-    ) -> None:
-        """Drop held blocks from the index; the writer tells the tier, then frees their places.
-
-        ``others`` are not held, and for the tier alone.
-        """
-        if not keys and not others:
+    def _forget(self, keys: Sequence[BlockKey], reason: Reason) -> None:
+        """Drop held blocks from the index; the writer tells the tier, then frees their places."""
+        if not keys:
             return
-        self._writer.remove_later([*(Item(key, self.index.drop(key)) for key in keys), *others])
+        self._writer.remove_later(Item(key, self.index.drop(key)) for key in keys)
         if reason == "expired":
             self.stats.expired += len(keys)
         elif reason == "removed":
@@ -342,14 +345,14 @@ class Level:
                 while begun < len(items):
                     batch = items[begun : begun + self.tier.batch_max]
                     begun += len(batch)
-                    results += map(bool, await self._read_batch(batch))
+                    results += await self._read_batch(batch)
         finally:
             with self.shared.lock:
                 for item in items[begun:]:
                     self.places.end_read(item.place)
         return results
 
-    async def _read_batch(self, items: Sequence[Item]) -> Sequence[bool | None]:
+    async def _read_batch(self, items: Sequence[Item]) -> Sequence[bool]:
         def ended() -> None:
             for item in items:
                 self.places.end_read(item.place)
@@ -372,10 +375,10 @@ class Level:
                     self.stats.misses += 1
                     self._forget([item.key], "lost")
             self.stats.errors += None in answer.results
-            good = sum(map(bool, answer.results))
-            self.stats.loaded += good
-            self.stats.loaded_bytes += good * self.shared.block_bytes
-        return answer.results
+            found = [*map(bool, answer.results)]
+            self.stats.loaded += sum(found)
+            self.stats.loaded_bytes += sum(found) * self.shared.block_bytes
+        return found
 
     async def drain(self, *, erased: bool = False) -> None:
         """Wait until everything offered was written or given up; then for purges, if ``erased``."""

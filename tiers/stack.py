@@ -341,7 +341,7 @@ class TierStack:
                 for place in self.host.index.victims()
                 if (key := self.host.index.key_at(place)) is not None
             ]
-        durable = [level for level in self.levels if level.tier.durable or level.tier.shared]
+        durable = [level for level in self.levels if level.outlives]
         step = min((level.settings.queue_blocks for level in durable), default=1)
         for start in range(0, len(left) + step if durable else 0, step):
             for level in durable:  # so that its queue has room
