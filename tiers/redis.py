@@ -267,6 +267,16 @@ class RedisTier(Tier):
 
     async def put(self, items: Sequence[Item]) -> Sequence[bool]:
         await self._require_fit()
+        outcomes = await self._put(items)
+        there = [n for n, outcome in enumerate(outcomes) if outcome is None]
+        if there and (again := await self._unlike([items[n] for n in there])):
+            await self.remove(again)
+            put = dict(zip([item.key for item in again], await self._put(again), strict=True))
+            outcomes = [put.get(i.key, o) for i, o in zip(items, outcomes, strict=True)]
+        return [outcome is not False for outcome in outcomes]
+
+    async def _put(self, items: Sequence[Item]) -> list[bool | None]:
+        """Of each block whether it was stored; None if something is there already."""
         commands: list[Command] = []
         ends: list[int] = []
         charges: dict[int, tuple[bytes, int]] = {}
@@ -279,12 +289,37 @@ class RedisTier(Tier):
             ends.append(len(commands))
             charges[len(commands) - 1] = item.salt, HEADER_BYTES + length
         outcomes = await self._run(commands, charges, self._limit_s)
-        # None says that it is there already: the same block, or what a get will find damaged
         stored = [outcome in (b"OK", None) for outcome in outcomes]
         whole = [all(stored[begin:end]) for begin, end in pairwise([0, *ends])]
         if len(commands) > len(items):
             await self._run([c for item in compress(items, whole) for c in self._lasting(item)])
-        return whole
+        return [
+            None if ok and outcomes[end - 1] is None else ok
+            for ok, end in zip(whole, ends, strict=True)
+        ]
+
+    async def _unlike(self, items: Sequence[Item]) -> list[Item]:
+        """Those of the blocks in whose place lies what has another type or an impossible length.
+
+        What could be the block is left to a get, which compares all of it and has it removed.
+        """
+        found: list[Item] = []
+        for item, outcome in zip(items, await self._lengths(items), strict=True):
+            foreign = isinstance(outcome, ReplyError) and outcome.code == "WRONGTYPE"
+            if foreign or (isinstance(outcome, int) and not self._fits(outcome)):
+                self._corrupt += outcome != 0  # else it went meanwhile, or is empty
+                found.append(item)
+        return found
+
+    async def _lengths(
+        self, items: Sequence[Item], limit_s: float | None = None
+    ) -> Sequence[Outcome]:
+        names = [block_name(self._prefix, item.key) for item in items]
+        return await self._run([Command(n, encode(b"STRLEN", n)) for n in names], limit_s=limit_s)
+
+    def _fits(self, length: int) -> bool:
+        """Whether the first value of a block may have this length."""
+        return HEADER_BYTES <= length <= HEADER_BYTES + self._size
 
     def spare(self, salt: bytes) -> float:
         found = self._quotas.spare(salt)
@@ -323,11 +358,8 @@ class RedisTier(Tier):
         return len(gone)
 
     async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
-        names = [block_name(self._prefix, item.key) for item in items]
-        commands = [Command(name, encode(b"STRLEN", name)) for name in names]
-        outcomes = await self._run(commands, limit_s=self._probe_limit_s)
-        longest = HEADER_BYTES + self._size
-        return [isinstance(n, int) and HEADER_BYTES <= n <= longest for n in outcomes]
+        outcomes = await self._lengths(items, self._probe_limit_s)
+        return [isinstance(outcome, int) and self._fits(outcome) for outcome in outcomes]
 
     async def purge(self, salt: bytes | None, progress: Progress) -> int:
         await self._require_fit()

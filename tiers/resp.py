@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache, partial
+from itertools import count
 from typing import NamedTuple
 
 Part = bytes | memoryview
@@ -27,6 +28,7 @@ BUFFERS_MAX = 1024
 """How many parts a system call takes."""
 
 _BULK = b"$%d\r\n%b\r\n"
+_NOTHING = memoryview(b"")
 _INTEGER, _VALUE, _SIMPLE, _ERROR, _NULL = b":$+-_"
 
 
@@ -79,6 +81,13 @@ def _spelled(arguments: Sequence[bytes | int]) -> tuple[bytes | int, ...]:
     return tuple(found)
 
 
+def _number(text: bytes) -> int:
+    """What a reply says, which is stricter than Python's numbers are."""
+    if not text.removeprefix(b"-").isdigit():
+        raise ValueError("no number where there has to be one")
+    return int(text)
+
+
 def _joined(parts: Sequence[Part]) -> Sequence[Part]:
     """The same bytes, the short parts at the beginning as one."""
     count = next((i for i, part in enumerate(parts) if len(part) >= JOIN_BYTES), len(parts))
@@ -100,6 +109,10 @@ class Wire(asyncio.BufferedProtocol):
     Takes the place of the protocol of a transport that is connected and authenticated. Once an
     exchange was cut short, by cancellation or a broken connection, the wire is closed: then
     nothing touches a target any more.
+
+    The last command of each exchange asks for a text that no exchange before it asked for. A reply
+    too many or too few shifts all that follow it, so the replies of an exchange count only if that
+    text stands where it should. A reply that nobody asked for closes the wire.
     """
 
     def __init__(self) -> None:
@@ -115,6 +128,11 @@ class Wire(asyncio.BufferedProtocol):
         self._is_direct = False
         """Whether what comes next is received where it goes."""
         self._done: asyncio.Future[list[Reply]] | None = None
+        self._marks = count()
+        self._mark = b""
+        """What the last reply of this exchange has to be."""
+        self._echo = bytearray()
+        """What it is."""
         self._turn: asyncio.Future[None] | None = None
         self._turn_at = 0
         self._resumed: asyncio.Future[None] | None = None
@@ -147,13 +165,16 @@ class Wire(asyncio.BufferedProtocol):
         Raises
         ------
         ConnectionError
-            The connection broke, or what came is not RESP.
+            The connection broke, what came is not RESP, or replies were lost or added.
         """
         assert self._done is None
         if self.closed:
             raise ConnectionResetError("the connection is closed")
         done: asyncio.Future[list[Reply]] = asyncio.get_running_loop().create_future()
-        self._targets, self._replies, self._done = targets, [], done
+        self._mark = b"kvladder-%d" % next(self._marks)
+        self._echo = bytearray(len(self._mark))
+        self._targets = [*targets, Target(memoryview(self._echo), _NOTHING)]
+        self._replies, self._done = [], done
         try:
             ready: list[Part] = []
             size = 0
@@ -166,8 +187,8 @@ class Wire(asyncio.BufferedProtocol):
                     ready, size = [], 0
                 if isinstance(part, int):
                     await self._begun(part)
-            await self._send(ready)
-            return await done
+            await self._send([*ready, encode(b"PING", self._mark)])
+            return (await done)[:-1]
         except BaseException:
             self.abort()
             self.unfinished_write = True
@@ -176,7 +197,7 @@ class Wire(asyncio.BufferedProtocol):
             if done.done() and not done.cancelled():
                 done.exception()  # seen: asyncio must not report it as lost
             self._done = self._turn = None
-            self._targets = ()
+            self._targets, self._replies = (), []
 
     async def _begun(self, count: int) -> None:
         if len(self._replies) < count:
@@ -264,7 +285,7 @@ class Wire(asyncio.BufferedProtocol):
             self._end += nbytes
         try:
             while not self._skip or self._value_read():
-                if len(self._replies) == len(self._targets) or not self._read_line():
+                if len(self._replies) >= len(self._targets) or not self._read_line():
                     break
         except ValueError as error:
             self._break(ConnectionResetError(f"not a Redis server: {error}"))
@@ -273,9 +294,15 @@ class Wire(asyncio.BufferedProtocol):
             if not self._turn.done():
                 self._turn.set_result(None)
             self._turn = None
-        whole = not self._skip and len(self._replies) == len(self._targets)
-        if whole and self._done is not None and not self._done.done():
+        if self._skip or len(self._replies) < len(self._targets):
+            return
+        if self._echo != self._mark:
+            self._break(ConnectionResetError("its replies do not match the commands"))
+            return
+        if self._done is not None and not self._done.done():
             self._done.set_result(self._replies)
+        if self._start < self._end:
+            self._break(ConnectionResetError("it replied to what nobody asked"))
 
     def _filled(self, count: int) -> None:
         left = self._fills[0][count:]
@@ -314,9 +341,9 @@ class Wire(asyncio.BufferedProtocol):
         kind, rest = self._buffer[self._start], bytes(self._scratch[self._start + 1 : end])
         self._start = end + 2
         if kind == _INTEGER:
-            self._replies.append(int(rest))
+            self._replies.append(_number(rest))
         elif kind == _VALUE:
-            self._begin_value(int(rest))
+            self._begin_value(_number(rest))
         elif kind == _SIMPLE:
             self._replies.append(rest)
         elif kind == _ERROR:

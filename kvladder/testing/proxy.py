@@ -28,6 +28,8 @@ class SlowNetwork:
         """How much later every piece arrives."""
         self.refusing = False
         """Whether new connections are closed at once."""
+        self.stray = b""
+        """Sent once, before the next piece that comes from the server."""
         self._open = asyncio.Event()
         self._open.set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -84,14 +86,16 @@ class SlowNetwork:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._carry(reader, back))
-                group.create_task(self._carry(there, writer))
+                group.create_task(self._carry(there, writer, replies=True))
         except* OSError:
             pass
         finally:
             back.transport.abort()
             self._writers.discard(back)
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _carry(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, replies: bool = False
+    ) -> None:
         while piece := await reader.read(PIECE_BYTES):
             wait_s = self.latency_s
             if self.bytes_per_s:
@@ -99,6 +103,8 @@ class SlowNetwork:
             if wait_s:
                 await asyncio.sleep(wait_s)
             await self._open.wait()
+            if replies:
+                piece, self.stray = self.stray + piece, b""
             writer.write(piece)
             await writer.drain()
         with suppress(OSError):

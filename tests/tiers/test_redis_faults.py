@@ -256,6 +256,21 @@ def test_a_network_that_swallows_everything_and_one_that_breaks(server, network)
         wait_for(lambda: load(cache, wanted)[0] == 8)
 
 
+@pytest.mark.parametrize("stray", [b"+OK\r\n", b":4722\r\n", b"$-1\r\n", b"$3\r\nabc\r\n"])
+def test_a_stray_reply_costs_a_connection_and_no_block(server, network, stray):
+    wanted = keys(*range(24))
+    with cache_over(url_of(network), connections=1) as cache:
+        stored(cache, wanted)
+        for _ in range(3):
+            forgotten(cache, wanted)
+            network.stray = stray
+            wait_for(lambda: load(cache, wanted)[0] == 24)
+            assert not network.stray
+        assert len(server.run("KEYS", "kvladder:*{*")) == 24
+        counted = cache.stats()["redis"]
+        assert (counted["corrupt"], counted["misses"]) == (0, 0)
+
+
 def test_what_the_server_says_of_itself_is_in_the_statistics(server):
     server.configure(maxmemory=64 << 20)
     with cache_over(server.url) as cache:

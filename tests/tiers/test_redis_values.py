@@ -69,6 +69,23 @@ class TestValues(Values):
         await blocks.store(tier, items)
         assert await blocks.get(tier, items) == [True] * 4
 
+    async def test_what_lies_where_a_block_belongs_is_replaced_if_it_cannot_be_one(
+        self, tier, blocks
+    ):
+        """Also by an engine that never read it: saving is enough to heal a damaged server."""
+        items = blocks.items(*range(8))
+        key = [key_of(tier, item) for item in items]
+        self.run("LPUSH", key[0], "a list")
+        self.run("HSET", key[1], "a", "hash")
+        self.run("SADD", key[2], "a set")
+        self.run("XADD", key[3], "*", "a", "stream")
+        self.run("SET", key[4], "")
+        self.run("SET", key[5], b"x" * (HEADER_BYTES - 1))
+        self.run("SETRANGE", key[6], 1 << 20, "too long")
+        await blocks.store(tier, items)
+        assert await blocks.get(tier, items) == [True] * 8
+        assert tier.corrupt_blocks() == 6, "nothing tells an empty value from none"
+
     async def test_values_that_are_not_ours_are_counted_misses(self, tier, blocks):
         item, other = blocks.items(0, 1)
         data = blocks.data(item)

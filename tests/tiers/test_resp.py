@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from contextlib import suppress
 from itertools import cycle
@@ -31,6 +32,8 @@ class Server:
         self._replies = replies
         self._written = bytearray()
         self._given = 0
+        self.strays = {}
+        """What comes before the reply of this number, which nobody asked for."""
         self.closing = False
         wire.take_over(SimpleNamespace(transport=self))
 
@@ -57,9 +60,16 @@ class Server:
         """How many commands have been written."""
         return self._written.count(b"GETRANGE")
 
+    @property
+    def _said(self):
+        """All that it has to say so far, the answer to a ping last."""
+        replies = [self.strays.get(n, b"") + text for n, text in enumerate(self._replies)]
+        marks = re.findall(rb"PING\r\n(\$\d+\r\n[^\r]+\r\n)", self._written)
+        return b"".join(replies[: self.asked] + marks) + self.strays.get(-1, b"") * len(marks)
+
     def deliver(self, count):
         """Have at most so many bytes come; False if there are none."""
-        ready = b"".join(self._replies[: self.asked])[self._given :][:count]
+        ready = self._said[self._given :][:count]
         while ready:
             buffer = self._wire.get_buffer(-1)
             assert len(buffer) > 0
@@ -80,6 +90,12 @@ def spelled(kind, number):
         return kind.encode() + b"\r\n", known.get(kind)
     data = bytes([number % 251]) * kind
     return b"$%d\r\n%b\r\n" % (kind, data), data
+
+
+async def turns():
+    """Have whatever is ready go on."""
+    for _ in range(3):
+        await asyncio.sleep(0)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -121,8 +137,7 @@ async def _exchanged(wanted, pieces):
         commands.append(Command(b"", encode(b"GETRANGE", b"key"), target))
     task = asyncio.create_task(exchange(wire, commands))
     for piece in cycle(pieces):
-        for _ in range(3):
-            await asyncio.sleep(0)
+        await turns()
         if task.done():
             break
         assert server.deliver(piece), "it waits for what nobody will send"
@@ -150,13 +165,87 @@ async def test_not_everything_is_asked_for_at_once():
     task = asyncio.create_task(exchange(wire, commands))
     asked: list[int] = []
     while not task.done():
-        for _ in range(3):
-            await asyncio.sleep(0)
+        await turns()
         if not asked or asked[-1] != server.asked:
             asked.append(server.asked)
         server.deliver(100)
     assert asked == [4, 6, 8, 10]
     assert all(bytes(view) == b"x" * 500 for view in views)
+
+
+STRAYS = [b"+OK\r\n", b":7\r\n", b"$-1\r\n", b"$3\r\nabc\r\n", b"-ERR x\r\n", b"_\r\n"]
+
+
+@given(
+    st.lists(st.sampled_from([0, 20, 300, "+OK", "$-1"]), min_size=1, max_size=6),
+    st.integers(0, 6),
+    st.sampled_from(STRAYS),
+    st.lists(st.integers(1, 700), min_size=1, max_size=5),
+)
+def test_a_reply_too_many_fails_the_exchange_or_closes_the_wire(kinds, place, stray, pieces):
+    asyncio.run(_strayed(kinds, place, stray, pieces))
+
+
+async def _strayed(kinds, place, stray, pieces):
+    wire = Wire()
+    replies = [spelled(kind, number) for number, kind in enumerate(kinds)]
+    server = Server(wire, [text for text, _ in replies])
+    place = place if place < len(kinds) else -1  # after all of them
+    server.strays[place] = stray
+    task = asyncio.create_task(
+        wire.exchange([encode(b"GETRANGE")] * len(kinds), [None] * len(kinds))
+    )
+    for piece in cycle(pieces):
+        await turns()
+        if not server.deliver(piece):
+            break
+    await turns()
+    if place < 0:
+        assert len(await task) == len(kinds)
+    else:
+        with pytest.raises(ConnectionError):
+            await task
+        assert wire.unfinished_write
+    assert wire.closed
+
+
+@pytest.mark.parametrize("stray", STRAYS)
+async def test_a_reply_while_nothing_was_asked_closes_the_wire(stray):
+    wire = Wire()
+    server = Server(wire, [b"+OK\r\n"])
+    task = asyncio.create_task(wire.exchange([encode(b"GETRANGE")], [None]))
+    await turns()
+    server.deliver(1000)
+    found = await task
+    server.strays[-1] = stray
+    server.deliver(1000)
+    assert found == [b"OK"]
+    assert wire.closed
+
+
+async def test_a_reply_that_was_lost_fails_the_exchange():
+    wire = Wire()
+    server = Server(wire, [b"+OK\r\n", b""])
+    task = asyncio.create_task(wire.exchange([encode(b"GETRANGE")] * 2, [None] * 2))
+    await turns()
+    server.deliver(1000)
+    await turns()
+    assert not task.done(), "it waits for one more, until the deadline of the call"
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    assert wire.closed
+
+
+@pytest.mark.parametrize("reply", [b"$1_0\r\n", b":+1\r\n", b"$ 3\r\n", b"$-\r\n", b":\r\n"])
+async def test_what_is_no_number_to_the_protocol_is_none_here(reply):
+    wire = Wire()
+    server = Server(wire, [reply])
+    task = asyncio.create_task(wire.exchange([encode(b"GETRANGE")], [None]))
+    await turns()
+    server.deliver(1000)
+    with pytest.raises(ConnectionError, match="not a Redis server"):
+        await task
 
 
 @given(
@@ -181,15 +270,16 @@ async def _sent(lengths, pieces, in_place):
     parts = [bytes([number]) * length for number, length in enumerate(lengths)]
     task = asyncio.create_task(wire.exchange(parts, [None]))
     found = bytearray()
+    mark = b"kvladder-0"
+    end = encode(b"PING", mark)
     for piece in cycle(pieces):
-        if len(found) == sum(lengths):
+        if len(found) == sum(lengths) + len(end):
             break
-        for _ in range(3):
-            await asyncio.sleep(0)
+        await turns()
         with suppress(BlockingIOError):
             found += far.recv(piece, socket.MSG_DONTWAIT)
-    assert found == b"".join(parts)
-    far.sendall(b"+OK\r\n")
+    assert found == b"".join(parts) + end
+    far.sendall(b"+OK\r\n$10\r\n" + mark + b"\r\n")
     assert await task == [b"OK"]
     wire.abort()
     far.close()
