@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import os
 import re
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import count
 from struct import Struct
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import msgspec
 from cryptography.exceptions import InvalidTag
@@ -25,8 +27,11 @@ TAG_BYTES = 16
 KEYS_MAX = 1024
 """Derived keys that are kept; any other is derived again."""
 SALT_BYTES_MAX = 16
+EPOCH_BYTES = 12
+BLOCKS_MAX = 1 << 32
+"""How many blocks one key encrypts: what NIST SP 800-38D, 8.3 allows with random nonces."""
 
-_PARAMS = Struct(f"<8s{NONCE_BYTES}s{TAG_BYTES}s")
+_PARAMS = Struct(f"<8s{NONCE_BYTES}s{TAG_BYTES}s{EPOCH_BYTES}s")
 _AES_BYTES = 16
 
 
@@ -37,12 +42,22 @@ class AesGcmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The environment variable with the master key: 32 bytes or more, in hexadecimal or base64."""
 
 
-class AesGcmCodec(Codec):
-    """Encrypts a block and authenticates it together with its key and namespace.
+class _Writer(NamedTuple):
+    """A key that this process alone encrypts with."""
 
-    The key is derived by HKDF-SHA256 (RFC 5869) from the master key, the namespace and
-    ``Subject.salt``. Nonces are random, 96 bits: NIST SP 800-38D allows 2**32 of them for one key.
-    Beside a block stand an id of the master key, the nonce, the tag and the salt's digest: a
+    epoch: bytes
+    key: bytes
+    used: Iterator[int]
+    """How many blocks it has encrypted; counted by any thread."""
+
+
+class AesGcmCodec(Codec):
+    """Encrypts a block and authenticates it with its key, its namespace and the steps before.
+
+    The key is derived by HKDF-SHA256 (RFC 5869) from the master key, the namespace, an epoch and
+    ``Subject.salt``. The epoch is random and of this process alone, so that the blocks of a key
+    can be counted: after ``BLOCKS_MAX`` another epoch begins. Nonces are random, 96 bits. Beside
+    a block stand an id of the master key, the nonce, the tag, the epoch and the salt's digest: a
     reader with another master key takes the block for a miss.
     """
 
@@ -61,11 +76,22 @@ class AesGcmCodec(Codec):
         self._id = self._derive(b"id", b"")[:8]
 
         @lru_cache(KEYS_MAX)
-        def key(salt: bytes) -> bytes:
-            return self._derive(b"key", salt)
+        def key(salt: bytes, epoch: bytes) -> bytes:
+            return self._derive(b"key", epoch + salt)
 
         self._key = key
+        self._writers: dict[bytes, _Writer] = {}
         return layout
+
+    def _writer(self, salt: bytes) -> _Writer:
+        """With what to encrypt one more block of this salt; any thread may ask."""
+        writer = self._writers.get(salt)
+        if writer is None or next(writer.used) >= BLOCKS_MAX:
+            if len(self._writers) >= KEYS_MAX:
+                self._writers.clear()  # those that come back get another epoch
+            epoch = os.urandom(EPOCH_BYTES)
+            writer = self._writers[salt] = _Writer(epoch, self._key(salt, epoch), count(1))
+        return writer
 
     def _read(self) -> bytes:
         """The master key.
@@ -91,20 +117,20 @@ class AesGcmCodec(Codec):
             raise ConfigError(f"{variable} does not hold a key", path="aes-gcm.variable", hint=hint)
         return master
 
-    def _derive(self, use: bytes, salt: bytes) -> bytes:
-        info = b"kvladder aes-gcm v1\0" + use + b"\0" + self._namespace + salt
+    def _derive(self, use: bytes, more: bytes) -> bytes:
+        info = b"kvladder aes-gcm v2\0" + use + b"\0" + self._namespace + more
         return HKDF(SHA256(), KEY_BYTES, None, info).derive(self._master)
 
     def encode(
         self, data: memoryview, target: memoryview, subject: Subject
     ) -> tuple[memoryview, bytes]:
         nonce = os.urandom(NONCE_BYTES)
-        cipher = Cipher(algorithms.AES(self._key(subject.salt)), modes.GCM(nonce))
-        encryptor = cipher.encryptor()
-        encryptor.authenticate_additional_data(self._bound(subject.key, subject.salt))
+        writer = self._writer(subject.salt)
+        encryptor = Cipher(algorithms.AES(writer.key), modes.GCM(nonce)).encryptor()
+        encryptor.authenticate_additional_data(self._bound(subject, subject.salt))
         _update(encryptor, data, target)
         encryptor.finalize()
-        params = _PARAMS.pack(self._id, nonce, encryptor.tag) + subject.salt
+        params = _PARAMS.pack(self._id, nonce, encryptor.tag, writer.epoch) + subject.salt
         return target[: len(data)], params
 
     def reads(self, params: bytes) -> bool:
@@ -115,10 +141,11 @@ class AesGcmCodec(Codec):
     ) -> memoryview | None:
         if not 0 <= len(params) - _PARAMS.size <= SALT_BYTES_MAX or len(data) > len(target):
             return None
-        _, nonce, tag = _PARAMS.unpack_from(params)
+        _, nonce, tag, epoch = _PARAMS.unpack_from(params)
         salt = params[_PARAMS.size :]
-        decryptor = Cipher(algorithms.AES(self._key(salt)), modes.GCM(nonce, tag)).decryptor()
-        decryptor.authenticate_additional_data(self._bound(subject.key, salt))
+        key = self._key(salt, epoch)
+        decryptor = Cipher(algorithms.AES(key), modes.GCM(nonce, tag)).decryptor()
+        decryptor.authenticate_additional_data(self._bound(subject, salt))
         _update(decryptor, data, target)
         try:
             decryptor.finalize()
@@ -126,8 +153,10 @@ class AesGcmCodec(Codec):
             return None
         return target[: len(data)]
 
-    def _bound(self, key: bytes, salt: bytes) -> bytes:
-        return self._namespace + key + salt
+    def _bound(self, subject: Subject, salt: bytes) -> bytes:
+        """What is authenticated beside the block; all of a fixed length but the end."""
+        salt = bytes([len(salt)]) + salt.ljust(SALT_BYTES_MAX, b"\0")
+        return self._namespace + subject.key + salt + subject.steps
 
 
 def _update(context: AEADCipherContext, data: memoryview, target: memoryview) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from struct import Struct
 from typing import NamedTuple
 
@@ -30,13 +31,24 @@ Find = Callable[[int], Codec | None]
 """The codec of this id, opened; None if there is none here that can be used."""
 
 
+class Step(NamedTuple):
+    """What one codec did to a block."""
+
+    codec: int
+    """Its id."""
+    params: bytes
+    """What it had stored beside the block."""
+    before: bytes
+    """The steps before it, as stored."""
+
+
 class Coding(NamedTuple):
     """What a note says."""
 
     length: int
     """Bytes that are stored."""
-    steps: list[tuple[int, bytes]]
-    """Id and parameters of each codec, in the order in which they were applied."""
+    steps: list[Step]
+    """In the order in which they were applied."""
 
 
 class Chain:
@@ -82,23 +94,24 @@ class Chain:
         The bytes are ``data`` itself or the beginning of ``target``, into which only the last
         codec's output is written: nothing that it has encrypted is left there.
         """
-        subject = Subject(item.key, item.salt)
-        steps: list[bytes] = []
+        steps = b""
+        count = 0
         source, held = data, _ELSEWHERE
         for index, codec in enumerate(self.codecs):
             goes = _THERE if index == self.last else 1 - max(held, 0)
             into = target if goes == _THERE else self._spare(goes)
-            done = codec.encode(source, into[: len(source)], subject)
+            done = codec.encode(source, into[: len(source)], Subject(item.key, item.salt, steps))
             if done is None:
                 continue
             if done[0] is not source:
                 source, held = done[0], goes
             assert len(done[1]) <= PARAMS_BYTES, codec.name
-            steps.append(_STEP.pack(codec.id, len(done[1])) + done[1])
+            steps += _STEP.pack(codec.id, len(done[1])) + done[1]
+            count += 1
         if held in {0, 1}:
             target[: len(source)] = source
             source = target[: len(source)]
-        note = _HEAD.pack(VERSION, len(steps), len(source)) + b"".join(steps)
+        note = _HEAD.pack(VERSION, count, len(source)) + steps
         return source, note + self._check(item.key, note)
 
     def decode(self, item: Item, note: bytes, slot: memoryview) -> Outcome:
@@ -113,11 +126,13 @@ class Chain:
         if coding is None or coding.length > self._size:
             return Outcome.CORRUPT
         known: list[Codec] = []
-        for step, params in coding.steps:
-            codec = self._own.get(step) or self._find(step)
-            if codec is None or not codec.reads(params):
+        for step in coding.steps:
+            codec = self._own.get(step.codec) or self._find(step.codec)
+            if codec is None or not codec.reads(step.params):
                 return Outcome.STALE
             known.append(codec)
+        if any(after.stage < before.stage for before, after in pairwise(known)):
+            return Outcome.CORRUPT  # no chain does: what is encrypted is not packed after that
         if (self._checked and not any(codec.checks for codec in known)) or (
             self._secret and not any(codec.stage == Stage.ENCRYPT for codec in known)
         ):
@@ -127,11 +142,12 @@ class Chain:
         if left:  # the last one writes into the slot
             self._spare(0)[: coding.length] = found
             found, held = self._spare(0)[: coding.length], 0
-        for codec, (_, params) in zip(reversed(known), reversed(coding.steps), strict=True):
+        for codec, step in zip(reversed(known), reversed(coding.steps), strict=True):
             left -= codec.stage != Stage.CHECK
             goes = _THERE if left == 0 and held != _THERE else 1 - max(held, 0)
             into = slot if goes == _THERE else self._spare(goes)
-            done = codec.decode(found, params, into[: self._size], Subject(item.key))
+            subject = Subject(item.key, steps=step.before)
+            done = codec.decode(found, step.params, into[: self._size], subject)
             if done is None:
                 return Outcome.CORRUPT
             if done is not found:
@@ -150,13 +166,15 @@ class Chain:
         version, count, length = _HEAD.unpack_from(body)
         if version != VERSION:
             return None
-        steps: list[tuple[int, bytes]] = []
+        steps: list[Step] = []
         at = _HEAD.size
         for _ in range(count):
+            if at + _STEP.size > len(body):
+                return None
             codec, size = _STEP.unpack_from(body, at)
-            at += _STEP.size + size
-            steps.append((codec, body[at - size : at]))
-        return Coding(length, steps)
+            begin, at = at, at + _STEP.size + size
+            steps.append(Step(codec, body[at - size : at], body[_HEAD.size : begin]))
+        return Coding(length, steps) if at == len(body) else None
 
     def _check(self, key: BlockKey, body: bytes) -> bytes:
         return _CHECK.pack(xxh3_64_intdigest(self._space + key + body))

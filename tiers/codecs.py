@@ -38,6 +38,8 @@ class Subject(NamedTuple):
     key: BlockKey
     salt: bytes = b""
     """``Item.salt``, which is known when a block is encoded and not when it is decoded."""
+    steps: bytes = b""
+    """What the codecs before this one did: id, length and parameters of each, as stored."""
 
 
 class Codec(ABC):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections import Counter
 from random import Random
-from struct import pack
+from struct import pack, unpack_from
 
 import pytest
 import zstandard
@@ -14,13 +15,14 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from hypothesis import given
 from hypothesis import strategies as st
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey, Namespace
 from kvladder.layout import Layout
 from kvladder.testing.codecs import CodecTests, MakeCodec
 from kvladder.testing.mirror import MirrorCodec
+from kvladder.tiers import aesgcm
 from kvladder.tiers.aesgcm import AesGcmCodec, AesGcmOptions
 from kvladder.tiers.base import NOTE_BYTES, Item
 from kvladder.tiers.blockheader import Outcome
@@ -86,6 +88,25 @@ def decoded(
     slot = bytearray(stored.ljust(SIZE, b"\xa5"))
     outcome = reader.decode(item, bytes(note), memoryview(slot))
     return bytes(slot) if outcome is Outcome.GOOD else outcome
+
+
+def steps_of(note: bytes) -> list[tuple[int, bytes]]:
+    """Id and parameters of each codec that a note names."""
+    at, steps = 10, []
+    while at < len(note) - 8:
+        codec, size = unpack_from("<HB", note, at)
+        at += 3 + size
+        steps.append((codec, note[at - size : at]))
+    return steps
+
+
+def note_of(
+    item: Item, steps: list[tuple[int, bytes]], length: int, *, count: int | None = None
+) -> bytes:
+    """A note as somebody makes it who knows the format and no key."""
+    note = pack("<BBQ", 1, len(steps) if count is None else count, length)
+    note += b"".join(pack("<HB", codec, len(params)) + params for codec, params in steps)
+    return note + pack("<Q", xxh3_64_intdigest(SPACE + item.key + note))
 
 
 def test_the_checksum_is_of_what_crosses_the_edge():
@@ -158,6 +179,18 @@ def test_what_is_cut_short_is_not_believed():
     for size in range(1, len(note)):
         assert decoded(sender, stored, note[:size]) is Outcome.CORRUPT
     assert decoded(sender, stored, b"") is Outcome.STALE
+
+
+@pytest.mark.parametrize("count", [0, 2, 7, 200, 255])
+def test_a_note_of_another_length_than_its_steps_is_damage(count):
+    sender = chain(ZstdCodec(), ChecksumCodec(), checked=True)
+    stored, note = encoded(sender, numbers())
+    forged = note_of(ITEM, steps_of(note), len(stored), count=count)
+    assert (
+        (decoded(sender, stored, forged) == numbers())
+        if count == 2
+        else (decoded(sender, stored, forged) is Outcome.CORRUPT)
+    )
 
 
 def test_another_block_s_note_is_not_believed():
@@ -264,14 +297,13 @@ def test_what_is_encrypted_can_be_read_by_anybody_who_knows_the_master_key():
     block = numbers()
     codec = AesGcmCodec()
     codec.open(LAYOUT, SPACE)
-    done = codec.encode(
-        memoryview(block), memoryview(bytearray(SIZE)), Subject(ITEM.key, ITEM.salt)
-    )
-    stored, params = done
-    info = b"kvladder aes-gcm v1\0key\0" + SPACE + ITEM.salt
+    subject = Subject(ITEM.key, ITEM.salt, b"steps")
+    stored, params = codec.encode(memoryview(block), memoryview(bytearray(SIZE)), subject)
+    nonce, tag, epoch, salt = params[8:20], params[20:36], params[36:48], params[48:]
+    assert salt == ITEM.salt
+    info = b"kvladder aes-gcm v2\0key\0" + SPACE + epoch + salt
     key = HKDF(SHA256(), 32, None, info).derive(bytes.fromhex(MASTER))
-    nonce, tag = params[8:20], params[20:36]
-    bound = SPACE + ITEM.key + ITEM.salt
+    bound = SPACE + ITEM.key + bytes([8]) + salt.ljust(16, b"\0") + b"steps"
     assert AESGCM(key).decrypt(nonce, bytes(stored) + tag, bound) == block
 
 
@@ -314,6 +346,46 @@ def test_a_block_is_bound_to_its_key_and_namespace():
     assert codec.decode(stored, params, plain, Subject(OTHER.key)) is None
     codec.open(LAYOUT, LAYOUT.namespace(salt="other"))
     assert codec.decode(stored, params, plain, Subject(ITEM.key)) is None
+
+
+@pytest.mark.usefixtures("master")
+def test_a_block_is_bound_to_what_was_done_to_it_before():
+    """Somebody who can write to the medium cannot have it unpacked in another way."""
+    known = {ChecksumCodec.id: ChecksumCodec()}
+    sender = chain(ZstdCodec(), AesGcmCodec(), find=known.get)
+    stored, note = encoded(sender, numbers())
+    steps = steps_of(note)
+    assert [codec for codec, _ in steps] == [ZstdCodec.id, AesGcmCodec.id]
+    assert decoded(sender, stored, note_of(ITEM, steps, len(stored))) == numbers()
+    (packed, params), encrypted = steps
+    forged = [
+        [encrypted],
+        [(ChecksumCodec.id, params), encrypted],
+        [(packed, params[:-1] + bytes([params[-1] ^ 1])), encrypted],
+        [(packed, params), (packed, params), encrypted],
+        [encrypted, (packed, params)],
+        [(packed, params), encrypted, (packed, params)],
+        [(packed, params), encrypted, encrypted],
+    ]
+    for made_up in forged:
+        assert decoded(sender, stored, note_of(ITEM, made_up, len(stored))) is Outcome.CORRUPT
+
+
+@pytest.mark.usefixtures("master")
+def test_no_key_encrypts_more_blocks_than_random_nonces_allow(monkeypatch):
+    monkeypatch.setattr(aesgcm, "BLOCKS_MAX", 3)
+    monkeypatch.setattr(aesgcm, "KEYS_MAX", 2)
+    codec = AesGcmCodec()
+    codec.open(LAYOUT, SPACE)
+    used: Counter[tuple[bytes, bytes]] = Counter()
+    for number in range(60):
+        subject = Subject(ITEM.key, b"salt %d" % (number % 3 if number > 20 else 0))
+        target = memoryview(bytearray(SIZE))
+        stored, params = codec.encode(memoryview(numbers()), target, subject)
+        used[params[36:48], subject.salt] += 1
+        plain = memoryview(bytearray(SIZE))
+        assert codec.decode(stored, params, plain, Subject(ITEM.key)) == numbers()
+    assert max(used.values()) == 3
 
 
 def test_after_a_rotation_old_blocks_are_misses(monkeypatch):
