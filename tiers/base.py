@@ -220,8 +220,9 @@ class Tier(ABC):
     async def recover(self) -> AsyncIterator[Sequence[Item]]:
         """Yield batches of what an earlier process stored here under the same namespace.
 
-        Each key and each place at most once, oldest first, each place below ``capacity_blocks``.
-        Called once after ``open``. The default is right for tiers that are not ``durable``.
+        Each key and each place at most once, oldest first, each place below ``capacity_blocks``,
+        also what has expired meanwhile: the level has it removed. Called once after ``open``. The
+        default is right for tiers that are not ``durable``.
         """
         return
         yield []  # pragma: no cover - makes this an async generator

@@ -92,14 +92,25 @@ class Eraser:
         into[got:] = bytes(len(into) - got)
 
     def wipe(self, remnant: Remnant) -> None:
-        """Write zeros over it."""
+        """Write zeros over it, but for a header: as long as that stands, the rest is found."""
         fd, offset = self._segments.locate(remnant.place)
         stride = self._segments.geometry.stride
-        for at in range(remnant.start, stride, PIECE_BYTES):
+        for at in range(max(remnant.start, HEADER_BYTES), stride, PIECE_BYTES):
             write_all(self._disk, fd, self._zeros[: stride - at], offset + at)
 
-    def sync(self, remnants: Sequence[Remnant]) -> None:
-        """Have that survive a power cut."""
+    def finish(self, remnants: Sequence[Remnant]) -> None:
+        """Have what was wiped survive a power cut, then write zeros over the headers, too.
+
+        In this order, so that whoever is cut short leaves a header that tells the next of the rest.
+        """
+        self._sync(remnants)
+        whole = [remnant for remnant in remnants if remnant.start == 0]
+        for remnant in whole:
+            fd, offset = self._segments.locate(remnant.place)
+            write_all(self._disk, fd, self._zeros[:HEADER_BYTES], offset)
+        self._sync(whole)
+
+    def _sync(self, remnants: Sequence[Remnant]) -> None:
         for fd in sorted({self._segments.locate(remnant.place)[0] for remnant in remnants}):
             self._disk.fsync(fd)
 

@@ -35,7 +35,7 @@ ERASE_PLACES = 1024
 """Places whose headers are read at a time to find what is to be erased."""
 CLOSE_TIMEOUT_S = 2.0
 
-_KEY, _EXPIRY = itemgetter(0), itemgetter(5)
+_KEY = itemgetter(0)
 _TEMPORARY = {errno.EIO, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EINTR}
 
 
@@ -221,17 +221,16 @@ class FilesTier(Tier):
             )
 
     def _untold(self, items: list[Item], seen: set[BlockKey]) -> list[Item]:
-        """Those that are still here, have time left and are not in ``seen``, which grows."""
+        """Those that are still here and not in ``seen``, which grows."""
         keys = set(map(_KEY, items))
-        endless = set(map(_EXPIRY, items)) == {None}
-        if endless and self._unchanged and len(keys) == len(items) and keys.isdisjoint(seen):
+        if self._unchanged and len(keys) == len(items) and keys.isdisjoint(seen):
             seen |= keys
             return items
-        now_s = self.context.clock.wall()
         left: list[Item] = []
         for item in items:
-            in_time = item.expires_wall_s is None or item.expires_wall_s > now_s
-            if in_time and self._holds(item) and item.key not in seen:
+            if item.key in seen:
+                self._set_tag(item, 0)  # nobody will ask for it here, so it is to be erased
+            elif self._holds(item):
                 seen.add(item.key)
                 left.append(item)
         return left
@@ -250,7 +249,7 @@ class FilesTier(Tier):
         left = [one for part in found if not isinstance(part, OSError) for one in part]
         now = left[: self.batch_max]
         _raise_if_failed(await self._run([partial(store.eraser.wipe, one) for one in now]))
-        _raise_if_failed(await self._run([partial(store.eraser.sync, now)]))
+        _raise_if_failed(await self._run([partial(store.eraser.finish, now)]))
         if len(now) < len(left):
             end = left[len(now)].place
         return sum(one.start == 0 for one in now), None if end >= last else end

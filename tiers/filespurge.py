@@ -149,7 +149,7 @@ class _Purge:
                     left = eraser.find(places, digest, tags, thorough=True)
                     for remnant in left:
                         eraser.wipe(remnant)
-                    eraser.sync(left)
+                    eraser.finish(left)
                     erased += sum(remnant.start == 0 for remnant in left)
                     progress(places.stop, segments.end)
         return erased

@@ -297,19 +297,31 @@ class Level:
         if self.tier.durable:
             await self._recover()
         self._writer.start()
+        self._writer.wake()  # what was recovered and is not to be held has to be removed
 
     async def _recover(self) -> None:
-        clock = self.shared.clock
-        behind_s = clock.now() - clock.wall()
+        """Hold what the tier recovered; what is not to be held any more is removed for good.
+
+        A block that expired while no process ran must not come back with a clock that is set back,
+        and its bytes must be found by a purge.
+        """
+        clock, least = self.shared.clock, self.rule.min_priority
+        wall_s = clock.wall()
+        behind_s = clock.now() - wall_s
         places: list[int] = []
         async for batch in self.tier.recover():
             with self.shared.lock:
                 places += [item.place for item in batch]
-                admitted = [item for item in batch if item.floor >= self.rule.min_priority]
-                self.index.fill(admitted, behind_s, self.bit)
-                if len(admitted) < len(batch):
-                    least = self.rule.min_priority
-                    self._writer.remove_later(item for item in batch if item.floor < least)
+                kept = [
+                    item
+                    for item in batch
+                    if item.floor >= least
+                    and (item.expires_wall_s is None or item.expires_wall_s > wall_s)
+                ]
+                self.index.fill(kept, behind_s, self.bit)
+                if len(kept) < len(batch):
+                    taken = {item.place for item in kept}
+                    self._writer.remove_later(item for item in batch if item.place not in taken)
         self.places.occupy(places)
         self.stats.recovered = len(self.index)
         if self.index.next_end_s != inf:

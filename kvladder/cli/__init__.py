@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Event
 
 from kvladder.cli.check import check
-from kvladder.cli.purge import WAIT_S, purge
+from kvladder.cli.purge import WAIT_S, purge, read_salt
 from kvladder.cli.size import STEP, size
 from kvladder.cli.stats import describe, stats
 from kvladder.errors import ConfigError
@@ -68,7 +68,17 @@ def _parser() -> argparse.ArgumentParser:
         "configuration. Their bytes in files are overwritten. Exits with 2 if it is not done.",
     )
     purging.add_argument("config", type=Path, help="the YAML file")
-    purging.add_argument("--salt", help="only blocks of requests with this cache salt")
+    salts = purging.add_mutually_exclusive_group()
+    salts.add_argument(
+        "--salt",
+        help="only blocks of requests with this cache salt; others on this machine can read it in "
+        "the list of processes",
+    )
+    salts.add_argument(
+        "--salt-file",
+        metavar="FILE",
+        help="the same, as the only line of a file; - for standard input",
+    )
     purging.add_argument("--namespace", metavar="HEX", help="as an engine prints it at start")
     purging.add_argument("--all", action="store_true", help="every block, whosesoever")
     purging.add_argument(
@@ -83,10 +93,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _purge(arguments: argparse.Namespace) -> str:
+    salt = arguments.salt
     return purge(
         arguments.config,
         namespace=arguments.namespace,
-        salt=arguments.salt,
+        salt=salt if arguments.salt_file is None else read_salt(arguments.salt_file),
         everything=arguments.all,
         wait_s=arguments.wait,
     )

@@ -25,6 +25,7 @@ from kvladder.tiers.files import FilesOptions
 from kvladder.tiers.filespurge import purge_files
 
 BAR: Final = 30
+SALT_BYTES_MAX: Final = 8192
 WAIT_S: Final = 600.0
 MARGIN_S: Final = 30.0
 """How much longer than asked to wait an answer may take."""
@@ -32,6 +33,35 @@ MARGIN_S: Final = 30.0
 
 class Unfinished(ConfigError):
     """The blocks are gone for requests, but tiers have not yet done all that was asked."""
+
+
+def read_salt(name: str) -> str:
+    """A cache salt that is the only line of a file; ``-`` is standard input.
+
+    Raises
+    ------
+    ConfigError
+        It cannot be read, or is not one line of text.
+    """
+    where = "standard input" if name == "-" else name
+    try:
+        if name == "-":
+            data = sys.stdin.buffer.read(SALT_BYTES_MAX + 1)
+        else:
+            with Path(name).open("rb") as file:
+                data = file.read(SALT_BYTES_MAX + 1)
+        salt = data.decode().removesuffix("\n").removesuffix("\r")
+    except OSError as error:
+        wrong = f"{where} cannot be read: {error.strerror}"
+        raise ConfigError(wrong, path="--salt-file", hint="expected a file, or -") from error
+    except UnicodeDecodeError as error:
+        hint = "no request can have this salt"
+        raise ConfigError(f"{where} is not UTF-8 text", path="--salt-file", hint=hint) from error
+    if not salt or len(data) > SALT_BYTES_MAX or "\n" in salt:
+        what = "empty" if not salt else "more than one line, or too long a one"
+        hint = f"expected the salt alone, at most {SALT_BYTES_MAX} bytes"
+        raise ConfigError(f"{where} is {what}", path="--salt-file", hint=hint)
+    return salt
 
 
 def purge(

@@ -184,6 +184,11 @@ class FakeDisk(Disk):
         }
 
     @property
+    def has_power(self) -> bool:
+        """Whether calls do anything; not from ``crash_at`` until ``crash``."""
+        return self._on
+
+    @property
     def open_fds(self) -> int:
         """How many descriptors are open."""
         return len(self._fds)

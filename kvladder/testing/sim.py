@@ -176,18 +176,22 @@ def sim_run(work: Coroutine[Any, Any, T], seed: int = 0) -> T:
 
 
 class SimClock:
-    """The two clocks of a simulated loop; also right on a real one."""
+    """The two clocks of a simulated loop; also right on a real one.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    ``epoch_s`` is the wall time at which the loop began: two processes need not agree on it.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, epoch_s: float = EPOCH_S) -> None:
         self._loop = loop
+        self._epoch_s = epoch_s
 
     def now(self) -> float:
         """The loop's time in seconds."""
         return self._loop.time()
 
     def wall(self) -> float:
-        """Seconds since the epoch: the loop began at ``EPOCH_S``."""
-        return EPOCH_S + self._loop.time()
+        """Seconds since the epoch: the loop began at ``epoch_s``."""
+        return self._epoch_s + self._loop.time()
 
 
 class InlineBlocking:

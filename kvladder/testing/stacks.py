@@ -17,7 +17,7 @@ from kvladder.manager import CacheManager, ManagerSettings
 from kvladder.notices import Notices
 from kvladder.policy.eviction import PrioritizedLRU
 from kvladder.policy.offload import OffloadRule
-from kvladder.testing.sim import SimClock, inline_blocking
+from kvladder.testing.sim import EPOCH_S, SimClock, inline_blocking
 from kvladder.tiers.base import Shared, Tier, TierContext
 from kvladder.tiers.edge import scratch_blocks
 from kvladder.tiers.level import Level, LevelSettings
@@ -83,10 +83,11 @@ class SimCache:
         fetch_blocks_max: int | None = None,
         layout: Layout = LAYOUT,
         settings: ManagerSettings | None = None,
+        epoch_s: float = EPOCH_S,
     ) -> SimCache:
-        """Open a cache over ``levels``, hottest first."""
+        """Open a cache over ``levels``, hottest first, at the wall time ``epoch_s``."""
         loop = asyncio.get_running_loop()
-        clock = SimClock(loop)
+        clock = SimClock(loop, epoch_s=epoch_s)
         edges = [spec.settings.edge.codecs for spec in levels]
         # as little scratch as there may be, so that batches are stored in parts
         scratch = [min(2, scratch_blocks(codecs, layout.slot_bytes)) for codecs in edges]
@@ -124,7 +125,11 @@ class SimCache:
         for level in opened:
             capacity = level.capacity_blocks
             context = TierContext(arena, layout, space, capacity, clock, inline_blocking)
-            await level.open(context)
+            try:
+                await level.open(context)
+            except BaseException:
+                arena.close()
+                raise
         manager = CacheManager(
             layout=layout,
             namespace=space,

@@ -9,6 +9,7 @@ import pytest
 
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import Delay, FakeStore, FakeTier, Hold
+from kvladder.testing.sim import EPOCH_S
 from kvladder.testing.stacks import LevelSpec, SimCache
 from tests.stack.caches import COMMIT, cache_of
 
@@ -212,6 +213,24 @@ async def test_a_requests_time_goes_on_over_a_restart() -> None:
         await asyncio.sleep(6.0)
         assert cache.manager.lookup(cache.keys(1)) == (0, 0), "the copy in host expires, too"
         assert cache.manager.lookup(cache.keys(2)).total == 1
+
+
+@pytest.mark.parametrize("rule", [COMMIT, OffloadRule(when="commit", ttl_s=10.0)])
+async def test_what_expired_while_nobody_was_there_does_not_come_back(rule: OffloadRule) -> None:
+    """The clock that said so is set back later; the tier has forgotten the block by then."""
+    store = FakeStore()
+    spec = LevelSpec(FakeTier(store=store, durable=True), rule)
+    async with cache_of(spec) as cache:
+        cache.save(cache.keys(1), ttl_s=10.0 if rule.ttl_s is None else None)
+        cache.save(cache.keys(2), ttl_s=100.0)
+        await cache.settle()
+    for epoch_s, left in ((EPOCH_S + 50, 1), (EPOCH_S, 1), (EPOCH_S + 200, 0), (EPOCH_S, 0)):
+        spec = LevelSpec(FakeTier(store=store, durable=True), COMMIT)
+        async with cache_of(spec, epoch_s=epoch_s) as cache:
+            assert cache.manager.lookup(cache.keys(1)).total == 0
+            assert cache.manager.lookup(cache.keys(2)).total == (left if rule is COMMIT else 0)
+            await cache.settle()
+            assert len(spec.tier.records) == len(cache.levels[0].index)
 
 
 async def test_what_expires_on_its_way_does_not_arrive() -> None:

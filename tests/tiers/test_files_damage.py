@@ -117,15 +117,16 @@ async def test_blocks_without_a_checksum_are_not_trusted_later(machine: Machine)
     await unchecked.aclose()
 
 
-async def test_expired_blocks_are_not_recovered(machine: Machine) -> None:
+async def test_expired_blocks_are_told_too_so_that_the_level_has_them_removed(
+    machine: Machine,
+) -> None:
     tier, _ = await machine.open()
     wall_s = tier.context.clock.wall()
-    items = machine.items([(0, 0), (1, 1), (2, 2)])
+    items = machine.items([(0, 0), (1, 1)])
     items[0] = items[0]._replace(expires_wall_s=wall_s - 1)
-    items[1] = items[1]._replace(expires_wall_s=wall_s + 1000)
     await tier.put(items)
     tier, recovered = await machine.open_again(tier)
-    assert [item.key for item in recovered] == [key(1), key(2)]
+    assert [item.key for item in recovered] == [key(0), key(1)]
     await tier.aclose()
 
 
@@ -135,6 +136,7 @@ async def test_a_key_at_two_places_is_recovered_once(machine: Machine) -> None:
     await machine.put(tier, (0, 5))
     tier, recovered = await machine.open_again(tier)
     assert [(item.key, item.place) for item in recovered] == [(key(0), 0), (key(1), 1)]
+    assert await machine.get(tier, [(key(0), 5)]) == [False], "what nobody knows of is erased"
     await tier.aclose()
 
 

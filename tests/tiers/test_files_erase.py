@@ -16,6 +16,7 @@ from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey, KeyScheme
 from kvladder.layout import Layout
 from kvladder.manager import CacheManager
+from kvladder.runtime import SystemClock
 from kvladder.tiers import segments
 from kvladder.tiers.disk import OsDisk
 from kvladder.tiers.filespurge import purge_files
@@ -108,6 +109,24 @@ def test_what_was_forgotten_before_is_erased_too_also_after_a_restart(tmp_path) 
         cache.clear(erase=True)
         wait_for(lambda: cache.removals == 0)
         assert (seen(tmp_path, red), seen(tmp_path, blue)) == (0, 0)
+
+
+@pytest.mark.parametrize("level", [True, False])
+def test_what_expired_while_nobody_was_there_is_erased(tmp_path, monkeypatch, level) -> None:
+    ttl = {"ttl": "1 h"} if level else {}
+    with open_cache(stack(tmp_path / "kv", **ttl), layout=LAYOUT) as cache:
+        red, blue = save(cache, "red", ttl_s=None if level else 3600.0), save(cache, "blue")
+    ahead_s = 4000.0
+    monkeypatch.setattr(SystemClock, "wall", lambda _self: time.time() + ahead_s)
+    with open_cache(stack(tmp_path / "kv", **ttl), layout=LAYOUT) as cache:
+        wait_for(lambda: cache.removals == 0)
+        assert seen(tmp_path, red) == 20, "bytes stay as they are"
+        purged(cache, "red")
+        assert seen(tmp_path, red) == 0
+    ahead_s = 0.0
+    with open_cache(stack(tmp_path / "kv", **ttl), layout=LAYOUT) as cache:
+        assert cache.lookup(red).total == 0
+        assert cache.lookup(blue).total == (0 if level else 20)
 
 
 def test_what_lies_behind_a_shorter_block_is_erased(tmp_path, monkeypatch) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 from contextlib import contextmanager
 from importlib import import_module
+from io import BytesIO, TextIOWrapper
 
 import pytest
 
@@ -121,6 +122,41 @@ def test_a_salt_that_is_no_text_is_refused(config, capsys):
     with open_cache(config, layout=LAYOUT):
         assert main(["purge", config, "--salt", os.fsdecode(b"\xff")]) == 2
     assert "--salt: not UTF-8 text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", [b"", b"\n", b"\r\n"])
+@pytest.mark.parametrize("from_file", [True, False])
+def test_a_salt_is_read_from_where_nobody_sees_it(config, tmp_path, monkeypatch, ending, from_file):
+    save(config)
+    assert left(config) == 3
+    name = tmp_path / "salt"
+    name.write_bytes(b"red" + ending)
+    if not from_file:
+        monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"red" + ending)))
+    assert main(["purge", config, "--salt-file", str(name) if from_file else "-"]) == 0
+    assert left(config) == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "is empty"),
+        (b"\n", "is empty"),
+        (b"red\nblue\n", "is more than one line"),
+        (b"r" * 9000, "too long"),
+        (b"\xff", "is not UTF-8 text"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_a_salt_that_is_not_one_line_of_a_file_is_refused(config, tmp_path, capsys, data, why):
+    save(config)
+    if data is not None:
+        (tmp_path / "salt").write_bytes(data)
+    assert main(["purge", config, "--salt-file", str(tmp_path / "salt")]) == 2
+    said = capsys.readouterr().err
+    assert f"--salt-file: {tmp_path / 'salt'} " in said
+    assert why in said
+    assert left(config) == 3
 
 
 @pytest.mark.parametrize("every_s", ["1e12", "inf", "nan", "-1"])

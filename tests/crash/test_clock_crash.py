@@ -1,0 +1,93 @@
+"""A cache over files whose clock is wrong for a while, and whose power goes at every single call.
+
+The law: a block that a purge reported as gone is not served again, and none of its bytes are on the
+disk, though it had expired by a clock that ran ahead and that is set back afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from kvladder.keys import BlockKey
+from kvladder.policy.offload import OffloadRule
+from kvladder.testing.disk import MODES, FakeDisk, InlinePool, Mode, PowerCut
+from kvladder.testing.sim import EPOCH_S, sim_run
+from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.tiers.files import FilesOptions, FilesTier
+
+pytestmark = [pytest.mark.crash, pytest.mark.slow]
+
+ROOT = Path("/disk/kv")
+RED, BLUE = SimCache.keys(1, 2, 3), SimCache.keys(4, 5)
+TTL_S = 100.0
+AHEAD_S = 5000.0
+
+
+async def cache_on(disk: FakeDisk, *, epoch_s: float = EPOCH_S) -> SimCache:
+    tier = FilesTier(FilesOptions(path=str(ROOT)), disk=disk, pool=InlinePool())
+    return await SimCache.open(LevelSpec(tier, OffloadRule(when="commit")), epoch_s=epoch_s)
+
+
+def on_disk(disk: FakeDisk, keys: list[BlockKey]) -> int:
+    raw = b"".join(disk.content(Path(path)) for path in disk.files() if "/seg-" in path)
+    return sum(SimCache.payload(key) in raw for key in keys)
+
+
+async def fill(disk: FakeDisk) -> None:
+    cache = await cache_on(disk)
+    cache.save(RED, salt="red", ttl_s=TTL_S)
+    cache.save(BLUE, salt="blue")
+    await cache.settle()
+    await cache.aclose()
+
+
+async def purge_ahead(disk: FakeDisk) -> None:
+    """What expired is purged, by a process whose clock runs ahead.
+
+    Without power it ends all the same: nothing that it does then reaches the disk.
+    """
+    cache = await cache_on(disk, epoch_s=EPOCH_S + AHEAD_S)
+    assert cache.manager.lookup(RED).total == 0
+    list(cache.manager.purge("red"))
+    while cache.manager.removals and disk.has_power:  # noqa: ASYNC110 - as seen from outside
+        await asyncio.sleep(0.01)
+    await cache.aclose()
+    if not disk.has_power:
+        raise PowerCut
+
+
+async def look(disk: FakeDisk, *, blue: bool) -> None:
+    """By a clock that is right again."""
+    cache = await cache_on(disk)
+    assert cache.manager.lookup(RED).total == 0
+    assert await cache.load(RED) == []
+    assert not blue or len(await cache.load(BLUE)) == len(BLUE)
+    await cache.aclose()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_expired_by_a_clock_that_ran_ahead_is_purged_for_good(mode: Mode) -> None:
+    for number in count(1):
+        disk = FakeDisk(ROOT.parent, ROOT, seed=number)
+        sim_run(fill(disk))
+        disk.crash("keep")
+        assert on_disk(disk, RED) == len(RED), "they can be told"
+        disk.crash_at = disk.calls + number
+        cut = False
+        try:
+            sim_run(purge_ahead(disk))
+        except PowerCut:
+            cut = True
+        disk.crash(mode)
+        if cut:
+            sim_run(purge_ahead(disk))
+            disk.crash(mode)
+        assert on_disk(disk, RED) == 0
+        sim_run(look(disk, blue=mode == "keep"))
+        if not cut:
+            assert number > 20
+            break
