@@ -29,6 +29,7 @@ from kvladder.arena import Arena
 from kvladder.events import EventBuffer
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
+from kvladder.lock import StackLock
 from kvladder.notices import Notices
 from kvladder.policy.eviction import PrioritizedLRU
 from kvladder.policy.offload import OffloadRule
@@ -301,7 +302,7 @@ def recover(path: Path) -> None:
 
     async def whole_level() -> tuple[float, float]:
         clock = SystemClock()
-        lock = threading.RLock()
+        lock = StackLock()
         notices = Notices(clock.now)
         shared = Shared(
             arena, lock, clock, EventBuffer(events_max=1000), notices, LAYOUT.block_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from kvladder.errors import ConfigError
 from kvladder.events import EventBuffer
 from kvladder.keys import Namespace
 from kvladder.layout import Layout
+from kvladder.lock import StackLock
 from kvladder.manager import CacheManager, ManagerSettings
 from kvladder.notices import Notices
 from kvladder.runtime import Runtime, SystemClock
@@ -147,13 +147,14 @@ def _stack(
     edges: Sequence[tuple[EdgeSettings, Sequence[Slot]]],
 ) -> TierStack:
     """The stack, not yet opened; ``edges`` has codecs and scratch slots for each level."""
-    clock = SystemClock()
+    clock, lock = SystemClock(), StackLock()
+    runtime.post(lock.be_patient)
     shared = Shared(
         arena=arena,
-        lock=threading.RLock(),
+        lock=lock,
         clock=clock,
         events=EventBuffer(config.events.max),
-        notices=Notices(clock.now),
+        notices=Notices(clock.now, held=lock.held, post=runtime.post),
         block_bytes=layout.block_bytes,
     )
     host = HostSettings(

@@ -15,10 +15,24 @@ class Notices:
     ----------
     now:
         The injected clock, monotonic seconds.
+    held:
+        Whether the calling thread holds a lock under which nothing may be logged: a handler may
+        block. What is said then is logged a little later.
+    post:
+        Has another thread, or this one after it has released the lock, call a function soon.
     """
 
-    def __init__(self, now: Callable[[], float], *, every_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        now: Callable[[], float],
+        *,
+        every_s: float = 60.0,
+        held: Callable[[], bool] = lambda: False,
+        post: Callable[..., object] | None = None,
+    ) -> None:
         self._now = now
+        self._locked = held
+        self._post = post
         self._every_s = every_s
         self._last: dict[str, float] = {}
         self._held: dict[str, int] = {}
@@ -35,4 +49,7 @@ class Notices:
         more = ""
         if held and last is not None:
             more = f" ({held} more like this in the last {now - last:.0f} s)"
-        logger.warning("%s%s", message, more)
+        if self._post is not None and self._locked():
+            self._post(logger.warning, "%s%s", message, more)
+        else:
+            logger.warning("%s%s", message, more)

@@ -90,6 +90,7 @@ class Publisher:
         os.eventfd_write(self._wakeup, 1)
 
     def _serve(self) -> None:
+        self._stack.lock.be_patient()
         poller = zmq.Poller()
         poller.register(self._wakeup, zmq.POLLIN)
         if self._replay is not None:

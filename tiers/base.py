@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from kvladder.errors import TierError
 from kvladder.events import EventBuffer
 from kvladder.keys import BlockKey, Namespace
 from kvladder.layout import Layout
+from kvladder.lock import StackLock
 from kvladder.notices import Notices
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 
@@ -102,7 +102,7 @@ class Shared:
     """What all levels of one stack have in common."""
 
     arena: Arena
-    lock: threading.RLock
+    lock: StackLock
     clock: Clock
     events: EventBuffer
     notices: Notices

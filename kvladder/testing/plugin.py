@@ -3,7 +3,8 @@
 An ``async def`` test runs on a :class:`~kvladder.testing.sim.SimLoop`, or on a real loop if it is
 marked ``real`` or its class has ``real = True``. Its async fixtures run on the same loop. Tests
 that bear the mark of another async plugin are left to that. A task that a test leaves behind fails
-the test. ``--sim-seed`` chooses the interleaving.
+the test, and so does what is logged while a cache's lock is held. ``--sim-seed`` chooses the
+interleaving.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import logging
 from collections.abc import AsyncGenerator, Callable, Generator
 from dataclasses import dataclass
 from types import MethodType
@@ -18,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from kvladder.lock import holding
 from kvladder.testing.sim import SimLoop, where
 
 OTHERS = ("anyio", "asyncio", "trio", "twisted")
@@ -42,6 +45,53 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare the markers that the shipped suites use."""
     config.addinivalue_line("markers", "slow: takes more than a quarter of a second")
     config.addinivalue_line("markers", "real: runs on a real loop instead of the simulated one")
+
+
+class _Watch(logging.Handler):
+    """Sees what is logged under a lock: a handler that blocks would block the engine, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if holding():
+            self.seen.append(f"{record.pathname}:{record.lineno}: {record.getMessage()}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, Any, Any]:
+    """Fail a test whose fixtures log under a cache's lock."""
+    return (yield from _watched())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, Any, Any]:
+    """Fail a test that has something logged under a cache's lock."""
+    return (yield from _watched())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, Any, Any]:
+    """Fail a test whose fixtures log under a cache's lock when they end."""
+    return (yield from _watched())
+
+
+def _watched() -> Generator[None, Any, Any]:
+    root, watch = logging.getLogger(), _Watch()
+    outer = [handler for handler in root.handlers if isinstance(handler, _Watch)]
+    for handler in outer:  # of a test that runs tests
+        root.removeHandler(handler)
+    root.addHandler(watch)
+    try:
+        result = yield
+    finally:
+        root.removeHandler(watch)
+        for handler in outer:
+            root.addHandler(handler)
+    if watch.seen:
+        pytest.fail("logged under a lock:\n  " + "\n  ".join(watch.seen), pytrace=False)
+    return result
 
 
 def _is_ours(item: pytest.Item) -> bool:

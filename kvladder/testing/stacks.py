@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import threading
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ from kvladder.arena import Arena
 from kvladder.events import EventBuffer
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
+from kvladder.lock import StackLock
 from kvladder.manager import CacheManager, ManagerSettings
 from kvladder.notices import Notices
 from kvladder.policy.eviction import PrioritizedLRU
@@ -87,7 +87,7 @@ class SimCache:
     ) -> SimCache:
         """Open a cache over ``levels``, hottest first, at the wall time ``epoch_s``."""
         loop = asyncio.get_running_loop()
-        clock = SimClock(loop, epoch_s=epoch_s)
+        clock, lock = SimClock(loop, epoch_s=epoch_s), StackLock()
         edges = [spec.settings.edge.codecs for spec in levels]
         # as little scratch as there may be, so that batches are stored in parts
         scratch = [min(2, scratch_blocks(codecs, layout.slot_bytes)) for codecs in edges]
@@ -95,10 +95,10 @@ class SimCache:
         aside = [arena.set_aside(count) for count in scratch]
         shared = Shared(
             arena=arena,
-            lock=threading.RLock(),
+            lock=lock,
             clock=clock,
             events=EventBuffer(10_000),
-            notices=Notices(clock.now),
+            notices=Notices(clock.now, held=lock.held, post=loop.call_soon),
             block_bytes=layout.block_bytes,
         )
         opened = [

@@ -193,3 +193,26 @@ def test_tests_of_other_plugins_are_left_to_them(pytester: pytest.Pytester, othe
     )
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*async def functions are not natively supported*"])
+
+
+def test_what_is_logged_under_a_lock_fails_the_test(pytester: pytest.Pytester) -> None:
+    result = run(
+        pytester,
+        """
+        import logging
+        from kvladder.lock import StackLock
+
+        lock = StackLock()
+
+        def test_bad():
+            with lock, lock:
+                logging.getLogger("kvladder").warning("too early")
+
+        def test_good():
+            with lock:
+                pass
+            logging.getLogger("kvladder").warning("in time")
+        """,
+    )
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*logged under a lock:*", "*too early*"])
