@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,7 +63,7 @@ class StackConfig:
     """Those below host, hottest first."""
     warnings: tuple[str, ...]
     """What is allowed and probably not meant, one sentence each."""
-    source: Source
+    source: Source = field(repr=False)  # it has the secrets as they were given
     """Who set what."""
 
     def arena_slots(self, layout: Layout) -> int:

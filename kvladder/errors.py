@@ -6,6 +6,9 @@ engine's request path: the stack turns a failing tier into a miss and a counter.
 
 from __future__ import annotations
 
+PART_MAX = 400
+"""Characters of each part of a message: what is wrong may be as long as a file."""
+
 
 class KvladderError(Exception):
     """Base of every error raised on purpose by kvladder."""
@@ -22,15 +25,23 @@ class ConfigError(KvladderError, ValueError):
         Where: a path into the file such as ``tiers[1].capacity``, or an environment variable.
     hint:
         What would be right, for example the nearest right spelling.
+    file:
+        The file that the path leads into.
     """
 
-    def __init__(self, message: str, *, path: str = "", hint: str = "") -> None:
+    def __init__(self, message: str, *, path: str = "", hint: str = "", file: str = "") -> None:
         self.message = message
         self.path = path
         self.hint = hint
-        where = f"{path}: " if path else ""
-        instead = f" ({hint})" if hint else ""
-        super().__init__(f"{where}{message}{instead}")
+        self.file = file
+        where = "".join(f"{_brief(part)}: " for part in (file, path) if part)
+        instead = f" ({_brief(hint)})" if hint else ""
+        super().__init__(f"{where}{_brief(message)}{instead}")
+
+
+def _brief(text: str) -> str:
+    """What a person reads of a long text: its beginning and its end."""
+    return text if len(text) <= PART_MAX else f"{text[: PART_MAX // 2]}...{text[-PART_MAX // 4 :]}"
 
 
 class LayoutError(ConfigError):

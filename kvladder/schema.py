@@ -71,6 +71,19 @@ def cleared(path: str, value: object) -> object:
     return value if hidden == told else hidden
 
 
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every section and of options: frozen, named, nothing unknown, no secret in its repr.
+
+    What a secret is says the name of a field, as in ``describe``.
+    """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.__rich_repr__())})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [(k, cleared(k, value)) for k, value in msgspec.structs.asdict(self).items()]
+
+
 def is_text(text: str) -> bool:
     """Whether it can be written as UTF-8: not bytes of another encoding, nor half a character."""
     try:
@@ -86,7 +99,11 @@ def shown(path: str, value: object) -> str:
         return "a mapping"
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "a list"
-    return MASK if is_secret(path) else masked(repr(value))
+    if is_secret(path):
+        return MASK
+    if value is None or isinstance(value, bool):  # as YAML spells them
+        return "null" if value is None else str(value).lower()
+    return masked(repr(value))
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

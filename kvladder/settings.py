@@ -13,7 +13,7 @@ from kvladder.errors import ConfigError
 from kvladder.layout import Layout
 from kvladder.policy.eviction import PRIORITY_MAX, PRIORITY_MIN, EvictionPolicy
 from kvladder.policy.offload import OffloadRule, When
-from kvladder.schema import cleared
+from kvladder.schema import Settings, cleared
 from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs import Codec
 from kvladder.tiers.edge import scratch_blocks
@@ -28,10 +28,6 @@ Part = Annotated[float, msgspec.Meta(gt=0, lt=1e18, description="a number above 
 Priority = Annotated[
     int, msgspec.Meta(ge=PRIORITY_MIN, le=PRIORITY_MAX, description="a priority, 0 to 100")
 ]
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every section: frozen, named, nothing unknown."""
 
 
 class ModelConfig(Settings, frozen=True, kw_only=True):

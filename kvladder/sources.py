@@ -30,7 +30,9 @@ _VARIABLE = re.compile(r"\$\$\{|\$\{(?:([A-Za-z_][A-Za-z0-9_]*)(:-[^}]*)?\})?")
 class Source:
     """Settings as plain data, and who set what."""
 
-    raw: dict[str, Any]
+    raw: dict[str, Any] = field(repr=False)
+    file: str = ""
+    """Where they come from, if that is a file."""
     origins: dict[str, Origin] = field(default_factory=dict[str, Origin])
     """By path; a path that is missing was not set."""
     variables: dict[str, str] = field(default_factory=dict[str, str])
@@ -45,12 +47,21 @@ class Source:
         return self.origins.get(path) == "environment"
 
     def explain(self, error: ConfigError) -> ConfigError:
-        """``error``, naming the environment variable that set the value, if one did."""
+        """``error``, naming who set the value: an environment variable, or the file."""
         variable = self.variables.get(error.path)
-        if variable is None:
+        if variable is not None:
+            hint = f"{error.hint}; set by {variable}" if error.hint else f"set by {variable}"
+            return ConfigError(error.message, path=error.path, hint=hint)
+        if self.origins.get(error.path) == "engine":
             return error
-        hint = f"{error.hint}; set by {variable}" if error.hint else f"set by {variable}"
-        return ConfigError(error.message, path=error.path, hint=hint)
+        return within_file(self.file, error)
+
+
+def within_file(file: str, error: ConfigError) -> ConfigError:
+    """``error`` of settings that stand in ``file``, if there is one and it does not say so."""
+    if not file or error.file or error.path.startswith((file, PREFIX)):
+        return error
+    return ConfigError(error.message, path=error.path, hint=error.hint, file=file)
 
 
 def read(
@@ -76,13 +87,25 @@ def read(
     ConfigError
         The file cannot be read or is not YAML, a variable is unset, an override names nothing.
     """
+    file = "" if isinstance(source, Mapping) else str(source)
+    try:
+        return _read(source, Source({}, file), env, overrides)
+    except ConfigError as error:
+        raise within_file(file, error) from error.__cause__
+
+
+def _read(
+    source: str | Path | Mapping[str, Any],
+    found: Source,
+    env: Mapping[str, str],
+    overrides: Mapping[str, Any] | None,
+) -> Source:
     if isinstance(source, Mapping):
         origin: Origin = "given"
         plain: Any = _plain(source, "")
     else:
         origin = "file"
         plain = _plain(load_yaml(Path(source)), "")
-    found = Source({})
     expanded = _substitute(plain, "", env, found)
     if not is_mapping(expanded) or not expanded:
         what = "empty" if not plain else "not a mapping"

@@ -13,6 +13,8 @@ from kvladder.errors import ConfigError
 
 DEPTH_MAX = 16
 """How deep settings may be nested."""
+NODES_MAX = 10_000
+"""How many values settings may have, each counted as often as an alias repeats it."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -31,6 +33,14 @@ class _Loader(yaml.SafeLoader):
         self.depth -= 1
         return node
 
+    def get_single_node(self) -> yaml.Node | None:
+        """As ever, but not so large that whoever walks through it never ends."""
+        node: yaml.Node | None = cast("Any", super()).get_single_node()
+        if node is not None and _weight(node, {}) > NODES_MAX:
+            problem = f"more than {NODES_MAX} values, with what aliases repeat"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return node
+
     def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
         """As ever, and an error where the parser takes for a number or a date what is none."""
         try:
@@ -46,6 +56,22 @@ class _Loader(yaml.SafeLoader):
 
 
 _KINDS = {"timestamp": "a date", "int": "a number", "float": "a number"}
+
+
+def _weight(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many nodes there are from here on; ``known`` has them by identity."""
+    if id(node) in known:
+        return known[id(node)]
+    known[id(node)] = 1  # of one that holds itself, which cannot be constructed
+    value: Any = node.value
+    inner = (
+        [part for pair in value for part in pair] if isinstance(node, yaml.MappingNode) else value
+    )
+    weight = 1
+    if not isinstance(node, yaml.ScalarNode):
+        weight += sum(_weight(part, known) for part in inner)
+    known[id(node)] = weight
+    return weight
 
 
 def _is_huge(value: object) -> bool:

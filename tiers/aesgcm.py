@@ -11,7 +11,6 @@ from itertools import count
 from struct import Struct
 from typing import ClassVar, NamedTuple
 
-import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import AEADCipherContext, Cipher, algorithms, modes
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -19,6 +18,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
+from kvladder.schema import Settings
 from kvladder.tiers.codecs import Codec, Stage, Subject
 
 KEY_BYTES = 32
@@ -35,7 +35,7 @@ _PARAMS = Struct(f"<8s{NONCE_BYTES}s{TAG_BYTES}s{EPOCH_BYTES}s")
 _AES_BYTES = 16
 
 
-class AesGcmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AesGcmOptions(Settings, frozen=True, kw_only=True):
     """What a configuration says about encryption."""
 
     variable: str = "KVLADDER_KEY"

@@ -15,6 +15,7 @@ import msgspec
 
 from kvladder.errors import ClosedError, TierError, TierFull
 from kvladder.keys import BlockKey
+from kvladder.schema import Settings
 from kvladder.tiers.base import Item, Tier, TierContext
 from kvladder.tiers.blockheader import HEADER_BYTES, Outcome
 from kvladder.tiers.disk import Disk, OsDisk
@@ -39,7 +40,7 @@ _KEY = itemgetter(0)
 _TEMPORARY = {errno.EIO, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EINTR}
 
 
-class FilesOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FilesOptions(Settings, frozen=True, kw_only=True):
     """What a configuration says about a files tier."""
 
     path: str

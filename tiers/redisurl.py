@@ -10,6 +10,7 @@ import msgspec
 
 from kvladder.errors import ConfigError
 from kvladder.policy.eviction import PRIORITY_MAX, PRIORITY_MIN
+from kvladder.schema import Settings
 from kvladder.units import Duration, Size
 
 PORT, SENTINEL_PORT = 6379, 26379
@@ -34,6 +35,11 @@ class Url(NamedTuple):
     db: int
     username: str
     password: str
+
+    def __repr__(self) -> str:
+        """Without the user: it ends up in messages and reports of crashes."""
+        where = ",".join(map(str, self.addresses))
+        return f"Url({where!r}, db={self.db}, tls={self.tls})"
 
 
 def parse_url(url: str, *, port: int = PORT) -> Url:
@@ -82,7 +88,7 @@ def _address(text: str, port: int) -> Address:
 RECOUNT = Duration(3600)
 
 
-class QuotaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class QuotaOptions(Settings, frozen=True, kw_only=True):
     """How much the blocks of all engines together may take; see docs/redis.md."""
 
     namespace: Size | None = None
@@ -101,7 +107,7 @@ class QuotaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(str(self.tenant), path="tenant", hint=hint)
 
 
-class RedisOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RedisOptions(Settings, frozen=True, kw_only=True):
     """The keys of a Redis tier; see docs/redis.md."""
 
     url: str

@@ -296,7 +296,7 @@ class Wire(asyncio.BufferedProtocol):
             self._turn = None
         if self._skip or len(self._replies) < len(self._targets):
             return
-        if self._echo != self._mark:
+        if bytes(self._echo) != self._mark:
             self._break(ConnectionResetError("its replies do not match the commands"))
             return
         if self._done is not None and not self._done.done():

@@ -11,12 +11,13 @@ import numpy as np
 import zstandard
 
 from kvladder.layout import Layout
+from kvladder.schema import Settings
 from kvladder.tiers.codecs import Codec, Stage, Subject
 
 _PARAMS = Struct("<Q")
 
 
-class ZstdOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ZstdOptions(Settings, frozen=True, kw_only=True):
     """What a configuration says about zstd."""
 
     level: Annotated[int, msgspec.Meta(ge=-7, le=19, description="a level from -7 to 19")] = 1

@@ -94,7 +94,7 @@ def test_wrong_arguments_exit_with_2(stack, capsys, arguments, says):
 def test_a_wrong_file_exits_with_2_and_says_where(stack, capsys):
     stack.write_text(STACK.replace("capacity", "capasity"))
     assert main(["check", str(stack)]) == 2
-    expected = "kvladder: tiers[1].capasity: unknown key (did you mean 'capacity'?)\n"
+    expected = f"kvladder: {stack}: tiers[1].capasity: unknown key (did you mean 'capacity'?)\n"
     assert capsys.readouterr().err == expected
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from kvladder.config import load_config
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
+from kvladder.tiers.redisurl import RedisOptions
 from kvladder.units import Size
 
 SMALL = """
@@ -88,6 +90,55 @@ def test_a_date_in_quotes_is_text(load):
     assert load(text).model.fingerprint == "2024-01-13"
     held = load(SMALL, env={"KVLADDER__MODEL__FINGERPRINT": "2024-13-45"})
     assert held.model.fingerprint == "2024-13-45"
+
+
+def test_aliases_do_not_multiply_without_end(refusal, load):
+    """240 bytes would be a thousand million values."""
+    lines = ["a: &a [x,x,x,x,x,x,x,x,x]"]
+    for before, name in pairwise("abcdefghi"):
+        lines.append(f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]")
+    error = refusal("\n".join(lines))
+    assert "more than 10000 values, with what aliases repeat" in str(error)
+    assert "line 1, column 1" in error.path
+    error = refusal(tiers(), env={"KVLADDER__EVENTS__MAX": "{" + ", ".join(lines) + "}"})
+    assert error.path == "events.max"
+    small = load(f"model: &m {{fingerprint: x}}\n{SMALL}".replace("4 GiB", "&c 4 GiB"))
+    assert small.model.fingerprint == "x"
+
+
+def test_an_error_names_its_file_or_the_variable(refusal, tmp_path):
+    file = str(tmp_path / "stack.yaml")
+    for text, path in (
+        (SMALL.replace("capacity", "capasity"), "tiers[1].capasity"),
+        (SMALL.replace("4 GiB", "'${NOT_SET}'"), "tiers[1].capacity"),
+        (f"arenas: {{}}\n{SMALL}", "arenas"),
+    ):
+        error = refusal(text)
+        assert (error.file, error.path) == (file, path)
+        assert str(error).startswith(f"{file}: {path}: ")
+    error = refusal(SMALL, env={"KVLADDER__ARENA__SIZE": "many"})
+    assert str(error).startswith("arena.size: 'many' (")
+    assert str(error).endswith("; set by KVLADDER__ARENA__SIZE)")
+    assert refusal(tiers(cold(capacity="many"))).file == ""
+    assert refusal(SMALL, overrides={"arena": {"size": "many"}}).file == ""
+    assert refusal("arena:\n  size: [1\ntiers: x\n").file == "", "its path names it"
+
+
+def test_an_error_is_short_whatever_is_wrong(refusal):
+    long = "x" * 5000
+    for source in (
+        tiers(cold(capacity=long)),
+        tiers(cold(**{long: 1})),
+        tiers({"type": long}),
+        tiers({"type": "memory", "name": f"{long}!"}),
+        {long: 1},
+        {**tiers(), "events": {"max": [long] * 100}},
+        {**tiers(), "block": {"tokens": long}},
+        {**tiers(), "fetch": {"deadline": f"1 {long}"}},
+    ):
+        error = refusal(source)
+        assert len(str(error)) < 1200, error.path[:50]
+        assert "..." in str(error) or "a list" in str(error)
 
 
 def test_a_file_without_end_is_refused(refusal):
@@ -195,6 +246,24 @@ def test_secrets_are_not_shown(remote):
     values = {row.path: row.value for row in config.rows()}
     assert (values["block.salt"], values["tiers[1].password"]) == ("***", "***")
     assert values["block.tokens"] == "auto"
+
+
+def test_no_secret_is_in_the_repr_of_settings(remote):
+    entry = {
+        "type": "remote",
+        "capacity": "1 GiB",
+        "url": "redis://me:hunter22@cache",
+        "password": "hunter22",
+    }
+    config = load_config({**tiers(entry), "block": {"salt": "hunter22"}}, env={})
+    options = RedisOptions(url="redis://me:hunter22@cache", sentinel_password="", ttls={})
+    named = RedisOptions(url="redis://cache", username="me", password="hunter22")
+    for thing in (config, config.levels[0], config.block, config.source, options, named):
+        assert "hunter22" not in repr(thing)
+    assert "hunter22" not in repr([options.parsed, named.parsed])
+    assert "hunter22" not in str([*named.__rich_repr__()])
+    assert "redis://***@cache" in repr(options)
+    assert repr(config.block) == "BlockConfig(tokens='auto', salt='***')"
 
 
 def test_errors_do_not_show_the_user_in_a_url(refusal):
