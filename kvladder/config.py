@@ -35,12 +35,14 @@ from kvladder.settings import (
     LevelConfig,
     ModelConfig,
     Sections,
+    TierSettings,
 )
 from kvladder.sources import SHORT_KEYS, Source, read
 from kvladder.tiers.base import Tier
 from kvladder.units import Share, Size
 
 HOST: Final = "host"
+SUMMARY_LINES_MAX: Final = 10
 RESERVED_NAMES: Final = set(SECTIONS)
 """Not for tiers: what stands beside them in the statistics."""
 _OF_LEVEL = re.compile(r"tiers\[([0-9]+)\]\.(capacity|codecs)")
@@ -131,6 +133,32 @@ class StackConfig:
         for i, level in enumerate(self.levels, start=1):
             found += resolved.rows(level, f"tiers[{i}]", self.source, meaning)
         return found
+
+    def summary(self, layout: Layout) -> list[str]:
+        """What it comes to in at most ``SUMMARY_LINES_MAX`` lines: the blocks, then the levels."""
+
+        def says(level: TierSettings, capacity: Size, blocks: int) -> str:
+            rule = level.rule
+            found = [level.type, str(capacity), f"{blocks} blocks"]
+            if isinstance(level, LevelConfig):
+                found.append(f"when: {rule.when}")
+            if rule.min_priority:
+                found.append(f"min_priority: {rule.min_priority}")
+            return f"{level.name}: {', '.join(found)}"
+
+        slot = Size(layout.slot_bytes)
+        lines = [
+            f"a block is {layout.block_tokens} tokens, {slot.about()}",
+            says(self.host, self.arena.size_bytes, self.arena_slots(layout)),
+            *(
+                says(level, level.capacity_bytes, level.capacity_blocks(layout))
+                for level in self.levels
+            ),
+        ]
+        if len(lines) > SUMMARY_LINES_MAX:
+            more = len(lines) - SUMMARY_LINES_MAX + 1
+            lines[-more:] = [f"and {more} levels more"]
+        return lines
 
     def describe(self, layout: Layout | None = None) -> str:
         """The resolved stack as text: per setting its value, what it comes to, who set it.

@@ -190,6 +190,12 @@ class LevelConfig(TierSettings, frozen=True, kw_only=True):
     def rule(self) -> OffloadRule:
         return OffloadRule(self.min_priority, self.when, self.min_hits, self.ttl_s)
 
+    @property
+    def outlives(self) -> bool:
+        """Whether what is written there outlives the engine."""
+        make = registry.load("tiers", self.type)
+        return bool(make.durable or make.shared)
+
     def make_tier(self) -> Tier:
         """A new tier for this level, not yet opened."""
         make = registry.load("tiers", self.type)

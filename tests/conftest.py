@@ -7,6 +7,7 @@ Tasks are the plugin's to watch. Hypothesis runs as many examples as ``HYPOTHESI
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -47,6 +48,16 @@ def open_files() -> set[str]:
         if not target.startswith("/memfd:kvladder-arena"):
             found.add(f"{entry.name} -> {target}")
     return found
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """A connector hands on what the cache logs for good; a test's ends with the test."""
+    logger = logging.getLogger("kvladder")
+    handlers, level, propagates = [*logger.handlers], logger.level, logger.propagate
+    yield
+    logger.handlers, logger.propagate = handlers, propagates
+    logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

@@ -369,7 +369,10 @@ class TierStack:
             self._closed = True
             self._alarm.cancel()
         flushing = asyncio.ensure_future(self.flush())
-        await asyncio.wait({flushing}, timeout=flush_timeout_s)
+        _, late = await asyncio.wait({flushing}, timeout=flush_timeout_s)
+        if late:
+            what = f"what {self.host.name} alone held was not all written in {flush_timeout_s:g} s"
+            self.shared.notices.say("flush", f"closing: {what}: the rest is lost")
         flushing.cancel()
         await asyncio.wait({flushing})
         await self.loader.aclose()

@@ -53,6 +53,25 @@ def engines() -> Iterator[list[Engine]]:
         assert manager.arena.free == manager.arena.slots
 
 
+@pytest.mark.parametrize(("given_s", "expected_s"), [(0, 10), (5, 10), (30, 30)])
+def test_closing_writes_for_as_long_as_vllm_lets_it(
+    given_s: int, expected_s: int, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(HOST)
+    engines.append(engine)
+    engine.half._vllm_config.shutdown_timeout = given_s
+    manager, asked = engine.half.connector.manager, []
+    close = manager.close
+
+    def closing(*, timeout_s: float) -> None:
+        asked.append(timeout_s)
+        close(timeout_s=timeout_s)
+
+    monkeypatch.setattr(manager, "close", closing)
+    engine.close()
+    assert asked == [expected_s]
+
+
 def prompt(seed: int, length: int = 30) -> list[int]:
     return Random(seed).choices(range(50), k=length)
 

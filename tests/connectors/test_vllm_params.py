@@ -9,12 +9,17 @@ import pytest
 
 from kvladder.config import load_config
 from kvladder.connectors.vllm_params import NO_POLICY, Policies, RequestPolicy
+from kvladder.notices import Notices
 
 SOURCE = {
     "arena": {"size": "1 MiB"},
     "tiers": [{"type": "host"}, {"name": "nvme", "type": "memory", "capacity": "1 MiB"}],
 }
-POLICIES = Policies(load_config(SOURCE, env={}), map_priority=0)
+
+
+def policies(*, map_priority: int = 0) -> Policies:
+    config = load_config(SOURCE, env={})
+    return Policies(config, map_priority=map_priority, notices=Notices(lambda: 0.0))
 
 
 def request(params: object, *, priority: int = 0) -> Any:
@@ -23,7 +28,7 @@ def request(params: object, *, priority: int = 0) -> Any:
 
 
 def policy_of(params: object) -> RequestPolicy:
-    return POLICIES.of(request(params))
+    return policies().of(request(params))
 
 
 def of_blocks(policy: RequestPolicy, *blocks: int) -> list[tuple[int, float | None]] | None:
@@ -55,7 +60,7 @@ def test_who_says_nothing_changes_nothing() -> None:
     givens: list[object] = [None, {}, "text", {"kvladder": None}, {"kvladder": {}}, {"others": 1}]
     for given in givens:
         quiet = SimpleNamespace(request_id="r-1", kv_transfer_params=given)
-        assert POLICIES.of(quiet) == NO_POLICY
+        assert policies().of(quiet) == NO_POLICY
     assert of_blocks(NO_POLICY, 0, 1) is None
     assert of_blocks(policy_of({"ttl_s": 5}), 0) is None
 
@@ -71,7 +76,7 @@ def test_one_priority_is_that_of_generated_blocks_too() -> None:
         ([], "a list (expected keys with values)"),
         ({"priorty": 80}, "priorty: unknown key (did you mean 'priority'?)"),
         ({"priority": 101}, "priority: 101 (expected a priority, 0 to 100"),
-        ({"priority": True}, "priority: True (expected a priority, 0 to 100"),
+        ({"priority": True}, "priority: true (expected a priority, 0 to 100"),
         ({"priority": "80"}, "priority: '80' (expected a priority, 0 to 100"),
         ({"ttl_s": 0}, "ttl_s: 0 (expected seconds, more than 0"),
         ({"ttl_s": float("inf")}, "ttl_s: inf (expected a number)"),
@@ -105,8 +110,8 @@ def test_what_is_wrong_is_ignored_with_one_warning(
     [(10, 0, 35), (10, -3, 65), (10, 2, 15), (10, 99, 0), (1, -99, 100)],
 )
 def test_vllms_priority_is_mapped_where_it_is_wanted(step: int, priority: int, ours: int) -> None:
-    mapping = Policies(load_config(SOURCE, env={}), map_priority=step)
+    mapping = policies(map_priority=step)
     assert of_blocks(mapping.of(request(None, priority=priority)), 0) == [(ours, None)]
     assert of_blocks(mapping.of(request({"priority": 7}, priority=priority)), 0) == [(7, None)]
     assert of_blocks(mapping.of(request({"priority": -7}, priority=priority)), 0) == [(ours, None)]
-    assert POLICIES.of(request(None, priority=priority)) == NO_POLICY
+    assert policies().of(request(None, priority=priority)) == NO_POLICY

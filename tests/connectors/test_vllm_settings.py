@@ -26,10 +26,12 @@ from kvladder.connectors.vllm_options import Options, parse
 from kvladder.connectors.vllm_stats import StatsFile
 from kvladder.connectors.weights import weights_digest
 from kvladder.errors import ConfigError, LayoutError
+from kvladder.notices import Notices
 from kvladder.schema import keys_of
 from tests.connectors.scripted import configs, kv_spec
 
 HOST = {"host": "64 MiB"}
+QUIET = Notices(lambda: 0.0)
 
 
 def test_the_short_form_and_the_file_give_a_stack(tmp_path: Path) -> None:
@@ -313,7 +315,7 @@ def test_a_model_that_was_never_downloaded_is_not_guessed(
 
 def test_statistics_are_written_whole_and_at_the_end(tmp_path: Path) -> None:
     counts = {"host": {"hits": 1}}
-    file = StatsFile(tmp_path / "stats.json", lambda: counts, every_s=3600)
+    file = StatsFile(tmp_path / "stats.json", lambda: counts, notices=QUIET, every_s=3600)
     file.write()
     assert json.loads((tmp_path / "stats.json").read_text()) == counts
     counts["host"] = {"hits": 2}
@@ -325,7 +327,7 @@ def test_statistics_are_written_whole_and_at_the_end(tmp_path: Path) -> None:
 
 def test_statistics_that_cannot_be_written_stop_nothing(tmp_path: Path) -> None:
     (tmp_path / "stats.json").mkdir()
-    file = StatsFile(tmp_path / "stats.json", lambda: {"host": 1}, every_s=3600)
+    file = StatsFile(tmp_path / "stats.json", lambda: {"host": 1}, notices=QUIET, every_s=3600)
     file.write()
     file.close()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import kvladder
+from tests.patience import PATIENCE_S
 
 HERE = Path(__file__).parent
 OURS = "KVLadderConnector"
@@ -23,6 +24,12 @@ HITS = (PROMPT_TOKENS - 1) // BLOCK * BLOCK
 """Tokens of one prompt that can come from a cache."""
 
 
+def newer_vllm() -> list[str]:
+    """What stands before the installed vLLM where the tests run with another version."""
+    listed = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [path for path in listed if path and (Path(path) / "vllm" / "__init__.py").exists()]
+
+
 def environment(**more: str) -> dict[str, str]:
     """What every engine gets: no network, the same kvladder as this process, one process."""
     return os.environ | {
@@ -30,42 +37,22 @@ def environment(**more: str) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
-        "PYTHONPATH": str(Path(kvladder.__file__).parents[1]),
+        "PYTHONPATH": os.pathsep.join([str(Path(kvladder.__file__).parents[1]), *newer_vllm()]),
         **more,
     }
 
 
-class Run:
-    """An engine process."""
+class Started:
+    """A process, and all that it starts."""
 
-    def __init__(self, folder: Path, spec: dict[str, Any], env: dict[str, str]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.results = folder / "results"
+    def __init__(self, folder: Path, command: list[str], env: dict[str, str]) -> None:
         self.log = folder / "log"
-        (folder / "spec").write_text(json.dumps(spec))
-        self.results.unlink(missing_ok=True)
         self.mark = f"KVLADDER_TEST_RUN={uuid.uuid4()}"
         name, _, value = self.mark.partition("=")
-        command = [sys.executable, str(HERE / "engine.py"), str(folder / "spec"), str(self.results)]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                command, env=env | {name: value}, stdout=log, stderr=subprocess.STDOUT
+                command, env=env | {name: value}, cwd=folder, stdout=log, stderr=subprocess.STDOUT
             )
-
-    def finish(self, timeout_s: float = 240) -> list[Any]:
-        """The result of each step, once all are over."""
-        try:
-            code = self.process.wait(timeout_s)
-        finally:
-            self.kill()
-        assert code == 0, f"{self.log.read_text()[-6000:]}"
-        return self.so_far()
-
-    def so_far(self) -> list[Any]:
-        """The results of the steps that are over."""
-        if not self.results.exists():
-            return []
-        return [json.loads(line) for line in self.results.read_text().splitlines()]
 
     def alive(self) -> list[int]:
         """This process and all that it started, as far as they have not ended."""
@@ -83,6 +70,33 @@ class Run:
             with suppress(ProcessLookupError):
                 os.kill(pid, 9)
         self.process.wait()
+
+
+class Run(Started):
+    """An engine process."""
+
+    def __init__(self, folder: Path, spec: dict[str, Any], env: dict[str, str]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.results = folder / "results"
+        (folder / "spec").write_text(json.dumps(spec))
+        self.results.unlink(missing_ok=True)
+        engine = [sys.executable, str(HERE / "engine.py")]
+        super().__init__(folder, [*engine, str(folder / "spec"), str(self.results)], env)
+
+    def finish(self, busy_s: float = 0) -> list[Any]:
+        """The result of each step, once all are over; ``busy_s`` is what they take by intent."""
+        try:
+            code = self.process.wait(PATIENCE_S + busy_s)
+        finally:
+            self.kill()
+        assert code == 0, f"{self.log.read_text()[-6000:]}"
+        return self.so_far()
+
+    def so_far(self) -> list[Any]:
+        """The results of the steps that are over."""
+        if not self.results.exists():
+            return []
+        return [json.loads(line) for line in self.results.read_text().splitlines()]
 
 
 def shared_memory() -> set[str]:

@@ -74,8 +74,8 @@ def soak(mix: str, *, seconds: float, seed: int, folder: Path) -> dict[str, Any]
     plain = {**spec, "extra": None, "steps": [spec["steps"][0], ["shutdown"]]}
     runs = [Run(folder / "ours", spec, environment()), Run(folder / "plain", plain, environment())]
     try:
-        found, stats, _ = runs[0].finish(timeout_s=seconds + 400)
-        other, _ = runs[1].finish(timeout_s=seconds + 400)
+        found, stats, _ = runs[0].finish(seconds)
+        other, _ = runs[1].finish(seconds)
     finally:
         for run in runs:
             run.kill()

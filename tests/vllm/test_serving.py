@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.vllm.conftest import Start
 from tests.vllm.harness import BLOCK, HITS, PROMPT_TOKENS, PROMPTS, Run, stack
 
@@ -24,6 +26,7 @@ def test_the_same_process_after_a_reset_is_served_from_host(
     assert stats["copies"]["onboard_bytes"] == stats["host"]["hits"] * (128 << 10)
 
 
+@pytest.mark.versions
 def test_a_new_process_is_served_from_files(start: Start, files: Path, reference: Tokens) -> None:
     run = start(stack(files), ["each", {"prompts": PROMPTS}], ["stats"], ["shutdown"])
     warm, stats, _ = run.finish()
