@@ -188,14 +188,26 @@ class Committer:
         return node
 
     def _same(self, node: NodeId, slot: DeviceSlot) -> DeviceSlot:
-        """Give ``slot``, whose content is known already, back for the one that was first."""
+        """The slot for what is complete in ``slot`` and known already: the one that was first.
+
+        But while that one is still being filled, the block is in ``slot`` from now on.
+        """
+        self._stats.duplicates += 1
+        first = self._ledger.nodes.slot[node]
+        if first in self._moves.arriving:
+            self._moves.supplanted.add(first)
+            self._ledger.index.replace(node, slot)
+            return slot
+        return self.share(node, slot)
+
+    def share(self, node: NodeId, slot: DeviceSlot) -> DeviceSlot:
+        """Give a reference to ``slot`` back for one to the slot of an equal block."""
         ledger = self._ledger
         first = ledger.nodes.slot[node]
         ledger.order.remove(ledger.idle([node]))
         ledger.retain([first])
         self._moves.keep([node])
         ledger.release([slot])
-        self._stats.duplicates += 1
         return first
 
     def _tell(self, nodes: Sequence[NodeId], new: Sequence[NodeId], content: Content) -> None:

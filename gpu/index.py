@@ -224,6 +224,12 @@ class PrefixIndex:
         self.node_at[slot] = node
         self.nodes.kids[self.nodes.parent[node]] += 1
 
+    def replace(self, node: NodeId, slot: DeviceSlot) -> None:
+        """A block on the device is in another slot from now on; the old one has no name."""
+        self.node_at[self.nodes.slot[node]] = NO_NODE
+        self.nodes.slot[node] = slot
+        self.node_at[slot] = node
+
     def displace(self, node: NodeId) -> DeviceSlot:
         """A block is not on the device any more; its slot. Does not count it off its parent."""
         slot = self.nodes.slot[node]

@@ -11,7 +11,7 @@ from kvladder.errors import NotHeld
 from kvladder.gpu.below import Below, Victim
 from kvladder.gpu.events import PoolEvents, Why
 from kvladder.gpu.ledger import Ledger
-from kvladder.gpu.names import NO_SLOT, TOKEN_BYTES, DeviceSlot, NodeId, Ticket
+from kvladder.gpu.names import NO_NODE, NO_SLOT, TOKEN_BYTES, DeviceSlot, NodeId, Ticket
 from kvladder.gpu.stats import PoolStats
 from kvladder.keys import BlockKey
 
@@ -56,6 +56,8 @@ class Moves:
         self.leaving: set[NodeId] = set()
         """On the device while they are copied, and not counted by their parents."""
         self.arriving: dict[DeviceSlot, Ticket] = {}
+        self.supplanted: set[DeviceSlot] = set()
+        """Those of ``arriving`` whose block was complete in another slot before."""
         self.observers: list[Callable[[Ticket, bool], None]] = []
         """Told of each copy to the device that is over, and whether the bytes are there."""
         self.purges = 0
@@ -289,6 +291,7 @@ class Moves:
         ledger.release([slot for _, slot in blocks])
         for observer in self.observers:
             observer(ticket, ok)
+        self.supplanted.difference_update([slot for _, slot in blocks])
 
     def forgotten(self, keys: Sequence[BlockKey]) -> None:
         """The tiers hold these no more; see ``BlockPool.forgotten``."""
@@ -326,5 +329,7 @@ class Moves:
         assert all(slot in refs for slot in (*out, *self.arriving))
         assert sorted(self.arriving) == sorted(b.slot for held in self._in.values() for b in held)
         assert {rows.slot[node] for node in self.leaving} <= set(out)
+        assert self.supplanted <= self.arriving.keys()
+        assert all(self._ledger.index.node_at[slot] == NO_NODE for slot in self.supplanted)
         assert not self._reports
         assert not self._calling

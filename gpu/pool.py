@@ -14,7 +14,7 @@ from kvladder.gpu.events import PoolEvents, Stored, StoredBlock
 from kvladder.gpu.groups import SIZES, is_size
 from kvladder.gpu.ledger import Ledger
 from kvladder.gpu.moves import Moves
-from kvladder.gpu.names import NO_NODE, NO_SLOT, DeviceSlot, Root, Ticket
+from kvladder.gpu.names import NO_NODE, NO_SLOT, DeviceSlot, NodeId, Root, Ticket
 from kvladder.gpu.reserve import Match, Reservations
 from kvladder.gpu.retain import Retain, Retainer
 from kvladder.gpu.stats import PoolStats
@@ -212,8 +212,16 @@ class BlockPool:
     # ---- blocks
 
     def match(self, keys: Sequence[BlockKey]) -> list[DeviceSlot]:
-        """The longest leading run of ``keys`` that is on the device; changes nothing."""
-        return list(gather(self.ledger.nodes.slot, self.ledger.index.match(keys)))
+        """The longest leading run of ``keys`` that is on the device; changes nothing.
+
+        Blocks that are still on their way there do not count.
+        """
+        return list(gather(self.ledger.nodes.slot, self._complete(keys)))
+
+    def _complete(self, keys: Sequence[BlockKey]) -> list[NodeId]:
+        nodes, arriving = self.ledger.index.match(keys), self.moves.arriving
+        slots = gather(self.ledger.nodes.slot, nodes) if arriving else ()
+        return nodes[: next((at for at, slot in enumerate(slots) if slot in arriving), len(nodes))]
 
     def present(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Whether each of ``keys`` is on the device or in a tier; changes nothing."""
@@ -228,7 +236,7 @@ class BlockPool:
 
     def acquire(self, keys: Sequence[BlockKey]) -> list[DeviceSlot]:
         """``match``, and one reference to each slot for the caller."""
-        nodes = self.ledger.index.match(keys)
+        nodes = self._complete(keys)
         self.reserve.settle(self.reserve.hold(Match(nodes, []), 0))
         return list(gather(self.ledger.nodes.slot, nodes))
 
@@ -243,8 +251,8 @@ class BlockPool:
 
         The caller holds ``slots``, one per key, and all blocks before them. A content is cached
         once: where it was already, the caller's reference moves to the slot that has it, and its
-        own slot is given back. The slots to use from now on are returned. If the block before
-        them is not known (any more), nothing is stored.
+        own slot is given back; but not while that slot is still being filled. The slots to use from
+        now on are returned. If the block before them is not known (any more), nothing is stored.
 
         Raises
         ------
@@ -308,10 +316,11 @@ class BlockPool:
             self.moves.below.clear()
         self.moves.settle()
 
-    def take_over(self, key: BlockKey) -> DeviceSlot:
+    def take_over(self, key: BlockKey, *, force: bool = False) -> DeviceSlot:
         """Whoever holds the slot of this leaf will write on in it: it is not cached here any more.
 
-        The slot is the caller's own afterwards.
+        The slot is the caller's own afterwards. With ``force`` it need not be a leaf: unless a tier
+        has the block, all that follow it are forgotten.
 
         Raises
         ------
@@ -325,7 +334,7 @@ class BlockPool:
         slot = NO_SLOT if node is None else rows.slot[node]
         if node is None or self.ledger.refs[slot] != 1:
             raise NotHeld("the block is not held, or shared")
-        if index.has_children(node):
+        if index.has_children(node) and not force:
             raise PoolError("other blocks follow this one")
         level = index.colder.get(node)
         if level is None:

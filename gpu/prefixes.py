@@ -22,6 +22,8 @@ class _Part(NamedTuple):
 
     node: NodeId
     tokens: int
+    taken: bool
+    """Whether the prompt writes on in its slot, instead of in a copy."""
 
 
 class Found(NamedTuple):
@@ -71,6 +73,21 @@ class Prefixes:
         )
         return Found(self.pool.reserve.reach(content), None, first)
 
+    def fitting(self, found: Found, blocks: int) -> Found:
+        """What of it there is room for in ``blocks`` blocks: the source of a copy takes one more.
+
+        Where there is none the source is taken over, or what the prompt shares with it is not used.
+        """
+        match, part, first = found
+        rows, pool = self.pool.ledger.nodes, self.pool
+        if part is None or part.taken or rows.slot[part.node] == NO_SLOT:
+            return found
+        kept = [node for node in match.nodes if rows.slot[node] != NO_SLOT]
+        if pool.reserve.fits([*kept, part.node], blocks - first - len(kept)):
+            return found
+        takeable = self._takeable(part.node)
+        return found._replace(part=part._replace(taken=True) if takeable else None)
+
     def hold(self, found: Found, blocks: int) -> Hold:
         """Hold what was found, and room for the rest of ``blocks``; see ``Reservations.hold``."""
         match, part, first = found
@@ -81,7 +98,7 @@ class Prefixes:
                 match = Match(match.nodes, [*match.claimed, part.node])
             else:
                 also.append(part.node)
-                on_device += self.pool.settings.partial == "take"
+                on_device += part.taken
         return self.pool.reserve.hold(match, blocks - on_device, also=also)
 
     def limits(self, extra: Extra, first: int, end: int) -> dict[int, int] | None:
@@ -112,7 +129,7 @@ class Prefixes:
             if best is not None and shared <= best.tokens:
                 break
             if tokens > (0 if best is None else best.tokens) and self._usable(node):
-                best = _Part(node, tokens)
+                best = _Part(node, tokens, pool.settings.partial == "take")
         if best is None or pool.ledger.nodes.slot[best.node] != NO_SLOT:
             return best
         key = pool.ledger.nodes.key[best.node]
@@ -124,7 +141,12 @@ class Prefixes:
             return False
         if pool.ledger.nodes.slot[node] == NO_SLOT or pool.settings.partial == "copy":
             return True
-        return node in pool.ledger.order and not pool.ledger.index.has_children(node)
+        return self._takeable(node)
+
+    def _takeable(self, node: NodeId) -> bool:
+        """Whether nobody holds the block, which is on the device, and nothing follows it."""
+        ledger = self.pool.ledger
+        return node in ledger.order and not ledger.index.has_children(node)
 
     def fill(
         self,
@@ -174,7 +196,7 @@ class Prefixes:
         if source == NO_SLOT:
             target = next(iter(fresh))
             pool.moves.onboard([part.node], [target], private=True)
-        elif pool.settings.partial == "take":
+        elif part.taken:
             target = pool.take_over(key)
         else:
             target = next(iter(fresh))

@@ -22,7 +22,7 @@ class Growth(NamedTuple):
     tokens: array[int]
     shared: list[int]
     """Blocks of its table that it may not write, each of which is replaced by a fresh slot."""
-    leaf: BlockKey | None
+    taken: BlockKey | None
     """The block that it takes over instead."""
     fresh: int
     """Slots to be allocated."""
@@ -101,6 +101,7 @@ class Sequences:
         limit = count - 1 if cached_max is None else max(0, min(count - 1, cached_max))
         found = self.prefixes.find(sequence, limit)
         end = count if room is None else min(count, found.tokens(size) + max(1, room))
+        found = self.prefixes.fitting(found, -(-end // size))
         hold = self.prefixes.hold(found, -(-end // size))
         self.fill(sequence, found, self.pool.reserve.settle(hold))
         return sequence
@@ -148,6 +149,17 @@ class Sequences:
         for sequence in self._waiting.pop(ticket, ()):
             sequence.waits.discard(ticket)
             sequence.lost = sequence.lost or not ok
+            if self.pool.moves.supplanted and not (sequence.lost or sequence.closed):
+                self._share(sequence)
+
+    def _share(self, sequence: KVSequence) -> None:
+        """Have blocks that were complete elsewhere before they arrived on the device once only."""
+        pool, table = self.pool, sequence.table
+        for at in range(sequence.first, sequence.stored):
+            if table[at] in pool.moves.supplanted:
+                found = pool.ledger.index.match(sequence.keys[at : at + 1])
+                if found and pool.ledger.nodes.slot[found[0]] not in pool.moves.arriving:
+                    table[at] = pool.committer.share(found[0], table[at])
 
     def copied(self, sequence: KVSequence) -> None:
         """The engine made the sequence's copies, or ordered them before all it does from now on.
@@ -192,18 +204,21 @@ class Sequences:
         table, size = sequence.table, self._tokens
         first = sequence.computed // size
         shared = [at for at in range(first, len(table)) if not self._own(table[at])]
-        leaf = self._leaf_of(table[shared[0]]) if len(shared) == 1 else None
-        if leaf is not None:
-            shared = []
         count = len(sequence.tokens) + len(added)
-        more = -(-(count if end is None else min(end, count)) // size) - len(table)
-        return Growth(added, shared, leaf, max(0, more) + len(shared))
+        more = max(0, -(-(count if end is None else min(end, count)) // size) - len(table))
+        taken = None
+        if len(shared) == 1:
+            fits = self.pool.reserve.fits((), more + 1)
+            taken = self._takeable(table[shared[0]], fits=fits)
+        if taken is not None:
+            shared = []
+        return Growth(added, shared, taken, more + len(shared))
 
     def grow(self, sequence: KVSequence, growth: Growth, slots: list[DeviceSlot]) -> None:
         """Append with the slots that ``growth`` asked for."""
         table, size = sequence.table, self._tokens
-        if growth.leaf is not None:
-            self.pool.take_over(growth.leaf)
+        if growth.taken is not None and growth.taken in self.pool.ledger.index:
+            self.pool.take_over(growth.taken, force=True)
         for at in growth.shared:
             old, table[at] = table[at], slots.pop()
             filled = sequence.computed - at * size
@@ -219,13 +234,17 @@ class Sequences:
         ledger = self.pool.ledger
         return ledger.refs[slot] == 1 and ledger.index.node_at[slot] == NO_NODE
 
-    def _leaf_of(self, slot: DeviceSlot) -> BlockKey | None:
-        """The key of the block in ``slot`` if whoever holds it may take it over."""
+    def _takeable(self, slot: DeviceSlot, *, fits: bool) -> BlockKey | None:
+        """The key of the block in ``slot`` if whoever holds it is to take it over.
+
+        Where a copy ``fits`` others keep a block that is to be copied, or that others follow.
+        """
         ledger = self.pool.ledger
         node = ledger.index.node_at[slot]
-        if node == NO_NODE or ledger.refs[slot] > 1 or ledger.index.has_children(node):
+        if node == NO_NODE or ledger.refs[slot] > 1:
             return None
-        return None if self.pool.settings.partial == "copy" else ledger.nodes.key[node]
+        copied = self.pool.settings.partial == "copy" or ledger.index.has_children(node)
+        return None if copied and fits else ledger.nodes.key[node]
 
     def commit(self, sequence: KVSequence, computed: int) -> None:
         """The KV of the first ``computed`` tokens is complete: whole blocks can be reused by all.

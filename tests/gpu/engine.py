@@ -64,7 +64,7 @@ class Device:
         self.kv: list[list[Kv]] = [[None] * block_tokens for _ in range(slots)]
 
 
-@dataclass
+@dataclass(eq=False)
 class Kept:
     """A block in the host level."""
 
@@ -73,6 +73,8 @@ class Kept:
     priority: int
     stamp: int
     claims: int = 0
+    retaken: bool = False
+    """Whether it came back while it was being onboarded."""
     flying: bool = False
 
 
@@ -95,6 +97,10 @@ class Host:
         self.pool: BlockPool | None = None
         self.blocks: dict[BlockKey, Kept] = {}
         self.free = list(range(self.slots))
+        self.claimed: dict[BlockKey, list[Kept]] = {}
+        """What is to be onboarded or disclaimed, though it may have been removed since."""
+        self.written: list[Kept] = []
+        """What is still being copied here, the same."""
         self.flights: dict[Ticket, Callable[[bool], None]] = {}
         self.offered: list[Victim] = []
         self.brought: list[BlockKey] = []
@@ -139,10 +145,12 @@ class Host:
         return [self._take(victim, self._stamp - at) for at, victim in enumerate(victims)]
 
     def _take(self, victim: Victim, stamp: int) -> Taken | None:
-        assert victim.key not in self.blocks or self.inclusive
+        kept = self.blocks.get(victim.key)
+        assert kept is None or self.inclusive or kept.claims
         if not self.rule.admits(victim.floor, victim.hits):
             return None
-        if victim.key in self.blocks:
+        if kept is not None:
+            kept.retaken = True
             return Taken(self.name)
         slot = self._room(victim.priority, stamp)
         if slot is None:
@@ -153,18 +161,35 @@ class Host:
         def copy(ok: bool) -> None:
             kept.flying = False
             kept.kv = list(self.device.kv[victim.slot])
-            if not ok:
+            if self.blocks.get(victim.key) is not kept:
+                self.free.append(kept.slot)
+            elif not ok:
                 self._forget(victim.key)
+            if kept in self.written:
+                self.written.remove(kept)
 
         if self.delayed:
+            self.written.append(kept)
             return Taken(self.name, self._ticket(copy))
         copy(True)
         return Taken(self.name)
 
     def _forget(self, key: BlockKey) -> None:
         kept = self.blocks.pop(key, None)
-        if kept is not None:
+        if kept is not None and not kept.claims and not kept.flying:
             self.free.append(kept.slot)
+
+    def _unclaim(self, key: BlockKey, kept: Kept) -> None:
+        self.claimed[key].remove(kept)
+        kept.claims -= 1
+        if self.blocks.get(key) is not kept and not kept.claims:
+            self.free.append(kept.slot)
+
+    def check(self) -> None:
+        """Every slot is free or has a block in it, one that was removed but is still read too."""
+        read = {kept.slot for held in self.claimed.values() for kept in held}
+        slots = {kept.slot for kept in (*self.blocks.values(), *self.written)} | read
+        assert sorted([*slots, *self.free]) == list(range(self.slots))
 
     def where(self, keys: Sequence[BlockKey]) -> Sequence[str | None]:
         return [self.name if key in self.blocks else None for key in keys]
@@ -175,39 +200,41 @@ class Host:
             if key not in self.blocks or self.blocks[key].flying:
                 break
             self.blocks[key].claims += 1
+            self.claimed.setdefault(key, []).append(self.blocks[key])
             found.append(self.name)
         return found
 
     def disclaim(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:
-            self.blocks[key].claims -= 1
-            assert self.blocks[key].claims >= 0
+            self._unclaim(key, self.claimed[key][-1])
 
     def onboard(
         self, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot], *, keep: bool
     ) -> Arrival:
         self.brought += keys
+        claims = [self.claimed[key][-1] for key in keys]
 
         def copy(ok: bool) -> None:
-            for key, slot in zip(keys, slots, strict=True):
-                kept = self.blocks[key]
-                kept.claims -= 1
+            for key, slot, kept in zip(keys, slots, claims, strict=True):
                 self.device.kv[slot] = list(kept.kv) if ok else [b"garbage"] * len(kept.kv)
-                if not ok or not (keep or self.inclusive):
+                keeps = keep or self.inclusive or kept.retaken
+                if self.blocks.get(key) is kept and not (ok and keeps):
                     self._forget(key)
+                self._unclaim(key, kept)
             if not ok and self.pool is not None:
                 self.pool.forgotten(keys)
 
         kept = keep or self.inclusive
         if self.delayed:
+            for slot in slots:  # what was there before is of no use to anybody
+                self.device.kv[slot] = [b"on its way"] * len(self.device.kv[slot])
             return Arrival(self._ticket(copy), kept=kept)
         copy(True)
         return Arrival(kept=kept)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:
-            if key in self.blocks and not self.blocks[key].flying:
-                self._forget(key)
+            self._forget(key)
 
     def clear(self) -> None:
         self.remove(list(self.blocks))
@@ -253,8 +280,7 @@ class Engine:
         """Every invariant, and that ``free + used == total``."""
         self.pool.check()
         assert self.pool.free + self.pool.used == self.pool.blocks
-        held = [kept.slot for kept in self.host.blocks.values()]
-        assert sorted([*held, *self.host.free]) == list(range(self.host.slots))
+        self.host.check()
 
     def kv(self, sequence: KVSequence, position: int) -> bytes:
         """What the model computes for the token at ``position``."""
@@ -280,8 +306,13 @@ class Engine:
             self.compute(sequence)
         return sequence
 
-    def compute(self, sequence: KVSequence) -> None:
-        """Copy what has to be copied, check what is there, compute the rest, commit."""
+    def poison(self) -> None:
+        """What is in slots that nobody holds and nothing is cached in is gone."""
+        for slot in self.pool.ledger.free:
+            self.device.kv[slot] = [b"stale"] * self.block_tokens
+
+    def compute(self, sequence: KVSequence, end: int | None = None) -> None:
+        """Copy what has to be copied, check what is there, compute up to ``end``, commit."""
         for copy in sequence.copies:
             assert copy.after is None or copy.after not in self.host.flights
             source, target = self.device.kv[copy.source], self.device.kv[copy.target]
@@ -289,10 +320,12 @@ class Engine:
             assert all(kv is not None for kv in target[: copy.tokens])
         self.sequences.copied(sequence)
         self.verify(sequence)
-        for position in range(sequence.computed, len(sequence.tokens)):
+        count = len(sequence.tokens)
+        end = count if end is None else min(count, end)
+        for position in range(sequence.computed, end):
             block, within = divmod(position, self.block_tokens)
             self.device.kv[sequence.table[block]][within] = self.kv(sequence, position)
-        self.sequences.commit(sequence, len(sequence.tokens))
+        self.sequences.commit(sequence, end)
         self.verify(sequence)
         self.check()
 

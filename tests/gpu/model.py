@@ -130,20 +130,30 @@ class PoolModel:
         most = max(best.values(), default=0)
         return most, {name for name, shared in best.items() if shared == most}
 
-    def room_for(self, tokens: Sequence[int], names: Sequence[Name], part: Name | None) -> int:
+    def room_for(
+        self,
+        tokens: Sequence[int],
+        names: Sequence[Name],
+        part: Name | None,
+        *,
+        taken: bool = False,
+    ) -> int:
         """How many slots a prompt needs beyond what could be freed; 0 or less if there is room."""
         fresh = -(-len(tokens) // self.size) - len(names)
         kept: set[Name | Private] = {*self.held(), *names}
         if part is not None:
             kept.add(part)
-            fresh -= self.partial == "take"
+            fresh -= taken
         return fresh - (self.blocks - len(kept))
 
-    def begin(self, tokens: list[int], retention: Retention | None, part: Name | None) -> Run:
+    def begin(
+        self, tokens: list[int], retention: Retention | None, part: Name | None, *, taken: bool
+    ) -> Run:
         """A prompt that there is room for, the last tokens of which are served by ``part``."""
         names = self.prefix(tokens[:-1])
         shared, candidates = self.parts(tokens[:-1], len(names))
-        assert part in candidates or (part is None and not candidates)
+        self.allow(tokens, names, part, candidates, taken=taken)
+        shared = 0 if part is None else shared
         run = Run(tokens, len(tokens), retention)
         run.table = [*names]
         run.computed = len(names) * self.size + shared
@@ -151,17 +161,35 @@ class PoolModel:
         self.runs.append(run)
         if part is not None:
             run.copied.append(part)
-        total = -(-len(tokens) // self.size)
-        if part is not None and self.partial == "take":
-            total -= 1
-        self.room(total - len(names))
-        if part is not None and self.partial == "take":
+        self.room(-(-len(tokens) // self.size) - len(names) - taken)
+        if part is not None and taken:
             run.copied.remove(part)
             del self.cached[part]
             run.table.append(Private())
         run.table += [Private() for _ in range(-(-len(tokens) // self.size) - len(run.table))]
         self.retain(run, names, cached=True)
         return run
+
+    def allow(
+        self,
+        tokens: Sequence[int],
+        names: Sequence[Name],
+        part: Name | None,
+        candidates: set[Name],
+        *,
+        taken: bool,
+    ) -> None:
+        """Assert that this use of a block of which a prompt shares a part is one there may be."""
+        assert part in candidates or part is None
+        if self.partial == "take" or not candidates:
+            assert taken == bool(candidates)
+        elif part is None or taken:  # there was no room to keep what would be copied
+            tight = [one for one in candidates if self.room_for(tokens, names, one) > 0]
+            assert part in tight or (part is None and not all(map(self.idle_leaf, tight)))
+        assert part is None or not taken or self.idle_leaf(part)
+
+    def idle_leaf(self, name: Name) -> bool:
+        return not self.refs(name) and self.leaf(name)
 
     def copied(self, run: Run) -> None:
         sources, run.copied = run.copied, []
@@ -174,25 +202,26 @@ class PoolModel:
         """Slots needed to go on with ``count`` tokens, beyond what could be freed."""
         first = run.computed // self.size
         shared = [at for at in range(first, len(run.table)) if not self.own(run.table[at])]
-        if len(shared) == 1 and self.takeable(run.table[shared[0]]):
-            shared = []
         more = -(-(len(run.tokens) + count) // self.size) - len(run.table)
+        if len(shared) == 1 and self.takes(run.table[shared[0]], more):
+            shared = []
         return more + len(shared) - self.free()
 
-    def takeable(self, block: Name | Private) -> bool:
-        sole = isinstance(block, tuple) and self.refs(block) == 1 and self.leaf(block)
-        return sole and self.partial != "copy"
+    def takes(self, block: Name | Private, more: int) -> bool:
+        """Whether a run writes on in its block: if a copy need not, or cannot, be made."""
+        if not isinstance(block, tuple) or self.refs(block) > 1:
+            return False
+        return (self.leaf(block) and self.partial != "copy") or more + 1 > self.free()
 
     def appended(self, run: Run, tokens: Sequence[int]) -> None:
         first = run.computed // self.size
         shared = [at for at in range(first, len(run.table)) if not self.own(run.table[at])]
         more = -(-(len(run.tokens) + len(tokens)) // self.size) - len(run.table)
-        if len(shared) == 1 and self.takeable(run.table[shared[0]]):
+        if len(shared) == 1 and self.takes(run.table[shared[0]], more):
             self.room(more)
             name = run.table[shared[0]]
             assert isinstance(name, tuple)
-            del self.cached[name]
-            run.table[shared[0]] = Private()
+            self.forget([name])
         else:
             self.room(more + len(shared))
             for at in shared:

@@ -44,7 +44,9 @@ MODELS: list[tuple[tuple[Group, ...], Partial]] = [
     ((FULL, NEAR, STATE), "off"),
     ((FULL, WIDE), "off"),
 ]
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=18)
+TOKENS = st.sampled_from([13, 9, 5, 18, 8, 3]).map(lambda count: [0] * count) | st.lists(
+    st.integers(0, 1), min_size=1, max_size=18
+)
 
 
 class LateCopier(Copier):
@@ -58,6 +60,9 @@ class LateCopier(Copier):
 
     def submit(self, job: CopyJob) -> None:
         self.jobs.append(job)
+        for block in job.blocks if job.direction == "onboard" else ():
+            here = self._device[job.group][block]
+            here[:] = b"?" * len(here)
 
     def end(self, job: CopyJob, *, ok: bool = True) -> None:
         self.jobs.remove(job)
@@ -149,16 +154,33 @@ class DeviceMachine(RuleBasedStateMachine):
 
     # ---- rules
 
-    @rule(tokens=TOKENS, priority=st.none() | st.sampled_from([10, 60]), salt=st.sampled_from("ab"))
-    def begin(self, tokens: list[int], priority: int | None, salt: str) -> None:
+    @rule(
+        tokens=TOKENS,
+        priority=st.none() | st.sampled_from([10, 60]),
+        salt=st.sampled_from("aab"),
+        most=st.sampled_from([None, None, 0, 8]),
+    )
+    def begin(self, tokens: list[int], priority: int | None, salt: str, most: int | None) -> None:
         retention = None
         if priority is not None:
             retention = Retention((RetentionRange(0, None, priority, 1.0),))
         before = [pool.used for pool in self.cache.pools]
         try:
-            self.live.append(self.requests.begin(tokens, retention=retention, salt=salt))
-        except OutOfBlocks:
+            request = self.requests.begin(tokens, retention=retention, salt=salt, cached_max=most)
+        except OutOfBlocks as error:
             assert all(p.used >= b for p, b in zip(self.cache.pools, before, strict=True))
+            self.may_refuse(error, len(tokens), [])
+        else:
+            self.live.append(request)
+
+    def may_refuse(self, error: OutOfBlocks, tokens: int, running: list[Request]) -> None:
+        """What fits pools in which nothing but ``running`` is under way has to be admitted."""
+        fits = all(
+            -(-tokens // group.block_tokens) <= pool.blocks
+            for group, pool in zip(self.groups, self.cache.pools, strict=True)
+        )
+        copying = self.cache.port.busy or any(one.copies_left for one in self.suspended)
+        assert not fits or copying or self.live != running, f"refused by idle pools: {error}"
 
     def pick(self, data: st.DataObject) -> Request:
         return data.draw(st.sampled_from(self.live))
@@ -192,8 +214,9 @@ class DeviceMachine(RuleBasedStateMachine):
             length = len(request.tokens)
             try:
                 self.requests.append(request, tokens)
-            except OutOfBlocks:
+            except OutOfBlocks as error:
                 assert {len(part.tokens) for part in request.parts} == {length}
+                self.may_refuse(error, length + len(tokens), [request])
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), count=st.integers(0, 5))
@@ -298,6 +321,9 @@ class DeviceMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         self.cache.check()
+        for pool, memory in zip(self.cache.pools, self.device, strict=True):
+            for slot in pool.ledger.free:
+                memory[slot][:] = b"-" * len(memory[slot])
         replay(self.cache.take_events(), self.index)
         now: Indexed = {}
         replay(list(self.cache.snapshot()), now)

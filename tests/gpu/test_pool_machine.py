@@ -21,7 +21,9 @@ from kvladder.policy.retention import Retention, RetentionRange
 from tests.gpu.engine import Engine, Indexed, replay
 from tests.gpu.model import Name, PoolModel, Private, Run
 
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+TOKENS = st.integers(1, 14).map(lambda n: [0] * n) | st.lists(
+    st.integers(0, 1), min_size=1, max_size=14
+)
 PRIORITIES = st.sampled_from([0, 10, 35, 60, 100])
 DURATIONS = st.none() | st.integers(0, 3).map(float)
 
@@ -71,17 +73,16 @@ class PoolMachine(RuleBasedStateMachine):
         try:
             sequence = self.engine.sequences.begin(tokens, retention=retention)
         except OutOfBlocks:
-            choices: list[Name | None] = [*parts] if parts else [None]
-            assert any(model.room_for(tokens, names, part) > 0 for part in choices)
+            assert model.room_for(tokens, names, None) > 0
             return
-        assert sequence.cached == len(names) * 4 + shared
-        part = None
-        if parts and model.partial == "copy":
+        part, taken = None, False
+        if sequence.copies:
             part = slots[sequence.copies[0].source]
-        elif parts:
-            part = slots[sequence.table[len(names)]]
-        assert model.room_for(tokens, names, part) <= 0
-        run = model.begin(list(tokens), retention, part)
+        elif sequence.cached > len(names) * 4:
+            part, taken = slots[sequence.table[len(names)]], True
+        assert sequence.cached == len(names) * 4 + (0 if part is None else shared)
+        assert model.room_for(tokens, names, part, taken=taken) <= 0
+        run = model.begin(list(tokens), retention, part, taken=taken)
         self.live.append((sequence, run))
 
     @precondition(lambda self: self.live)

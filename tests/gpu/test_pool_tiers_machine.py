@@ -5,21 +5,28 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings as profile
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvladder.errors import OutOfBlocks
+from kvladder.errors import BlocksBusy, OutOfBlocks
 from kvladder.gpu.sequence import KVSequence
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.retention import Retention, RetentionRange
 from tests.gpu.engine import Engine, Indexed, replay
 
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+ACTIONS = [
+    "begin", "begin", "begin", "run", "compute", "compute", "compute", "append", "append",
+    "rewind", "fork", "release", "release", "land", "land", "evict", "forget", "remove", "wait",
+]  # fmt: skip
+LENGTHS = (9, 5, 8, 13, 1, 3, 4, 6, 14)
+
+
+@st.composite
+def prompts(draw: st.DrawFn, longest: int = 14) -> list[int]:
+    """Mostly the beginnings of one text, so that requests meet in what they compute."""
+    tokens = [0] * draw(st.sampled_from([n for n in LENGTHS if n <= longest]))
+    if draw(st.integers(0, 5)) == 5:
+        tokens[draw(st.integers(0, len(tokens) - 1))] = 1
+    return tokens
 
 
 class TiersMachine(RuleBasedStateMachine):
@@ -28,7 +35,7 @@ class TiersMachine(RuleBasedStateMachine):
         host=st.integers(1, 6),
         partial=st.sampled_from(["off", "take", "copy"]),
         threshold=st.sampled_from([0, 35, 50]),
-        delayed=st.booleans(),
+        delayed=st.sampled_from([True, True, False]),
         inclusive=st.booleans(),
     )
     def start(
@@ -53,66 +60,100 @@ class TiersMachine(RuleBasedStateMachine):
         self.live: list[KVSequence] = []
         self.index: Indexed = {}
 
-    @rule(
-        tokens=TOKENS,
-        priority=st.none() | st.sampled_from([0, 35, 60]),
-        duration=st.none() | st.just(1.0),
-    )
-    def begin(self, tokens: list[int], priority: int | None, duration: float | None) -> None:
+    # One rule, which draws what happens: of many rules most runs would leave most out, and faults
+    # between requests take several of them.
+
+    @rule(data=st.data(), what=st.sampled_from(ACTIONS))
+    def step(self, data: st.DataObject, what: str) -> None:
+        getattr(self, what)(data)
+
+    def begin(self, data: st.DataObject) -> None:
+        """A request for a text, of which it is served no more than so much."""
+        tokens, most = data.draw(prompts()), data.draw(st.sampled_from([None, None, 0, 5]))
+        priority = data.draw(st.sampled_from([None, None, None, 0, 35, 60]))
         retention = None
         if priority is not None:
-            retention = Retention((RetentionRange(0, None, priority, duration),))
+            lasts_s = data.draw(st.sampled_from([None, 1.0]))
+            retention = Retention((RetentionRange(0, None, priority, lasts_s),))
         before = self.pool.used
         try:
-            self.live.append(self.engine.sequences.begin(tokens, retention=retention))
-        except OutOfBlocks:
+            sequence = self.engine.sequences.begin(tokens, retention=retention, cached_max=most)
+        except OutOfBlocks as error:
             assert self.pool.used >= before
+            self.may_refuse(error, len(tokens), [])
+        else:
+            self.live.append(sequence)
 
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
+    def may_refuse(self, error: OutOfBlocks, tokens: int, running: list[KVSequence]) -> None:
+        """What fits a pool in which nothing but ``running`` is under way has to be admitted."""
+        fits = -(-tokens // self.engine.block_tokens) <= self.pool.blocks
+        alone = self.live == running and not self.host.flights
+        assert not (fits and alone), f"refused by an idle pool: {error}"
+        assert self.host.flights or not isinstance(error, BlocksBusy)
+
+    def run(self, data: st.DataObject) -> None:
+        """A whole request, as far as it can run at once; what is idle leaves the device."""
+        tokens = data.draw(prompts())
+        try:
+            sequence = self.engine.sequences.begin(tokens)
+        except OutOfBlocks as error:
+            self.may_refuse(error, len(tokens), [])
+        else:
+            if not sequence.waits:
+                self.engine.compute(sequence)
+            self.engine.sequences.release(sequence)
+            self.engine.sequences.copied(sequence)
+        self.pool.evict(self.pool.blocks)
+        while self.host.flights:
+            self.host.complete(min(self.host.flights))
+
+    def pick(self, data: st.DataObject, *, ready: bool = True) -> KVSequence | None:
+        able = [one for one in self.live if one.ready or not ready]
+        return data.draw(st.sampled_from(able)) if able else None
+
     def compute(self, data: st.DataObject) -> None:
-        sequence = data.draw(st.sampled_from(self.live))
-        if not sequence.waits and not sequence.lost:
-            self.engine.compute(sequence)
+        able = [one for one in self.live if not (one.waits or one.lost)]
+        if able:
+            sequence = data.draw(st.sampled_from(able))
+            part = data.draw(st.sampled_from([None, None, 1, 4, 6]))
+            self.engine.compute(sequence, None if part is None else sequence.computed + part)
 
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=6))
-    def append(self, data: st.DataObject, tokens: list[int]) -> None:
-        sequence = data.draw(st.sampled_from(self.live))
-        if sequence.ready:
-            length = len(sequence.tokens)
+    def append(self, data: st.DataObject) -> None:
+        sequence = self.pick(data)
+        if sequence is not None:
+            tokens, length = data.draw(prompts(longest=6)), len(sequence.tokens)
             try:
                 self.engine.sequences.append(sequence, tokens)
-            except OutOfBlocks:
+            except OutOfBlocks as error:
                 assert len(sequence.tokens) == length
+                self.may_refuse(error, length + len(tokens), [sequence])
 
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
+    def rewind(self, data: st.DataObject) -> None:
+        sequence = self.pick(data)
+        if sequence is not None and len(sequence.tokens) > 1:
+            count = data.draw(st.integers(1, len(sequence.tokens) - 1))
+            self.engine.sequences.rewind(sequence, count)
+
     def fork(self, data: st.DataObject) -> None:
-        sequence = data.draw(st.sampled_from(self.live))
-        if sequence.ready and len(self.live) < 5:
+        sequence = self.pick(data)
+        if sequence is not None and len(self.live) < 5:
             self.live += self.engine.sequences.fork(sequence, 1)
 
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        sequence = data.draw(st.sampled_from(self.live))
-        self.engine.sequences.release(sequence)
-        self.live.remove(sequence)
-        if sequence.copies:
+        sequence = self.pick(data, ready=False)
+        if sequence is not None:
+            self.engine.sequences.release(sequence)
+            self.live.remove(sequence)
             self.engine.sequences.copied(sequence)
 
-    @precondition(lambda self: self.host.flights)
-    @rule(data=st.data(), ok=st.sampled_from([True, True, True, False]))
-    def land(self, data: st.DataObject, ok: bool) -> None:
-        ticket = data.draw(st.sampled_from(sorted(self.host.flights)))
-        self.host.complete(ticket, ok=ok)
+    def land(self, data: st.DataObject) -> None:
+        if self.host.flights:
+            ticket = data.draw(st.sampled_from(sorted(self.host.flights)))
+            self.host.complete(ticket, ok=data.draw(st.sampled_from([True, True, True, False])))
 
-    @rule(count=st.integers(0, 3))
-    def evict(self, count: int) -> None:
-        self.pool.evict(count)
+    def evict(self, data: st.DataObject) -> None:
+        self.pool.evict(data.draw(st.integers(1, 3)))
 
-    @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
         loose = sorted(k for k, b in self.host.blocks.items() if not b.claims and not b.flying)
         if loose:
@@ -120,19 +161,18 @@ class TiersMachine(RuleBasedStateMachine):
             self.host.remove([key])
             self.pool.forgotten([key])
 
-    @rule(tokens=TOKENS)
-    def remove(self, tokens: list[int]) -> None:
-        self.pool.remove(self.engine.keys(tokens)[-1:])
+    def remove(self, data: st.DataObject) -> None:
+        self.pool.remove(self.engine.keys(data.draw(prompts()))[-1:])
 
-    @rule(by=st.sampled_from([0.5, 1.0]))
-    def wait(self, by: float) -> None:
-        self.engine.clock.now_s += by
+    def wait(self, data: st.DataObject) -> None:
+        self.engine.clock.now_s += data.draw(st.sampled_from([0.5, 1.0]))
 
     @invariant()
     def sound(self) -> None:
         if not hasattr(self, "pool"):
             return
         self.engine.check()
+        self.engine.poison()
         index = self.pool.ledger.index
         colder = {index.nodes.key[node] for node in index.colder}
         assert colder <= self.host.blocks.keys()
@@ -160,4 +200,4 @@ class TiersMachine(RuleBasedStateMachine):
 
 
 TestTiersMachine = pytest.mark.slow(TiersMachine.TestCase)
-TestTiersMachine.settings = profile(max_examples=200, stateful_step_count=40, deadline=None)
+TestTiersMachine.settings = profile(max_examples=100, stateful_step_count=50, deadline=None)

@@ -1,0 +1,104 @@
+"""A block that is complete in one slot while a copy still brings it to another."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvladder.errors import NotHeld
+from kvladder.gpu.pool import Partial
+from kvladder.gpu.sequence import KVSequence
+from kvladder.policy.offload import OffloadRule
+from tests.gpu.engine import Engine
+
+
+def engine(partial: Partial, text: int = 8) -> Engine:
+    """The host holds a text of so many tokens, and nothing of it is on the device."""
+    made = Engine(12, host=8, delayed=True, rule=OffloadRule(min_priority=0), partial=partial)
+    made.run(range(text))
+    made.pool.evict(12)
+    land(made)
+    made.poison()
+    return made
+
+
+def land(engine: Engine, *, ok: bool = True) -> None:
+    while engine.host.flights:
+        engine.host.complete(min(engine.host.flights), ok=ok)
+
+
+def race(engine: Engine) -> tuple[KVSequence, KVSequence]:
+    """One computes what the other waits for, and is done first."""
+    ours = engine.sequences.begin(range(9), cached_max=0)
+    theirs = engine.sequences.begin(range(9))
+    assert theirs.waits
+    engine.compute(ours)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("partial", ["off", "take", "copy"])
+@pytest.mark.parametrize("ok", [True, False])
+def test_who_computes_what_is_on_its_way_keeps_its_own_bytes(partial: Partial, ok: bool) -> None:
+    e = engine(partial)
+    ours, theirs = race(e)
+    assert ours.ready
+    e.verify(ours)
+    land(e, ok=ok)
+    assert (ours.lost, theirs.lost) == (False, not ok)
+    e.verify(ours)
+    if ok:
+        e.compute(theirs)
+    for sequence in (ours, theirs):
+        e.release(sequence)
+    assert e.run(range(9)) == 8
+
+
+def test_what_is_complete_is_served_at_once_though_a_copy_of_it_is_on_its_way() -> None:
+    e = engine("off")
+    ours, theirs = race(e)
+    later = e.sequences.begin(range(9))
+    assert later.ready
+    assert later.table[:2] == ours.table[:2]
+    e.verify(later)
+    for sequence in (ours, theirs, later):
+        e.release(sequence)
+    land(e)
+
+
+def test_what_arrived_second_takes_no_slot_of_its_own() -> None:
+    e = engine("off")
+    ours, theirs = race(e)
+    assert e.pool.used == 6
+    land(e)
+    assert theirs.table[:2] == ours.table[:2]
+    assert e.pool.used == 4
+    for sequence in (theirs, ours):
+        e.compute(sequence)
+        e.release(sequence)
+
+
+def test_an_answer_that_a_tier_knows_is_computed_again_while_it_comes_up() -> None:
+    e = engine("off", text=12)
+    ours = e.begin(range(3))
+    e.generate(ours, range(3, 7))
+    theirs = e.sequences.begin(range(9))
+    e.generate(ours, [7, 8])
+    e.verify(ours)
+    land(e)
+    e.verify(ours)
+    e.compute(theirs)
+    for sequence in (ours, theirs):
+        e.release(sequence)
+
+
+def test_what_is_on_its_way_is_not_matched_by_whoever_cannot_wait() -> None:
+    e = engine("off")
+    waiting = e.sequences.begin(range(9))
+    keys = e.keys(range(8))
+    assert e.pool.match(keys) == e.pool.acquire(keys) == e.pool.pin(keys) == []
+    land(e)
+    pins = e.pool.pin(keys)
+    assert pins == waiting.table[:2]
+    e.pool.unpin(pins)
+    with pytest.raises(NotHeld):
+        e.pool.unpin(pins)
+    e.release(waiting)
