@@ -49,6 +49,7 @@ from kvladder.connectors.vllm_step import RankDescription, Report, Step
 from kvladder.connectors.vllm_worker import WorkerHalf
 from kvladder.errors import ConfigError
 from kvladder.notices import Notices
+from kvladder.preflight import preflight
 from kvladder.runtime import SystemClock
 
 register()  # a MultiConnector looks statistics up by the name of the class
@@ -118,6 +119,23 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         goes first.
         """
         return None if vllm_config.device_config.device_type == "cpu" else "BLHNC"
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No; where there are CUDA graphs, vLLM asks before it loads the model.
+
+        Raises
+        ------
+        ConfigError
+            The cache would not open.
+        """
+        _, config = parse(extra_config)
+        findings = preflight(config)
+        for warning in findings.warnings:
+            logger.warning("%s", warning)
+        if findings.errors:
+            raise findings.errors[0]
+        return False
 
     # ---- worker
 

@@ -5,7 +5,6 @@ What comes out is one tree of plain data in the long form, and for each place in
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any, Literal, cast
 
 from kvladder.errors import ConfigError
 from kvladder.schema import is_list, is_mapping, is_text, join, nearest, require_mapping, shown
+from kvladder.tiers.filesexamine import space
 from kvladder.units import Size
 from kvladder.yamlfile import DEPTH_MAX, load_yaml
 
@@ -255,22 +255,14 @@ def room(directory: Path) -> int:
 
     What the directory holds already counts as room, so that a restart keeps the capacity.
     """
-    existing = directory
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
     try:
-        info = os.statvfs(existing)
-        held = sum(
-            (Path(folder) / name).lstat().st_blocks * 512
-            for folder, _, names in os.walk(directory)
-            for name in names
-        )
+        free, held = space(directory)
     except OSError as error:
         why = error.strerror or type(error).__name__
         raise ConfigError(
             f"{directory}: {why}", path="files", hint="expected a directory"
         ) from error
-    return max(1, int((info.f_bavail * info.f_frsize + held) * FREE_SHARE))
+    return max(1, int((free + held) * FREE_SHARE))
 
 
 def _apply_variable(name: str, text: str, found: Source) -> None:

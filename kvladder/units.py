@@ -87,7 +87,7 @@ class Size(int):
 
     def about(self) -> str:
         """Rounded, in a binary unit, for tables: ``1.82 TiB``."""
-        power = min((int(self).bit_length() - 1) // 10, 5)
+        power = max(0, min((int(self).bit_length() - 1) // 10, 5))
         return f"{int(self) / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"
 
 

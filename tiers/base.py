@@ -151,6 +151,21 @@ class Tier(ABC):
     probe_cache_s: float = 1.0
     """How long the answer that a block is not there is believed."""
 
+    async def examine(
+        self, capacity_bytes: int, warn: Callable[[str], object]
+    ) -> Mapping[str, str]:
+        """See whether what the settings name is there, and leave it as it is; facts for people.
+
+        Called before anything is opened, outside of a running cache, and by nobody after ``open``.
+        What is to be mended and is no reason not to start goes to ``warn``, a sentence each.
+
+        Raises
+        ------
+        ConfigError
+            ``open`` would refuse it, too.
+        """
+        return {}
+
     async def open(self, context: TierContext) -> None:
         """Get ready. Called once, before any other call.
 

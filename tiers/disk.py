@@ -6,9 +6,11 @@ import fcntl
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from kvladder.tiers.filesexamine import examine
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
@@ -89,9 +91,20 @@ class Disk(ABC):
     def touch(self, path: Path) -> None:
         """Make now the time of last change."""
 
+    def examine(
+        self, path: Path, capacity_bytes: int, direct: bool | None, warn: Callable[[str], object]
+    ) -> Mapping[str, str]:
+        """See ``Tier.examine``; nothing to say of a disk that is none."""
+        return {}
+
 
 class OsDisk(Disk):
     """The operating system's."""
+
+    def examine(
+        self, path: Path, capacity_bytes: int, direct: bool | None, warn: Callable[[str], object]
+    ) -> Mapping[str, str]:
+        return examine(path, capacity_bytes, direct, warn)
 
     def open(self, path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -107,6 +107,12 @@ class FilesTier(Tier):
         self._corrupt = 0
         self._stale = 0
         self._closing = False
+
+    async def examine(
+        self, capacity_bytes: int, warn: Callable[[str], object]
+    ) -> Mapping[str, str]:
+        path = Path(self.options.path)
+        return self._disk.examine(path, capacity_bytes, self.options.direct, warn)
 
     async def open(self, context: TierContext) -> None:
         self.context = context

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import compress, pairwise
@@ -26,6 +26,7 @@ from kvladder.tiers.redisvalue import (
     space_prefix,
 )
 from kvladder.tiers.resp import Part, ReplyError, Target, encode, encode_around
+from kvladder.units import Size
 
 OLDEST = (6, 2)
 BATCH_BYTES = 64 << 20
@@ -80,6 +81,43 @@ class RedisTier(Tier):
         self._asking: asyncio.Task[None] | None = None
         self._closed = False
 
+    async def examine(
+        self, capacity_bytes: int, warn: Callable[[str], object]
+    ) -> Mapping[str, str]:
+        used = most = 0
+        try:
+            await self._reached()
+            for address in await self._servers.addresses():
+                info = parse_info(await self._entrance.ask(address, "INFO"))
+                used += int(info.get("used_memory", "0"))
+                most += int(info.get("maxmemory", "0"))
+        except TierError as error:
+            warn(str(error))
+        finally:
+            await self.aclose()
+        if 0 < most < capacity_bytes:
+            warn(
+                f"capacity is {Size(capacity_bytes).about()}, and the servers keep at most"
+                f" {Size(most).about()} (maxmemory): they evict what is beyond it"
+            )
+        facts = {"servers": ", ".join(map(str, self.options.parsed.addresses))}
+        if used:
+            limit = f"of {Size(most).about()}" if most else "without a limit (maxmemory 0)"
+            facts |= {"version": self._version, "memory": f"{Size(used).about()} used {limit}"}
+        return facts
+
+    async def _reached(self) -> None:
+        """Check the servers for the first time, while the settings can still be refused."""
+        try:
+            await self._require_fit()
+        except Unfit as error:
+            raise ConfigError(error.message, path=error.path, hint=error.hint) from error
+        except TierError as error:
+            if self.options.required:
+                hint = "a server that runs, or required: false to start without it"
+                raise ConfigError(str(error), path="url", hint=f"expected {hint}") from error
+            raise
+
     async def open(self, context: TierContext) -> None:
         self.context = context
         fitting = BATCH_BYTES // context.layout.slot_bytes
@@ -93,14 +131,8 @@ class RedisTier(Tier):
         self._ttls = [self.options.ttl_s(n) for n in range(PRIORITY_MAX + 1)]
         self._header = ValueHeader(context.namespace, self._size, verify=context.verify)
         self._quotas = Quotas(self.options.quota, self._prefix, HEADER_BYTES + self._size)
-        try:
-            await self._require_fit()
-        except Unfit as error:
-            raise ConfigError(error.message, path=error.path, hint=error.hint) from error
-        except TierError as error:
-            if self.options.required:
-                hint = "a server that runs, or required: false to start without it"
-                raise ConfigError(str(error), path="url", hint=f"expected {hint}") from error
+        with suppress(TierError):  # not there yet, and not required
+            await self._reached()
 
     async def _require_fit(self) -> None:
         """Check, once, that the servers are what the settings say, and hear what they take."""

@@ -26,8 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         print(arguments.run(arguments))
-    except ConfigError as error:
-        print(f"kvladder: {error}", file=sys.stderr)
+    except (ConfigError, ExceptionGroup) as error:
+        errors = error.exceptions if isinstance(error, ExceptionGroup) else [error]
+        if not all(isinstance(one, ConfigError) for one in errors):
+            raise
+        print(*(f"kvladder: {one}" for one in errors), sep="\n", file=sys.stderr)
         return EXIT_CONFIG
     return 0
 
@@ -42,7 +45,8 @@ def _parser() -> argparse.ArgumentParser:
         "check",
         help="check a configuration and print the resolved stack",
         description="Check a configuration and print the resolved stack: every setting, what it "
-        "comes to, and who set it. Exits with 2 and the reason if it is wrong.",
+        "comes to, and who set it; and look whether the directories, servers, keys and libraries "
+        "that it names are there. Exits with 2 and the reasons if a cache would not open.",
     )
     checking.add_argument("config", type=Path, help="the YAML file")
     checking.add_argument(
@@ -56,6 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     checking.add_argument(
         "--block-tokens", type=int, metavar="N", help="tokens per block of the engine"
+    )
+    checking.add_argument(
+        "--offline", action="store_true", help="do not look at the paths and servers it names"
     )
     checking.set_defaults(run=_check)
     _add_size(commands.add_parser)
@@ -139,6 +146,7 @@ def _check(arguments: argparse.Namespace) -> str:
         model=arguments.model,
         dtype=arguments.dtype,
         block_tokens=arguments.block_tokens,
+        offline=arguments.offline,
     )
 
 

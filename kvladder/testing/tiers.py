@@ -39,6 +39,21 @@ class TierTests(NoteTests):
         assert all(isinstance(part, str) for row in tier.describe().items() for part in row)
         assert tier.corrupt_blocks() == 0
 
+    async def test_examines_what_it_is_to_open_and_leaves_it(
+        self, make: MakeTier, opened: Opener, blocks: Blocks
+    ) -> None:
+        warnings: list[str] = []
+        facts = await make().examine(1 << 30, warnings.append)
+        assert all(isinstance(part, str) for row in facts.items() for part in row)
+        assert all(isinstance(warning, str) for warning in warnings)
+        items = await blocks.put(await opened(), 0, 1)
+        await opened.close()
+        await make().examine(1 << 30, warnings.append)
+        await opened()
+        assert {item.key for item in opened.recovered} == (
+            {item.key for item in items} if self.survives else set()
+        )
+
     # ---- round trips
 
     async def test_batches_of_every_size_round_trip(self, tier: Tier, blocks: Blocks) -> None:

@@ -44,6 +44,19 @@ def test_the_short_form_and_the_file_give_a_stack(tmp_path: Path) -> None:
     assert (options.load, config.arena.size_bytes) == ("async", 32 << 20)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, when vLLM is imported
+def test_what_a_stack_names_is_looked_at_before_the_model_is_loaded(tmp_path: Path) -> None:
+    """vLLM asks whether CUDA graphs are to be cut while it makes its configuration."""
+    pytest.importorskip("vllm")
+    from kvladder.connectors.vllm import KVLadderConnector
+
+    asked = KVLadderConnector.requires_piecewise_for_cudagraph
+    assert asked({**HOST, "files": str(tmp_path / "kv"), "capacity": "1 MiB"}) is False
+    with pytest.raises(ConfigError, match=r"tiers\[1\]\.path: .*none does not exist"):
+        asked({**HOST, "files": str(tmp_path / "none" / "kv"), "capacity": "1 MiB"})
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("extra", "text"),
     [

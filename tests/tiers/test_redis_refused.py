@@ -11,6 +11,7 @@ import kvladder
 from kvladder.config import load_config
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
+from kvladder.preflight import preflight
 from kvladder.testing.redisserver import RedisServer, certificates, free_ports, start_cluster
 from kvladder.tiers.redisurl import Address, RedisOptions, parse_url
 
@@ -23,11 +24,21 @@ def stack(**redis):
     return {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, level]}
 
 
+def foretold(source):
+    """Where the first error is that looking at what the settings name finds, or theirs."""
+    try:
+        return preflight(load_config(source)).errors[0].path
+    except ConfigError as error:
+        return error.path
+
+
 def refused(**redis):
-    """The error with which a cache over this tier does not open."""
+    """The error with which a cache over this tier does not open, and which is foretold."""
     with pytest.raises(ConfigError) as caught:
         kvladder.open_cache(stack(**redis), layout=LAYOUT).close()
     assert SECRET not in str(caught.value)
+    if "quota" not in caught.value.path:  # which depends on the size of a block
+        assert foretold(stack(**redis)) == caught.value.path
     assert caught.value.path.startswith("tiers[1]")
     return caught.value
 

@@ -1,0 +1,156 @@
+"""Whether what a configuration names is there, before anything is opened."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from packaging.requirements import Requirement
+
+from kvladder.config import StackConfig
+from kvladder.errors import ConfigError
+from kvladder.layout import Layout
+from kvladder.schema import within
+from kvladder.settings import LevelConfig
+from kvladder.tiers.codecs import Stage
+from kvladder.units import Size
+
+T = TypeVar("T")
+ANY = Layout(block_tokens=16, block_bytes=4096)
+"""Blocks of some size: what a codec needs beside them does not depend on it."""
+_MEMORY = Path("/proc/meminfo")
+
+
+class Findings(NamedTuple):
+    """What was found."""
+
+    facts: dict[str, Mapping[str, str]]
+    """By what they are about: the machine, or a level's name."""
+    warnings: list[str]
+    """What is to be mended and is no reason not to start."""
+    errors: list[ConfigError]
+    """Why a cache would not open."""
+
+
+def preflight(config: StackConfig) -> Findings:
+    """Look at the paths, servers, keys, addresses and libraries that ``config`` names.
+
+    Nothing is made or changed there. Takes at most as long as all servers' ``connect_timeout``.
+    """
+    with ThreadPoolExecutor(1) as thread:  # the caller may be on an event loop
+        return thread.submit(_preflight, config).result()
+
+
+def _preflight(config: StackConfig) -> Findings:
+    found = Findings({}, [], [])
+    extras = {""}
+    if config.events.publish is not None:
+        extras.add("events")
+        _try(found, config, "", lambda: _bindable(config, found.warnings.append))
+    if config.control.path is not None:
+        path = Path(config.control.path)
+        _try(found, config, "", lambda: _socket(path))
+    for i, level in enumerate(config.levels, start=1):
+        where = f"tiers[{i}]"
+
+        facts = _try(found, config, where, partial(_examined, level, where, found.warnings))
+        for codec in level.make_codecs():
+            if codec.stage == Stage.ENCRYPT:
+                extras.add("encryption")
+                opening = partial(codec.open, ANY, ANY.namespace())
+                _try(found, config, f"{where}.codecs", opening)
+        if facts:
+            found.facts[level.name] = facts
+    available = _available_bytes()
+    if available is not None and config.arena.size_bytes > available:
+        found.warnings.append(
+            f"arena.size is {config.arena.size_bytes}, and this machine has"
+            f" {Size(available).about()} of memory left"
+        )
+    found.facts["libraries"] = dict(_libraries(extras, found.errors))
+    return found
+
+
+def _try(found: Findings, config: StackConfig, where: str, look: Callable[[], T]) -> T | None:
+    try:
+        return look()
+    except ConfigError as error:
+        found.errors.append(config.source.explain(within(where, error) if where else error))
+    return None
+
+
+def _examined(level: LevelConfig, where: str, warnings: list[str]) -> Mapping[str, str]:
+    def warn(text: str) -> None:
+        warnings.append(f"{where}: {text}")
+
+    return asyncio.run(level.make_tier().examine(level.capacity_bytes, warn))
+
+
+def _bindable(config: StackConfig, warn: Callable[[str], object]) -> None:
+    """Raise ConfigError if events cannot be published."""
+    try:
+        import zmq
+    except ImportError as error:
+        hint = "install kvladder[events]"
+        raise ConfigError(f"needs pyzmq: {error}", path="events.publish", hint=hint) from error
+    with zmq.Context() as context, context.socket(zmq.PUB) as socket:
+        for name in ("publish", "replay"):
+            address: str | None = getattr(config.events, name)
+            if address is None:
+                continue
+            try:
+                socket.bind(address)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE:
+                    hint = "expected an address such as 'tcp://*:5557'"
+                    where = f"events.{name}"
+                    raise ConfigError(f"{address}: {error}", path=where, hint=hint) from error
+                warn(f"events.{name}: {address} is in use: does an engine run already?")
+
+
+def _socket(path: Path) -> None:
+    """Raise ConfigError if there can be no control socket."""
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        hint = "expected a directory that exists and can be written"
+        raise ConfigError(str(path.parent), path="control.path", hint=hint)
+
+
+def _available_bytes() -> int | None:
+    """How much memory can be taken without making others give theirs up; None if unknown."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = _MEMORY.read_text().splitlines()
+        text = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(text.split()[1]) * 1024
+    return None
+
+
+def _libraries(extras: Iterable[str], errors: list[ConfigError]) -> Iterator[tuple[str, str]]:
+    """The versions of what kvladder is built on; an error for each that does not fit."""
+    try:
+        yield "kvladder", version("kvladder")
+        wanted = [Requirement(text) for text in requires("kvladder") or ()]
+    except PackageNotFoundError:  # run from its source tree
+        return
+    for one in wanted:
+        extra = next(
+            (e for e in extras if not one.marker or one.marker.evaluate({"extra": e})), None
+        )
+        if extra is None:
+            continue
+        try:
+            has = version(one.name)
+        except PackageNotFoundError:
+            what = f"install kvladder[{extra}]" if one.marker else "install kvladder again"
+            errors.append(ConfigError("is not installed", path=one.name, hint=what))
+            continue
+        if not one.specifier.contains(has, prereleases=True):
+            hint = f"expected {one.specifier}"
+            errors.append(ConfigError(f"version {has} is installed", path=one.name, hint=hint))
+        yield one.name, has

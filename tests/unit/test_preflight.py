@@ -1,0 +1,153 @@
+"""What a configuration names is looked at before anything is opened."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+import pytest
+
+from kvladder import preflight as module
+from kvladder.cli import main
+from kvladder.config import load_config
+from kvladder.preflight import preflight
+
+
+def config(*below, **more):
+    """A stack with these levels below host."""
+    source = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, *below], **more}
+    return load_config(source, env={})
+
+
+def files(path, **more):
+    return {"name": "disk", "type": "files", "path": str(path), "capacity": "1 MiB", **more}
+
+
+def test_what_is_there_is_told(tmp_path):
+    found = preflight(config(files(tmp_path / "kv")))
+    assert (found.warnings, found.errors) == ([], [])
+    facts = found.facts["disk"]
+    assert facts["directory"] == f"{tmp_path / 'kv'} (will be made)"
+    assert facts["direct I/O"] in {"yes", "no"}
+    assert "0 B are held there" in facts["free"]
+    assert {"msgspec", "redis", "xxhash"} <= found.facts["libraries"].keys()
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_may_be_asked_while_an_event_loop_runs(tmp_path):
+    async def ask():
+        return preflight(config(files(tmp_path)))
+
+    assert asyncio.run(ask()).errors == []
+
+
+def test_a_capacity_that_the_disk_does_not_have(tmp_path):
+    (warning,) = preflight(config(files(tmp_path, capacity="1000 TiB"))).warnings
+    assert warning.startswith(f"tiers[1]: capacity is 1000 TiB, and {tmp_path} has room for ")
+
+
+def test_an_arena_that_the_machine_does_not_have(monkeypatch, tmp_path):
+    meminfo = tmp_path / "meminfo"
+    monkeypatch.setattr(module, "_MEMORY", meminfo)
+    for text, warnings in (
+        ("MemTotal: 9 kB\nMemAvailable:    512 kB\n", 1),
+        ("MemTotal: 9 kB\nMemAvailable:    4096 kB\n", 0),
+        ("MemTotal: 9 kB\n", 0),
+    ):
+        meminfo.write_text(text)
+        assert len(preflight(config()).warnings) == warnings
+    meminfo.unlink()
+    assert preflight(config()).warnings == []
+
+
+def test_a_directory_that_cannot_be_used(tmp_path):
+    (tmp_path / "file").touch()
+    for path, says in (
+        (tmp_path / "none" / "kv", f"{tmp_path / 'none'} does not exist"),
+        (tmp_path / "file", f"{tmp_path / 'file'} is no directory"),
+        (tmp_path / "file" / "kv", f"{tmp_path / 'file'} is no directory"),
+        ("/proc/kv", "/proc cannot be written"),
+    ):
+        if path == "/proc/kv" and os.access("/proc", os.W_OK):
+            continue  # root may write everywhere, it seems
+        (error,) = preflight(config(files(path))).errors
+        assert error.path == "tiers[1].path"
+        assert says in str(error)
+
+
+def test_a_key_that_is_not_set(monkeypatch, tmp_path):
+    monkeypatch.delenv("KVLADDER_KEY", raising=False)
+    coded = config(files(tmp_path, codecs=["zstd", "aes-gcm"]))
+    (error,) = preflight(coded).errors
+    assert error.path == "tiers[1].codecs.aes-gcm.variable"
+    monkeypatch.setenv("KVLADDER_KEY", "11" * 32)
+    found = preflight(coded)
+    assert not found.errors
+    assert "cryptography" in found.facts["libraries"]
+
+
+def test_a_control_socket_without_a_directory(tmp_path):
+    (error,) = preflight(config(control=str(tmp_path / "none" / "socket"))).errors
+    assert error.path == "control.path"
+    assert not preflight(config(control=str(tmp_path / "socket"))).errors
+
+
+def test_addresses_for_events():
+    pytest.importorskip("zmq")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        found = preflight(config(events={"publish": address}))
+    assert found.errors == []
+    assert found.warnings == [f"events.publish: {address} is in use: does an engine run already?"]
+    (error,) = preflight(config(events={"publish": "tcp://no.such.host.invalid:1"})).errors
+    assert error.path == "events.publish"
+
+
+@pytest.mark.parametrize(
+    ("required", "says"),
+    [
+        ("msgspec>=999", "msgspec: version"),
+        ("no-such-library-at-all>=1", "no-such-library-at-all: is not installed (install"),
+        ("no-such-library-at-all>=1 ; extra == 'encryption'", "kvladder[encryption]"),
+    ],
+)
+def test_a_library_that_does_not_fit(monkeypatch, required, says):
+    monkeypatch.setattr(module, "requires", lambda _: [required, "absent>1; extra == 'vllm'"])
+    monkeypatch.setenv("KVLADDER_KEY", "11" * 32)
+    coded = {"type": "memory", "capacity": "1 MiB", "codecs": ["aes-gcm"]}
+    wrong = preflight(config() if "extra" not in required else config(coded)).errors
+    if "extra" in required:
+        wrong = [error for error in wrong if error.path == "no-such-library-at-all"]
+    (error,) = wrong
+    assert says in str(error)
+
+
+def test_check_looks_there_unless_it_is_told_not_to(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("KVLADDER_KEY", raising=False)
+    stack = tmp_path / "stack.yaml"
+    text = f"""
+        arena: {{size: 1 MiB}}
+        tiers:
+          - {{type: host}}
+          - {{name: one, type: files, path: {tmp_path}/none/kv, capacity: 1 MiB}}
+          - {{name: two, type: files, path: {tmp_path}/kv, capacity: 1 MiB, codecs: [aes-gcm]}}
+    """
+    stack.write_text(text)
+    assert main(["check", str(stack)]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    first, second = told.err.splitlines()
+    assert first.startswith(f"kvladder: {stack}: tiers[1].path: {tmp_path}/none does not exist")
+    assert second.startswith(f"kvladder: {stack}: tiers[2].codecs.aes-gcm.variable: KVLADDER_KEY")
+    assert main(["check", str(stack), "--offline"]) == 0
+    assert "found there" not in capsys.readouterr().out
+    stack.write_text(
+        text.replace("/none/kv", "/other").replace("codecs: [aes-gcm]", "when: commit")
+    )
+    assert main(["check", str(stack)]) == 0
+    told = capsys.readouterr()
+    assert f"  two: directory {tmp_path}/kv (will be made); free " in told.out
+    assert "  libraries: kvladder " in told.out
