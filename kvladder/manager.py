@@ -288,18 +288,19 @@ class CacheManager:
     def stats(self) -> Stats:
         """Counters and occupancy by level, hottest first, and of the arena; plain data."""
         stack = self.stack
+        gauges = [dict(level.tier.gauges()) for level in stack.levels]  # code of others
         with stack.lock:
             host = {**stack.host.stats.as_dict(), **stack.host.index.as_dict()}
             host["capacity"] = self.arena.slots
             found: Stats = {stack.host.name: host}
-            for level in stack.levels:
+            for level, of_tier in zip(stack.levels, gauges, strict=True):
                 counts = {**level.stats.as_dict(), **level.index.as_dict()}
                 counts.update(
                     capacity=level.capacity_blocks,
                     queued=level.queued,
                     removals=level.removals,
                     queue_age_s=level.queue_age_s,
-                    **level.tier.gauges(),
+                    **of_tier,
                     corrupt=level.tier.corrupt_blocks() + level.edge.corrupt,
                     unreadable=level.edge.unreadable,
                     encoded_bytes=level.edge.encoded_bytes,

@@ -12,6 +12,7 @@ from typing import Protocol
 from kvladder.arena import Slot
 from kvladder.events import Reason
 from kvladder.keys import BlockKey
+from kvladder.lock import STEP
 from kvladder.metrics import LevelStats
 from kvladder.policy.eviction import PRIORITY_DEFAULT, EvictionPolicy
 from kvladder.policy.offload import OffloadRule
@@ -99,6 +100,11 @@ class Level:
             and meta.terms.last(self.shared.clock)
             and self.gate.open()
         )
+
+    @property
+    def batch_max(self) -> int:
+        """The largest batch that is given to the tier, so that its bookkeeping stays short."""
+        return min(self.tier.batch_max, STEP)
 
     @property
     def outlives(self) -> bool:
@@ -221,9 +227,13 @@ class Level:
         for key in keys:
             self.settled(key, stored=False)
 
-    def recall(self, salt: bytes) -> None:
-        """Blocks of this salt that are on their way here do not come."""
-        self._writer.recall_salted(salt)
+    def coming(self) -> list[BlockKey]:
+        """Every block that waits to be written or is being written."""
+        return self._writer.keys()
+
+    def recall(self, keys: Iterable[BlockKey], salt: bytes) -> None:
+        """Those of ``keys`` that are on their way here and of this salt do not come."""
+        self._writer.recall_salted(keys, salt)
 
     def _forget(self, keys: Sequence[BlockKey], reason: Reason) -> None:
         """Drop held blocks from the index; the writer tells the tier, then frees their places."""
@@ -310,18 +320,20 @@ class Level:
         behind_s = clock.now() - wall_s
         places: list[int] = []
         async for batch in self.tier.recover():
-            with self.shared.lock:
-                places += [item.place for item in batch]
+            places += [item.place for item in batch]
+            for start in range(0, len(batch), STEP):
+                part = batch[start : start + STEP]
                 kept = [
                     item
-                    for item in batch
+                    for item in part
                     if item.floor >= least
                     and (item.expires_wall_s is None or item.expires_wall_s > wall_s)
                 ]
-                self.index.fill(kept, behind_s, self.bit)
-                if len(kept) < len(batch):
-                    taken = {item.place for item in kept}
-                    self._writer.remove_later(item for item in batch if item.place not in taken)
+                with self.shared.lock:
+                    self.index.fill(kept, behind_s, self.bit)
+                    if len(kept) < len(part):
+                        taken = {item.place for item in kept}
+                        self._writer.remove_later(item for item in part if item.place not in taken)
         self.places.occupy(places)
         self.stats.recovered = len(self.index)
         if self.index.next_end_s != inf:
@@ -355,7 +367,7 @@ class Level:
         try:
             async with self._read_gate:
                 while begun < len(items):
-                    batch = items[begun : begun + self.tier.batch_max]
+                    batch = items[begun : begun + self.batch_max]
                     begun += len(batch)
                     results += await self._read_batch(batch)
         finally:
