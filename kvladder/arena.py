@@ -111,6 +111,8 @@ class Arena:
         self._claims = [0] * slots
         self._free = list(range(slots - 1, -1, -1))
         self._closing = False
+        self._kept = False
+        """Whether it is closed, but stays mapped for those who claim slots."""
         self._populating: threading.Thread | None = None
         with suppress(OSError):  # a kernel without transparent huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
@@ -266,6 +268,11 @@ class Arena:
                 claims[slot] -= 1
                 if claims[slot] == 0:
                     self._free.append(slot)
+            ended = self._kept and not any(claims[: self.slots])
+            self._kept = self._kept and not ended
+        if ended:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._map))
+            self._unmap()
 
     def _unrelease(self, slot: Slot) -> None:
         if self._claims[slot] == 0:
@@ -290,15 +297,29 @@ class Arena:
             assert min(self._claims, default=0) >= 0
             assert leased + len(self._free) == self.slots, (leased, len(self._free))
 
-    def close(self) -> None:
-        """Unmap; may be called again. Views that are still held keep their memory alive."""
+    def close(self) -> bool:
+        """Unmap; may be called again. Views that are still held keep their memory alive.
+
+        While somebody claims a slot, and so may still write into it, the memory stays mapped:
+        until the last claim is released or the process ends. Then the answer is False.
+        """
         if self._fd < 0:
-            return
+            return not self._kept
         self._closing = True
         if self._populating is not None:
             self._populating.join()
         os.close(self._fd)
-        self._fd = -1
+        with self._lock:
+            self._fd = -1
+            if any(self._claims[: self.slots]):
+                self._kept = True
+                # a thread of a library outlives this object, and the end of the interpreter
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
+                return False
+        self._unmap()
+        return True
+
+    def _unmap(self) -> None:
         try:
             self._buffer.release()
             self._map.close()

@@ -391,3 +391,28 @@ def test_an_unlimited_container_has_the_machines_memory(
     tmp_path: Path, names: tuple[str, str, str], limit: str
 ) -> None:
     assert memory_available(machine(tmp_path, **limits(names, limit, MIB))) == 100 * MIB
+
+
+def test_a_closed_arena_stays_mapped_until_the_last_claim_is_released() -> None:
+    arena = Arena.create(4, 4096)
+    first, second = arena.lease(2) or []
+    view = arena.view(first)
+    view[:4] = b"here"
+    view.release()
+    assert not arena.close()
+    assert not arena.close()
+    arena.release([first])
+    assert bytes(arena.view(first)[:4]) == b"here"
+    arena.share([second])
+    arena.release([second, second])
+    with pytest.raises(ValueError, match="released"):
+        arena.view(first)
+    assert arena.close()
+
+
+def test_slots_that_were_set_aside_do_not_keep_it() -> None:
+    arena = Arena.create(4, 4096)
+    arena.set_aside(2)
+    assert arena.close()
+    with pytest.raises(ValueError, match="released"):
+        arena.view(Slot(0))
