@@ -318,7 +318,7 @@ def recover(path: Path) -> None:
         )
         before = resident_bytes()
         began = time.perf_counter()
-        await level.open(context(arena, LAYOUT, RECOVERED))
+        await level.open(LAYOUT, LAYOUT.namespace(), threads=lambda _: inline_blocking)
         seconds = time.perf_counter() - began
         assert len(level.index) == RECOVERED
         grown = resident_bytes() - before

@@ -22,7 +22,7 @@ from kvladder.notices import Notices
 from kvladder.runtime import Runtime, SystemClock
 from kvladder.schema import within
 from kvladder.settings import LevelConfig
-from kvladder.tiers.base import Shared, TierContext
+from kvladder.tiers.base import Shared
 from kvladder.tiers.breaker import BreakerSettings
 from kvladder.tiers.edge import EdgeSettings
 from kvladder.tiers.gate import GateSettings
@@ -210,18 +210,10 @@ def _open_levels(
     opened: list[Level] = []
     try:
         for i, (level, settings) in enumerate(zip(stack.levels, config.levels, strict=True), 1):
-            context = TierContext(
-                arena=stack.shared.arena,
-                layout=layout,
-                namespace=space,
-                capacity_blocks=level.capacity_blocks,
-                clock=stack.shared.clock,
-                run_blocking=runtime.run_blocking,
-                verify=any(codec.checks for codec in settings.make_codecs()),
-            )
+            verify = any(codec.checks for codec in settings.make_codecs())
             opened.append(level)
             try:
-                runtime.call(level.open(context))
+                runtime.call(level.open(layout, space, threads=runtime.threads, verify=verify))
             except ConfigError as error:  # a tier knows its keys, but not where it stands
                 raise config.source.explain(within(f"tiers[{i}]", error)) from error
     except BaseException:

@@ -148,7 +148,7 @@ class DeviceCache:
         def flushed() -> bool:
             left_s = end_s - clock.now()
             written = left_s > 0 and self.manager.flush(timeout_s=left_s)
-            return written and any(level.gate.open() for level in lasting)
+            return written and any(level.writable for level in lasting)
 
         for pool in self.pools if lasting else ():
             while flushed():

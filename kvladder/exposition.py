@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, NamedTuple
 from kvladder.metrics import AGES_S, DISTANCES, Stats
 
 PREFIX: Final = "kvladder_"
-SECTIONS: Final = ("arena", "copies")
+SECTIONS: Final = ("arena", "copies", "loop")
 """Sections of statistics that are not of a tier."""
 
 
@@ -179,17 +179,31 @@ METRICS: Final = (
         "How long the oldest of them has waited",
         "queue_age_s",
     ),
-    _tier(
-        "tier_breaker_state",
+    Metric(
+        PREFIX + "tier_breaker_state",
         "gauge",
-        "Circuit breaker: 0 closed, 1 one call is tried, 2 the tier is left alone",
-        "breaker",
+        "Circuit breaker of a kind of call: 0 closed, 1 one call is tried, 2 none is made",
+        {"breakers": ()},
+        ("tier", "call"),
+    ),
+    Metric(
+        PREFIX + "tier_breaker_openings_total",
+        "counter",
+        "How often the circuit breaker of a kind of call has opened",
+        {"breakers_opened": ()},
+        ("tier", "call"),
     ),
     _tier(
-        "tier_breaker_openings_total",
+        "tier_left_behind_calls",
+        "gauge",
+        "Calls to the tier that were given up and have not ended",
+        "calls_behind",
+    ),
+    _tier(
+        "tier_task_failures_total",
         "counter",
-        "How often the circuit breaker has opened",
-        "breaker_opened",
+        "Tasks of the tier's level that died of an error",
+        "task_failures",
     ),
     Metric(
         PREFIX + "tier_eviction_age_seconds",
@@ -204,6 +218,14 @@ METRICS: Final = (
         "How many blocks the tier stored or served between two uses of one block",
         {"reuse_distance": ()},
         le=DISTANCES,
+    ),
+    Metric(
+        PREFIX + "loop_faults_total",
+        "counter",
+        "Errors that reached the event loop and would have ended it or were nobody's",
+        {"faults": ()},
+        (),
+        "loop",
     ),
     Metric(PREFIX + "arena_slots", "gauge", "Host slots for blocks", {"slots": ()}, (), "arena"),
     Metric(

@@ -16,13 +16,18 @@ from kvladder.layout import Layout
 from kvladder.metrics import Stats
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 from kvladder.policy.retention import checked_duration, checked_priority
-from kvladder.tiers.breaker import BREAKER_STATES
+from kvladder.tiers.breaker import BREAKER_STATES, KINDS
 from kvladder.tiers.fetch import Fetch
 from kvladder.tiers.index import Meta
+from kvladder.tiers.level import CALLS_TIMEOUT_S, Level
+from kvladder.tiers.level import CLOSE_TIMEOUT_S as TIER_CLOSE_TIMEOUT_S
 from kvladder.tiers.stack import Post, TierStack
 from kvladder.tiers.terms import ANYWHERE, Terms
 
 T = TypeVar("T")
+
+CLOSE_TIMEOUT_S = TIER_CLOSE_TIMEOUT_S + 2 * CALLS_TIMEOUT_S + 1.0
+"""How long closing may take after the flush: all levels close at once, and each within its time."""
 
 
 class Portal(Protocol):
@@ -37,7 +42,12 @@ class Portal(Protocol):
         """See ``Runtime.call``."""
         ...
 
-    def close(self, *, timeout_s: float = 5.0) -> None:
+    @property
+    def faults(self) -> int:
+        """See ``Runtime.faults``."""
+        ...
+
+    def close(self, *, timeout_s: float = 2.0) -> None:
         """See ``Runtime.close``."""
         ...
 
@@ -288,28 +298,14 @@ class CacheManager:
     def stats(self) -> Stats:
         """Counters and occupancy by level, hottest first, and of the arena; plain data."""
         stack = self.stack
-        gauges = [dict(level.tier.gauges()) for level in stack.levels]  # code of others
         with stack.lock:
             host = {**stack.host.stats.as_dict(), **stack.host.index.as_dict()}
             host["capacity"] = self.arena.slots
             found: Stats = {stack.host.name: host}
-            for level, of_tier in zip(stack.levels, gauges, strict=True):
-                counts = {**level.stats.as_dict(), **level.index.as_dict()}
-                counts.update(
-                    capacity=level.capacity_blocks,
-                    queued=level.queued,
-                    removals=level.removals,
-                    queue_age_s=level.queue_age_s,
-                    **of_tier,
-                    corrupt=level.tier.corrupt_blocks() + level.edge.corrupt,
-                    unreadable=level.edge.unreadable,
-                    encoded_bytes=level.edge.encoded_bytes,
-                    breaker=BREAKER_STATES.index(level.gate.breaker.state),
-                    breaker_open=int(not level.gate.open()),
-                    breaker_opened=level.gate.breaker.opened,
-                )
-                found[level.name] = counts
+            for level in stack.levels:
+                found[level.name] = level_counts(level)
             found["arena"] = {"slots": self.arena.slots, "free": self.arena.free}
+            found["loop"] = {"faults": self._portal.faults}
         return found
 
     def take_events(self) -> list[Event]:
@@ -349,7 +345,8 @@ class CacheManager:
     def close(self, *, timeout_s: float | None = None) -> None:
         """Flush to durable levels, end the loop, unmap the arena; may be called again.
 
-        ``timeout_s`` bounds the flush; None takes the configured bound.
+        ``timeout_s`` bounds the flush; None takes the configured bound. The rest takes at most some
+        ten seconds, whatever tiers do: what has not ended by then is left behind.
         """
         if self._closed:
             return
@@ -358,10 +355,39 @@ class CacheManager:
             guest.close()
         flush_s = self._settings.flush_timeout_s if timeout_s is None else timeout_s
         try:
-            self._portal.call(self.stack.aclose(flush_timeout_s=flush_s), timeout_s=flush_s + 30.0)
+            closing = self.stack.aclose(flush_timeout_s=flush_s)
+            self._portal.call(closing, timeout_s=flush_s + CLOSE_TIMEOUT_S)
         except (TimeoutError, ClosedError) as error:
             self.stack.shared.notices.say("close", f"closing was cut short: {error!r}")
         if self._publisher is not None:
             self._publisher.close()
         self._portal.close()
-        self.arena.close()
+        behind = sum(level.gate.behind for level in self.stack.levels)
+        if not self.arena.close() and behind:
+            what = f"{behind} calls to tiers have not ended: the arena stays mapped until they do"
+            self.stack.shared.notices.say("arena", what)
+
+
+def level_counts(level: Level) -> dict[str, Any]:
+    """Counters and occupancy of a level below host; with the stack's lock held."""
+    gate, tier, edge = level.gate, level.tier, level.edge
+    states = {kind: BREAKER_STATES.index(state) for kind, state in gate.states.items()}
+    opened = {kind: breaker.opened for kind, breaker in gate.breakers.items()}
+    return {
+        **gate.gauges(tier),
+        **level.stats.as_dict(),
+        **level.index.as_dict(),
+        "capacity": level.capacity_blocks,
+        "queued": level.queued,
+        "removals": level.removals,
+        "queue_age_s": level.queue_age_s,
+        "corrupt": gate.corrupt_blocks(tier) + edge.corrupt,
+        "unreadable": edge.unreadable,
+        "encoded_bytes": edge.encoded_bytes,
+        "calls_behind": gate.behind,
+        "breakers": states,
+        "breakers_opened": opened,
+        "breaker": max(states.values()),
+        "breaker_open": int(any(not gate.open(kind) for kind in KINDS)),
+        "breaker_opened": sum(opened.values()),
+    }

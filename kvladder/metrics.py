@@ -40,7 +40,7 @@ class Histogram:
         self.counts[bisect_left(self.le, value)] += 1
         self.sum += value
 
-    def observe_all(self, values: NDArray[np.int64] | NDArray[np.float32]) -> None:
+    def observe_all(self, values: NDArray[np.int64]) -> None:
         """Count each of ``values``."""
         buckets = np.searchsorted(np.asarray(self.le), values)
         found = np.bincount(buckets, minlength=len(self.counts)).tolist()
@@ -87,6 +87,8 @@ class LevelStats:
     errors: int = 0
     """Calls that failed, if only in part, time-outs included."""
     timeouts: int = 0
+    task_failures: int = 0
+    """Tasks that died of an error; a level's is started again."""
     throttled: int = 0
     """Blocks not fetched because of the fetch budget or for want of slots."""
     dropped: Counter[tuple[DropReason, int]] = field(

@@ -76,9 +76,9 @@ def nothing_is_left(
         begin(arena, *arguments, **options)
         claimed[arena] = None
 
-    def ending(arena: Arena) -> None:
+    def ending(arena: Arena) -> bool:
         claimed[arena] = arena.slots - arena.free
-        end(arena)
+        return end(arena)
 
     monkeypatch.setattr(Arena, "__init__", beginning)
     monkeypatch.setattr(Arena, "close", ending)

@@ -20,7 +20,8 @@ LINE_LENGTH_MAX = 100
 
 # Where an error of any kind may be caught and not raised again, and why.
 CATCHES_ALL = {
-    "tiers/stack.py": "turns whatever a tier does into a miss",
+    "tiers/gate.py": "turns whatever a tier does into a miss",
+    "tiers/supervise.py": "tells whoever started the task, which begins anew",
     "kvladder/runtime.py": "hands it to whoever awaits the call",
     "tiers/iopool.py": "hands it to whoever awaits the batch",
     "gpu/copy.py": "reports it with the job whose copy failed",

@@ -1,4 +1,4 @@
-"""The circuit breaker of a level: a tier that keeps failing is left alone for a while."""
+"""The circuit breakers of a level: a tier that keeps failing at something is not asked for it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Literal, get_args
 State = Literal["closed", "trial", "open"]
 BREAKER_STATES: tuple[State, ...] = get_args(State)
 """In the order of their numbers in statistics."""
+Kind = Literal["get", "put", "remove", "contains"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""The kinds of calls; a breaker each, since a success of one says nothing of another."""
 
 
 @dataclass(frozen=True, slots=True)
 class BreakerSettings:
-    """When a level's breaker opens and when it tries again."""
+    """When a level's breakers open and when they try again."""
 
     failures: int = 3
-    """Failures in a row after which the tier is left alone."""
+    """Failures in a row of one kind of call after which that kind is left out."""
     retry_s: float = 5.0
     """Seconds until the first trial; doubled after each trial that fails."""
     retry_max_s: float = 60.0
@@ -23,8 +26,9 @@ class BreakerSettings:
 
 
 class Breaker:
-    """Closed: calls pass. Open: none passes until the retry time. Trial: one call decides.
+    """Decides whether calls of one kind may begin.
 
+    Closed: they may. Open: none may until the retry time. Trial: one is under way, and decides.
     The trial's success closes the breaker, its failure opens it for twice as long.
     """
 
@@ -59,6 +63,11 @@ class Breaker:
         self._failures = 0
         self._wait_s = self._settings.retry_s
         self.state = "closed"
+
+    def give_up(self) -> None:
+        """A call that had begun was ended from here, and tells nothing of the tier."""
+        if self.state == "trial":
+            self.state = "open"  # its time has come already: the next call is the trial
 
     def failure(self, now_s: float) -> None:
         """The tier failed or did not answer in time."""

@@ -11,10 +11,11 @@ from typing import TypeVar
 from kvladder.arena import Slot
 from kvladder.errors import ConfigError, TierFull
 from kvladder.schema import within
-from kvladder.tiers.base import Item, Tier, TierContext
+from kvladder.tiers.base import Blocking, Item, Tier, TierContext
 from kvladder.tiers.blockheader import Outcome
 from kvladder.tiers.chain import Chain, Find
 from kvladder.tiers.codecs import ChecksumCodec, Codec
+from kvladder.tiers.gate import checked
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -68,15 +69,15 @@ class Edge:
         self.encoded_bytes = 0
         """What the blocks came to that codecs made smaller, or could not."""
 
-    async def open(self, context: TierContext) -> None:
-        """Open the codecs, then the tier.
+    async def open(self, context: TierContext, run: Blocking) -> None:
+        """Open the codecs, which run in the threads of ``run``, then the tier.
 
         Raises
         ------
         ConfigError
             One of them cannot work as configured.
         """
-        self._arena, self._run = context.arena, context.run_blocking
+        self._arena, self._run = context.arena, run
         self._size = context.layout.block_bytes
         # a tier that checks what it reads need not be checked
         codecs = [
@@ -114,7 +115,7 @@ class Edge:
             try:
                 pairs = list(zip(items[len(kept) :], slots, strict=False))
                 coded = await self._each(self._encode, pairs)
-                kept += await self._tier.put(coded)
+                kept += map(bool, checked("put", await self._tier.put(coded), len(coded)))
                 self.encoded_bytes += sum(item.length for item in coded)
             except TierFull:
                 if not kept:
@@ -152,7 +153,7 @@ class Edge:
         if not self._tier.notes:
             return await self._tier.get(items)
         asked = [item._replace(note=bytearray()) for item in items]
-        found = list(await self._tier.get(asked))
+        found = list(checked("get", await self._tier.get(asked), len(asked)))
         coded = [index for index, ok in enumerate(found) if ok and not self._plain(asked[index])]
         outcomes = await self._each(self._decode, [asked[index] for index in coded])
         for index, outcome in zip(coded, outcomes, strict=True):

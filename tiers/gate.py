@@ -1,20 +1,40 @@
-"""The gate in front of a tier: deadlines, the circuit breaker, and what a failure becomes."""
+"""The gate in front of a tier: deadlines, circuit breakers, and what a failure becomes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from math import isnan
+from types import NoneType
+from typing import NamedTuple, NoReturn, TypeVar, cast
+
+import numpy as np
 
 from kvladder.arena import Slot
 from kvladder.errors import TierError, TierFull
 from kvladder.metrics import LevelStats
-from kvladder.tiers.base import Shared
-from kvladder.tiers.breaker import Breaker, BreakerSettings
+from kvladder.tiers.base import Shared, Tier
+from kvladder.tiers.breaker import KINDS, Breaker, BreakerSettings, Kind, State
 
+T = TypeVar("T")
 Results = Sequence[bool | None]
-Operation = Callable[[], Awaitable[Results]]
+Operation = Callable[[], Awaitable[object]]
+
+BEHIND_CALLS_MAX = 8
+"""Calls left behind and not ended yet from which on a tier is not called at all."""
+BEHIND_SLOTS_SHARE = 4
+"""The same for the slots that they keep: from one in so many of the arena's on."""
+BEHIND_AFTER_S = 0.1
+"""Within this time a call that was cancelled may end before it counts for that."""
+_BOOLEANS = (bool, np.bool_)
+_MAYBES = (*_BOOLEANS, NoneType)
+_VERBS: Mapping[Kind, str] = {
+    "get": "read",
+    "put": "write",
+    "remove": "remove",
+    "contains": "answer what it has",
+}
 
 
 class Answer(NamedTuple):
@@ -36,57 +56,106 @@ class GateSettings:
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
 
 
+async def contained(work: Awaitable[T]) -> T:
+    """``work``, of a tier. What would end the loop that it runs on becomes a TierError."""
+    try:
+        return await work
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise TierError(f"it raised {error!r}", temporary=False) from error
+
+
 class Gate:
     """Calls a tier so that nothing it does reaches further than a None.
 
     A claim on each slot is held until the tier no longer touches it. A call that is not over at
-    its deadline is cancelled and left behind, its slots quarantined until it has really ended.
+    its deadline is cancelled and left behind, its slots quarantined until it has really ended. Each
+    kind of call has a breaker; and when too many calls are left behind, none begins until they end.
+
+    Parameters
+    ----------
+    wake:
+        Called on the loop thread when a tier that had too many calls left behind has fewer.
     """
 
     def __init__(
-        self, name: str, settings: GateSettings, shared: Shared, stats: LevelStats
+        self,
+        name: str,
+        settings: GateSettings,
+        shared: Shared,
+        stats: LevelStats,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
-        self.breaker = Breaker(settings.breaker)
+        self.breakers = {kind: Breaker(settings.breaker) for kind in KINDS}
         self._name = name
         self._settings = settings
         self._shared = shared
         self._stats = stats
+        self._wake = wake
         self._calls: set[asyncio.Task[Results]] = set()
+        self._behind: dict[asyncio.Task[Results], int] = {}
+        """Calls left behind that have not ended, and how many slots each keeps."""
+        self.crowded = False
+        """Whether too many calls are left behind for another one to begin."""
         self._closing = False
 
-    def open(self) -> bool:
-        """Whether the tier may be called now."""
-        return self.breaker.allows(self._shared.clock.now())
+    # ---- what is known of the tier
 
     @property
-    def ill(self) -> bool:
-        """Whether the last that is known of the tier is that it failed too often."""
-        return self.breaker.state != "closed"
+    def behind(self) -> int:
+        """Calls that were left behind and have not ended."""
+        return len(self._behind)
+
+    def open(self, kind: Kind) -> bool:
+        """Whether the tier may be called in this way now."""
+        return not self.crowded and self.breakers[kind].allows(self._shared.clock.now())
+
+    def ill(self, *kinds: Kind) -> bool:
+        """Whether the last that is known of one of these kinds is that it failed too often."""
+        return self.crowded or any(self.breakers[kind].state != "closed" for kind in kinds)
+
+    def retry_in_s(self, *kinds: Kind) -> float | None:
+        """Seconds until one of these kinds, which may not be called now, may be; None if all may.
+
+        None, too, while calls that were left behind are in the way: ``wake`` tells when they end.
+        """
+        now = self._shared.clock.now()
+        shut = [self.breakers[kind] for kind in kinds if not self.breakers[kind].allows(now)]
+        if self.crowded or not shut:
+            return None
+        limit_s = self._settings.timeout_s  # by then a trial is over
+        return min(limit_s if b.state == "trial" else b.retry_in_s(now) for b in shut)
 
     @property
-    def retry_in_s(self) -> float:
-        """Seconds until the tier may be called again; 0 if it may be called now."""
-        if self.breaker.state == "trial":  # which is over by then
-            return self._settings.timeout_s
-        return self.breaker.retry_in_s(self._shared.clock.now())
+    def states(self) -> dict[Kind, State]:
+        """The state of the breaker of each kind of call."""
+        return {kind: self.breakers[kind].state for kind in KINDS}
+
+    # ---- calls
 
     async def call(
         self,
+        kind: Kind,
         operation: Operation,
-        slots: Sequence[Slot],
         late: Callable[[], None],
         *,
+        slots: Sequence[Slot] = (),
+        expected: int | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
-        """Call the tier. If it is left behind, ``late`` runs under the lock when it has ended."""
-        shared = self._shared
+        """Call the tier; a call that does not return ``expected`` booleans has failed.
+
+        If it is left behind, ``late`` runs under the lock when it has ended. None for ``expected``
+        takes any answer for none.
+        """
+        shared, breaker = self._shared, self.breakers[kind]
         timeout_s = self._settings.timeout_s if timeout_s is None else timeout_s
-        if not self.breaker.begin(shared.clock.now()):
+        if self.crowded or not breaker.begin(shared.clock.now()):
             return Answer(None)
         shared.arena.share(slots)
 
         async def calling() -> Results:
-            return await operation()
+            answer = await contained(operation())
+            return () if expected is None else checked(kind, answer, expected)
 
         task = asyncio.create_task(calling(), name=f"kvladder-call-{self._name}")
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -98,6 +167,8 @@ class Gate:
                 shared.arena.release(slots)
                 if left_behind:
                     late()
+            if self._behind.pop(task, None) is not None:
+                self._recount()
             if not task.cancelled():
                 task.exception()  # seen: asyncio must not report it as lost
             if not ended.done():
@@ -105,42 +176,109 @@ class Gate:
 
         self._calls.add(task)
         task.add_done_callback(quiet)
+        decided = False
         try:
             await asyncio.wait({ended}, timeout=timeout_s)
-        finally:  # cancelled: the cache closes, and the tier has failed at nothing
+            decided = True
+        finally:
             left_behind = not ended.done()
             if left_behind:
+                self._behind[task] = len(slots)
+                asyncio.get_running_loop().call_later(BEHIND_AFTER_S, self._recount)
                 task.cancel()
+            if not decided:  # cancelled: the cache closes, and the tier has failed at nothing
+                breaker.give_up()
         if left_behind:
-            self._failed(f"no answer within {timeout_s:g} s")
+            self._failed(kind, f"no answer within {timeout_s:g} s")
             self._stats.timeouts += 1
             return Answer(None, quiet=False)
-        return self._answer(task, moves_bytes=bool(slots))
+        return self._answer(kind, task)
 
-    def _answer(self, task: asyncio.Task[Results], *, moves_bytes: bool) -> Answer:
+    def _recount(self) -> None:
+        """Calls were left behind or have ended: see whether others may begin."""
+        was_crowded, kept = self.crowded, sum(self._behind.values())
+        slots_max = max(1, self._shared.arena.slots // BEHIND_SLOTS_SHARE)
+        self.crowded = len(self._behind) >= BEHIND_CALLS_MAX or kept >= slots_max
+        if was_crowded and not self.crowded:
+            self._wake()
+        elif self.crowded and not (was_crowded or self._closing):
+            what = f"{self.behind} calls to tier {self._name} have not ended, with {kept} slots"
+            what += ": it is left alone until some do"
+            self._shared.notices.say(f"{self._name} behind", what)
+
+    def _answer(self, kind: Kind, task: asyncio.Task[Results]) -> Answer:
         if task.cancelled():
-            self._failed("it cancelled the call")
+            self._failed(kind, "it cancelled the call")
             return Answer(None)
         error = task.exception()
         # a removal that finds no room has failed, or it would be tried again at once
-        if error is None or (moves_bytes and isinstance(error, TierFull)):
-            self.breaker.success()
+        if error is None or (kind == "put" and isinstance(error, TierFull)):
+            self.breakers[kind].success()
             return Answer(None, full=True) if error else Answer(task.result())
-        self._failed(str(error) if isinstance(error, TierError) else repr(error))
+        self._failed(kind, str(error) if isinstance(error, TierError) else repr(error))
         return Answer(None)
 
-    def _failed(self, why: str) -> None:
+    def _failed(self, kind: Kind, why: str) -> None:
         if self._closing:
             return
         self._stats.errors += 1
-        self.breaker.failure(self._shared.clock.now())
-        then = " and is left alone for a while" if self.breaker.state == "open" else ""
-        self._shared.notices.say(self._name, f"tier {self._name} failed{then}: {why}")
+        breaker = self.breakers[kind]
+        breaker.failure(self._shared.clock.now())
+        then = " and is not asked to for a while" if breaker.state == "open" else ""
+        what = f"tier {self._name} failed to {_VERBS[kind]}{then}: {why}"
+        self._shared.notices.say(f"{self._name} {kind}", what)
 
-    async def aclose(self) -> None:
-        """Cancel what is under way and wait for it, but not longer than for any call."""
+    # ---- what a tier says of itself at once, with the lock held
+
+    def spare(self, tier: Tier, salt: bytes) -> float:
+        """``Tier.spare``; 0 if it fails at that, since there may be a quota."""
+
+        def ask() -> float:
+            spare = float(tier.spare(salt))
+            return _wrong("a number", spare) if isnan(spare) else spare
+
+        return self._said("spare", ask, 0.0)
+
+    def gauges(self, tier: Tier) -> dict[str, int]:
+        """``Tier.gauges``; none if it fails at that."""
+        none: dict[str, int] = {}
+        return self._said("gauges", lambda: {k: int(v) for k, v in tier.gauges().items()}, none)
+
+    def corrupt_blocks(self, tier: Tier) -> int:
+        """``Tier.corrupt_blocks``; 0 if it fails at that."""
+        return self._said("corrupt_blocks", lambda: int(tier.corrupt_blocks()), 0)
+
+    def _said(self, what: str, ask: Callable[[], T], otherwise: T) -> T:
+        try:
+            return ask()
+        except BaseException as error:  # noqa: BLE001 - whatever a plug-in raises, the level lives
+            self._stats.errors += 1
+            message = f"tier {self._name} failed to say its {what}: {error!r}"
+            self._shared.notices.say(f"{self._name} {what}", message)
+            return otherwise
+
+    async def aclose(self, *, timeout_s: float) -> None:
+        """Cancel what is under way and wait for it, but not longer than ``timeout_s``."""
         self._closing = True
         for task in self._calls:
             task.cancel()
         if self._calls:
-            await asyncio.wait(set(self._calls), timeout=self._settings.timeout_s)
+            await asyncio.wait(set(self._calls), timeout=timeout_s)
+
+
+def checked(kind: Kind, answer: object, count: int) -> Results:
+    """The answer to a call about ``count`` blocks; TierError if it is none."""
+    said, right = _listed(answer), _MAYBES if kind == "get" else _BOOLEANS
+    if said is None or len(said) != count or not all(isinstance(one, right) for one in said):
+        return _wrong(f"{count} booleans", answer)
+    return [None if one is None else bool(one) for one in said]
+
+
+def _listed(answer: object) -> list[object] | None:
+    return list(cast("Sequence[object]", answer)) if isinstance(answer, Sequence) else None
+
+
+def _wrong(expected: str, answer: object) -> NoReturn:
+    size = f" of {len(answer)}" if isinstance(answer, Sized) else ""
+    said = f"{type(answer).__name__}{size}"
+    raise TierError(f"it answered with {said}, expected {expected}", temporary=False)

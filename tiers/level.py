@@ -5,25 +5,34 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
 from kvladder.arena import Slot
+from kvladder.errors import ConfigError
 from kvladder.events import Reason
-from kvladder.keys import BlockKey
-from kvladder.lock import STEP
+from kvladder.keys import BlockKey, Namespace
+from kvladder.layout import Layout
 from kvladder.metrics import LevelStats
 from kvladder.policy.eviction import PRIORITY_DEFAULT, EvictionPolicy
 from kvladder.policy.offload import OffloadRule
-from kvladder.tiers.base import NO_PLACE, Item, Shared, Tier, TierContext
+from kvladder.tiers.base import NO_PLACE, Blocking, Item, Shared, Tier, TierContext
 from kvladder.tiers.edge import Edge, EdgeSettings
-from kvladder.tiers.gate import Gate, GateSettings
+from kvladder.tiers.gate import Gate, GateSettings, contained
 from kvladder.tiers.index import LevelIndex, Meta
 from kvladder.tiers.places import Places
 from kvladder.tiers.purges import Purges
 from kvladder.tiers.terms import Terms
 from kvladder.tiers.writer import Writer
+
+CLOSE_TIMEOUT_S = 5.0
+"""How long a tier may take to close, if it is not to be left behind."""
+CALLS_TIMEOUT_S = 1.0
+"""How long its calls are waited for, once they are cancelled before and after that."""
+
+Threads = Callable[[str], Blocking]
+"""Makes a few threads of this name for blocking calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +81,7 @@ class Level:
         self.capacity_blocks = capacity_blocks
         self.stats = LevelStats()
         self.index = LevelIndex(policy, ttl=rule.ttl_s is not None, now=shared.clock.now)
-        self.gate = Gate(name, settings.gate, shared, self.stats)
+        self.gate = Gate(name, settings.gate, shared, self.stats, wake=self.wake)
         self.bit = 0
         """Which of the levels in a block's terms it is; set by the stack."""
         self.below: Sequence[Level] = ()
@@ -98,13 +107,20 @@ class Level:
             and bool(meta.terms.levels & self.bit)
             and meta.terms.salt not in self.shared.purging
             and meta.terms.last(self.shared.clock)
-            and self.gate.open()
+            and self.writable
         )
 
     @property
-    def batch_max(self) -> int:
-        """The largest batch that is given to the tier, so that its bookkeeping stays short."""
-        return min(self.tier.batch_max, STEP)
+    def writable(self) -> bool:
+        """Whether blocks may be put now; into a shared tier not while it cannot be purged."""
+        if self.purges and self.tier.shared and not self.gate.open("remove"):
+            return False
+        return self.gate.open("put")
+
+    @property
+    def readable(self) -> bool:
+        """Whether blocks may be got now."""
+        return self.gate.open("get")
 
     @property
     def outlives(self) -> bool:
@@ -168,7 +184,14 @@ class Level:
     @property
     def answers(self) -> bool:
         """Whether a shared tier can be asked now what others put there."""
-        return self.gate.open() and not self.purges
+        return self.readable and self.gate.open("contains") and not self.purges
+
+    def died(self, error: BaseException) -> None:
+        """A task of the level died of an error; it is started again."""
+        self.stats.task_failures += 1
+        self.shared.notices.say(
+            f"{self.name} task", f"a task of level {self.name} died and is started again: {error!r}"
+        )
 
     def leaving(self, key: BlockKey) -> bool:
         """Whether the tier has still to forget the block, or may still come to store it."""
@@ -227,13 +250,9 @@ class Level:
         for key in keys:
             self.settled(key, stored=False)
 
-    def coming(self) -> list[BlockKey]:
-        """Every block that waits to be written or is being written."""
-        return self._writer.keys()
-
-    def recall(self, keys: Iterable[BlockKey], salt: bytes) -> None:
-        """Those of ``keys`` that are on their way here and of this salt do not come."""
-        self._writer.recall_salted(keys, salt)
+    def recall(self, salt: bytes) -> None:
+        """Blocks of this salt that are on their way here do not come."""
+        self._writer.recall_salted(salt)
 
     def _forget(self, keys: Sequence[BlockKey], reason: Reason) -> None:
         """Drop held blocks from the index; the writer tells the tier, then frees their places."""
@@ -255,6 +274,11 @@ class Level:
     def pending(self) -> bool:
         """Whether the writer has something to do."""
         return self._writer.pending
+
+    @property
+    def due(self) -> bool:
+        """Whether the writer has something to do that it may do now."""
+        return self._writer.due
 
     @property
     def queue_full(self) -> bool:
@@ -301,11 +325,29 @@ class Level:
         """Have the writer look at what waits."""
         self._writer.wake()
 
-    async def open(self, context: TierContext) -> None:
-        """Open the tier, take back what it recovered and start the writer."""
-        await self.edge.open(replace(context, timeout_s=self.settings.gate.timeout_s))
+    async def open(
+        self, layout: Layout, namespace: Namespace, *, threads: Threads, verify: bool = True
+    ) -> None:
+        """Open the tier, take back what it recovered and start the writer.
+
+        The tier gets ``threads`` of its own and its codecs others, so that what hangs there holds
+        up nobody else.
+        """
+        if self.tier.batch_max < 1:
+            raise ConfigError(f"batch_max is {self.tier.batch_max}", hint="expected 1 or more")
+        context = TierContext(
+            arena=self.shared.arena,
+            layout=layout,
+            namespace=namespace,
+            capacity_blocks=self.capacity_blocks,
+            clock=self.shared.clock,
+            run_blocking=threads(self.name),
+            verify=verify,
+            timeout_s=self.settings.gate.timeout_s,
+        )
+        await contained(self.edge.open(context, threads(f"{self.name}-codecs")))
         if self.tier.durable:
-            await self._recover()
+            await contained(self._recover())
         self._writer.start()
         self._writer.wake()  # what was recovered and is not to be held has to be removed
 
@@ -320,20 +362,18 @@ class Level:
         behind_s = clock.now() - wall_s
         places: list[int] = []
         async for batch in self.tier.recover():
-            places += [item.place for item in batch]
-            for start in range(0, len(batch), STEP):
-                part = batch[start : start + STEP]
+            with self.shared.lock:
+                places += [item.place for item in batch]
                 kept = [
                     item
-                    for item in part
+                    for item in batch
                     if item.floor >= least
                     and (item.expires_wall_s is None or item.expires_wall_s > wall_s)
                 ]
-                with self.shared.lock:
-                    self.index.fill(kept, behind_s, self.bit)
-                    if len(kept) < len(part):
-                        taken = {item.place for item in kept}
-                        self._writer.remove_later(item for item in part if item.place not in taken)
+                self.index.fill(kept, behind_s, self.bit)
+                if len(kept) < len(batch):
+                    taken = {item.place for item in kept}
+                    self._writer.remove_later(item for item in batch if item.place not in taken)
         self.places.occupy(places)
         self.stats.recovered = len(self.index)
         if self.index.next_end_s != inf:
@@ -345,14 +385,14 @@ class Level:
         if not self.answers:
             return [False] * len(keys)
         answer = await self.gate.call(
+            "contains",
             lambda: self.tier.contains(items),
-            (),
             lambda: None,
+            expected=len(items),
             timeout_s=self.tier.probe_timeout_s,
         )
         self.stats.probed += len(keys)
         if answer.results is None:
-            self.wake()
             return [False] * len(keys)
         return [*map(bool, answer.results)]
 
@@ -367,7 +407,7 @@ class Level:
         try:
             async with self._read_gate:
                 while begun < len(items):
-                    batch = items[begun : begun + self.batch_max]
+                    batch = items[begun : begun + self.tier.batch_max]
                     begun += len(batch)
                     results += await self._read_batch(batch)
         finally:
@@ -383,13 +423,14 @@ class Level:
 
         now = self.shared.clock.now()
         slots = [item.slot for item in items]
-        answer = await self.gate.call(lambda: self.edge.get(items), slots, ended)
+        answer = await self.gate.call(
+            "get", lambda: self.edge.get(items), ended, slots=slots, expected=len(items)
+        )
         with self.shared.lock:
             self.stats.loaded_s += self.shared.clock.now() - now
             if answer.quiet:
                 ended()
             if answer.results is None:
-                self.wake()  # the writer has to know when the tier may be called again
                 return [False] * len(items)
             for item, ok in zip(reversed(items), reversed(answer.results), strict=True):
                 held = self.index.place(item.key) == item.place
@@ -409,14 +450,25 @@ class Level:
         self.purges.paused = not erased
         await self._writer.drain()
 
-    async def aclose(self) -> None:
-        """Stop the writer, give up what waits, close the tier; may be called again."""
+    async def stop(self) -> None:
+        """Stop the writer and give up what waits; may be called again."""
         await self._writer.aclose()
-        await self.gate.aclose()
-        closing = asyncio.ensure_future(self.tier.aclose())
-        await asyncio.wait({closing}, timeout=self.settings.gate.timeout_s)
+
+    async def aclose(self) -> None:
+        """Stop, and close the tier; may be called again.
+
+        Whatever the tier does, this ends within ``CLOSE_TIMEOUT_S`` and twice ``CALLS_TIMEOUT_S``.
+        """
+        await self.stop()
+        await self.gate.aclose(timeout_s=CALLS_TIMEOUT_S)
+        closing = asyncio.ensure_future(contained(self.tier.aclose()))
+        await asyncio.wait({closing}, timeout=CLOSE_TIMEOUT_S)
         if not closing.done():
             closing.cancel()
+            closing.add_done_callback(lambda task: task.cancelled() or task.exception())
+            what = f"tier {self.name} has not closed within {CLOSE_TIMEOUT_S:g} s: left behind"
+            self.shared.notices.say(f"{self.name} close", what)
         elif not closing.cancelled() and closing.exception() is not None:
-            self.shared.notices.say(self.name, f"tier {self.name}: {closing.exception()!r}")
-        await self.gate.aclose()  # what only the end of the tier could end
+            what = f"tier {self.name} failed to close: {closing.exception()!r}"
+            self.shared.notices.say(f"{self.name} close", what)
+        await self.gate.aclose(timeout_s=CALLS_TIMEOUT_S)  # what only its end could end

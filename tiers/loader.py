@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, KeysView, Sequence
+from collections.abc import Callable, Coroutine, KeysView, Sequence
 from functools import partial, reduce
 from typing import Any
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
-from kvladder.lock import BULK_STEP, STEP
 from kvladder.tiers.alike import serve_alike
 from kvladder.tiers.base import NO_SLOT, Item, Shared
 from kvladder.tiers.fetch import Arrival, Fetch, Want, among, check_arrivals, source
@@ -71,11 +70,10 @@ class Loader:
         if arrival is not None:
             arrival.dead = True
 
-    def recall_salted(self, keys: Iterable[BlockKey], salt: bytes) -> None:
-        """``recall`` for those of ``keys`` that are of this salt."""
-        for key in keys:
-            arrival = self._arrivals.get(key)
-            if arrival is not None and arrival.meta.terms.salt == salt:
+    def recall_salted(self, salt: bytes) -> None:
+        """``recall`` for every block of this salt."""
+        for arrival in self._arrivals.values():
+            if arrival.meta.terms.salt == salt:
                 arrival.dead = True
 
     def fetch(self, fetch: Fetch) -> None:
@@ -85,56 +83,35 @@ class Loader:
         among them.
         """
         with self._lock:
-            fetch.ask(asking=True)
-        self._grow(fetch, new=True)
-        if fetch.asking:
-            self._post(self._run, lambda: self.prober.follow(fetch), "kvladder-ask")
+            self._grow(fetch)
+            if fetch.asking:
+                self._post(self._run, lambda: self.prober.follow(fetch), "kvladder-ask")
 
-    def _grow(self, fetch: Fetch, *, new: bool = False) -> None:
-        """Have ``fetch`` go on with its prefix as far as is known, and begin what has to come.
-
-        A ``new`` one is counted. The lock is released between steps: what was found is pinned or
-        on its way, and if that fails meanwhile the prefix ends.
-        """
-        goes_on = True
-        while goes_on:
-            with self._lock:
-                goes_on = fetch.asking and self._grow_on(fetch, new=new)
-
-    def _grow_on(self, fetch: Fetch, *, new: bool) -> bool:
-        """Take one step of it; whether there may be more."""
-        start, end = fetch.length, len(fetch.keys)
-        keys = fetch.keys[start : start + BULK_STEP]
-        if serve_alike(fetch, keys, self._host, self._levels):
-            self.count(len(keys) if new else 0, len(keys) if new else 0, 0, ())
-            fetch.ask(asking=fetch.length < end)
-            return fetch.length < end
-        keys = keys[:STEP]
-        found, wants = self._plan(keys, fetch.levels)
+    def _grow(self, fetch: Fetch) -> None:
+        """Have ``fetch`` go on with its prefix as far as is known, and begin what has to come."""
+        keys, start = fetch.keys, len(fetch.planned)
+        if not start and serve_alike(fetch, self._host, self._levels):
+            return
+        found, wants = self._plan(keys[start:], fetch.levels)
         self._host.pin([slot for slot in found if slot != NO_SLOT])
         slots = self._room_for(wants)
         later = self._park(fetch, start, wants[len(slots) :])
-        cut_at, is_cut = len(found), len(slots) + len(later) < len(wants)
+        end, is_cut = len(found), len(slots) + len(later) < len(wants)
         if is_cut:
-            cut_at = wants[len(slots) + len(later)].position
+            end = wants[len(slots) + len(later)].position
             self._host.stats.throttled += len(wants) - len(slots) - len(later)
-            cut = [i for i in range(cut_at, len(found)) if found[i] != NO_SLOT]
-            self._host.unpin([keys[i] for i in cut], [found[i] for i in cut])
+            cut = [i for i in range(end, len(found)) if found[i] != NO_SLOT]
+            self._host.unpin([keys[start + i] for i in cut], [found[i] for i in cut])
         batches = self._begin(wants[: len(slots)], slots)
-        hits, waiting = self._attach(fetch, found[:cut_at], later)
-        goes_on = cut_at == len(keys) and start + cut_at < end
-        asked = len(keys) if goes_on else end - start
-        self.count(
-            asked if new else 0, hits, waiting - len(slots), wants[: len(slots) + len(later)]
-        )
+        hits, waiting = self._attach(fetch, found[:end], later)
+        asked, begun = 0 if start else len(keys), wants[: len(slots) + len(later)]
+        self.count(asked, hits, waiting - len(slots), begun)
         for level, batch in batches.items():
             self._post(self._start, level, batch)
         if later:
-            self._landed()
-        is_open = not is_cut and fetch.length < end
-        knows = is_open and self.prober.may_know(fetch.keys[fetch.length], fetch.levels)
-        fetch.ask(asking=goes_on or knows)
-        return goes_on
+            self._post(self._landed)
+        rest = () if is_cut else keys[start + end :]
+        fetch.ask(asking=bool(rest) and self.prober.may_know(rest[0], fetch.levels))
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         """Begin a task that ``aclose`` ends (loop thread)."""
@@ -142,14 +119,22 @@ class Loader:
             return
         task = asyncio.get_running_loop().create_task(work(), name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._host.stats.task_failures += 1
+            what = f"{task.get_name()} ended by {error!r}: what it was to bring is a miss"
+            self._shared.notices.say("loader task", what)
+            self._landed()
 
     def _known(self, key: BlockKey) -> bool:
         """Whether the block is somewhere, as far as is known without asking."""
         return (
             self._host.find(key) is not None
             or key in self._arrivals
-            or any(level.find(key) is not None for level in self._levels if level.gate.open())
+            or any(level.find(key) is not None for level in self._levels if level.readable)
         )
 
     def _park(self, fetch: Fetch, start: int, wants: Sequence[Want]) -> dict[int, Want]:
@@ -162,9 +147,8 @@ class Loader:
 
     def resume(self) -> None:
         """Begin what waited for room, as far as there is some now (loop thread)."""
-        while self._prune():
-            pass
         with self._lock:
+            self._prune()
             wants = self._due()
             slots = self._room_for(wants)
             batches = self._begin(wants[: len(slots)], slots)
@@ -173,39 +157,22 @@ class Loader:
                 assert key == want.key
                 self._arrivals[key].waiters.append((fetch, position))
             stuck = not self._arrivals and not any(level.pending for level in self._levels)
-            if stuck and self._parked:  # nothing is under way that could make room
-                self._host.stats.throttled += self._drop_parked()
-                self._post(self.resume)
+            while stuck and self._parked:  # nothing is under way that could make room
+                fetch, position, _ = self._parked.popleft()
+                fetch.failed(position)
+                self._host.stats.throttled += 1
             self._host.demand_blocks = len(self._parked)
         for level, batch in batches.items():
             self._start(level, batch)
 
-    def _drop_parked(self) -> int:
-        """Have the next that wait for room wait no longer, a step; how many."""
-        dropped = min(STEP, len(self._parked))
-        for _ in range(dropped):
-            fetch, position, _ = self._parked.popleft()
-            fetch.failed(position)
-        return dropped
-
-    def _prune(self) -> bool:
-        """Drop from the head of the queue what nobody waits for, or what is here by now.
-
-        One step; whether there may be more.
-        """
-        with self._lock:
-            for _ in range(STEP):
-                if not self._prune_one():
-                    return False
-        return True
-
-    def _prune_one(self) -> bool:
-        if self._parked:
+    def _prune(self) -> None:
+        """Drop from the head of the queue what nobody waits for, or what is here by now."""
+        while self._parked:
             fetch, position, key = self._parked[0]
             slot, arrival = self._host.find(key), self._arrivals.get(key)
             if fetch.queues_for(position):
                 if slot is None and (arrival is None or arrival.dead):
-                    return False
+                    return
                 if not fetch.levels & (HOST if arrival is None else arrival.bit):
                     fetch.failed(position)
                 elif arrival is not None:
@@ -215,12 +182,10 @@ class Loader:
                     fetch.arrived(position, slot, self._host.name)
                     self._host.stats.hits += 1
             self._parked.popleft()
-            return True
-        return False
 
     def _due(self) -> list[Want]:
         """The next blocks that wait for room, and where they are now; lost ones end a prefix."""
-        levels = [level for level in self._levels if level.gate.open()]
+        levels = [level for level in self._levels if level.readable]
         wants: list[Want] = []
         seen: set[BlockKey] = set()
         while len(wants) < min(len(self._parked), RESUME_BATCH):
@@ -240,7 +205,7 @@ class Loader:
         """Slots of the longest prefix, ``NO_SLOT`` where a block has to come, and what must."""
         found: list[Slot] = []
         wants: list[Want] = []
-        levels = among([level for level in self._levels if level.gate.open()], mask)
+        levels = among([level for level in self._levels if level.readable], mask)
         host_find, arrivals = self._host.find, self._arrivals
         for index, key in enumerate(keys):
             slot = host_find(key)
@@ -287,7 +252,7 @@ class Loader:
         """Fill ``fetch`` and have it wait; its blocks in the host level, and on their way."""
         hits = waiting = 0
         now = self._shared.clock.now()
-        for index, slot in enumerate(found, fetch.length):
+        for index, slot in enumerate(found, len(fetch.planned)):
             key = fetch.keys[index]
             if index in later:
                 fetch.add(NO_SLOT, later[index].level.name)
@@ -310,7 +275,7 @@ class Loader:
         host.joined += joined
         asked = max(0, asked - hits - joined)  # 0 of a fetch that was counted and has grown
         for level in self._levels:
-            if level.gate.open():
+            if level.readable:
                 level.stats.queries += asked
                 asked = max(0, asked - sum(1 for want in wants if want.level is level))
 
@@ -322,7 +287,7 @@ class Loader:
 
     def _start(self, level: Level, items: Sequence[Item]) -> None:
         """Begin to read ``items`` from ``level``, a task per batch (loop thread)."""
-        step = level.batch_max
+        step = level.tier.batch_max
         for start in range(0, len(items), step):
             work = partial(self._bring, level, items[start : start + step])
             self._run(work, f"kvladder-read-{level.name}")
@@ -338,9 +303,9 @@ class Loader:
         finally:
             with self._lock:
                 retries = self._land(level, batch, found)
-                self._landed()
         for below, items in retries.items():
             self._start(below, items)
+        self._landed()
 
     def _land(
         self, level: Level, batch: Sequence[Item], found: Sequence[bool]
@@ -387,7 +352,7 @@ class Loader:
     ) -> tuple[Level, Item] | None:
         """Have a block that ``level`` did not deliver come from below it, into another slot."""
         mask = reduce(int.__or__, [fetch.levels for fetch, _ in wanted])
-        below = among([lower for lower in level.below if lower.gate.open()], mask)
+        below = among([lower for lower in level.below if lower.readable], mask)
         want = source(below, 0, key)
         slots = [] if want is None else self._host.room(1, arrival.meta.priority)
         if want is None or not slots:
@@ -406,11 +371,9 @@ class Loader:
             level.stats.late += levels.count(level.name)
 
     def unpin(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
-        """Give pinned slots back, in steps, the tail first."""
-        for end in range(len(keys), 0, -BULK_STEP):
-            start = max(0, end - BULK_STEP)
-            with self._lock:
-                self._host.unpin(keys[start:end], slots[start:end])
+        """Give pinned slots back."""
+        with self._lock:
+            self._host.unpin(keys, slots)
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
         """Remove blocks whose bytes turned out to be of no use."""
@@ -419,19 +382,19 @@ class Loader:
     async def aclose(self) -> None:
         """End every load; what has not arrived is a miss."""
         self._closed = True
-        while self._parked:
-            with self._lock:
-                self._drop_parked()
+        with self._lock:
+            while self._parked:
+                fetch, position, _ = self._parked.popleft()
+                fetch.failed(position)
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        while self._unread:
-            with self._lock:
-                for _, (level, item) in zip(range(STEP), list(self._unread.values()), strict=False):
-                    del self._unread[item.key]
-                    level.places.end_read(item.place)
-                    self._land(level, [item], [False])
+        with self._lock:
+            for level, item in self._unread.values():
+                level.places.end_read(item.place)
+                self._land(level, [item], [False])
+            self._unread.clear()
 
     def check(self) -> None:
         """Assert what must hold of every arrival; for tests."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvladder.errors import TierError
 from kvladder.metrics import LevelStats
 from kvladder.tiers.base import Shared, Tier
 from kvladder.tiers.gate import Gate
@@ -49,13 +50,15 @@ class Purges:
         async def purging() -> Sequence[bool]:
             nonlocal done, following
             if self._tier.shared:
-                done = await self._tier.purge(salt, lambda _done, _total: None)
+                done = int(await self._tier.purge(salt, lambda _done, _total: None))
             else:
                 done, following = await self._tier.erase(salt, start)
+                if following is not None and following <= start:
+                    raise TierError(f"erasing goes on at place {following} after {start}")
             return ()
 
         timeout_s = PURGE_TIMEOUT_S if self._tier.shared else None
-        answer = await self._gate.call(purging, (), lambda: None, timeout_s=timeout_s)
+        answer = await self._gate.call("remove", purging, lambda: None, timeout_s=timeout_s)
         if answer.results is None:
             return
         with self._shared.lock:

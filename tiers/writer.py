@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
-from kvladder.lock import STEP
 from kvladder.metrics import DropReason
 from kvladder.tiers.base import NO_PLACE, Item
 from kvladder.tiers.gate import Answer, Results
 from kvladder.tiers.inbox import Inbox, Pending
 from kvladder.tiers.index import Meta
 from kvladder.tiers.removals import Removals
+from kvladder.tiers.supervise import supervised
 
 if TYPE_CHECKING:
     from kvladder.tiers.level import Level
@@ -115,11 +114,11 @@ class Writer:
             self._tombstones.add(key)
         return key in self._writing or key in self._limbo
 
-    def recall_salted(self, keys: Iterable[BlockKey], salt: bytes) -> None:
-        """``recall`` for those of ``keys`` that are of this salt."""
-        for key in keys:
-            pending = self._inbox.get(key) or self._writing.get(key)
-            if pending is not None and pending.meta.terms.salt == salt:
+    def recall_salted(self, salt: bytes) -> None:
+        """``recall`` for every block of this salt."""
+        waiting = [(key, self._inbox[key]) for key in self._inbox]
+        for key, pending in [*waiting, *self._writing.items()]:
+            if pending.meta.terms.salt == salt:
                 self.recall(key)
 
     @property
@@ -151,23 +150,31 @@ class Writer:
     def start(self) -> None:
         """Begin to work."""
         name = f"kvladder-writer-{self._level.name}"
-        self._task = asyncio.create_task(self._run(), name=name)
+        working = supervised(self._run, self._level.died)
+        self._task = asyncio.create_task(working, name=name)
 
     async def _run(self) -> None:
         while True:
-            was_ill = self._gate.ill
+            was_ill = self._gate.ill("put", "remove")
             with suppress(TimeoutError):  # wait_for would swallow a cancellation in 3.11
-                wait_s = None if self._gate.open() else self._gate.retry_in_s
-                async with asyncio.timeout(wait_s):
+                async with asyncio.timeout(self._gate.retry_in_s("put", "remove")):
                     await self._wakeup.wait()
             self._wakeup.clear()
-            while self.pending and self._gate.open():
+            while self.due:
                 await self._step()
-            self._lose_all()
             with self._lock:
-                if was_ill and self._gate.open():
+                self._lose("breaker", list(self._inbox))
+                if was_ill and self._level.writable:
                     self._level.stir()  # others may have something for it again
             self._idle.set()
+
+    @property
+    def due(self) -> bool:
+        """Whether there is something to do that may be done now."""
+        if self._inbox and self._level.writable:
+            return True
+        forgets = self._removals or self._level.purges.due(quiet=not self._limbo)
+        return bool(forgets) and self._gate.open("remove")
 
     def _lose(self, reason: DropReason, keys: Sequence[BlockKey]) -> None:
         """These do not wait any longer: they would only keep slots from others."""
@@ -175,43 +182,42 @@ class Writer:
             self._stats.drop(reason, self._inbox[key].meta.priority)
             self._give_up(key)
 
-    def _lose_all(self) -> None:
-        """What waits now does not wait any longer, since the tier is left alone."""
-        for _ in range(0, len(self._inbox), STEP):
-            with self._lock:
-                self._lose("breaker", list(islice(self._inbox, STEP)))
-
     async def _step(self) -> None:
         """One purge, one batch of removals, or one of writes and a step of erasing: what is due."""
-        if self._tier.shared and self._level.purges:
+        may_remove = self._gate.open("remove")
+        if self._tier.shared and self._level.purges:  # nothing else is due until it is over
             await self._level.purges.step()
             return
         with self._lock:
-            removals = self._removals.take(self._level.batch_max)
+            removals = self._removals.take(self._tier.batch_max) if may_remove else []
         if removals:
             await self._remove_from_tier(removals)
             return
         with self._lock:
-            while above := self._inbox.above(self._level.batch_max, self._tier.spare):
+            # a removal that has to wait must not meet the block that is written after it
+            self._lose("breaker", [key for key in self._inbox if key in self._removals])
+            while above := self._inbox.above(self._tier.batch_max, self._spare):
                 self._lose("quota", above)
-            self._writing = self._inbox.take(self._level.batch_max)
+            self._writing = self._inbox.take(self._tier.batch_max)
         try:
             await self._write()
         finally:
             with self._lock:
                 self._settle([], Answer(()))
-        if not self._removals and self._level.purges.due(quiet=not self._limbo):
+        erasing = not self._removals and self._level.purges.due(quiet=not self._limbo)
+        if erasing and may_remove:
             await self._level.purges.step()
+
+    def _spare(self, salt: bytes) -> float:
+        return self._gate.spare(self._tier, salt)
 
     async def _remove_from_tier(self, items: Sequence[Item]) -> None:
         """Have the tier forget ``items``, then free their places; if it fails, later again."""
         keys = [item.key for item in items]
 
-        async def removing() -> Sequence[bool]:
-            await self._tier.remove(items)
-            return ()
-
-        answer = await self._gate.call(removing, (), lambda: self._undo(items))
+        answer = await self._gate.call(
+            "remove", lambda: self._tier.remove(items), lambda: self._undo(items)
+        )
         with self._lock:
             self._removals.ended(items)
             if answer.results is not None:
@@ -229,11 +235,10 @@ class Writer:
         with self._lock:
             ranked = sorted(self._writing.items(), key=lambda item: -item[1].meta.priority)
             self._writing = dict(ranked)
-        outranked = await self._make_room([pending.meta.priority for _, pending in ranked])
+        reason = await self._make_room([pending.meta.priority for _, pending in ranked])
         now = self._shared.clock.now()
         with self._lock:
             places = self._places.take(len(self._writing))
-            reason: DropReason = "outranked" if outranked else "busy"
             if self._places.limited:
                 reason = "full"
             for pending in list(self._writing.values())[len(places) :]:
@@ -245,9 +250,11 @@ class Writer:
         if not items:
             return
         answer = await self._gate.call(
+            "put",
             lambda: self._edge.put(items),
-            [item.slot for item in items],
             lambda: self._undo(items),
+            slots=[item.slot for item in items],
+            expected=len(items),
         )
         with self._lock:
             self._stats.stored_s += self._shared.clock.now() - now
@@ -316,20 +323,24 @@ class Writer:
             f" {self._level.capacity_blocks} blocks; older blocks give way from now on",
         )
 
-    async def _make_room(self, priorities: Sequence[int]) -> bool:
+    async def _make_room(self, priorities: Sequence[int]) -> DropReason:
         """Evict exactly as much as blocks of these priorities need, the highest first.
 
-        None gives way to one that is worth less. Victims go to a level below first. True if blocks
-        that hold a place are worth more than some of ``priorities``.
+        None gives way to one that is worth less. Victims go to a level below first. Returns why
+        those have no place that get none: blocks are worth more that hold one, or they cannot be
+        removed now, or are busy.
         """
         with self._lock:
             now = self._shared.clock.now()
             if self._places.limited and now >= self._full_until_s:
                 self._places.unlimit()
             self._index.revert(now)
+            if not self._gate.open("remove"):
+                return "breaker"
             victims, outranked = self._victims(priorities[self._places.free :])
+        reason: DropReason = "outranked" if outranked else "busy"
         if not victims:
-            return outranked
+            return reason
         await self._demote(victims)
         with self._lock:
             gone: list[Item] = []
@@ -339,9 +350,9 @@ class Writer:
                     gone.append(Item(key, place))
             self._level.evicted([item.key for item in gone])
             self._removals.begun(gone)
-        for start in range(0, len(gone), self._level.batch_max):
-            await self._remove_from_tier(gone[start : start + self._level.batch_max])
-        return outranked
+        for start in range(0, len(gone), self._tier.batch_max):
+            await self._remove_from_tier(gone[start : start + self._tier.batch_max])
+        return reason
 
     def _victims(self, newcomers: Sequence[int]) -> tuple[list[tuple[BlockKey, int]], bool]:
         """Who gives way to blocks of these priorities, one each, in the order of eviction.
@@ -391,7 +402,7 @@ class Writer:
 
     async def drain(self) -> None:
         """Wait until everything offered was written or given up."""
-        while self.pending and self._gate.open():
+        while self.due or self._writing:
             self._idle.clear()
             self.wake()
             await self._idle.wait()
@@ -402,4 +413,5 @@ class Writer:
             self._task.cancel()
             await asyncio.wait({self._task})
             self._task = None
-        self._lose_all()
+        with self._lock:
+            self._lose("breaker", list(self._inbox))

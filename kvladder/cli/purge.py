@@ -209,7 +209,7 @@ def _purge_files(
 def _purge_shared(level: LevelConfig, space: Namespace, salt: bytes | None) -> list[str]:
     layout = Layout(block_tokens=1, block_bytes=PAGE_BYTES)  # keys do not depend on it
     runtime, arena, tier = Runtime(), Arena.create(1, layout.slot_bytes), level.make_tier()
-    context = TierContext(arena, layout, space, 1, SystemClock(), runtime.run_blocking)
+    context = TierContext(arena, layout, space, 1, SystemClock(), runtime.threads(level.name))
     try:
         runtime.call(tier.open(context))
         removed = runtime.call(tier.purge(salt, _bar(level.name, "keys")))

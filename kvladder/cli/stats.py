@@ -77,6 +77,12 @@ def _table(path: str, counts: dict[str, Any]) -> Iterator[str]:
     width = max(len(name) for name in levels)
     yield f"{'':{width}}" + "".join(f"{name:>10}" for name in (*COLUMNS, "breaker"))
     for name, level in levels.items():
-        state = BREAKER_STATES[int(level["breaker"])] if "breaker" in level else ""
-        cells = [*(str(level.get(column, "")) for column in COLUMNS), state]
+        cells = [*(str(level.get(column, "")) for column in COLUMNS), _breakers(level)]
         yield f"{name:{width}}" + "".join(f"{cell:>10}" for cell in cells)
+
+
+def _breakers(level: dict[str, Any]) -> str:
+    """Which kinds of calls of a level fail, if it has breakers."""
+    states: dict[str, int] = level.get("breakers", {})
+    shut = [f"{BREAKER_STATES[state]}: {kind}" for kind, state in states.items() if state]
+    return ", ".join(shut) if shut or not states else BREAKER_STATES[0]

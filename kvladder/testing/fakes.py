@@ -18,14 +18,18 @@ from xxhash import xxh3_128_digest
 
 from kvladder.errors import TierError
 from kvladder.keys import BlockKey, Namespace
+from kvladder.testing.steps import SAID_AT_ONCE as SAID_AT_ONCE
+from kvladder.testing.steps import Block as Block
 from kvladder.testing.steps import Delay as Delay
 from kvladder.testing.steps import Fail as Fail
 from kvladder.testing.steps import Full as Full
 from kvladder.testing.steps import Hang as Hang
 from kvladder.testing.steps import Hold as Hold
 from kvladder.testing.steps import Operation as Operation
+from kvladder.testing.steps import Raise as Raise
 from kvladder.testing.steps import ShortRead as ShortRead
 from kvladder.testing.steps import Step as Step
+from kvladder.testing.steps import Wrong as Wrong
 from kvladder.tiers.base import Item, Tier, TierContext
 
 RECOVER_BATCH = 3
@@ -178,7 +182,7 @@ class FakeTier(Tier):
                     record = self._record(item)
                     if record is not None and item.note is not None:
                         item.note[:] = record.note
-        return found
+        return step.of(found) if isinstance(step, Wrong) else found
 
     def _read(self, items: Sequence[Item], part: slice) -> None:
         """Fill a part of each slot; in between, the slots hold what is of no use to anybody."""
@@ -220,11 +224,12 @@ class FakeTier(Tier):
     async def put(self, items: Sequence[Item]) -> Sequence[bool]:
         half = len(items) // 2
         with self._in_flight("put", items):
-            async with self._call("put", items):
+            async with self._call("put", items) as step:
                 self._write(items[:half])
                 await asyncio.sleep(self._latency_s())
                 self._write(items[half:])
-        return [True] * len(items)
+        stored = [True] * len(items)
+        return step.of(stored) if isinstance(step, Wrong) else stored
 
     def _write(self, items: Sequence[Item]) -> None:
         for item in items:
@@ -252,9 +257,19 @@ class FakeTier(Tier):
 
     async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
         with self._in_flight("contains", items):
-            async with self._call("contains", items):
+            async with self._call("contains", items) as step:
                 found = [self._record(item) is not None for item in items]
-        return found
+        return step.of(found) if isinstance(step, Wrong) else found
+
+    def spare(self, salt: bytes) -> float:
+        self._say("spare")
+        return super().spare(salt)
+
+    def _say(self, operation: Operation) -> None:
+        """Let happen what the script has for something that is said at once."""
+        step = self._next_step(operation)
+        if isinstance(step, Raise):
+            raise step.error("scripted")
 
     async def recover(self) -> AsyncIterator[Sequence[Item]]:
         async with self._call("recover", ()):
@@ -268,6 +283,7 @@ class FakeTier(Tier):
         return self._damage_found
 
     def gauges(self) -> Mapping[str, int]:
+        self._say("gauges")
         used = sum(len(record.data) for record in self.records.values())
         return {
             "server_used_bytes": used,
@@ -280,8 +296,11 @@ class FakeTier(Tier):
         return {"durable": str(self.durable), "script": f"{len(self.script)} steps"}
 
     async def aclose(self) -> None:
+        step = self._next_step("aclose") if not self._closed else None
         self._closed = True
         self.heal()
+        if step is not None:
+            await self._happen(step)
 
     # ---- what happens to a call
 
@@ -303,7 +322,8 @@ class FakeTier(Tier):
             raise cancelled
 
     def _next_step(self, operation: Operation) -> Step | None:
-        step = next((step for step in self.script if step.on in {None, operation}), None)
+        fits = {operation} if operation in (*SAID_AT_ONCE, "aclose") else {None, operation}
+        step = next((step for step in self.script if step.on in fits), None)
         if step is not None and step.times is not None:
             step.times -= 1
             if step.times == 0:
@@ -315,6 +335,9 @@ class FakeTier(Tier):
             return None if step is None else await step.happen()
         self._holds.append(step)
         try:
+            if isinstance(step, Block):
+                await self.context.run_blocking(step.happen)
+                return None
             return await step.happen()
         finally:
             self._holds.remove(step)

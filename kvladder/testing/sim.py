@@ -12,6 +12,7 @@ import selectors
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
+from contextlib import suppress
 from contextvars import Context
 from random import Random
 from typing import Any, TypeVar, TypeVarTuple
@@ -210,7 +211,49 @@ class InlineBlocking:
     async def __call__(self, function: Callable[..., Any], /, *args: Any) -> Any:
         wait_s = self._random.expovariate(1 / self._mean_s) if self._mean_s else 0.0
         await asyncio.sleep(wait_s)
-        return function(*args)
+        return await _blocking(function(*args), lambda: None)
+
+
+class SimThreads:
+    """Stands in for a few threads that run blocking functions, one each, on the loop.
+
+    A thread whose call was cancelled and has not ended is replaced by another one, as
+    ``kvladder.runtime.BlockingPool`` does.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._free = asyncio.Semaphore(threads)
+
+    async def __call__(self, function: Callable[..., Any], /, *args: Any) -> Any:
+        await self._free.acquire()
+        held = [self._free]
+
+        def free() -> None:
+            while held:
+                held.pop().release()
+
+        try:
+            return await _blocking(function(*args), free)
+        finally:
+            free()
+
+
+async def _blocking(result: Any, given_up: Callable[[], None]) -> Any:
+    """What a blocking function returned; a coroutine takes its time as a thread would.
+
+    That is cancelled once it has ended; ``given_up`` is called when it should be.
+    """
+    if not hasattr(result, "__await__"):
+        return result
+    ending: asyncio.Future[Any] = asyncio.ensure_future(result)
+    try:
+        return await asyncio.shield(ending)
+    except asyncio.CancelledError:
+        given_up()
+        while not ending.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({ending})
+        raise
 
 
 inline_blocking = InlineBlocking()

@@ -18,9 +18,9 @@ from kvladder.notices import Notices
 from kvladder.policy.eviction import PrioritizedLRU
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.sim import EPOCH_S, SimClock, inline_blocking
-from kvladder.tiers.base import Shared, Tier, TierContext
+from kvladder.tiers.base import Shared, Tier
 from kvladder.tiers.edge import scratch_blocks
-from kvladder.tiers.level import Level, LevelSettings
+from kvladder.tiers.level import Level, LevelSettings, Threads
 from kvladder.tiers.stack import HostSettings, Post, TierStack
 
 T = TypeVar("T")
@@ -55,7 +55,12 @@ class LoopPortal:
         work.close()
         raise AssertionError("on a loop, await aclose")
 
-    def close(self, *, timeout_s: float = 5.0) -> None:
+    @property
+    def faults(self) -> int:
+        """None: they end the test."""
+        return 0
+
+    def close(self, *, timeout_s: float = 2.0) -> None:
         """Nothing to end."""
         del timeout_s
 
@@ -84,8 +89,12 @@ class SimCache:
         layout: Layout = LAYOUT,
         settings: ManagerSettings | None = None,
         epoch_s: float = EPOCH_S,
+        threads: Threads = lambda _: inline_blocking,
     ) -> SimCache:
-        """Open a cache over ``levels``, hottest first, at the wall time ``epoch_s``."""
+        """Open a cache over ``levels``, hottest first, at the wall time ``epoch_s``.
+
+        Blocking calls go to ``threads``.
+        """
         loop = asyncio.get_running_loop()
         clock, lock = SimClock(loop, epoch_s=epoch_s), StackLock()
         edges = [spec.settings.edge.codecs for spec in levels]
@@ -123,10 +132,8 @@ class SimCache:
         )
         space = layout.namespace()
         for level in opened:
-            capacity = level.capacity_blocks
-            context = TierContext(arena, layout, space, capacity, clock, inline_blocking)
             try:
-                await level.open(context)
+                await level.open(layout, space, threads=threads)
             except BaseException:
                 arena.close()
                 raise

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import CancelledError
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from kvladder.errors import TierError, TierFull
 
-Operation = Literal["open", "get", "put", "remove", "contains", "recover", "purge"]
+Operation = Literal[
+    "open", "get", "put", "remove", "contains", "recover", "purge", "spare", "gauges", "aclose"
+]
+SAID_AT_ONCE = ("spare", "gauges")
+"""What a tier says without being awaited: only steps that name it are for it."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -17,7 +22,7 @@ class Step:
     """One thing that happens to calls."""
 
     on: Operation | None = None
-    """To which calls; None means whichever comes next."""
+    """To which calls; None means whichever is awaited next."""
     times: int | None = 1
     """How often before the script goes on; None means for ever."""
     after: bool = False
@@ -64,6 +69,31 @@ class ShortRead(Step):
     on: Operation | None = "get"
 
 
+@dataclass(eq=False)
+class Raise(Step):
+    """The call raises what no tier may raise: an error of Python, or what ends a thread."""
+
+    error: type[BaseException]
+
+    async def happen(self) -> None:
+        raise self.error("scripted")
+
+
+@dataclass(eq=False)
+class Wrong(Step):
+    """The call has its effect and answers nonsense: too much, too little, or something else."""
+
+    answer: Literal["long", "short", "nothing", "words"]
+
+    def of(self, right: Sequence[bool | None]) -> Any:
+        """What is said instead of the right answer."""
+        if self.answer == "nothing":
+            return None
+        if self.answer == "words":
+            return ["yes"] * len(right)
+        return [*right, True] if self.answer == "long" else [*right][:-1]
+
+
 @dataclass(eq=False, kw_only=True)
 class Hold(Step):
     """The call stops until ``let_go``: what happens meanwhile happens between two of its lines.
@@ -101,6 +131,10 @@ class Hang(Hold):
     """The call does not end until it is cancelled, or the tier healed or closed."""
 
 
+class Block(Hang):
+    """The call hangs in a thread of ``run_blocking``: only healing or closing ends it."""
+
+
 def troubles(times: int | None, *, after: bool) -> list[Step]:
     """One of each kind, for so many calls, before or after the effect of each."""
     return [
@@ -109,4 +143,21 @@ def troubles(times: int | None, *, after: bool) -> list[Step]:
         Hang(times=times, stubborn=True),
         Full(times=times),
         ShortRead(times=times),
+    ]
+
+
+def misbehaviours(times: int | None, *, after: bool) -> list[Step]:
+    """One of each kind that no tier should show, and some that a good one may."""
+    answers: tuple[Literal["long", "short", "nothing", "words"], ...]
+    answers = ("long", "short", "nothing", "words")
+    errors = (SystemExit, KeyboardInterrupt, GeneratorExit, ValueError, CancelledError)
+    return [
+        *[Wrong(answer, times=times) for answer in answers],
+        *[Raise(error, times=times, after=after) for error in errors],
+        Block(times=times, after=after),
+        Raise(SystemExit, on="spare", times=times),
+        Raise(ValueError, on="gauges", times=times),
+        Fail(on="put", times=times),
+        Fail(on="get", times=times),
+        Hang(on="remove", times=times),
     ]

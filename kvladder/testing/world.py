@@ -19,6 +19,7 @@ from kvladder.testing.sim import SimLoop, where
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.testing.steps import troubles
 from kvladder.testing.wishes import NO_WISHES, SALT, Purge, Wishes
+from kvladder.tiers.breaker import KINDS
 from kvladder.tiers.level import Level
 
 BLOCK_BYTES = 64
@@ -272,7 +273,8 @@ class World:
                     request.save.abort()
         self.requests.clear()
         clean = not crash and not any(tier.script or tier.held for tier in self.tiers)
-        clean &= all(lv.gate.open() and not lv.left_behind for lv in self.cache.levels)
+        levels = self.cache.levels
+        clean &= all(lv.gate.open(kind) and not lv.left_behind for lv in levels for kind in KINDS)
         self._purge.give_up()
         kept = must_survive(self.cache, self.loop.time())
         errors = self._errors()

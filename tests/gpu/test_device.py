@@ -252,10 +252,10 @@ def test_nothing_is_handed_down_to_a_tier_that_fails(tmp_path: Path) -> None:
         engine.run(range(16))
         gate = engine.cache.manager.stack.levels[0].gate
         for _ in range(3):
-            gate.breaker.failure(engine.cache.manager.stack.shared.clock.now())
+            gate.breakers["put"].failure(engine.cache.manager.stack.shared.clock.now())
         assert not engine.cache.hand_down(timeout_s=30.0)
         assert engine.cache.pools[0].cached == 4
-        gate.breaker.success()
+        gate.breakers["put"].success()
         assert engine.cache.hand_down(timeout_s=30.0)
         assert engine.cache.pools[0].cached == 0
 

@@ -45,9 +45,9 @@ def after(cls: type, name: str, then: Callable[..., None]) -> Callable[..., Any]
 _call = Gate.call
 
 
-async def unclaimed(gate: Gate, operation: Any, slots: Any, late: Any) -> Any:
+async def unclaimed(gate: Gate, *arguments: Any, slots: Any = (), **options: Any) -> Any:
     del slots
-    return await _call(gate, operation, (), late)
+    return await _call(gate, *arguments, **options)
 
 
 FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
@@ -94,7 +94,7 @@ OF_WISHES: dict[str, tuple[type, str, Any]] = {
     "nothing expires": (Alarm, "set", nothing),
     "a purge does not reach writes under way": (Writer, "recall_salted", nothing),
     "a purge does not reach saves": (TierStack, "_recall", nothing),
-    "a purge spares some": (LevelIndex, "salted", lambda index, *_: ([], index.places)),
+    "a purge spares some": (LevelIndex, "salted", lambda *_: []),
 }
 
 

@@ -12,9 +12,10 @@ from kvladder.testing.fakes import FakeTier
 from kvladder.testing.stacks import LevelSpec
 from tests.stack.caches import COMMIT, cache_of
 
-DERIVED = re.compile(r"dropped_\w+|breaker_open")
+DERIVED = re.compile(r"dropped_\w+|breaker(_open|_opened)?")
 """Statistics that others tell, too."""
-UNITS = ("_blocks", "_bytes", "_seconds", "_slots", "_state", "_errors", "_timeouts", "_openings")
+QUANTITIES = ("_blocks", "_bytes", "_seconds", "_slots", "_state", "_calls")
+EVENTS = ("_errors", "_timeouts", "_openings", "_failures", "_faults")
 
 
 def test_names_follow_the_rules() -> None:
@@ -22,7 +23,7 @@ def test_names_follow_the_rules() -> None:
     for metric in METRICS:
         assert re.fullmatch(r"kvladder_[a-z_]+", metric.name)
         assert metric.name.endswith("_total") == (metric.kind == "counter")
-        assert metric.name.removesuffix("_total").endswith(UNITS), metric.name
+        assert metric.name.removesuffix("_total").endswith(QUANTITIES + EVENTS), metric.name
         assert metric.section in ("tier", *SECTIONS)
 
 

@@ -1,0 +1,199 @@
+"""The loop thread and the threads for blocking calls live on, whatever is done to them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+
+import kvladder
+from kvladder import registry
+from kvladder.errors import ClosedError, TierError
+from kvladder.runtime import THREADS, BlockingPool, Runtime
+from kvladder.tiers.base import TierContext
+from kvladder.tiers.memory import MemoryTier
+
+LAYOUT = kvladder.Layout(block_tokens=4, block_bytes=4096, fields={"model": "m"})
+
+
+@pytest.fixture
+def runtime() -> Iterator[Runtime]:
+    runtime = Runtime()
+    yield runtime
+    runtime.close()
+
+
+async def nothing() -> str:
+    return "alive"
+
+
+# ---- the loop
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("way", ["task", "callback"])
+def test_the_loop_survives_what_others_raise_on_it(
+    runtime: Runtime, error: type[BaseException], way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def raising() -> None:
+        raise error("scripted")
+
+    def fail() -> None:
+        if way == "callback":
+            raise error("scripted")
+        tasks.append(asyncio.get_running_loop().create_task(raising()))
+
+    tasks: list[asyncio.Task[None]] = []
+    for _ in range(3):
+        runtime.post(fail)
+    assert runtime.call(nothing(), timeout_s=30.0) == "alive"
+    tasks.clear()  # what nobody awaited is told when it is forgotten
+    assert runtime.call(nothing(), timeout_s=30.0) == "alive"
+    assert runtime.faults >= 3
+    assert len(caplog.messages) == 1, "the rate is bounded"
+    assert error.__name__ in caplog.messages[0]
+
+
+def test_the_loop_goes_on_when_somebody_stops_it(runtime: Runtime) -> None:
+    runtime.post(lambda: asyncio.get_running_loop().stop())
+    assert runtime.call(nothing(), timeout_s=30.0) == "alive"
+    assert runtime.faults == 1
+
+
+def test_closing_leaves_a_task_that_is_deaf_behind() -> None:
+    runtime, free = Runtime(), threading.Event()
+
+    async def deaf() -> None:
+        while not free.is_set():
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+    tasks: list[asyncio.Task[None]] = []
+    runtime.post(lambda: tasks.append(asyncio.get_running_loop().create_task(deaf())))
+    runtime.call(nothing())
+    runtime.close(timeout_s=0.1)
+    assert tasks
+    with pytest.raises(ClosedError):
+        runtime.call(nothing())
+
+
+# ---- threads
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    while not what():
+        time.sleep(0.001)
+
+
+@pytest.mark.real
+async def test_threads_are_begun_when_they_are_needed() -> None:
+    before = threading.active_count()
+    pool = BlockingPool(THREADS, "test")
+    assert threading.active_count() == before
+    for _ in range(20):
+        await pool.run(lambda: None)
+    assert before < threading.active_count() <= before + THREADS
+    gate = threading.Barrier(THREADS)
+    await asyncio.gather(*[pool.run(gate.wait) for _ in range(2 * THREADS)])
+    assert threading.active_count() == before + THREADS
+    pool.close(timeout_s=30.0)
+    with pytest.raises(ClosedError):
+        await pool.run(lambda: None)
+
+
+@pytest.mark.real
+async def test_calls_that_hang_hold_up_no_other_once_they_are_given_up() -> None:
+    pool, free = BlockingPool(2, "test"), threading.Event()
+    begun: list[int] = []
+
+    def hang(number: int) -> None:
+        begun.append(number)
+        free.wait()
+
+    stuck = [asyncio.ensure_future(pool.run(hang, number)) for number in range(4)]
+    while len(begun) < 2:  # noqa: ASYNC110 - threads set no event
+        await asyncio.sleep(0.001)
+    for call in stuck[2:]:
+        call.cancel()
+    await asyncio.wait(stuck[2:])
+    assert begun == [0, 1], "what had not begun does not begin"
+    for call in stuck[:2]:
+        call.cancel()
+    assert await pool.run(lambda: "served") == "served"
+    assert not any(call.done() for call in stuck[:2]), "cancellation waits for their threads"
+    free.set()
+    await asyncio.wait(stuck)
+    assert all(call.cancelled() for call in stuck)
+    assert await pool.run(lambda: "served") == "served"
+    pool.close(timeout_s=30.0)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("error", [StopIteration, SystemExit, GeneratorExit, OSError])
+async def test_what_a_function_raises_is_handed_over(error: type[BaseException]) -> None:
+    def fail() -> None:
+        raise error("scripted")
+
+    pool = BlockingPool(1, "test")
+    with pytest.raises((error, RuntimeError), match="scripted"):
+        await pool.run(fail)
+    assert await pool.run(lambda: 1) == 1
+    pool.close(timeout_s=30.0)
+
+
+# ---- a whole cache
+
+
+class Rogue(MemoryTier):
+    """Does what its class attribute says."""
+
+    class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+        pass
+
+    deed = ""
+
+    def __init__(self, options: Options | None = None) -> None:
+        super().__init__()
+
+    async def open(self, context: TierContext) -> None:
+        await super().open(context)
+        if self.deed == "exit at open":
+            raise SystemExit(3)
+
+    async def put(self, items: Any) -> Any:
+        if self.deed == "exit beside the call":
+            self.task = asyncio.create_task(self._exit())
+        return await super().put(items)
+
+    async def _exit(self) -> None:
+        raise SystemExit(3)
+
+
+def open_rogue(deed: str, monkeypatch: pytest.MonkeyPatch) -> kvladder.CacheManager:
+    monkeypatch.setattr(Rogue, "deed", deed)
+    monkeypatch.setitem(registry._registered, ("tiers", "rogue"), Rogue)
+    level = {"type": "rogue", "capacity": "1 MiB", "when": "commit", "timeout": "100 ms"}
+    stack = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, level]}
+    return kvladder.open_cache(stack, layout=LAYOUT)
+
+
+def keys(first: int, count: int) -> list[kvladder.BlockKey]:
+    return [kvladder.BlockKey(bytes([number]) * 32) for number in range(first, first + count)]
+
+
+def test_a_tier_that_exits_when_it_is_opened_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TierError, match="SystemExit"):
+        open_rogue("exit at open", monkeypatch)
+
+
+def test_a_tier_whose_own_task_exits_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_rogue("exit beside the call", monkeypatch) as cache:
+        cache.save(keys(0, 4)).commit()
+        wait_for(lambda: cache.stats()["rogue"]["stored"] == 4)
+        assert cache.stats()["loop"]["faults"] == 1
