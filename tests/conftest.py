@@ -6,11 +6,14 @@ Tasks are the plugin's to watch. Hypothesis runs as many examples as ``HYPOTHESI
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvladder.arena import Arena
+from tests import stuck
 
 pytest_plugins = ["kvladder.testing.plugin", "pytester"]
 
@@ -32,9 +36,46 @@ settings.register_profile(
 settings.register_profile("night", max_examples=10_000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "dev"))
 
-JOIN_S = 2.0
+JOIN_S = 60.0
+IDLE_S = 300.0
 OTHERS = ("gpu", "vllm")
 """Marks of tests in which other libraries keep what they opened."""
+
+
+class Watch:
+    """A pytest plugin: has this process watched while it runs tests."""
+
+    def __init__(self) -> None:
+        self._watcher: subprocess.Popen[str] | None = None
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        if self._watcher is None:
+            self._watcher = subprocess.Popen(
+                [sys.executable, stuck.__file__, str(os.getpid()), str(IDLE_S)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                text=True,
+            )
+        self._say(f"+ {item.nodeid}")
+        try:
+            return (yield)
+        finally:
+            self._say("-")
+
+    def _say(self, line: str) -> None:
+        assert self._watcher is not None
+        assert self._watcher.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            print(line, file=self._watcher.stdin, flush=True)
+
+    def pytest_unconfigure(self) -> None:
+        if self._watcher is not None:
+            self._watcher.communicate()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Watch())
 
 
 def open_files() -> set[str]:

@@ -14,13 +14,13 @@ import pytest
 from kvladder.config import load_config
 from kvladder.exposition import METRICS
 from kvladder.metrics import DropReason
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 PAGES = [path for path in sorted(ROOT.glob("*.md")) if path.name != "CHANGELOG.md"]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 _BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]+\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
-TIMEOUT_S = 120
 
 
 def blocks(page, language):
@@ -60,7 +60,7 @@ def test_the_python_of_a_page_runs(page, tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

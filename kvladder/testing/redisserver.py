@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-START_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 300.0
 _TRIES_PER_S = 100
 
 
@@ -139,7 +139,7 @@ class RedisServer:
         """A plain client of redis-py's, to look behind a tier's back."""
         if self._tls is not None:
             settings |= {"ssl": True, "ssl_ca_certs": str(self._tls / "ca.crt")}
-        return redis.Redis(port=self.port, socket_timeout=5, **settings)
+        return redis.Redis(port=self.port, socket_timeout=60, **settings)
 
     def run(self, *command: str | int | bytes, **settings: Any) -> Any:
         """The reply to one command."""

@@ -23,6 +23,7 @@ from kvladder.connectors.vllm_groups import Groups, groups_of
 from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey
 from tests.connectors.scripted import TOKENS, Engine, Request, configs, kv_spec
+from tests.patience import PATIENCE_S
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -75,7 +76,7 @@ def prompt(seed: int, blocks: int = 3) -> list[int]:
 def serve(engine: Engine, tokens: Sequence[int]) -> Request:
     request = engine.add(tokens)
     engine.run()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not engine.half.connector.manager.idle():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -161,7 +162,7 @@ def test_blocks_of_an_adapter_go_by_the_same_name_from_first_to_last(engine: Eng
     events.describe(request, 0, 0, keys)
     save = manager.save(keys)
     save.commit()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not manager.idle():
         assert time.monotonic() < deadline
         time.sleep(0.005)

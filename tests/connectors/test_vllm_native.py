@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from kvladder.errors import ConfigError
+from tests.patience import PATIENCE_S
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -68,7 +69,7 @@ class Native:
         load = submit == self.tier.submit_load
         submit(TransferJob(self._jobs, keys, np.array(rows), load, CONTEXT))
         assert self.tier.has_pending_work()
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
             for result in self.tier.get_finished_jobs():
                 assert result.job_id == self._jobs

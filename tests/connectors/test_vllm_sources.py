@@ -14,6 +14,7 @@ import pytest
 
 from kvladder.keys import BlockKey
 from tests.connectors.scripted import TOKENS, Engine, Request
+from tests.patience import PATIENCE_S
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -42,7 +43,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -13,6 +13,7 @@ from kvladder.gpu.copy import Copier, CopyJob, Direction, JobId, ThreadedCopier
 from kvladder.gpu.cpu import CpuCopier
 from kvladder.gpu.pages import BlockPages, Part
 from kvladder.gpu.streams import HostDevice, StreamCopier
+from tests.patience import PATIENCE_S
 
 BLOCKS, LAYERS, HEADS, TOKENS, WIDTH = 12, 3, 2, 8, 16
 PAGE = HEADS * TOKENS * WIDTH * 4
@@ -207,7 +208,7 @@ class Stepwise(ThreadedCopier):
 def test_an_engine_that_waits_for_blocks_overtakes_what_is_being_saved() -> None:
     copier = Stepwise()
     copier.submit(job(1, "offload", {0: 0, 1: 1, 2: 2}))
-    assert copier.begun.wait(5)
+    assert copier.begun.wait(PATIENCE_S)
     copier.submit(job(2, "onboard", {0: 0, 1: 1}))
     for _ in range(5):
         copier.allowed.release()
@@ -227,10 +228,10 @@ def test_a_fence_returns_only_when_the_job_is_over() -> None:
 
     thread = threading.Thread(target=fence)
     thread.start()
-    assert copier.begun.wait(5)
+    assert copier.begun.wait(PATIENCE_S)
     assert not passed.is_set()
     copier.allowed.release()
-    assert passed.wait(5)
+    assert passed.wait(PATIENCE_S)
     thread.join()
     copier.close()
     assert copier.log == [1]
@@ -251,7 +252,7 @@ class Timeline(HostDevice):
         return self.over.is_set()
 
     def synchronize(self) -> None:
-        assert self.over.wait(5)
+        assert self.over.wait(PATIENCE_S)
 
     def after(self, stream: object, event: object) -> None:
         self.fenced += stream is None

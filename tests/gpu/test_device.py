@@ -22,6 +22,7 @@ from kvladder.gpu.pool import PoolSettings
 from kvladder.policy.retention import Retention, RetentionRange
 from tests.gpu.device import Model
 from tests.gpu.engine import Indexed, replay
+from tests.patience import PATIENCE_S
 
 
 @contextmanager
@@ -240,7 +241,7 @@ def test_nothing_is_lost_where_the_arena_is_full_when_the_device_is_handed_down(
         assert engine.cache.stats()["files"]["blocks"] == 0
         engine.run(range(16))
         engine.run(range(200, 216))
-        assert engine.cache.hand_down(timeout_s=30.0)
+        assert engine.cache.hand_down(timeout_s=PATIENCE_S)
         assert engine.cache.pools[0].cached == 0
     with model(source) as engine:
         for start in (0, 100, 200):
@@ -253,17 +254,17 @@ def test_nothing_is_handed_down_to_a_tier_that_fails(tmp_path: Path) -> None:
         gate = engine.cache.manager.stack.levels[0].gate
         for _ in range(3):
             gate.breakers["put"].failure(engine.cache.manager.stack.shared.clock.now())
-        assert not engine.cache.hand_down(timeout_s=30.0)
+        assert not engine.cache.hand_down(timeout_s=PATIENCE_S)
         assert engine.cache.pools[0].cached == 4
         gate.breakers["put"].success()
-        assert engine.cache.hand_down(timeout_s=30.0)
+        assert engine.cache.hand_down(timeout_s=PATIENCE_S)
         assert engine.cache.pools[0].cached == 0
 
 
 def test_nothing_is_handed_down_where_no_level_outlives_the_engine() -> None:
     with model(stack()) as engine:
         engine.run(range(16))
-        assert engine.cache.hand_down(timeout_s=30.0)
+        assert engine.cache.hand_down(timeout_s=PATIENCE_S)
         assert engine.cache.pools[0].cached == 4
 
 
@@ -276,7 +277,7 @@ def test_what_cannot_be_handed_down_stays_on_the_device(timeout_s: float, tmp_pa
         assert not engine.cache.hand_down(timeout_s=timeout_s)
         assert engine.cache.pools[0].cached == 4
         engine.cache.port.unlease(slots)
-        assert engine.cache.hand_down(timeout_s=30.0)
+        assert engine.cache.hand_down(timeout_s=PATIENCE_S)
         assert engine.cache.pools[0].cached == 0
         assert engine.run([*range(16), 99]) == 16
 

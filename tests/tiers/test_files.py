@@ -20,6 +20,7 @@ from kvladder.tiers.base import Item, Tier, TierContext
 from kvladder.tiers.disk import OsDisk
 from kvladder.tiers.files import FilesOptions, FilesTier
 from kvladder.units import Size
+from tests.patience import PATIENCE_S
 
 HEADER = 4096
 
@@ -71,7 +72,7 @@ class StuckDisk(OsDisk):
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self.reading.set()
-        assert self.go.wait(10.0)
+        assert self.go.wait(PATIENCE_S)
         return super().preadv(fd, buffers, offset)
 
 
@@ -149,7 +150,7 @@ class TestFiles(FilesTests):
         disk.go.clear()
         disk.reading.clear()
         reading = asyncio.create_task(blocks.get(tier, items))
-        assert await asyncio.to_thread(disk.reading.wait, 5.0)
+        assert await asyncio.to_thread(disk.reading.wait, PATIENCE_S)
         await tier.aclose()
         other = FilesTier(tier.options)
         with pytest.raises(ConfigError, match="in use"):  # the call may still touch the files
@@ -158,7 +159,7 @@ class TestFiles(FilesTests):
         assert await reading == [True]
         for thread in threading.enumerate():  # its thread closes the files behind it
             if thread.name.startswith("kvladder-files"):
-                thread.join(5.0)
+                thread.join(PATIENCE_S)
         await other.open(context)
         await other.aclose()
 

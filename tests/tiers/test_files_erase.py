@@ -20,6 +20,7 @@ from kvladder.runtime import SystemClock
 from kvladder.tiers import segments
 from kvladder.tiers.disk import OsDisk
 from kvladder.tiers.filespurge import purge_files
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +37,7 @@ def stack(path: Path, **more):
     return {"arena": {"size": "20 MiB"}, "tiers": [{"type": "host"}, files]}
 
 
-def wait_for(condition, timeout_s=60.0):
+def wait_for(condition, timeout_s=PATIENCE_S):
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end

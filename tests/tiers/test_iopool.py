@@ -11,6 +11,7 @@ import pytest
 
 from kvladder.errors import ClosedError
 from kvladder.tiers.iopool import BufferedPool, IoPool
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.real
 
@@ -20,7 +21,7 @@ async def pool(request: pytest.FixtureRequest) -> AsyncIterator[IoPool]:
     """One thread, so that there is an order."""
     pool: IoPool = request.param(1, "kvladder-test")
     yield pool
-    assert await pool.aclose(lambda: None, timeout_s=5.0)
+    assert await pool.aclose(lambda: None, timeout_s=PATIENCE_S)
 
 
 def fail() -> int:
@@ -51,11 +52,11 @@ class Gate:
 
     def __call__(self) -> int:
         self.began.set()
-        assert self.go.wait(5.0)
+        assert self.go.wait(PATIENCE_S)
         return 0
 
     async def wait(self) -> None:
-        assert await asyncio.to_thread(self.began.wait, 5.0)
+        assert await asyncio.to_thread(self.began.wait, PATIENCE_S)
 
 
 async def test_results_have_the_order_of_the_jobs(pool: IoPool) -> None:
@@ -102,7 +103,7 @@ async def test_the_last_call_comes_after_all_jobs(kind: type[IoPool]) -> None:
     pool, gate, order = kind(1, "kvladder-test"), Gate(), list[str]()
     job = asyncio.create_task(pool.run(jobs(gate, Note(order, "job"))))
     await gate.wait()
-    closing = asyncio.create_task(pool.aclose(lambda: order.append("last"), timeout_s=5.0))
+    closing = asyncio.create_task(pool.aclose(lambda: order.append("last"), timeout_s=PATIENCE_S))
     await asyncio.sleep(0.01)
     gate.go.set()
     assert await closing
@@ -121,11 +122,11 @@ async def test_a_job_that_hangs_is_left_behind(kind: type[IoPool]) -> None:
         await pool.run([Gate()])
     gate.go.set()
     assert await job == [0]
-    assert await asyncio.to_thread(last.wait, 5.0)
+    assert await asyncio.to_thread(last.wait, PATIENCE_S)
 
 
 async def test_threads_end() -> None:
     other = IoPool(3, "kvladder-ends")
     assert await other.run([threading.get_ident] * 5)
-    assert await other.aclose(lambda: None, timeout_s=5.0)
+    assert await other.aclose(lambda: None, timeout_s=PATIENCE_S)
     assert not [t for t in threading.enumerate() if t.name.startswith("kvladder-ends")]

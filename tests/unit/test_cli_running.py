@@ -19,6 +19,7 @@ from kvladder import open_cache
 from kvladder.cli import main
 from kvladder.keys import KeyScheme
 from kvladder.layout import Layout
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -82,7 +83,7 @@ def running(config):
         yield Engine(process)
     finally:
         process.stdin.close()
-        process.wait(30)
+        process.wait(PATIENCE_S)
         process.stdout.close()
 
 
@@ -217,7 +218,7 @@ def test_watching_ends_with_the_engine(config, capsys):
         )
         lines = [watching.stdout.readline() for _ in range(12)]
         assert engine.look() == [BLOCKS, BLOCKS]
-    _, said = watching.communicate(timeout=30)
+    _, said = watching.communicate(timeout=PATIENCE_S)
     assert watching.returncode == 2
     assert "kvladder: " in said
     assert sum("slots are free" in line for line in lines) >= 2

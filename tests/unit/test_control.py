@@ -18,6 +18,7 @@ from kvladder.controlsocket import BoundSocket, NobodyThere, NotAnswering, ask, 
 from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +45,7 @@ def save(cache, numbers, salt=""):
     keys = [BlockKey(number.to_bytes(32, "little")) for number in numbers]
     saving = cache.save(keys, salt=salt)
     saving.commit()
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE_S
     while not cache.idle():
         assert time.monotonic() < end
         time.sleep(0.005)
@@ -54,7 +55,7 @@ def save(cache, numbers, salt=""):
 def said(path, data, *, more=True):
     """What comes back for these bytes, until it hangs up or has answered each line."""
     with socket.socket(socket.AF_UNIX) as stream:
-        stream.settimeout(10)
+        stream.settimeout(PATIENCE_S)
         stream.connect(str(path))
         stream.sendall(data)
         if more:
@@ -66,7 +67,7 @@ def said(path, data, *, more=True):
 
 
 def wait_for_a_place(path):
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE_S
     while True:
         try:
             assert ask(path, {"command": "stats"})
@@ -174,7 +175,7 @@ def test_a_client_that_takes_no_answer_is_cut_off(cache, path, monkeypatch):
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.settimeout(0.1)
         deaf.connect(str(path))
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
             try:
                 deaf.sendall(b'{"command": "describe"}\n' * 100)

@@ -19,6 +19,7 @@ from kvladder.layout import Layout
 from kvladder.manager import CacheManager
 from kvladder.testing.stacks import SimCache
 from kvladder.wire import END, AllBlocksCleared, Batch, BlockRemoved, BlockStored
+from tests.patience import PATIENCE_S
 
 zmq = pytest.importorskip("zmq")
 
@@ -97,7 +98,7 @@ class Listener:
         return found
 
     def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while not condition():
             assert time.monotonic() < deadline, self.batches
             self.listen()
@@ -133,7 +134,7 @@ def save(cache: CacheManager, *numbers: int) -> list[BlockKey]:
 
 
 def settled(cache: CacheManager) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not cache.idle():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.vllm.harness import HERE, PROMPTS, Run, environment, shared_memory
 
 Start = Callable[..., Run]
@@ -32,7 +33,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     found = [tmp_path_factory.mktemp("model") for _ in range(2)]
     for seed, directory in enumerate(found):
         command = [sys.executable, str(HERE / "tiny_model.py"), str(directory), str(seed)]
-        subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=120)
+        subprocess.run(
+            command, env=environment(), check=True, capture_output=True, timeout=PATIENCE_S
+        )
     return found
 
 

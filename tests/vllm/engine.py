@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from kvladder.arena import Slot
+from tests.patience import PATIENCE_S
 from tests.vllm.harness import OURS, connector
 from tests.vllm.life import register
 
@@ -109,9 +110,9 @@ class Engine:
         """Drop vLLM's own prefix cache."""
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
 
-    def stats(self) -> Any:
+    def stats(self, *, wait_s: float = PATIENCE_S) -> Any:
         """The connector's statistics, its invariants checked, once the tiers are idle or hang."""
-        end = time.monotonic() + 10
+        end = time.monotonic() + wait_s
         while time.monotonic() < end:
             self.half.settle()
             if not self.half.busy and self.half.connector.manager.idle():

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from tests.patience import PATIENCE_S
 from tests.vllm.harness import stored_payloads
 
 CLI = "import sys; from kvladder.cli import main; sys.exit(main())"
@@ -19,7 +20,7 @@ def command(*arguments: str) -> dict[str, Any]:
         [sys.executable, "-c", CLI, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     return {"code": done.returncode, "out": done.stdout, "err": done.stderr}

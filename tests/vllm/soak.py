@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.patience import PATIENCE_S
 from tests.vllm.harness import HERE, Run, environment
 from tests.vllm.test_drafts import NGRAMS
 from tests.vllm.test_life import cold, prompt
@@ -41,7 +42,7 @@ def soak(mix: str, *, seconds: float, seed: int, folder: Path) -> dict[str, Any]
     kind, size, more = MIXES[mix]
     model = folder / "model"
     command = [sys.executable, str(HERE / "tiny_model.py"), str(model), str(seed), kind]
-    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=240)
+    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=PATIENCE_S)
     prompts = [
         [*prompt(seed + n % 4, 320 + 64 * (n % 3)), *prompt(100 + seed + n, 30 * n)]
         for n in range(9)

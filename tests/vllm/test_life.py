@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.vllm.conftest import Start
 from tests.vllm.harness import BLOCK, HERE, environment
 
@@ -83,7 +84,7 @@ def test_what_is_preempted_aborted_and_reset_says_the_same(
     kind, size, more = WAYS[way]
     model = tmp_path / "model"
     command = [sys.executable, str(HERE / "tiny_model.py"), str(model), "0", kind]
-    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=240)
+    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=PATIENCE_S)
     prompts = [[*prompt(seed % 3, 400), *prompt(30 + seed, 20 + 40 * seed)] for seed in range(6)]
     run = start(
         cold("moody", 48, deadline="300 ms"),

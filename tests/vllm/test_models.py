@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.vllm.conftest import Start
 from tests.vllm.harness import HERE, PROMPT_TOKENS, PROMPTS, environment, stack
 from tests.vllm.test_life import cold
@@ -27,7 +28,7 @@ def make(folder: Path, kind: str) -> str:
     """The path of a tiny random model."""
     model = folder / "model"
     command = [sys.executable, str(HERE / "tiny_model.py"), str(model), "0", kind]
-    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=240)
+    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=PATIENCE_S)
     return str(model)
 
 

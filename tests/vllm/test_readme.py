@@ -61,6 +61,7 @@ class Server(Started):
             VLLM_ENABLE_V1_MULTIPROCESSING="1",
             VLLM_LOGGING_LEVEL="INFO",
             KVLADDER__ARENA__SIZE="64 MiB",
+            KVLADDER__FETCH__DEADLINE="10 m",
             KVLADDER__TIERS__NVME__PATH=str(folder / "kv"),
             KVLADDER__TIERS__NVME__CAPACITY="64 MiB",
             KVLADDER__TIERS__NVME__WHEN=when,

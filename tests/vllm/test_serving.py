@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.vllm.conftest import Start
 from tests.vllm.harness import BLOCK, HITS, PROMPT_TOKENS, PROMPTS, Run, stack
 
@@ -165,7 +166,7 @@ def killed_while_saving(run: Run) -> int:
     """Kill -9 the engine in its last step; how many blocks were in files for certain."""
     import time
 
-    end = time.monotonic() + 240
+    end = time.monotonic() + PATIENCE_S
     while len(run.so_far()) < 4:
         assert run.process.poll() is None, run.log.read_text()[-4000:]
         assert time.monotonic() < end

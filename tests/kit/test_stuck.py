@@ -1,0 +1,62 @@
+"""A test that is stuck is ended, one that is busy or waits for its turn is not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests import stuck
+from tests.patience import PATIENCE_S
+
+pytestmark = pytest.mark.slow
+
+IDLE_S = 1.0
+BEGIN = f"""
+import faulthandler, subprocess, sys, threading, time
+faulthandler.enable()
+command = [sys.executable, {stuck.__file__!r}, str(__import__("os").getpid()), "{IDLE_S}"]
+watcher = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+def say(line):
+    print(line, file=watcher.stdin, flush=True)
+end = time.monotonic() + {4 * IDLE_S}
+"""
+WAITS = "lock = threading.Lock(); lock.acquire(); lock.acquire()"
+BURNS = "while time.monotonic() < end: pass"
+CHILD = (
+    "subprocess.run([sys.executable, '-c', 'import sys, time; end = time.monotonic() + 4\\n"
+    "while time.monotonic() < end: pass'])"
+)
+
+
+def run(*lines: str) -> subprocess.CompletedProcess[str]:
+    script = "\n".join([BEGIN, *lines, "watcher.communicate()"])
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+def test_what_waits_for_ever_is_ended_and_tells_where() -> None:
+    done = run("say('+ tests/a.py::test_b')", WAITS)
+    assert done.returncode == -6
+    assert f"stuck for {IDLE_S:g} s: tests/a.py::test_b" in done.stderr
+    assert "most recent call first" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["say('+ burns')", BURNS],
+        ["say('+ waits for a child')", CHILD],
+        ["say('+ is over')", "say('-')", f"time.sleep({4 * IDLE_S})"],
+        [f"time.sleep({4 * IDLE_S})"],
+    ],
+)
+def test_what_is_busy_or_between_tests_is_not(lines: list[str]) -> None:
+    done = run(*lines)
+    assert done.returncode == 0, done.stderr
