@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import NamedTuple, Protocol
 
 from kvladder.gpu.names import DeviceSlot, Ticket
 from kvladder.keys import BlockKey
+from kvladder.policy.eviction import PRIORITY_DEFAULT
 
 
 class Victim(NamedTuple):
@@ -26,8 +28,18 @@ class Victim(NamedTuple):
     """The cache salt of the request that it was made for."""
 
 
+class Known(NamedTuple):
+    """What the tiers know of a block that a pool does not know."""
+
+    priority: int = PRIORITY_DEFAULT
+    until_s: float = inf
+    """When the priority reverts to the default, in the pool's time; inf for never."""
+    hits: int = 0
+    """How often it was used again, without the use that claimed it."""
+
+
 class Taken(NamedTuple):
-    """The tiers took a victim's bytes over."""
+    """The tiers took a victim's bytes over, or had them."""
 
     level: str
     """Where it can be got from."""
@@ -57,10 +69,12 @@ class Below(Protocol):
         ...
 
     def offload(self, victims: Sequence[Victim]) -> Sequence[Taken | None]:
-        """Take these blocks over, as far as rules and room allow: one answer each.
+        """These leave the device: take them over, as far as rules and room allow; an answer each.
 
-        Parents come before their children. A slot is read until its ticket lands; of what is
-        answered None the bytes are forgotten.
+        What is held already was used on the device and may have been retained anew: it gets the
+        victim's priority, floor, time and hits, is the most recently used, and leaves the levels
+        whose thresholds it does not reach any more. Parents come before their children. A slot is
+        read until its ticket lands; of what is answered None the bytes are forgotten.
         """
         ...
 
@@ -74,6 +88,10 @@ class Below(Protocol):
         ``salt`` is bound into the keys. They stay until ``onboard`` or ``disclaim`` is called for
         each.
         """
+        ...
+
+    def known(self, keys: Sequence[BlockKey]) -> Sequence[Known]:
+        """What is known of each of these, which were claimed and are new to the pool."""
         ...
 
     def disclaim(self, keys: Sequence[BlockKey]) -> None:

@@ -9,6 +9,7 @@ from struct import iter_unpack
 from typing import NamedTuple
 
 from kvladder.errors import NotHeld, PoolError
+from kvladder.gpu.below import Known
 from kvladder.gpu.columns import gather
 from kvladder.gpu.events import PoolEvents, StoredBlock
 from kvladder.gpu.ledger import Ledger
@@ -132,7 +133,6 @@ class Committer:
         if self._moves.below is not None:
             for node in nodes:
                 index.nodes.hits[node] = 0
-        self._retainer.begin(nodes)
         if content.root.salt:
             index.salts.update(dict.fromkeys(nodes, content.root.salt))
         if content.limits:
@@ -173,7 +173,7 @@ class Committer:
             above = node if index.chained else above
         return result, nodes, new
 
-    def know(self, content: Content, at: int, level: str) -> NodeId:
+    def know(self, content: Content, at: int, level: str, known: Known) -> NodeId:
         """Enter the block at position ``at``, which only a tier holds, behind a known one."""
         index = self._ledger.index
         parent = content.keys[at - 1] if at else content.parent
@@ -182,6 +182,8 @@ class Committer:
         labels = self._labels(content)
         node = index.know(above, content.keys[at], level, labels[at] if labels else b"")
         self._begin([node], content, at)
+        index.nodes.hits[node] = known.hits
+        self._retainer.recall(node, known.priority, known.until_s)
         if self._events.enabled:
             block = StoredBlock(content.keys[at], token_ids(labels[at]), index.nodes.priority[node])
             self._store(parent, [block], content.root, level)

@@ -94,7 +94,7 @@ class PrefixIndex:
             [node] = self.nodes.take(1)
             self.nodes.key[node] = root.key
             self.nodes.parent[node] = NOWHERE
-            self.nodes.floor[node] = PRIORITY_MAX
+            self.nodes.priority[node] = PRIORITY_MAX
             self._roots[root.key] = node
             self._root_of[node] = root
         return node
@@ -105,7 +105,7 @@ class PrefixIndex:
         for key in left:
             node = self._roots.pop(key)
             del self._root_of[node]
-            self.nodes.floor[node] = PRIORITY_DEFAULT
+            self.nodes.priority[node] = PRIORITY_DEFAULT
             self.nodes.give([node])
         self._roots_max = max(_ROOTS_MIN, 2 * len(self._roots))
 

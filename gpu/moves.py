@@ -8,7 +8,7 @@ from math import inf
 from typing import NamedTuple, TypeVar
 
 from kvladder.errors import NotHeld
-from kvladder.gpu.below import Below, Victim
+from kvladder.gpu.below import Below, Known, Victim
 from kvladder.gpu.events import PoolEvents, Why
 from kvladder.gpu.ledger import Ledger
 from kvladder.gpu.names import NO_NODE, NO_SLOT, TOKEN_BYTES, DeviceSlot, NodeId, Ticket
@@ -88,22 +88,16 @@ class Moves:
             ledger.free.add(slots)
             self._events.removed(self._group, keys, "evicted")
             return
-        dirty: list[NodeId] = []
-        for node in reversed(victims):
-            if node in ledger.index.colder:
-                self._gone(node, ledger.index.colder[node])
-            else:
-                dirty.append(node)
-        if dirty:
-            self._offload(self.below, dirty)
+        if victims:
+            self._offload(self.below, victims[::-1])
         self.settle()
 
-    def _offload(self, below: Below, dirty: Sequence[NodeId]) -> None:
+    def _offload(self, below: Below, nodes: Sequence[NodeId]) -> None:
         ledger = self._ledger
-        victims = [self._victim(node) for node in dirty]
+        victims = [self._victim(node) for node in nodes]
         taken = self._ask(lambda: below.offload(victims))
         refused: list[NodeId] = []
-        for node, victim, answer in zip(dirty, victims, taken, strict=True):
+        for node, victim, answer in zip(nodes, victims, taken, strict=True):
             if answer is None:
                 refused.append(node)
             elif answer.ticket is None:
@@ -126,7 +120,7 @@ class Moves:
             rows.slot[node],
             len(held) // TOKEN_BYTES if held else self._block_tokens,
             rows.priority[node],
-            rows.floor[node],
+            rows.floor(node),
             rows.hits[node],
             rows.until.get(node, inf),
             self._ledger.index.salts.get(node, ""),
@@ -183,6 +177,11 @@ class Moves:
         """The levels of the leading ``keys`` that a tier holds; they stay until further notice."""
         below = self.below
         return [] if below is None or not keys else self._ask(lambda: below.claim(keys, salt))
+
+    def known(self, keys: Sequence[BlockKey]) -> Sequence[Known]:
+        """What the tiers know of these, which they hold and the pool does not know."""
+        below = self.below
+        return [] if below is None or not keys else self._ask(lambda: below.known(keys))
 
     def disclaim(self, nodes: Sequence[NodeId]) -> None:
         """These were claimed, and are not onboarded."""

@@ -19,7 +19,7 @@ class Nodes:
     """
 
     __slots__ = (
-        "floor", "free", "hits", "key", "kids", "parent", "priority", "slot", "special", "stamp",
+        "floors", "free", "hits", "key", "kids", "parent", "priority", "slot", "special", "stamp",
         "tokens", "until",
     )  # fmt: skip
 
@@ -37,18 +37,20 @@ class Nodes:
         self.tokens: list[bytes] = []
         """Its token ids, 4 bytes each, big-endian so that they sort; empty if not kept."""
         self.priority = bytearray()
-        self.floor = bytearray()
-        """The lowest priority among the block and its ancestors when it was last retained."""
         self.hits = bytearray()
         """How often it was reused, counted where there are tiers to tell."""
         self.special = False
         """Whether any row ever had another priority than the default."""
+        self.floors: dict[NodeId, int] = {}
+        """The lowest priority among a row and its ancestors, where it was asked for; and of these.
+
+        Only while rows are ``special``, and until the priority of one of them changes.
+        """
         self.until: dict[NodeId, float] = {}
         """When the priority of those reverts to the default whose retention ends."""
         self.free: list[NodeId] = []
         self._grow(1)
         self.free.remove(NOWHERE)
-        self.floor[NOWHERE] = PRIORITY_MAX
 
     def __len__(self) -> int:
         """How many rows there are, free ones included."""
@@ -63,8 +65,7 @@ class Nodes:
         self.kids.extend([0] * more)
         self.stamp.extend([0] * more)
         self.tokens.extend([b""] * more)
-        for column in (self.priority, self.floor):
-            column.extend(bytes([PRIORITY_DEFAULT]) * more)
+        self.priority.extend(bytes([PRIORITY_DEFAULT]) * more)
         self.hits.extend(bytes(more))
         self.free.extend(cast("Iterable[NodeId]", range(first + more - 1, first - 1, -1)))
 
@@ -85,12 +86,27 @@ class Nodes:
         fill(self.stamp, given, 0)
         if self.special:
             for node in given:
-                self.priority[node] = self.floor[node] = PRIORITY_DEFAULT
+                self.priority[node] = PRIORITY_DEFAULT
                 self.until.pop(node, None)
+                self.floors.pop(node, None)
         self.free.extend(given)
 
-    def set_priority(self, node: NodeId, priority: int, floor: int) -> None:
-        """Give a row a priority, and its floor."""
-        self.special = self.special or priority != PRIORITY_DEFAULT or floor != PRIORITY_DEFAULT
+    def set_priority(self, node: NodeId, priority: int) -> None:
+        """Give a row a priority."""
+        self.special = self.special or priority != PRIORITY_DEFAULT
         self.priority[node] = priority
-        self.floor[node] = floor
+        if node in self.floors:
+            self.floors.clear()
+
+    def floor(self, node: NodeId) -> int:
+        """The lowest priority among the block and its ancestors; a step per ancestor at first."""
+        if not self.special:
+            return PRIORITY_DEFAULT
+        floors, chain = self.floors, list[NodeId]()
+        while node != NOWHERE and node not in floors:
+            chain.append(node)
+            node = self.parent[node]
+        floor = floors.get(node, PRIORITY_MAX)
+        for below in reversed(chain):
+            floors[below] = floor = min(floor, self.priority[below])
+        return floor

@@ -225,8 +225,12 @@ class Prefixes:
         )
         wanted: list[Retain | None] = []
         for block, (priority, duration_s) in enumerate(asked, first):
-            silent = block < len(sequence.said) and sequence.said[block] is None
-            if silent and (cached or priority == PRIORITY_DEFAULT):
+            if block < len(sequence.said):
+                silent = sequence.said[block] is None
+                silent = silent and (cached or priority == PRIORITY_DEFAULT)
+            else:
+                silent = priority == PRIORITY_DEFAULT and duration_s is None
+            if silent:
                 wanted.append(None)
             else:
                 wanted.append(Retain(priority, duration_s))

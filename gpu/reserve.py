@@ -68,11 +68,13 @@ class Reservations:
         nodes, claimed, salt = index.match(keys), list[NodeId](), content.root.salt
         while len(nodes) < len(keys) and (levels := self._moves.claim(keys[len(nodes) :], salt)):
             surplus: list[NodeId] = []
+            found = keys[len(nodes) : len(nodes) + len(levels)]
+            known = iter(self._moves.known([key for key in found if key not in index]))
             for level in levels:
                 at = len(nodes)
                 node = index.find(keys[at])
                 if node is None:
-                    node = self._committer.know(content, at, level)
+                    node = self._committer.know(content, at, level, next(known))
                 (claimed if slot[node] == NO_SLOT else surplus).append(node)
                 nodes.append(node)
             self._moves.disclaim(surplus)

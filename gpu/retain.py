@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from heapq import heappop, heappush
+from math import inf
 from typing import NamedTuple
 
 from kvladder.gpu.events import PoolEvents
@@ -35,32 +36,30 @@ class Retainer:
         self._now = now
         self._ends: list[tuple[float, NodeId]] = []
 
-    def begin(self, nodes: Sequence[NodeId]) -> None:
-        """Floors of blocks that are new, parents first, and have the default priority."""
-        rows = self._ledger.nodes
-        if rows.special:
-            for node in nodes:
-                rows.floor[node] = min(PRIORITY_DEFAULT, rows.floor[rows.parent[node]])
-
     def apply(
         self, nodes: Sequence[NodeId], wanted: Sequence[Retain | None], *, new: Container[NodeId]
     ) -> None:
-        """Retain blocks of a prefix, parents first, as far as anything is wanted for them.
+        """Retain blocks, as far as anything is wanted for them.
 
         A new retention replaces the old one, its duration included. Of ``new`` blocks nobody was
         told another priority before.
         """
-        rows, now = self._ledger.nodes, self._now()
+        until, now = self._ledger.nodes.until, self._now()
         for node, retain in zip(nodes, wanted, strict=True):
-            above = rows.floor[rows.parent[node]]
-            if retain is None:
-                priority = rows.priority[node]
-            else:
+            if retain is not None:
                 priority, duration_s = retain
-                rows.until.pop(node, None)
+                until.pop(node, None)
                 if duration_s is not None:
                     self._until(node, now + duration_s)
-            self._set(node, priority, min(priority, above), tell=node not in new)
+                self._set(node, priority, tell=node not in new)
+
+    def recall(self, node: NodeId, priority: int, until_s: float) -> None:
+        """A block that is new here was retained before, as the tiers remember."""
+        if until_s <= self._now():
+            priority, until_s = min(priority, PRIORITY_DEFAULT), inf
+        self._set(node, priority, tell=False)
+        if until_s != inf:
+            self._until(node, until_s)
 
     def _until(self, node: NodeId, until_s: float) -> None:
         rows = self._ledger.nodes
@@ -71,10 +70,10 @@ class Retainer:
             held = rows.until
             self._ends = sorted(end for end in self._ends if held.get(end[1]) == end[0])
 
-    def _set(self, node: NodeId, priority: int, floor: int, *, tell: bool = True) -> None:
+    def _set(self, node: NodeId, priority: int, *, tell: bool = True) -> None:
         rows = self._ledger.nodes
         old = rows.priority[node]
-        rows.set_priority(node, priority, floor)
+        rows.set_priority(node, priority)
         if priority != old:
             if node in self._ledger.order:
                 self._ledger.order.reprioritized(node)
@@ -92,7 +91,7 @@ class Retainer:
             if rows.until.get(node) == until_s:
                 del rows.until[node]
                 priority = min(rows.priority[node], PRIORITY_DEFAULT)
-                self._set(node, priority, min(priority, rows.floor[node]))
+                self._set(node, priority)
 
     def check(self) -> None:
         """Assert that every retention that ends will be found; for tests."""

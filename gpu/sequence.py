@@ -124,6 +124,10 @@ def packed(tokens: array[int]) -> bytes:
 
 def as_tokens(tokens: Sequence[int]) -> array[int]:
     """Token ids, each checked to be in ``0 .. 2**32 - 1``."""
+    if isinstance(tokens, bytes | bytearray):
+        hint = "a sequence of integers, such as a list or a NumPy array"
+        kind = type(tokens).__name__
+        raise ValueError(f"token ids as {kind}: expected {hint}")  # noqa: TRY004 - as all others
     try:
         return array("I", tokens)
     except (OverflowError, TypeError) as error:

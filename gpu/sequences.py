@@ -336,7 +336,7 @@ class Sequences:
         del sequence.table[-(-left // self._tokens) :], sequence.keys[whole:]
         self.pool.release(surplus)
         sequence.prompt_tokens = min(sequence.prompt_tokens, left)
-        del sequence.said[-(-left // self._tokens) :]
+        sequence.said = sequence.said[: -(-left // self._tokens)]  # forks share the list
         sequence.computed = min(sequence.computed, left)
         sequence.cached = min(sequence.cached, left)
         sequence.stored = min(sequence.stored, whole)

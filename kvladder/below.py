@@ -10,7 +10,7 @@ from itertools import count
 from typing import NamedTuple
 
 from kvladder.arena import Slot
-from kvladder.gpu.below import Arrival, Taken, Victim
+from kvladder.gpu.below import Arrival, Known, Taken, Victim
 from kvladder.gpu.copy import Copier, CopyJob, Direction, Finished, JobId
 from kvladder.gpu.names import DeviceSlot, Ticket
 from kvladder.gpu.pool import BlockPool
@@ -23,6 +23,9 @@ from kvladder.tiers.terms import NO_TERMS, Terms
 
 REST_S = 0.002
 """How long ``TierPort.wait`` sleeps at most while nothing but a tier can wake it."""
+
+KNOWN_BATCH = 256
+"""Blocks asked about at once, so that the lock is never held for long."""
 
 WEIGHT = 0.2
 """Of the newest measurement in an average."""
@@ -165,7 +168,7 @@ class TierPort:
     # ---- out
 
     def offload(self, group: int, victims: Sequence[Victim]) -> list[Taken | None]:
-        """See ``Below.offload``; one copy for all that is taken."""
+        """See ``Below.offload``; one copy for all that is taken and was not there."""
         stack, ticket = self.stack, Ticket(next(self._ids))
         taken: list[Taken | None] = []
         out, device = _Out(group, [], []), list[int]()
@@ -173,6 +176,10 @@ class TierPort:
             for victim in victims:
                 terms = self._terms(victim.salt)
                 meta = Meta(victim.priority, victim.floor, victim.hits, victim.until_s, terms)
+                level = stack.used(victim.key, meta)
+                if level is not None:
+                    taken.append(Taken(level))
+                    continue
                 _, slots = stack.reserve([victim.key], [meta], explicit=True)
                 if slots:
                     out.keys.append(victim.key)
@@ -232,6 +239,17 @@ class TierPort:
         elif not levels:
             fetch.release()
         return levels
+
+    def known(self, keys: Sequence[BlockKey]) -> list[Known]:
+        """See ``Below.known``."""
+        found: list[Known] = []
+        for start in range(0, len(keys), KNOWN_BATCH):
+            with self.stack.lock:
+                metas = [self.stack.meta(key) for key in keys[start : start + KNOWN_BATCH]]
+            for meta in metas:
+                held = Meta() if meta is None else meta
+                found.append(Known(held.priority, held.until_s, max(0, held.hits - 1)))
+        return found
 
     def _unclaim(self, key: BlockKey) -> tuple[_Claim, int]:
         claims = self._claims[key]
@@ -383,6 +401,9 @@ class GroupBelow:
 
     def claim(self, keys: Sequence[BlockKey], salt: str = "") -> Sequence[str]:
         return self._port.claim(keys, salt)
+
+    def known(self, keys: Sequence[BlockKey]) -> Sequence[Known]:
+        return self._port.known(keys)
 
     def disclaim(self, keys: Sequence[BlockKey]) -> None:
         self._port.disclaim(keys)

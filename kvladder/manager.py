@@ -230,10 +230,14 @@ class CacheManager:
         Raises
         ------
         ValueError
-            A priority is not in 0..100, or a duration is negative or no number; nothing changed.
+            A priority is not in 0..100, a duration is negative or no number, or there is not one
+            for each key; nothing changed.
         KeyError
             There is no level of one of these names.
         """
+        for name, given in (("priorities", priorities), ("durations_s", durations_s)):
+            if given is not None and len(given) != len(keys):
+                raise ValueError(f"{name}: {len(given)} for {len(keys)} keys, expected one each")
         explicit = priorities is not None
         wanted = [PRIORITY_DEFAULT] * len(keys) if priorities is None else priorities
         durations = [None] * len(keys) if durations_s is None else durations_s

@@ -54,7 +54,8 @@ class Retention:
         Prompt ranges in order of their start, without overlap. A block takes the range that holds
         its first token; blocks in no range have no priority of their own and get ``default``.
     decode_priority, decode_duration_s:
-        For blocks whose first token was generated; ranges do not reach those.
+        For blocks whose first token was generated; ranges do not reach those. The default, for
+        good, asks for nothing: what is cached keeps what it has.
     default:
         Priority of prompt blocks that no range names.
     """

@@ -96,6 +96,11 @@ class HostLevel:
         self._shared.events.removed(self.name, keys, reason)
         self._shared.arena.release([self.drop(key) for key in keys])
 
+    def refuse(self, key: BlockKey) -> None:
+        """Do not hold ``key`` any more, which is worth less than what is admitted here."""
+        self.stats.evicted += 1
+        self._forget([key], "evicted")
+
     def drop(self, key: BlockKey) -> Slot:
         """Do not hold ``key`` any more; the level's claim on its slot becomes the caller's."""
         self._left(key)

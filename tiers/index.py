@@ -365,6 +365,13 @@ class LevelIndex:
         self._until.put(place, meta.until_s)
         self._reprioritize(place, meta.priority)
 
+    def note(self, key: BlockKey, meta: Meta) -> None:
+        """A held block was used elsewhere, and is worth this now; its terms stay."""
+        self.set_priority(key, meta)
+        place = self._place[key]
+        self._hits[place] = max(self._hits[place], min(meta.hits, HITS_MAX))
+        self.touch([place])
+
     def _reprioritize(self, place: int, priority: int) -> None:
         if priority != self._priority[place]:
             self._priority[place] = priority

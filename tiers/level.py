@@ -250,6 +250,11 @@ class Level:
         for key in keys:
             self.settled(key, stored=False)
 
+    def refuse(self, key: BlockKey) -> None:
+        """Do not hold ``key`` any more, which is worth less than what is admitted here."""
+        self.stats.evicted += 1
+        self._forget([key], "evicted")
+
     def recall(self, salt: bytes) -> None:
         """Blocks of this salt that are on their way here do not come."""
         self._writer.recall_salted(salt)

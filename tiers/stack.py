@@ -167,8 +167,9 @@ class TierStack:
                 place = self.host.find(key)
                 if place is not None:
                     if explicit:
-                        self.host.index.set_priority(key, meta)
-                    self.host.index.widen(key, meta.terms)
+                        self.used(key, meta)
+                    if key in self.host.index:
+                        self.host.index.widen(key, meta.terms)
                 elif key not in self._saving and key not in self.loader:
                     if not self._admitted(meta):
                         break
@@ -249,6 +250,34 @@ class TierStack:
             _, total = self.lookup(keys, levels)
             asks = total < len(keys) and self.loader.prober.may_know(keys[total], levels)
         return len(keys) if asks else total
+
+    def meta(self, key: BlockKey) -> Meta | None:
+        """What the hottest level that holds the block knows of it; with the lock held."""
+        for index in (self.host.index, *(level.index for level in self.levels)):
+            place = index.place(key)
+            if place is not None:
+                return index.meta(place)
+        return None
+
+    def used(self, key: BlockKey, meta: Meta) -> str | None:
+        """A block that was used elsewhere is worth ``meta`` now; with the lock held.
+
+        It leaves the levels whose thresholds it does not reach any more. The hottest that holds it
+        then, or is about to, None if there is none.
+        """
+        slot = self.host.find(key)
+        if slot is not None:
+            self.host.index.note(key, meta)
+            if meta.floor < self.host.rule.min_priority:
+                if (target := self._target(key, self.host.index.meta(slot))) is not None:
+                    target.offer(key, slot, meta)
+                self.host.refuse(key)
+        for level in self.levels:
+            if level.find(key) is not None:
+                level.index.note(key, meta)
+                if meta.floor < level.rule.min_priority:
+                    level.refuse(key)
+        return self.where(key)
 
     def where(self, key: BlockKey) -> str | None:
         """The hottest level that holds the block or is about to; with the lock held."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from math import inf
 
-from kvladder.gpu.below import Arrival, Taken, Victim
+from kvladder.gpu.below import Arrival, Known, Taken, Victim
 from kvladder.gpu.events import Created, PoolEvent, PoolEvents, Removed, Stored, Updated
 from kvladder.gpu.names import DeviceSlot, Ticket
 from kvladder.gpu.pool import BlockPool, Partial, PoolSettings
@@ -72,6 +73,7 @@ class Kept:
     kv: list[Kv]
     priority: int
     stamp: int
+    until_s: float = inf
     claims: int = 0
     retaken: bool = False
     """Whether it came back while it was being onboarded."""
@@ -103,6 +105,8 @@ class Host:
         """What is still being copied here, the same."""
         self.flights: dict[Ticket, Callable[[bool], None]] = {}
         self.offered: list[Victim] = []
+        self.copied: list[Victim] = []
+        """Those of them that were copied here."""
         self.brought: list[BlockKey] = []
         self._stamp = 0
         self._tickets = 0
@@ -146,17 +150,19 @@ class Host:
 
     def _take(self, victim: Victim, stamp: int) -> Taken | None:
         kept = self.blocks.get(victim.key)
-        assert kept is None or self.inclusive or kept.claims
         if not self.rule.admits(victim.floor, victim.hits):
+            self._forget(victim.key)
             return None
         if kept is not None:
             kept.retaken = True
+            kept.priority, kept.until_s, kept.stamp = victim.priority, victim.until_s, stamp
             return Taken(self.name)
         slot = self._room(victim.priority, stamp)
         if slot is None:
             return None
-        kept = Kept(slot, [], victim.priority, stamp, flying=self.delayed)
+        kept = Kept(slot, [], victim.priority, stamp, until_s=victim.until_s, flying=self.delayed)
         self.blocks[victim.key] = kept
+        self.copied.append(victim)
 
         def copy(ok: bool) -> None:
             kept.flying = False
@@ -203,6 +209,10 @@ class Host:
             self.claimed.setdefault(key, []).append(self.blocks[key])
             found.append(self.name)
         return found
+
+    def known(self, keys: Sequence[BlockKey]) -> Sequence[Known]:
+        held = [self.claimed[key][-1] for key in keys]
+        return [Known(kept.priority, kept.until_s) for kept in held]
 
     def disclaim(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:

@@ -276,6 +276,8 @@ class PoolModel:
                 if r.start <= len(first) and (r.end is None or len(first) < r.end)
             ]
             if len(first) >= run.prompt:
+                if (run.retention.decode_priority, run.retention.decode_duration_s) == (35, None):
+                    continue
                 asked = (run.retention.decode_priority, run.retention.decode_duration_s)
             elif said:
                 asked = (said[0].priority, said[0].duration_s)

@@ -69,7 +69,7 @@ class OrderMachine(RuleBasedStateMachine):
         self.rows.parent[node] = above
         self.rows.kids[above] += 1
         self.rows.kids[node] = 0
-        self.rows.set_priority(node, priority, priority)
+        self.rows.set_priority(node, priority)
         self.present.add(node)
 
     @rule(data=st.data(), front=st.booleans())
@@ -103,7 +103,7 @@ class OrderMachine(RuleBasedStateMachine):
     @rule(data=st.data(), priority=PRIORITIES)
     def reprioritize(self, data: st.DataObject, priority: int) -> None:
         node = data.draw(st.sampled_from(sorted(self.used)))
-        self.rows.set_priority(node, priority, priority)
+        self.rows.set_priority(node, priority)
         self.order.reprioritized(node)
 
     @rule(count=st.integers(0, 5), back=st.booleans())
@@ -168,10 +168,11 @@ def test_rows_are_reused_at_their_defaults() -> None:
     rows = Nodes()
     assert rows.take(0) == []
     [node] = rows.take(1)
-    rows.set_priority(node, 80, 80)
+    rows.set_priority(node, 80)
     rows.until[node] = 1.0
+    assert rows.floor(node) == 80
     rows.give([node])
     assert rows.take(1) == [node]
-    assert (rows.priority[node], rows.floor[node]) == (35, 35)
+    assert rows.priority[node] == rows.floor(node) == 35
     assert rows.slot[node] == NO_SLOT
     assert not rows.until

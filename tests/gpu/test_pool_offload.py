@@ -56,9 +56,9 @@ def test_a_host_block_gets_a_device_copy_when_somebody_computes_it_anew() -> Non
     engine.compute(sequence)
     assert len(engine.pool.match(engine.keys(range(8)))) == 2
     engine.release(sequence)
-    offered = len(engine.host.offered)
+    copied = len(engine.host.copied)
     engine.pool.evict(2)
-    assert [v.tokens for v in engine.host.offered[offered:]] == [1]  # the host has the other one
+    assert [v.tokens for v in engine.host.copied[copied:]] == [1]  # the host has the other one
 
 
 @pytest.mark.parametrize("inclusive", [False, True])
@@ -76,7 +76,7 @@ def test_o3_offloaded_onboarded_offloaded_the_host_has_the_newest_bytes(inclusiv
         engine.device.kv[slot] = [b"newest"] * 4
     engine.pool.evict(4)
     assert engine.host.blocks[key].kv == (before if inclusive else [b"newest"] * 4)
-    assert len(engine.host.offered) == (2 if inclusive else 3)  # the tail of the second run too
+    assert len(engine.host.copied) == (2 if inclusive else 3)  # the tail of the second run too
 
 
 def test_o4_two_blocks_on_their_way_never_share_a_host_slot() -> None:
@@ -176,9 +176,9 @@ def test_a_block_on_its_way_out_that_is_matched_stays() -> None:
     assert engine.pool.stats.evicted == 1
     engine.release(sequence)
     assert len(engine.pool.match(engine.keys(range(4)))) == 1
-    offered = len(engine.host.offered)
+    copied = len(engine.host.copied)
     engine.pool.evict(8)
-    assert all(v.key not in engine.keys(range(4)) for v in engine.host.offered[offered:])
+    assert all(v.key not in engine.keys(range(4)) for v in engine.host.copied[copied:])
     engine.check()
 
 
