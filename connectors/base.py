@@ -10,6 +10,7 @@ from kvladder.arena import Slot
 from kvladder.gpu.copy import Finished, JobId
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_MAX
+from kvladder.policy.worth import Saves
 
 
 class Match(Protocol):
@@ -17,7 +18,7 @@ class Match(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether the answer is final. It becomes so at the fetch deadline at the latest."""
+        """Whether the answer is final: at the fetch deadline, or when computing is faster."""
         ...
 
     @property
@@ -59,11 +60,17 @@ class Connector(ABC):
 
     @abstractmethod
     def match(
-        self, keys: Sequence[BlockKey], *, levels: Collection[str] | None = None, salt: str = ""
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        levels: Collection[str] | None = None,
+        salt: str = "",
+        saves: Saves | None = None,
     ) -> Match:
         """Pin the longest cached prefix of ``keys`` and begin to bring up what lies below host.
 
-        Only ``levels`` are read, by name, None for all. ``salt`` is bound into the keys.
+        Only ``levels`` are read, by name, None for all. ``salt`` is bound into the keys. ``saves``
+        is what the engine need not compute if all of it comes, None for the tokens of the blocks.
 
         Ask ``Match.done`` as often as you like; then give the match to ``load`` or ``release``.
         """

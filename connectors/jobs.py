@@ -12,6 +12,7 @@ from kvladder.gpu.copy import CopyJob, JobId
 from kvladder.keys import BlockKey
 from kvladder.manager import CacheManager, Save
 from kvladder.policy.eviction import PRIORITY_MAX
+from kvladder.policy.worth import Saves
 
 
 @dataclass(slots=True)
@@ -52,9 +53,14 @@ class JobConnector(Connector):
         return bool(self._jobs)
 
     def match(
-        self, keys: Sequence[BlockKey], *, levels: Collection[str] | None = None, salt: str = ""
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        levels: Collection[str] | None = None,
+        salt: str = "",
+        saves: Saves | None = None,
     ) -> Match:
-        return self.manager.fetch(keys, levels=levels, salt=salt)
+        return self.manager.fetch(keys, levels=levels, salt=salt, saves=saves)
 
     def release(self, match: Match) -> None:
         match.release()

@@ -9,6 +9,7 @@ from kvladder.arena import Slot
 from kvladder.connectors.base import Match
 from kvladder.connectors.vllm_groups import Group, Groups
 from kvladder.keys import BlockKey
+from kvladder.policy.worth import Saves
 
 ROUNDS_MAX = 8
 """How often a prefix is shortened because a tier did not give what it was thought to have."""
@@ -44,11 +45,14 @@ class Find:
     groups, keys:
         What to look for.
     match:
-        Pins the longest cached prefix of some keys; see ``Connector.match``.
+        Pins the longest cached prefix of some keys, as far as that is faster than computing what
+        it saves; see ``Connector.match``.
     lookup:
         How many leading ones of some keys are cached.
     own, limit:
         Multiples of ``groups.step``.
+    behind:
+        Tokens of other requests that are computed before.
     """
 
     def __init__(
@@ -56,15 +60,17 @@ class Find:
         groups: Groups,
         keys: Keys,
         *,
-        match: Callable[[Sequence[BlockKey]], Match],
+        match: Callable[[Sequence[BlockKey], Saves], Match],
         lookup: Callable[[Sequence[BlockKey]], int],
         own: int,
         limit: int,
+        behind: int = 0,
     ) -> None:
         self._groups = groups
         self._keys = keys
         self._match = match
         self._lookup = lookup
+        self._behind = behind
         self.own = own
         self.end = limit
         """Where the prefix ends, in tokens; final once ``done``."""
@@ -86,6 +92,10 @@ class Find:
     def done(self) -> bool:
         """Whether the answer is final; asks the matches."""
         while not self._done:
+            whole = (self.held[g.index].match for g in self._groups.whole if g.index in self.held)
+            if any(match.done and not match.blocks for match in whole):
+                self.release()  # what other groups have is of no use alone
+                return True
             if not all(held.match.done for held in self.held.values()):
                 return False
             self._settle()
@@ -124,7 +134,14 @@ class Find:
             start, end = self._needed(group)
             if start < end and group.index not in self.held:
                 keys = self._keys(group, start, end)
-                self.held[group.index] = Held(start, len(keys), self._match(keys))
+                match = self._match(keys, self._saves(group, start, end))
+                self.held[group.index] = Held(start, len(keys), match)
+
+    def _saves(self, group: Group, start: int, end: int) -> Saves:
+        """What need not be computed if these blocks come, the other groups' provided."""
+        if group in self._groups.partial:
+            return Saves(self.end - self.own, whole=True, behind=self._behind)
+        return Saves((end - start) * group.tokens, behind=self._behind)
 
     def _needed(self, group: Group) -> tuple[int, int]:
         """The blocks of a group, from ``own`` on, that a prefix up to ``end`` reads."""

@@ -34,6 +34,8 @@ class RequestState:
     """Below so many computed tokens there is no other block to offer."""
     find: Find | None = None
     """What the cache has for it, from the time it was looked for until it is loaded."""
+    left: int = 0
+    """How many of its tokens wait to be computed; see ``Computing``."""
     unasked: int = 0
     """How many tokens were looked up for it in vain the last time."""
     pins: int = 0

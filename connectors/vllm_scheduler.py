@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain, count
 from typing import Any
 
 from kvladder.config import StackConfig
+from kvladder.connectors.vllm_computing import Computing
 from kvladder.connectors.vllm_events import KVEvents, enabled
 from kvladder.connectors.vllm_find import Find
 from kvladder.connectors.vllm_groups import groups_of
@@ -82,6 +82,8 @@ class SchedulerHalf:
             ranks, self._vllm_config, self._kv_cache_config, self._config, self._groups
         )
         self._connector = StepConnector(parts.manager, ranks=len(ranks))
+        manager = parts.manager
+        self._computing = Computing(manager.stack.shared.clock.now, manager.prefilled)
         self._saves = Saves(
             self._groups,
             self._connector,
@@ -119,13 +121,16 @@ class SchedulerHalf:
         except ConfigError as error:
             self._notices.say("adapter", f"not cached: {error}")
             state.apart = True
-        manager = self.connector.manager
-        if state.apart or request.skip_reading_prefix_cache:
-            return
-        if self._pins >= EARLY_SHARE * manager.arena.slots:
+        self._early(state)
+        self._computing.expect(state, request.num_tokens)
+
+    def _early(self, state: RequestState) -> None:
+        """Begin to bring up what a new request will ask for, unless too much is pinned already."""
+        request, slots = state.request, self.connector.manager.arena.slots
+        if state.apart or request.skip_reading_prefix_cache or self._pins >= EARLY_SHARE * slots:
             return
         held = held_by_vllm(self._pool, request, self._groups.main, self._loadable(request))
-        self._hold(state, self._aligned(held))
+        self._hold(state, self._aligned(held), behind=self._computing.waiting)
         if not state.pins:
             self._let_go(state)
 
@@ -185,15 +190,21 @@ class SchedulerHalf:
                 break
         return 0
 
-    def _hold(self, state: RequestState, own: int) -> None:
-        """Look for what follows the first ``own`` tokens, and pin it."""
+    def _hold(self, state: RequestState, own: int, *, behind: int = 0) -> None:
+        """Look for what follows the first ``own`` tokens, and pin it.
+
+        So many tokens of other requests are computed before this one's.
+        """
         state.find = Find(
             self._groups,
             state.keys,
-            match=partial(self.connector.match, levels=state.policy.load, salt=state.salt),
+            match=lambda keys, saves: self.connector.match(
+                keys, levels=state.policy.load, salt=state.salt, saves=saves
+            ),
             lookup=lambda keys: self.connector.manager.reach(keys, levels=state.policy.load),
             own=own,
             limit=self._loadable(state.request),
+            behind=behind,
         )
         state.unasked = state.find.unasked
         self._count(state)
@@ -222,6 +233,8 @@ class SchedulerHalf:
         if state is None:
             return
         answer, state.answer = state.answer, None
+        computed = max(request.num_computed_tokens, state.own + external)
+        self._computing.expect(state, max(0, request.num_tokens - computed))
         if answer is not None and answer[0]:
             for keys in state.read(answer[0]):
                 self.connector.manager.touch(keys)
@@ -283,6 +296,7 @@ class SchedulerHalf:
         state = self._states.pop(request.request_id, None)
         if state is not None:
             self._let_go(state)
+            self._computing.expect(state, 0)
             main = self._groups.main
             for keys in state.read(self._aligned(state.saved[main.index] * main.tokens)):
                 self.connector.manager.touch(keys)  # saved head first: now the tail goes first
@@ -320,6 +334,10 @@ class SchedulerHalf:
                 step.saves.append(job)
             else:
                 step.loads.append(replace(self._loads[job.id], job=job))
+        scheduled = [(self._states.get(i), n) for i, n in output.num_scheduled_tokens.items()]
+        step.number = self._computing.begin(
+            scheduled, timed=not any(load.sync for load in step.loads)
+        )
         step.idle = not output.num_scheduled_tokens and (self._awaited or bool(self._loads))
         self._awaited = False
         if step.loads or step.saves:
@@ -342,6 +360,7 @@ class SchedulerHalf:
         """Take in which copies ended."""
         connector = self.connector
         connector.report(report)
+        self._computing.end(report.step)
         for finished in connector.poll():
             load = self._loads.pop(finished.id, None)
             state = None if load is None else self._states.get(load.request_id)

@@ -73,6 +73,8 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]
     """To begin after the forward pass."""
     idle: bool = False
     """There is no forward pass, and requests wait for blocks that are on their way."""
+    number: int = 0
+    """To be reported when it has ended; 0 for a step of which nobody wants to know."""
 
 
 class Done(NamedTuple):
@@ -98,6 +100,8 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The jobs that ended on one worker since its last report, or on all workers together."""
 
     done: dict[JobId, Done] = field(default_factory=dict[JobId, Done])
+    step: int = 0
+    """The number of the step that has ended."""
 
     def add(self, finished: Finished) -> None:
         """Report a job that ended here."""
@@ -106,6 +110,7 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, Report)
+        self.step = max(self.step, other.step)
         for job_id, done in other.done.items():
             mine = self.done.get(job_id)
             self.done[job_id] = done if mine is None else mine.plus(done)

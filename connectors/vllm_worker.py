@@ -63,6 +63,7 @@ class WorkerHalf:
         self._resting = threading.Event()
         self._loaded = Report()
         self._saved = Report()
+        self._number = 0
         self._received: set[str] = set()
         groups = groups_of(kv_cache_config, model=str(vllm_config.model_config.model))
         self._by_block = len(groups) == 1 and not groups.partial
@@ -118,6 +119,7 @@ class WorkerHalf:
 
     def load(self, step: Step) -> None:
         """Begin the step's loads; those that its forward pass reads have ended on return."""
+        self._number = step.number
         waiting = list(step.loads)
         self._parts.update(load.request_id for load in waiting if not load.sync)
         try:
@@ -170,10 +172,10 @@ class WorkerHalf:
         return bad
 
     def report(self) -> Report | None:
-        """The jobs that ended since the last report."""
-        report = Report(self._loaded.done | self._saved.done)
-        self._loaded, self._saved = Report(), Report()
-        return report if report.done else None
+        """The jobs that ended since the last report, and the step if it is to be reported."""
+        report = Report(self._loaded.done | self._saved.done, self._number)
+        self._loaded, self._saved, self._number = Report(), Report(), 0
+        return report if report.done or report.step else None
 
     # ---- any time
 

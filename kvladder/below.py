@@ -17,6 +17,7 @@ from kvladder.gpu.pool import BlockPool
 from kvladder.keys import BlockKey, salt_digest
 from kvladder.manager import CacheManager
 from kvladder.policy.eviction import PRIORITY_MAX
+from kvladder.policy.worth import ANYTHING
 from kvladder.tiers.fetch import Fetch
 from kvladder.tiers.index import Meta
 from kvladder.tiers.terms import NO_TERMS, Terms
@@ -229,7 +230,9 @@ class TierPort:
 
     def claim(self, keys: Sequence[BlockKey], salt: str = "") -> list[str]:
         """See ``Below.claim``; what lies below host is on its way up from now on."""
-        fetch = self.manager.fetch(keys, salt=salt)
+        # of several groups one alone saves nothing, and what all of them save is not known here
+        saves = None if len(self._pools) == 1 else ANYTHING
+        fetch = self.manager.fetch(keys, salt=salt, saves=saves)
         levels = fetch.planned
         claim = _Claim(fetch, len(levels))
         for at, key in enumerate(keys[: len(levels)]):

@@ -19,6 +19,7 @@ from kvladder.layout import Layout
 from kvladder.lock import StackLock
 from kvladder.manager import CacheManager, ManagerSettings
 from kvladder.notices import Notices
+from kvladder.policy.worth import Worth
 from kvladder.runtime import Runtime, SystemClock
 from kvladder.schema import within
 from kvladder.settings import LevelConfig
@@ -173,6 +174,7 @@ def _stack(
         shared,
         post=runtime.post,
         fetch_blocks_max=max(1, config.fetch.budget.of(arena.slots)),
+        worth=Worth(always=config.fetch.when == "always"),
     )
 
 

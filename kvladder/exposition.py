@@ -64,8 +64,14 @@ METRICS: Final = (
     _tier(
         "tier_late_blocks_total",
         "counter",
-        "Blocks that had not arrived at their fetch's deadline",
+        "Blocks that had not arrived when their fetch was over",
         "late",
+    ),
+    _tier(
+        "tier_slower_blocks_total",
+        "counter",
+        "Blocks not fetched since computing them is faster",
+        "slower",
     ),
     Metric(
         PREFIX + "tier_transferred_blocks_total",

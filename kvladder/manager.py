@@ -16,6 +16,7 @@ from kvladder.layout import Layout
 from kvladder.metrics import Stats
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 from kvladder.policy.retention import checked_duration, checked_priority
+from kvladder.policy.worth import Saves
 from kvladder.tiers.breaker import BREAKER_STATES, KINDS
 from kvladder.tiers.fetch import Fetch
 from kvladder.tiers.index import Meta
@@ -171,6 +172,7 @@ class CacheManager:
         deadline_s: float | None = None,
         levels: Collection[str] | None = None,
         salt: str = "",
+        saves: Saves | None = None,
     ) -> Fetch:
         """Pin the longest cached prefix of ``keys``, and begin to bring it up where needed.
 
@@ -180,7 +182,13 @@ class CacheManager:
         Only ``levels`` are read, by name, None for all of them. A block that is in the host level
         is read from there or, if that is not among them, not at all. ``salt`` is the one that is
         bound into the keys: it says whose blocks are that others put into a shared tier.
+
+        What would take longer than computing it is not fetched, and not waited for, once the
+        engine told how long that takes (``prefilled``). ``saves`` is what it need not compute if
+        all of the blocks come; None stands for their tokens.
         """
+        if saves is None:
+            saves = Saves(len(keys) * self.layout.block_tokens)
         within_s = self._settings.fetch_deadline_s if deadline_s is None else deadline_s
         fetch = Fetch(
             keys,
@@ -189,9 +197,17 @@ class CacheManager:
             deadline_s=self.stack.shared.clock.now() + within_s,
             levels=self._bits(levels),
             salt=self._digest(salt),
+            saves=saves,
         )
         self.stack.fetch(fetch)
         return fetch
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """Tell how long computing so many tokens of prompts at once took, without what a step
+        takes in any case. Of fewer than 64 tokens nothing is learned.
+        """
+        with self.stack.lock:
+            self.stack.worth.prefilled(tokens, seconds)
 
     def _bits(self, levels: Collection[str] | None) -> int:
         return ANYWHERE if levels is None else self.stack.bits(levels)

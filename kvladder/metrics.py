@@ -65,7 +65,9 @@ class LevelStats:
     misses: int = 0
     """Blocks that the index named but the tier did not deliver."""
     late: int = 0
-    """Blocks that had not arrived at their fetch's deadline."""
+    """Blocks that had not arrived when their fetch was over."""
+    slower: int = 0
+    """Blocks not fetched since computing them is faster."""
     stored: int = 0
     stored_bytes: int = 0
     stored_s: float = 0.0

@@ -54,7 +54,8 @@ class Preemption:
         self._suspended: set[Suspended] = set()
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """The engine computed so many tokens of a prompt in ``seconds``."""
+        """The engine computed so many tokens of a prompt in ``seconds``; the manager hears it."""
+        self._port.manager.prefilled(tokens, seconds)
         if tokens > 0:
             self._token_s = blended(self._token_s, seconds / tokens)
 

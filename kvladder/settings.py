@@ -79,6 +79,8 @@ class FetchConfig(Settings, frozen=True, kw_only=True):
     """After this the engine gets what has arrived."""
     budget: Share = Share(percent=50)
     """Share of the arena's slots that may be on their way up at once."""
+    when: Literal["faster", "always"] = "faster"
+    """``faster``: only what comes sooner than computing it, as far as the engine tells."""
 
 
 class EventsConfig(Settings, frozen=True, kw_only=True):

@@ -25,6 +25,9 @@ from tests import stuck
 
 pytest_plugins = ["kvladder.testing.plugin", "pytester"]
 
+# how fast this machine computes just now decides nothing, but in the tests of that decision
+os.environ.setdefault("KVLADDER__FETCH__WHEN", "always")
+
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile(
     "ci",

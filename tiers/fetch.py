@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvladder.arena import Arena, Slot
 from kvladder.keys import BlockKey
+from kvladder.policy.worth import Patience, Saves
 from kvladder.tiers.base import NO_SLOT, Shared
 from kvladder.tiers.index import Meta
 from kvladder.tiers.terms import ANYWHERE
@@ -75,7 +77,7 @@ class Pins(Protocol):
         ...
 
     def late(self, levels: Sequence[str]) -> None:
-        """Blocks from these levels, one each, have not arrived at the deadline."""
+        """Blocks from these levels, one each, have not arrived when the fetch was over."""
         ...
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
@@ -99,18 +101,25 @@ class Fetch:
         deadline_s: float,
         levels: int = ANYWHERE,
         salt: bytes = b"",
+        saves: Saves | None = None,
     ) -> None:
         self.keys = keys
         self.levels = levels
         """Bits of the levels that may be read for it."""
+        self.saves = saves
+        """What the engine need not do if all of it comes; None has it fetched in any case."""
+        self.patience: Patience | None = None
+        """How long it is worth to wait; None up to the deadline."""
         self._stack = stack
         self.salt = salt
         """The digest of the cache salt that is bound into the keys."""
         self._lock = shared.lock
         self._clock = shared.clock
+        self.begun_s = shared.clock.now()
         self._deadline_s = deadline_s  # loop time: from then on the answer is what has arrived
         self._slots: list[Slot] = []
         self._sources: list[str] = []
+        self._here = 0  # leading blocks that have arrived
         self._waiting: set[int] = set()
         self._asking = False
         self._answered = False
@@ -136,6 +145,9 @@ class Fetch:
         self._slots[index] = slot
         self._sources[index] = source
         self._waiting.remove(index)
+        if self.patience is not None:
+            while self._here < len(self._slots) and self._slots[self._here] != NO_SLOT:
+                self._here += 1
         self._notify()
 
     def failed(self, index: int) -> None:
@@ -161,7 +173,14 @@ class Fetch:
 
     def queues_for(self, index: int) -> bool:
         """Whether it is worth to begin with the block at ``index``, which waited for room."""
-        return self.waits_for(index) and self._clock.now() < self._deadline_s
+        return self.waits_for(index) and self._clock.now() < self._end_s
+
+    @property
+    def _end_s(self) -> float:
+        """When the answer is what has arrived: at the deadline, or when computing is faster."""
+        if self.patience is None:
+            return self._deadline_s
+        return min(self._deadline_s, self.patience.end_s(self._here))
 
     def _notify(self) -> None:
         if not (self._waiting or self._asking) and self._settled is not None:
@@ -171,10 +190,10 @@ class Fetch:
 
     @property
     def done(self) -> bool:
-        """Whether the answer is final: nothing is on its way, or the deadline has passed."""
+        """Whether the answer is final: nothing is on its way, or it has taken long enough."""
         if self._answered:
             return True
-        if (self._waiting or self._asking) and self._clock.now() < self._deadline_s:
+        if (self._waiting or self._asking) and self._clock.now() < self._end_s:
             return False
         if self._waiting:
             with self._lock:
@@ -206,9 +225,13 @@ class Fetch:
         with self._lock:
             if (self._waiting or self._asking) and not self._answered:
                 self._settled = threading.Event()
-        if self._settled is not None:
-            left_s = max(0.0, self._deadline_s - self._clock.now())
-            self._settled.wait(left_s if timeout_s is None else min(left_s, timeout_s))
+        if self._settled is None:
+            return self.done
+        end_s = inf if timeout_s is None else self._clock.now() + timeout_s
+        while not self.done:  # what arrives may have it wait for more
+            now_s = self._clock.now()
+            if now_s >= end_s or self._settled.wait(max(0.0, min(end_s, self._end_s) - now_s)):
+                break
         return self.done
 
     @property

@@ -17,6 +17,7 @@ from kvladder.layout import Layout
 from kvladder.metrics import LevelStats
 from kvladder.policy.eviction import PRIORITY_DEFAULT, EvictionPolicy
 from kvladder.policy.offload import OffloadRule
+from kvladder.policy.worth import Pace
 from kvladder.tiers.base import NO_PLACE, Blocking, Item, Shared, Tier, TierContext
 from kvladder.tiers.edge import Edge, EdgeSettings
 from kvladder.tiers.gate import Gate, GateSettings, contained
@@ -93,6 +94,8 @@ class Level:
         )
         """Leases slots for so many blocks of a priority; the stack's may evict for it."""
         self.places = Places(capacity_blocks)
+        self.pace = Pace()
+        """How long reads take, with the stack's lock held."""
         self.shared = shared
         self.purges = Purges(tier, self.gate, self.stats, shared)
         self._writer = Writer(self)

@@ -6,20 +6,31 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, KeysView, Sequence
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
+from kvladder.policy.worth import TRIAL_BLOCKS, Mark, Worth
 from kvladder.tiers.alike import serve_alike
 from kvladder.tiers.base import NO_SLOT, Item, Shared
 from kvladder.tiers.fetch import Arrival, Fetch, Want, among, check_arrivals, source
 from kvladder.tiers.host import HostLevel
+from kvladder.tiers.judge import Judge
 from kvladder.tiers.level import Level
 from kvladder.tiers.probe import Prober
 from kvladder.tiers.terms import HOST
 
 RESUME_BATCH = 64
 """Blocks that waited for room and are begun at once."""
+
+
+class Read(NamedTuple):
+    """What is to be read from a level."""
+
+    level: Level
+    items: list[Item]
+    mark: Mark
+    """When the blocks were asked for."""
 
 
 class Loader:
@@ -38,6 +49,7 @@ class Loader:
         blocks_max: int,
         landed: Callable[[], None],
         remove: Callable[[Sequence[BlockKey]], None],
+        worth: Worth,
     ) -> None:
         self._host = host
         self._levels = levels
@@ -55,6 +67,7 @@ class Loader:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self.prober = Prober(levels, shared, self._known, self._grow)
+        self._judge = Judge(worth, levels, shared, self._arrivals, self.prober.pace)
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._arrivals
@@ -93,25 +106,59 @@ class Loader:
         if not start and serve_alike(fetch, self._host, self._levels):
             return
         found, wants = self._plan(keys[start:], fetch.levels)
+        count, all_wants = len(found), wants.copy()
+        trial = self._judge.cut(fetch, start, found, wants)
+        if trial is not None:
+            self._try(fetch, trial)
         self._host.pin([slot for slot in found if slot != NO_SLOT])
         slots = self._room_for(wants)
         later = self._park(fetch, start, wants[len(slots) :])
-        end, is_cut = len(found), len(slots) + len(later) < len(wants)
-        if is_cut:
+        end, is_short = len(found), len(slots) + len(later) < len(wants)
+        is_cut = is_short or end < count
+        if is_short:
             end = wants[len(slots) + len(later)].position
             self._host.stats.throttled += len(wants) - len(slots) - len(later)
             cut = [i for i in range(end, len(found)) if found[i] != NO_SLOT]
             self._host.unpin([keys[start + i] for i in cut], [found[i] for i in cut])
-        batches = self._begin(wants[: len(slots)], slots)
+        reads = self._begin(wants[: len(slots)], slots)
         hits, waiting = self._attach(fetch, found[:end], later)
-        asked, begun = 0 if start else len(keys), wants[: len(slots) + len(later)]
-        self.count(asked, hits, waiting - len(slots), begun)
-        for level, batch in batches.items():
-            self._post(self._start, level, batch)
+        asked, there = 0 if start else len(keys), all_wants[len(wants) :]
+        there += wants[: len(slots) + len(later)]
+        self.count(asked, hits, waiting - len(slots), there)
+        for read in reads:
+            self._post(self._start, read)
         if later:
             self._post(self._landed)
         rest = () if is_cut else keys[start + end :]
-        fetch.ask(asking=bool(rest) and self.prober.may_know(rest[0], fetch.levels))
+        asks = bool(rest) and self.prober.may_know(rest[0], fetch.levels)
+        fetch.ask(asking=asks and self._asks(fetch, start + end))
+
+    def _asks(self, fetch: Fetch, start: int) -> bool:
+        """Whether ``fetch`` should wait for what shared tiers say of its keys from there on."""
+        asking = self._judge.asks(fetch, start)
+        if asking == "aside":
+            keys, salt = fetch.keys[start:], fetch.salt
+            self._post(self._run, lambda: self.prober.ask(keys, salt), "kvladder-ask")
+        elif asking == "try":
+            self._try(fetch, start)
+        return asking == "wait"
+
+    def _try(self, fetch: Fetch, start: int) -> None:
+        """Have some of its blocks read, for which nobody waits, to see how fast they come."""
+        keys, levels, salt = fetch.keys[start : start + TRIAL_BLOCKS], fetch.levels, fetch.salt
+        self._post(self._run, lambda: self._bring_some(keys, levels, salt), "kvladder-try")
+
+    async def _bring_some(self, keys: Sequence[BlockKey], levels: int, salt: bytes) -> None:
+        with self._lock:
+            is_known = self._known(keys[0])
+        if not is_known:
+            await self.prober.ask(keys, salt)
+        with self._lock:
+            _, wants = self._plan(keys, levels)
+            slots = self._room_for(wants)
+            reads = self._begin(wants[: len(slots)], slots)
+        for read in reads:
+            self._start(read)
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         """Begin a task that ``aclose`` ends (loop thread)."""
@@ -151,7 +198,7 @@ class Loader:
             self._prune()
             wants = self._due()
             slots = self._room_for(wants)
-            batches = self._begin(wants[: len(slots)], slots)
+            reads = self._begin(wants[: len(slots)], slots)
             for want in wants[: len(slots)]:
                 fetch, position, key = self._parked.popleft()
                 assert key == want.key
@@ -162,8 +209,8 @@ class Loader:
                 fetch.failed(position)
                 self._host.stats.throttled += 1
             self._host.demand_blocks = len(self._parked)
-        for level, batch in batches.items():
-            self._start(level, batch)
+        for read in reads:
+            self._start(read)
 
     def _prune(self) -> None:
         """Drop from the head of the queue what nobody waits for, or what is here by now."""
@@ -232,7 +279,7 @@ class Loader:
         lowest = min(want.level.index.meta(want.place).priority for want in wants[:count])
         return self._host.room(count, lowest)
 
-    def _begin(self, wants: Sequence[Want], slots: Sequence[Slot]) -> dict[Level, list[Item]]:
+    def _begin(self, wants: Sequence[Want], slots: Sequence[Slot]) -> list[Read]:
         """Register an arrival for each block that has to come: what to read, by level."""
         batches: dict[Level, list[Item]] = {}
         now = self._shared.clock.now()
@@ -244,7 +291,14 @@ class Loader:
             item = Item(key, place, slot)
             self._unread[key] = level, item
             batches.setdefault(level, []).append(item)
-        return batches
+        return self._reads(batches)
+
+    def _reads(self, batches: dict[Level, list[Item]]) -> list[Read]:
+        now_s = self._shared.clock.now()
+        return [
+            Read(level, items, level.pace.asked(len(items), now_s))
+            for level, items in batches.items()
+        ]
 
     def _attach(
         self, fetch: Fetch, found: Sequence[Slot], later: dict[int, Want]
@@ -285,16 +339,18 @@ class Loader:
             if level.rule.when == "commit" and 0 < level.rule.min_hits == hits:
                 level.offer(key, slot, self._host.index.meta(slot), stays=True)
 
-    def _start(self, level: Level, items: Sequence[Item]) -> None:
-        """Begin to read ``items`` from ``level``, a task per batch (loop thread)."""
+    def _start(self, read: Read) -> None:
+        """Begin to read from a level, a task per batch (loop thread)."""
+        level, items, _ = read
         step = level.tier.batch_max
         for start in range(0, len(items), step):
-            work = partial(self._bring, level, items[start : start + step])
+            work = partial(self._bring, read, items[start : start + step])
             self._run(work, f"kvladder-read-{level.name}")
         level.wake()
 
-    async def _bring(self, level: Level, batch: Sequence[Item]) -> None:
+    async def _bring(self, read: Read, batch: Sequence[Item]) -> None:
         """Read ``batch``, publish what came, look further down for what did not."""
+        level, _, mark = read
         for item in batch:
             del self._unread[item.key]
         found: Sequence[bool] = [False] * len(batch)
@@ -302,9 +358,10 @@ class Loader:
             found = await level.read(batch)
         finally:
             with self._lock:
-                retries = self._land(level, batch, found)
-        for below, items in retries.items():
-            self._start(below, items)
+                level.pace.came(mark, len(batch), self._shared.clock.now(), found=any(found))
+                reads = self._reads(self._land(level, batch, found))
+        for retry in reads:
+            self._start(retry)
         self._landed()
 
     def _land(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvladder.keys import BlockKey
+from kvladder.policy.worth import Pace
 from kvladder.tiers.base import Shared
 from kvladder.tiers.fetch import Fetch, among
 from kvladder.tiers.level import Level
@@ -54,6 +55,8 @@ class Prober:
         self._grow = grow
         self._absent: dict[BlockKey, float] = {}
         self._questions: dict[BlockKey, Question] = {}
+        self.pace = Pace()
+        """How long answers take, with the stack's lock held."""
 
     def may_know(self, key: BlockKey, mask: int) -> bool:
         """Whether a prefix that ends before ``key`` may go on in one of these levels, asked now."""
@@ -96,10 +99,13 @@ class Prober:
             return
         question = self._questions[keys[0]] = Question()
         found: dict[BlockKey, Level] = {}
+        with self._shared.lock:
+            mark = self.pace.asked(1, self._shared.clock.now())
         try:
             await self._find(keys, found, question.removed)
         finally:
             with self._shared.lock:
+                self.pace.came(mark, 1, self._shared.clock.now(), found=True)
                 del self._questions[keys[0]]
                 if not question.is_void:
                     self._adopt(keys, salt, found, question.removed)

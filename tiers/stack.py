@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from kvladder.arena import Slot
 from kvladder.errors import ClosedError
 from kvladder.keys import BlockKey
+from kvladder.policy.worth import Worth
 from kvladder.tiers.alike import alike, all_new, publish_alike
 from kvladder.tiers.base import Shared
 from kvladder.tiers.endings import Alarm, clear, purge
@@ -48,6 +49,7 @@ class TierStack:
         *,
         post: Post,
         fetch_blocks_max: int,
+        worth: Worth | None = None,
     ) -> None:
         self.levels = list(levels)
         self.shared = shared
@@ -71,6 +73,7 @@ class TierStack:
         """Per write-through level, blocks of the host level that its queue had no room for."""
         self._scheduled = False
         self._closed = False
+        self.worth = worth or Worth()
         self.loader = Loader(
             self.host,
             self.levels,
@@ -79,6 +82,7 @@ class TierStack:
             blocks_max=fetch_blocks_max,
             landed=self._tidy,
             remove=self.remove,
+            worth=self.worth,
         )
         self._alarm = Alarm((self.host, *self.levels), shared)
         for position, level in enumerate(self.levels):

@@ -14,6 +14,7 @@ from kvladder.arena import Slot
 from kvladder.connectors.vllm_find import ROUNDS_MAX, Find
 from kvladder.connectors.vllm_groups import Group, Groups, Kind
 from kvladder.keys import BlockKey
+from kvladder.policy.worth import Saves
 
 TOKENS_MAX = 96
 Block = tuple[int, int]
@@ -73,7 +74,8 @@ class FakeCache:
     def lookup(self, keys: Sequence[BlockKey]) -> int:
         return self.lead([NAMED[one] for one in keys])
 
-    def match(self, keys: Sequence[BlockKey]) -> FakeMatch:
+    def match(self, keys: Sequence[BlockKey], saves: Saves) -> FakeMatch:
+        del saves
         return FakeMatch(self, keys)
 
     def find(self, groups: Groups, own: int, limit: int) -> Find:

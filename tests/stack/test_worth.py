@@ -1,0 +1,288 @@
+"""Fetching or computing: at whatever speed of a tier, no request waits longer than it gains."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Literal
+
+import pytest
+
+from kvladder.keys import BlockKey
+from kvladder.manager import ManagerSettings
+from kvladder.policy.offload import OffloadRule
+from kvladder.policy.worth import GRACE_S, SPARE, TRIAL_BLOCKS, TRIAL_EVERY, Saves
+from kvladder.testing.fakes import FakeStore, FakeTier
+from kvladder.testing.shared import SharedFakeTier
+from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
+from kvladder.tiers.base import Item, Tier
+from kvladder.tiers.fetch import Fetch
+
+Link = Literal["calls", "lines", "wire"]
+"""What takes the time: each call, each block on its connection, or each block on the only one."""
+
+BLOCK_S = 0.020
+"""Seconds to compute a block."""
+MOST = 1 + SPARE + 1e-9
+"""Of the time without a cache."""
+STEP_S = 0.002
+"""How often an engine asks whether a fetch is done."""
+SPEEDS = [1e-5, 1e-4, 1e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 1.0, 10.0, 100.0]
+
+
+class Paced(FakeTier):
+    """Reads take ``block_s`` a call or block, questions ``answer_s``."""
+
+    block_s = 0.0
+    answer_s = 0.0
+    link: Link = "calls"
+    wire: asyncio.Lock
+
+    async def get(self, items: Sequence[Item]) -> Sequence[bool | None]:
+        if self.link == "wire":
+            for _ in items:
+                async with self.wire:
+                    await asyncio.sleep(self.block_s)
+        else:
+            await asyncio.sleep(self.block_s * (1 if self.link == "calls" else len(items)))
+        return await super().get(items)
+
+    async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
+        await asyncio.sleep(self.answer_s)
+        return await super().contains(items)
+
+
+class PacedShared(Paced, SharedFakeTier):
+    """One that others have filled."""
+
+
+class Engine:
+    """Computes what the cache does not give in time, in virtual time, one request at a time."""
+
+    def __init__(self, cache: SimCache, tier: Paced) -> None:
+        self.cache = cache
+        self.tier = tier
+        self.hits = 0
+
+    @property
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def serve(self, prompt: int, blocks: int = 32) -> float:
+        """Time to first token, in parts of what it takes without a cache."""
+        began = self.now
+        fetch = self.cache.manager.fetch(self.keys(prompt, blocks))
+        return await self.compute(fetch, began)
+
+    @staticmethod
+    def keys(prompt: int, blocks: int) -> list[BlockKey]:
+        return SimCache.keys(prompt, *range(1, blocks))
+
+    async def compute(self, fetch: Fetch, began: float) -> float:
+        while not fetch.done:  # noqa: ASYNC110 - an engine asks at every step
+            await asyncio.sleep(STEP_S)
+        self.hits, blocks = fetch.blocks, len(fetch.keys)
+        left = blocks - self.hits
+        await asyncio.sleep(left * BLOCK_S)
+        self.cache.manager.prefilled(left * LAYOUT.block_tokens, left * BLOCK_S)
+        fetch.release()
+        return (self.now - began - GRACE_S - STEP_S) / (blocks * BLOCK_S)
+
+
+async def opened(
+    tier: Paced, prompts: Sequence[int], *, blocks: int = 32, slots: int = 128
+) -> tuple[SimCache, Engine]:
+    """A cache whose tier has the blocks of these prompts."""
+    tier.wire = asyncio.Lock()
+    if not isinstance(tier, SharedFakeTier):
+        filled = FakeTier(store=tier.store)
+        first = await SimCache.open(spec(filled), slots=len(prompts) * blocks + 64)
+        for prompt in prompts:
+            first.save(Engine.keys(prompt, blocks))
+        await first.settle()
+        await first.aclose()
+    cache = await SimCache.open(
+        spec(tier), slots=slots, settings=ManagerSettings(fetch_deadline_s=2.0)
+    )
+    if isinstance(tier, SharedFakeTier):
+        for prompt in prompts:
+            tier.others_put({key: SimCache.payload(key) for key in Engine.keys(prompt, blocks)})
+    return cache, Engine(cache, tier)
+
+
+def spec(tier: Tier) -> LevelSpec:
+    return LevelSpec(tier, OffloadRule(when="commit"), capacity_blocks=4096)
+
+
+def made(kind: str, speed_s: float, link: Link, **options: float) -> Paced:
+    store = FakeStore()
+    tier: Paced = PacedShared(store=store) if kind == "shared" else Paced(store=store, durable=True)
+    tier.block_s, tier.link = speed_s, link
+    tier.answer_s = options.get("answer_s", 0.0)
+    return tier
+
+
+@pytest.mark.parametrize("kind", ["own", "shared"])
+@pytest.mark.parametrize("link", ["calls", "lines", "wire"])
+@pytest.mark.parametrize("speed_s", SPEEDS)
+async def test_no_speed_of_a_tier_makes_requests_slower(
+    kind: str, link: Link, speed_s: float
+) -> None:
+    """Neither with prompts of one length nor of several."""
+    for lengths in ([32], [16, 64, 40, 24]):
+        cache, engine = await opened(made(kind, speed_s, link), range(16), blocks=64, slots=384)
+        times = [await engine.serve(at, lengths[at % len(lengths)]) for at in range(16)]
+        assert max(times[2:]) <= MOST, times
+        await cache.aclose()
+
+
+@pytest.mark.parametrize("kind", ["own", "shared"])
+@pytest.mark.parametrize("link", ["calls", "lines", "wire"])
+async def test_what_a_fast_tier_has_is_served(kind: str, link: Link) -> None:
+    """But for what one request computes to see how long it takes."""
+    for speed_s in (1e-5, 1e-4, 5e-4):
+        lengths = [32, 64, 16, 5, 48, 1]
+        cache, engine = await opened(made(kind, speed_s, link), range(16), blocks=64, slots=384)
+        hits: list[int] = []
+        for at in range(16):
+            await engine.serve(at, lengths[at % len(lengths)])
+            hits.append(lengths[at % len(lengths)] - engine.hits)
+        assert [missing for missing in hits if missing] in ([], [32]), hits
+        assert cache.manager.stats()["level1"]["slower"] == 0
+        await cache.aclose()
+
+
+@pytest.mark.parametrize("kind", ["own", "shared"])
+@pytest.mark.parametrize("slow_s", [0.1, 1.0, 100.0])
+async def test_a_tier_that_recovers_is_used_again(kind: str, slow_s: float) -> None:
+    """Within a bounded number of requests, none of which waits for the trials."""
+    tier = made(kind, slow_s, "lines")
+    cache, engine = await opened(tier, range(40), slots=256)
+    for at in range(12):
+        await engine.serve(at)
+    reads = tier.batches("get")
+    assert engine.hits == 0
+    assert sum(reads[-2:]) <= 2 * TRIAL_BLOCKS, "trials are small"
+    await asyncio.sleep(3600)  # so that nothing is under way
+    tier.block_s = 0.0001
+    served: list[int] = []
+    for at in range(12, 12 + 3 * TRIAL_EVERY):
+        assert await engine.serve(at) <= MOST
+        served.append(engine.hits)
+    assert served[-TRIAL_EVERY:] == [32] * TRIAL_EVERY, served
+    await cache.aclose()
+
+
+async def test_few_requests_try_a_slow_tier() -> None:
+    tier = made("own", 0.1, "lines")
+    cache, engine = await opened(tier, range(40), slots=256)
+    for at in range(3):
+        await engine.serve(at)
+    await asyncio.sleep(3600)
+    tier.calls.clear()
+    for at in range(3, 3 + 8 * TRIAL_EVERY):
+        await engine.serve(at)
+        await asyncio.sleep(60)
+        assert engine.hits == 0
+    assert tier.batches("get") == [TRIAL_BLOCKS] * 8
+    assert cache.manager.stats()["level1"]["slower"] >= 8 * TRIAL_EVERY * 32
+    await cache.aclose()
+
+
+async def test_a_tier_that_hangs_costs_one_request_and_not_for_long() -> None:
+    tier = made("own", 0.001, "lines")
+    cache, engine = await opened(tier, range(40), slots=256)
+    for at in range(4):
+        await engine.serve(at)
+    assert engine.hits == 32
+    tier.block_s = 1e6
+    times = [await engine.serve(at) for at in range(4, 40)]
+    assert times[0] <= 2
+    assert max(times[1:]) <= MOST, times
+    await cache.aclose()
+
+
+async def test_blocks_that_are_on_their_way_for_another_are_joined_or_not_waited_for() -> None:
+    """Single flight: two requests for one prompt, and one read of each block."""
+    for speed_s, hits in ((0.0005, 32), (1.0, 0)):
+        tier = made("own", speed_s, "lines")
+        cache, engine = await opened(tier, range(20), slots=256)
+        for at in range(3):
+            await engine.serve(at)
+        await asyncio.sleep(3600)
+        began, tier_calls = engine.now, len(tier.calls)
+        one = cache.manager.fetch(engine.keys(3, 32))
+        two = cache.manager.fetch(engine.keys(3, 32))
+        await engine.compute(one, began)
+        assert (engine.hits, two.done) == (hits, True)
+        await engine.compute(two, engine.now)
+        assert engine.hits == hits
+        keys = [key for call in tier.calls[tier_calls:] for key in call.keys]
+        assert len(keys) == len(set(keys))
+        await cache.aclose()
+
+
+async def test_hosts_part_is_served_while_the_rest_is_computed() -> None:
+    tier = made("own", 0.1, "lines")
+    cache, engine = await opened(tier, range(20), slots=256)
+    new = engine.keys(3, 8)
+    cache.manager.fetch(new).release()
+    await asyncio.sleep(3600)
+    assert cache.manager.lookup(new).host == 8
+    for at in range(4):
+        await engine.serve(at)
+    assert engine.hits == 8
+    await cache.aclose()
+
+
+async def test_answers_that_come_late_are_not_waited_for_and_kept() -> None:
+    """The second request for a prompt knows what the first one asked."""
+    tier = made("shared", 0.0, "calls", answer_s=0.1)
+    cache, engine = await opened(tier, range(20), slots=256)
+    times = [await engine.serve(at) for at in range(8)]
+    assert max(times[2:]) <= MOST, times
+    assert engine.hits == 0
+    assert await engine.serve(7) < 0.2
+    assert engine.hits == 32
+    await cache.aclose()
+
+
+async def test_a_fetch_that_waits_behind_other_prompts_may_take_longer() -> None:
+    """What the engine computes first is time that a tier has."""
+    tier = made("own", 0.025, "wire")
+    cache, engine = await opened(tier, range(20), slots=256)
+    for at in range(3):
+        await engine.serve(at)
+    for behind, hits in ((0, 0), (1024, 32)):
+        saves = Saves(32 * LAYOUT.block_tokens, behind=behind)
+        fetch = cache.manager.fetch(engine.keys(3 + behind % 7, 32), saves=saves)
+        await engine.compute(fetch, engine.now)
+        assert engine.hits == hits
+    await cache.aclose()
+
+
+async def test_nothing_is_fetched_for_a_part_that_is_of_no_use() -> None:
+    """Blocks that are worth something only together, because of a window, are not judged alone."""
+    tier = made("own", 0.025, "lines")
+    cache, engine = await opened(tier, range(20), slots=256)
+    for at in range(3):
+        await engine.serve(at)
+    keys = engine.keys(4, 4)
+    for tokens, hits in ((4 * LAYOUT.block_tokens, 0), (256, 4)):
+        fetch = cache.manager.fetch(keys, saves=Saves(tokens, whole=True))
+        await engine.compute(fetch, engine.now)
+        assert engine.hits == hits
+    await cache.aclose()
+
+
+async def test_an_engine_that_does_not_tell_waits_until_the_deadline() -> None:
+    tier = made("own", 1.0, "calls")
+    cache, engine = await opened(tier, range(4), slots=256)
+    for at in range(3):
+        began = engine.now
+        fetch = cache.manager.fetch(engine.keys(at, 32), deadline_s=3.0)
+        while not fetch.done:  # noqa: ASYNC110 - an engine asks at every step
+            await asyncio.sleep(STEP_S)
+        assert (fetch.blocks, round(engine.now - began, 1)) == (32, 1.0)
+        fetch.release()
+    await cache.aclose()

@@ -1,0 +1,165 @@
+"""What is measured of tiers and of computing, and what follows from it."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvladder.policy.worth import (
+    ANYTHING,
+    FORGET,
+    GRACE_S,
+    TRIAL_EVERY,
+    Curve,
+    Pace,
+    Run,
+    Saves,
+    Stake,
+    Worth,
+)
+
+
+def measured(*points: tuple[int, float]) -> Pace:
+    """A pace of which so many blocks took so long, asked for one after the other."""
+    pace, now_s = Pace(), 0.0
+    for blocks, seconds in points:
+        mark = pace.asked(blocks, now_s)
+        now_s += seconds
+        pace.came(mark, blocks, now_s, found=True)
+    return pace
+
+
+def test_a_curve_interpolates_and_guesses_the_best_beyond() -> None:
+    curve = Curve()
+    assert (curve.at(8), curve.within(8)) == (None, None)
+    curve.add(8, 1.0)
+    curve.add(32, 2.0)
+    assert [curve.at(n) for n in (4, 8, 20, 32, 1000)] == [0.5, 1.0, 1.5, 2.0, 2.0]
+    assert (curve.within(8), curve.within(32)) == (1.0, 2.0)
+    assert curve.within(20) == pytest.approx(3.75)
+    assert curve.within(64) == pytest.approx(10.0)
+
+
+def test_a_jump_begins_anew_and_less_is_taken_in_halfway() -> None:
+    curve = Curve()
+    curve.add(8, 1.0)
+    curve.add(64, 4.0)
+    curve.add(8, 2.0)
+    assert (curve.at(8), curve.at(64)) == (1.5, 4.0)
+    curve.add(8, 0.01)
+    assert (curve.at(8), curve.at(64)) == (0.01, 0.01)
+
+
+def test_what_was_not_measured_for_long_is_forgotten() -> None:
+    curve = Curve()
+    curve.add(64, 1.0)
+    for _ in range(FORGET):
+        curve.add(8, 1.0)
+    assert curve.within(64) != 1.0
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), st.floats(1e-5, 100)), min_size=1, max_size=40))
+def test_a_curve_stays_within_what_was_measured(points: list[tuple[int, float]]) -> None:
+    curve = Curve()
+    for amount, seconds in points:
+        curve.add(amount, seconds)
+        longest = max(seconds for _, seconds in points)
+        for n in (1, amount, 10_000):
+            found = curve.at(n)
+            assert found is not None
+            assert 0 < found <= longest * (1 + 1e-9)
+
+
+def test_what_is_on_its_way_is_ahead_and_what_hangs_takes_at_least_as_long() -> None:
+    pace = measured((8, 1.0))
+    assert pace.seconds(4, 1.0) == 0.5
+    pace.asked(8, 1.0)
+    assert pace.ahead == 8
+    assert pace.seconds(8, 1.5) == 1.0
+    assert pace.seconds(8, 100.0) == 99.0
+    fresh = Pace()
+    assert (fresh.seconds(8, 5.0), fresh.within(8)) == (None, inf)
+    fresh.asked(8, 5.0)
+    assert fresh.seconds(8, 6.0) == 1.0
+
+
+def test_a_read_that_is_given_up_counts_as_at_least_its_time() -> None:
+    pace = measured((8, 1.0))
+    pace.came(pace.asked(8, 1.0), 8, 1.001, found=False)
+    assert pace.seconds(8, 2.0) == 1.0, "a miss says nothing of how fast blocks come"
+    pace.came(pace.asked(8, 2.0), 8, 7.0, found=False)
+    assert pace.seconds(8, 7.0) == 5.0
+
+
+def test_one_fetch_in_so_many_tries_a_slow_level_while_it_does_nothing_else() -> None:
+    pace = measured((8, 1.0))
+    assert [pace.spurn() for _ in range(2 * TRIAL_EVERY)].count(True) == 2
+    mark = pace.asked(8, 1.0)
+    assert not any(pace.spurn() for _ in range(2 * TRIAL_EVERY))
+    pace.came(mark, 8, 2.0, found=True)
+    assert pace.spurn()
+
+
+def choose(*runs: Run, end: int, block_s: float = 0.1, behind_s: float = 0.0) -> int:
+    return Stake(block_s, behind_s, whole=False).choose(runs, end, 100.0)[0]
+
+
+def test_what_comes_later_than_computing_it_is_left() -> None:
+    fast, slow, unknown = measured((8, 0.1)), measured((8, 4.0)), Pace()
+    assert choose(Run(2, 8, fast), end=10) == 10
+    assert choose(Run(2, 8, slow), end=10) == 2
+    assert choose(Run(2, 8, unknown), end=10) == 10
+    assert choose(Run(0, 8, fast), Run(8, 8, slow), end=16) == 8
+    assert choose(Run(0, 8, slow), Run(8, 8, fast), end=16) == 0
+    assert choose(Run(0, 8, slow), end=100) == 100, "what follows is in host memory"
+    assert choose(Run(2, 8, slow), end=10, behind_s=6.0) == 10
+
+
+def test_a_part_is_of_no_use_where_only_the_whole_is() -> None:
+    runs = [Run(0, 8, measured((8, 0.1))), Run(8, 8, measured((8, 4.0)))]
+    assert Stake(0.1, 0.0, whole=True).choose(runs, 16, 100.0)[0] == 0
+    assert Stake(0.4, 0.0, whole=True).choose(runs, 16, 100.0)[0] == 16
+    assert Stake(0.1, 0.0, whole=True).patience(0, 16, 0.0).block_s == 0
+
+
+def test_patience_grows_with_what_arrives_and_ends_when_computing_would_have() -> None:
+    stake = Stake(0.1, 0.0, whole=False)
+    patience = stake.patience(2, 12, 50.0)
+    assert patience.end_s(0) == patience.end_s(2) == pytest.approx(50.1 + GRACE_S)
+    assert patience.end_s(7) == pytest.approx(50.6 + GRACE_S)
+    assert stake.trusting(patience, 10, 0.2, 50.0).end_s(2) == pytest.approx(50.5)
+    assert stake.trusting(patience, 10, 0.7, 50.0).end_s(2) == pytest.approx(51.0)
+
+
+def test_one_slow_step_and_small_ones_say_nothing() -> None:
+    worth = Worth()
+    worth.prefilled(3, 9.0)
+    assert worth.stake(Saves(100), 10) is None
+    for seconds in (1.0, 50.0, 1.0, 1.1):
+        worth.prefilled(1000, seconds)
+    stake = worth.stake(Saves(100, behind=1000), 10)
+    assert stake is not None
+    assert stake.worth(10, 0.87)
+    assert not stake.worth(10, 0.89)
+
+
+def test_a_sample_is_computed_once_and_only_if_the_engine_tells() -> None:
+    worth = Worth()
+    assert worth.sample(Saves(1600), 100) == 0
+    worth.prefilled(3, 0.1)
+    assert worth.sample(Saves(1600), 100) == 16
+    assert worth.sample(Saves(160), 10) == 5
+    assert worth.sample(Saves(100), 10) == 0, "too short to tell"
+    assert worth.sample(Saves(1600, whole=True), 100) == worth.sample(ANYTHING, 100) == 0
+    worth.prefilled(64, 0.1)
+    assert worth.sample(Saves(1600), 100) == 0
+
+
+def test_always_remembers_nothing() -> None:
+    worth = Worth(always=True)
+    worth.prefilled(1000, 0.001)
+    assert worth.stake(Saves(100), 10) is None
+    assert worth.sample(Saves(1600), 100) == 0
