@@ -225,12 +225,12 @@ async def test_what_expired_while_nobody_was_there_does_not_come_back(rule: Offl
         cache.save(cache.keys(2), ttl_s=100.0)
         await cache.settle()
     for epoch_s, left in ((EPOCH_S + 50, 1), (EPOCH_S, 1), (EPOCH_S + 200, 0), (EPOCH_S, 0)):
-        spec = LevelSpec(FakeTier(store=store, durable=True), COMMIT)
-        async with cache_of(spec, epoch_s=epoch_s) as cache:
+        tier = FakeTier(store=store, durable=True)
+        async with cache_of(LevelSpec(tier, COMMIT), epoch_s=epoch_s) as cache:
             assert cache.manager.lookup(cache.keys(1)).total == 0
             assert cache.manager.lookup(cache.keys(2)).total == (left if rule is COMMIT else 0)
             await cache.settle()
-            assert len(spec.tier.records) == len(cache.levels[0].index)
+            assert len(tier.records) == len(cache.levels[0].index)
 
 
 async def test_what_expires_on_its_way_does_not_arrive() -> None:
