@@ -102,7 +102,7 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             rank = stage.rank_in_group * tensor.world_size + tensor.rank_in_group
             self.worker = WorkerHalf(vllm_config, kv_cache_config, rank=rank, notices=self.notices)
             return
-        warn(vllm_config, config, version=vllm_version())
+        warn(config, version=vllm_version(), vllm_config=vllm_config)
         self.scheduler = SchedulerHalf(
             vllm_config, kv_cache_config, options=options, config=config, notices=self.notices
         )

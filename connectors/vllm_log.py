@@ -43,10 +43,14 @@ def say_ready(manager: CacheManager, config: StackConfig) -> None:
     logger.debug("kvladder's settings\n%s", manager.describe())
 
 
-def warn(vllm_config: Any, config: StackConfig, *, version: str) -> None:
-    """Log what is allowed and probably not meant, a line each."""
-    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+def warn(config: StackConfig, *, version: str, vllm_config: Any = None) -> None:
+    """Log what is allowed and probably not meant, a line each.
+
+    ``vllm_config`` is None where vLLM does not hand it over: then nothing is said of it.
+    """
     found = [untested(version), *config.warnings]
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    policy = getattr(transfer, "kv_load_failure_policy", "recompute")
     if policy != "recompute":
         found.append(
             f"kv_load_failure_policy is {policy!r}: a block that cannot be copied fails its"

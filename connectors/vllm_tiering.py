@@ -40,7 +40,7 @@ from kvladder.config import load_config
 from kvladder.connectors.base import Match
 from kvladder.connectors.vllm_checks import vllm_version
 from kvladder.connectors.vllm_groups import mark_of, marked
-from kvladder.connectors.vllm_log import route, say_ready
+from kvladder.connectors.vllm_log import route, say_ready, warn
 from kvladder.connectors.weights import downloaded, weights_digest
 from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey
@@ -106,6 +106,7 @@ class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
             offloading_spec.config, self.block_size_bytes, settings.model.fingerprint
         )
         self.manager: CacheManager = open_manager(settings, layout)
+        warn(settings, version=vllm_version())
         say_ready(self.manager, settings)
         self._notices = Notices(SystemClock().now)
         self._rows = np.asarray(primary_kv_view).view(np.uint8)

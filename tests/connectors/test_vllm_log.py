@@ -157,8 +157,8 @@ def test_what_ends_with_an_engine_that_gets_no_time_is_said(
 
 
 def warn(config: Any, *, version: str = "0.33.0", policy: str = "recompute", **engine: Any) -> None:
-    transfer = SimpleNamespace(kv_load_failure_policy=policy)
-    vllm_log.warn(SimpleNamespace(kv_transfer_config=transfer, **engine), config, version=version)
+    engine["kv_transfer_config"] = SimpleNamespace(kv_load_failure_policy=policy)
+    vllm_log.warn(config, version=version, vllm_config=SimpleNamespace(**engine))
 
 
 def test_the_short_form_loses_nothing_by_default(vllm_prints: Printed, tmp_path: Path) -> None:
