@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_128_digest
 
-from kvladder.errors import TierError
+from kvladder.errors import TierError, TierFull
 from kvladder.keys import BlockKey, Namespace
 from kvladder.testing.steps import SAID_AT_ONCE as SAID_AT_ONCE
 from kvladder.testing.steps import Block as Block
@@ -91,6 +91,9 @@ class FakeTier(Tier):
         Whether it checks the bytes it read; else that is left to the codecs above it.
     random, latency_s, mean_s:
         Calls that move bytes take ``latency_s`` and a random time of mean ``mean_s`` more.
+    patience:
+        After how many failures in a row of one operation the level leaves it out, and for how
+        many seconds at least: a ``put`` or ``remove`` that comes sooner breaks a rule.
 
     A call that breaks a rule which the level has to keep (a slot without a claim, a batch too
     large, a place written while it is read ...) fails and is noted in ``violations``.
@@ -109,6 +112,7 @@ class FakeTier(Tier):
         random: Random | None = None,
         latency_s: float = 0.0,
         mean_s: float = 0.0,
+        patience: tuple[int, float] | None = None,
     ) -> None:
         self.script = list(script)
         self.store = FakeStore() if store is None else store
@@ -126,6 +130,10 @@ class FakeTier(Tier):
         self._holds: list[Hold] = []
         self._uses: Counter[_Use] = Counter()
         self._closed = False
+        self._patience = patience
+        self._failed: Counter[Operation] = Counter()
+        """Failures in a row of each operation."""
+        self._failed_at_s: dict[Operation, float] = {}
 
     # ---- for the test
 
@@ -312,6 +320,12 @@ class FakeTier(Tier):
         self._require_open()
         keys = tuple(item.key for item in items)
         self.calls.append(Call(operation, keys, self.context.clock.now()))
+        with self._patiently(operation):
+            async with self._scripted(operation) as step:
+                yield step
+
+    @asynccontextmanager
+    async def _scripted(self, operation: Operation) -> AsyncGenerator[Step | None]:
         step = self._next_step(operation)
         before, after = (None, step) if step is not None and step.after else (step, None)
         cancelled = await self._happen(before)
@@ -351,6 +365,33 @@ class FakeTier(Tier):
             raise TierError("the tier is closed", temporary=False)
 
     # ---- rules that the level has to keep
+
+    @contextmanager
+    def _patiently(self, operation: Operation) -> Generator[None]:
+        """Check that a call does not come too soon after failures, and see whether it fails.
+
+        Only what the level's one writer calls: calls that overlap do not fail in a row. A call
+        that is cancelled tells nothing: it may have been given up long ago.
+        """
+        kind: Operation = "remove" if operation == "purge" else operation
+        if self._patience is None or kind not in {"put", "remove"}:
+            yield
+            return
+        now, (failures, seconds) = self.context.clock.now, self._patience
+        soon = now() - self._failed_at_s.get(kind, 0.0) < seconds - 1e-6
+        left_out = self._failed[kind] >= failures
+        self._require(not (soon and left_out), f"a {operation} that was to be left out")
+        try:
+            yield
+        except (TierFull, CancelledError) as error:
+            if kind == "put" and isinstance(error, TierFull):  # which is no failure
+                self._failed[kind] = 0
+            raise
+        except BaseException:
+            self._failed[kind] += 1
+            self._failed_at_s[kind] = now()
+            raise
+        self._failed[kind] = 0
 
     def _require(self, kept: bool, rule: str) -> None:
         if not kept:

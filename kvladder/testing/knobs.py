@@ -15,8 +15,8 @@ from kvladder.tiers.edge import EdgeSettings
 from kvladder.tiers.gate import GateSettings
 from kvladder.tiers.level import LevelSettings
 
-Kind = Literal["plain", "coded", "shared", "wishing"]
-"""What is special about the levels, or about the requests."""
+Kind = Literal["plain", "coded", "shared", "wishing", "unruly"]
+"""What is special about the levels, about the requests, or about what tiers do."""
 PRIORITIES = (0, 20, 35, 50, 80, 100)
 
 
@@ -81,6 +81,8 @@ class Knobs:
     reserve_blocks: int
     fetch_blocks_max: int
     levels: tuple[LevelKnobs, ...]
+    unruly: bool = False
+    """Whether tiers do, too, what no tier may do."""
 
     @property
     def guessed(self) -> set[int]:
@@ -90,11 +92,13 @@ class Knobs:
     def of(self, kind: Kind) -> Knobs:
         """The same with codecs at each level, or with the coldest on a tier that others use too."""
         levels = list(self.levels)
-        if kind == "coded":
+        if kind == "unruly":  # codecs check answers, too
+            levels = [replace(level, coded=number > 0) for number, level in enumerate(levels)]
+        elif kind == "coded":
             levels = [replace(level, coded=True) for level in levels]
         elif kind == "shared" and levels:
             levels[-1] = replace(levels[-1], durable=False, shared=True)
-        return replace(self, levels=tuple(levels))
+        return replace(self, levels=tuple(levels), unruly=kind == "unruly")
 
     @classmethod
     def draw(cls, random: Random) -> Knobs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from random import Random
+from typing import get_args
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -34,7 +35,7 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(
         shape=st.integers(0, 2**16),
         seed=st.integers(0, 2**16),
-        kind=st.sampled_from(["plain", "coded", "shared", "wishing"]),
+        kind=st.sampled_from(get_args(Kind)),
     )
     def open(self, shape: int, seed: int, kind: Kind) -> None:
         """A cache of some shape, and an order of events."""
@@ -99,9 +100,9 @@ class CacheMachine(RuleBasedStateMachine):
         """Everything is removed."""
         self.world.clear()
 
-    @rule(level=LEVELS, kind=st.integers(0, 4))
+    @rule(level=LEVELS, kind=st.integers(0, 12))
     def trouble(self, level: int, kind: int) -> None:
-        """A tier fails, hangs, is full or reads too little."""
+        """A tier fails, hangs, is full or reads too little, or does what none may do."""
         self.world.trouble(level, kind)
 
     @rule(level=LEVELS)

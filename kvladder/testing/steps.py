@@ -6,6 +6,7 @@ import asyncio
 from asyncio import CancelledError
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any, Literal
 
 from kvladder.errors import TierError, TierFull
@@ -146,18 +147,18 @@ def troubles(times: int | None, *, after: bool) -> list[Step]:
     ]
 
 
-def misbehaviours(times: int | None, *, after: bool) -> list[Step]:
-    """One of each kind that no tier should show, and some that a good one may."""
-    answers: tuple[Literal["long", "short", "nothing", "words"], ...]
-    answers = ("long", "short", "nothing", "words")
+def misbehaviours(random: Random, times: int | None, *, after: bool) -> list[Step]:
+    """What no tier should do, and some that goes on at one kind of call only."""
+    answer: Literal["long", "short", "nothing", "words"]
+    answer = random.choice(("long", "short", "nothing", "words"))
     errors = (SystemExit, KeyboardInterrupt, GeneratorExit, ValueError, CancelledError)
     return [
-        *[Wrong(answer, times=times) for answer in answers],
-        *[Raise(error, times=times, after=after) for error in errors],
-        Block(times=times, after=after),
+        Wrong(answer, times=times),
+        Raise(random.choice(errors), times=times, after=after),
         Raise(SystemExit, on="spare", times=times),
         Raise(ValueError, on="gauges", times=times),
+        Block(on="put", times=times, after=after),
+        Block(on="get", times=times, after=after),
         Fail(on="put", times=times),
-        Fail(on="get", times=times),
         Hang(on="remove", times=times),
     ]

@@ -15,11 +15,13 @@ from kvladder.testing.fakes import FakeStore, FakeTier
 from kvladder.testing.knobs import Knobs
 from kvladder.testing.model import NOTHING, Model, Replay, Request, must_survive
 from kvladder.testing.shared import SharedFakeTier
-from kvladder.testing.sim import SimLoop, where
+from kvladder.testing.sim import SimLoop, SimThreads, inline_blocking, where
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.testing.steps import troubles
+from kvladder.testing.steps import misbehaviours, troubles
 from kvladder.testing.wishes import NO_WISHES, SALT, Purge, Wishes
+from kvladder.tiers.base import Blocking
 from kvladder.tiers.breaker import KINDS
+from kvladder.tiers.gate import BEHIND_CALLS_MAX
 from kvladder.tiers.level import Level
 
 BLOCK_BYTES = 64
@@ -60,6 +62,10 @@ class World:
                 random=Random(self._seed + number),
                 latency_s=0.001,
                 mean_s=level.mean_s,
+                patience=(
+                    level.settings.gate.breaker.failures,
+                    level.settings.gate.breaker.retry_s,
+                ),
             )
             for number, (level, store) in enumerate(
                 zip(self.knobs.levels, self._stores, strict=True)
@@ -70,12 +76,19 @@ class World:
             for tier, level in zip(self.tiers, self.knobs.levels, strict=True)
         ]
         knobs = self.knobs
+        self._troubled: set[int] = set()
+        pools: dict[str, Blocking] = {}
+
+        def threads(name: str) -> Blocking:
+            return pools.setdefault(name, SimThreads(1)) if knobs.unruly else inline_blocking
+
         opening = SimCache.open(
             *specs,
             slots=knobs.slots,
             host=knobs.host,
             reserve_blocks=knobs.reserve_blocks,
             fetch_blocks_max=knobs.fetch_blocks_max,
+            threads=threads,
         )
         self.cache = self.loop.run_until_complete(opening)
         self.manager = self.cache.manager
@@ -236,9 +249,12 @@ class World:
         """A tier gets into one kind of trouble, for one call or until it is healed."""
         if self.tiers:
             tier = self.tiers[level % len(self.tiers)]
+            self._troubled.add(level % len(self.tiers))
             times = self.random.choice((1, None))
             after = self.random.random() < 0.5
             steps = troubles(times, after=after)
+            if self.knobs.unruly:
+                steps = misbehaviours(self.random, times, after=after) + steps
             step = steps[kind % len(steps)]
             tier.script.append(step)
             self.note(f"trouble at {level}: {type(step).__name__} times {times} after {after}")
@@ -360,7 +376,19 @@ class World:
             self.model.promises.check(key, "host", self.loop.time())
         for level, tier in zip(self.cache.levels, self.tiers, strict=True):
             self._check_level(level, tier)
+        self._check_contained()
         self._replay()
+
+    def _check_contained(self) -> None:
+        """Nothing that a tier does kills a task, or makes a call to another tier fail."""
+        levels = self.cache.levels
+        for stats in (self.cache.stack.host.stats, *(level.stats for level in levels)):
+            assert not stats.task_failures, "a task died"
+        for number, level in enumerate(levels):
+            at_once = level.settings.reads_max + 2
+            assert level.gate.behind <= BEHIND_CALLS_MAX + at_once, "too much is left behind"
+            if number not in self._troubled and self.knobs.levels[number].mean_s <= 0.01:
+                assert not level.stats.errors, f"a call to {level.name} failed, which is well"
 
     def _check_slots(self) -> None:
         """What somebody uses stays as it is, and nobody else gets it to write into."""

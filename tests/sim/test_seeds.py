@@ -64,6 +64,16 @@ def test_ten_thousand_steps_in_worlds_whose_requests_have_wishes() -> None:
     assert sum("purged" in line for world in worlds for line in world.trace) > 10
 
 
+@pytest.mark.slow
+def test_ten_thousand_steps_in_worlds_whose_tiers_do_what_no_tier_may() -> None:
+    worlds = [soak.run_world(seed, kind="unruly") for seed in range(90_000, 90_050)]
+    served = sum((world.served for world in worlds), start=worlds[0].served)
+    assert set(served) == {"host", "level1", "level2", "level3"}
+    gates = [level.gate for world in worlds for level in world.cache.levels]
+    for kind in ("get", "put", "remove"):
+        assert any(gate.breakers[kind].opened for gate in gates)
+
+
 def test_the_command_says_what_was_served(capsys: pytest.CaptureFixture[str]) -> None:
     assert soak.main(["--steps", "400", "--seed", "3"]) == 0
     assert capsys.readouterr().out.startswith("2/2 worlds, to seed 4; blocks served: host ")

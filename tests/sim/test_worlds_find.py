@@ -10,7 +10,10 @@ import pytest
 from kvladder.events import EventBuffer
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import FakeTier
+from kvladder.testing.knobs import Kind
 from kvladder.testing.soak import run_world
+from kvladder.tiers import gate as gates
+from kvladder.tiers.breaker import KINDS
 from kvladder.tiers.endings import Alarm
 from kvladder.tiers.gate import Gate
 from kvladder.tiers.host import HostLevel
@@ -98,15 +101,52 @@ OF_WISHES: dict[str, tuple[type, str, Any]] = {
 }
 
 
+_open, _said = Level.open, Gate._said
+
+
+async def in_threads_of_all(level: Level, *arguments: Any, threads: Any, **options: Any) -> None:
+    await _open(level, *arguments, threads=lambda _: threads("all"), **options)
+
+
+async def as_it_is(work: Any) -> Any:
+    return await work
+
+
+def with_one_breaker(gate: Gate, *_: Any) -> None:
+    gate.breakers = dict.fromkeys(KINDS, gate.breakers["put"])
+
+
+def unguarded(gate: Gate, what: str, ask: Callable[[], Any], otherwise: Any) -> Any:
+    return ask() if what == "spare" else _said(gate, what, ask, otherwise)
+
+
+OF_UNRULY: dict[str, tuple[Any, str, Any]] = {
+    "answers are taken as they are": (gates, "checked", lambda _kind, answer, _count: answer),
+    "what a tier raises reaches the loop": (gates, "contained", as_it_is),
+    "what a tier says at once may raise": (Gate, "_said", unguarded),
+    "a success of one kind of call hides failures of another": (
+        Gate,
+        "__init__",
+        after(Gate, "__init__", with_one_breaker),
+    ),
+    "all levels share their threads": (Level, "open", in_threads_of_all),
+}
+KINDS_OF: dict[str, Kind] = {
+    **dict.fromkeys(FAULTS, "plain"),
+    **dict.fromkeys(OF_WISHES, "wishing"),
+    **dict.fromkeys(OF_UNRULY, "unruly"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [*FAULTS, *OF_WISHES])
+@pytest.mark.parametrize("fault", KINDS_OF)
 def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*(FAULTS | OF_WISHES)[fault])
+    monkeypatch.setattr(*(FAULTS | OF_WISHES | OF_UNRULY)[fault])
     monkeypatch.setattr("kvladder.testing.sim.TURNS_TOTAL_MAX", 50_000)
 
     def run_worlds() -> None:
         for seed in range(WORLDS):
-            run_world(seed, kind="wishing" if fault in OF_WISHES else "plain")
+            run_world(seed, kind=KINDS_OF[fault])
 
-    with pytest.raises((AssertionError, KeyError)):
+    with pytest.raises((AssertionError, KeyError, SystemExit, KeyboardInterrupt)):
         run_worlds()

@@ -1,0 +1,72 @@
+"""Fakes misbehave as their scripts say, and notice a level that has no patience with them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvladder.errors import TierError
+from kvladder.testing.fakes import Block, Fail, FakeTier, Raise, Wrong
+from kvladder.testing.sim import SimThreads
+from kvladder.testing.stacks import LevelSpec
+from kvladder.tiers.base import Item
+from tests.stack.caches import COMMIT, cache_of
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [("long", [True] * 3), ("short", [True]), ("nothing", None), ("words", ["yes", "yes"])],
+)
+async def test_a_wrong_answer_comes_after_the_effect(step, said) -> None:
+    tier = FakeTier()
+    async with cache_of(LevelSpec(tier)) as cache:
+        slots = cache.arena.lease(2) or []
+        items = [Item(key, n, slots[n]) for n, key in enumerate(cache.keys(1, 2))]
+        tier.script.append(Wrong(step, on="put"))
+        assert await tier.put(items) == said
+        assert len(tier.records) == 2
+        assert await tier.contains(items) == [True, True]
+        cache.arena.release(slots)
+        await tier.remove(items)
+
+
+async def test_what_is_said_at_once_is_left_to_steps_that_name_it() -> None:
+    tier = FakeTier()
+    async with cache_of(LevelSpec(tier)):
+        tier.script += [Raise(ValueError), Raise(KeyError, on="gauges")]
+        assert tier.spare(b"") > 0
+        with pytest.raises(KeyError):
+            tier.gauges()
+        with pytest.raises(ValueError, match="scripted"):
+            await tier.contains([])
+
+
+async def test_a_blocked_call_keeps_its_thread_until_it_is_given_up() -> None:
+    threads, block = SimThreads(1), Block()
+    first = asyncio.ensure_future(threads(block.happen))
+    await asyncio.sleep(1.0)
+    second = asyncio.ensure_future(threads(lambda: "served"))
+    await asyncio.sleep(1.0)
+    assert not second.done()
+    first.cancel()
+    assert await second == "served"
+    assert not first.done()
+    block.let_go()
+    await asyncio.wait({first})
+    assert first.cancelled()
+
+
+async def test_a_call_that_comes_too_soon_after_failures_is_noted() -> None:
+    tier = FakeTier([Fail(on="put", times=3)], patience=(2, 10.0))
+    async with cache_of(LevelSpec(tier, COMMIT)):
+        for _ in range(2):
+            with pytest.raises(TierError):
+                await tier.put([])
+        await tier.remove([])
+        with pytest.raises(AssertionError, match="to be left out"):
+            await tier.put([])
+        await asyncio.sleep(10.0)
+        with pytest.raises(TierError):
+            await tier.put([])
+        tier.violations.clear()
