@@ -176,13 +176,13 @@ def test_no_request_waits_for_a_tier_that_hangs(load: str) -> None:
         engine.half.connector.manager.flush(timeout_s=10.0)
     assert level.stats.hits == 0
     for seed in range(4):
-        assert engine.half.connector.manager.lookup(keys_of(engine, seed)).total == 40
+        assert engine.half.connector.manager.lookup(keys_of(engine, seed)).total > 20
     TurnedTier.hangs = True
     for seed in range(4):
         engine.add(prompt(seed))
         run(engine)
     assert level.stats.hits == 0
-    assert level.stats.slower + level.stats.late > 100
+    assert level.stats.slower + level.stats.late > 40
     TurnedTier.hangs = False
     engine.close()
 
