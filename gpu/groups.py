@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Final, Literal
 
 from kvladder.errors import ConfigError, PlanError
+from kvladder.policy.numbers import settle
 
 ITEM_BYTES: Final[Mapping[str, int]] = {
     "bfloat16": 2,
@@ -61,6 +62,7 @@ class Group:
     window: int = 0
 
     def __post_init__(self) -> None:
+        settle(self, "block_tokens", "window")
         if (self.window > 0) != (self.kind == "window"):
             hint = "1 or more, of a window alone"
             raise ConfigError(f"{self.kind}: window {self.window}", path=self.name, hint=hint)
@@ -141,6 +143,7 @@ class Layer:
     side_bytes: int = 0
 
     def __post_init__(self) -> None:
+        settle(self, "heads", "head_dim", "window", "factor", "side_bytes")
         for what in ("heads", "head_dim", "factor"):
             if getattr(self, what) < 1:
                 raise PlanError(f"{what}: {getattr(self, what)}", path=self.name, hint="1 or more")

@@ -14,6 +14,7 @@ from typing import Final, Literal, NamedTuple
 from kvladder.errors import PlanError
 from kvladder.gpu.groups import ITEM_BYTES, SIZES, Group, Layer, group_layers, is_size
 from kvladder.gpu.sizing import Division, divide, pool_bytes
+from kvladder.policy.numbers import settle, whole
 
 Phase = Literal["collect", "check", "group", "size", "allocate", "resize"]
 _AFTER: Final[dict[Phase, tuple[Phase, ...]]] = {
@@ -44,6 +45,7 @@ class State:
     dtype: str
 
     def __post_init__(self) -> None:
+        settle(self, "heads", "head_dim", "d_state")
         _require(self.name, self.dtype, self.heads, self.head_dim, self.d_state)
 
     @property
@@ -62,6 +64,7 @@ class ConvState:
     dtype: str
 
     def __post_init__(self) -> None:
+        settle(self, "conv_dim", "width")
         _require(self.name, self.dtype, self.conv_dim, self.width)
 
     @property
@@ -79,6 +82,7 @@ class PerSequence:
     dtype: str
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(whole(size, "shape") for size in self.shape))
         _require(self.name, self.dtype, *self.shape)
 
     @property
@@ -96,6 +100,7 @@ class Unpaged:
     dtype: str
 
     def __post_init__(self) -> None:
+        settle(self, "width")
         _require(self.name, self.dtype, self.width)
 
     @property
@@ -115,6 +120,7 @@ class Side:
     """Per token and head."""
 
     def __post_init__(self) -> None:
+        settle(self, "head_bytes")
         if self.head_bytes < 1:
             raise PlanError(f"{self.head_bytes} bytes", path=self.name, hint="1 or more")
 
@@ -155,6 +161,9 @@ class CachePlan:
         Tokens per block.
     max_tokens:
         Of the longest sequence.
+    step:
+        How many tokens of a prompt are computed at a time; None for all. A window holds those
+        beside what it reads.
     checkpoint_tokens:
         After how many tokens a state is kept for later requests, a multiple of ``block_tokens``;
         0 keeps none.
@@ -166,12 +175,14 @@ class CachePlan:
         *,
         block_tokens: int,
         max_tokens: int,
+        step: int | None = None,
         checkpoint_tokens: int = 0,
     ) -> None:
         self.resources = tuple(resources)
-        self.block_tokens = block_tokens
-        self.max_tokens = max_tokens
-        self.checkpoint_tokens = checkpoint_tokens
+        self.block_tokens = whole(block_tokens, "block_tokens")
+        self.max_tokens = whole(max_tokens, "max_tokens")
+        self.step = None if step is None else whole(step, "step")
+        self.checkpoint_tokens = whole(checkpoint_tokens, "checkpoint_tokens")
         self.phase: Phase = "collect"
         self.pooled: list[tuple[str, ...]] = []
         """Names of what is managed together: paged KV of one shape of a head, or equal states."""
@@ -243,8 +254,9 @@ class CachePlan:
                 raise PlanError(f"{tokens} tokens", path=path, hint=SIZES)
         if every % size:
             raise PlanError(f"{every} tokens", path="checkpoint_tokens", hint="whole blocks")
-        if self.max_tokens < 1:
-            raise PlanError(f"{self.max_tokens} tokens", path="max_tokens", hint="1 or more")
+        for path, bound in (("max_tokens", self.max_tokens), ("step", self.step)):
+            if bound is not None and bound < 1:
+                raise PlanError(f"{bound} tokens", path=path, hint="1 or more")
         self.phase = "check"
         return self
 
@@ -317,6 +329,8 @@ class CachePlan:
         ``sequences`` is how many run at a time: what is allocated by itself is for so many.
         """
         self._enter("size")
+        free, sequences, peak = whole(free), whole(sequences), whole(peak)
+        max_tokens = None if max_tokens is None else whole(max_tokens)
         if sequences < 1:
             raise PlanError(f"{sequences} sequences", path="sequences", hint="1 or more")
         self._free, self._fraction, self.sequences = free, fraction, sequences
@@ -337,7 +351,8 @@ class CachePlan:
             max_tokens=self._max_tokens if paged else None,
             token_bytes=max(1, paged),
         )
-        self.division = divide(pairs, memory, context=self.max_tokens) if pairs else None
+        context = self.max_tokens
+        self.division = divide(pairs, memory, context=context, step=self.step) if pairs else None
 
     def allocate(self, allocate: Allocate) -> CachePlan:
         """Have every pool, and what is by itself, allocated."""
@@ -359,7 +374,7 @@ class CachePlan:
     def resize(self, peak: int) -> CachePlan:
         """A forward pass was measured to take ``peak`` bytes at most: divide and allocate anew."""
         self._enter("resize")
-        self._divide(peak)
+        self._divide(whole(peak))
         self._make()
         self.phase = "resize"
         return self

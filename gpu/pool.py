@@ -14,11 +14,12 @@ from kvladder.gpu.events import PoolEvents, Stored, StoredBlock
 from kvladder.gpu.groups import SIZES, is_size
 from kvladder.gpu.ledger import Ledger
 from kvladder.gpu.moves import Moves
-from kvladder.gpu.names import NO_NODE, NO_SLOT, DeviceSlot, NodeId, Root, Ticket
+from kvladder.gpu.names import NO_NODE, NO_SLOT, DeviceSlot, Root, Ticket
 from kvladder.gpu.reserve import Match, Reservations
 from kvladder.gpu.retain import Retain, Retainer
 from kvladder.gpu.stats import PoolStats
 from kvladder.keys import KEY_BYTES, BlockKey
+from kvladder.policy.numbers import settle, whole
 
 ROOT = Root(BlockKey(bytes(KEY_BYTES)))
 """Where prefixes begin for callers who make their keys without a root."""
@@ -57,6 +58,7 @@ class PoolSettings:
     group: int = 0
 
     def __post_init__(self) -> None:
+        settle(self, "blocks", "block_tokens", "group")
         if self.blocks < 1:
             raise ConfigError(f"{self.blocks} blocks", path="gpu.blocks", hint="1 or more")
         if not is_size(self.block_tokens):
@@ -168,6 +170,8 @@ class BlockPool:
         BlocksBusy
             There will be when the offloads that were begun have landed.
         """
+        if type(count) is not int:
+            count = whole(count, "blocks")
         if count < 0:
             raise ValueError(f"{count} blocks: expected 0 or more")
         if count > len(self.ledger.free):
@@ -202,6 +206,7 @@ class BlockPool:
 
     def evict(self, count: int) -> int:
         """Have up to ``count`` cached blocks leave the device; how many did, or began to."""
+        count = whole(count, "blocks")
         if count < 0:
             raise ValueError(f"{count} blocks: expected 0 or more")
         self.retainer.expire()
@@ -216,12 +221,14 @@ class BlockPool:
 
         Blocks that are still on their way there do not count.
         """
-        return list(gather(self.ledger.nodes.slot, self._complete(keys)))
+        ledger = self.ledger
+        slots = gather(ledger.nodes.slot, ledger.index.match(keys))
+        return slots[: self._complete(slots)] if self.moves.arriving else slots
 
-    def _complete(self, keys: Sequence[BlockKey]) -> list[NodeId]:
-        nodes, arriving = self.ledger.index.match(keys), self.moves.arriving
-        slots = gather(self.ledger.nodes.slot, nodes) if arriving else ()
-        return nodes[: next((at for at, slot in enumerate(slots) if slot in arriving), len(nodes))]
+    def _complete(self, slots: Sequence[DeviceSlot]) -> int:
+        """How many leading slots nothing writes any more."""
+        arriving = self.moves.arriving
+        return next((at for at, slot in enumerate(slots) if slot in arriving), len(slots))
 
     def present(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Whether each of ``keys`` is on the device or in a tier; changes nothing."""
@@ -236,9 +243,12 @@ class BlockPool:
 
     def acquire(self, keys: Sequence[BlockKey]) -> list[DeviceSlot]:
         """``match``, and one reference to each slot for the caller."""
-        nodes = self._complete(keys)
+        ledger = self.ledger
+        nodes = ledger.index.match(keys)
+        if self.moves.arriving:
+            del nodes[self._complete(gather(ledger.nodes.slot, nodes)) :]
         self.reserve.settle(self.reserve.hold(Match(nodes, []), 0))
-        return list(gather(self.ledger.nodes.slot, nodes))
+        return gather(ledger.nodes.slot, nodes)
 
     def commit(
         self,

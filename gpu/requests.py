@@ -11,7 +11,8 @@ from kvladder.gpu.names import DeviceSlot
 from kvladder.gpu.prefixes import Found
 from kvladder.gpu.reserve import Hold, Match, Reservations
 from kvladder.gpu.sequence import BlockCopy, Extra, KVSequence
-from kvladder.gpu.sequences import Sequences
+from kvladder.gpu.sequences import Sequences, limits
+from kvladder.policy.numbers import whole
 from kvladder.policy.retention import Retention
 
 
@@ -149,10 +150,10 @@ class Requests:
             one.make(tokens, retention, salt, lora, extra, prompt_tokens) for one in self.sequences
         ]
         count = len(parts[0].tokens)
-        limit = count - 1 if cached_max is None else max(0, min(count - 1, cached_max))
+        limit, room = limits(count, cached_max, room)
         matches = self._find(parts, limit)
         cached = matches[0].tokens(self.groups[0].block_tokens)
-        end = count if room is None else min(count, cached + max(1, room))
+        end = min(count, cached + room)
 
         def hold(at: int) -> Hold:
             blocks = -(-end // self.groups[at].block_tokens)
@@ -256,7 +257,8 @@ class Requests:
         may change, see ``Sequences.commit``.
         """
         for one, part in zip(self.sequences[1:], request.parts[1:], strict=True):
-            one.require_computable(part, computed)  # before the first, which asks itself, changes
+            one.computable(part, computed)  # before the first, which asks itself, changes
+        computed = whole(computed, "computed")
         for one, part, group in zip(self.sequences, request.parts, self.groups, strict=True):
             one.commit(part, computed)
             one.leave(part, group.keeps(computed))
@@ -271,6 +273,7 @@ class Requests:
             no checkpoint; nothing was changed.
         """
         request.require_ready()
+        count = whole(count, "count")
         left = len(request.tokens) - count
         for part, group in zip(request.parts, self.groups, strict=True):
             if not 0 <= left < part.computed:

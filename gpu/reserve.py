@@ -87,16 +87,8 @@ class Reservations:
 
     def fits(self, kept: Sequence[NodeId], fresh: int) -> bool:
         """Whether there are so many slots, now or soon, beside what is kept on the device."""
-        return fresh <= self._available(self._ledger.idle(kept)) + self._leaving(kept)
-
-    def _available(self, idle: Sequence[NodeId]) -> int:
-        """Slots that nobody holds, but for those of ``idle``."""
-        return self._ledger.available - len(idle)
-
-    def _leaving(self, kept: Sequence[NodeId]) -> int:
-        """Slots that are free once their blocks have left, which ``kept`` do not."""
-        leaving = self._moves.leaving
-        return len(leaving.difference(kept)) if leaving else 0
+        available = self._ledger.available - len(self._ledger.idle(kept))
+        return fresh <= available + len(self._moves.leaving.difference(kept))
 
     def hold(self, match: Match, fresh: int, *, also: Sequence[NodeId] = ()) -> Hold:
         """Hold what a match found, ``also`` other blocks on the device, and choose who gives way.
@@ -114,7 +106,8 @@ class Reservations:
         kept = [node for node in match.nodes if slot[node] != NO_SLOT]
         kept += also
         idle = ledger.idle(kept)
-        available, leaving = self._available(idle), self._leaving(kept)
+        available = ledger.available - len(idle)
+        leaving = len(self._moves.leaving.difference(kept)) if self._moves.leaving else 0
         if fresh > available + leaving:
             self.forgo(match)
             raise OutOfBlocks(fresh, available)
@@ -137,7 +130,7 @@ class Reservations:
             See there.
         """
         self._retainer.expire()
-        ledger, leaving = self._ledger, self._leaving(())
+        ledger, leaving = self._ledger, len(self._moves.leaving)
         available = ledger.available
         if fresh > available + leaving:
             raise OutOfBlocks(fresh, available)

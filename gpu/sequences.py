@@ -13,6 +13,7 @@ from kvladder.gpu.pool import BlockPool
 from kvladder.gpu.prefixes import Found, Prefixes
 from kvladder.gpu.sequence import Extra, KVSequence, as_tokens, packed
 from kvladder.keys import BlockKey, KeyScheme
+from kvladder.policy.numbers import whole
 from kvladder.policy.retention import Retention
 
 
@@ -98,9 +99,9 @@ class Sequences:
         """
         sequence = self.make(tokens, retention, salt, lora, extra, prompt_tokens)
         count, size = len(sequence.tokens), self._tokens
-        limit = count - 1 if cached_max is None else max(0, min(count - 1, cached_max))
+        limit, room = limits(count, cached_max, room)
         found = self.prefixes.find(sequence, limit)
-        end = count if room is None else min(count, found.tokens(size) + max(1, room))
+        end = min(count, found.tokens(size) + room)
         found = self.prefixes.fitting(found, -(-end // size))
         hold = self.prefixes.hold(found, -(-end // size))
         self.fill(sequence, found, self.pool.reserve.settle(hold))
@@ -123,10 +124,12 @@ class Sequences:
         """A sequence that has its keys and no blocks yet."""
         if not len(tokens):
             raise ValueError("no tokens: expected 1 or more")
+        extra = [(whole(at, "offset"), content) for at, content in extra]
         root = Root(self.scheme.root(salt=salt, lora=lora), salt, lora)
         sequence = KVSequence(as_tokens(tokens), root, retention=retention, extra=extra)
         sequence.keys = self.scheme.chain(sequence.tokens, parent=root.key, extra=extra)
         if prompt_tokens is not None:
+            prompt_tokens = whole(prompt_tokens, "prompt_tokens")
             if not 0 <= prompt_tokens <= len(sequence.tokens):
                 raise ValueError(f"prompt of {prompt_tokens}: expected 0 .. {len(sequence.tokens)}")
             sequence.prompt_tokens = prompt_tokens
@@ -201,6 +204,7 @@ class Sequences:
         """
         sequence.require_ready()
         added = as_tokens(tokens)
+        end = None if end is None else whole(end, "end")
         table, size = sequence.table, self._tokens
         first = sequence.computed // size
         shared = [at for at in range(first, len(table)) if not self._own(table[at])]
@@ -260,19 +264,21 @@ class Sequences:
             ``computed`` is less than before, or more than there are tokens or slots for; nothing
             was changed.
         """
-        self.require_computable(sequence, computed)
+        computed = self.computable(sequence, computed)
         sequence.computed = computed
         first, end = sequence.stored, computed // self._tokens
         if end > first and self._stores(sequence):
             self._extend_keys(sequence, end)
             self._store(sequence, first, end)
 
-    def require_computable(self, sequence: KVSequence, computed: int) -> None:
-        """Raise as ``commit`` does."""
+    def computable(self, sequence: KVSequence, computed: int) -> int:
+        """``computed`` as an int, if ``commit`` does not raise."""
         sequence.require_ready()
+        computed = whole(computed, "computed")
         most = min(len(sequence.tokens), len(sequence.table) * self._tokens)
         if not sequence.computed <= computed <= most:
             raise ValueError(f"{computed} tokens computed: expected {sequence.computed} .. {most}")
+        return computed
 
     def _stores(self, sequence: KVSequence) -> bool:
         return sequence.storing and sequence.resets == self.pool.resets
@@ -326,20 +332,21 @@ class Sequences:
             There are not that many; nothing was changed.
         """
         sequence.require_ready()
+        count = whole(count, "count")
         left = len(sequence.tokens) - count
         if count < 0 or left < 0:
             raise ValueError(f"{count} tokens: expected 0 .. {len(sequence.tokens)}")
         del sequence.tokens[left:]
-        whole = left // self._tokens
+        blocks = left // self._tokens
         assert -(-left // self._tokens) >= sequence.first, "a window has passed it"
         surplus = sequence.table[-(-left // self._tokens) :]
-        del sequence.table[-(-left // self._tokens) :], sequence.keys[whole:]
+        del sequence.table[-(-left // self._tokens) :], sequence.keys[blocks:]
         self.pool.release(surplus)
         sequence.prompt_tokens = min(sequence.prompt_tokens, left)
         sequence.said = sequence.said[: -(-left // self._tokens)]  # forks share the list
         sequence.computed = min(sequence.computed, left)
         sequence.cached = min(sequence.cached, left)
-        sequence.stored = min(sequence.stored, whole)
+        sequence.stored = min(sequence.stored, blocks)
         sequence.extra = [(at, content) for at, content in sequence.extra if at < left]
 
     def leave(self, sequence: KVSequence, first: int) -> None:
@@ -362,6 +369,7 @@ class Sequences:
             The sequence was released, or is not ready.
         """
         sequence.require_ready()
+        count = whole(count, "forks")
         if count < 0:
             raise ValueError(f"{count} forks: expected 0 or more")
         forks: list[KVSequence] = []
@@ -412,6 +420,12 @@ class Sequences:
         )
         content = Content([key], sequence.root, parent, words, limits)
         pool.commit([slot], content, retain=self.prefixes.wanted(sequence, whole, whole + 1))
+
+
+def limits(count: int, cached_max: int | None, room: int | None) -> tuple[int, int]:
+    """How many of ``count`` tokens may be served, and for how many behind them there is room."""
+    most = count - 1 if cached_max is None else min(count - 1, whole(cached_max, "cached_max"))
+    return max(0, most), count if room is None else max(1, whole(room, "room"))
 
 
 def _shifted(extra: Extra, begin: int, end: int) -> Extra:

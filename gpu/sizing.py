@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from kvladder.errors import PlanError
 from kvladder.gpu.groups import Group
+from kvladder.policy.numbers import whole
 
 
 def _positive(**numbers: int) -> None:
@@ -27,12 +29,15 @@ def kv_bytes_per_token(
     PlanError
         A number is 0 or less.
     """
-    _positive(layers=layers, heads=heads, head_dim=head_dim, itemsize=itemsize, factor=factor)
-    return factor * layers * heads * head_dim * itemsize
+    numbers = {"layers": layers, "heads": heads, "head_dim": head_dim, "itemsize": itemsize}
+    numbers = {name: whole(one, name) for name, one in {**numbers, "factor": factor}.items()}
+    _positive(**numbers)
+    return prod(numbers.values())
 
 
 def blocks_of(tokens: int, block_tokens: int) -> int:
     """Blocks that ``tokens`` tokens take, the last of which may be cut short."""
+    tokens, block_tokens = whole(tokens, "tokens"), whole(block_tokens, "block_tokens")
     _positive(block_tokens=block_tokens)
     if tokens < 0:
         raise PlanError(f"tokens: {tokens}", hint="expected 0 or more")
@@ -70,11 +75,13 @@ def pool_bytes(
     """
     if not 0 < fraction < 1:
         raise PlanError(str(fraction), path="gpu.fraction", hint="more than 0, less than 1")
+    free, other, peak, token_bytes = whole(free), whole(other), whole(peak), whole(token_bytes)
     left = int(fraction * (free - other - peak))
     if left < 1:
         raise PlanError(f"{free} bytes free, {other} for other caches, {peak} for the forward pass")
     if max_tokens is None:
         return left
+    max_tokens = whole(max_tokens, "max_tokens")
     _positive(max_tokens=max_tokens, token_bytes=token_bytes)
     return min(left, max_tokens * token_bytes)
 
@@ -161,7 +168,9 @@ def divide(
     PlanError
         A number is out of its range, or not even one sequence fits.
     """
-    step = context if step is None else min(step, context)
+    memory, context = whole(memory, "memory"), whole(context, "context")
+    step = context if step is None else min(whole(step, "step"), context)
+    groups = [(group, whole(size, f"bytes of {group.name}")) for group, size in groups]
     _positive(memory=memory, context=context, step=step, groups=len(groups))
     _positive(**{f"bytes of {group.name}": size for group, size in groups})
     need = [needed(group, context, step) for group, _ in groups]

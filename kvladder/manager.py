@@ -258,7 +258,7 @@ class CacheManager:
         wanted = [PRIORITY_DEFAULT] * len(keys) if priorities is None else priorities
         durations = [None] * len(keys) if durations_s is None else durations_s
         now = self.stack.shared.clock.now()
-        floor = parent_floor
+        floor = checked_priority(parent_floor)
         expires_s = inf if (lasts_s := checked_duration(ttl_s)) is None else now + lasts_s
         terms = Terms(self._bits(levels), expires_s, self._digest(salt))
         metas: list[Meta] = []
@@ -267,7 +267,8 @@ class CacheManager:
             metas = [Meta(PRIORITY_DEFAULT, floor, 0, inf, terms)] * len(keys)
             wanted, durations = [], []
         for priority, duration_s in zip(wanted, durations, strict=True):
-            floor = min(floor, checked_priority(priority))
+            priority = checked_priority(priority)
+            floor = min(floor, priority)
             lasts_s = checked_duration(duration_s)
             until_s = inf if lasts_s is None else now + lasts_s
             metas.append(Meta(priority, floor, 0, until_s, terms))

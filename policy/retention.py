@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import SupportsFloat, SupportsIndex, cast
 
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX, PRIORITY_MIN
+from kvladder.policy.numbers import settle, whole
 
 
 def checked_priority(priority: object) -> int:
-    """``priority`` if it is an int in 0..100, else ValueError."""
-    whole = not isinstance(priority, bool)
-    if isinstance(priority, int) and whole and PRIORITY_MIN <= priority <= PRIORITY_MAX:
-        return priority
+    """``priority`` as an int if it is an integer in 0..100, else ValueError."""
+    with suppress(ValueError):
+        number = whole(cast("SupportsIndex", priority))
+        if PRIORITY_MIN <= number <= PRIORITY_MAX:
+            return number
     raise ValueError(f"priority {priority!r}: expected an int in {PRIORITY_MIN}..{PRIORITY_MAX}")
 
 
 def checked_duration(duration_s: object) -> float | None:
-    """``duration_s`` if it is None, or a number of seconds of 0 or more, else ValueError."""
-    if duration_s is None or (isinstance(duration_s, int | float) and duration_s >= 0):
-        return duration_s
+    """``duration_s`` if it is None, or as a float if it is 0 or more seconds, else ValueError."""
+    if duration_s is None:
+        return None
+    if isinstance(duration_s, SupportsFloat) and not isinstance(duration_s, bool):
+        seconds = float(duration_s)
+        if seconds >= 0:
+            return seconds
     raise ValueError(f"duration {duration_s!r} s: expected 0 or more")
 
 
@@ -36,12 +44,14 @@ class RetentionRange:
     duration_s: float | None = None
 
     def __post_init__(self) -> None:
-        checked_priority(self.priority)
+        object.__setattr__(self, "start", whole(self.start, "start"))
+        settle(self, "end")
+        object.__setattr__(self, "priority", checked_priority(self.priority))
+        object.__setattr__(self, "duration_s", checked_duration(self.duration_s))
         if self.start < 0:
             raise ValueError(f"range starts at {self.start}: expected 0 or more")
         if self.end is not None and self.end <= self.start:
             raise ValueError(f"range [{self.start}, {self.end}) is empty or reversed")
-        checked_duration(self.duration_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +76,9 @@ class Retention:
     default: int = PRIORITY_DEFAULT
 
     def __post_init__(self) -> None:
-        checked_priority(self.decode_priority)
-        checked_priority(self.default)
-        checked_duration(self.decode_duration_s)
+        for name in ("decode_priority", "default"):
+            object.__setattr__(self, name, checked_priority(getattr(self, name)))
+        object.__setattr__(self, "decode_duration_s", checked_duration(self.decode_duration_s))
         for left, right in zip(self.ranges, self.ranges[1:], strict=False):
             if left.end is None or right.start < left.end:
                 raise ValueError(

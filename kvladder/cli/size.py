@@ -63,6 +63,7 @@ def size(
         found.resources(),
         block_tokens=block_tokens,
         max_tokens=context,
+        step=step,
         checkpoint_tokens=checkpoint_tokens,
     )
     plan.check().group()
