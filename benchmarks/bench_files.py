@@ -155,7 +155,8 @@ async def transfers(path: Path, block_bytes: int) -> list[Row]:
     layout = Layout(block_tokens=16, block_bytes=block_bytes)
     capacity = FILE_BYTES // block_bytes
     # one segment, so that raw calls need not care where one ends
-    tier = FilesTier(FilesOptions(path=str(path), segment=Size(2 * FILE_BYTES)))
+    options = FilesOptions(path=str(path), segment=Size(2 * FILE_BYTES))
+    tier = FilesTier(options, segments_min=1)
     count = 128 * MIB // block_bytes
     arena = Arena.create(count, layout.slot_bytes)
     everything = whole(arena)
@@ -276,6 +277,11 @@ def prepare(path: Path, count: int, *, dead: bool) -> None:
         return path / LAYOUT.namespace().hex()[:16]
 
     home = asyncio.run(make_home())
+    segment_bytes = (home / "seg-00000").stat().st_size
+    whole = count * (HEADER_BYTES + LAYOUT.slot_bytes)
+    for segment in range(1, -(-whole // segment_bytes)):  # without space on the disk
+        with (home / f"seg-{segment:05d}").open("wb") as file:
+            file.truncate(min(segment_bytes, whole - segment * segment_bytes))
     log = IndexLog(OsDisk(), home, LAYOUT.namespace(), places_max=count, slack_records=0)
     log.load()
     for first in (count, 0) if dead else (0,):

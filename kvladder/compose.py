@@ -66,7 +66,6 @@ def open_manager(
         hint = "leave the section out: the engine has a block pool of its own"
         raise ConfigError("has no effect here", path="gpu", hint=hint)
     space = _namespace(config, layout)
-    description = f"{config.describe(layout)}\n\nnamespace {space.hex()}"
     find = finder(layout, space)
     edges = [EdgeSettings(level.make_codecs(), find) for level in config.levels]
     scratch = [level.scratch_blocks(layout) for level in config.levels]
@@ -79,6 +78,7 @@ def open_manager(
         stack = _stack(config, layout, arena, runtime, list(zip(edges, aside, strict=True)))
         publisher = _publisher(config, layout, stack)
         _open_levels(stack, config, layout, space, runtime)
+        in_effect = "\n".join(map(_in_effect, stack.levels))
         if publisher is not None:
             publisher.start()
     except BaseException:
@@ -94,7 +94,7 @@ def open_manager(
         stack=stack,
         portal=runtime,
         settings=ManagerSettings(fetch_deadline_s=config.fetch.deadline_s),
-        description=description,
+        description=f"{config.describe(layout)}\n\n{in_effect}\nnamespace {space.hex()}",
         publisher=publisher,
     )
     if config.control.path is not None:
@@ -107,6 +107,12 @@ def open_manager(
                 raise config.source.explain(error) from error
             raise
     return manager
+
+
+def _in_effect(level: Level) -> str:
+    """What a level's tier says of itself, now that it is open."""
+    told = ", ".join(f"{name} {value}" for name, value in level.tier.describe().items())
+    return f"{level.name}: {told or 'open'}"
 
 
 def _publisher(config: StackConfig, layout: Layout, stack: TierStack) -> Publisher | None:

@@ -84,11 +84,11 @@ class StackConfig:
         for i, level in enumerate(self.levels, start=1):
             blocks, batch = level.capacity_blocks(layout), level.batch_max()
             if blocks < batch:
-                least = Size(batch * level.block_bytes(layout))
+                least = Size(batch * level.block_bytes(layout) * level.engines)
                 raise self._wrong(
                     f"tiers[{i}].capacity",
                     f"{level.capacity_bytes} are {blocks} blocks, less than one batch",
-                    f"expected at least {least}, {batch} blocks",
+                    f"expected at least {least}, {batch} blocks for each engine",
                 )
 
     def _wrong(self, path: str, message: str, hint: str) -> ConfigError:
@@ -113,7 +113,8 @@ class StackConfig:
                 return ""
             level = self.levels[int(found[1]) - 1]
             if found[2] == "capacity":
-                return means(level.capacity_blocks(layout))
+                part = f" for each of {level.engines} engines" if level.engines > 1 else ""
+                return means(level.capacity_blocks(layout)) + part
             scratch = Size(level.scratch_blocks(layout) * layout.slot_bytes)
             return f"{scratch.about()} of scratch" if scratch else ""
 

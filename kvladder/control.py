@@ -7,6 +7,7 @@ A request is a line of JSON, ``{"command": "stats"}``, and so is its answer, ``{
 from __future__ import annotations
 
 import asyncio
+import os
 import select
 import socket
 from collections.abc import Callable
@@ -190,6 +191,7 @@ class ControlServer:
         names = [name for name, counts in now.items() if "removed" in counts]
         return {
             "namespace": manager.namespace.hex(),
+            "process": os.getpid(),
             **{
                 what: {name: now[name][what] - before[name][what] for name in names}
                 for what in ("removed", "purged")

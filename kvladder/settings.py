@@ -222,9 +222,14 @@ class LevelConfig(TierSettings, frozen=True, kw_only=True):
         overhead: int = registry.load("tiers", self.type).overhead_bytes
         return layout.slot_bytes + overhead
 
+    @property
+    def engines(self) -> int:
+        """How many engines a capacity is divided among; a tier's option, where it has it."""
+        return getattr(self.options, "engines", 1)
+
     def capacity_blocks(self, layout: Layout) -> int:
-        """How many blocks fit."""
-        return self.capacity_bytes // self.block_bytes(layout)
+        """How many blocks of one engine fit."""
+        return self.capacity_bytes // self.engines // self.block_bytes(layout)
 
 
 class Sections(Settings, frozen=True, kw_only=True):

@@ -93,6 +93,8 @@ class TierContext:
     verify: bool = True
     """Whether ``get`` checks the bytes it read; off only where somebody asked for it."""
     random: Random = field(default_factory=lambda: Random(0))
+    say: Callable[[str], None] = lambda _text: None
+    """Tells who runs the engine what they should know; logged at most once a minute."""
     timeout_s: float | None = None
     """After how long the level gives up a ``get`` or ``put``, with all that has come by then."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from math import inf
 from struct import Struct
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
@@ -32,6 +33,22 @@ class Outcome(IntEnum):
     """What is stored there is damaged."""
     FAILED = 3
     """It could not be read."""
+
+
+class Told(NamedTuple):
+    """What a whole header says of the block behind it."""
+
+    key: BlockKey
+    length: int
+    place: int
+    priority: int
+    floor: int
+    terms: int
+    expires_wall_s: float
+    """Infinite if it does not."""
+    salt: bytes
+    """Zeros without one."""
+    sequence: int
 
 
 class BlockHeader:
@@ -77,14 +94,15 @@ class BlockHeader:
         )
         _CHECK.pack_into(page, _FIELDS.size, xxh3_64_intdigest(page[: _FIELDS.size]))
 
-    def told(self, page: memoryview) -> tuple[BlockKey, bytes, int] | None:
-        """Key, salt (zeros without one) and length that a whole page tells; None if it is not."""
+    def told(self, page: memoryview) -> Told | None:
+        """What a page says; None if it is not whole or of another namespace."""
         found = _FIELDS.unpack_from(page)
         (check,) = _CHECK.unpack_from(page, _FIELDS.size)
         ours = (found[0], found[1], found[6]) == (MAGIC, VERSION, self._space)
         if not ours or xxh3_64_intdigest(page[: _FIELDS.size]) != check or found[4] > self._size:
             return None
-        return BlockKey(found[5]), found[12], found[4]
+        _, _, _, _, length, key, _, *rest = found
+        return Told(BlockKey(key), length, *rest[:-2])
 
     def check(self, page: memoryview, item: Item, slot: memoryview) -> Outcome:
         """Whether ``page`` and the beginning of ``slot`` are the block of ``item``, whole.

@@ -8,7 +8,7 @@ import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvladder.tiers.filesexamine import examine
 
@@ -16,12 +16,25 @@ FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 
 
+Kind = Literal["file", "directory", "link", "other"]
+
+
 class FileStat(NamedTuple):
     """What the tier asks about a path."""
 
     size: int
     mtime_ns: int
-    is_directory: bool
+    kind: Kind
+    owner: int
+    mode: int
+    """Permissions."""
+
+
+_KINDS: dict[int, Kind] = {
+    stat.S_IFREG: "file",
+    stat.S_IFDIR: "directory",
+    stat.S_IFLNK: "link",
+}
 
 
 class Disk(ABC):
@@ -29,6 +42,7 @@ class Disk(ABC):
 
     Every method raises OSError, may be called from any thread and may block for ever. There are
     two implementations: :class:`OsDisk`, and ``kvladder.testing.disk.FakeDisk``, which crashes.
+    No link is followed that a path ends with.
     """
 
     @abstractmethod
@@ -85,7 +99,7 @@ class Disk(ABC):
 
     @abstractmethod
     def stat(self, path: Path) -> FileStat:
-        """Size, time of last change and kind of what is at ``path``."""
+        """Size, time of last change, kind and owner of what is at ``path``, a link too."""
 
     @abstractmethod
     def touch(self, path: Path) -> None:
@@ -107,7 +121,8 @@ class OsDisk(Disk):
         return examine(path, capacity_bytes, direct, warn)
 
     def open(self, path: Path, flags: int) -> int:
-        return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+        # not blocked by a pipe that somebody put there
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, FILE_MODE)
 
     def close(self, fd: int) -> None:
         os.close(fd)
@@ -150,11 +165,13 @@ class OsDisk(Disk):
         return sorted(child.name for child in path.iterdir())
 
     def stat(self, path: Path) -> FileStat:
-        found = path.stat()
-        return FileStat(found.st_size, found.st_mtime_ns, stat.S_ISDIR(found.st_mode))
+        found = path.lstat()
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "other")
+        mode = stat.S_IMODE(found.st_mode)
+        return FileStat(found.st_size, found.st_mtime_ns, kind, found.st_uid, mode)
 
     def touch(self, path: Path) -> None:
-        os.utime(path)
+        os.utime(path, follow_symlinks=False)
 
 
 def read_file(disk: Disk, path: Path, limit: int) -> bytes:

@@ -63,12 +63,11 @@ class Eraser:
                 ):
                     found.append(Remnant(place, 0))
                 continue
-            key, owner, length = told
-            if tags[place] != tag_of(key):
-                if salt is None or owner == salt.ljust(SALT_BYTES, b"\0"):
+            if tags[place] != tag_of(told.key):
+                if salt is None or told.salt == salt.ljust(SALT_BYTES, b"\0"):
                     found.append(Remnant(place, 0))
                 continue
-            start = HEADER_BYTES + align(length)
+            start = HEADER_BYTES + align(told.length)
             if self._is_written(place, start):
                 found.append(Remnant(place, start))
         return found

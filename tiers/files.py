@@ -19,8 +19,8 @@ from kvladder.schema import Settings
 from kvladder.tiers.base import Item, Tier, TierContext
 from kvladder.tiers.blockheader import HEADER_BYTES, Outcome
 from kvladder.tiers.disk import Disk, OsDisk
-from kvladder.tiers.filesdir import is_full
-from kvladder.tiers.filestore import FileStore, PutBatch
+from kvladder.tiers.filesdir import is_full, look
+from kvladder.tiers.filestore import SEGMENTS_MIN, FileStore, PutBatch, config_error
 from kvladder.tiers.indexrecord import RECORD_BYTES, REMOVE, items_of, tag_of
 from kvladder.tiers.iopool import BufferedPool, IoPool, Pool
 from kvladder.units import Size
@@ -32,6 +32,10 @@ BATCH_BYTES = 128 << 20
 BATCH_BLOCKS_MAX = 256
 LOG_SLACK_RECORDS = 4096
 RECOVER_BLOCKS = 4096
+RESTORE_S = 20.0
+"""How long the start may take longer to find blocks whose index log is lost."""
+HEADERS = 256
+"""Headers that one call reads then."""
 ERASE_PLACES = 1024
 """Places whose headers are read at a time to find what is to be erased."""
 CLOSE_TIMEOUT_S = 2.0
@@ -44,13 +48,16 @@ class FilesOptions(Settings, frozen=True, kw_only=True):
     """What a configuration says about a files tier."""
 
     path: str
-    """Its directory; made if only the last part is missing. One process at a time."""
+    """Its directory; made if only the last part is missing. Each process has its own below it."""
     direct: bool | None = None
     """Whether to go around the page cache with O_DIRECT; by default where the disk allows it."""
     threads: Annotated[int, msgspec.Meta(ge=1, le=64, description="a number from 1 to 64")] = 8
     """How many calls the disk is given at once."""
     segment: Size = Size(256 << 20)
-    """How much is preallocated at a time; more where that would make too many files."""
+    """How much is preallocated at a time, at most a sixteenth of the capacity; more where that
+    would make too many files."""
+    engines: Annotated[int, msgspec.Meta(ge=1, le=64, description="a number from 1 to 64")] = 1
+    """How many engines are to use the path at once: each may take this part of the capacity."""
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -76,6 +83,8 @@ class FilesTier(Tier):
         Another way to run blocking calls, for tests.
     log_slack_records:
         How many dead records the index log may have before it is compacted.
+    segments_min:
+        How many segments a capacity has at least, as far as it has so many blocks.
     """
 
     Options: ClassVar[type[FilesOptions]] = FilesOptions
@@ -91,11 +100,13 @@ class FilesTier(Tier):
         disk: Disk | None = None,
         pool: Pool | None = None,
         log_slack_records: int = LOG_SLACK_RECORDS,
+        segments_min: int = SEGMENTS_MIN,
     ) -> None:
         self.options = options
         self._disk = disk or OsDisk()
         self._given_pool = pool
         self._slack = log_slack_records
+        self._segments_min = segments_min
         self._pool: Pool | None = None
         self._store: FileStore | None = None
         self._compacting: asyncio.Task[None] | None = None
@@ -112,7 +123,8 @@ class FilesTier(Tier):
         self, capacity_bytes: int, warn: Callable[[str], object]
     ) -> Mapping[str, str]:
         path = Path(self.options.path)
-        return self._disk.examine(path, capacity_bytes, self.options.direct, warn)
+        facts = self._disk.examine(path, capacity_bytes, self.options.direct, warn)
+        return {**facts, **look(self._disk, path)}
 
     async def open(self, context: TierContext) -> None:
         self.context = context
@@ -121,6 +133,7 @@ class FilesTier(Tier):
         if self._given_pool is not None:
             self._pool = self._given_pool
             await self._pool.run([self._open])
+            await self._restore()
             return
         starter = IoPool(1)
         try:
@@ -130,6 +143,39 @@ class FilesTier(Tier):
         assert self._store is not None
         kind = IoPool if self._store.segments.direct else BufferedPool
         self._pool = kind(self.options.threads)
+        await self._restore()
+
+    async def _restore(self) -> None:
+        """Where the index log is lost, find the blocks by their headers, as far as time allows."""
+        store, _ = self._opened()
+        if store.lost:
+            clock = self.context.clock
+            began_s = clock.now()
+
+            def late() -> bool:
+                return clock.now() - began_s > RESTORE_S
+
+            read, end = store.segments.headers, store.segments.end
+            parts = [range(at, min(at + HEADERS, end)) for at in range(0, end, HEADERS)]
+            found = await self._run([partial(read, part, late) for part in parts])
+            told = [one for part in found if isinstance(part, list) for one in part]
+            (failure,) = await self._run([lambda: store.restore(told)])
+            if failure is not None:
+                raise config_error(Path(self.options.path), failure) from failure
+            missed = sum(len(part) for part, one in zip(parts, found, strict=True) if one is None)
+            unread = f"; {missed} places were not read in time" if missed else ""
+            self.context.say(
+                f"the index log of {store.directory.home} was lost: {len(told)} blocks were found"
+                f" by their headers in {clock.now() - began_s:.1f} s{unread}"
+            )
+        self._tags = store.tags
+        self._blocks = len(store.recovered) // RECORD_BYTES
+        self._unchanged = not store.forgot
+        if not store.segments.count:
+            self.context.say(
+                f"other processes have all of the capacity of {self.options.path}: nothing is"
+                " stored before they leave some; set engines, so that each has its part"
+            )
 
     def _open(self) -> None:
         store = FileStore.open(
@@ -139,9 +185,9 @@ class FilesTier(Tier):
             direct=self.options.direct,
             segment_bytes=self.options.segment,
             slack_records=self._slack,
+            segments_min=self._segments_min,
+            engines=self.options.engines,
         )
-        self._tags = store.tags
-        self._blocks = len(store.recovered) // RECORD_BYTES
         self._store = store
 
     def _opened(self) -> tuple[FileStore, Pool]:
@@ -307,6 +353,7 @@ class FilesTier(Tier):
             geometry = segments.geometry
             settings["checksum"] = "xxh3-128" if self.context.verify else "none"
             settings["segment"] = f"{geometry.places(0)} blocks, {Size(geometry.size(0)).about()}"
+            settings["directory"] = self._store.directory.home.name
             settings["batch"] = f"{self.batch_max} blocks"
         return settings
 

@@ -1,19 +1,31 @@
-"""Purges a files tier's directory while no engine uses it."""
+"""Purges those directories of a files tier that no engine uses."""
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Collection
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvladder.arena import Arena
+from kvladder.errors import ConfigError
 from kvladder.keys import Namespace, salt_digest
 from kvladder.layout import PAGE_BYTES
-from kvladder.tiers.base import Progress
+from kvladder.tiers.base import Item, Progress
 from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader
 from kvladder.tiers.disk import Disk, sync_directory
 from kvladder.tiers.eraser import Eraser
-from kvladder.tiers.filesdir import LOG_NAME, FilesDirectory, Meta, homes, read_meta
+from kvladder.tiers.filesdir import FilesDirectory, exclusive, owner
+from kvladder.tiers.filesmeta import (
+    LOG_NAME,
+    META_NAME,
+    PREFIX_DIGITS,
+    Meta,
+    home_number,
+    is_ours,
+    read_meta,
+    require_safe,
+)
 from kvladder.tiers.filestore import config_error
 from kvladder.tiers.indexlog import IndexLog
 from kvladder.tiers.indexrecord import REMOVE, items_of
@@ -25,7 +37,7 @@ LOG_SLACK_RECORDS: Final = 4096
 
 
 class Purged(NamedTuple):
-    """What came of a purge of one namespace."""
+    """What came of a purge of one directory."""
 
     namespace: str
     removed: int
@@ -35,9 +47,15 @@ class Purged(NamedTuple):
 
 
 def purge_files(
-    disk: Disk, path: Path, *, space: Namespace | None, salt: str | None, progress: Progress
+    disk: Disk,
+    path: Path,
+    *,
+    space: Namespace | None,
+    salt: str | None,
+    progress: Progress,
+    others: Collection[str] = (),
 ) -> list[Purged]:
-    """Remove blocks from a directory for good, and write zeros over their bytes; blocking.
+    """Remove blocks from a path for good, and write zeros over their bytes; blocking.
 
     When it returns, no power cut brings anything back. If it does not, it can be called again.
 
@@ -46,66 +64,95 @@ def purge_files(
     disk:
         The port to the file system.
     path:
-        The tier's directory.
+        The tier's path, with a directory for each namespace and process.
     space:
         Whose blocks; None for every namespace that is there.
     salt:
         Those of requests with this cache salt; None for all, and for the files themselves.
     progress:
         Told how many places have been looked at, of how many.
+    others:
+        Processes, by their ids, that have purged the directories that they have.
 
     Raises
     ------
     ConfigError
-        The directory cannot be used, is a running engine's, or was written by a newer version.
+        A directory cannot be used, is a running engine's, or was written by a newer version; then
+        nothing has been done.
     """
-    purged: list[Purged] = []
     try:
-        for home in homes(disk, path):
-            found = _owner(disk, home)
-            if found is not None and space in {None, found}:
-                purged.append(_Purge(disk, path, found).run(salt, progress))
+        require_safe(disk, path, directory=True)
+        with ExitStack() as held:
+            work: list[_Purge] = []
+            with exclusive(disk, path):
+                for name in disk.listdir(path):
+                    found = _owner(disk, path / name)
+                    if found is None or space not in {None, found}:
+                        continue
+                    purge = _Purge(disk, path, found)
+                    held.callback(purge.leave)
+                    if purge.hold(path / name, others):
+                        work.append(purge)
+            return [purge.run(salt, progress) for purge in work]
     except FileNotFoundError:  # nothing was ever stored there
-        return purged
+        return []
     except OSError as error:
         raise config_error(path, error) from error
-    return purged
 
 
 def _owner(disk: Disk, home: Path) -> Namespace | None:
-    """Whose files are in a folder; None where they are not ours."""
-    meta = read_meta(disk, home)
-    try:
-        space = Namespace(bytes.fromhex("" if meta is None else meta.namespace))
-    except ValueError:
+    """Whose files are in a directory; None where they are not ours."""
+    ids = home_number(home.name)
+    if ids is None:
         return None
-    return space if FilesDirectory(disk, home.parent, space).home == home else None
+    meta = read_meta(disk, home)
+    if meta is None:
+        with suppress(NotADirectoryError):
+            if {META_NAME, LOG_NAME}.intersection(disk.listdir(home)):
+                raise ConfigError(
+                    f"{home / META_NAME} is damaged: it does not tell whose blocks these are",
+                    path="path",
+                    hint="start the engine that wrote them, which mends it, and purge then",
+                )
+        return None
+    is_named_so = meta.namespace[:PREFIX_DIGITS] == ids[0]
+    return Namespace(bytes.fromhex(meta.namespace)) if is_named_so else None
 
 
 class _Purge:
-    """One purge of one namespace."""
+    """One purge of one directory."""
 
     def __init__(self, disk: Disk, path: Path, space: Namespace) -> None:
         self._disk = disk
         self._space = space
         self._directory = FilesDirectory(disk, path, space)
+        self.leave = self._directory.leave
 
-    def run(self, salt: str | None, progress: Progress) -> Purged:
-        """Take the directory's lock and do it."""
+    def hold(self, home: Path, others: Collection[str]) -> bool:
+        """Take the directory; False if one of ``others`` has it."""
         hint = "purge through its control socket, see the setting control, or stop it first"
         try:
-            self._directory.take_lock(hint)
-            meta = read_meta(self._disk, self._directory.home)
-            if meta is None:  # gone meanwhile
-                return Purged(self._space.hex(), 0, 0)
-            digest = None if salt is None else salt_digest(self._space, salt)
-            removed, tags = self._forget(meta, digest)
-            erased = self._erase(meta, digest, tags, progress)
-            if salt is None:
+            self._directory.hold(home, hint)
+        except ConfigError:
+            if others and owner(self._disk, home) in others:
+                return False
+            raise
+        return True
+
+    def run(self, salt: str | None, progress: Progress) -> Purged:
+        """Purge the directory that was taken."""
+        home = self._directory.home
+        meta = read_meta(self._disk, home)
+        assert meta is not None, "it was read a moment ago, and nobody else has the directory"
+        for name in filter(is_ours, self._disk.listdir(home)):
+            require_safe(self._disk, home / name, directory=False)
+        digest = None if salt is None else salt_digest(self._space, salt)
+        removed, tags = self._forget(meta, digest)
+        erased = self._erase(meta, digest, tags, progress)
+        if salt is None:
+            with self._directory.exclusive():
                 self._directory.delete()
-            return Purged(self._space.hex(), removed, erased)
-        finally:
-            self._directory.leave()
+        return Purged(self._space.hex(), removed, erased)
 
     def _forget(self, meta: Meta, digest: bytes | None) -> tuple[int, list[int]]:
         """Have the index log name them no more, for good; how many, and the tags of the rest."""
@@ -117,17 +164,20 @@ class _Purge:
             places_max=meta.capacity_blocks,
             slack_records=LOG_SLACK_RECORDS,
         )
+        gone: list[Item] = []
         try:
-            found = log.load()
-            items = items_of(memoryview(found.records))
-            gone = [item for item in items if digest in {None, item.salt}]
-            for start in range(0, len(gone), LOG_BATCH):
-                log.append(REMOVE, gone[start : start + LOG_BATCH])
-            log.sync()
+            found = log.load(anew=False)  # where it is lost, headers tell, here and at the start
+            if not found.lost:
+                items = items_of(memoryview(found.records))
+                gone = [item for item in items if digest in {None, item.salt}]
+                for start in range(0, len(gone), LOG_BATCH):
+                    log.append(REMOVE, gone[start : start + LOG_BATCH])
+                log.sync()
         finally:
             log.close()
         if digest is None:
-            self._disk.unlink(home / LOG_NAME)
+            with suppress(FileNotFoundError):
+                self._disk.unlink(home / LOG_NAME)
             sync_directory(self._disk, home)
         tags = list(found.tags)
         for item in gone:

@@ -7,18 +7,27 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from math import inf
+from operator import attrgetter
 from pathlib import Path
 
+import msgspec
+
 from kvladder.errors import ConfigError
-from kvladder.tiers.base import Item, TierContext
-from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader
+from kvladder.keys import SALT_BYTES, BlockKey
+from kvladder.tiers.base import NO_SLOT, Item, TierContext
+from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader, Told
 from kvladder.tiers.disk import Disk
 from kvladder.tiers.eraser import Eraser
-from kvladder.tiers.filesdir import SEGMENTS_MAX, FilesDirectory, Meta, is_full
+from kvladder.tiers.filesdir import FilesDirectory, Lent, is_full
+from kvladder.tiers.filesmeta import SEGMENTS_MAX, Meta, write_meta
 from kvladder.tiers.indexlog import Found, IndexLog
-from kvladder.tiers.indexrecord import PUT
+from kvladder.tiers.indexrecord import PUT, REMOVE, items_of
 from kvladder.tiers.segments import Geometry, Segments
 
+SEGMENTS_MIN = 16
+"""A segment is at most this part of the capacity: another model's first block takes a whole one."""
+LOG_BATCH = 4096
 SEGMENTS_WANTED_MAX = SEGMENTS_MAX // 4
 """Segments are made larger rather than more than these, which leaves a tier room to grow."""
 
@@ -68,6 +77,10 @@ class FileStore:
         """By place: some bytes of the key that is stored there, 0 if none is."""
         self.recovered = found.records
         """The records of what was found, until they have been told."""
+        self.forgot = False
+        """Whether some of these are of places that are gone: they have no tag."""
+        self.lost = found.lost
+        """Whether the log is lost, and ``restore`` comes before anything else."""
 
     @classmethod
     def open(
@@ -79,8 +92,10 @@ class FileStore:
         direct: bool | None,
         segment_bytes: int,
         slack_records: int,
+        segments_min: int,
+        engines: int,
     ) -> FileStore:
-        """Take possession of ``path``, read the index log and preallocate the first segment.
+        """Take a directory below ``path``, read its index log and preallocate the first segment.
 
         Raises
         ------
@@ -89,40 +104,97 @@ class FileStore:
         """
         layout, space = context.layout, context.namespace
         directory = FilesDirectory(disk, path, space)
+        store: FileStore | None = None
         log: IndexLog | None = None
         opened = False
         try:
-            wanted = _wanted(context, segment_bytes)
-            meta = directory.open(wanted)
-            log = IndexLog(
-                disk,
-                directory.home,
-                space,
-                places_max=meta.capacity_blocks,
-                slack_records=slack_records,
-            )
-            found = log.load()
+            directory.make()
             header = BlockHeader(space, layout.block_bytes, verify=context.verify)
-            segments = Segments(
-                disk,
-                directory,
-                Geometry(layout.slot_bytes, meta.segment_places, meta.capacity_blocks),
-                header=header,
-                arena=context.arena,
+            with directory.exclusive():
+                wanted = _wanted(context, segment_bytes, segments_min)
+                geometry = Geometry(
+                    layout.slot_bytes, wanted.segment_places, wanted.capacity_blocks, engines
+                )
+                segments = Segments(disk, directory, geometry, header=header, arena=context.arena)
+                meta = directory.open(wanted)
+                if meta is None:
+                    guess = segments.guess_places() or wanted.segment_places
+                    meta = msgspec.structs.replace(wanted, segment_places=guess)
+                if not meta.holds(wanted):
+                    directory.clear()
+                    meta = wanted
+                segments.geometry = geometry._replace(segment_places=meta.segment_places)
+                segments.take_stock()
+                write_meta(disk, directory.home, meta)
+            places = meta.capacity_blocks
+            log = IndexLog(
+                disk, directory.home, space, places_max=places, slack_records=slack_records
             )
+            found = log.load(anew=segments.end == 0)
             store = cls(directory, segments, log, found, Eraser(disk, segments, header))
-            segments.take_stock()
-            store.allocate([0])
-            store._choose(direct)
+            store._start(direct)
             opened = True
         except OSError as error:
             raise config_error(path, error) from error
         finally:
             if not opened:
+                if store is not None:
+                    store.segments.close()
                 if log is not None:
                     log.close()
                 directory.close()
         return store
+
+    def _start(self, direct: bool | None) -> None:
+        """Forget what is at places that are gone, get room, and see how the disk is used."""
+        if not self.lost:
+            self._forget_missing()
+        with suppress(Lent):  # there may be room later
+            self.segments.allocate([0])
+        if not self.lost:
+            self._reserve()
+        self._choose(direct)
+
+    def _reserve(self) -> None:
+        """Preallocate room in the log for all places; on a full disk others give way to it."""
+        while True:
+            try:
+                self.log.reserve(self.segments.count)
+                return
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                with self.directory.exclusive():
+                    if not self.directory.drop_oldest():
+                        raise
+
+    def _forget_missing(self) -> None:
+        """Segments may have given way while nobody had the directory, or be cut off."""
+        if self.segments.whole and not any(self.tags[self.segments.end :]):
+            return
+        gone = [
+            item
+            for item in items_of(memoryview(self.recovered))
+            if not self.segments.there(item.place)
+        ]
+        for start in range(0, len(gone), LOG_BATCH):
+            self.log.append(REMOVE, gone[start : start + LOG_BATCH])
+        for item in gone:
+            self.tags[item.place] = 0
+        self.forgot = bool(gone)
+
+    def restore(self, told: Sequence[Told]) -> None:
+        """Begin the log anew with what the blocks' headers told."""
+        newest: dict[BlockKey, Told] = {}
+        for one in sorted(told, key=attrgetter("sequence")):
+            newest.pop(one.key, None)
+            newest[one.key] = one
+        last = max((one.sequence for one in told), default=0)
+        self.log.write(list(map(_item_of, newest.values())), last)
+        self.log.close()
+        found = self.log.load()
+        self.tags, self.recovered, self.lost = found.tags, found.records, False
+        self._reserve()
 
     def _choose(self, direct: bool | None) -> None:
         """Go around the page cache if that is wanted and possible."""
@@ -137,7 +209,8 @@ class FileStore:
 
     def allocate(self, segments: Sequence[int]) -> None:
         """Preallocate segments, and room in the log for the blocks in them."""
-        self.log.reserve(self.segments.allocate(segments))
+        self.segments.allocate(segments)
+        self._reserve()
 
     def close(self) -> None:
         """Flush, close everything and let the next process in; nothing is under way."""
@@ -196,15 +269,29 @@ class PutBatch:
             self.kept = [False] * len(self._items)
 
 
-def _wanted(context: TierContext, segment_bytes: int) -> Meta:
+def _wanted(context: TierContext, segment_bytes: int, segments_min: int) -> Meta:
     """How the files of a namespace that is new here are laid out."""
     stride = HEADER_BYTES + context.layout.slot_bytes
     capacity = context.capacity_blocks
-    places = max(1, segment_bytes // stride, -(-capacity // SEGMENTS_WANTED_MAX))
+    most = max(1, min(segment_bytes // stride, capacity // segments_min))
     return Meta(
         namespace=context.namespace.hex(),
         block_bytes=context.layout.block_bytes,
         stride=stride,
-        segment_places=places,
+        segment_places=max(most, -(-capacity // SEGMENTS_WANTED_MAX)),
         capacity_blocks=capacity,
+    )
+
+
+def _item_of(told: Told) -> Item:
+    end_s = None if told.expires_wall_s == inf else told.expires_wall_s
+    return Item(
+        told.key,
+        told.place,
+        NO_SLOT,
+        told.priority,
+        told.floor,
+        end_s,
+        b"" if told.salt == bytes(SALT_BYTES) else told.salt,
+        told.terms,
     )

@@ -19,8 +19,8 @@ from kvladder.errors import ConfigError
 from kvladder.keys import Namespace
 from kvladder.tiers.base import Item
 from kvladder.tiers.disk import Disk, sync_directory, write_all
-from kvladder.tiers.filesdir import LOG_NAME
-from kvladder.tiers.indexrecord import LOW_BITS, RECORD_BYTES, record
+from kvladder.tiers.filesmeta import LOG_NAME
+from kvladder.tiers.indexrecord import LOW_BITS, PUT, RECORD_BYTES, record
 
 MAGIC = b"kvindex\0"
 VERSION = 2
@@ -43,6 +43,8 @@ class Found(NamedTuple):
     """The PUT records of what is stored, oldest first."""
     tags: array[int]
     """By place: the tag of the key that is stored there, 0 if none is."""
+    lost: bool = False
+    """Whether there is no log that can be used, nor was one begun: ``write`` has to do that."""
 
 
 class _Scan(NamedTuple):
@@ -100,26 +102,24 @@ class IndexLog:
 
     # ---- start
 
-    def load(self) -> Found:
-        """Open the log, or begin one, and return what is stored.
+    def load(self, *, anew: bool = True) -> Found:
+        """Open the log and return what is stored.
+
+        Without a log that can be used one is begun if ``anew`` says so; else it is lost.
 
         Raises
         ------
         ConfigError
             A newer version wrote it.
         """
-        try:
+        with suppress(FileNotFoundError):
             self._fd = self._disk.open(self._path, os.O_RDWR)
-        except FileNotFoundError:
-            self._fd = self._begin(self._path)
-            return Found(b"", array("I", [0]) * self._places_max)
-        if not self._is_ours(self._fd):
-            self._disk.close(self._fd)
-            self._fd = None
-            self._disk.unlink(self._path)
-            self._fd = self._begin(self._path)
-            return Found(b"", array("I", [0]) * self._places_max)
-        scan = self._scan(self._fd)
+        scan = None if self._fd is None else self._usable(self._fd)
+        if self._fd is None or scan is None:
+            self.close()
+            if anew:
+                self._fd = self._begin(self._path)
+            return Found(b"", array("I", [0]) * self._places_max, lost=not anew)
         self._sequence = scan.sequence >> LOW_BITS
         self._end = self._reserved = scan.end
         self._disk.truncate(self._fd, self._end)  # what follows a torn record must not come back
@@ -131,33 +131,64 @@ class IndexLog:
 
     def _begin(self, path: Path) -> int:
         """Make an empty log."""
-        fields = (MAGIC, VERSION, RECORD_BYTES, self._space)
-        check = xxh3_64_intdigest(_HEADER.pack(*fields, 0)[:-8])
         fd = self._disk.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
-            write_all(self._disk, fd, _HEADER.pack(*fields, check), 0)
+            write_all(self._disk, fd, self._header(), 0)
         except OSError:
             self._disk.close(fd)
             raise
         return fd
 
-    def _is_ours(self, fd: int) -> bool:
-        """Whether the header is whole; False also where the log is of another namespace."""
+    def _header(self) -> bytes:
+        fields = (MAGIC, VERSION, RECORD_BYTES, self._space)
+        check = xxh3_64_intdigest(_HEADER.pack(*fields, 0)[:-8])
+        return _HEADER.pack(*fields, check)
+
+    def _usable(self, fd: int) -> _Scan | None:
+        """What is in a log; None if it is of another kind or namespace, or damaged all over.
+
+        Records have checks of their own: a damaged header is mended if any of them is whole.
+        """
         header = bytearray(RECORD_BYTES)
         self._disk.preadv(fd, [memoryview(header)], 0)
-        magic, version, record_bytes, space, check = _HEADER.unpack(header)
-        if magic == MAGIC and version > VERSION:
-            self._disk.close(fd)
-            self._fd = None
+        magic, version, *_, check = _HEADER.unpack(header)
+        is_whole = check == xxh3_64_intdigest(header[:-8])
+        if is_whole and magic == MAGIC and version > VERSION:
+            self.close()
             raise ConfigError(
                 f"{self._path} is of format {version}, which is newer than {VERSION}",
                 path="path",
                 hint="use the version of kvladder that wrote it, or another path",
             )
-        ours = (MAGIC, VERSION, RECORD_BYTES, self._space)
-        return ours == (magic, version, record_bytes, space) and check == xxh3_64_intdigest(
-            header[:-8]
-        )
+        wanted = self._header()
+        if bytes(header) == wanted:
+            return self._scan(fd)
+        scan = None if is_whole else self._scan(fd)
+        if scan is None or not scan.records:
+            return None
+        write_all(self._disk, fd, wanted, 0)
+        return scan
+
+    def write(self, items: Sequence[Item], sequence: int) -> None:
+        """Begin the log that is lost, with these blocks in it, oldest first: all or nothing.
+
+        Sequence numbers go on above ``sequence``.
+        """
+        aside = self._path.with_name(LOG_NAME + ".tmp")
+        fd = self._begin(aside)
+        try:
+            self._sequence = sequence
+            end = RECORD_BYTES
+            for start in range(0, len(items), READ_RECORDS):
+                records = self._packed(PUT, items[start : start + READ_RECORDS])
+                write_all(self._disk, fd, records, end)
+                end += len(records)
+            self._disk.fsync(fd)
+            self._disk.rename(aside, self._path)
+        except OSError:
+            self._disk.close(fd)
+            raise
+        self._fd, self._end, self._reserved = fd, end, end
 
     # ---- reading
 
@@ -253,13 +284,17 @@ class IndexLog:
         """Write one record per item: all of them count from then on, or none."""
         with self._lock:
             assert self._fd is not None
-            records = bytearray()
-            for number, item in enumerate(items, self.number(len(items))):
-                body = record(kind, number, item)
-                records += xxh3_64_intdigest(body, self._seed).to_bytes(8, "little") + body
+            records = self._packed(kind, items)
             write_all(self._disk, self._fd, records, self._end)
             self._end += len(records)
             self._reserved = max(self._reserved, self._end)
+
+    def _packed(self, kind: int, items: Sequence[Item]) -> bytes:
+        records = bytearray()
+        for number, item in enumerate(items, self.number(len(items))):
+            body = record(kind, number, item)
+            records += xxh3_64_intdigest(body, self._seed).to_bytes(8, "little") + body
+        return bytes(records)
 
     def _room(self, places: int) -> int:
         """Bytes that the log of so many places may reach before it is compacted."""

@@ -352,12 +352,16 @@ class Level:
             run_blocking=threads(self.name),
             verify=verify,
             timeout_s=self.settings.gate.timeout_s,
+            say=self._say,
         )
         await contained(self.edge.open(context, threads(f"{self.name}-codecs")))
         if self.tier.durable:
             await contained(self._recover())
         self._writer.start()
         self._writer.wake()  # what was recovered and is not to be held has to be removed
+
+    def _say(self, text: str) -> None:
+        self.shared.notices.say(text, f"tier {self.name}: {text}")
 
     async def _recover(self) -> None:
         """Hold what the tier recovered; what is not to be held any more is removed for good.

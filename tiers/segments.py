@@ -7,7 +7,7 @@ import mmap
 import os
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -15,9 +15,10 @@ from typing import NamedTuple
 from kvladder.arena import Arena
 from kvladder.layout import PAGE_BYTES, align
 from kvladder.tiers.base import Item
-from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader, Outcome
+from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader, Outcome, Told
 from kvladder.tiers.disk import Disk
-from kvladder.tiers.filesdir import FilesDirectory, is_full, segment_name, segment_number
+from kvladder.tiers.filesdir import FilesDirectory, Lent, is_full
+from kvladder.tiers.filesmeta import LOG_NAME, segment_name, segment_number
 
 PIECE_BYTES = 2 << 20
 """About how much one call reads or writes: large enough for any device, small enough to share."""
@@ -33,6 +34,8 @@ class Geometry(NamedTuple):
     slot_bytes: int
     segment_places: int
     capacity_blocks: int
+    engines: int = 1
+    """How many have a directory of this capacity below the tier's path."""
 
     @property
     def stride(self) -> int:
@@ -50,8 +53,8 @@ class Geometry(NamedTuple):
 
     @property
     def budget_bytes(self) -> int:
-        """Bytes of all segments together: the capacity of the tier."""
-        return self.capacity_blocks * self.stride
+        """Bytes of all segments below the tier's path: its capacity."""
+        return self.capacity_blocks * self.stride * self.engines
 
 
 class Segments:
@@ -65,7 +68,7 @@ class Segments:
     arena:
         Where the items' slots are.
     directory:
-        Whose ``home`` the files are in; other namespaces in it give way.
+        Whose ``home`` the files are in; what no process uses gives way.
     """
 
     def __init__(
@@ -100,7 +103,10 @@ class Segments:
                 self._sizes[segment] = self._disk.stat(self._directory.home / name).size
 
     def take_stock(self) -> None:
-        """Find the segments that are there, and cut off what is above the capacity."""
+        """Find the segments that are there, and cut off what is above the capacity.
+
+        In the directory's ``exclusive``.
+        """
         for name in self._disk.listdir(self._directory.home):
             segment = segment_number(name)
             if segment is None:
@@ -115,6 +121,46 @@ class Segments:
             self._sizes[segment] = min(size, limit)
         self._directory.make_room(self._total(), self.geometry.budget_bytes)
 
+    def guess_places(self) -> int:
+        """Places per segment, as headers tell where a segment's first block lies; 0 if none does.
+
+        Where there is only one segment, its length tells. Before ``take_stock``.
+        """
+        page = memoryview(mmap.mmap(-1, HEADER_BYTES))
+        guess = 0
+        for name in self._disk.listdir(self._directory.home):
+            segment = segment_number(name)
+            if segment is None:
+                continue
+            path = self._directory.home / name
+            if segment == 0:
+                guess = self._disk.stat(path).size // self.geometry.stride
+                continue
+            fd = self._disk.open(path, os.O_RDONLY)
+            try:
+                whole = self._disk.preadv(fd, [page], 0) == HEADER_BYTES
+            finally:
+                self._disk.close(fd)
+            told = self._header.told(page) if whole else None
+            if told is not None and told.place % segment == 0:
+                return told.place // segment
+        return guess
+
+    def headers(self, places: Sequence[int], late: Callable[[], bool]) -> list[Told] | None:
+        """What the headers at these places tell of blocks that belong there; None if ``late``."""
+        page = memoryview(mmap.mmap(-1, HEADER_BYTES))
+        found: list[Told] = []
+        for place in places:
+            if late():
+                return None
+            with suppress(OSError):  # then it is not known what lies there
+                fd, offset = self.locate(place)
+                if self._disk.preadv(fd, [page], offset) == HEADER_BYTES:
+                    told = self._header.told(page)
+                    if told is not None and told.place == place:
+                        found.append(told)
+        return found
+
     def _truncate(self, path: Path, size: int) -> None:
         fd = self._disk.open(path, os.O_RDWR)
         try:
@@ -122,12 +168,28 @@ class Segments:
         finally:
             self._disk.close(fd)
 
+    def there(self, place: int) -> bool:
+        """Whether a place has space on the disk."""
+        segment, number = divmod(place, self.geometry.segment_places)
+        return number < self._sizes.get(segment, 0) // self.geometry.stride
+
+    @property
+    def whole(self) -> bool:
+        """Whether every segment that is there has all of its places, and none is missing."""
+        sizes = [self._sizes.get(segment, 0) for segment in range(len(self._sizes))]
+        return all(size == self.geometry.size(segment) for segment, size in enumerate(sizes))
+
     @property
     def end(self) -> int:
         """All places that have space on the disk are below it."""
         last = max(self._sizes, default=0)
         places = self._sizes.get(last, 0) // self.geometry.stride
         return last * self.geometry.segment_places + places
+
+    @property
+    def count(self) -> int:
+        """How many places have space on the disk."""
+        return sum(size // self.geometry.stride for size in self._sizes.values())
 
     def _total(self) -> int:
         return sum(self._sizes.values())
@@ -137,21 +199,20 @@ class Segments:
         segments = {item.place // self.geometry.segment_places for item in items}
         return sorted(s for s in segments if self._sizes.get(s, 0) < self.geometry.size(s))
 
-    def allocate(self, segments: Sequence[int]) -> int:
-        """Preallocate segments; returns the number of places that there are then.
+    def allocate(self, segments: Sequence[int]) -> None:
+        """Preallocate segments.
 
-        Other namespaces give way first. ENOSPC if there is still no room: what was there before
-        stays as it was.
+        What no process uses gives way first. ENOSPC if there is still no room, ``Lent`` if that is
+        because other processes have it: what was there before stays as it was.
         """
-        with self._lock:
+        with self._lock, self._directory.exclusive():
             for segment in segments:
                 size, wanted = self._sizes.get(segment, 0), self.geometry.size(segment)
                 if size < wanted:
-                    self._directory.make_room(
-                        self._total() - size + wanted, self.geometry.budget_bytes
-                    )
+                    total = self._total() - size + wanted
+                    if not self._directory.make_room(total, self.geometry.budget_bytes):
+                        raise Lent(errno.ENOSPC, "other processes have the rest of the capacity")
                     self._grow(segment, size, wanted)
-            return sum(size // self.geometry.stride for size in self._sizes.values())
 
     def _grow(self, segment: int, size: int, wanted: int) -> None:
         path = self._directory.home / segment_name(segment)
@@ -175,8 +236,10 @@ class Segments:
         self._sizes[segment] = wanted
 
     def probe_direct(self) -> bool:
-        """Whether the file system allows O_DIRECT with our alignment; segment 0 is there."""
-        path = self._directory.home / segment_name(0)
+        """Whether the file system allows O_DIRECT with our alignment: by a segment, or the log."""
+        there = [segment for segment, size in sorted(self._sizes.items()) if size]
+        name = segment_name(there[0]) if there else LOG_NAME
+        path = self._directory.home / name
         try:
             fd = self._disk.open(path, os.O_RDWR | os.O_DIRECT)
         except OSError as error:

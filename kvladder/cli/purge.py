@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -111,7 +111,13 @@ def purge(
     if not 0 <= wait_s <= 86400:
         raise ConfigError(f"{wait_s:g}", path="--wait", hint="expected 0 to 86400 seconds")
     found = load_config(config)
-    lines = _running(found, space, salt, wait_s) or _at_rest(found, space, salt)
+    lines, processes = _running(found, space, salt, wait_s)
+    if not lines:
+        return "\n".join(_at_rest(found, space, salt))
+    try:
+        lines += _left_over(found, space, salt, processes)
+    except ConfigError as error:
+        raise _after(lines, error) from error
     return "\n".join(lines)
 
 
@@ -126,14 +132,18 @@ def _space(namespace: str) -> Namespace:
 
 def _running(
     config: StackConfig, space: Namespace | None, salt: str | None, wait_s: float
-) -> list[str]:
-    """Have the caches do it that run; nothing if there is none. One that fails stops no other."""
+) -> tuple[list[str], set[str]]:
+    """Have the caches do it that run; nothing if there is none. One that fails stops no other.
+
+    What they did, and their processes.
+    """
     request: dict[str, Any] = {"command": "purge", "wait_s": wait_s, "all": salt is None}
     if salt is not None:
         request["salt"] = salt
     if space is not None:
         request["namespace"] = space.hex()
     lines: list[str] = []
+    processes: set[str] = set()
     failed: list[ConfigError] = []
     left = 0
     for path in sockets(config.control.path) if config.control.path is not None else ():
@@ -147,6 +157,7 @@ def _running(
         for name, removed in done["removed"].items():
             also = f", {done['purged'][name]} purged from its tier" if done["purged"][name] else ""
             lines.append(f"{path.name}: {name}: {removed} blocks removed{also}")
+        processes.add(str(done["process"]))
         left += done["left"]
     if left:
         lines.append(f"{left} removals or purges are not over")
@@ -155,6 +166,17 @@ def _running(
     if left:
         hint = "kvladder stats tells how many removals are left; ask again to wait for them"
         raise Unfinished("; ".join(lines), path="purge", hint=hint)
+    return lines, processes
+
+
+def _left_over(
+    config: StackConfig, space: Namespace | None, salt: str | None, processes: set[str]
+) -> list[str]:
+    """Purge the directories that ``processes``, which purged their own, do not have."""
+    lines: list[str] = []
+    for level in config.levels:
+        if isinstance(level.options, FilesOptions):
+            lines += _purge_files(level.name, level.options, space, salt, processes)
     return lines
 
 
@@ -190,15 +212,18 @@ def _at_rest(config: StackConfig, space: Namespace | None, salt: str | None) -> 
 
 
 def _purge_files(
-    name: str, options: FilesOptions, space: Namespace | None, salt: str | None
+    name: str,
+    options: FilesOptions,
+    space: Namespace | None,
+    salt: str | None,
+    processes: Collection[str] = (),
 ) -> list[str]:
+    path, bar = Path(options.path), _bar(name, "places")
     try:
-        done = purge_files(
-            OsDisk(), Path(options.path), space=space, salt=salt, progress=_bar(name, "places")
-        )
+        done = purge_files(OsDisk(), path, space=space, salt=salt, progress=bar, others=processes)
     except ConfigError as error:
         raise ConfigError(error.message, path=name, hint=error.hint) from error
-    if not done:
+    if not done and not processes:
         return [f"{name}: nothing is stored there"]
     return [
         f"{name}: {one.removed} blocks removed, {one.erased} overwritten, of {one.namespace}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Literal, NamedTuple, TypeVar
 
-from kvladder.tiers.disk import Disk, FileStat
+from kvladder.tiers.disk import DIRECTORY_MODE, FILE_MODE, Disk, FileStat, Kind
 from kvladder.tiers.iopool import Pool
 
 T = TypeVar("T")
@@ -60,6 +60,7 @@ class _Change(NamedTuple):
 
 
 _DIRECTORY = _File()
+_LINK = _File()
 
 
 class FakeDisk(Disk):
@@ -108,6 +109,10 @@ class FakeDisk(Disk):
         self._next_fd = 1000
         self._clock_ns = 0
         self._on = True
+        self.owners: dict[Path, int] = {}
+        """Whose things are that are not this user's."""
+        self.modes: dict[Path, int] = {}
+        """Permissions of what has others than this user's alone."""
 
     # ---- faults
 
@@ -177,10 +182,16 @@ class FakeDisk(Disk):
             bytearray(content), content, mtime_ns=self._tick()
         )
 
+    def link(self, path: Path) -> None:
+        """Have a symbolic link there, to nowhere in particular."""
+        self._names[str(path)] = self._durable_names[str(path)] = _LINK
+
     def files(self) -> dict[str, int]:
         """The sizes of all files, by path."""
         return {
-            path: len(file.content) for path, file in self._names.items() if file is not _DIRECTORY
+            path: len(file.content)
+            for path, file in self._names.items()
+            if file is not _DIRECTORY and file is not _LINK
         }
 
     @property
@@ -222,6 +233,8 @@ class FakeDisk(Disk):
         if flags & os.O_DIRECT and not self.direct:
             raise OSError(errno.EINVAL, "no O_DIRECT", name)
         file = self._names.get(name)
+        if file is _LINK:
+            raise OSError(errno.ELOOP, "a symbolic link", name)
         if file is None:
             if not flags & os.O_CREAT:
                 raise FileNotFoundError(errno.ENOENT, "no such file", name)
@@ -336,7 +349,14 @@ class FakeDisk(Disk):
     def stat(self, path: Path) -> FileStat:
         self._call("stat", str(path))
         file = self._require(path)
-        return FileStat(len(file.content), file.mtime_ns, file is _DIRECTORY)
+        kind: Kind = "file"
+        if file is _DIRECTORY:
+            kind = "directory"
+        elif file is _LINK:
+            kind = "link"
+        mode = self.modes.get(path, DIRECTORY_MODE if kind == "directory" else FILE_MODE)
+        owner = self.owners.get(path, os.geteuid())
+        return FileStat(len(file.content), file.mtime_ns, kind, owner, mode)
 
     def touch(self, path: Path) -> None:
         self._call("touch", str(path))

@@ -60,6 +60,8 @@ class Machine:
         self.disk = disk
         self.model = Model()
         self.errors: list[TierError] = []
+        self.told: list[str] = []
+        """What tiers had to say."""
         self.failed: list[str] = []
         """The calls that ended with ``errors``."""
         self.space = LAYOUT.namespace(salt=salt)
@@ -75,20 +77,35 @@ class Machine:
         return tier
 
     async def open(
-        self, *, verify: bool = True, capacity: int = CAPACITY, direct: bool | None = None
+        self,
+        *,
+        verify: bool = True,
+        capacity: int = CAPACITY,
+        direct: bool | None = None,
+        engines: int = 1,
     ) -> tuple[FilesTier, list[Item]]:
         """A tier with segments of three blocks, and what it recovered."""
         tier = self.wrap(
             FilesTier(
-                FilesOptions(path=str(ROOT), segment=Size(3 * STRIDE), direct=direct),
+                FilesOptions(
+                    path=str(ROOT), segment=Size(3 * STRIDE), direct=direct, engines=engines
+                ),
                 disk=self.disk,
                 pool=InlinePool(),
                 log_slack_records=4,
+                segments_min=2,
             )
         )
         clock = SimClock(asyncio.get_running_loop())
         context = TierContext(
-            self._arena, LAYOUT, self.space, capacity, clock, inline_blocking, verify=verify
+            self._arena,
+            LAYOUT,
+            self.space,
+            capacity,
+            clock,
+            inline_blocking,
+            verify=verify,
+            say=self.told.append,
         )
         await tier.open(context)
         return tier, [item async for batch in tier.recover() for item in batch]

@@ -69,7 +69,7 @@ async def look(disk: FakeDisk, *, blue: bool) -> None:
     await cache.aclose()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "misdirect"])
 def test_what_expired_by_a_clock_that_ran_ahead_is_purged_for_good(mode: Mode) -> None:
     for number in count(1):
         disk = FakeDisk(ROOT.parent, ROOT, seed=number)

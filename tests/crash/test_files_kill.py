@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 from kvladder.arena import Arena
-from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.runtime import SystemClock
 from kvladder.testing.sim import inline_blocking
 from kvladder.tiers.base import Item, TierContext
+from kvladder.tiers.disk import OsDisk
 from kvladder.tiers.files import FilesOptions, FilesTier
+from kvladder.tiers.filesdir import leases
 from kvladder.units import Size
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]
@@ -89,6 +90,18 @@ async def check(path: Path, promised: dict[int, int]) -> None:
     arena.close()
 
 
+async def open_beside(path: Path, arena: Arena, process: int) -> None:
+    """Whoever comes meanwhile gets a directory of its own."""
+    tier = await open_tier(path, arena)
+    home = LAYOUT.namespace().hex()[:16]
+    assert tier.describe()["directory"] == f"{home}.1"
+    assert {lease.home.name: lease.owner for lease in leases(OsDisk(), path)} == {
+        home: str(process),
+        f"{home}.1": str(os.getpid()),
+    }
+    await tier.aclose()
+
+
 @pytest.mark.parametrize("batches", [1, 7, 40])
 def test_kill_9_in_the_middle_of_writing(tmp_path: Path, batches: int) -> None:
     process = subprocess.Popen(
@@ -113,8 +126,7 @@ def test_kill_9_in_the_middle_of_writing(tmp_path: Path, batches: int) -> None:
             stored += 1
             if stored == batches:
                 arena = Arena.create(1, LAYOUT.slot_bytes)
-                with pytest.raises(ConfigError, match=f"in use by process {process.pid}"):
-                    asyncio.run(open_tier(tmp_path, arena))
+                asyncio.run(open_beside(tmp_path, arena, process.pid))
                 arena.close()
                 process.kill()
     finally:

@@ -219,8 +219,7 @@ async def test_a_requests_time_goes_on_over_a_restart() -> None:
 async def test_what_expired_while_nobody_was_there_does_not_come_back(rule: OffloadRule) -> None:
     """The clock that said so is set back later; the tier has forgotten the block by then."""
     store = FakeStore()
-    spec = LevelSpec(FakeTier(store=store, durable=True), rule)
-    async with cache_of(spec) as cache:
+    async with cache_of(LevelSpec(FakeTier(store=store, durable=True), rule)) as cache:
         cache.save(cache.keys(1), ttl_s=10.0 if rule.ttl_s is None else None)
         cache.save(cache.keys(2), ttl_s=100.0)
         await cache.settle()

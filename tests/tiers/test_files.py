@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvladder.errors import ConfigError, TierError
+from kvladder.errors import TierError
 from kvladder.testing.disk import FakeDisk, InlinePool
 from kvladder.testing.fixtures import Blocks, MakeTier
 from kvladder.testing.tiers import TierTests
@@ -39,7 +39,7 @@ class FilesTests(TierTests):
         assert isinstance(tier, FilesTier)
         context = tier.context
         stride = HEADER + context.layout.slot_bytes
-        places = max(1, tier.options.segment // stride)
+        places = max(1, min(tier.options.segment // stride, context.capacity_blocks // 16))
         home = Path(tier.options.path) / context.namespace.hex()[:16]
         return home / f"seg-{item.place // places:05d}", item.place % places * stride
 
@@ -99,16 +99,18 @@ class TestFiles(FilesTests):
             "seg-00000": "0o600",
         }
 
-    async def test_one_owner_at_a_time(
+    async def test_each_owner_has_a_directory_of_its_own(
         self, tier: Tier, make: MakeTier, context: TierContext
     ) -> None:
-        other = make()
-        with pytest.raises(ConfigError, match="in use by process"):
-            await other.open(context)
-        await other.aclose()
-        await tier.aclose()
+        home = context.namespace.hex()[:16]
         other = make()
         await other.open(context)
+        assert [one.describe()["directory"] for one in (tier, other)] == [home, f"{home}.1"]
+        await tier.aclose()
+        third = make()
+        await third.open(context)
+        assert third.describe()["directory"] == home
+        await third.aclose()
         await other.aclose()
 
     async def test_the_directory_is_removed_under_it(
@@ -153,14 +155,17 @@ class TestFiles(FilesTests):
         assert await asyncio.to_thread(disk.reading.wait, PATIENCE_S)
         await tier.aclose()
         other = FilesTier(tier.options)
-        with pytest.raises(ConfigError, match="in use"):  # the call may still touch the files
-            await other.open(context)
+        await other.open(context)  # the call may still touch the files: the lock is kept
+        assert other.describe()["directory"].endswith(".1")
+        await other.aclose()
         disk.go.set()
         assert await reading == [True]
         for thread in threading.enumerate():  # its thread closes the files behind it
             if thread.name.startswith("kvladder-files"):
                 thread.join(PATIENCE_S)
+        other = FilesTier(tier.options)
         await other.open(context)
+        assert await blocks.get(other, items) == [True]
         await other.aclose()
 
     async def test_a_cancelled_open_is_undone_by_aclose(

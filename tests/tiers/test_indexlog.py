@@ -7,6 +7,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey, Namespace
@@ -50,6 +51,14 @@ def found(disk: FakeDisk, *, places: int = PLACES) -> list[Item]:
     return items
 
 
+def set_version(disk: FakeDisk, version: int) -> None:
+    """Have the header say so, whole."""
+    data = bytearray(disk.content(PATH))
+    data[8:10] = version.to_bytes(2, "little")
+    data[56:64] = xxh3_64_intdigest(bytes(data[:56])).to_bytes(8, "little")
+    disk.put(PATH, bytes(data))
+
+
 def never() -> bool:
     return False
 
@@ -84,9 +93,7 @@ def test_a_log_of_an_older_version_is_begun_anew(disk: FakeDisk) -> None:
     log, _ = opened(disk)
     log.append(PUT, [item(1)])
     log.close()
-    data = bytearray(disk.content(PATH))
-    data[8] = 1
-    disk.put(PATH, bytes(data))
+    set_version(disk, 1)
     assert found(disk) == []
     assert len(disk.content(PATH)) == RECORD_BYTES
 
@@ -164,6 +171,30 @@ def test_a_log_without_a_header_is_begun_anew(disk: FakeDisk, damage: bytes) -> 
     assert found(disk) == [item(1)]
 
 
+@pytest.mark.parametrize("byte", range(RECORD_BYTES))
+def test_a_header_with_any_byte_flipped_is_mended(disk: FakeDisk, byte: int) -> None:
+    log, _ = opened(disk)
+    whole = disk.content(PATH)[:RECORD_BYTES]
+    log.append(PUT, [item(1)])
+    log.close()
+    disk.flip(PATH, byte)
+    assert found(disk) == [item(1)]
+    assert disk.content(PATH)[:RECORD_BYTES] == whole
+
+
+def test_a_log_that_is_lost_is_written_whole_or_not_at_all(disk: FakeDisk) -> None:
+    log = new(disk)
+    assert log.load(anew=False).lost
+    assert not disk.files()
+    log.write([item(1), item(2)], 1000)
+    log.append(PUT, [item(3)])
+    log.close()
+    log, items = opened(disk)
+    assert items == [item(1), item(2), item(3)]
+    assert log.number(1) > 1000
+    log.close()
+
+
 def test_another_namespace_s_log_is_begun_anew(disk: FakeDisk) -> None:
     log = new(disk, space=Namespace(hashlib.sha256(b"another").digest()))
     log.load()
@@ -176,7 +207,7 @@ def test_a_newer_version_is_refused_and_kept(disk: FakeDisk) -> None:
     log, _ = opened(disk)
     log.append(PUT, [item(1)])
     log.close()
-    disk.flip(PATH, 8, 1)  # version 2 becomes 3
+    set_version(disk, 3)
     before = disk.content(PATH)
     with pytest.raises(ConfigError, match=r"index\.log is of format 3.*newer than 2"):
         new(disk).load()

@@ -1,0 +1,150 @@
+"""META and the index log when any of their bytes is damaged, or they are lost; and two processes.
+
+The law: every block is found again, but for one whose own record is damaged; nothing is served that
+was not stored, and the capacity is kept by all processes together, whenever one of them ends.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from kvladder.testing.disk import MODES, Mode, PowerCut
+from kvladder.testing.sim import sim_run
+from kvladder.tiers.indexrecord import RECORD_BYTES
+from tests.crash.harness import CAPACITY, STRIDE, Machine, key, new_disk
+
+pytestmark = [pytest.mark.crash, pytest.mark.slow]
+
+
+async def live(machine: Machine) -> None:
+    tier, _ = await machine.open()
+    await machine.work(tier)
+    await tier.aclose()
+
+
+def lived(seed: int = 0) -> Machine:
+    machine = Machine(new_disk(seed=seed))
+    sim_run(live(machine))
+    assert not machine.errors
+    return machine
+
+
+async def missed(machine: Machine) -> int:
+    """Of the blocks that were promised, how many are not found."""
+    tier, recovered = await machine.open()
+    found = {(item.key, item.place) for item in recovered}
+    assert found <= machine.model.asked
+    wanted = [(block, place) for place, block in machine.model.promised.items()]
+    got = await machine.get(tier, wanted)
+    assert {one for one, ok in zip(wanted, got, strict=True) if ok} == {*wanted} & found
+    await tier.aclose()
+    return got.count(False)
+
+
+@pytest.mark.parametrize("name", ["META", "index.log"])
+@pytest.mark.parametrize("mask", [0x01, 0x80])
+def test_any_damaged_byte_costs_one_block_at_most(name: str, mask: int) -> None:
+    machine = lived()
+    disk, path = machine.disk, machine.home / name
+    content = disk.content(path)
+    step = 1 if name == "META" else 7  # all bytes of a record, each of another one
+    for byte in range(0, len(content.rstrip(b"\0")), step):
+        disk.put(path, content)
+        disk.flip(path, byte, mask)
+        at_most = 1 if name == "index.log" and byte >= RECORD_BYTES else 0
+        assert sim_run(missed(machine)) <= at_most, byte
+    disk.put(path, content)
+    sim_run(machine.check(all_kept=True))
+    machine.close()
+
+
+@pytest.mark.parametrize("lost", [("META",), ("index.log",), ("META", "index.log")])
+@pytest.mark.parametrize("left", [None, b"", b"\0" * 4096])
+def test_what_is_lost_is_told_by_the_blocks(lost: tuple[str, ...], left: bytes | None) -> None:
+    machine = lived()
+    for name in lost:
+        path = machine.home / name
+        if left is None:
+            machine.disk.unlink(path)
+        else:
+            machine.disk.put(path, left)
+    sim_run(machine.check(all_kept=True))
+    found = f"{CAPACITY} blocks were found by their headers"
+    assert [found in text for text in machine.told] == ([True] if "index.log" in lost else [])
+    machine.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_power_goes_while_a_lost_log_is_written_anew(mode: Mode) -> None:
+    for number in count(1):
+        machine = lived(seed=number)
+        disk = machine.disk
+        disk.crash("keep")
+        disk.unlink(machine.home / "index.log")
+        disk.crash("keep")
+        disk.crash_at = disk.calls + number
+        try:
+            sim_run(missed(machine))
+        except PowerCut:
+            disk.crash(mode)
+            assert sim_run(missed(machine)) == 0 or mode not in {"keep", "drop"}
+            machine.close()
+            continue
+        machine.close()
+        assert number > 20
+        break
+
+
+@pytest.mark.parametrize("mode", ["keep", "drop", "tear"])
+def test_one_of_two_processes_ends_at_every_call(mode: Mode) -> None:
+    """It dies, and its directory is free: the other one goes on, and the next one takes it back."""
+
+    async def both(one: Machine, other: Machine) -> None:
+        first, _ = await one.open(engines=2, capacity=CAPACITY // 2)
+        await one.put(first, *((n, n) for n in range(CAPACITY // 2)))
+        second, _ = await other.open(engines=2, capacity=CAPACITY // 2)
+        await other.put(second, *((10 + n, n) for n in range(CAPACITY // 2)))
+        one.check_space()
+        await other.remove(second, (10, 0))
+        await second.aclose()
+        third, recovered = await other.open(engines=2, capacity=CAPACITY // 2)
+        assert {item.key for item in recovered} == {key(11), key(12), key(13)}
+        await third.aclose()
+        await first.aclose()
+
+    async def again(one: Machine, other: Machine) -> None:
+        first, recovered = await one.open(engines=2, capacity=CAPACITY // 2)
+        second, others = await other.open(engines=2, capacity=CAPACITY // 2)
+        keys = [item.key for item in (*recovered, *others)]
+        assert len(set(keys)) == len(keys), "no block is in both"
+        for machine, tier, items in ((one, first, recovered), (other, second, others)):
+            found = await machine.get(tier, [(item.key, item.place) for item in items])
+            assert all(found) or mode != "keep"
+            await machine.put(tier, *((20 + n, n) for n in range(CAPACITY // 2)))
+            assert not machine.errors
+        one.check_space()
+        await first.aclose()
+        await second.aclose()
+        assert one.disk.open_fds == 0
+
+    for number in count(1):
+        disk = new_disk(seed=number)
+        machines = Machine(disk), Machine(disk)
+        disk.crash_at = disk.calls + number
+        cut = False
+        try:
+            sim_run(both(*machines))
+        except PowerCut:
+            cut = True
+        disk.crash(mode)
+        for machine in machines:
+            machine.errors.clear()
+        sim_run(again(*machines))
+        assert sum(disk.files().values()) > CAPACITY * STRIDE
+        for machine in machines:
+            machine.close()
+        if not cut:
+            assert number > 50
+            break
