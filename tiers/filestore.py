@@ -131,7 +131,7 @@ class FileStore:
                 disk, directory.home, space, places_max=places, slack_records=slack_records
             )
             found = log.load(anew=segments.end == 0)
-            store = cls(directory, segments, log, found, Eraser(disk, segments, header))
+            store = FileStore(directory, segments, log, found, Eraser(disk, segments, header))
             store._start(direct)
             opened = True
         except OSError as error:
