@@ -23,6 +23,8 @@ class Open:
     holds: Match | Save
     reports_left: int
     ok: bool = True
+    excused: bool = False
+    """Whether its failure says nothing of the bytes in the cache."""
 
 
 class JobConnector(Connector):
@@ -125,7 +127,7 @@ class JobConnector(Connector):
         if isinstance(holds, Save):
             (holds.commit if entry.ok else holds.abort)()
         else:
-            (holds.release if entry.ok else holds.forget)()
+            (holds.release if entry.ok or entry.excused else holds.forget)()
         return entry.job
 
     def close(self) -> None:

@@ -30,8 +30,13 @@ def model_digest(model: Any) -> str:
     state = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for name, value in sorted(model.state_dict().items()):
         state.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        state.update(on_host(value) if value.device.type == "cpu" else on_device(value))
+        state.update(digest(value))
     return state.hexdigest()
+
+
+def digest(tensor: torch.Tensor) -> bytes:
+    """Digest of all of a tensor's bits, computed where it lies."""
+    return on_host(tensor) if tensor.device.type == "cpu" else on_device(tensor)
 
 
 def on_host(tensor: torch.Tensor) -> bytes:

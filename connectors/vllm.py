@@ -152,6 +152,16 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._copies.register(kv_caches)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        self._copies.detach()
+
+    def restore_kv_caches(self) -> None:
+        self._copies.restore()
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._copies.describe()
 
@@ -294,7 +304,7 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_harmless(lambda: False)
     def reset_cache(self) -> bool | None:
-        self._decides.clear()
+        self._decides.reset()
         return True
 
     @_harmless(tuple)

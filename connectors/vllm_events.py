@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from kvladder.announcer import Announcer
 from kvladder.config import StackConfig
-from kvladder.connectors.vllm_groups import Groups
+from kvladder.connectors.vllm_groups import Groups, marked
 from kvladder.errors import ConfigError
 from kvladder.events import Removed, Stored
 from kvladder.keys import BlockKey
@@ -105,6 +105,8 @@ class KVEvents:
         """The latest last."""
         self._names: dict[tuple[str, BlockKey], Name] = {}
         """By level, under which names blocks were announced whose keys are not their names."""
+        self._mark = 0
+        """What is in every key of the weights that are used now, beside vLLM's hash."""
 
     @property
     def pending(self) -> bool:
@@ -118,6 +120,15 @@ class KVEvents:
         """
         if any(isinstance(event, AllBlocksCleared) for event in queue):
             self._announcer.repeat()
+
+    def rename(self, mark: int) -> None:
+        """The weights are others: blocks of the ones before are not found under vLLM's hashes.
+
+        Nor are they known by their keys any more, and those of the weights of now are again.
+        """
+        self._mark = mark
+        self._known.clear()
+        self._announcer.renew()
 
     def describe(self, request: Any, group: int, first: int, keys: Sequence[BlockKey]) -> None:
         """These are the blocks of a group of a request from the ``first`` on."""
@@ -151,10 +162,12 @@ class KVEvents:
         """Who has a block, and its name in vLLM.
 
         Of a block that no request is known to have the name is the key: that is vLLM's hash unless
-        another group or a LoRA adapter is bound into it.
+        other weights, another group or a LoRA adapter are bound into it.
         """
         known = self._known.get(key)
-        return known, Name(key) if known is None else known.name
+        if known is not None:
+            return known, known.name
+        return None, Name(marked([key], self._mark)[0])
 
     def _stored(self, event: Stored) -> list[KVCacheEvent]:
         """One event for each run of blocks that follow each other."""

@@ -5,31 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from kvladder.connectors.weights import downloaded, weights_digest
 
-
-def model_fields(vllm_config: Any, *, fingerprint: str) -> dict[str, str]:
-    """The fields that the configuration gives.
-
-    Parameters
-    ----------
-    fingerprint:
-        ``auto`` digests the weights; other text stands for them.
-
-    Raises
-    ------
-    ConfigError
-        The weights cannot be found.
-    """
+def model_fields(vllm_config: Any) -> dict[str, str]:
+    """The fields that the configuration gives."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     speculative = vllm_config.speculative_config
     return {
         "engine": "vllm",
         "model": str(model.model),
-        "weights": weights(vllm_config) if fingerprint == "auto" else f"given {fingerprint}",
         "config": _digest(model.hf_config),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
@@ -53,15 +38,3 @@ def _digest(hf_config: Any) -> str:
 
 
 _VOLATILE = {"_name_or_path", "transformers_version"}
-
-
-def weights(vllm_config: Any) -> str:
-    """Digest of the model's weights on this machine."""
-    model = vllm_config.model_config
-    load = vllm_config.load_config
-    if load.load_format == "dummy":
-        return "dummy"
-    path = Path(getattr(model, "model_weights", "") or model.model)
-    if not path.exists():
-        path = downloaded(str(model.model), revision=model.revision, cache_dir=load.download_dir)
-    return weights_digest(path)

@@ -64,10 +64,15 @@ class Group:
             return max(0, end - 1) // self.tokens
         return 0
 
-    def keys(self, hashes: Sequence[bytes], start: int, end: int) -> list[BlockKey]:
-        """Names of blocks ``start <= n < end``, as far as ``hashes``, vLLM's, go."""
+    def keys(
+        self, hashes: Sequence[bytes], start: int, end: int, *, mark: int = 0
+    ) -> list[BlockKey]:
+        """Names of blocks ``start <= n < end``, as far as ``hashes``, vLLM's, go.
+
+        ``mark`` is added to the group's own.
+        """
         chosen = hashes[(start + 1) * self.hashes - 1 : end * self.hashes : self.hashes]
-        return cast("list[BlockKey]", marked(chosen, self.mark))
+        return cast("list[BlockKey]", marked(chosen, self.mark ^ mark))
 
 
 Wanted = Callable[[int], bool]
@@ -149,7 +154,7 @@ def groups_of(kv_cache_config: Any, *, model: str) -> Groups:
 
 
 def marked(hashes: Sequence[bytes], mark: int) -> list[bytes]:
-    """Hashes of 256 bits with a group's mark."""
+    """Hashes of 256 bits with a mark of as many."""
     if not mark:
         return list(hashes)
     return [(int.from_bytes(one) ^ mark).to_bytes(32) for one in hashes]

@@ -26,6 +26,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Whether blocks come in between the engine's steps, or before the step that reads them."""
     save_decode: bool = True
     """Whether blocks of generated tokens are saved, too."""
+    on_reset: Literal["forget", "keep"] = "forget"
+    """What becomes of blocks that no other engine has when vLLM resets the connector's cache."""
     map_priority: Count = 0
     """Points of our priority that one step of vLLM's is worth; 0 leaves vLLM's out."""
     stats_file: str | None = None

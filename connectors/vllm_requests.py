@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from kvladder.connectors.vllm_find import Find
 from kvladder.connectors.vllm_groups import Group, Groups
 from kvladder.connectors.vllm_params import NO_POLICY, RequestPolicy
 from kvladder.connectors.weights import downloaded, weights_digest
+from kvladder.errors import ConfigError
 from kvladder.gpu.copy import JobId
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_MAX
@@ -23,9 +25,11 @@ class RequestState:
 
     request: Any
     groups: Groups
-    adapter: bytes = b""
-    """Digest of its LoRA adapter's weights, empty without one."""
+    adapter: bytes | None = b""
+    """Digest of its LoRA adapter's weights, empty without one; None until it is known."""
     policy: RequestPolicy = NO_POLICY
+    waited: int = 0
+    """How many steps it has waited for that digest."""
     saved: list[int] = field(default_factory=list[int])
     """By group, how many of its leading blocks were offered to the cache."""
     floors: list[int] = field(default_factory=list[int])
@@ -52,7 +56,11 @@ class RequestState:
     """Nothing is loaded for it: a load failed, and must not be tried for ever."""
     apart: bool = False
     """Nothing is saved for it either: its blocks cannot be named."""
+    begun: bool = False
+    """Whether it has, or had, blocks in vLLM's memory."""
 
+    mark: Callable[[], int] = int
+    """What is added to names for weights that are not those at start."""
     describe: Callable[[Any, int, int, Sequence[BlockKey]], None] | None = None
     """Told of the request, the group, the position of the first and the names of its blocks."""
 
@@ -84,7 +92,8 @@ class RequestState:
         vLLM's hash covers tokens, multimodal content, salt, and of an adapter name and path; what
         the adapter's weights are is added here.
         """
-        keys = group.keys(self.request.block_hashes, start, end)
+        assert self.adapter is not None
+        keys = group.keys(self.request.block_hashes, start, end, mark=self.mark())
         if self.adapter:
             keys = [BlockKey(hashlib.sha256(self.adapter + one).digest()) for one in keys]
         if self.describe is not None:
@@ -138,13 +147,25 @@ class Filling:
 
 
 class Adapters:
-    """Digests of LoRA adapters, each found out once."""
+    """Digests of LoRA adapters, each found out once, in a thread of its own: gigabytes are read."""
 
     def __init__(self) -> None:
-        self._digests: dict[tuple[int, str], bytes] = {}
+        self._readings: dict[tuple[int, str], _Reading] = {}
 
-    def digest(self, lora_request: Any) -> bytes:
-        """Digest of an adapter's weights; empty without an adapter.
+    def begin(self, lora_request: Any) -> None:
+        """A request with this adapter has come, which vLLM may load anew for it."""
+        if lora_request is None:
+            return
+        key, found = self._find(lora_request)
+        if found is None or found.failed:
+            self._readings[key] = _Reading(str(lora_request.lora_path))
+        elif getattr(lora_request, "load_inplace", False):
+            found.again()
+
+    def digest(self, lora_request: Any) -> bytes | None:
+        """Digest of an adapter's weights that ``begin`` was told of, None while it is not known.
+
+        Empty without an adapter.
 
         Raises
         ------
@@ -153,10 +174,59 @@ class Adapters:
         """
         if lora_request is None:
             return b""
+        _, found = self._find(lora_request)
+        return None if found is None else found.digest()
+
+    def _find(self, lora_request: Any) -> tuple[tuple[int, str], _Reading | None]:
         key = (int(lora_request.lora_int_id), str(lora_request.lora_path))
-        if key not in self._digests or getattr(lora_request, "load_inplace", False):
-            path = Path(lora_request.lora_path).expanduser()
+        return key, self._readings.get(key)
+
+
+class _Reading:
+    """One adapter's files, read by a thread that ends with the process at the latest."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._rounds = 0
+        """How often they are still to be read."""
+        self._found: bytes | ConfigError | None = None
+        self.again()
+
+    def again(self) -> None:
+        """They may be others by now: read them once more."""
+        with self._lock:
+            self._found = None
+            self._rounds, is_idle = min(2, self._rounds + 1), not self._rounds
+        if is_idle:
+            threading.Thread(target=self._read, name="kvladder-adapter", daemon=True).start()
+
+    @property
+    def failed(self) -> bool:
+        """Whether they were not there."""
+        return isinstance(self._found, ConfigError)
+
+    def digest(self) -> bytes | None:
+        """See ``Adapters.digest``."""
+        found = self._found
+        if isinstance(found, ConfigError):
+            raise found
+        return found
+
+    def _read(self) -> None:
+        while True:
+            found = self._attempt()
+            with self._lock:
+                self._rounds -= 1
+                if not self._rounds:
+                    self._found = found
+                    return
+
+    def _attempt(self) -> bytes | ConfigError:
+        try:
+            path = Path(self._path).expanduser()
             if not path.exists():
-                path = downloaded(str(lora_request.lora_path), what="adapter")
-            self._digests[key] = bytes.fromhex(weights_digest(path))
-        return self._digests[key]
+                path = downloaded(self._path, what="adapter")
+            return bytes.fromhex(weights_digest(path))
+        except ConfigError as error:
+            return error

@@ -140,7 +140,7 @@ class Saves:
         )
         for request_id, entries in offers.items():
             state = states.get(request_id)
-            if state is None or state.apart or not state.policy.save:
+            if state is None or state.apart or state.adapter is None or not state.policy.save:
                 continue
             for index, block, end in entries:
                 group = self._groups[index]

@@ -20,6 +20,7 @@ from kvladder.connectors.vllm_requests import Adapters, Filling, RequestState, h
 from kvladder.connectors.vllm_saves import Saves
 from kvladder.connectors.vllm_start import Assembled, assemble
 from kvladder.connectors.vllm_step import Load, RankDescription, Report, Step, StepConnector
+from kvladder.connectors.vllm_weights import Weights
 from kvladder.connectors.vllm_writes import Writes
 from kvladder.errors import ConfigError
 from kvladder.gpu.copy import CopyJob, JobId
@@ -29,6 +30,8 @@ from kvladder.notices import Notices
 Tables = Sequence[Sequence[int]]
 """By group, the blocks that a request has in vLLM."""
 
+ADAPTER_STEPS = 10
+"""How many steps a request waits for the digest of an adapter; a small one takes milliseconds."""
 EARLY_SHARE = 0.5
 """How much of the arena may be pinned before a request that arrives has to wait its turn."""
 
@@ -84,6 +87,7 @@ class SchedulerHalf:
         self._connector = StepConnector(parts.manager, ranks=len(ranks))
         manager = parts.manager
         self._computing = Computing(manager.stack.shared.clock.now, manager.prefilled)
+        self._weights = Weights([described.weights for _, described in sorted(ranks.items())])
         self._saves = Saves(
             self._groups,
             self._connector,
@@ -112,27 +116,39 @@ class SchedulerHalf:
     def arrived(self, request: Any) -> None:
         """A request is new: begin to bring up what the cache has for it."""
         self.settle()
-        state = RequestState(request, self._groups, policy=self._policies.of(request))
+        policy = self._policies.of(request)
+        mark = lambda: self._weights.mark  # noqa: E731
+        state = RequestState(request, self._groups, policy=policy, mark=mark)
         self._states[request.request_id] = state
         if self.events is not None:
             state.describe = self.events.describe
-        try:
-            state.adapter = self._adapters.digest(getattr(request, "lora_request", None))
-        except ConfigError as error:
-            self._notices.say("adapter", f"not cached: {error}")
-            state.apart = True
+        self._adapters.begin(getattr(request, "lora_request", None))
+        state.adapter = None
         self._early(state)
         self._computing.expect(state, request.num_tokens)
 
     def _early(self, state: RequestState) -> None:
         """Begin to bring up what a new request will ask for, unless too much is pinned already."""
         request, slots = state.request, self.connector.manager.arena.slots
-        if state.apart or request.skip_reading_prefix_cache or self._pins >= EARLY_SHARE * slots:
+        if not self._named(state) or request.skip_reading_prefix_cache or not self._usable:
+            return
+        if self._pins >= EARLY_SHARE * slots:
             return
         held = held_by_vllm(self._pool, request, self._groups.main, self._loadable(request))
         self._hold(state, self._aligned(held), behind=self._computing.waiting)
         if not state.pins:
             self._let_go(state)
+
+    def _named(self, state: RequestState) -> bool:
+        """Whether a request's blocks have names: not before its adapter's weights are known."""
+        if state.adapter is None and not state.apart:
+            try:
+                lora = getattr(state.request, "lora_request", None)
+                state.adapter = self._adapters.digest(lora)
+            except ConfigError as error:
+                self._notices.say("adapter", f"not cached: {error}")
+                state.apart = True
+        return state.adapter is not None and not state.apart
 
     def _aligned(self, tokens: int) -> int:
         return tokens // self._groups.step * self._groups.step
@@ -150,9 +166,23 @@ class SchedulerHalf:
         if state is None:
             return 0, False
         state.own = computed
-        if state.computes or state.apart or request.skip_reading_prefix_cache:
+        if computed and self._weights.outdated(self._own_cache):
+            state.apart = True
+        if state.computes or request.skip_reading_prefix_cache:
             return 0, False
+        if not self._named(state):
+            state.waited += 1
+            if state.apart or state.waited > ADAPTER_STEPS:
+                return 0, False
+            self._awaited = True
+            return None, False
         if computed % self._groups.step:
+            return 0, False
+        if not self._weights.known:
+            self._weights.awake()
+            self._awaited = self._weights.patient
+            return (None if self._weights.patient else 0), False
+        if not self._usable:
             return 0, False
         if state.loading:
             return None, False
@@ -168,6 +198,16 @@ class SchedulerHalf:
             self._awaited = True
             return None, False
         return found, found > 0 and self._options.load == "async"
+
+    @property
+    def _usable(self) -> bool:
+        """Whether anything may be looked for or saved now."""
+        return self._weights.known and not self.connector.manager.resetting
+
+    @property
+    def _own_cache(self) -> object:
+        """The prefix cache that vLLM has itself: another object each time it has been emptied."""
+        return getattr(self._pool, "cached_block_hash_to_block", None)
 
     def _find(self, state: RequestState, own: int) -> int | None:
         """How many tokens after the first ``own`` the cache has in host slots; None: not yet."""
@@ -232,6 +272,7 @@ class SchedulerHalf:
             self._writes.give(tables, max(own, request.num_computed_tokens))
         if state is None:
             return
+        state.begun = True
         answer, state.answer = state.answer, None
         computed = max(request.num_computed_tokens, state.own + external)
         self._computing.expect(state, max(0, request.num_tokens - computed))
@@ -294,9 +335,11 @@ class SchedulerHalf:
     def finished(self, request: Any) -> None:
         """A request is over, or aborted; what is being copied for it ends by itself."""
         state = self._states.pop(request.request_id, None)
-        if state is not None:
-            self._let_go(state)
-            self._computing.expect(state, 0)
+        if state is None:
+            return
+        self._let_go(state)
+        self._computing.expect(state, 0)
+        if self._named(state):
             main = self._groups.main
             for keys in state.read(self._aligned(state.saved[main.index] * main.tokens)):
                 self.connector.manager.touch(keys)  # saved head first: now the tail goes first
@@ -321,13 +364,8 @@ class SchedulerHalf:
         if connector.saving:
             lost = (load.job.blocks for load in self._lost)
             step.fence = connector.reading(chain(writes, *lost))
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            state = self._states.get(request_id)
-            if state is not None and not state.apart:
-                computed = state.request.num_computed_tokens + scheduled
-                if computed >= state.due:
-                    self._saves.full(state, output, computed)
-        self._saves.handed(self._states, output)
+        if self._usable:
+            self._save(output)
         step.loads, self._lost = self._lost, []
         for job in connector.take():
             if job.direction == "offload":
@@ -340,10 +378,22 @@ class SchedulerHalf:
         )
         step.idle = not output.num_scheduled_tokens and (self._awaited or bool(self._loads))
         self._awaited = False
+        runs = bool(output.num_scheduled_tokens)
+        self._weights.prepare(step, runs=runs, cache=self._own_cache)
         if step.loads or step.saves:
             assert self._parts is not None
             step.attach = self._parts.attach
         return step
+
+    def _save(self, output: Any) -> None:
+        """Begin to save what the step completes."""
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            state = self._states.get(request_id)
+            if state is not None and self._named(state):
+                computed = state.request.num_computed_tokens + scheduled
+                if computed >= state.due:
+                    self._saves.full(state, output, computed)
+        self._saves.handed(self._states, output)
 
     def unfilled(self, blocks: Collection[int]) -> None:
         """These were to be loaded and were not: what is saved of a step that read them is wrong."""
@@ -357,8 +407,10 @@ class SchedulerHalf:
                 state.offer_again()
 
     def report(self, report: Report) -> None:
-        """Take in which copies ended."""
+        """Take in which copies ended, and what ranks saw of their weights."""
         connector = self.connector
+        if self._weights.report(report):
+            self._renamed()
         connector.report(report)
         self._computing.end(report.step)
         for finished in connector.poll():
@@ -368,6 +420,19 @@ class SchedulerHalf:
                 self._filling.end(load.request_id)
             if state is not None:
                 state.loaded(finished.id, ok=finished.ok)
+
+    def _renamed(self) -> None:
+        """The weights are others: what was found for requests, and what they have, is not theirs.
+
+        vLLM computes on with what a request has in its memory. That is of no weights' name, so
+        nothing is saved for it any more, nor for a request that begins with it.
+        """
+        self.connector.excuse()
+        for state in self._states.values():
+            self._let_go(state)
+            state.apart = state.apart or state.begun
+        if self.events is not None:
+            self.events.rename(self._weights.mark)
 
     def settle(self) -> None:
         """Take in saves that ended on a worker in this process and were not reported yet."""
@@ -391,12 +456,17 @@ class SchedulerHalf:
         """Whether any request is not over."""
         return bool(self._states)
 
-    def clear(self) -> None:
-        """Forget every block in every level."""
+    def reset(self) -> None:
+        """What vLLM holds may be stale: use no name until ranks have looked at their weights.
+
+        What no other engine has is forgotten, unless ``on_reset`` keeps it.
+        """
         self.settle()
         for state in self._states.values():
             self._let_go(state)
-        self.connector.manager.clear()
+        self._weights.doubt()
+        if self._options.on_reset == "forget":
+            self.connector.manager.reset()
 
     def say_ready(self) -> None:
         """Log what was opened."""

@@ -11,6 +11,7 @@ from kvladder.connectors.vllm_checks import this_node
 from kvladder.connectors.vllm_fingerprint import model_fields
 from kvladder.connectors.vllm_groups import Groups
 from kvladder.connectors.vllm_step import Attach, RankDescription
+from kvladder.connectors.vllm_weights import combined
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
 from kvladder.manager import CacheManager
@@ -74,8 +75,9 @@ def layout_of(
             offsets.append(offsets[-1])
     apart = len(set(offsets))
     fields = {
-        **model_fields(vllm_config, fingerprint=fingerprint),
+        **model_fields(vllm_config),
         **fields,
+        "weights": weights_of(ranks, fingerprint),
         "kv.groups": ";".join(
             f"{g.kind} {g.tokens} {g.reach} {size}" for g, size in zip(groups, ends, strict=True)
         ),
@@ -86,6 +88,13 @@ def layout_of(
     element, _, run = elements.pop().partition(" ") if len(elements) == 1 else ("", "", "0")
     layout = Layout(groups.main.tokens, max(ends), fields, element, int(run))
     return layout, tuple(offsets)
+
+
+def weights_of(ranks: Mapping[int, RankDescription], fingerprint: str) -> str:
+    """What stands for the weights at start: those in memory, or a user's text."""
+    if fingerprint != "auto":
+        return f"given {fingerprint}"
+    return combined([described.weights for _, described in sorted(ranks.items())]).hex()
 
 
 def instance_of(parallel_config: Any) -> str:

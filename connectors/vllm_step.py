@@ -32,6 +32,8 @@ class RankDescription(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """What must agree before bytes may be shared, and among the ranks of a stage."""
     replicas: int = 1
     """How many neighbouring ranks, this one among them, hold the same bytes."""
+    weights: bytes = b""
+    """Digest of the weights that it computes with."""
     taken: bool = False
     """Whether a scheduler half works with these tensors already."""
     worker: Any = None
@@ -75,6 +77,24 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]
     """There is no forward pass, and requests wait for blocks that are on their way."""
     number: int = 0
     """To be reported when it has ended; 0 for a step of which nobody wants to know."""
+    turn: int = 0
+    """How many steps were made before it, whether or not they are reported."""
+    weights: tuple[int, ...] = ()
+    """By rank, ``Seen.changes`` as the scheduler half knows it: names are of those weights."""
+    doubt: int = 0
+    """Ranks that have not looked at their weights since this doubt look at them now."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank found when it looked at its weights, before a step's forward pass."""
+
+    changes: int
+    """How often they have changed."""
+    digest: bytes
+    doubt: int
+    """The last one that it looked for."""
+    step: int
 
 
 class Done(NamedTuple):
@@ -102,6 +122,8 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
     done: dict[JobId, Done] = field(default_factory=dict[JobId, Done])
     step: int = 0
     """The number of the step that has ended."""
+    seen: dict[int, Seen] = field(default_factory=dict[int, Seen])
+    """By rank, where there is news of its weights."""
 
     def add(self, finished: Finished) -> None:
         """Report a job that ended here."""
@@ -114,6 +136,7 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
         for job_id, done in other.done.items():
             mine = self.done.get(job_id)
             self.done[job_id] = done if mine is None else mine.plus(done)
+        self.seen.update(other.seen)
         return self
 
 
@@ -154,6 +177,11 @@ class StepConnector(JobConnector):
         """The blocks that the saves under way read may hold something else than they should."""
         for job_id in self._sources:
             self._jobs[job_id].ok = False
+
+    def excuse(self) -> None:
+        """What is being loaded may not arrive, through no fault of the cache: it stays there."""
+        for job in self._jobs.values():
+            job.excused = True
 
     def withdraw(self) -> list[CopyJob]:
         """No step could be made, and nothing is fenced: what is being saved may be overwritten.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,8 @@ import torch
 from kvladder.arena import Arena
 from kvladder.connectors.vllm_checks import group_pages, tensor_fields, this_node
 from kvladder.connectors.vllm_groups import groups_of
-from kvladder.connectors.vllm_step import Attach, Load, RankDescription, Report, Step
+from kvladder.connectors.vllm_loaded import Loaded
+from kvladder.connectors.vllm_step import Attach, Load, RankDescription, Report, Seen, Step
 from kvladder.errors import LayoutError
 from kvladder.gpu.copy import Copier, CopyJob, Finished, JobId
 from kvladder.gpu.pages import BlockPages, Part
@@ -33,8 +35,8 @@ class WorkerHalf:
         vLLM's own.
     rank:
         Its position among all ranks; see :class:`RankDescription`.
-    make_copier:
-        Another way to copy, for tests.
+    make_copier, make_loaded:
+        Another way to copy, and to see the weights, for tests.
     """
 
     def __init__(
@@ -45,13 +47,20 @@ class WorkerHalf:
         rank: int,
         notices: Notices,
         make_copier: Callable[..., Copier] = copier_for,
+        make_loaded: Callable[[Mapping[str, Any]], Loaded] = Loaded,
     ) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._rank = rank
         self._notices = notices
         self._make_copier = make_copier
+        self._make_loaded = make_loaded
+        self._loaded_models: Loaded | None = None
+        self._seen = Seen(0, b"", 0, 0)
+        self._news = False
+        self._stale = False
         self._pages: dict[int, BlockPages] = {}
+        self._pieces: dict[int, Part] = {}
         self._fields: dict[str, str] = {}
         self._replicas: int = getattr(kv_cache_config, "kv_tp_replicas", 1)
         self._arena: Arena | None = None
@@ -90,6 +99,9 @@ class WorkerHalf:
         if not names:
             raise LayoutError(f"rank {self._rank} has no KV tensors", hint="expected at least one")
         self._fields = tensor_fields(self._vllm_config, self._pages, names)
+        layers = self._vllm_config.compilation_config.static_forward_context
+        self._loaded_models = self._make_loaded(layers)
+        self._seen = Seen(0, self._loaded_models.fingerprint(), 0, 0)
 
     def describe(self) -> RankDescription:
         """What the scheduler half needs to know."""
@@ -101,14 +113,22 @@ class WorkerHalf:
             sizes=tuple(self._pages[i].block_bytes if i in self._pages else 0 for i in groups),
             fields=self._fields,
             replicas=self._replicas,
+            weights=self._seen.digest,
             worker=self,
         )
 
     # ---- in a step, in this order
 
     def begin(self, step: Step) -> None:
-        """Before the step writes to any block: end the saves that still read it."""
+        """Before the step writes to any block: look at the weights, end saves that still read it.
+
+        A step whose names are of other weights copies nothing: what it was to load they made, and
+        what it computes is not theirs.
+        """
         self._spoiled = False
+        self._look(step)
+        known = step.weights[self._rank] if step.weights else self._seen.changes
+        self._stale = known != self._seen.changes
         if not step.fence or self._copier is None:
             return
         try:
@@ -117,13 +137,30 @@ class WorkerHalf:
             self._distrusted.update(step.fence)
             raise
 
+    def _look(self, step: Step) -> None:
+        """See what the weights are where that is doubtful: here, or for the scheduler half."""
+        models, seen = self._loaded_models, self._seen
+        if models is None or not (step.doubt > seen.doubt or models.touched()):
+            return
+        try:
+            digest = models.fingerprint()
+        except RuntimeError as error:  # of a device: they are taken to be others until it works
+            self._notices.say("weights", f"the weights could not be read: {error}")
+            digest = os.urandom(32)
+        changed = digest != seen.digest
+        if changed:  # what is on its way was made with the weights before
+            self._distrusted.update(self._loads)
+        self._news = self._news or changed or step.doubt > seen.doubt
+        doubt = max(step.doubt, seen.doubt)
+        self._seen = Seen(seen.changes + changed, digest, doubt, step.turn)
+
     def load(self, step: Step) -> None:
         """Begin the step's loads; those that its forward pass reads have ended on return."""
         self._number = step.number
         waiting = list(step.loads)
         self._parts.update(load.request_id for load in waiting if not load.sync)
         try:
-            while waiting:
+            while waiting and not self._stale:
                 self._loads[waiting[0].job.id] = waiting[0]
                 self._submit(step, waiting[0].job)
                 del waiting[0]
@@ -134,7 +171,7 @@ class WorkerHalf:
         finally:
             for load in waiting:
                 self._loads[load.job.id] = load
-                self._ended(Finished(load.job.id, False, 0, 0.0, "not begun"))
+                self._ended(Finished(load.job.id, False, 0, 0.0, self._why()))
 
     def save(self, step: Step) -> None:
         """After the forward pass: begin the step's saves, unless it computed on garbage.
@@ -144,16 +181,19 @@ class WorkerHalf:
         """
         waiting = list(step.saves)
         try:
-            while waiting and not self._spoiled:
+            while waiting and not (self._spoiled or self._stale):
                 self._submit(step, waiting[0])
                 del waiting[0]
         finally:
             for job in waiting:
-                self._ended(Finished(job.id, False, 0, 0.0, "not begun"))
+                self._ended(Finished(job.id, False, 0, 0.0, self._why()))
         if step.idle and self._copier is not None and self._loads:
             self._copier.rest(REST_S)
         elif step.idle:
             self._resting.wait(REST_S)
+
+    def _why(self) -> str:
+        return "the weights have changed" if self._stale else "not begun"
 
     def received(self) -> set[str]:
         """Requests whose async loads ended since the last call, well or not."""
@@ -172,10 +212,13 @@ class WorkerHalf:
         return bad
 
     def report(self) -> Report | None:
-        """The jobs that ended since the last report, and the step if it is to be reported."""
+        """The jobs that ended since the last report, the step if it is to be, news of weights."""
         report = Report(self._loaded.done | self._saved.done, self._number)
+        if self._news:
+            report.seen[self._rank] = self._seen
         self._loaded, self._saved, self._number = Report(), Report(), 0
-        return report if report.done or report.step else None
+        self._news = False
+        return report if report.done or report.step or report.seen else None
 
     # ---- any time
 
@@ -185,13 +228,26 @@ class WorkerHalf:
         report, self._saved = self._saved, Report()
         return report
 
-    def close(self) -> None:
-        """End what was begun, unmap the arena; ``saved`` still answers. May be called again."""
+    def detach(self) -> None:
+        """Let go of the KV tensors' memory: what was begun has ended. May be called again."""
         if self._copier is not None:
             self._copier.close()
             self._poll()
+            self._copier = None
+
+    def restore(self) -> None:
+        """The KV tensors are in memory again, where they were. May be called again."""
+        if self._copier is None and self._arena is not None:
+            self._copier = self._make_copier(self._pieces, self._arena)
+
+    def close(self) -> None:
+        """End what was begun, unmap the arena; ``saved`` still answers. May be called again."""
+        self.detach()
         if self._arena is not None:
             self._arena.close()
+        if self._loaded_models is not None:
+            self._loaded_models.close()
+            self._loaded_models = None
 
     def _submit(self, step: Step, job: CopyJob) -> None:
         """Begin a job, unless this rank has no part in it: another has the same bytes, or all."""
@@ -205,10 +261,11 @@ class WorkerHalf:
         """The copier; made when the arena is named for the first time."""
         if self._copier is None:
             assert attach is not None
-            self._arena = Arena.attach(attach.arena)
-            offsets = attach.offsets[self._rank]
-            parts = {index: Part(pages, offsets[index]) for index, pages in self._pages.items()}
-            self._copier = self._make_copier(parts, self._arena)
+            if self._arena is None:
+                self._arena = Arena.attach(attach.arena)
+                offsets = attach.offsets[self._rank]
+                self._pieces = {i: Part(pages, offsets[i]) for i, pages in self._pages.items()}
+            self._copier = self._make_copier(self._pieces, self._arena)
         return self._copier
 
     def _poll(self) -> None:
@@ -220,10 +277,11 @@ class WorkerHalf:
         if not finished.ok:
             self._notices.say("copy", f"blocks could not be copied: {finished.error}")
         load = self._loads.pop(finished.id, None)
-        if load is None:
-            trusted = finished.id not in self._distrusted
+        if finished.id in self._distrusted:
             self._distrusted.discard(finished.id)
-            self._saved.add(replace(finished, ok=finished.ok and trusted))
+            finished = replace(finished, ok=False)
+        if load is None:
+            self._saved.add(finished)
             return
         self._loaded.add(finished)
         if not finished.ok and not self._by_block:  # blocks before it may be null, or another's

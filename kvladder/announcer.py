@@ -32,6 +32,7 @@ class Announcer:
         self._told: dict[str, set[BlockKey]] = {name: set() for name in self._indexes}
         self._doubts: deque[tuple[str, Iterator[BlockKey]]] = deque()
         self._again: deque[tuple[str, Iterator[BlockKey]]] = deque()
+        self._renew = False
         self._doubt()
 
     def _doubt(self) -> None:
@@ -51,6 +52,14 @@ class Announcer:
         about these levels hear of blocks that they know; and each hears of all that are removed.
         """
         self._again = deque((name, iter(list(told))) for name, told in self._told.items() if told)
+
+    def renew(self) -> None:
+        """Announce all that was announced as removed and as stored, in the calls to come.
+
+        For a caller who tells listeners other names from now on.
+        """
+        self.repeat()
+        self._renew = True
 
     @property
     def pending(self) -> bool:
@@ -73,10 +82,13 @@ class Announcer:
             name, keys = self._again[0]
             batch = list(islice(keys, COMPARE_MAX))
             still = tuple(key for key in batch if key in self._told[name])
+            if still and self._renew:
+                found.append(Removed(name, still, "removed"))
             if still:
                 found.append(Stored(name, still))
             if not batch:
                 self._again.popleft()
+                self._renew = self._renew and bool(self._again)
         elif self._doubts:
             self._compare(found)
         return found

@@ -316,6 +316,20 @@ class CacheManager:
         for _ in self.stack.clear(erase=erase):
             pass
 
+    def reset(self) -> None:
+        """Forget what no other engine has: blocks of host and of tiers that are not shared.
+
+        Returns at once, however many there are: nothing is stored while ``resetting``. Tiers
+        forget them in the background; what one has not forgotten when the engine ends, a durable
+        one may bring back.
+        """
+        self.stack.reset()
+
+    @property
+    def resetting(self) -> bool:
+        """Whether a reset goes on."""
+        return self.stack.resetting
+
     def stats(self) -> Stats:
         """Counters and occupancy by level, hottest first, and of the arena; plain data."""
         stack = self.stack

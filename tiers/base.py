@@ -22,6 +22,8 @@ from kvladder.policy.eviction import PRIORITY_DEFAULT
 NO_SLOT = Slot(-1)
 NO_PLACE = -1
 """The place of a block of a shared tier that this level holds no place for."""
+EVERYTHING = b"everything"
+"""Stands for all salts, which are 8 bytes long, where all blocks are being removed."""
 NOTE_BYTES = 512
 """The longest note that a tier has to store beside a block."""
 
@@ -111,6 +113,11 @@ class Shared:
     block_bytes: int
     purging: Counter[bytes] = field(default_factory=Counter[bytes])
     """Salts whose blocks are being removed: nothing of theirs is taken meanwhile."""
+
+    def refuses(self, salt: bytes) -> bool:
+        """Whether no level takes blocks of this salt now."""
+        purging = self.purging
+        return bool(purging) and (salt in purging or EVERYTHING in purging)
 
 
 class Tier(ABC):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from math import inf
 
 from kvladder.keys import BlockKey
-from kvladder.tiers.base import Shared
+from kvladder.tiers.base import EVERYTHING, Shared
 from kvladder.tiers.host import HostLevel
 from kvladder.tiers.level import Level
 
@@ -17,6 +17,8 @@ PURGE_PLACES = 4096
 """Places that a purge looks at per step."""
 CLEAR_BATCH = 1024
 """Blocks that go per step, where all do."""
+RESET_BATCH = 128
+"""The same where an engine's thread may wait for the lock."""
 
 
 class Alarm:
@@ -86,6 +88,34 @@ def purge(
             shared.purging[salt] -= 1
             if not shared.purging[salt]:
                 del shared.purging[salt]
+
+
+def reset(
+    levels: Sequence[HostLevel | Level], shared: Shared, *, recall: Callable[[], None]
+) -> Generator[None]:
+    """Forget all that these levels hold, in steps: see ``TierStack.reset``.
+
+    Meanwhile no level takes anything. ``recall`` has what is under way get nowhere; called with
+    the lock held.
+    """
+    with shared.lock:
+        shared.purging[EVERYTHING] += 1
+        recall()
+    try:
+        for level in levels:
+            with shared.lock:
+                coming = level.coming() if isinstance(level, Level) else []
+            for start in range(0, len(coming), RESET_BATCH):
+                with shared.lock:
+                    level.remove(coming[start : start + RESET_BATCH])
+                yield
+            for start in range(0, level.index.places, RESET_BATCH):
+                with shared.lock:
+                    level.remove(level.index.held(start, start + RESET_BATCH))
+                yield
+    finally:
+        with shared.lock:
+            del shared.purging[EVERYTHING]
 
 
 def clear(

@@ -68,7 +68,7 @@ class HostLevel:
         return (
             self.rule.admits(meta.floor, meta.hits)
             and bool(meta.terms.levels & HOST)
-            and meta.terms.salt not in self._shared.purging
+            and not self._shared.refuses(meta.terms.salt)
             and meta.terms.last(self._shared.clock)
         )
 

@@ -219,6 +219,10 @@ class LevelIndex:
         places = (p for p in range(start, end) if self._terms.of(p).salt == salt)
         return [key for place in places if (key := self._key[place]) is not None]
 
+    def held(self, start: int, end: int) -> list[BlockKey]:
+        """Blocks at places ``start <= n < end``."""
+        return [key for key in self._key[start:end] if key is not None]
+
     @property
     def places(self) -> int:
         """All places are below it."""

@@ -108,7 +108,7 @@ class Level:
         return (
             self.rule.admits(meta.floor, meta.hits)
             and bool(meta.terms.levels & self.bit)
-            and meta.terms.salt not in self.shared.purging
+            and not self.shared.refuses(meta.terms.salt)
             and meta.terms.last(self.shared.clock)
             and self.writable
         )
@@ -211,7 +211,7 @@ class Level:
         Where there is no place, the next to go give way, but none of ``spare``. What is being
         removed from here is not held again.
         """
-        if not self.answers or salt in self.shared.purging:
+        if not self.answers or self.shared.refuses(salt):
             return
         wanted: list[BlockKey] = []
         for key in keys:
@@ -273,6 +273,10 @@ class Level:
             self.stats.removed += len(keys)
         self.shared.events.removed(self.name, keys, reason)
         self.stir()
+
+    def coming(self) -> list[BlockKey]:
+        """Every block that waits to be written or is being written."""
+        return self._writer.keys()
 
     def keys(self) -> list[BlockKey]:
         """Every block that is here or on its way."""

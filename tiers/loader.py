@@ -89,6 +89,11 @@ class Loader:
             if arrival.meta.terms.salt == salt:
                 arrival.dead = True
 
+    def recall_all(self) -> None:
+        """``recall`` for every block; what others have is still asked for."""
+        for arrival in self._arrivals.values():
+            arrival.dead = True
+
     def fetch(self, fetch: Fetch) -> None:
         """Pin the longest prefix of its keys and begin to bring up what is not in host slots.
 

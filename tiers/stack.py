@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from math import inf
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from kvladder.keys import BlockKey
 from kvladder.policy.worth import Worth
 from kvladder.tiers.alike import alike, all_new, publish_alike
 from kvladder.tiers.base import Shared
-from kvladder.tiers.endings import Alarm, clear, purge
+from kvladder.tiers.endings import Alarm, clear, purge, reset
 from kvladder.tiers.fetch import Fetch
 from kvladder.tiers.host import HostLevel
 from kvladder.tiers.host import HostSettings as HostSettings
@@ -24,6 +24,8 @@ from kvladder.tiers.loader import Loader
 from kvladder.tiers.saving import Saving
 from kvladder.tiers.terms import ANYWHERE, HOST
 
+RESET_STEPS = 16
+"""Steps of a reset that its caller takes; the loop thread takes the others."""
 TOUCH_BATCH = 256
 """Blocks touched per turn of the loop, so that the lock is never held for long."""
 
@@ -72,6 +74,7 @@ class TierStack:
         }
         """Per write-through level, blocks of the host level that its queue had no room for."""
         self._scheduled = False
+        self._resetting: Generator[None] | None = None
         self._closed = False
         self.worth = worth or Worth()
         self.loader = Loader(
@@ -331,6 +334,39 @@ class TierStack:
                 if level.tier.shared:  # also what others put; it is not asked until then
                     level.purge(None)
         return clear(self.levels, self.shared, keys, remove=self.remove, erase=erase)
+
+    def reset(self) -> None:
+        """Forget what no other engine has: blocks of the host level and of private tiers.
+
+        Returns at once, however many there are. Until ``resetting`` is over, nothing is stored.
+        Shared tiers keep what they have.
+        """
+        with self.lock:
+            if self._resetting is not None:
+                return
+            private = [level for level in self.levels if not level.tier.shared]
+            self._resetting = reset([self.host, *private], self.shared, recall=self._recall_all)
+        self._reset_on(RESET_STEPS)
+
+    @property
+    def resetting(self) -> bool:
+        """Whether a reset goes on."""
+        return self._resetting is not None
+
+    def _reset_on(self, steps: int = 1) -> None:
+        resetting = self._resetting
+        if resetting is None:
+            return
+        for _ in range(steps):
+            if self._closed or next(resetting, self) is self:
+                resetting.close()
+                self._resetting = None
+                return
+        self._post(self._reset_on)
+
+    def _recall_all(self) -> None:
+        self._saving.discard_if(lambda _: True)
+        self.loader.recall_all()
 
     def purge(self, salt: bytes) -> Iterator[dict[str, int]]:
         """Forget every block of a salt: after each step, how many by level so far.

@@ -22,6 +22,7 @@ from kvladder.gpu.copy import Copier
 from kvladder.gpu.pages import Parts
 from kvladder.notices import Notices
 from tests.connectors.lazy import LazyCopier
+from tests.connectors.loaded import FakeLoaded
 
 TOKENS = 4
 LAYERS = 2
@@ -117,6 +118,7 @@ class Engine:
         load: str = "async",
         save_decode: bool = True,
         ranks: int = 1,
+        on_reset: Any = "forget",
     ) -> None:
         from kvladder.connectors import vllm_worker
         from kvladder.connectors.vllm_options import Options
@@ -137,14 +139,22 @@ class Engine:
         self.kv = [
             torch.zeros(LAYERS, blocks, 1, TOKENS, 1, dtype=torch.int64) for _ in range(ranks)
         ]
+        self.loaded_models = [FakeLoaded() for _ in range(ranks)]
         self.workers = []
         for rank, kv in enumerate(self.kv):
             worker = vllm_worker.WorkerHalf(
-                vllm_config, kv_config, rank=rank, notices=self.notices, make_copier=make
+                vllm_config,
+                kv_config,
+                rank=rank,
+                notices=self.notices,
+                make_copier=make,
+                make_loaded=self.loaded_models[rank],
             )
             worker.register({f"l{i}": kv[i] for i in range(LAYERS)})
             self.workers.append(worker)
-        options = Options(load="async" if self.is_async else "sync", save_decode=save_decode)
+        options = Options(
+            load="async" if self.is_async else "sync", save_decode=save_decode, on_reset=on_reset
+        )
         self.half = SchedulerHalf(
             vllm_config,
             kv_config,

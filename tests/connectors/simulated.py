@@ -4,6 +4,8 @@ What vLLM decides is real: windows whose blocks are freed, states that move, pre
 prefix cache, hand-offs. A forward pass is not: each token writes two numbers into each group's
 block that depend on its whole prefix, and before that it reads what its kind of attention reads,
 and finds what the tokens before it wrote, or the test fails. All groups share the same bytes.
+In what is written is also which weights wrote it, or that several had a part in it. What the cache
+gives back must have been written by those in memory then, and by them alone.
 """
 
 from __future__ import annotations
@@ -27,9 +29,15 @@ from kvladder.gpu.copy import Copier
 from kvladder.gpu.pages import Parts
 from kvladder.notices import Notices
 from tests.connectors.lazy import LazyCopier
+from tests.connectors.loaded import FakeLoaded
 from tests.connectors.mixes import MODELS, SECTION, WINDOW, vllm_configs
 
 Numbers = npt.NDArray[np.int64]
+
+STAMP = 1000
+"""Times the number of the weights, this is added to what they write."""
+MIXED = 99
+"""Stands for several weights."""
 
 
 class Rank:
@@ -55,12 +63,14 @@ class Rank:
             self.copier = LazyCopier(parts, arena, random=simulation.random)
             return self.copier
 
+        self.models = FakeLoaded(b"0")
         self.half = WorkerHalf(
             simulation.vllm_config,
             simulation.kv_config,
             rank=rank,
             notices=Notices(lambda: 0.0),
             make_copier=make,
+            make_loaded=self.models,
         )
         self.half.register(layers)
 
@@ -132,6 +142,10 @@ class Simulation:
         self._count = 0
         self.answers: dict[str, list[int]] = {}
         self.reads = self.steps = self.failures = 0
+        self.weights = 0
+        """Which weights are in memory."""
+        self._filled: dict[tuple[int, int], int] = {}
+        """By group and block that is filled from the cache, which weights it has to be of."""
         self.hits = 0
         """Tokens that came from the connector, as vLLM counts them."""
 
@@ -194,6 +208,12 @@ class Simulation:
         if connector:
             assert self.scheduler.reset_connector_cache()
 
+    def reload(self, weights: int, *, noticed: bool) -> None:
+        """Others are in memory from now on; ``noticed`` by the worker halves."""
+        self.weights = weights
+        for rank in self.ranks:
+            rank.models.load(b"%d" % weights, noticed=noticed)
+
     def run(self, steps_max: int = 3000) -> None:
         """Step until every request is over and everything is copied."""
         for _ in range(steps_max):
@@ -230,9 +250,17 @@ class Simulation:
             rank.raw[list(output.new_block_ids_to_zero or ())] = 0
             for copy in output.kv_cache_block_copies or ():
                 rank.raw[copy.dst_block_id] = rank.raw[copy.src_block_id]
+        for copy in output.kv_cache_block_copies or ():
+            for index in range(len(self.groups)):
+                self._filled.pop((index, copy.dst_block_id), None)
         sampled = [self._compute(i, n) for i, n in output.num_scheduled_tokens.items()]
         received: list[set[str]] = []
         failed, bad, report = set[str](), set[int](), None
+        self._filled.update(
+            ((load.job.group, block), self.weights)
+            for load in step.loads
+            for block in load.job.blocks
+        )
         for rank in self.ranks:
             rank.half.load(step)
             rank.half.save(step)
@@ -304,55 +332,77 @@ class Simulation:
         start, end = sequence.computed, sequence.computed + count
         content = self._content(sequence, self._salts[request_id], end)
         assert len(content) == end, "tokens are computed that nobody said"
+        said = int(content[-1, 0]) % 50
+        who = {self.weights}
+        for index in range(len(self.groups)):
+            for rank in self.ranks:
+                who |= self._read(rank, request_id, index, content, start)
+        content[start:] += STAMP * (self.weights if who == {self.weights} else MIXED)
         for index, (kind, tokens) in enumerate(self.groups):
             table = np.array(sequence.tables[index])
-            where = f"step {self.steps}: {request_id} at {start} reads another's KV: {kind} {index}"
             for rank in self.ranks:
                 view = rank.views[index]
                 if kind == "state":
-                    self._state(view, sequence, index, content, (start, end), where)
+                    self._write_state(view, sequence, index, content, end)
                     continue
-                first = 0
-                if kind == "window":
-                    first = max(0, start - WINDOW + 1)
-                elif kind == "local":
-                    first = start // SECTION * SECTION
-                cells = view.reshape(self.blocks, tokens, 2)
-                at = np.arange(first, start)
-                self.reads += len(at)
-                assert table[at // tokens].all(), f"{where}: null block"
-                read = cells[table[at // tokens], at % tokens]
-                assert (read == content[first:start] + index).all(), where
                 at = np.arange(start, end)
+                cells = view.reshape(self.blocks, tokens, 2)
                 cells[table[at // tokens], at % tokens] = content[start:end] + index
+            for block in table[start // tokens : -(-end // tokens)]:
+                self._filled.pop((index, int(block)), None)
         sequence.computed = sequence.stated = end
         if end < len(sequence.tokens):
             return []
-        sequence.tokens.append(int(content[-1, 0]) % 50)
+        sequence.tokens.append(said)
         self.answers.setdefault(request_id, []).append(sequence.tokens[-1])
         return sequence.tokens[-1:]
 
-    def _state(
-        self,
-        view: Numbers,
-        sequence: Tracked,
-        index: int,
-        content: Numbers,
-        span: tuple[int, int],
-        where: str,
+    def _read(
+        self, rank: Rank, request_id: str, index: int, content: Numbers, start: int
+    ) -> set[int]:
+        """Read what a group reads of the first ``start`` tokens; which weights wrote it."""
+        kind, tokens = self.groups[index]
+        sequence = self._alive[request_id]
+        where = f"step {self.steps}: {request_id} at {start} reads another's KV: {kind} {index}"
+        table = np.array(sequence.tables[index])
+        if kind == "state":
+            if not start:
+                return set()
+            self.reads += 1
+            block = table[((start if sequence.stated is None else sequence.stated) - 1) // tokens]
+            assert block, f"{where}: null block"
+            read = rank.views[index][block, :3]
+            assert read[2] == start, where
+            stamps, blocks = read[:2] - content[start - 1] - index, [block]
+        else:
+            first = 0
+            if kind == "window":
+                first = max(0, start - WINDOW + 1)
+            elif kind == "local":
+                first = start // SECTION * SECTION
+            at = np.arange(first, start)
+            self.reads += len(at)
+            blocks = table[at // tokens]
+            assert blocks.all(), f"{where}: null block"
+            cells = rank.views[index].reshape(self.blocks, tokens, 2)
+            stamps = cells[blocks, at % tokens] - content[first:start] - index
+        by_token = stamps.reshape(-1, 2)
+        assert (by_token[:, 0] == by_token[:, 1]).all(), where
+        assert not (by_token % STAMP).any(), where
+        who = by_token[:, 0] // STAMP
+        assert ((who >= 0) & (who <= MIXED)).all(), where
+        for block, wrote in zip(blocks, who, strict=True):
+            expected = self._filled.get((index, int(block)), wrote)
+            assert wrote == expected, f"{where}: of weights {wrote}, not {expected}"
+        return {int(one) for one in who}
+
+    def _write_state(
+        self, view: Numbers, sequence: Tracked, index: int, content: Numbers, end: int
     ) -> None:
         """Move the running state to the block of the last token, as vLLM does, and change it."""
-        (start, end), tokens = span, self.groups[index][1]
-        table = sequence.tables[index]
-        before = ((start if sequence.stated is None else sequence.stated) - 1) // tokens
-        now = (end - 1) // tokens
-        assert table[now], f"{where}: null block"
-        if start:
-            self.reads += 1
-            assert table[before], f"{where}: null block"
-            expected = [*(content[start - 1] + index), start]
-            assert view[table[before], :3].tolist() == expected, where
-        view[table[now], :3] = [*(content[end - 1] + index), end]
+        block = sequence.tables[index][(end - 1) // self.groups[index][1]]
+        assert block, f"step {self.steps}: null block"
+        view[block, :3] = [*(content[end - 1] + index), end]
 
     def close(self) -> None:
         """End it as vLLM does, the workers first; everything must have been given back."""

@@ -128,7 +128,7 @@ def test_each_level_is_told_with_tokens_and_parents(engine: Engine) -> None:
     assert any(type(event).__name__ == "BlockRemoved" for event in events), "the host level is full"
     serve(engine, [*prompt(0), 1])
     replay(taken(engine), known)
-    engine.half.clear()
+    engine.half.reset()
     replay(taken(engine), known)
     assert known == {"host": set(), "cold": set()}
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pickle
+import threading
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvladder.connectors.vllm_find import Find
+from kvladder.connectors.weights import weights_digest
 from tests.connectors.scripted import TOKENS, Engine, Entry, Request
 
 if importlib.util.find_spec("vllm") is None:
@@ -374,11 +377,34 @@ def test_a_cleared_cache_has_nothing(engines: list[Engine]) -> None:
     served(engine, prompt(1))
     waiting = Request("waits", prompt(1))
     engine.half.arrived(waiting)
-    engine.half.clear()
+    engine.half.reset()
+    assert engine.half.ask(waiting, 0) == (None, False), "the ranks look at their weights first"
+    engine.step()
+    assert not engine.half.connector.manager.resetting
     assert engine.half.ask(waiting, 0) == (0, False)
     engine.half.finished(waiting)
     served(engine, prompt(1))
     assert engine.loaded == 0
+
+
+def with_adapter(engine: Engine, name: str, path: Any, *, number: int = 1) -> Request:
+    request = Request(name, prompt(1))
+    request.lora_request = SimpleNamespace(
+        lora_int_id=number, lora_path=str(path), load_inplace=name.startswith("anew")
+    )
+    engine.half.arrived(request)
+    engine.entries[name] = Entry(request, 31)
+    return request
+
+
+def known(engine: Engine, request: Request) -> bool:
+    """Whether it can be said, by now, what the blocks of a request are called."""
+    end = time.monotonic() + 60
+    state = engine.half._states[request.request_id]
+    while not state.apart and not engine.half._named(state):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    return not state.apart
 
 
 def test_adapters_with_other_weights_share_nothing(engines: list[Engine], tmp_path: Any) -> None:
@@ -388,17 +414,57 @@ def test_adapters_with_other_weights_share_nothing(engines: list[Engine], tmp_pa
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "adapter_model.bin").write_bytes(weights * 5000)
-        request = Request(f"lora{number}", prompt(1))
-        request.lora_request = SimpleNamespace(lora_int_id=number, lora_path=str(folder))
-        engine.half.arrived(request)
-        engine.entries[request.request_id] = Entry(request, 31)
+        request = with_adapter(engine, f"lora{number}", folder, number=number)
+        assert known(engine, request)
         engine.run()
         assert engine.loaded == (7 if number > 1 else 0)
-    gone = Request("gone", prompt(1))
-    gone.lora_request = SimpleNamespace(lora_int_id=9, lora_path=str(tmp_path / "gone"))
-    engine.half.arrived(gone)
+    gone = with_adapter(engine, "gone", tmp_path / "gone", number=9)
+    assert not known(engine, gone)
     assert engine.half.ask(gone, 0) == (0, False)
-    engine.half.finished(gone)
+    engine.run()
+    (tmp_path / "1").rename(tmp_path / "gone")
+    late = with_adapter(engine, "late", tmp_path / "gone", number=9)
+    assert known(engine, late), "it is there by now"
+    engine.run()
+    assert engine.loaded == 14
+
+
+def test_an_adapter_is_read_beside_the_engine_and_computed_without_a_cache_until_then(
+    engines: list[Engine], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvladder.connectors import vllm_requests
+
+    engine = Engine(HOST)
+    engines.append(engine)
+    (tmp_path / "adapter_model.bin").write_bytes(b"one" * 5000)
+    go, begun = threading.Event(), threading.Semaphore(0)
+
+    def slowly(path: Any) -> str:
+        begun.release()
+        assert go.wait(60)
+        return weights_digest(path)
+
+    monkeypatch.setattr(vllm_requests, "weights_digest", slowly)
+    for name in ("first", "second"):
+        with_adapter(engine, name, tmp_path)
+        engine.run()
+    assert engine.half.stats()["host"]["stored"] == 0
+    third = with_adapter(engine, "third", tmp_path)
+    engine.step(budget=8)
+    go.set()
+    assert known(engine, third)
+    engine.run()
+    assert engine.half.stats()["host"]["stored"] == 7, "also what was computed before"
+    with_adapter(engine, "fourth", tmp_path)
+    engine.run()
+    assert engine.loaded == 7
+    assert begun.acquire(timeout=60)
+    assert not begun.acquire(blocking=False), "once for all of them"
+    (tmp_path / "adapter_model.bin").write_bytes(b"two" * 5000)
+    anew = with_adapter(engine, "anew", tmp_path)
+    assert known(engine, anew)
+    engine.run()
+    assert engine.loaded == 7, "nothing of the weights before"
 
 
 def test_what_the_halves_tell_each_other_can_be_pickled(engines: list[Engine]) -> None:

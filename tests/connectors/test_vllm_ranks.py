@@ -16,6 +16,7 @@ from kvladder.errors import ConfigError
 from kvladder.gpu.copy import CopyJob, JobId
 from kvladder.layout import Layout
 from kvladder.notices import Notices
+from tests.connectors.loaded import FakeLoaded
 from tests.connectors.scripted import TOKENS, configs, kv_spec
 
 if importlib.util.find_spec("vllm") is None:
@@ -90,7 +91,13 @@ def test_a_rank_copies_what_it_has_and_reports_the_rest_as_done() -> None:
     arena = Arena.create(4, 4096)
     workers: list[WorkerHalf] = []
     for rank in range(2):
-        worker = WorkerHalf(vllm_config, kv_config, rank=rank, notices=Notices(lambda: 0.0))
+        worker = WorkerHalf(
+            vllm_config,
+            kv_config,
+            rank=rank,
+            notices=Notices(lambda: 0.0),
+            make_loaded=FakeLoaded(),
+        )
         kv = torch.full((2, 6, 1, TOKENS, 1), 7 + rank, dtype=torch.int64)
         worker.register({f"l{i}": kv[i] for i in range(2)})
         assert worker.describe().sizes == (2 * TOKENS * 8, 0)

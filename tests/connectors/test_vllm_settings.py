@@ -186,7 +186,7 @@ def test_everything_that_changes_the_bytes_changes_the_name() -> None:
         for name, value in changes.items():
             part, _, option = name.partition("__")
             setattr(getattr(vllm_config, part) if option else vllm_config, option or part, value)
-        return model_fields(vllm_config, fingerprint="auto")
+        return model_fields(vllm_config)
 
     plain = fields()
     assert fields() == plain
@@ -209,9 +209,6 @@ def test_everything_that_changes_the_bytes_changes_the_name() -> None:
     ]
     assert [one["speculative"] for one in drafts] == ["", "", "eagle", "draft_model"]
     assert drafts[:2] == [plain, plain]  # they keep no KV
-    vllm_config, _ = configs()
-    given = [model_fields(vllm_config, fingerprint=name)["weights"] for name in ("v1", "v2")]
-    assert given == ["given v1", "given v2"]
 
 
 # ---- weights

@@ -83,6 +83,12 @@ def disturb(one: Simulation, random: Random) -> None:
     chance = random.random()
     if chance < 0.06:
         one.reset(running=random.random() < 0.3, connector=random.random() < 0.1)
+    chance = random.random()
+    if chance < 0.05:
+        told = random.random() < 0.5
+        one.reload(random.randrange(3), noticed=not told)
+        if told:
+            one.reset(running=random.random() < 0.3, connector=True)
     for rank in one.ranks:
         if rank.copier is not None:
             rank.copier.failing = random.choice([0.0, 0.0, 0.15])
@@ -99,11 +105,12 @@ def windows_or_states(model: str) -> bool:
 def test_nothing_is_ever_read_that_was_not_written(
     tmp_path: Path, model: str, source: str, seed: int
 ) -> None:
-    """Shared prefixes, preemption, aborts, resets, copies and tiers that fail."""
+    """Shared prefixes, preemption, aborts, resets, other weights, copies and tiers that fail."""
     random = Random(f"{model} {source} {seed}")
+    given = {"host": HOST, "small host": {"host": "64 KiB"}, "moody": moody(12, seed=seed)}[source]
     one = Simulation(
         tmp_path,
-        {"host": HOST, "small host": {"host": "64 KiB"}, "moody": moody(12, seed=seed)}[source],
+        {**given, "on_reset": random.choice(["forget", "keep"])},
         model,
         seed=seed,
         blocks=len(MODELS[model]) * random.choice([20, 30]),

@@ -110,6 +110,16 @@ class Engine:
         """Drop vLLM's own prefix cache."""
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
 
+    def reload(self, weights: str) -> None:
+        """Load the weights of another checkpoint into the running model, and say nothing of it."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": weights})
+
+    def nap(self) -> None:
+        """What vLLM's sleep begins with, and its end; a CPU has no more of it."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        core.pause_scheduler(mode="abort")
+        core.resume_scheduler()
+
     def stats(self, *, wait_s: float = PATIENCE_S) -> Any:
         """The connector's statistics, its invariants checked, once the tiers are idle or hang."""
         end = time.monotonic() + wait_s

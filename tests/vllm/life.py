@@ -210,7 +210,7 @@ def churn(
 
 def forget(engine: Any) -> None:
     """Empty every tier; vLLM and other connectors keep what they have."""
-    engine.half.clear()
+    engine.half.reset()
 
 
 def rss_bytes() -> int:

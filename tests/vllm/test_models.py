@@ -72,13 +72,15 @@ def test_a_model_says_the_same_when_it_is_served_from_host_and_from_files(
 def test_ranks_that_hold_the_same_latents_store_them_once_for_any_number_of_ranks(
     start: Start, tmp_path: Path
 ) -> None:
+    """A text stands for the weights: what a rank has in memory depends on how many there are."""
     model = make(tmp_path, "deepseek")
     prompts = {"prompts": PROMPTS}
-    one = start(stack(tmp_path / "kv"), ["each", prompts], ["shutdown"], model=model)
+    named: dict[str, Any] = {"model": {"fingerprint": "tiny deepseek"}}
+    one = start(stack(tmp_path / "kv", **named), ["each", prompts], ["shutdown"], model=model)
     one.finish()
     stats = tmp_path / "stats.json"
     two = start(
-        stack(tmp_path / "kv", stats_file=str(stats)),
+        stack(tmp_path / "kv", stats_file=str(stats), **named),
         ["each", prompts],
         ["shutdown"],
         model=model,

@@ -1,0 +1,39 @@
+"""Weights that are a few bytes, for engines without a model."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+
+class FakeLoaded:
+    """What a rank has in memory, as ``vllm_loaded.Loaded`` tells it."""
+
+    def __init__(self, content: bytes = b"first") -> None:
+        self.content = content
+        self.looked = 0
+        """How often all of it was read."""
+        self.failing = False
+        self._touched = False
+
+    def __call__(self, layers: Any) -> Any:
+        """As a worker half makes it."""
+        return self
+
+    def load(self, content: bytes, *, noticed: bool = True) -> None:
+        """Others are in memory now; ``noticed`` by what watches them."""
+        self.content = content
+        self._touched = self._touched or noticed
+
+    def touched(self) -> bool:
+        return self._touched
+
+    def fingerprint(self) -> bytes:
+        self._touched = self.failing
+        self.looked += 1
+        if self.failing:
+            raise RuntimeError("an illegal memory access was encountered")
+        return hashlib.sha256(self.content).digest()
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,226 @@
+"""Names follow the weights in memory: reloads that are noticed or told by a reset, and ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+from tests.connectors.scripted import TOKENS, Engine, Request
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+HOST = {"host": "1 MiB"}
+PROMPT = Random(1).choices(range(50), k=7 * TOKENS + 2)
+Start = Callable[..., Engine]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Engines that keep their blocks over a reset."""
+    engines: list[Engine] = []
+
+    def begin(source: Any = HOST, **options: Any) -> Engine:
+        engines.append(Engine(source, **{"on_reset": "keep", **options}))
+        return engines[-1]
+
+    yield begin
+    for engine in engines:
+        engine.half.connector.manager.check()
+        engine.close()
+
+
+def loaded(engine: Engine, prompt: list[int] = PROMPT) -> int:
+    """How many blocks a request for this prompt gets from the cache."""
+    before = engine.loaded
+    engine.add(prompt, length=len(prompt) + 1)
+    engine.run()
+    return engine.loaded - before
+
+
+def become(engine: Engine, content: bytes, *, noticed: bool, ranks: int | None = None) -> None:
+    for models in engine.loaded_models[:ranks]:
+        models.load(content, noticed=noticed)
+
+
+def looked(engine: Engine) -> list[int]:
+    return [models.looked for models in engine.loaded_models]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_after_a_reset_other_weights_have_other_names_and_old_ones_return(
+    start: Start, ranks: int
+) -> None:
+    engine = start(ranks=ranks)
+    assert [loaded(engine), loaded(engine)] == [0, 7]
+    for content, known in ((b"new", 0), (b"first", 7), (b"new", 7), (b"third", 0)):
+        become(engine, content, noticed=False)
+        engine.half.reset()
+        assert loaded(engine) == known, "the first request waits one step until they are known"
+        assert loaded(engine) == 7
+
+
+@pytest.mark.parametrize("changed", [1, 2])
+def test_a_reload_that_is_seen_needs_no_reset(start: Start, changed: int) -> None:
+    """Only one of the ranks may have other weights; the step that sees it loads and saves none."""
+    engine = start(ranks=2)
+    assert [loaded(engine), loaded(engine)] == [0, 7]
+    for content, known in ((b"new", 0), (b"first", 7)):
+        become(engine, content, noticed=True, ranks=changed)
+        before = engine.half.connector.manager.stats()["host"]["stored"]
+        engine.add(PROMPT, length=len(PROMPT) + 1)
+        engine.run()
+        assert engine.half.connector.manager.stats()["host"]["stored"] == before
+        assert loaded(engine) == known
+        assert loaded(engine) == 7
+
+
+def test_weights_that_are_read_again_and_are_the_same_keep_their_names(start: Start) -> None:
+    engine = start(ranks=2)
+    assert [loaded(engine), loaded(engine)] == [0, 7]
+    assert looked(engine) == [1, 1], "once at start"
+    engine.half.reset()
+    assert loaded(engine) == 7
+    become(engine, b"first", noticed=True)
+    assert loaded(engine) == 7
+    assert looked(engine) == [3, 3]
+    for _ in range(3):
+        assert loaded(engine) == 7
+    assert looked(engine) == [3, 3], "and not in each step"
+
+
+def test_nothing_is_looked_at_while_the_engine_may_be_asleep(start: Start) -> None:
+    """Steps without a request are made while it sleeps, too: its weights are not in memory."""
+    engine = start()
+    assert loaded(engine) == 0
+    engine.half.reset()
+    for _ in range(3):
+        assert not engine.step().doubt
+    assert looked(engine) == [1]
+    assert loaded(engine) == 7
+    assert looked(engine) == [2]
+
+
+def test_a_request_with_blocks_of_other_weights_is_not_saved(start: Start) -> None:
+    engine = start()
+    longer = Random(2).choices(range(50), k=12 * TOKENS)
+    engine.add(longer, length=len(longer) + 1)
+    engine.step(budget=5 * TOKENS)
+    become(engine, b"new", noticed=True)
+    engine.run()
+    assert loaded(engine, longer) == 0
+    assert loaded(engine, longer) == 11
+    become(engine, b"first", noticed=True)
+    engine.step()
+    assert loaded(engine, longer) == 5, "what was complete before"
+
+
+def test_loads_under_way_are_given_up_and_their_blocks_kept(start: Start) -> None:
+    engine = start()
+    assert loaded(engine) == 0
+    for copier in engine.copiers:
+        copier.held = True
+    request = engine.add(PROMPT, length=len(PROMPT) + 1)
+    while not request.num_computed_tokens:
+        engine.step()
+    assert engine.loaded == 7
+    become(engine, b"new", noticed=True)
+    engine.step()
+    for copier in engine.copiers:
+        copier.held = False
+    engine.run()
+    assert engine.half.stats()["host"]["blocks"] == 7
+    become(engine, b"first", noticed=True)
+    engine.add(PROMPT, length=len(PROMPT) + 1)
+    engine.run()
+    assert loaded(engine) == 7
+
+
+def test_a_request_that_begins_in_vllms_own_outdated_cache_stays_apart(start: Start) -> None:
+    engine = start()
+
+    class Pool:
+        cached_block_hash_to_block = object()
+
+    pool = Pool()
+    engine.half.bind(pool)
+    assert loaded(engine) == 0
+    become(engine, b"new", noticed=True)
+    loaded(engine)
+    request = Request("begun", PROMPT)
+    engine.half.arrived(request)
+    assert engine.half.ask(request, 2 * TOKENS) == (0, False)
+    assert engine.half._states["begun"].apart
+    engine.half.finished(request)
+    pool.cached_block_hash_to_block = object()  # vLLM has emptied it
+    request = Request("clean", PROMPT)
+    engine.half.arrived(request)
+    engine.half.ask(request, 2 * TOKENS)
+    assert not engine.half._states["clean"].apart
+    engine.half.finished(request)
+
+
+def test_weights_that_cannot_be_read_are_of_no_name(start: Start) -> None:
+    engine = start()
+    assert [loaded(engine), loaded(engine)] == [0, 7]
+    engine.loaded_models[0].failing = True
+    engine.half.reset()
+    assert [loaded(engine), loaded(engine)] == [0, 0]
+    engine.loaded_models[0].failing = False
+    engine.half.reset()
+    assert loaded(engine) == 7
+
+
+def test_requests_wait_no_longer_than_is_worth_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvladder.connectors import vllm_weights
+
+    engine = start()
+    monkeypatch.setattr(vllm_weights, "PATIENCE", 5)
+    monkeypatch.setattr(engine.workers[0], "_look", lambda step: None)
+    engine.half.reset()
+    assert loaded(engine) == 0
+
+
+def test_a_reset_forgets_what_this_engine_alone_has(start: Start, tmp_path: Any) -> None:
+    files = {"type": "files", "path": str(tmp_path), "capacity": "4 MiB", "when": "commit"}
+    source = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, files]}
+    engine = start(source, on_reset="forget")
+    assert [loaded(engine), loaded(engine)] == [0, 7]
+    engine.half.reset()
+    stats = engine.half.stats()
+    assert (stats["host"]["blocks"], stats["files"]["blocks"]) == (0, 0)
+    assert [loaded(engine), loaded(engine)] == [0, 7]
+
+
+def test_what_is_told_of_weights_can_be_pickled(start: Start) -> None:
+    engine = start(ranks=2)
+    engine.half.reset()
+    engine.add(PROMPT, length=len(PROMPT) + 1)
+    step = engine.half.build(engine._output({}))
+    again = pickle.loads(pickle.dumps(step))
+    assert (again.weights, again.doubt, again.turn) == (step.weights, step.doubt, step.turn)
+    engine.run()
+
+
+def test_kv_tensors_are_let_go_for_a_sleep_and_taken_again(start: Start) -> None:
+    engine = start()
+    worker = engine.workers[0]
+    worker.detach()
+    worker.restore()
+    assert engine.copiers == [], "there was nothing to copy yet"
+    assert loaded(engine) == 0
+    for _ in range(2):
+        worker.detach()
+    for _ in range(2):
+        worker.restore()
+    assert len(engine.copiers) == 2
+    assert loaded(engine) == 7
