@@ -13,6 +13,8 @@ import pytest
 
 from kvladder import open_cache
 from kvladder.cli import main
+from kvladder.compose import open_manager
+from kvladder.config import load_config
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 
@@ -96,6 +98,22 @@ def test_caches_that_answer_are_purged_and_the_others_named(config, tmp_path, ca
     for name in ("kv.dp1.sock", "kv.dp2.sock"):
         assert f"{tmp_path / name}: no answer: timed out" in said
     assert "done all the same: kv.sock: host: 3 blocks removed" in said
+
+
+def test_what_an_engine_left_is_purged_beside_those_that_run(config, tmp_path, capsys):
+    """Two engines of one configuration, each in a directory of its own; one has ended."""
+    with open_cache(config, layout=LAYOUT) as cache:
+        cache.save(KEYS, salt="red").commit()
+        with open_manager(load_config(config), LAYOUT, instance="dp1") as second:
+            second.save(KEYS, salt="red").commit()
+            assert f"directory {SPACE[:16]}.1" in second.describe()
+        assert main(["purge", config, "--salt", "red", "--wait", "10"]) == 0
+        said = capsys.readouterr().out
+        assert "kv.sock: host: 3 blocks removed" in said
+        assert f"files: 3 blocks removed, 3 overwritten, of {SPACE}" in said
+    whole = load_config(config)
+    with open_manager(whole, LAYOUT) as one, open_manager(whole, LAYOUT, instance="dp1") as other:
+        assert one.lookup(KEYS).total == other.lookup(KEYS).total == 0
 
 
 def test_without_a_namespace_that_a_server_needs_nothing_is_purged(tmp_path, capsys):
