@@ -9,6 +9,7 @@ from typing import Final
 
 from kvladder.events import Overflow, Reason, Removed, Stored
 from kvladder.keys import BlockKey
+from kvladder.tiers.index import LevelIndex
 from kvladder.tiers.stack import TierStack
 
 COMPARE_MAX: Final = 1024
@@ -39,11 +40,17 @@ class Announcer:
         """Compare everything in the calls to come."""
         self._doubts.clear()
         for name, index in self._indexes.items():
+            if index.places:
+                self._doubts.append((name, self._held(index)))
+            if self._told[name]:
+                self._doubts.append((name, iter(list(self._told[name]))))
+
+    def _held(self, index: LevelIndex) -> Iterator[BlockKey]:
+        """What it holds, a part at a time; what comes meanwhile is told by events."""
+        for start in range(0, index.places, COMPARE_MAX):
             with self._lock:
-                held = list(index)
-            for keys in (held, list(self._told[name])):
-                if keys:
-                    self._doubts.append((name, iter(keys)))
+                part = index.held(start, start + COMPARE_MAX)
+            yield from part
 
     def repeat(self) -> None:
         """Announce all that was announced again, in the calls to come.

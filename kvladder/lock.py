@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 from weakref import WeakSet
 
-STEP: Final = 256
+STEP: Final = 128
 """Blocks that are looked at one by one before the lock is released: less than a millisecond."""
 BULK_STEP: Final = 1024
 """The same where built-in functions run over all of them at once."""

@@ -40,7 +40,7 @@ class Histogram:
         self.counts[bisect_left(self.le, value)] += 1
         self.sum += value
 
-    def observe_all(self, values: NDArray[np.int64]) -> None:
+    def observe_all(self, values: NDArray[np.int64] | NDArray[np.float32]) -> None:
         """Count each of ``values``."""
         buckets = np.searchsorted(np.asarray(self.le), values)
         found = np.bincount(buckets, minlength=len(self.counts)).tolist()

@@ -58,12 +58,13 @@ def publish_alike(
     return True
 
 
-def serve_alike(fetch: Fetch, host: HostLevel, levels: Sequence[Level]) -> bool:
-    """Pin all that a fetch asks for and count the hits, if all of it is in host for good.
+def serve_alike(
+    fetch: Fetch, keys: Sequence[BlockKey], host: HostLevel, levels: Sequence[Level]
+) -> bool:
+    """Pin the next blocks of a fetch as hits, if all of them are in host for good.
 
     Else nothing has changed, and False is returned; as where a level wants what was hit so often.
     """
-    keys = fetch.keys
     wanting = any(level.rule.when == "commit" and level.rule.min_hits for level in levels)
     if len(keys) < BULK_MIN or wanting or not fetch.levels & HOST:
         return False
@@ -73,7 +74,5 @@ def serve_alike(fetch: Fetch, host: HostLevel, levels: Sequence[Level]) -> bool:
     slots = [Slot(place) for place in places]
     host.pin(slots)
     host.index.hit_all(places)
-    host.stats.queries += len(keys)
-    host.stats.hits += len(keys)
     fetch.fill(slots, host.name)
     return True

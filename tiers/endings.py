@@ -7,18 +7,13 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from math import inf
 
 from kvladder.keys import BlockKey
+from kvladder.lock import STEP
 from kvladder.tiers.base import EVERYTHING, Shared
 from kvladder.tiers.host import HostLevel
 from kvladder.tiers.level import Level
 
-EXPIRE_BATCH = 256
-"""Blocks of a level that expire per turn of the loop, so that the lock is never held for long."""
-PURGE_PLACES = 4096
-"""Places that a purge looks at per step."""
-CLEAR_BATCH = 1024
+CLEAR_BATCH = STEP
 """Blocks that go per step, where all do."""
-RESET_BATCH = 128
-"""The same where an engine's thread may wait for the lock."""
 
 
 class Alarm:
@@ -44,11 +39,12 @@ class Alarm:
             self._timer = None
 
     def _ring(self) -> None:
+        self._timer = None
+        now_s = self._shared.clock.now()
+        for level in self._levels:
+            with self._shared.lock:
+                level.expire(now_s, STEP)
         with self._shared.lock:
-            self._timer = None
-            now_s = self._shared.clock.now()
-            for level in self._levels:
-                level.expire(now_s, EXPIRE_BATCH)
             self.set()
 
 
@@ -62,26 +58,27 @@ def purge(
     """Forget every block of a salt, in steps: see ``TierStack.purge``.
 
     Meanwhile levels take nothing of this salt, so what moves between them cannot slip through.
-    ``recall`` has what is under way get nowhere; called with the lock held.
+    ``recall`` has what is under way get nowhere.
     """
     counts = {level.name: 0 for level in levels}
     with shared.lock:
         shared.purging[salt] += 1
-        recall(salt)
         for level in levels:
             if isinstance(level, Level) and level.tier.shared:  # also what others put
                 level.purge(salt)
     try:
+        recall(salt)
         for level in levels:
-            for start in range(0, level.index.places, PURGE_PLACES):
+            start = 0
+            while start < level.index.places:
                 with shared.lock:
-                    salted = level.index.salted(salt, start, start + PURGE_PLACES)
+                    salted, start = level.index.salted(salt, start)
                     counts[level.name] += level.remove(salted)
                 yield dict(counts)
         yield counts
     finally:
+        recall(salt)  # what came up while it was still below
         with shared.lock:
-            recall(salt)  # what came up while it was still below
             for level in levels:
                 if isinstance(level, Level) and level.tier.erases:
                     level.purge(salt)
@@ -105,13 +102,13 @@ def reset(
         for level in levels:
             with shared.lock:
                 coming = level.coming() if isinstance(level, Level) else []
-            for start in range(0, len(coming), RESET_BATCH):
+            for start in range(0, len(coming), STEP):
                 with shared.lock:
-                    level.remove(coming[start : start + RESET_BATCH])
+                    level.remove(coming[start : start + STEP])
                 yield
-            for start in range(0, level.index.places, RESET_BATCH):
+            for start in range(0, level.index.places, STEP):
                 with shared.lock:
-                    level.remove(level.index.held(start, start + RESET_BATCH))
+                    level.remove(level.index.held(start, start + STEP))
                 yield
     finally:
         with shared.lock:

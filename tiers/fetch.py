@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from math import inf
@@ -121,6 +122,7 @@ class Fetch:
         self._sources: list[str] = []
         self._here = 0  # leading blocks that have arrived
         self._waiting: set[int] = set()
+        self._ends = sys.maxsize  # from there on nothing is waited for
         self._asking = False
         self._answered = False
         self._released = False
@@ -153,7 +155,8 @@ class Fetch:
     def failed(self, index: int) -> None:
         """The block at ``index`` does not come: the prefix ends there."""
         if index in self._waiting:
-            self._waiting = {i for i in self._waiting if i < index}
+            self._waiting.difference_update(range(index, min(self._ends, len(self._slots))))
+            self._ends = index
             self._asking = False
             self._notify()
 
@@ -161,6 +164,11 @@ class Fetch:
         """Whether it is still being asked how the prefix goes on."""
         self._asking = asking
         self._notify()
+
+    @property
+    def length(self) -> int:
+        """How many blocks of the prefix are there or on their way."""
+        return len(self._slots)
 
     @property
     def asking(self) -> bool:
@@ -212,13 +220,10 @@ class Fetch:
             here = len(self._slots)
             if NO_SLOT in self._slots:
                 here = self._slots.index(NO_SLOT)
-            rest = [
-                (key, slot)
-                for key, slot in zip(self.keys[here:], self._slots[here:], strict=False)
-                if slot != NO_SLOT
-            ]
+            slots = self._slots[here:]
             del self._slots[here:], self._sources[here:]
-            self._stack.unpin([key for key, _ in rest], [slot for _, slot in rest])
+        rest = [pair for pair in zip(self.keys[here:], slots, strict=False) if pair[1] != NO_SLOT]
+        self._stack.unpin([key for key, _ in rest], [slot for _, slot in rest])
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until ``done``, at most ``timeout_s``; the one call that waits for a tier."""
@@ -256,11 +261,11 @@ class Fetch:
 
     def release(self) -> None:
         """Unpin; the blocks stay cached. May be called again."""
+        self._answer()
         with self._lock:
-            self._answer()
-            if not self._released:
-                self._released = True
-                self._stack.unpin(self.keys[: len(self._slots)], self._slots)
+            is_first, self._released = not self._released, True
+        if is_first:
+            self._stack.unpin(self.keys[: len(self._slots)], self._slots)
 
     def forget(self) -> None:
         """Release, and remove the blocks from every level: their bytes could not be used."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvladder.arena import Slot
 from kvladder.events import Reason
 from kvladder.keys import BlockKey
+from kvladder.lock import STEP
 from kvladder.metrics import LevelStats
 from kvladder.policy.eviction import EvictionPolicy
 from kvladder.policy.offload import OffloadRule
@@ -16,8 +18,20 @@ from kvladder.tiers.base import Shared
 from kvladder.tiers.index import LevelIndex, Meta
 from kvladder.tiers.terms import HOST
 
-SCAN_MAX = 256
+SCAN_MAX = STEP
 """How far past a block that may not go yet the search for one that may goes on."""
+
+
+class Target(Protocol):
+    """A level below that still has to get a block."""
+
+    def offer(self, key: BlockKey, slot: Slot, meta: Meta, *, stays: bool = False) -> bool:
+        """See ``Level.offer``."""
+        ...
+
+
+Route = Callable[[BlockKey, Meta], Target | None]
+"""Where a block has to be written before it may go; None if a level has it, or none would."""
 
 
 class HostSettings(NamedTuple):
@@ -47,7 +61,7 @@ class HostLevel:
         policy: EvictionPolicy,
         reserve_blocks: int,
         shared: Shared,
-        loose: Callable[[BlockKey, Meta], bool],
+        router: Callable[[], Route],
         left: Callable[[BlockKey], object],
     ) -> None:
         self.name = name
@@ -58,8 +72,8 @@ class HostLevel:
         self.stats = LevelStats()
         self.index = LevelIndex(policy, ttl=rule.ttl_s is not None, now=shared.clock.now)
         self._shared = shared
-        self._loose = loose
-        """Whether a block may go at once: a level below has it, or none would take it."""
+        self._router = router
+        """Makes a ``Route`` that holds until the lock is released."""
         self._left = left
         """Told of each block that is not here any more."""
 
@@ -158,7 +172,7 @@ class HostLevel:
             gone = self._evictable(missing, priority)
             for key in gone:
                 self._left(key)
-            arena.release([Slot(self.index.evict(key, now)) for key in gone])
+            arena.release([Slot(place) for place in self.index.evict_all(gone, now)])
             self.stats.evicted += len(gone)
             self._shared.events.removed(self.name, gone, "evicted")
         return arena.lease(min(count, arena.free)) or []
@@ -166,33 +180,33 @@ class HostLevel:
     def _evictable(self, count: int, priority: int) -> list[BlockKey]:
         chosen: list[BlockKey] = []
         passed = 0
-        for place in self.index.victims():
-            key, meta = self.index.key_at(place), self.index.meta(place)
-            if meta.priority > priority or len(chosen) == count or passed == SCAN_MAX:
+        index, claims, route = self.index, self._shared.arena.claims, self._router()
+        for place in index.victims():
+            if index.priority(place) > priority or len(chosen) == count or passed == SCAN_MAX:
                 break
-            if (
-                key is not None
-                and self._shared.arena.claims(Slot(place)) == 1
-                and self._loose(key, meta)
-            ):
+            if claims(Slot(place)) > 1:  # it is being written, or read by a call left behind
+                passed += 1
+                continue
+            key = index.key_at(place)
+            if key is not None and route(key, index.meta(place)) is None:
                 chosen.append(key)
             else:
                 passed += 1
         return chosen
 
-    def next_to_go(self) -> list[tuple[BlockKey, Slot, Meta]]:
-        """The blocks whose slots should be clean, so that a save finds room without waiting."""
-        found: list[tuple[BlockKey, Slot, Meta]] = []
+    def clean(self) -> None:
+        """Have the next to go written below, so that a save finds room without waiting."""
         short = self.reserve_blocks + self.demand_blocks - self._shared.arena.free
         if short <= 0:
-            return found
-        for place in self.index.victims():
-            key = self.index.key_at(place)
-            if key is not None:
-                found.append((key, Slot(place), self.index.meta(place)))
-            if len(found) == min(short, SCAN_MAX):
-                break
-        return found
+            return
+        index, claims, route = self.index, self._shared.arena.claims, self._router()
+        for place in islice(index.victims(), min(short, STEP)):
+            if claims(Slot(place)) > 1:  # it is on its way
+                continue
+            key, meta = index.key_at(place), index.meta(place)
+            target = None if key is None else route(key, meta)
+            if key is not None and target is not None:
+                target.offer(key, Slot(place), meta, stays=True)
 
     def check(self) -> None:
         """Assert that the index is sound and holds claims on its slots; O(n), for tests."""

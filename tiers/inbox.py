@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 from math import inf
@@ -49,7 +48,7 @@ class Inbox:
         self._arena = arena
         self._max = blocks_max
         self._blocks: dict[BlockKey, Pending] = {}
-        self._by_priority: Counter[int] = Counter()
+        self._by_priority: dict[int, dict[BlockKey, None]] = {}
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -64,8 +63,7 @@ class Inbox:
         """
         if not self.full or min(self._by_priority) >= priority:
             return None
-        lowest = min(self._by_priority)
-        return next(k for k in reversed(self._blocks) if self._blocks[k].meta.priority == lowest)
+        return next(reversed(self._by_priority[min(self._by_priority)]))
 
     @property
     def full(self) -> bool:
@@ -74,6 +72,10 @@ class Inbox:
 
     def __getitem__(self, key: BlockKey) -> Pending:
         return self._blocks[key]
+
+    def get(self, key: BlockKey) -> Pending | None:
+        """The block, if it waits."""
+        return self._blocks.get(key)
 
     def oldest(self) -> list[Pending]:
         """What has waited longest, if anything does."""
@@ -85,7 +87,7 @@ class Inbox:
         assert key not in self._blocks
         self._arena.share([slot])
         self._blocks[key] = Pending(slot, meta, now_s)
-        self._by_priority[meta.priority] += 1
+        self._by_priority.setdefault(meta.priority, {})[key] = None
 
     def remove(self, key: BlockKey) -> None:
         """Give a block up and release its slot."""
@@ -93,10 +95,9 @@ class Inbox:
 
     def _pop(self, key: BlockKey) -> Pending:
         pending = self._blocks.pop(key)
-        left = self._by_priority[pending.meta.priority] - 1
-        if left:
-            self._by_priority[pending.meta.priority] = left
-        else:
+        alike = self._by_priority[pending.meta.priority]
+        del alike[key]
+        if not alike:
             del self._by_priority[pending.meta.priority]
         return pending
 
@@ -128,5 +129,7 @@ class Inbox:
     def check(self) -> None:
         """Assert bounds and claims; for tests."""
         assert len(self._blocks) <= self._max
-        assert self._by_priority == Counter(p.meta.priority for p in self._blocks.values())
+        ranked = {k: n for n, keys in self._by_priority.items() for k in keys}
+        assert ranked == {key: pending.meta.priority for key, pending in self._blocks.items()}
+        assert all(self._by_priority.values())
         assert all(self._arena.claims(p.slot) > 0 for p in self._blocks.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
 from math import inf
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvladder.keys import BlockKey
+from kvladder.lock import BULK_STEP, STEP
 from kvladder.metrics import AGES_S, DISTANCES, Histogram
 from kvladder.policy.eviction import BULK_MIN, PRIORITY_DEFAULT, EvictionPolicy
 from kvladder.tiers.base import Item
@@ -84,6 +85,10 @@ class LevelIndex:
         """All keys, oldest insertion first; do not change the index meanwhile."""
         return iter(self._place)
 
+    def keys(self) -> KeysView[BlockKey]:
+        """A view of all keys."""
+        return self._place.keys()
+
     def as_dict(self) -> dict[str, Any]:
         """How many blocks it holds, and its histograms, as plain data."""
         return {
@@ -117,6 +122,10 @@ class LevelIndex:
     def key_at(self, place: int) -> BlockKey | None:
         """The key of the block at ``place``, or None."""
         return self._key[place] if place < len(self._key) else None
+
+    def priority(self, place: int) -> int:
+        """The priority of the block at ``place``."""
+        return self._priority[place]
 
     def meta(self, place: int) -> Meta:
         """What is known of the block at ``place``."""
@@ -214,10 +223,17 @@ class LevelIndex:
         due = self._terms.ends.due(now_s, count_max)
         return [key for place in due if (key := self._key[place]) is not None]
 
-    def salted(self, salt: bytes, start: int, end: int) -> list[BlockKey]:
-        """Blocks of a salt at places ``start <= n < end``."""
-        places = (p for p in range(start, end) if self._terms.of(p).salt == salt)
-        return [key for place in places if (key := self._key[place]) is not None]
+    def salted(self, salt: bytes, start: int) -> tuple[list[BlockKey], int]:
+        """Some of the blocks of a salt at places from ``start`` on, and where to go on."""
+        found: list[BlockKey] = []
+        end, terms = min(start + BULK_STEP, len(self._key)), self._terms.of
+        for place in range(start, end):
+            key = self._key[place]
+            if key is not None and terms(place).salt == salt:
+                found.append(key)
+                if len(found) == STEP:
+                    return found, place + 1
+        return found, end
 
     def held(self, start: int, end: int) -> list[BlockKey]:
         """Blocks at places ``start <= n < end``."""
@@ -272,6 +288,20 @@ class LevelIndex:
         place = self.drop(key)
         self.ages.observe(now_s - self._began_s - self._used_s[place])
         return place
+
+    def evict_all(self, keys: Sequence[BlockKey], now_s: float) -> list[int]:
+        """``evict`` each of ``keys``, none of which is pinned."""
+        if len(keys) < BULK_MIN:
+            return [self.evict(key, now_s) for key in keys]
+        places = [self._place.pop(key) for key in keys]
+        for place in places:
+            self._key[place] = None
+            self._until.drop(place)
+            self._terms.drop(place)
+        self.policy.remove_all(array("i", places))
+        used_s = np.frombuffer(self._used_s, np.float32)[places]
+        self.ages.observe_all(now_s - self._began_s - used_s)
+        return places
 
     def drop(self, key: BlockKey) -> int:
         """Forget ``key``, pinned or not, and return its place."""
@@ -384,11 +414,13 @@ class LevelIndex:
                 self.policy.push(place, priority)
 
     def revert(self, now_s: float) -> None:
-        """End every retention that has run out: such a block has the default priority again.
+        """End retentions that have run out: such a block has the default priority again.
+
+        Those that ran out first, if they are very many; the others with the next calls.
 
         Expiry never promotes: what was retained below the default stays there.
         """
-        for place in self._until.due(now_s):
+        for place in self._until.due(now_s, STEP):
             self._reprioritize(place, min(self._priority[place], PRIORITY_DEFAULT))
 
     def victims(self) -> Iterator[int]:

@@ -14,6 +14,7 @@ from kvladder.errors import ConfigError
 from kvladder.events import Reason
 from kvladder.keys import BlockKey, Namespace
 from kvladder.layout import Layout
+from kvladder.lock import STEP
 from kvladder.metrics import LevelStats
 from kvladder.policy.eviction import PRIORITY_DEFAULT, EvictionPolicy
 from kvladder.policy.offload import OffloadRule
@@ -124,6 +125,11 @@ class Level:
     def readable(self) -> bool:
         """Whether blocks may be got now."""
         return self.gate.open("get")
+
+    @property
+    def batch_max(self) -> int:
+        """The largest batch that is given to the tier, so that its bookkeeping stays short."""
+        return min(self.tier.batch_max, STEP)
 
     @property
     def outlives(self) -> bool:
@@ -258,9 +264,13 @@ class Level:
         self.stats.evicted += 1
         self._forget([key], "evicted")
 
-    def recall(self, salt: bytes) -> None:
-        """Blocks of this salt that are on their way here do not come."""
-        self._writer.recall_salted(salt)
+    def coming(self) -> list[BlockKey]:
+        """Every block that waits to be written or is being written."""
+        return self._writer.keys()
+
+    def recall(self, keys: Iterable[BlockKey], salt: bytes) -> None:
+        """Those of ``keys`` that are on their way here and of this salt do not come."""
+        self._writer.recall_salted(keys, salt)
 
     def _forget(self, keys: Sequence[BlockKey], reason: Reason) -> None:
         """Drop held blocks from the index; the writer tells the tier, then frees their places."""
@@ -273,10 +283,6 @@ class Level:
             self.stats.removed += len(keys)
         self.shared.events.removed(self.name, keys, reason)
         self.stir()
-
-    def coming(self) -> list[BlockKey]:
-        """Every block that waits to be written or is being written."""
-        return self._writer.keys()
 
     def keys(self) -> list[BlockKey]:
         """Every block that is here or on its way."""
@@ -378,18 +384,20 @@ class Level:
         behind_s = clock.now() - wall_s
         places: list[int] = []
         async for batch in self.tier.recover():
-            with self.shared.lock:
-                places += [item.place for item in batch]
+            places += [item.place for item in batch]
+            for start in range(0, len(batch), STEP):
+                part = batch[start : start + STEP]
                 kept = [
                     item
-                    for item in batch
+                    for item in part
                     if item.floor >= least
                     and (item.expires_wall_s is None or item.expires_wall_s > wall_s)
                 ]
-                self.index.fill(kept, behind_s, self.bit)
-                if len(kept) < len(batch):
-                    taken = {item.place for item in kept}
-                    self._writer.remove_later(item for item in batch if item.place not in taken)
+                with self.shared.lock:
+                    self.index.fill(kept, behind_s, self.bit)
+                    if len(kept) < len(part):
+                        taken = {item.place for item in kept}
+                        self._writer.remove_later(item for item in part if item.place not in taken)
         self.places.occupy(places)
         self.stats.recovered = len(self.index)
         if self.index.next_end_s != inf:
@@ -423,7 +431,7 @@ class Level:
         try:
             async with self._read_gate:
                 while begun < len(items):
-                    batch = items[begun : begun + self.tier.batch_max]
+                    batch = items[begun : begun + self.batch_max]
                     begun += len(batch)
                     results += await self._read_batch(batch)
         finally:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, KeysView, Sequence
+from collections.abc import Callable, Coroutine, Iterable, KeysView, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
+from kvladder.lock import BULK_STEP, STEP
 from kvladder.policy.worth import TRIAL_BLOCKS, Mark, Worth
 from kvladder.tiers.alike import serve_alike
 from kvladder.tiers.base import NO_SLOT, Item, Shared
@@ -83,10 +84,11 @@ class Loader:
         if arrival is not None:
             arrival.dead = True
 
-    def recall_salted(self, salt: bytes) -> None:
-        """``recall`` for every block of this salt."""
-        for arrival in self._arrivals.values():
-            if arrival.meta.terms.salt == salt:
+    def recall_salted(self, keys: Iterable[BlockKey], salt: bytes) -> None:
+        """``recall`` for those of ``keys`` that are of this salt."""
+        for key in keys:
+            arrival = self._arrivals.get(key)
+            if arrival is not None and arrival.meta.terms.salt == salt:
                 arrival.dead = True
 
     def recall_all(self) -> None:
@@ -101,16 +103,35 @@ class Loader:
         among them.
         """
         with self._lock:
-            self._grow(fetch)
-            if fetch.asking:
-                self._post(self._run, lambda: self.prober.follow(fetch), "kvladder-ask")
+            fetch.ask(asking=True)
+        self._grow(fetch, new=True)
+        if fetch.asking:
+            self._post(self._run, lambda: self.prober.follow(fetch), "kvladder-ask")
 
-    def _grow(self, fetch: Fetch) -> None:
-        """Have ``fetch`` go on with its prefix as far as is known, and begin what has to come."""
-        keys, start = fetch.keys, len(fetch.planned)
-        if not start and serve_alike(fetch, self._host, self._levels):
-            return
-        found, wants = self._plan(keys[start:], fetch.levels)
+    def _grow(self, fetch: Fetch, *, new: bool = False) -> None:
+        """Have ``fetch`` go on with its prefix as far as is known, and begin what has to come.
+
+        A ``new`` one is counted. The lock is released between steps: what was found is pinned or
+        on its way, and if that fails meanwhile the prefix ends.
+        """
+        goes_on = True
+        while goes_on:
+            with self._lock:
+                goes_on = fetch.asking and self._grow_on(fetch, new=new)
+
+    def _grow_on(self, fetch: Fetch, *, new: bool) -> bool:
+        """Take one step of it; whether there may be more.
+
+        What may be computed instead is one step, since whether to fetch depends on all of it.
+        """
+        start, end = fetch.length, len(fetch.keys)
+        keys = fetch.keys[start : start + BULK_STEP]
+        if serve_alike(fetch, keys, self._host, self._levels):
+            self.count(len(keys) if new else 0, len(keys) if new else 0, 0, ())
+            fetch.ask(asking=fetch.length < end)
+            return fetch.length < end
+        keys = keys[:STEP] if fetch.saves is None else fetch.keys[start:]
+        found, wants = self._plan(keys, fetch.levels)
         count, all_wants = len(found), wants.copy()
         trial = self._judge.cut(fetch, start, found, wants)
         if trial is not None:
@@ -118,25 +139,27 @@ class Loader:
         self._host.pin([slot for slot in found if slot != NO_SLOT])
         slots = self._room_for(wants)
         later = self._park(fetch, start, wants[len(slots) :])
-        end, is_short = len(found), len(slots) + len(later) < len(wants)
-        is_cut = is_short or end < count
+        cut_at, is_short = len(found), len(slots) + len(later) < len(wants)
+        is_cut = is_short or cut_at < count
         if is_short:
-            end = wants[len(slots) + len(later)].position
+            cut_at = wants[len(slots) + len(later)].position
             self._host.stats.throttled += len(wants) - len(slots) - len(later)
-            cut = [i for i in range(end, len(found)) if found[i] != NO_SLOT]
-            self._host.unpin([keys[start + i] for i in cut], [found[i] for i in cut])
+            cut = [i for i in range(cut_at, len(found)) if found[i] != NO_SLOT]
+            self._host.unpin([keys[i] for i in cut], [found[i] for i in cut])
         reads = self._begin(wants[: len(slots)], slots)
-        hits, waiting = self._attach(fetch, found[:end], later)
-        asked, there = 0 if start else len(keys), all_wants[len(wants) :]
-        there += wants[: len(slots) + len(later)]
-        self.count(asked, hits, waiting - len(slots), there)
+        hits, waiting = self._attach(fetch, found[:cut_at], later)
+        goes_on = cut_at == len(keys) and start + cut_at < end
+        there = all_wants[len(wants) :] + wants[: len(slots) + len(later)]
+        asked = len(keys) if goes_on else end - start
+        self.count(asked if new else 0, hits, waiting - len(slots), there)
         for read in reads:
             self._post(self._start, read)
         if later:
-            self._post(self._landed)
-        rest = () if is_cut else keys[start + end :]
-        asks = bool(rest) and self.prober.may_know(rest[0], fetch.levels)
-        fetch.ask(asking=asks and self._asks(fetch, start + end))
+            self._landed()
+        is_open = not is_cut and not goes_on and fetch.length < end
+        knows = is_open and self.prober.may_know(fetch.keys[fetch.length], fetch.levels)
+        fetch.ask(asking=goes_on or (knows and self._asks(fetch, fetch.length)))
+        return goes_on
 
     def _asks(self, fetch: Fetch, start: int) -> bool:
         """Whether ``fetch`` should wait for what shared tiers say of its keys from there on."""
@@ -199,8 +222,9 @@ class Loader:
 
     def resume(self) -> None:
         """Begin what waited for room, as far as there is some now (loop thread)."""
+        while self._prune():
+            pass
         with self._lock:
-            self._prune()
             wants = self._due()
             slots = self._room_for(wants)
             reads = self._begin(wants[: len(slots)], slots)
@@ -209,22 +233,39 @@ class Loader:
                 assert key == want.key
                 self._arrivals[key].waiters.append((fetch, position))
             stuck = not self._arrivals and not any(level.pending for level in self._levels)
-            while stuck and self._parked:  # nothing is under way that could make room
-                fetch, position, _ = self._parked.popleft()
-                fetch.failed(position)
-                self._host.stats.throttled += 1
+            if stuck and self._parked:  # nothing is under way that could make room
+                self._host.stats.throttled += self._drop_parked()
+                self._post(self.resume)
             self._host.demand_blocks = len(self._parked)
         for read in reads:
             self._start(read)
 
-    def _prune(self) -> None:
-        """Drop from the head of the queue what nobody waits for, or what is here by now."""
-        while self._parked:
+    def _drop_parked(self) -> int:
+        """Have the next that wait for room wait no longer, a step; how many."""
+        dropped = min(STEP, len(self._parked))
+        for _ in range(dropped):
+            fetch, position, _ = self._parked.popleft()
+            fetch.failed(position)
+        return dropped
+
+    def _prune(self) -> bool:
+        """Drop from the head of the queue what nobody waits for, or what is here by now.
+
+        One step; whether there may be more.
+        """
+        with self._lock:
+            for _ in range(STEP):
+                if not self._prune_one():
+                    return False
+        return True
+
+    def _prune_one(self) -> bool:
+        if self._parked:
             fetch, position, key = self._parked[0]
             slot, arrival = self._host.find(key), self._arrivals.get(key)
             if fetch.queues_for(position):
                 if slot is None and (arrival is None or arrival.dead):
-                    return
+                    return False
                 if not fetch.levels & (HOST if arrival is None else arrival.bit):
                     fetch.failed(position)
                 elif arrival is not None:
@@ -234,6 +275,8 @@ class Loader:
                     fetch.arrived(position, slot, self._host.name)
                     self._host.stats.hits += 1
             self._parked.popleft()
+            return True
+        return False
 
     def _due(self) -> list[Want]:
         """The next blocks that wait for room, and where they are now; lost ones end a prefix."""
@@ -311,7 +354,7 @@ class Loader:
         """Fill ``fetch`` and have it wait; its blocks in the host level, and on their way."""
         hits = waiting = 0
         now = self._shared.clock.now()
-        for index, slot in enumerate(found, len(fetch.planned)):
+        for index, slot in enumerate(found, fetch.length):
             key = fetch.keys[index]
             if index in later:
                 fetch.add(NO_SLOT, later[index].level.name)
@@ -347,7 +390,7 @@ class Loader:
     def _start(self, read: Read) -> None:
         """Begin to read from a level, a task per batch (loop thread)."""
         level, items, _ = read
-        step = level.tier.batch_max
+        step = level.batch_max
         for start in range(0, len(items), step):
             work = partial(self._bring, read, items[start : start + step])
             self._run(work, f"kvladder-read-{level.name}")
@@ -365,9 +408,9 @@ class Loader:
             with self._lock:
                 level.pace.came(mark, len(batch), self._shared.clock.now(), found=any(found))
                 reads = self._reads(self._land(level, batch, found))
+                self._landed()
         for retry in reads:
             self._start(retry)
-        self._landed()
 
     def _land(
         self, level: Level, batch: Sequence[Item], found: Sequence[bool]
@@ -433,9 +476,11 @@ class Loader:
             level.stats.late += levels.count(level.name)
 
     def unpin(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
-        """Give pinned slots back."""
-        with self._lock:
-            self._host.unpin(keys, slots)
+        """Give pinned slots back, in steps, the tail first."""
+        for end in range(len(keys), 0, -BULK_STEP):
+            start = max(0, end - BULK_STEP)
+            with self._lock:
+                self._host.unpin(keys[start:end], slots[start:end])
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
         """Remove blocks whose bytes turned out to be of no use."""
@@ -444,19 +489,19 @@ class Loader:
     async def aclose(self) -> None:
         """End every load; what has not arrived is a miss."""
         self._closed = True
-        with self._lock:
-            while self._parked:
-                fetch, position, _ = self._parked.popleft()
-                fetch.failed(position)
+        while self._parked:
+            with self._lock:
+                self._drop_parked()
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        with self._lock:
-            for level, item in self._unread.values():
-                level.places.end_read(item.place)
-                self._land(level, [item], [False])
-            self._unread.clear()
+        while self._unread:
+            with self._lock:
+                for _, (level, item) in zip(range(STEP), list(self._unread.values()), strict=False):
+                    del self._unread[item.key]
+                    level.places.end_read(item.place)
+                    self._land(level, [item], [False])
 
     def check(self) -> None:
         """Assert what must hold of every arrival; for tests."""

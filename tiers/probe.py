@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvladder.keys import BlockKey
+from kvladder.lock import STEP
 from kvladder.policy.worth import Pace
 from kvladder.tiers.base import Shared
 from kvladder.tiers.fetch import Fetch, among
@@ -81,9 +82,7 @@ class Prober:
             while fetch.asking and asked < len(fetch.planned):
                 asked = len(fetch.planned)
                 await self.ask(fetch.keys[asked:], fetch.salt)
-                with self._shared.lock:
-                    if fetch.asking:
-                        self._grow(fetch)
+                self._grow(fetch)
         finally:
             with self._shared.lock:
                 fetch.ask(asking=False)
@@ -104,21 +103,23 @@ class Prober:
         try:
             await self._find(keys, found, question.removed)
         finally:
+            self._adopt(keys, salt, found, question)
             with self._shared.lock:
                 self.pace.came(mark, 1, self._shared.clock.now(), found=True)
                 del self._questions[keys[0]]
-                if not question.is_void:
-                    self._adopt(keys, salt, found, question.removed)
             question.answered.set()
 
     async def _find(
         self, keys: Sequence[BlockKey], found: dict[BlockKey, Level], removed: set[BlockKey]
     ) -> None:
         """Ask the levels, hottest first, batch by batch until one has a hole."""
-        with self._shared.lock:
-            unknown = [key for key in dict.fromkeys(keys) if not self._known(key)]
-            leaving = (k for k in unknown if any(level.leaving(k) for level in self._levels))
-            removed.update(leaving)  # they may be gone when the answer is here
+        unique, unknown = list(dict.fromkeys(keys)), list[BlockKey]()
+        for start in range(0, len(unique), STEP):
+            with self._shared.lock:
+                new = [key for key in unique[start : start + STEP] if not self._known(key)]
+                leaving = (k for k in new if any(level.leaving(k) for level in self._levels))
+                removed.update(leaving)  # they may be gone when the answer is here
+            unknown += new
         step = min(level.tier.probe_max or level.tier.batch_max for level in self._levels)
         for start in range(0, len(unknown), step):
             left = unknown[start : start + step]
@@ -136,20 +137,38 @@ class Prober:
         keys: Sequence[BlockKey],
         salt: bytes,
         found: dict[BlockKey, Level],
-        removed: set[BlockKey],
+        question: Question,
     ) -> None:
         """Take what was found into the levels, head first and without a hole."""
-        wanted: dict[Level, list[BlockKey]] = {}
+        spare = set(keys)
+        for start in range(0, len(keys), STEP):
+            with self._shared.lock:
+                if question.is_void:
+                    return
+                wanted: dict[Level, list[BlockKey]] = {}
+                is_whole = self._wanted(keys[start : start + STEP], found, question, wanted)
+                for level, adopted in wanted.items():
+                    level.adopt(adopted, salt, spare)
+            if not is_whole:
+                return
+
+    def _wanted(
+        self,
+        keys: Sequence[BlockKey],
+        found: dict[BlockKey, Level],
+        question: Question,
+        wanted: dict[Level, list[BlockKey]],
+    ) -> bool:
+        """Which levels are to take which of ``keys``; False where a hole ends the prefix."""
         for key in keys:
             if self._known(key):
                 continue
             level = found.get(key)
-            if level is None or key in removed:
+            if level is None or key in question.removed:
                 self._remember(key)
-                break
+                return False
             wanted.setdefault(level, []).append(key)
-        for level, adopted in wanted.items():
-            level.adopt(adopted, salt, set(keys))
+        return True
 
     def _remember(self, key: BlockKey) -> None:
         """Until a while from now nobody need ask about this block again."""

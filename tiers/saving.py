@@ -10,7 +10,7 @@ from kvladder.tiers.index import Meta
 
 
 class _Lot:
-    """What was reserved in one call, so that a whole prompt costs little more than one block."""
+    """What was reserved in one step, so that a whole prompt costs little more than one block."""
 
     __slots__ = ("_by_key", "keys", "metas", "slots", "whole")
 
@@ -70,20 +70,27 @@ class Saving:
         if lot is not None:
             lot.whole = False
 
-    def discard_if(self, judge: Callable[[Meta], bool]) -> None:
-        """Forget the blocks of which it holds."""
-        for key in [key for key, lot in self._lots.items() if judge(lot[key][1])]:
-            self.discard(key)
+    def discard_if(self, keys: Iterable[BlockKey], judge: Callable[[Meta], bool]) -> None:
+        """Forget those of ``keys`` of which it holds."""
+        for key in keys:
+            lot = self._lots.get(key)
+            if lot is not None and judge(lot[key][1]):
+                self.discard(key)
 
     def metas(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> Sequence[Meta] | None:
-        """What goes with them, if they were reserved in one call and nothing happened since."""
+        """What goes with them, if they were reserved in one step and nothing happened since."""
         lot = self._lots.get(keys[0])
         if lot is None or not lot.whole or lot.keys != [*keys] or lot.slots != [*slots]:
             return None
         return lot.metas
 
+    def together(self, key: BlockKey, default: int) -> int:
+        """How many blocks were reserved in one step with this one; if it is not there, default."""
+        lot = self._lots.get(key)
+        return default if lot is None else len(lot.keys)
+
     def drop(self, keys: Sequence[BlockKey]) -> None:
-        """Forget all of a call's blocks, whose ``metas`` are known."""
+        """Forget all of a step's blocks, whose ``metas`` are known."""
         if len(self._lots) == len(keys):
             self._lots.clear()
             return

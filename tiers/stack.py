@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from kvladder.arena import Slot
 from kvladder.errors import ClosedError
 from kvladder.keys import BlockKey
+from kvladder.lock import BULK_STEP, STEP
 from kvladder.policy.worth import Worth
 from kvladder.tiers.alike import alike, all_new, publish_alike
 from kvladder.tiers.base import Shared
@@ -22,12 +23,10 @@ from kvladder.tiers.index import Meta
 from kvladder.tiers.level import Level
 from kvladder.tiers.loader import Loader
 from kvladder.tiers.saving import Saving
-from kvladder.tiers.terms import ANYWHERE, HOST
+from kvladder.tiers.terms import ANYWHERE, HOST, NO_TERMS, Terms
 
 RESET_STEPS = 16
 """Steps of a reset that its caller takes; the loop thread takes the others."""
-TOUCH_BATCH = 256
-"""Blocks touched per turn of the loop, so that the lock is never held for long."""
 
 
 class Post(Protocol):
@@ -39,8 +38,9 @@ class Post(Protocol):
 class TierStack:
     """Levels hot to cold. Sync methods may be called from any thread and never wait for a tier.
 
-    One lock guards all bookkeeping; it is never held across an await or an I/O call. Every block
-    is reserved, filled and then published once; what fails below is a miss.
+    One lock guards all bookkeeping; it is never held across an await or an I/O call, and calls
+    with many blocks release it between steps: what they do is done block by block. Every block is
+    reserved, filled and then published once; what fails below is a miss.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TierStack:
             policy=host.policy,
             reserve_blocks=host.reserve_blocks,
             shared=shared,
-            loose=self._loose,
+            router=self._router,
             left=self._left,
         )
         self._post = post
@@ -83,7 +83,7 @@ class TierStack:
             shared,
             post=post,
             blocks_max=fetch_blocks_max,
-            landed=self._tidy,
+            landed=self._schedule,
             remove=self.remove,
             worth=self.worth,
         )
@@ -105,8 +105,23 @@ class TierStack:
                 return None if refused or key in level.index else level
         return None
 
-    def _loose(self, key: BlockKey, meta: Meta) -> bool:
-        return self._target(key, meta) is None
+    def _router(self) -> Callable[[BlockKey, Meta], Level | None]:
+        """``_target`` for many blocks in one hold: levels are asked once for each kind."""
+        levels, refused = self.levels, self._refused
+        admitting: dict[tuple[int, int, Terms], Level | None] = {}
+
+        def target(key: BlockKey, meta: Meta) -> Level | None:
+            kind = meta.floor, meta.hits, meta.terms
+            if kind in admitting:
+                level = admitting[kind]
+            else:
+                level = next((level for level in levels if level.admits(meta)), None)
+                admitting[kind] = level
+            if level is None or key in level.index or refused.get(key, 0) & level.bit:
+                return None
+            return level
+
+        return target
 
     def _written(self, level: Level, key: BlockKey, *, stored: bool) -> None:
         """A level settled a block: if it did not take it, the host level need not wait for it."""
@@ -131,28 +146,33 @@ class TierStack:
 
     def _tidy(self) -> None:
         """Write the next victims of the host level before their slots are needed (loop thread)."""
+        if self._closed:
+            return
+        is_behind = False
+        for level, keys in self._backlog.items():
+            with self.lock:
+                is_behind |= self._catch_up(level, keys)
         with self.lock:
-            self._scheduled = False
-            if self._closed:
-                return
-            for key, slot, meta in self.host.next_to_go():
-                if (target := self._target(key, meta)) is not None:
-                    target.offer(key, slot, meta, stays=True)
-            for level, keys in self._backlog.items():
-                self._catch_up(level, keys)
+            self.host.clean()
             self._alarm.set()
+            self._scheduled = False  # what was offered just now need not be looked at again
+            if is_behind:
+                self._schedule()
         for level in self.levels:
             if level.due:
                 level.wake()
         self.loader.resume()
 
-    def _catch_up(self, level: Level, keys: OrderedDict[BlockKey, None]) -> None:
-        """Offer a write-through level what it had no room for, oldest first."""
-        while keys and level.writable and not level.queue_full:
+    def _catch_up(self, level: Level, keys: OrderedDict[BlockKey, None]) -> bool:
+        """Offer a write-through level what it had no room for, oldest first; if there is more."""
+        for _ in range(STEP):
+            if not keys or level.queue_full or not level.writable:
+                return False
             key, _ = keys.popitem(last=False)
             slot = self.host.find(key)
             if slot is not None:
                 level.offer(key, slot, self.host.index.meta(slot))
+        return True
 
     # ---- save
 
@@ -165,96 +185,162 @@ class TierStack:
         positions in ``keys`` and their slots. ``explicit`` metas replace those of blocks that are
         here. Each key returned must be given to ``publish`` or ``abandon``.
         """
-        with self.lock:
-            self._require_open()
-            new = alike(metas) and all_new(keys, self.host, self.loader, self._saving)
-            new = new and self._admitted(metas[0])
-            wanted = list(range(len(keys))) if new else []
-            for index, (key, meta) in enumerate(() if new else zip(keys, metas, strict=True)):
-                place = self.host.find(key)
-                if place is not None:
-                    if explicit:
-                        self.used(key, meta)
-                    if key in self.host.index:
-                        self.host.index.widen(key, meta.terms)
-                elif key not in self._saving and key not in self.loader:
-                    if not self._admitted(meta):
-                        break
-                    wanted.append(index)
-            lowest = min((metas[index].priority for index in wanted), default=0)
-            slots = self.host.room(len(wanted), lowest) if wanted else []
-            if len(slots) < len(wanted):
-                for index in wanted[len(slots) :]:
+        wanted: list[int] = []
+        slots: list[Slot] = []
+        self._require_open()
+        start = 0
+        while start < len(keys):
+            with self.lock:
+                is_short = self._closed or len(slots) < len(wanted)
+                found, end = self._missing(keys, metas, start, explicit=explicit)
+                leased = [] if is_short else self._lease(found, metas)
+                if len(leased) == end - start:
+                    self._saving.put(keys[start:end], leased, metas[start:end])
+                elif leased:
+                    kept = found[: len(leased)]
+                    said = [metas[index] for index in kept]
+                    self._saving.put([keys[index] for index in kept], leased, said)
+                for index in found[len(leased) :]:
                     self.host.stats.drop("room", metas[index].priority)
-                self._schedule()
-            del wanted[len(slots) :]
-            whole = len(wanted) == len(keys)
-            kept = keys if whole else [keys[index] for index in wanted]
-            self._saving.put(kept, slots, metas if whole else [metas[index] for index in wanted])
+            wanted += found
+            slots += leased
+            start = end
+        del wanted[len(slots) :]
         return wanted, slots
+
+    def _missing(
+        self, keys: Sequence[BlockKey], metas: Sequence[Meta], start: int, *, explicit: bool
+    ) -> tuple[list[int], int]:
+        """Positions from ``start`` on that are to be saved, and up to where that is known."""
+        first = metas[start]
+        is_plain = first.terms == NO_TERMS and first.until_s == inf
+        end = min(len(keys), start + (BULK_STEP if is_plain else STEP))
+        part, said = keys[start:end], metas[start:end]
+        new = alike(said) and all_new(part, self.host, self.loader, self._saving)
+        if new and self._admitted(first):
+            return list(range(start, end)), end
+        wanted: list[int] = []
+        end = min(end, start + STEP)
+        for index in range(start, end):
+            key, meta = keys[index], metas[index]
+            place = self.host.find(key)
+            if place is not None:
+                if explicit:
+                    self.used(key, meta)
+                if key in self.host.index:
+                    self.host.index.widen(key, meta.terms)
+            elif key not in self._saving and key not in self.loader:
+                if not self._admitted(meta):
+                    return wanted, len(keys)
+                wanted.append(index)
+        return wanted, end
+
+    def _lease(self, wanted: Sequence[int], metas: Sequence[Meta]) -> list[Slot]:
+        """Slots for blocks at these positions, fewer if room is short."""
+        if not wanted:
+            return []
+        slots = self.host.room(len(wanted), min(metas[index].priority for index in wanted))
+        if len(slots) < len(wanted):
+            self._schedule()
+        return slots
 
     def _admitted(self, meta: Meta) -> bool:
         return self.host.admits(meta) or any(level.admits(meta) for level in self.levels)
 
     def publish(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """The bytes of these reserved blocks are complete: from now on they are hits."""
-        with self.lock:
-            at_once = publish_alike(keys, slots, self.host, self.loader, self._saving)
-            stored = list(reversed(keys)) if at_once else []
-            for key, slot in () if at_once else zip(reversed(keys), reversed(slots), strict=True):
-                meta = self._saving.pop(key, slot)
-                if meta is None or key in self.loader or key in self.host.index:
-                    # removed or saved anew meanwhile, or a level below had it after all
-                    self.shared.arena.release([slot])
-                elif self.host.admits(meta):
-                    self.host.insert(key, slot, meta)
-                    stored.append(key)
+        parts: list[Sequence[BlockKey]] = []
+        end = len(keys)
+        while end:  # the tail first, so that a prefix outlives what follows it
+            with self.lock:
+                start = max(0, end - self._saving.together(keys[end - 1], STEP))
+                part, places = keys[start:end], slots[start:end]
+                if publish_alike(part, places, self.host, self.loader, self._saving):
+                    stored = part
                 else:
-                    if (target := self._target(key, meta)) is not None:
-                        target.offer(key, slot, meta)
-                    self.shared.arena.release([slot])
-            stored.reverse()
-            self.host.stats.stored += len(stored)
-            self.host.stats.stored_bytes += len(stored) * self.shared.block_bytes
-            self.shared.events.stored(self.host.name, stored)
-            self._write_through(stored)
-            self._schedule()
+                    cut = max(0, len(part) - STEP)
+                    stored = self._publish_each(part[cut:], places[cut:])
+                    start += cut
+                self.host.stats.stored += len(stored)
+                self.host.stats.stored_bytes += len(stored) * self.shared.block_bytes
+                self.shared.events.stored(self.host.name, stored)
+                self._schedule()
+            parts.append(stored)
+            end = start
+        for stored in reversed(parts) if self._backlog else ():
+            with self.lock:
+                self._write_through(stored)
+
+    def _publish_each(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> list[BlockKey]:
+        """Publish blocks one by one, the tail first; those that are in host now."""
+        stored: list[BlockKey] = []
+        for key, slot in zip(reversed(keys), reversed(slots), strict=True):
+            meta = self._saving.pop(key, slot)
+            if meta is None or key in self.loader or key in self.host.index:
+                # removed or saved anew meanwhile, or a level below had it after all
+                self.shared.arena.release([slot])
+            elif self.host.admits(meta):
+                self.host.insert(key, slot, meta)
+                stored.append(key)
+            else:
+                if (target := self._target(key, meta)) is not None:
+                    target.offer(key, slot, meta)
+                self.shared.arena.release([slot])
+        stored.reverse()
+        return stored
 
     def _write_through(self, keys: Sequence[BlockKey]) -> None:
         """Queue new blocks of the host level, head first, where they are written on commit."""
         for level, waiting in self._backlog.items():
             waiting.update(dict.fromkeys(keys))
-            self._catch_up(level, waiting)
+            if self._catch_up(level, waiting):
+                self._schedule()
 
     def abandon(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """These reserved blocks will not be filled: their slots are free again."""
-        with self.lock:
-            for key, slot in zip(keys, slots, strict=True):
-                self._saving.pop(key, slot)
-            self.shared.arena.release(slots)
+        for start in range(0, len(keys), STEP):
+            part = slots[start : start + STEP]
+            with self.lock:
+                for key, slot in zip(keys[start : start + STEP], part, strict=True):
+                    self._saving.pop(key, slot)
+                self.shared.arena.release(part)
 
     # ---- load
 
     def lookup(self, keys: Sequence[BlockKey], levels: int = ANYWHERE) -> tuple[int, int]:
         """How many leading ``keys`` the host level holds, and how many one of ``levels`` does."""
-        with self.lock:
-            host_too = bool(levels & HOST)
-            host = self.host.index.prefix(keys) if host_too else 0
-            open_levels = [lv for lv in self.levels if lv.bit & levels and lv.readable]
-            for index in range(host, len(keys)):
-                key = keys[index]
-                if key in self.host.index:
-                    found = host_too
-                else:
-                    found = any(key in level.index for level in open_levels)
-                if not found:
-                    return host, index
+        host = total = 0
+        while total < len(keys):
+            part = keys[total : total + BULK_STEP]
+            with self.lock:
+                here, found = self._lookup(part, levels)
+            host += here if host == total else 0
+            total += found
+            if found < len(part):
+                break
+        return host, total
+
+    def _lookup(self, keys: Sequence[BlockKey], levels: int) -> tuple[int, int]:
+        in_host = self.host.index.keys()
+        host = self.host.index.prefix(keys) if levels & HOST else 0
+        below = [lv.index.keys() for lv in self.levels if lv.bit & levels and lv.readable]
+        for index in range(host, len(keys)):
+            key = keys[index]
+            if key in in_host:
+                if levels & HOST:
+                    continue
+                return host, index
+            for held in below:
+                if key in held:
+                    break
+            else:
+                return host, index
         return host, len(keys)
 
     def reach(self, keys: Sequence[BlockKey], levels: int = ANYWHERE) -> int:
         """How many leading ``keys`` it is worth to fetch: all, if a shared tier has to be asked."""
+        _, total = self.lookup(keys, levels)
         with self.lock:
-            _, total = self.lookup(keys, levels)
             asks = total < len(keys) and self.loader.prober.may_know(keys[total], levels)
         return len(keys) if asks else total
 
@@ -312,14 +398,16 @@ class TierStack:
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         """Forget these blocks in every level; no transfer under way brings them back."""
-        unique = dict.fromkeys(keys)
-        with self.lock:
-            for key in unique:
-                self._saving.discard(key)
-                self.loader.recall(key)
-            self.host.remove(unique)
-            for level in self.levels:
-                level.remove(unique)
+        unique = list(dict.fromkeys(keys))
+        for start in range(0, len(unique), STEP):
+            part = unique[start : start + STEP]
+            with self.lock:
+                for key in part:
+                    self._saving.discard(key)
+                    self.loader.recall(key)
+                self.host.remove(part)
+                for level in self.levels:
+                    level.remove(part)
 
     def clear(self, *, erase: bool = False) -> Iterator[None]:
         """Forget every block that is here now; ``erase`` has tiers overwrite what they keep.
@@ -365,7 +453,7 @@ class TierStack:
         self._post(self._reset_on)
 
     def _recall_all(self) -> None:
-        self._saving.discard_if(lambda _: True)
+        self._saving.discard_if([*self._saving], lambda _: True)
         self.loader.recall_all()
 
     def purge(self, salt: bytes) -> Iterator[dict[str, int]]:
@@ -377,20 +465,27 @@ class TierStack:
         return purge([self.host, *self.levels], self.shared, salt, recall=self._recall)
 
     def _recall(self, salt: bytes) -> None:
-        """What is under way of a salt does not get anywhere; bounded by the arena."""
-        self._saving.discard_if(lambda meta: meta.terms.salt == salt)
-        self.loader.prober.void()
-        self.loader.recall_salted(salt)
-        for level in self.levels:
-            level.recall(salt)
+        """What is under way of a salt does not get anywhere."""
+        with self.lock:
+            self.loader.prober.void()
+            coming = [*self._saving, *self.loader.keys()]
+            for level in self.levels:
+                coming += level.coming()
+        for start in range(0, len(coming), STEP):
+            part = coming[start : start + STEP]
+            with self.lock:
+                self._saving.discard_if(part, lambda meta: meta.terms.salt == salt)
+                self.loader.recall_salted(part, salt)
+                for level in self.levels:
+                    level.recall(part, salt)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """These blocks were used, by whichever way: they are the most recent, the head last."""
         self._post(self._touch, list(keys))
 
     def _touch(self, keys: list[BlockKey]) -> None:
-        batch = keys[-TOUCH_BATCH:]
-        del keys[-TOUCH_BATCH:]
+        batch = keys[-STEP:]
+        del keys[-STEP:]
         with self.lock:
             for index in (self.host.index, *(level.index for level in self.levels)):
                 places = (index.place(key) for key in reversed(batch))
@@ -404,14 +499,12 @@ class TierStack:
 
     async def flush(self) -> None:
         """Write what only the host level holds to the levels that outlive it and admit it."""
-        with self.lock:
-            left = [
-                key
-                for place in self.host.index.victims()
-                if (key := self.host.index.key_at(place)) is not None
-            ]
+        left: list[BlockKey] = []
         durable = [level for level in self.levels if level.outlives]
-        step = min((level.settings.queue_blocks for level in durable), default=1)
+        for start in range(0, self.host.index.places if durable else 0, BULK_STEP):
+            with self.lock:
+                left += self.host.index.held(start, start + BULK_STEP)
+        step = min([STEP, *(level.settings.queue_blocks for level in durable)])
         for start in range(0, len(left) + step if durable else 0, step):
             for level in durable:  # so that its queue has room
                 await level.drain()
@@ -448,9 +541,10 @@ class TierStack:
         for level in self.levels:  # hot to cold, as their writers hand blocks over
             await level.stop()
         await asyncio.gather(*(level.aclose() for level in self.levels))
-        with self.lock:
-            for key in list(self.host.index):
-                self.shared.arena.release([self.host.drop(key)])
+        for start in range(0, self.host.index.places, STEP):
+            with self.lock:
+                for key in self.host.index.held(start, start + STEP):
+                    self.shared.arena.release([self.host.drop(key)])
 
     @property
     def pending(self) -> bool:

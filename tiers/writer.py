@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
+from kvladder.lock import STEP
 from kvladder.metrics import DropReason
 from kvladder.tiers.base import NO_PLACE, Item
 from kvladder.tiers.gate import Answer, Results
@@ -114,11 +116,11 @@ class Writer:
             self._tombstones.add(key)
         return key in self._writing or key in self._limbo
 
-    def recall_salted(self, salt: bytes) -> None:
-        """``recall`` for every block of this salt."""
-        waiting = [(key, self._inbox[key]) for key in self._inbox]
-        for key, pending in [*waiting, *self._writing.items()]:
-            if pending.meta.terms.salt == salt:
+    def recall_salted(self, keys: Iterable[BlockKey], salt: bytes) -> None:
+        """``recall`` for those of ``keys`` that are of this salt."""
+        for key in keys:
+            pending = self._inbox.get(key) or self._writing.get(key)
+            if pending is not None and pending.meta.terms.salt == salt:
                 self.recall(key)
 
     @property
@@ -162,8 +164,9 @@ class Writer:
             self._wakeup.clear()
             while self.due:
                 await self._step()
+            if not self._level.writable:
+                self._lose_all()
             with self._lock:
-                self._lose("breaker", list(self._inbox))
                 if was_ill and self._level.writable:
                     self._level.stir()  # others may have something for it again
             self._idle.set()
@@ -182,6 +185,12 @@ class Writer:
             self._stats.drop(reason, self._inbox[key].meta.priority)
             self._give_up(key)
 
+    def _lose_all(self) -> None:
+        """What waits now does not wait any longer, since the tier is left alone."""
+        for _ in range(0, len(self._inbox), STEP):
+            with self._lock:
+                self._lose("breaker", list(islice(self._inbox, STEP)))
+
     async def _step(self) -> None:
         """One purge, one batch of removals, or one of writes and a step of erasing: what is due."""
         may_remove = self._gate.open("remove")
@@ -189,16 +198,18 @@ class Writer:
             await self._level.purges.step()
             return
         with self._lock:
-            removals = self._removals.take(self._tier.batch_max) if may_remove else []
+            removals = self._removals.take(self._level.batch_max) if may_remove else []
         if removals:
             await self._remove_from_tier(removals)
             return
         with self._lock:
+            oldest = list(islice(self._inbox, self._level.batch_max))
             # a removal that has to wait must not meet the block that is written after it
-            self._lose("breaker", [key for key in self._inbox if key in self._removals])
-            while above := self._inbox.above(self._tier.batch_max, self._spare):
-                self._lose("quota", above)
-            self._writing = self._inbox.take(self._tier.batch_max)
+            stale = [key for key in oldest if key in self._removals]
+            self._lose("breaker", stale)
+            above = self._inbox.above(len(oldest) - len(stale), self._spare)
+            self._lose("quota", above)
+            self._writing = self._inbox.take(len(oldest) - len(stale) - len(above))
         try:
             await self._write()
         finally:
@@ -350,8 +361,8 @@ class Writer:
                     gone.append(Item(key, place))
             self._level.evicted([item.key for item in gone])
             self._removals.begun(gone)
-        for start in range(0, len(gone), self._tier.batch_max):
-            await self._remove_from_tier(gone[start : start + self._tier.batch_max])
+        for start in range(0, len(gone), self._level.batch_max):
+            await self._remove_from_tier(gone[start : start + self._level.batch_max])
         return reason
 
     def _victims(self, newcomers: Sequence[int]) -> tuple[list[tuple[BlockKey, int]], bool]:
@@ -413,5 +424,4 @@ class Writer:
             self._task.cancel()
             await asyncio.wait({self._task})
             self._task = None
-        with self._lock:
-            self._lose("breaker", list(self._inbox))
+        self._lose_all()

@@ -97,7 +97,7 @@ OF_WISHES: dict[str, tuple[type, str, Any]] = {
     "nothing expires": (Alarm, "set", nothing),
     "a purge does not reach writes under way": (Writer, "recall_salted", nothing),
     "a purge does not reach saves": (TierStack, "_recall", nothing),
-    "a purge spares some": (LevelIndex, "salted", lambda *_: []),
+    "a purge spares some": (LevelIndex, "salted", lambda index, *_: ([], index.places)),
 }
 
 
