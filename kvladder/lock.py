@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 STEP: Final = 128
 """Blocks that are looked at one by one before the lock is released: less than a millisecond."""
-BULK_STEP: Final = 1024
+BULK_STEP: Final = 512
 """The same where built-in functions run over all of them at once."""
 
 _locks: WeakSet[StackLock] = WeakSet()
@@ -34,7 +34,7 @@ class StackLock:
         self._release: Callable[[], None] = lock.release
         self.held: Callable[[], bool] = lock._is_owned
         """Whether the calling thread holds the lock."""
-        self._gate = threading.Lock()
+        self._gate = threading.RLock()  # for finalizers that need the lock while it waits
         """Held by the one thread that is next."""
         self.wanted = False
         """Whether there is one: a thread that waits and is not patient."""

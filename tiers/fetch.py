@@ -179,9 +179,9 @@ class Fetch:
         """Whether the block at ``index`` would still be used."""
         return index in self._waiting
 
-    def queues_for(self, index: int) -> bool:
+    def queues_for(self, index: int, now_s: float) -> bool:
         """Whether it is worth to begin with the block at ``index``, which waited for room."""
-        return self.waits_for(index) and self._clock.now() < self._end_s
+        return index in self._waiting and now_s < self._end_s
 
     @property
     def _end_s(self) -> float:

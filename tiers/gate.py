@@ -107,7 +107,10 @@ class Gate:
 
     def open(self, kind: Kind) -> bool:
         """Whether the tier may be called in this way now."""
-        return not self.crowded and self.breakers[kind].allows(self._shared.clock.now())
+        if self.crowded:
+            return False
+        breaker = self.breakers[kind]  # asked for each block: the clock takes the longest
+        return breaker.state == "closed" or breaker.allows(self._shared.clock.now())
 
     def ill(self, *kinds: Kind) -> bool:
         """Whether the last that is known of one of these kinds is that it failed too often."""

@@ -18,6 +18,8 @@ from kvladder.tiers.base import Shared
 from kvladder.tiers.index import LevelIndex, Meta
 from kvladder.tiers.terms import HOST
 
+CLEAN_MAX = 4 * STEP
+"""Blocks, next to go, that are written below while loads wait for their slots."""
 SCAN_MAX = STEP
 """How far past a block that may not go yet the search for one that may goes on."""
 
@@ -25,8 +27,8 @@ SCAN_MAX = STEP
 class Target(Protocol):
     """A level below that still has to get a block."""
 
-    def offer(self, key: BlockKey, slot: Slot, meta: Meta, *, stays: bool = False) -> bool:
-        """See ``Level.offer``."""
+    def queue(self, key: BlockKey, slot: Slot, meta: Meta, *, stays: bool = False) -> bool:
+        """See ``Level.queue``."""
         ...
 
 
@@ -72,6 +74,12 @@ class HostLevel:
         self.stats = LevelStats()
         self.index = LevelIndex(policy, ttl=rule.ttl_s is not None, now=shared.clock.now)
         self._shared = shared
+        self._may_go = inf
+        """At most so many blocks may go now, as far as is known since room was short."""
+        self.has_looked = False
+        """Whether ``clean`` did not go by what it had found before."""
+        self._ahead = 0
+        """So many of the next to go were found to need nothing, or to be on their way below."""
         self._router = router
         """Makes a ``Route`` that holds until the lock is released."""
         self._left = left
@@ -118,6 +126,7 @@ class HostLevel:
     def drop(self, key: BlockKey) -> Slot:
         """Do not hold ``key`` any more; the level's claim on its slot becomes the caller's."""
         self._left(key)
+        self._ahead -= 1
         return Slot(self.index.drop(key))
 
     def insert(self, key: BlockKey, slot: Slot, meta: Meta, *, pins: int = 0) -> None:
@@ -139,6 +148,7 @@ class HostLevel:
     def pin(self, slots: Sequence[Slot]) -> None:
         """Keep these blocks, and claim their slots once more."""
         self._shared.arena.share(slots)
+        self._ahead -= len(slots)
         self.index.pin_all(slots)
 
     def unpin(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
@@ -147,6 +157,7 @@ class HostLevel:
         A block that was removed meanwhile, or is somewhere else, is not pinned any more.
         """
         place = self.index.place
+        self._may_go += len(slots)
         pairs = zip(reversed(keys), reversed(slots), strict=True)
         self.index.unpin_all([slot for key, slot in pairs if place(key) == slot])
         self._shared.arena.release(slots)
@@ -170,12 +181,25 @@ class HostLevel:
         missing = count - arena.free
         if missing > 0:
             gone = self._evictable(missing, priority)
+            self._may_go = 0.0 if len(gone) < missing else max(0.0, self._may_go - missing)
+            self._ahead -= missing  # if fewer go, the order is not as it was thought to be
             for key in gone:
                 self._left(key)
             arena.release([Slot(place) for place in self.index.evict_all(gone, now)])
             self.stats.evicted += len(gone)
             self._shared.events.removed(self.name, gone, "evicted")
         return arena.lease(min(count, arena.free)) or []
+
+    @property
+    def may_have_room(self) -> bool:
+        """Whether it is worth to ask for room again."""
+        return self._shared.arena.free > 0 or self._may_go > 0
+
+    def settled(self, *, stored: bool) -> None:
+        """A level took one of these blocks, or gave it up: it may go."""
+        self._may_go += 1
+        if not stored:
+            self.doubt()
 
     def _evictable(self, count: int, priority: int) -> list[BlockKey]:
         chosen: list[BlockKey] = []
@@ -195,18 +219,36 @@ class HostLevel:
         return chosen
 
     def clean(self) -> None:
-        """Have the next to go written below, so that a save finds room without waiting."""
+        """Have the next to go written below, so that a save finds room without waiting.
+
+        Of a wide window, what needed nothing is not looked at again until most of it has gone.
+        """
         short = self.reserve_blocks + self.demand_blocks - self._shared.arena.free
-        if short <= 0:
+        window = min(short, CLEAN_MAX)
+        self.has_looked = self._ahead <= max(window // 4, min(window, STEP) - 1)
+        if short <= 0 or not self.has_looked:
             return
         index, claims, route = self.index, self._shared.arena.claims, self._router()
-        for place in islice(index.victims(), min(short, STEP)):
+        self._ahead = passed = judged = 0
+        for place in islice(index.victims(), window):
+            passed += 1
             if claims(Slot(place)) > 1:  # it is on its way
                 continue
+            judged += 1
+            if judged > STEP:
+                break
             key, meta = index.key_at(place), index.meta(place)
             target = None if key is None else route(key, meta)
-            if key is not None and target is not None:
-                target.offer(key, Slot(place), meta, stays=True)
+            if key is None or target is None:
+                continue
+            if not target.queue(key, Slot(place), meta, stays=True):
+                return  # the queue is full: again when it has room
+        self._ahead = passed
+
+    def doubt(self) -> None:
+        """What is to go next, or where it would have to be written, may have changed."""
+        self._ahead = 0
+        self._may_go = inf
 
     def check(self) -> None:
         """Assert that the index is sound and holds claims on its slots; O(n), for tests."""

@@ -133,13 +133,13 @@ class LevelIndex:
             self._priority[place],
             self._floor[place],
             self._hits[place],
-            self._until.at(place),
-            self._terms.of(place),
+            self._until.get(place, inf),
+            self._terms.get(place, NO_TERMS),
         )
 
     def expires_s(self, place: int) -> float:
         """Loop time at which the block at ``place`` expires; inf if never."""
-        own_s = self._terms.of(place).expires_s
+        own_s = self._terms.get(place, NO_TERMS).expires_s
         return own_s if self._expires is None else min(own_s, self._expires[place])
 
     def insert(
@@ -208,7 +208,7 @@ class LevelIndex:
     def widen(self, key: BlockKey, terms: Terms) -> None:
         """Another request offers a held block: from now on it may what either allows."""
         place = self._place[key]
-        before = self._terms.of(place)
+        before = self._terms.get(place, NO_TERMS)
         after = before.merged(terms)
         if after != before:
             self._terms.put(place, after)
@@ -226,10 +226,10 @@ class LevelIndex:
     def salted(self, salt: bytes, start: int) -> tuple[list[BlockKey], int]:
         """Some of the blocks of a salt at places from ``start`` on, and where to go on."""
         found: list[BlockKey] = []
-        end, terms = min(start + BULK_STEP, len(self._key)), self._terms.of
+        end, terms = min(start + BULK_STEP, len(self._key)), self._terms.get
         for place in range(start, end):
             key = self._key[place]
-            if key is not None and terms(place).salt == salt:
+            if key is not None and terms(place, NO_TERMS).salt == salt:
                 found.append(key)
                 if len(found) == STEP:
                     return found, place + 1
@@ -334,6 +334,11 @@ class LevelIndex:
 
     def hit_all(self, places: Sequence[int]) -> None:
         """``hit`` each of ``places``, which differ, in that order."""
+        if len(places) < BULK_MIN:
+            now_s = self._now()
+            for place in places:
+                self.hit(place, now_s)
+            return
         at = np.frombuffer(array("i", places), np.intc)
         hits = np.frombuffer(self._hits, np.uint8)
         hits[at] = np.minimum(hits[at], HITS_MAX - 1) + 1

@@ -58,6 +58,8 @@ class Judge:
         if NO_SLOT not in found:
             return None
         runs = self._runs(fetch.keys[start : start + len(found)], found, wants)
+        if not runs:
+            return None
         stake = self._stake(fetch)
         if stake is None:
             takes_s = max(run.pace.seconds(run.new, now_s) or 0.0 for run in runs)
@@ -100,7 +102,10 @@ class Judge:
             if slot != NO_SLOT:
                 continue
             new = at in coming
-            pace = (coming[at] if new else by_bit[self._arrivals[keys[at]].bit]).pace
+            arrival = None if new else self._arrivals.get(keys[at])
+            if not new and arrival is None:  # it has come since the prefix was looked at
+                continue
+            pace = (coming[at] if arrival is None else by_bit[arrival.bit]).pace
             if runs and runs[-1].pace is pace:
                 runs[-1] = runs[-1]._replace(new=runs[-1].new + new)
             else:

@@ -147,7 +147,11 @@ class Level:
         something less valuable would have to give way and there is none. That is counted as a drop
         unless the block ``stays`` where it is and is going to be offered again.
         """
-        if not self.admits(meta) or self.holds(key):
+        return self.admits(meta) and self.queue(key, slot, meta, stays=stays)
+
+    def queue(self, key: BlockKey, slot: Slot, meta: Meta, *, stays: bool = False) -> bool:
+        """``offer``, of a block that is admitted."""
+        if self.holds(key):
             return False
         taken = self._writer.offer(key, slot, meta, stays=stays)
         if taken:
@@ -241,7 +245,7 @@ class Level:
         """Free up to ``count`` places of a shared tier, where they are no addresses, at once."""
         gone: list[tuple[BlockKey, int]] = []
         for place in self.index.victims():
-            if len(gone) == count or self.index.meta(place).priority > priority:
+            if len(gone) == count or self.index.priority(place) > priority:
                 break
             key = self.index.key_at(place)
             if key is not None and key not in spare and not self.places.being_read(place):

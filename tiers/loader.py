@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, KeysView, Sequence
 from functools import partial, reduce
+from itertools import islice
 from typing import Any, NamedTuple
 
 from kvladder.arena import Slot
@@ -32,6 +33,17 @@ class Read(NamedTuple):
     items: list[Item]
     mark: Mark
     """When the blocks were asked for."""
+
+
+class Judged(NamedTuple):
+    """What is to be fetched of a prefix; positions among the keys of the fetch."""
+
+    end: int
+    """Up to where."""
+    known: int
+    """Up to where levels have it."""
+    dropped: list[Want]
+    """What lies between them and would have to come."""
 
 
 class Loader:
@@ -114,33 +126,63 @@ class Loader:
         A ``new`` one is counted. The lock is released between steps: what was found is pinned or
         on its way, and if that fails meanwhile the prefix ends.
         """
+        while self._serve(fetch, new=new):
+            pass
+        if not fetch.asking:
+            return
+        is_long = len(fetch.keys) - fetch.length > STEP
+        judged = self._preview(fetch) if is_long else None
         goes_on = True
         while goes_on:
             with self._lock:
-                goes_on = fetch.asking and self._grow_on(fetch, new=new)
+                goes_on = self._grow_on(fetch, judged, new=new)
 
-    def _grow_on(self, fetch: Fetch, *, new: bool) -> bool:
-        """Take one step of it; whether there may be more.
-
-        What may be computed instead is one step, since whether to fetch depends on all of it.
-        """
-        start, end = fetch.length, len(fetch.keys)
-        keys = fetch.keys[start : start + BULK_STEP]
-        if serve_alike(fetch, keys, self._host, self._levels):
+    def _serve(self, fetch: Fetch, *, new: bool) -> bool:
+        """Take a step of blocks that are all in host; whether there may be more."""
+        with self._lock:
+            keys = fetch.keys[fetch.length : fetch.length + BULK_STEP]
+            if not fetch.asking or not serve_alike(fetch, keys, self._host, self._levels):
+                return False
             self.count(len(keys) if new else 0, len(keys) if new else 0, 0, ())
-            fetch.ask(asking=fetch.length < end)
-            return fetch.length < end
-        keys = keys[:STEP] if fetch.saves is None else fetch.keys[start:]
-        found, wants = self._plan(keys, fetch.levels)
-        count, all_wants = len(found), wants.copy()
+            fetch.ask(asking=fetch.length < len(fetch.keys))
+            return fetch.asking
+
+    def _preview(self, fetch: Fetch) -> Judged:
+        """How far a long prefix is known, and up to where it is to be fetched."""
+        start, found, wants = fetch.length, list[Slot](), list[Want]()
+        while len(found) < len(fetch.keys) - start:
+            at = start + len(found)
+            keys = fetch.keys[at : at + STEP]
+            with self._lock:
+                part, missing = self._plan(keys, fetch.levels, len(found))
+            found += part
+            wants += missing
+            if len(part) < len(keys):
+                break
+        with self._lock:
+            return self._cut(fetch, start, found, wants)
+
+    def _cut(self, fetch: Fetch, start: int, found: list[Slot], wants: list[Want]) -> Judged:
+        """End ``found`` and ``wants`` where fetching more takes too long."""
+        known, all_wants = start + len(found), wants.copy()
         trial = self._judge.cut(fetch, start, found, wants)
         if trial is not None:
             self._try(fetch, trial)
+        return Judged(start + len(found), known, all_wants[len(wants) :])
+
+    def _grow_on(self, fetch: Fetch, judged: Judged | None, *, new: bool) -> bool:
+        """Take a step of blocks wherever they are; whether there may be more."""
+        if not fetch.asking:
+            return False
+        start, end = fetch.length, len(fetch.keys)
+        keys = fetch.keys[start : min(start + STEP, end if judged is None else judged.end)]
+        found, wants = self._plan(keys, fetch.levels)
+        if judged is None:
+            judged = self._cut(fetch, start, found, wants)
         self._host.pin([slot for slot in found if slot != NO_SLOT])
         slots = self._room_for(wants)
         later = self._park(fetch, start, wants[len(slots) :])
         cut_at, is_short = len(found), len(slots) + len(later) < len(wants)
-        is_cut = is_short or cut_at < count
         if is_short:
             cut_at = wants[len(slots) + len(later)].position
             self._host.stats.throttled += len(wants) - len(slots) - len(later)
@@ -148,15 +190,15 @@ class Loader:
             self._host.unpin([keys[i] for i in cut], [found[i] for i in cut])
         reads = self._begin(wants[: len(slots)], slots)
         hits, waiting = self._attach(fetch, found[:cut_at], later)
-        goes_on = cut_at == len(keys) and start + cut_at < end
-        there = all_wants[len(wants) :] + wants[: len(slots) + len(later)]
+        goes_on = cut_at == len(keys) and start + cut_at < judged.end
+        there = wants[: len(slots) + len(later)] + ([] if goes_on else judged.dropped)
         asked = len(keys) if goes_on else end - start
         self.count(asked if new else 0, hits, waiting - len(slots), there)
         for read in reads:
             self._post(self._start, read)
         if later:
             self._landed()
-        is_open = not is_cut and not goes_on and fetch.length < end
+        is_open = not is_short and judged.end == judged.known and fetch.length < end
         knows = is_open and self.prober.may_know(fetch.keys[fetch.length], fetch.levels)
         fetch.ask(asking=goes_on or (knows and self._asks(fetch, fetch.length)))
         return goes_on
@@ -225,7 +267,8 @@ class Loader:
         while self._prune():
             pass
         with self._lock:
-            wants = self._due()
+            stuck = not self._arrivals and not any(level.pending for level in self._levels)
+            wants = self._due() if stuck or self._host.may_have_room else []
             slots = self._room_for(wants)
             reads = self._begin(wants[: len(slots)], slots)
             for want in wants[: len(slots)]:
@@ -233,7 +276,10 @@ class Loader:
                 assert key == want.key
                 self._arrivals[key].waiters.append((fetch, position))
             stuck = not self._arrivals and not any(level.pending for level in self._levels)
-            if stuck and self._parked:  # nothing is under way that could make room
+            if stuck and self._parked and not self._host.has_looked:
+                self._host.doubt()
+                self._landed()
+            elif stuck and self._parked:  # nothing is under way that could make room
                 self._host.stats.throttled += self._drop_parked()
                 self._post(self.resume)
             self._host.demand_blocks = len(self._parked)
@@ -260,10 +306,11 @@ class Loader:
         return True
 
     def _prune_one(self) -> bool:
+        """Drop the head of the queue, if it need not wait; whether it did."""
         if self._parked:
             fetch, position, key = self._parked[0]
             slot, arrival = self._host.find(key), self._arrivals.get(key)
-            if fetch.queues_for(position):
+            if fetch.queues_for(position, self._shared.clock.now()):
                 if slot is None and (arrival is None or arrival.dead):
                     return False
                 if not fetch.levels & (HOST if arrival is None else arrival.bit):
@@ -283,11 +330,11 @@ class Loader:
         levels = [level for level in self._levels if level.readable]
         wants: list[Want] = []
         seen: set[BlockKey] = set()
-        while len(wants) < min(len(self._parked), RESUME_BATCH):
-            fetch, position, key = self._parked[len(wants)]
+        now_s, in_host, arrivals = self._shared.clock.now(), self._host.index.keys(), self._arrivals
+        for fetch, position, key in islice(self._parked, RESUME_BATCH):
             want = source(among(levels, fetch.levels), position, key)
-            ready = key in self._arrivals or self._host.find(key) is not None
-            if ready or key in seen or not fetch.queues_for(position):
+            ready = key in arrivals or key in in_host
+            if ready or key in seen or not fetch.queues_for(position, now_s):
                 break  # its turn comes with the next resumption
             if want is None:
                 fetch.failed(position)
@@ -296,13 +343,18 @@ class Loader:
             wants.append(want)
         return wants
 
-    def _plan(self, keys: Sequence[BlockKey], mask: int) -> tuple[list[Slot], list[Want]]:
-        """Slots of the longest prefix, ``NO_SLOT`` where a block has to come, and what must."""
+    def _plan(
+        self, keys: Sequence[BlockKey], mask: int, first: int = 0
+    ) -> tuple[list[Slot], list[Want]]:
+        """Slots of the longest prefix, ``NO_SLOT`` where a block has to come, and what must.
+
+        ``first`` is the position of the first of ``keys``.
+        """
         found: list[Slot] = []
         wants: list[Want] = []
         levels = among([level for level in self._levels if level.readable], mask)
         host_find, arrivals = self._host.find, self._arrivals
-        for index, key in enumerate(keys):
+        for index, key in enumerate(keys, first):
             slot = host_find(key)
             if slot is None:
                 slot = NO_SLOT
@@ -324,17 +376,20 @@ class Loader:
         count = min(len(wants), self._max - len(self._arrivals))
         if count <= 0:
             return []
-        lowest = min(want.level.index.meta(want.place).priority for want in wants[:count])
+        lowest = min([want.level.index.priority(want.place) for want in wants[:count]])
         return self._host.room(count, lowest)
 
     def _begin(self, wants: Sequence[Want], slots: Sequence[Slot]) -> list[Read]:
         """Register an arrival for each block that has to come: what to read, by level."""
         batches: dict[Level, list[Item]] = {}
-        now = self._shared.clock.now()
+        places: dict[Level, list[int]] = {}
+        for want in wants:
+            want.level.places.begin_read(want.place)
+            places.setdefault(want.level, []).append(want.place)
+        for level, of_level in places.items():
+            level.index.hit_all(of_level)
         for (_, key, level, place), slot in zip(wants, slots, strict=True):
-            level.places.begin_read(place)
-            hits = level.index.hit(place, now)
-            meta = level.index.meta(place)._replace(hits=hits)
+            meta = level.index.meta(place)
             self._arrivals[key] = Arrival(slot, meta, level.name, level.bit)
             item = Item(key, place, slot)
             self._unread[key] = level, item
@@ -417,12 +472,14 @@ class Loader:
     ) -> dict[Level, list[Item]]:
         """End these arrivals, tail first; what is to be read from levels below instead."""
         retries: dict[Level, list[Item]] = {}
+        here: list[BlockKey] = []
         for item, ok in zip(reversed(batch), reversed(found), strict=True):
             arrival = self._arrivals[item.key]
             wanted = [(f, i) for f, i in arrival.waiters if f.waits_for(i)]
             if ok and not arrival.dead:
+                if self._arrived(item.key, arrival, wanted):
+                    here.append(item.key)
                 level.stats.hits += 1
-                self._arrived(item.key, arrival, wanted)
                 continue
             self._shared.arena.release([arrival.slot])
             retry = None
@@ -435,22 +492,25 @@ class Loader:
             for fetch, index in wanted:
                 if retry is None or not fetch.levels & retry[0].bit:
                     fetch.failed(index)
+        here.reverse()
+        self._shared.events.stored(self._host.name, here)
         return retries
 
     def _arrived(
         self, key: BlockKey, arrival: Arrival, wanted: Sequence[tuple[Fetch, int]]
-    ) -> None:
-        """Hand the slot over to the host level and to those who wait for it."""
+    ) -> bool:
+        """Hand the slot over to the host level, if that takes it, and to those who wait for it."""
         del self._arrivals[key]
         slot = arrival.slot
         self._shared.arena.share([slot] * len(wanted))
-        if self._host.admits(arrival.meta):
+        is_taken = self._host.admits(arrival.meta)
+        if is_taken:
             self._host.insert(key, slot, arrival.meta, pins=len(wanted))
-            self._shared.events.stored(self._host.name, [key])
         else:
             self._shared.arena.release([slot])
         for fetch, index in wanted:
             fetch.arrived(index, slot, arrival.level)
+        return is_taken
 
     def _reroute(
         self, level: Level, key: BlockKey, arrival: Arrival, wanted: Sequence[tuple[Fetch, int]]

@@ -73,6 +73,8 @@ class TierStack:
             level: OrderedDict() for level in levels if level.rule.when == "commit"
         }
         """Per write-through level, blocks of the host level that its queue had no room for."""
+        self._gates: list[bool] = []
+        """Which levels took calls when the next to go were looked at."""
         self._scheduled = False
         self._resetting: Generator[None] | None = None
         self._closed = False
@@ -130,6 +132,7 @@ class TierStack:
             refused |= level.bit
         if refused:
             self._refused[key] = refused
+        self.host.settled(stored=stored)
         self._schedule()
 
     def _left(self, key: BlockKey) -> None:
@@ -153,6 +156,10 @@ class TierStack:
             with self.lock:
                 is_behind |= self._catch_up(level, keys)
         with self.lock:
+            gates = [level.writable for level in self.levels]
+            if gates != self._gates:
+                self.host.doubt()
+            self._gates = gates
             self.host.clean()
             self._alarm.set()
             self._scheduled = False  # what was offered just now need not be looked at again
@@ -229,6 +236,7 @@ class TierStack:
                     self.used(key, meta)
                 if key in self.host.index:
                     self.host.index.widen(key, meta.terms)
+                self.host.doubt()
             elif key not in self._saving and key not in self.loader:
                 if not self._admitted(meta):
                     return wanted, len(keys)
@@ -361,6 +369,7 @@ class TierStack:
         slot = self.host.find(key)
         if slot is not None:
             self.host.index.note(key, meta)
+            self.host.doubt()
             if meta.floor < self.host.rule.min_priority:
                 if (target := self._target(key, self.host.index.meta(slot))) is not None:
                     target.offer(key, slot, meta)

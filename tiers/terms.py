@@ -69,10 +69,8 @@ class Deadlines:
     def __init__(self) -> None:
         self._of: dict[int, float] = {}
         self._heap: list[tuple[float, int]] = []
-
-    def at(self, place: int) -> float:
-        """When it happens to the block at ``place``; inf if never, or if ``due`` has told it."""
-        return self._of.get(place, inf)
+        self.get = self._of.get
+        """When it happens to the block at a place; none if never, or if ``due`` has told it."""
 
     def put(self, place: int, at_s: float) -> None:
         """It happens at ``at_s``, and not when it was to happen before; inf for never."""
@@ -118,10 +116,8 @@ class TermsByPlace:
         self._terms: dict[int, Terms] = {}
         self.ends = Deadlines()
         """When those expire that do."""
-
-    def of(self, place: int) -> Terms:
-        """The terms of the block at ``place``."""
-        return self._terms.get(place, NO_TERMS)
+        self.get = self._terms.get
+        """The terms of the block at a place; none if nothing was said of it."""
 
     def put(self, place: int, terms: Terms) -> None:
         """The block at ``place`` has these from now on."""

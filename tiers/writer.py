@@ -377,7 +377,7 @@ class Writer:
             key = self._index.key_at(place)
             if key is None or self._places.being_read(place):
                 continue
-            if self._index.meta(place).priority > newcomers[len(chosen)]:
+            if self._index.priority(place) > newcomers[len(chosen)]:
                 return chosen, True
             chosen.append((key, place))
             if len(chosen) == len(newcomers):
