@@ -141,7 +141,7 @@ def tensor_fields(
     """What of this rank's KV tensors must agree before their bytes may be shared.
 
     ``names`` are those of its layers. On a CPU the attention kernels pack pages in an order of
-    their own, which depends on the instruction set and may change with vLLM's version.
+    their own, which depends on the instruction set. Devices of another kind compute otherwise.
     """
     layers = vllm_config.compilation_config.static_forward_context
     found = [layers[name] for name in names if name in layers]
@@ -156,9 +156,17 @@ def tensor_fields(
         packed = sorted({str(getattr(layer, "isa", "unknown")) for layer in found})
         capability = torch.backends.cpu.get_cpu_capability()
         fields["cpu"] = f"{platform.machine()} {capability} {','.join(packed)}"
-        fields["vllm"] = vllm_version()
+    fields["device"] = ",".join(sorted({_kind(pages.device) for pages in groups.values()}))
     fields["kv.element"] = f"{element} {run}"
     return fields
+
+
+def _kind(device: torch.device) -> str:
+    """What a device computes like: its type and, of a GPU, its architecture."""
+    if device.type != "cuda":
+        return device.type
+    found: Any = torch.cuda.get_device_properties(device)
+    return f"cuda {found.major}.{found.minor} {getattr(found, 'gcnArchName', '')}".strip()
 
 
 def vllm_version() -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvladder.connectors.vllm_contents import Items
 from kvladder.connectors.vllm_find import Find
 from kvladder.connectors.vllm_groups import Group, Groups
 from kvladder.connectors.vllm_params import NO_POLICY, RequestPolicy
@@ -27,6 +28,8 @@ class RequestState:
     groups: Groups
     adapter: bytes | None = b""
     """Digest of its LoRA adapter's weights, empty without one; None until it is known."""
+    items: Items | None = None
+    """The images, sounds and videos in its prompt."""
     policy: RequestPolicy = NO_POLICY
     waited: int = 0
     """How many steps it has waited for that digest."""
@@ -89,13 +92,15 @@ class RequestState:
     def keys(self, group: Group, start: int, end: int) -> list[BlockKey]:
         """Names of a group's blocks ``start <= n < end``, as far as vLLM has hashed them.
 
-        vLLM's hash covers tokens, multimodal content, salt, and of an adapter name and path; what
-        the adapter's weights are is added here.
+        vLLM's hash covers tokens, salt, what multimodal items are called, and of an adapter name
+        and path; what the items and the adapter's weights are is added here.
         """
         assert self.adapter is not None
         keys = group.keys(self.request.block_hashes, start, end, mark=self.mark())
         if self.adapter:
             keys = [BlockKey(hashlib.sha256(self.adapter + one).digest()) for one in keys]
+        if self.items is not None:
+            keys = self.items.bind(keys, start, group.tokens)
         if self.describe is not None:
             self.describe(self.request, group.index, start, keys)
         return keys

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvladder.config import StackConfig
 from kvladder.connectors.vllm_computing import Computing
+from kvladder.connectors.vllm_contents import contents_of
 from kvladder.connectors.vllm_events import KVEvents, enabled
 from kvladder.connectors.vllm_find import Find
 from kvladder.connectors.vllm_groups import groups_of
@@ -55,6 +56,7 @@ class SchedulerHalf:
         self._notices = notices
         self._groups = groups_of(kv_cache_config, model=str(vllm_config.model_config.model))
         self._adapters = Adapters()
+        self._contents = contents_of(vllm_config)
         cache = getattr(vllm_config, "cache_config", None)
         self._filling = Filling(cached=bool(getattr(cache, "enable_prefix_caching", False)))
         self._policies = Policies(config, map_priority=options.map_priority, notices=notices)
@@ -116,9 +118,9 @@ class SchedulerHalf:
     def arrived(self, request: Any) -> None:
         """A request is new: begin to bring up what the cache has for it."""
         self.settle()
-        policy = self._policies.of(request)
+        policy, items = self._policies.of(request), self._contents.of(request)
         mark = lambda: self._weights.mark  # noqa: E731
-        state = RequestState(request, self._groups, policy=policy, mark=mark)
+        state = RequestState(request, self._groups, items=items, policy=policy, mark=mark)
         self._states[request.request_id] = state
         if self.events is not None:
             state.describe = self.events.describe

@@ -39,6 +39,8 @@ from kvladder.compose import open_manager
 from kvladder.config import load_config
 from kvladder.connectors.base import Match
 from kvladder.connectors.vllm_checks import vllm_version
+from kvladder.connectors.vllm_fingerprint import code_fields, folder_fields, model_folder, prefixed
+from kvladder.connectors.vllm_given import switches
 from kvladder.connectors.vllm_groups import mark_of, marked
 from kvladder.connectors.vllm_log import route, say_ready, warn
 from kvladder.connectors.weights import downloaded, weights_digest
@@ -235,13 +237,14 @@ def rows_of(job: TransferJob) -> list[int]:
 
 
 def layout_of(config: Any, block_bytes: int, fingerprint: str) -> Layout:
-    """The layout of vLLM's CPU blocks, and whose they are.
+    """The layout of vLLM's CPU blocks, and whose they are, as far as vLLM tells its tiers.
 
     Raises
     ------
     ConfigError
         The model's weights are not on this machine: ``model.fingerprint`` has to stand for them.
     """
+    folder = model_folder(config.model.name)
     if fingerprint == "auto":
         path = Path(config.model.name)
         weights = weights_digest(path if path.exists() else downloaded(config.model.name))
@@ -260,7 +263,9 @@ def layout_of(config: Any, block_bytes: int, fingerprint: str) -> Layout:
         "ranks": f"{parallel.world_size} {parallel.tp_size} {parallel.pp_size}"
         f" {parallel.pcp_size} {parallel.dcp_size}",
         "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        "vllm": vllm_version(),
+        **prefixed("environment", switches()),
+        **folder_fields({} if folder is None else {"model": folder}),
+        **code_fields(),
     }
     tokens = config.groups[0].tokens_per_block * getattr(config.cache, _PER_ROW)
     return Layout(tokens, block_bytes, fields)

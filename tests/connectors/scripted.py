@@ -94,11 +94,12 @@ def configs(*, hash_name: str = "sha256", ranks: int = 1) -> tuple[Any, Any]:
     model = SimpleNamespace(
         model="tiny", dtype="int64", quantization=None, hf_config=SimpleNamespace(to_dict=dict)
     )
+    parallel = type("ParallelConfig", (SimpleNamespace,), {})(tensor_parallel_size=ranks)
     vllm_config = SimpleNamespace(
         model_config=model,
         cache_config=cache,
         load_config=SimpleNamespace(load_format="dummy"),
-        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        parallel_config=parallel,
         compilation_config=SimpleNamespace(static_forward_context={}),
         speculative_config=None,
         kv_transfer_config=SimpleNamespace(kv_role="kv_both"),

@@ -240,3 +240,23 @@ def test_the_policy_agrees_with_a_sorted_list(seed: int) -> None:
             assert name == expected[1]
             order.remove(expected)
             free.append(block.chunk_id)
+
+
+def test_names_cover_what_vllm_tells_its_tiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvladder.connectors.vllm_tiering import layout_of
+
+    def named() -> Any:
+        return layout_of(spec(tmp_path).config, ROW, "x").namespace()
+
+    file = tmp_path / "processor_config.json"
+    found = [named()]
+    for text in ("1", "2"):
+        file.write_text(text)
+        found.append(named())
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    found.append(named())
+    monkeypatch.setenv("VLLM_PORT", "4711")
+    assert named() == found[-1]
+    assert len(set(found)) == len(found)

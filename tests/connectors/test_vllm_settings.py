@@ -21,7 +21,6 @@ from kvladder.connectors.vllm_checks import (
     check_groups,
     group_pages,
 )
-from kvladder.connectors.vllm_fingerprint import model_fields
 from kvladder.connectors.vllm_options import Options, parse
 from kvladder.connectors.vllm_stats import StatsFile
 from kvladder.connectors.weights import weights_digest
@@ -178,37 +177,6 @@ def test_layers_of_one_group_may_have_sizes_and_parts_of_their_own() -> None:
 def test_a_vllm_that_lacks_something_is_told_what() -> None:
     with pytest.raises(ConfigError, match=r"lack handle_preemptions, needed for fencing saves"):
         check_features(object)
-
-
-def test_everything_that_changes_the_bytes_changes_the_name() -> None:
-    def fields(**changes: Any) -> dict[str, str]:
-        vllm_config, _ = configs()
-        for name, value in changes.items():
-            part, _, option = name.partition("__")
-            setattr(getattr(vllm_config, part) if option else vllm_config, option or part, value)
-        return model_fields(vllm_config)
-
-    plain = fields()
-    assert fields() == plain
-    rope = SimpleNamespace(to_dict=lambda: {"rope_theta": 5, "_name_or_path": "x"})
-    again = SimpleNamespace(to_dict=lambda: {"rope_theta": 5, "transformers_version": "5"})
-    changed = [
-        fields(model_config__model="other"),
-        fields(model_config__dtype="float16"),
-        fields(model_config__quantization="fp8"),
-        fields(cache_config__cache_dtype="fp8"),
-        fields(cache_config__prefix_caching_hash_algo="sha256_cbor"),
-        fields(model_config__hf_config=rope),
-    ]
-    assert plain not in changed
-    assert len({json.dumps(one) for one in changed}) == len(changed)
-    assert fields(model_config__hf_config=again) == changed[-1]
-    drafts = [
-        fields(speculative_config=SimpleNamespace(method=method, model=method))
-        for method in ("ngram", "suffix", "eagle", "draft_model")
-    ]
-    assert [one["speculative"] for one in drafts] == ["", "", "eagle", "draft_model"]
-    assert drafts[:2] == [plain, plain]  # they keep no KV
 
 
 # ---- weights

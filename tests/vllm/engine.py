@@ -2,7 +2,8 @@
 
 ``python engine.py SPEC RESULTS``: SPEC is JSON with ``model``, ``extra`` (the connector's settings
 or null), ``transfer`` (another connector and its settings), ``engine`` (more arguments of vLLM's
-LLM) and ``steps``. A line of JSON is appended to RESULTS for each step that is over.
+LLM), ``pictures`` (whether the model looks at some) and ``steps``. A line of JSON is appended to
+RESULTS for each step that is over.
 """
 
 import json
@@ -20,6 +21,7 @@ from kvladder.arena import Slot
 from tests.patience import PATIENCE_S
 from tests.vllm.harness import OURS, connector
 from tests.vllm.life import register
+from tests.vllm.pictures import without_torchvision
 
 register()  # in the processes of ranks, too: they read this file again
 
@@ -225,6 +227,8 @@ class Engine:
 
 def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
+    if spec.get("pictures"):
+        without_torchvision()
     engine = Engine(spec)
     with Path(sys.argv[2]).open("a") as results:
         for name, *arguments in spec["steps"]:

@@ -148,7 +148,34 @@ def qwen3_next() -> Any:
     )
 
 
-KINDS = {make.__name__: make for make in (llama, llama_100m, gemma3, gpt_oss, deepseek, qwen3_next)}
+def phi3() -> Any:
+    """LongRoPE: other factors where the longest prompt may have more than 1,024 tokens."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    factors = 16
+    return Phi3ForCausalLM(
+        Phi3Config(
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            original_max_position_embeddings=1024,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 1024,
+                "short_factor": [1.0] * factors,
+                "long_factor": [1.0 + 0.5 * i for i in range(factors)],
+            },
+            **SHARED,
+        )
+    )
+
+
+KINDS = {
+    make.__name__: make for make in (llama, llama_100m, gemma3, gpt_oss, deepseek, qwen3_next, phi3)
+}
 
 
 def make(directory: Path, seed: int, kind: str = "llama") -> None:
