@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -65,11 +66,14 @@ class Started:
         return found
 
     def kill(self) -> None:
-        """End them all at once."""
+        """End them all at once; a process that is killed is gone a little later."""
         for pid in self.alive():
             with suppress(ProcessLookupError):
                 os.kill(pid, 9)
         self.process.wait()
+        end = time.monotonic() + PATIENCE_S
+        while self.alive() and time.monotonic() < end:
+            time.sleep(0.02)
 
 
 class Run(Started):
