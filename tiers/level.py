@@ -83,7 +83,7 @@ class Level:
         self.capacity_blocks = capacity_blocks
         self.stats = LevelStats()
         self.index = LevelIndex(policy, ttl=rule.ttl_s is not None, now=shared.clock.now)
-        self.gate = Gate(name, settings.gate, shared, self.stats, wake=self.wake)
+        self.gate = Gate(name, settings.gate, shared, self.stats, wake=self._uncrowded)
         self.bit = 0
         """Which of the levels in a block's terms it is; set by the stack."""
         self.below: Sequence[Level] = ()
@@ -342,6 +342,12 @@ class Level:
         assert len(self.index) <= self.places.taken <= self.capacity_blocks
 
     # ---- on the loop
+
+    def _uncrowded(self) -> None:
+        """So many calls that were left behind have ended that others may begin again."""
+        with self.shared.lock:
+            self.stir()  # others may have something for it again
+        self.wake()
 
     def wake(self) -> None:
         """Have the writer look at what waits."""

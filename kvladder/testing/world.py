@@ -78,6 +78,7 @@ class World:
         knobs = self.knobs
         self._troubled: set[int] = set()
         pools: dict[str, Blocking] = {}
+        self._threads = pools.keys()
 
         def threads(name: str) -> Blocking:
             return pools.setdefault(name, SimThreads(1)) if knobs.unruly else inline_blocking
@@ -348,6 +349,10 @@ class World:
         self.advance(DRAIN_S)
         self.check()
         assert not self.cache.stack.pending, "still at work"
+        if self.knobs.unruly:  # one that hangs in its threads must not keep another from going on
+            own = {level.name for level in self.cache.levels}
+            own |= {f"{name}-codecs" for name in own}
+            assert self._threads == own, "levels share threads"
         host = self.cache.stack.host.index
         assert self.cache.arena.free + len(host) == self.cache.arena.slots, "a slot is lost"
         for level, tier in zip(self.cache.levels, self.tiers, strict=True):

@@ -20,6 +20,7 @@ FOUND = """
     349     a removal met a write of its block that had been left behind
     583     a writer that was cancelled and woken at once went on
     662     closing waited for ever for a writer that was cancelled and woken at once
+    278     what waited for a level was not written after calls left behind had crowded it out
     200192  blocks took turns for ever in a level smaller than the reserve, and below it
     303258  what waited for a level was not written after a removal had tried it out
 """

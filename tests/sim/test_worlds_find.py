@@ -26,7 +26,7 @@ from kvladder.tiers.stack import TierStack
 from kvladder.tiers.terms import ANYWHERE, NO_TERMS, Terms
 from kvladder.tiers.writer import Writer
 
-WORLDS = 120
+WORLDS = 400
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -45,7 +45,12 @@ def after(cls: type, name: str, then: Callable[..., None]) -> Callable[..., Any]
     return wrapped
 
 
-_call = Gate.call
+_call, _unpin = Gate.call, Loader.unpin
+
+
+def claimed(loader: Loader, keys: Any, slots: Any) -> None:
+    loader._shared.arena.share(slots)
+    _unpin(loader, keys, slots)
 
 
 async def unclaimed(gate: Gate, *arguments: Any, slots: Any = (), **options: Any) -> Any:
@@ -76,7 +81,7 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "a fetch keeps a claim": (
         Loader,
         "unpin",
-        after(Loader, "unpin", lambda self, _, slots: self._shared.arena.share(slots)),
+        claimed,
     ),
     "a call has no claim of its own": (Gate, "call", unclaimed),
     "the writer never looks again": (Level, "wake", nothing),
