@@ -211,6 +211,8 @@ class Fetch:
 
     def _answer(self) -> None:
         """Keep the leading blocks that are here, give the rest back."""
+        if self._answered:
+            return
         with self._lock:
             if self._answered:
                 return
@@ -222,6 +224,8 @@ class Fetch:
                 here = self._slots.index(NO_SLOT)
             slots = self._slots[here:]
             del self._slots[here:], self._sources[here:]
+        if not slots:
+            return
         rest = [pair for pair in zip(self.keys[here:], slots, strict=False) if pair[1] != NO_SLOT]
         self._stack.unpin([key for key, _ in rest], [slot for _, slot in rest])
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.lock import BULK_STEP, STEP
+from kvladder.policy.eviction import BULK_MIN
 from kvladder.policy.worth import TRIAL_BLOCKS, Mark, Worth
 from kvladder.tiers.alike import serve_alike
 from kvladder.tiers.base import NO_SLOT, Item, Shared
@@ -114,8 +115,7 @@ class Loader:
         A block that is in host, or only in others than its levels, ends the prefix if host is not
         among them.
         """
-        with self._lock:
-            fetch.ask(asking=True)
+        fetch.ask(asking=True)
         self._grow(fetch, new=True)
         if fetch.asking:
             self._post(self._run, lambda: self.prober.follow(fetch), "kvladder-ask")
@@ -126,26 +126,28 @@ class Loader:
         A ``new`` one is counted. The lock is released between steps: what was found is pinned or
         on its way, and if that fails meanwhile the prefix ends.
         """
-        while self._serve(fetch, new=new):
-            pass
-        if not fetch.asking:
-            return
-        is_long = len(fetch.keys) - fetch.length > STEP
-        judged = self._preview(fetch) if is_long else None
+        judged: Judged | None = None
         goes_on = True
         while goes_on:
             with self._lock:
-                goes_on = self._grow_on(fetch, judged, new=new)
+                goes_on = self._serve(fetch, new=new)
+                is_known = judged is not None or len(fetch.keys) - fetch.length <= STEP
+                if not goes_on and is_known and fetch.asking:
+                    goes_on = self._grow_on(fetch, judged, new=new)
+            if not goes_on and not is_known and fetch.asking:
+                judged, goes_on = self._preview(fetch), True
 
     def _serve(self, fetch: Fetch, *, new: bool) -> bool:
         """Take a step of blocks that are all in host; whether there may be more."""
-        with self._lock:
-            keys = fetch.keys[fetch.length : fetch.length + BULK_STEP]
-            if not fetch.asking or not serve_alike(fetch, keys, self._host, self._levels):
-                return False
-            self.count(len(keys) if new else 0, len(keys) if new else 0, 0, ())
-            fetch.ask(asking=fetch.length < len(fetch.keys))
-            return fetch.asking
+        start, end = fetch.length, len(fetch.keys)
+        if end - start < BULK_MIN or not fetch.asking:
+            return False
+        keys = fetch.keys[start : start + BULK_STEP]
+        if not serve_alike(fetch, keys, self._host, self._levels):
+            return False
+        self.count(len(keys) if new else 0, len(keys) if new else 0, 0, ())
+        fetch.ask(asking=fetch.length < end)
+        return fetch.length < end
 
     def _preview(self, fetch: Fetch) -> Judged:
         """How far a long prefix is known, and up to where it is to be fetched."""
@@ -165,6 +167,8 @@ class Loader:
     def _cut(self, fetch: Fetch, start: int, found: list[Slot], wants: list[Want]) -> Judged:
         """End ``found`` and ``wants`` where fetching more takes too long."""
         known, all_wants = start + len(found), wants.copy()
+        if NO_SLOT not in found:
+            return Judged(known, known, all_wants)
         trial = self._judge.cut(fetch, start, found, wants)
         if trial is not None:
             self._try(fetch, trial)
@@ -172,23 +176,21 @@ class Loader:
 
     def _grow_on(self, fetch: Fetch, judged: Judged | None, *, new: bool) -> bool:
         """Take a step of blocks wherever they are; whether there may be more."""
-        if not fetch.asking:
-            return False
         start, end = fetch.length, len(fetch.keys)
         keys = fetch.keys[start : min(start + STEP, end if judged is None else judged.end)]
         found, wants = self._plan(keys, fetch.levels)
         if judged is None:
             judged = self._cut(fetch, start, found, wants)
         self._host.pin([slot for slot in found if slot != NO_SLOT])
-        slots = self._room_for(wants)
-        later = self._park(fetch, start, wants[len(slots) :])
+        slots = self._room_for(wants) if wants else []
+        later = self._park(fetch, start, wants[len(slots) :]) if wants else {}
         cut_at, is_short = len(found), len(slots) + len(later) < len(wants)
         if is_short:
             cut_at = wants[len(slots) + len(later)].position
             self._host.stats.throttled += len(wants) - len(slots) - len(later)
             cut = [i for i in range(cut_at, len(found)) if found[i] != NO_SLOT]
             self._host.unpin([keys[i] for i in cut], [found[i] for i in cut])
-        reads = self._begin(wants[: len(slots)], slots)
+        reads = self._begin(wants[: len(slots)], slots) if wants else []
         hits, waiting = self._attach(fetch, found[:cut_at], later)
         goes_on = cut_at == len(keys) and start + cut_at < judged.end
         there = wants[: len(slots) + len(later)] + ([] if goes_on else judged.dropped)

@@ -192,17 +192,17 @@ class TierStack:
         positions in ``keys`` and their slots. ``explicit`` metas replace those of blocks that are
         here. Each key returned must be given to ``publish`` or ``abandon``.
         """
+        self._require_open()
         wanted: list[int] = []
         slots: list[Slot] = []
-        self._require_open()
         start = 0
         while start < len(keys):
             with self.lock:
                 is_short = self._closed or len(slots) < len(wanted)
                 found, end = self._missing(keys, metas, start, explicit=explicit)
-                leased = [] if is_short else self._lease(found, metas)
-                if len(leased) == end - start:
-                    self._saving.put(keys[start:end], leased, metas[start:end])
+                leased = [] if is_short or not found else self._lease(found, metas)
+                if len(leased) == len(keys):
+                    self._saving.put(keys, leased, metas)
                 elif leased:
                     kept = found[: len(leased)]
                     said = [metas[index] for index in kept]
@@ -221,13 +221,16 @@ class TierStack:
         """Positions from ``start`` on that are to be saved, and up to where that is known."""
         first = metas[start]
         is_plain = first.terms == NO_TERMS and first.until_s == inf
-        end = min(len(keys), start + (BULK_STEP if is_plain else STEP))
-        part, said = keys[start:end], metas[start:end]
+        end, part, said = len(keys), keys, metas
+        if end > STEP:
+            end = min(end, start + (BULK_STEP if is_plain else STEP))
+            part, said = keys[start:end], metas[start:end]
         new = alike(said) and all_new(part, self.host, self.loader, self._saving)
         if new and self._admitted(first):
             return list(range(start, end)), end
         wanted: list[int] = []
-        end = min(end, start + STEP)
+        if end > start + STEP:
+            end = start + STEP
         for index in range(start, end):
             key, meta = keys[index], metas[index]
             place = self.host.find(key)
@@ -245,8 +248,6 @@ class TierStack:
 
     def _lease(self, wanted: Sequence[int], metas: Sequence[Meta]) -> list[Slot]:
         """Slots for blocks at these positions, fewer if room is short."""
-        if not wanted:
-            return []
         slots = self.host.room(len(wanted), min(metas[index].priority for index in wanted))
         if len(slots) < len(wanted):
             self._schedule()
@@ -261,14 +262,17 @@ class TierStack:
         end = len(keys)
         while end:  # the tail first, so that a prefix outlives what follows it
             with self.lock:
-                start = max(0, end - self._saving.together(keys[end - 1], STEP))
-                part, places = keys[start:end], slots[start:end]
+                start, part, places = 0, keys, slots
+                if len(keys) > STEP:
+                    start = max(0, end - self._saving.together(keys[end - 1], STEP))
+                    part, places = keys[start:end], slots[start:end]
                 if publish_alike(part, places, self.host, self.loader, self._saving):
                     stored = part
                 else:
-                    cut = max(0, len(part) - STEP)
-                    stored = self._publish_each(part[cut:], places[cut:])
-                    start += cut
+                    if len(part) > STEP:
+                        start += len(part) - STEP
+                        part, places = part[-STEP:], places[-STEP:]
+                    stored = self._publish_each(part, places)
                 self.host.stats.stored += len(stored)
                 self.host.stats.stored_bytes += len(stored) * self.shared.block_bytes
                 self.shared.events.stored(self.host.name, stored)
@@ -317,6 +321,9 @@ class TierStack:
 
     def lookup(self, keys: Sequence[BlockKey], levels: int = ANYWHERE) -> tuple[int, int]:
         """How many leading ``keys`` the host level holds, and how many one of ``levels`` does."""
+        if len(keys) <= BULK_STEP:
+            with self.lock:
+                return self._lookup(keys, levels)
         host = total = 0
         while total < len(keys):
             part = keys[total : total + BULK_STEP]
@@ -329,8 +336,10 @@ class TierStack:
         return host, total
 
     def _lookup(self, keys: Sequence[BlockKey], levels: int) -> tuple[int, int]:
-        in_host = self.host.index.keys()
         host = self.host.index.prefix(keys) if levels & HOST else 0
+        if host == len(keys):
+            return host, host
+        in_host = self.host.index.keys()
         below = [lv.index.keys() for lv in self.levels if lv.bit & levels and lv.readable]
         for index in range(host, len(keys)):
             key = keys[index]
