@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ import pytest
 from kvladder import registry
 from kvladder.tiers.base import Item
 from kvladder.tiers.memory import MemoryTier
+from tests.patience import PATIENCE_S
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -147,6 +149,13 @@ def run(engine: Engine) -> None:
         engine.step(budget=2 * PROMPT)
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
 def prompt(seed: int) -> list[int]:
     return Random(seed).choices(range(50), k=PROMPT)
 
@@ -173,7 +182,7 @@ def test_no_request_waits_for_a_tier_that_hangs(load: str) -> None:
     for seed in range(6):  # more than host has room for: the first ones are below it only
         engine.add(prompt(seed))
         run(engine)
-        engine.half.connector.manager.flush(timeout_s=10.0)
+        wait_for(engine.half.connector.manager.idle)  # all is written
     assert level.stats.hits == 0
     for seed in range(4):
         assert engine.half.connector.manager.lookup(keys_of(engine, seed)).total >= 16
