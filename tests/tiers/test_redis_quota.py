@@ -123,15 +123,10 @@ def test_what_is_removed_makes_room_again_whoever_put_it(server, monkeypatch):
         assert server.run("DBSIZE") == 0
 
 
-def uncounted(server, cache):
-    """Have nobody count the blocks: what others store meanwhile would count twice."""
-    server.run("SET", f"kvladder:{cache.namespace.hex()[:32]}:recount", "1")
-
-
 def test_above_the_namespaces_quota_blocks_give_way_to_new_ones(server):
     settings = quota(namespace=16)
     with cache_over(server.url, **settings) as one, cache_over(server.url, **settings) as two:
-        uncounted(server, one)
+        settled(one, two)
         stored(one, keys(*range(12)))
         for number in range(100, 110):
             stored(two, flat(number))
@@ -217,7 +212,7 @@ def test_a_block_that_another_stored_meanwhile_is_charged_once(server):
         cache_over(server.url, **quota(tenant=8)) as one,
         cache_over(server.url, **quota(tenant=8)) as two,
     ):
-        uncounted(server, one)
+        settled(one, two)
         wanted = flat(*range(4))
         assert salted(one, wanted, "tenant") == salted(two, wanted, "tenant") == 4
         assert counters(server, one)[b"all"] == 4
