@@ -165,7 +165,8 @@ def _kind(device: torch.device) -> str:
     """What a device computes like: its type and, of a GPU, its architecture."""
     if device.type != "cuda":
         return device.type
-    found: Any = torch.cuda.get_device_properties(device)
+    cuda: Any = torch.cuda
+    found = cuda.get_device_properties(device)
     return f"cuda {found.major}.{found.minor} {getattr(found, 'gcnArchName', '')}".strip()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from importlib import metadata
@@ -132,11 +132,10 @@ def model_folder(
 def _remote_code(model: Any) -> dict[str, str]:
     """Digests of code that a model's configuration takes from another repository."""
     named: Any = getattr(model.hf_config, "auto_map", None) or {}
-    places = [
-        str(place)
-        for given in cast("Mapping[str, Any]", named).values()
-        for place in (given if isinstance(given, list | tuple) else [given])
-    ]
+    places: list[str] = []
+    for given in cast("Mapping[str, Any]", named).values():
+        several = cast("Sequence[Any]", given if isinstance(given, list | tuple) else [given])
+        places += map(str, several)
     found: dict[str, str] = {}
     for repository in sorted({p.partition("--")[0] for p in places if "--" in p}):
         revision = getattr(model, "code_revision", None)

@@ -9,11 +9,11 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeGuard, cast
 
 SETTINGS_LEFT_OUT: Final[Mapping[str, str]] = {
     "who this process is, and where it is reached": """
@@ -231,9 +231,9 @@ def _is_configuration(value: Any) -> bool:
 def _parts(configuration: Any) -> Iterator[tuple[str, Any]]:
     """The fields of one of vLLM's classes that name blocks."""
     kind = type(configuration).__name__
-    names = vars(configuration)
+    names: list[str] = [*cast("dict[str, Any]", vars(configuration))]
     if is_dataclass(configuration):
-        names = {field.name: None for field in fields(configuration)}
+        names = [field.name for field in fields(configuration)]
     for name in names:
         if f"{kind}.{name}" not in _SETTINGS:
             yield name, getattr(configuration, name, None)
@@ -256,17 +256,22 @@ def _plain(value: Any, above: tuple[int, ...]) -> Any:
     if id(value) in above:
         return "above"
     above = (*above, id(value))
-    if isinstance(value, Mapping):
-        known: Mapping[Any, Any] = value
-        return {str(k): _plain(v, above) for k, v in known.items() if k not in _NOT_THE_MODELS}
-    if isinstance(value, Set):
-        members: Set[Any] = value
-        items = (_plain(one, above) for one in members)
-        return sorted(items, key=lambda one: json.dumps(one, sort_keys=True))
-    if isinstance(value, Sequence):
-        parts: Sequence[Any] = value
-        return [_plain(one, above) for one in parts]
+    if _is_mapping(value):
+        return {str(k): _plain(v, above) for k, v in value.items() if k not in _NOT_THE_MODELS}
+    if _is_collection(value):
+        items = [_plain(one, above) for one in value]
+        if isinstance(value, Set):
+            items.sort(key=lambda one: json.dumps(one, sort_keys=True))
+        return items
     return _object(value, above)
+
+
+def _is_mapping(value: object) -> TypeGuard[Mapping[Any, Any]]:
+    return isinstance(value, Mapping)
+
+
+def _is_collection(value: object) -> TypeGuard[Collection[Any]]:
+    return isinstance(value, Set | Sequence)
 
 
 def _object(value: Any, above: tuple[int, ...]) -> Any:
@@ -276,11 +281,11 @@ def _object(value: Any, above: tuple[int, ...]) -> Any:
         return f"{value.__module__}.{name}"
     if hasattr(value, "to_dict"):  # a model's configuration
         return _plain(value.to_dict(), above)
-    kind = type(value)
+    kind = str(value.__class__.__name__)
     if is_dataclass(value):
-        return [kind.__name__, {name: _plain(part, above) for name, part in _parts(value)}]
+        return [kind, {name: _plain(part, above) for name, part in _parts(value)}]
     if hasattr(value, "compute_hash"):  # vLLM's way to tell platforms' own settings apart
-        return [kind.__name__, str(value.compute_hash())]
+        return [kind, str(value.compute_hash())]
     named = _ADDRESS.sub("", repr(value))
     if named != repr(value) and hasattr(value, "__dict__"):
         return [named, _plain(vars(value), above)]

@@ -143,6 +143,7 @@ class FileStore:
                 if log is not None:
                     log.close()
                 directory.close()
+        assert store is not None
         return store
 
     def _start(self, direct: bool | None) -> None:
