@@ -53,8 +53,9 @@ SETTINGS_LEFT_OUT: Final[Mapping[str, str]] = {
         MultiModalConfig.mm_processor_cache_type MultiModalConfig.mm_shm_cache_max_object_size_mb
         MultiModalConfig.mm_tensor_ipc MultiModalConfig.mm_ipc_gpu_memory_gb
         MultiModalConfig.skip_mm_profiling LoRAConfig.max_loras LoRAConfig.max_cpu_loras""",
-    "where blocks are kept and who is told, not what is in them": """
-        VllmConfig.kv_transfer_config VllmConfig.kv_events_config VllmConfig.ec_transfer_config
+    "where blocks are kept and who is told; what groups there are is a field of its own": """
+        SchedulerConfig.disable_hybrid_kv_cache_manager VllmConfig.kv_transfer_config
+        VllmConfig.kv_events_config VllmConfig.ec_transfer_config
         CacheConfig.kv_offloading_size CacheConfig.kv_offloading_backend
         CacheConfig.simple_cpu_offload_num_blocks""",
     "where the weights lie and how they come in; what they are is a field of its own": """

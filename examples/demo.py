@@ -37,7 +37,8 @@ Answer = dict[str, Any]
 def make_model(directory: Path, seed: int) -> None:
     """Save a Llama of 30 million random parameters; other seeds are other weights.
 
-    They are larger than a trained model's, so that what it says depends on all that it read.
+    They are larger than a trained model's, so that what it says depends on all that it read; and
+    of 32 bits, since CPUs with AMX round 16 bits otherwise where fewer tokens are computed at once.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -54,8 +55,7 @@ def make_model(directory: Path, seed: int) -> None:
         initializer_range=0.2,
         tie_word_embeddings=False,
     )
-    model: Any = LlamaForCausalLM(config)
-    model.to(torch.bfloat16).save_pretrained(directory)
+    LlamaForCausalLM(config).save_pretrained(directory)
 
 
 class Engine:
@@ -79,7 +79,8 @@ class Engine:
             enforce_eager=True,
             block_size=BLOCK_TOKENS,
             max_model_len=3584,
-            kv_cache_memory_bytes=64 << 20,
+            dtype="float32",
+            kv_cache_memory_bytes=128 << 20,
             disable_log_stats=False,
             **connector,
         )
@@ -280,15 +281,19 @@ def rate(answer: Answer, tier: str, way: str) -> str:
 
 def flip_a_byte(directory: Path) -> None:
     """Invert a bit in the middle of one of the stored blocks."""
-    data = max((p for p in directory.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    with data.open("r+b") as stream:
-        content = stream.read(64 << 20)
-        headers = [
-            at for at in range(0, len(content), 4096) if content.startswith(b"kvblock\0", at)
-        ]
-        at = headers[len(headers) // 2] + 4096 + 200_000
-        stream.seek(at)
-        stream.write(bytes([content[at] ^ 1]))
+    headers = [
+        (path, at)
+        for path in sorted(directory.rglob("seg-*"))
+        for content in [path.read_bytes()]
+        for at in range(0, len(content), 4096)
+        if content.startswith(b"kvblock\0", at)
+    ]
+    path, at = headers[len(headers) // 2]
+    with path.open("r+b") as stream:
+        stream.seek(at + 4096 + 200_000)
+        byte = stream.read(1)[0]
+        stream.seek(-1, os.SEEK_CUR)
+        stream.write(bytes([byte ^ 1]))
 
 
 def show(demo: Demo) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.patience import PATIENCE_S
 from tests.vllm.conftest import Start
-from tests.vllm.harness import HITS, PROMPTS, data_files, flip, stack, stored_payloads
+from tests.vllm.harness import HITS, PROMPTS, flip, stack, stored_payloads
 
 ALL = len(PROMPTS) * HITS
 Tokens = list[list[int]]
@@ -86,7 +86,6 @@ def test_without_checks_damage_is_served_and_changes_the_answer(
 
 def test_a_truncated_file_is_a_miss(start: Start, files: Path, reference: Tokens) -> None:
     path, offset = stored_payloads(files)[40]
-    assert path == data_files(files)[0]
     with path.open("r+b") as stream:
         stream.truncate(offset + 1000)
     run = start(
