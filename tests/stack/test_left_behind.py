@@ -41,7 +41,7 @@ class Hanging(MemoryTier):
 
 register("tiers", "hanging", Hanging)
 layout = kvladder.Layout(block_tokens=4, block_bytes=4096)
-level = {"type": "hanging", "capacity": "1 MiB", "when": "commit", "timeout": "100 ms"}
+level = {"type": "hanging", "capacity": "1 MiB", "when": "commit", "timeout": "10 m"}
 stack = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, level]}
 cache = kvladder.open_cache(stack, layout=layout)
 cache.save([kvladder.BlockKey(bytes([n]) * 32) for n in range(8)]).commit()
