@@ -185,7 +185,7 @@ def test_no_request_waits_for_a_tier_that_hangs(load: str) -> None:
         wait_for(engine.half.connector.manager.idle)  # all is written
     assert level.stats.hits == 0
     for seed in range(4):
-        assert engine.half.connector.manager.lookup(keys_of(engine, seed)).total >= 16
+        assert engine.half.connector.manager.lookup(keys_of(engine, seed)).total > 20
     TurnedTier.hangs = True
     for seed in range(4):
         engine.add(prompt(seed))
