@@ -55,6 +55,7 @@ def fields_of(**changes: Any) -> dict[str, str]:
     return model_fields(vllm_config)
 
 
+@needs_vllm
 def test_everything_that_changes_the_bytes_changes_the_name() -> None:
     plain = fields_of()
     assert fields_of() == plain
@@ -152,6 +153,7 @@ def test_every_file_of_a_models_folder_names_its_blocks(tmp_path: Path) -> None:
         assert reasons, name
 
 
+@needs_vllm
 def test_the_folders_of_the_model_the_tokenizer_the_draft_and_of_code_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +180,7 @@ def test_the_folders_of_the_model_the_tokenizer_the_draft_and_of_code_count(
     assert model_fields(vllm_config) != found
 
 
+@needs_vllm
 def test_versions_and_plugins_count_on_every_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = vllm_fingerprint.code_fields()
     assert {"vllm", "torch", "transformers", "plugins"} <= set(plain)
