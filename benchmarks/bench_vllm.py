@@ -27,12 +27,11 @@ class Ours:
     """The connector's scheduler half over a manager with room for two prompts."""
 
     def __init__(self) -> None:
-        from kvladder.compose import open_cache
         from kvladder.config import load_config
+        from kvladder.connectors.vllm_checks import this_node
         from kvladder.connectors.vllm_options import Options
         from kvladder.connectors.vllm_scheduler import SchedulerHalf
-        from kvladder.connectors.vllm_step import StepConnector
-        from kvladder.layout import Layout
+        from kvladder.connectors.vllm_step import RankDescription
         from kvladder.notices import Notices
 
         source = {
@@ -40,18 +39,22 @@ class Ours:
             "events": {"max": 0},
             "tiers": [{"type": "host"}],
         }
-        self.manager = open_cache(source, layout=Layout(16, 4096))
         spec = type("FullAttentionSpec", (), {"block_size": 16})()
         group = SimpleNamespace(layer_names=["l"], kv_cache_spec=spec)
         self.half = SchedulerHalf(
-            SimpleNamespace(model_config=SimpleNamespace(model="bench")),
+            SimpleNamespace(
+                model_config=SimpleNamespace(model="bench"),
+                parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            ),
             SimpleNamespace(kv_cache_groups=[group]),
             options=Options(),
             config=load_config(source),
             notices=Notices(lambda: 0.0),
         )
-        self.connector = StepConnector(self.manager, ranks=1)
-        self.half._connector = self.connector  # pyright: ignore[reportPrivateUsage]
+        described = RankDescription(rank=0, node=this_node(), sizes=(4096,), fields={})
+        self.half.start({0: described})
+        self.connector = self.half.connector
+        self.manager = self.connector.manager
         self.request = SimpleNamespace(
             request_id="r",
             block_hashes=HASHES,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
 
 from benchmarks import __main__ as command
+from benchmarks import bench_vllm
 from benchmarks.row import HEADINGS, Row, cells, markdown, plain
 
 
@@ -75,3 +78,18 @@ def test_a_failing_benchmark_does_not_hide_the_others(benches, capsys):
 def test_an_unknown_benchmark_names_those_that_are(benches, capsys):
     assert command.main(["--only", "x"]) == 2
     assert capsys.readouterr().err == "no benchmark x; there are: bad, good\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_the_scheduler_half_is_measured_as_it_runs(monkeypatch):
+    monkeypatch.setattr(bench_vllm, "BLOCKS", 64)
+    monkeypatch.setattr(bench_vllm, "HASHES", bench_vllm.HASHES[:64])
+    monkeypatch.setattr(bench_vllm, "ROUNDS", 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of vLLM, whatever it warns of
+        names = [row.name for row in bench_vllm.rows()]
+    assert names == [
+        *[f"scheduler {part}, 64 blocks" for part in bench_vllm.PARTS],
+        "scheduler repeated poll",
+    ]
