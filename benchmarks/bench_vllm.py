@@ -43,7 +43,10 @@ class Ours:
         group = SimpleNamespace(layer_names=["l"], kv_cache_spec=spec)
         self.half = SchedulerHalf(
             SimpleNamespace(
-                model_config=SimpleNamespace(model="bench"),
+                model_config=SimpleNamespace(
+                    model="bench", hf_config=SimpleNamespace(to_dict=dict)
+                ),
+                load_config=SimpleNamespace(load_format="dummy"),
                 parallel_config=SimpleNamespace(tensor_parallel_size=1),
             ),
             SimpleNamespace(kv_cache_groups=[group]),
