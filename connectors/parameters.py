@@ -34,9 +34,10 @@ def model_digest(model: Any) -> str:
     return state.hexdigest()
 
 
-def digest(tensor: torch.Tensor) -> bytes:
-    """Digest of all of a tensor's bits, computed where it lies."""
-    return on_host(tensor) if tensor.device.type == "cpu" else on_device(tensor)
+def digest(tensor: torch.Tensor, device: torch.device | None = None) -> bytes:
+    """Digest of all of a tensor's bits, computed where it lies or on ``device``: not the same."""
+    device = tensor.device if device is None else device
+    return on_host(tensor) if device.type == "cpu" else on_device(tensor, device)
 
 
 def on_host(tensor: torch.Tensor) -> bytes:
@@ -45,18 +46,19 @@ def on_host(tensor: torch.Tensor) -> bytes:
     return xxh3_128_digest(flat.view(torch.uint8).numpy().data)
 
 
-def on_device(tensor: torch.Tensor) -> bytes:
-    """Digest of all bits of a tensor, of 64 bits, computed where it lies.
+def on_device(tensor: torch.Tensor, device: torch.device | None = None) -> bytes:
+    """Digest of all bits of a tensor, of 64 bits, computed where it lies or on ``device``.
 
     Each word is mixed with its position and the results are summed, as integers: the order of a
     sum does not matter, and where one element differs, or two change places, the sum does.
     """
     flat = tensor.detach().reshape(-1).contiguous()
     words = flat.view(WORDS.get(flat.element_size(), torch.int64))
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    device = flat.device if device is None else device
+    total = torch.zeros((), dtype=torch.int64, device=device)
     for start in range(0, len(words), PIECE):
-        mixed = words[start : start + PIECE].to(torch.int64, copy=True)
-        mixed += torch.arange(start, start + len(mixed), device=flat.device) * STEP
+        mixed = words[start : start + PIECE].to(device).to(torch.int64, copy=True)
+        mixed += torch.arange(start, start + len(mixed), device=device) * STEP
         for shift, factor in ROUNDS:
             mixed ^= (mixed >> shift) & ((1 << (64 - shift)) - 1)
             mixed *= factor

@@ -249,7 +249,7 @@ def _plain(value: Any, above: tuple[int, ...]) -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):
-        return [value, digest(value)] if os.sep in value and Path(value).is_file() else value
+        return [value, digest(value)] if _is_file(value) else value
     if isinstance(value, Enum):
         return f"{type(value).__name__}.{value.name}"
     if isinstance(value, bytes):
@@ -265,6 +265,14 @@ def _plain(value: Any, above: tuple[int, ...]) -> Any:
             items.sort(key=lambda one: json.dumps(one, sort_keys=True))
         return items
     return _object(value, above)
+
+
+def _is_file(text: str) -> bool:
+    """Whether a text is a path of a file, which long ones and those with a slash need not be."""
+    try:
+        return os.sep in text and Path(text).is_file()
+    except OSError:  # too long a name, or in a folder that may not be looked into
+        return False
 
 
 def _is_mapping(value: object) -> TypeGuard[Mapping[Any, Any]]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import os
+import sys
 from collections.abc import Iterator, Mapping
 from functools import wraps
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -23,6 +24,7 @@ PROBES: Final = 128
 _PASSING: Final = "_non_persistent_buffers_set"
 LOAD: Final = "load_weights"
 """The method of vLLM's models that takes the tensors of a checkpoint."""
+OFFLOADER: Final = "vllm.model_executor.offloader"
 
 
 class Loaded:
@@ -89,10 +91,14 @@ class Loaded:
     def fingerprint(self) -> bytes:
         """Digest of all parameters, and of the buffers that a checkpoint would have.
 
-        Computed where they lie; reads all of them. Weights that are only half loaded are like no
-        others, and are looked at again the next time.
+        Computed where they lie, or where they are brought to compute with; reads all of them.
+
+        Raises
+        ------
+        RuntimeError
+            They cannot be read, or are half loaded; they count as touched until they can.
         """
-        self._touched, half = True, False
+        self._touched = True
         self._parameters = [
             one
             for model in self._models.values()
@@ -100,18 +106,18 @@ class Loaded:
             if not one.is_inference()
         ]
         self._versions = self._count()
+        stored = prefetched()
         state = hashlib.sha256(b"kvladder weights in memory 1")
         with torch.inference_mode():
             for where, model in self._models.items():
-                for name, tensor in sorted(tensors_of(model), key=lambda pair: pair[0]):
+                device = device_of(model)
+                for name, tensor in sorted(tensors_of(model, stored), key=lambda pair: pair[0]):
                     shape = tuple(tensor.shape)
                     state.update(f"{where} {name} {tensor.dtype} {shape}\n".encode())
-                    if tensor.is_meta:  # in the middle of a reload
-                        half = True
-                        state.update(os.urandom(32))
-                    else:
-                        state.update(digest(tensor))
-        self._touched = half
+                    if tensor.is_meta:
+                        raise RuntimeError(f"{name} is not in memory: a reload is not over")
+                    state.update(digest(tensor, device))
+        self._touched = False
         return state.digest()
 
     def close(self) -> None:
@@ -145,9 +151,39 @@ def models_of(layers: Mapping[str, Any]) -> dict[str, Module]:
     return dict(found.values())
 
 
-def tensors_of(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a model computes with, by name, whether or not its layers are made for adapters."""
-    device = next((one.device for one in model.parameters()), torch.device("cpu"))
+def device_of(model: Any) -> torch.device:
+    """Where a model computes: some of its weights may lie in host memory all the same."""
+    devices = [one.device for one in model.parameters() if not one.is_meta]
+    return next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
+
+
+def prefetched() -> dict[int, torch.Tensor]:
+    """By the parameter's identity, weights that vLLM brings in layer by layer, where they stay.
+
+    The parameters are buffers on the device that layers share: they have what was needed last.
+
+    Raises
+    ------
+    RuntimeError
+        There are some, and this vLLM does not tell where.
+    """
+    offloader: Any = sys.modules.get(OFFLOADER)  # vLLM imported it if it offloads anything
+    try:
+        layers = getattr(offloader.get_offloader(), "module_offloaders", []) if offloader else []
+        kept = [one for layer in layers for one in layer._param_offloaders.values()]
+        return {id(one._param): one._cpu_storage.detach() for one in kept}
+    except AttributeError as error:
+        raise RuntimeError(f"they are prefetched from where nobody can look: {error}") from error
+
+
+def tensors_of(
+    model: Any, stored: Mapping[int, torch.Tensor] = MappingProxyType({})
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a model computes with, by name, whether or not its layers are made for adapters.
+
+    ``stored`` is what ``prefetched`` found.
+    """
+    device = device_of(model)
     modules: Iterator[tuple[str, Any]] = model.named_modules()
     for prefix, module in modules:
         where = prefix.replace(".base_layer", "")
@@ -155,7 +191,11 @@ def tensors_of(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         passing: set[str] = getattr(module, _PASSING)  # they follow from the configuration
         buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
         own = parameters | {name: one for name, one in buffers.items() if name not in passing}
-        held = [part for name, one in own.items() for part in _parts(f"{where}.{name}", one)]
+        held = [
+            part
+            for name, one in own.items()
+            for part in _parts(f"{where}.{name}", stored.get(id(one), one))
+        ]
         yield from held
         if not any(one.numel() and one.dim() > 1 for _, one in held):
             yield from _answers(where, module, device)

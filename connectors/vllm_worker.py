@@ -24,6 +24,8 @@ from kvladder.notices import Notices
 
 REST_S = 0.001
 """How long a step without a forward pass lets copies and fetches go on, as vLLM itself does."""
+BLIND_STEPS_MAX = 1024
+"""Steps between attempts to read weights that cannot be read, at most."""
 
 
 class WorkerHalf:
@@ -59,6 +61,10 @@ class WorkerHalf:
         self._seen = Seen(0, b"", 0, 0)
         self._news = False
         self._stale = False
+        self._blind = 0
+        """After how many steps weights that could not be read are tried again; 0 if they could."""
+        self._again = 0
+        """The first step in which they are looked at unless a reset asks for it."""
         self._pages: dict[int, BlockPages] = {}
         self._pieces: dict[int, Part] = {}
         self._fields: dict[str, str] = {}
@@ -101,7 +107,7 @@ class WorkerHalf:
         self._fields = tensor_fields(self._vllm_config, self._pages, names)
         layers = self._vllm_config.compilation_config.static_forward_context
         self._loaded_models = self._make_loaded(layers)
-        self._seen = Seen(0, self._loaded_models.fingerprint(), 0, 0)
+        self._seen = Seen(0, self._fingerprint(self._loaded_models, turn=0), 0, 0)
 
     def describe(self) -> RankDescription:
         """What the scheduler half needs to know."""
@@ -120,15 +126,18 @@ class WorkerHalf:
     # ---- in a step, in this order
 
     def begin(self, step: Step) -> None:
-        """Before the step writes to any block: look at the weights, end saves that still read it.
+        """Before the step writes to any block: end saves that still read it, look at the weights.
 
         A step whose names are of other weights copies nothing: what it was to load they made, and
         what it computes is not theirs.
         """
-        self._spoiled = False
+        self._spoiled, self._stale = False, True
+        self._fence(step)
         self._look(step)
         known = step.weights[self._rank] if step.weights else self._seen.changes
-        self._stale = known != self._seen.changes
+        self._stale = self._blind > 0 or known != self._seen.changes
+
+    def _fence(self, step: Step) -> None:
         if not step.fence or self._copier is None:
             return
         try:
@@ -140,19 +149,33 @@ class WorkerHalf:
     def _look(self, step: Step) -> None:
         """See what the weights are where that is doubtful: here, or for the scheduler half."""
         models, seen = self._loaded_models, self._seen
-        if models is None or not (step.doubt > seen.doubt or models.touched()):
+        if models is None or (step.doubt <= seen.doubt and step.turn < self._again):
             return
-        try:
-            digest = models.fingerprint()
-        except RuntimeError as error:  # of a device: they are taken to be others until it works
-            self._notices.say("weights", f"the weights could not be read: {error}")
-            digest = os.urandom(32)
+        if not (step.doubt > seen.doubt or self._blind or models.touched()):
+            return
+        digest = self._fingerprint(models, turn=step.turn)
         changed = digest != seen.digest
         if changed:  # what is on its way was made with the weights before
             self._distrusted.update(self._loads)
         self._news = self._news or changed or step.doubt > seen.doubt
         doubt = max(step.doubt, seen.doubt)
         self._seen = Seen(seen.changes + changed, digest, doubt, step.turn)
+
+    def _fingerprint(self, models: Loaded, *, turn: int) -> bytes:
+        """What the weights are; like no others if they cannot be read, and nothing is copied then.
+
+        Another attempt costs as much as this one: the engine has more and more steps before it.
+        """
+        try:
+            digest = models.fingerprint()
+        except Exception as error:  # noqa: BLE001 - an engine must outlive its cache
+            self._notices.say("weights", f"the weights could not be read: {error!r}")
+            self._blind = min(2 * self._blind or 1, BLIND_STEPS_MAX)
+            digest = os.urandom(32)
+        else:
+            self._blind = 0
+        self._again = turn + self._blind
+        return digest
 
     def load(self, step: Step) -> None:
         """Begin the step's loads; those that its forward pass reads have ended on return."""

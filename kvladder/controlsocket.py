@@ -61,6 +61,16 @@ def _is_socket(path: Path) -> bool:
         return False
 
 
+def require_name(path: Path) -> None:
+    """Raise ConfigError if there can be no socket of this name, OSError if that cannot be told."""
+    if len(os.fsencode(path)) > NAME_BYTES_MAX:
+        hint = f"a socket's name has at most {NAME_BYTES_MAX} bytes"
+        raise ConfigError(str(path), path=WHERE, hint=hint)
+    with suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ConfigError(f"{path} is no socket", path=WHERE, hint="choose another name")
+
+
 class BoundSocket:
     """A listening socket at a path that is this process's alone, until ``close`` removes it.
 
@@ -76,14 +86,8 @@ class BoundSocket:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock_path = path.with_name(path.name + ".lock")
-        if len(os.fsencode(path)) > NAME_BYTES_MAX:
-            hint = f"a socket's name has at most {NAME_BYTES_MAX} bytes"
-            raise ConfigError(str(path), path=WHERE, hint=hint)
         try:
-            with suppress(FileNotFoundError):
-                if not stat.S_ISSOCK(path.lstat().st_mode):
-                    hint = "choose another name"
-                    raise ConfigError(f"{path} is no socket", path=WHERE, hint=hint)
+            require_name(path)
             self._lock_fd = self._locked()
             try:
                 self.socket = self._bound()

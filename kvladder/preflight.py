@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 from packaging.requirements import Requirement
 
 from kvladder.config import StackConfig
+from kvladder.controlsocket import require_name
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
 from kvladder.schema import within
@@ -117,6 +118,8 @@ def _bindable(config: StackConfig, warn: Callable[[str], object]) -> None:
 
 def _socket(path: Path) -> None:
     """Raise ConfigError if there can be no control socket."""
+    with suppress(OSError):  # of a directory that is not there, or may not be looked into
+        require_name(path)
     if not os.access(path.parent, os.W_OK | os.X_OK):
         hint = "expected a directory that exists and can be written"
         raise ConfigError(str(path.parent), path="control.path", hint=hint)

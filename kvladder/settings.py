@@ -36,6 +36,11 @@ class ModelConfig(Settings, frozen=True, kw_only=True):
     fingerprint: str = "auto"
     """``auto`` has the engine's adapter digest the weights; other text is used as it is."""
 
+    def __post_init__(self) -> None:
+        if not self.fingerprint.strip():  # of a variable that is empty: of no weights' name
+            hint = "expected auto, or text that changes whenever the weights do"
+            raise ConfigError(repr(self.fingerprint), path="fingerprint", hint=hint)
+
 
 class BlockConfig(Settings, frozen=True, kw_only=True):
     """What a block is."""

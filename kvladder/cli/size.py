@@ -16,6 +16,8 @@ from kvladder.units import Size
 
 STEP: Final = 8192
 """Tokens of a prompt that engines compute at a time unless they are told otherwise."""
+FLAGS: Final = {"block_tokens": "--block-tokens", "checkpoint_tokens": "--checkpoint-tokens"}
+"""What sets a number of the plan."""
 
 
 def size(
@@ -54,9 +56,7 @@ def size(
         An argument or a file is wrong, or not even one sequence fits.
     """
     room = _room(memory)
-    if step < 1:
-        raise ConfigError(str(step), path="--step", hint="expected 1 token or more")
-    step = min(step, context)
+    step = min(_tokens("--step", step), _tokens("--context", context))
     hint = "kvladder.gpu.plan.CachePlan sizes layers that you name"
     found = ModelConfig(model, dtype=dtype, hint=hint)
     plan = CachePlan(
@@ -66,7 +66,7 @@ def size(
         step=step,
         checkpoint_tokens=checkpoint_tokens,
     )
-    plan.check().group()
+    _checked(plan).group()
     pairs = [(pool.group, pool.block_bytes) for pool in plan.pools]
     alone = sum(one.bytes for one in plan.alone)
     one = sum(needed(group, context, step) * each for group, each in pairs) + alone
@@ -94,6 +94,20 @@ def _room(memory: str) -> Size:
         return Size.parse(memory)
     except ValueError as error:
         raise ConfigError(f"{memory!r}", path="--memory", hint=str(error)) from error
+
+
+def _tokens(flag: str, count: int) -> int:
+    if count < 1:
+        raise ConfigError(str(count), path=flag, hint="expected 1 token or more")
+    return count
+
+
+def _checked(plan: CachePlan) -> CachePlan:
+    try:
+        return plan.check()
+    except PlanError as error:
+        flag = FLAGS.get(error.path, error.path)
+        raise ConfigError(error.message, path=flag, hint=error.hint) from error
 
 
 def _kept(plan: CachePlan) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from kvladder.config import load_config
-from kvladder.controlsocket import WHERE, ask, sockets
+from kvladder.controlsocket import WHERE, NobodyThere, ask, sockets
 from kvladder.errors import ConfigError
 from kvladder.tiers.breaker import BREAKER_STATES
 
@@ -43,7 +43,7 @@ def stats(target: Path, *, as_json: bool = False) -> str:
     ConfigError
         There is no running cache, or it does not answer.
     """
-    found = {str(path): ask(path, {"command": "stats"}) for path in _sockets(target)}
+    found = _ask(target, "stats")
     if as_json:
         return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
     return "\n\n".join("\n".join(_table(path, counts)) for path, counts in found.items())
@@ -51,8 +51,22 @@ def stats(target: Path, *, as_json: bool = False) -> str:
 
 def describe(target: Path) -> str:
     """The resolved configuration of every cache that ``target`` leads to; see ``stats``."""
-    found = {str(path): ask(path, {"command": "describe"}) for path in _sockets(target)}
+    found = _ask(target, "describe")
     return "\n\n".join(f"{path}\n{text}" for path, text in found.items())
+
+
+def _ask(target: Path, command: str) -> dict[str, Any]:
+    """What each cache that runs answers, by its socket; killed ones leave theirs behind."""
+    found: dict[str, Any] = {}
+    left: NobodyThere | None = None
+    for path in _sockets(target):
+        try:
+            found[str(path)] = ask(path, {"command": command})
+        except NobodyThere as error:
+            left = error
+    if not found and left is not None:
+        raise left
+    return found
 
 
 def _sockets(target: Path) -> list[Path]:

@@ -9,11 +9,11 @@ from typing import Any
 class FakeLoaded:
     """What a rank has in memory, as ``vllm_loaded.Loaded`` tells it."""
 
-    def __init__(self, content: bytes = b"first") -> None:
+    def __init__(self, content: bytes = b"first", *, failing: Exception | None = None) -> None:
         self.content = content
         self.looked = 0
         """How often all of it was read."""
-        self.failing = False
+        self.failing = failing
         self._touched = False
 
     def __call__(self, layers: Any) -> Any:
@@ -29,10 +29,10 @@ class FakeLoaded:
         return self._touched
 
     def fingerprint(self) -> bytes:
-        self._touched = self.failing
+        self._touched = self.failing is not None
         self.looked += 1
-        if self.failing:
-            raise RuntimeError("an illegal memory access was encountered")
+        if self.failing is not None:
+            raise self.failing
         return hashlib.sha256(self.content).digest()
 
     def close(self) -> None:

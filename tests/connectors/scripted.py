@@ -120,6 +120,7 @@ class Engine:
         save_decode: bool = True,
         ranks: int = 1,
         on_reset: Any = "forget",
+        failing: Exception | None = None,
     ) -> None:
         from kvladder.connectors import vllm_worker
         from kvladder.connectors.vllm_options import Options
@@ -140,7 +141,7 @@ class Engine:
         self.kv = [
             torch.zeros(LAYERS, blocks, 1, TOKENS, 1, dtype=torch.int64) for _ in range(ranks)
         ]
-        self.loaded_models = [FakeLoaded() for _ in range(ranks)]
+        self.loaded_models = [FakeLoaded(failing=failing) for _ in range(ranks)]
         self.workers = []
         for rank, kv in enumerate(self.kv):
             worker = vllm_worker.WorkerHalf(

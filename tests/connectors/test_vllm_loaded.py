@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvladder.connectors.vllm_loaded import Loaded, models_of, tensors_of
+from kvladder.connectors.vllm_loaded import OFFLOADER, Loaded, models_of, tensors_of
 from kvladder.errors import ConfigError
 
 
@@ -173,19 +174,54 @@ def test_what_writes_to_the_weights_is_noticed(load: Callable[[Any], Loaded]) ->
     assert loaded.fingerprint() not in found
 
 
-def test_weights_half_loaded_are_like_no_others(load: Callable[[Any], Loaded]) -> None:
+def test_weights_half_loaded_are_nobodys(load: Callable[[Any], Loaded]) -> None:
     model = Model()
     loaded = load(model)
     first = loaded.fingerprint()
     norm = model.layers[0].norm
     weight = norm.weight
     norm.weight = nn.Parameter(weight.to("meta"), requires_grad=False)
-    found = {first, loaded.fingerprint(), loaded.fingerprint()}
-    assert len(found) == 3
-    assert loaded.touched(), "until they are all there"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"norm\.weight is not in memory"):
+            loaded.fingerprint()
+        assert loaded.touched(), "until they are all there"
     norm.weight = weight
     assert loaded.fingerprint() == first
     assert not loaded.touched()
+
+
+def test_weights_that_are_prefetched_count_where_they_stay(
+    load: Callable[[Any], Loaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers share a buffer on the device, and the parameters are that buffer."""
+    plain, model = Model(), Model()
+    kept = [layer.norm.weight.data.clone() for layer in model.layers]
+    buffer = torch.zeros(4, 4)
+    offloaders = []
+    for layer, stays in zip(model.layers, kept, strict=True):
+        layer.norm.weight.data = buffer
+        one = SimpleNamespace(_param=layer.norm.weight, _cpu_storage=stays)
+        offloaders.append(SimpleNamespace(_param_offloaders={"norm.weight": one}))
+    prefetching = SimpleNamespace(module_offloaders=offloaders)
+    module = SimpleNamespace(get_offloader=lambda: prefetching)
+    monkeypatch.setitem(sys.modules, OFFLOADER, module)
+    loaded, found = load(model), set[bytes]()
+    for needed in (*kept, torch.ones(4, 4)):
+        buffer.copy_(needed)
+        assert not loaded.touched() or not found, "a layer's turn is no change"
+        found.add(loaded.fingerprint())
+    for stays in kept:
+        stays[-1, -1] += 1
+        found.add(loaded.fingerprint())
+    assert len(found) == 3
+    del offloaders[0]._param_offloaders["norm.weight"]._cpu_storage
+    with pytest.raises(RuntimeError, match="prefetched from where nobody can look"):
+        loaded.fingerprint()
+    prefetching.module_offloaders = []
+    for layer, stays in zip(model.layers, kept, strict=True):
+        stays[-1, -1] -= 1
+        layer.norm.weight.data = stays
+    assert load(plain).fingerprint() == loaded.fingerprint() in found, "the flag may change"
 
 
 def test_nothing_is_left_on_a_model() -> None:

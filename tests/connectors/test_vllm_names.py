@@ -119,6 +119,8 @@ def test_values_of_every_kind_are_written_alike_in_every_process(tmp_path: Path)
     one = text({"path": str(file)})
     file.write_text("2")
     assert text({"path": str(file)}) != one, "a path of a file stands for what is in it"
+    prompt = f"what is in this picture / {'video' * 100}"
+    assert text(prompt) == json.dumps(prompt), "too long for a path"
 
 
 def test_every_file_of_a_models_folder_names_its_blocks(tmp_path: Path) -> None:

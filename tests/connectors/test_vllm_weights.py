@@ -167,14 +167,55 @@ def test_a_request_that_begins_in_vllms_own_outdated_cache_stays_apart(start: St
     engine.half.finished(request)
 
 
-def test_weights_that_cannot_be_read_are_of_no_name(start: Start) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("illegal memory access"), TypeError("a bug")])
+@pytest.mark.parametrize("noticed", [True, False])
+def test_weights_that_cannot_be_read_are_of_no_name(
+    start: Start, error: Exception, noticed: bool
+) -> None:
     engine = start()
     assert [loaded(engine), loaded(engine)] == [0, 7]
-    engine.loaded_models[0].failing = True
-    engine.half.reset()
+    (models,) = engine.loaded_models
+    models.failing = error
+    become(engine, b"new", noticed=noticed)
+    if not noticed:
+        engine.half.reset()
+    given_up = loaded(engine)
+    assert given_up in ((0, 7) if noticed else (0,))
     assert [loaded(engine), loaded(engine)] == [0, 0]
-    engine.loaded_models[0].failing = False
+    models.failing = None
     engine.half.reset()
+    assert [loaded(engine), loaded(engine)] == [0, 7], "nothing was saved meanwhile"
+    become(engine, b"first", noticed=True)
+    loaded(engine)
+    assert loaded(engine) == 7
+
+
+def test_weights_that_cannot_be_read_are_seldom_read_in_vain(start: Start) -> None:
+    """Each attempt takes as long as reading them; once they can be read the cache is used again."""
+    engine = start(blocks=80)
+    (models,) = engine.loaded_models
+    assert loaded(engine) == 0
+    models.failing = RuntimeError("out of memory")
+    become(engine, b"first", noticed=True)
+    before = models.looked
+    engine.add(PROMPT, length=len(PROMPT) + 200)
+    for steps in (1, 9, 90):
+        for _ in range(steps):
+            engine.step()
+    assert 4 <= models.looked - before <= 8
+    models.failing = None
+    for _ in range(100):
+        engine.step()
+    engine.run()
+    assert loaded(engine) == 7
+
+
+def test_weights_that_cannot_be_read_at_start_end_no_engine(start: Start) -> None:
+    engine = start(failing=RuntimeError("out of memory"))
+    assert [loaded(engine), loaded(engine)] == [0, 0]
+    engine.loaded_models[0].failing = None
+    engine.half.reset()
+    loaded(engine)
     assert loaded(engine) == 7
 
 

@@ -260,9 +260,9 @@ def test_a_hybrid_model_and_the_tiers_of_a_stack(tmp_path: Path, capsys: Any) ->
         ({"--memory": "40 Gib"}, "--memory"),
         ({"--memory": "1 MiB"}, "holds no sequence of 8192 tokens"),
         ({"--step": "0"}, "--step: 0 (expected 1 token or more)"),
-        ({"--context": "0"}, "max_tokens: 0 tokens"),
-        ({"--block-tokens": "12"}, "block_tokens: 12 tokens"),
-        ({"--checkpoint-tokens": "8"}, "checkpoint_tokens: 8 tokens"),
+        ({"--context": "0"}, "--context: 0 (expected 1 token or more)"),
+        ({"--block-tokens": "12"}, "--block-tokens: 12 tokens (a power of two above 1)"),
+        ({"--checkpoint-tokens": "8"}, "--checkpoint-tokens: 8 tokens"),
         ({"--model": "/nowhere"}, "No such file"),
     ],
 )

@@ -100,6 +100,20 @@ def test_caches_that_answer_are_purged_and_the_others_named(config, tmp_path, ca
     assert "done all the same: kv.sock: host: 3 blocks removed" in said
 
 
+def test_caches_that_run_are_asked_whatever_killed_ones_left(config, tmp_path, capsys):
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(tmp_path / "kv.dp1.sock"))
+    with open_cache(config, layout=LAYOUT):
+        for command in ("stats", "describe"):
+            assert main([command, config]) == 0
+            said = capsys.readouterr().out
+            assert str(tmp_path / "kv.sock") in said
+            assert "kv.dp1.sock" not in said
+    for command in ("stats", "describe"):
+        assert main([command, config]) == 2
+        assert "kv.dp1.sock: no answer: Connection refused" in capsys.readouterr().err
+
+
 def test_what_an_engine_left_is_purged_beside_those_that_run(config, tmp_path, capsys):
     """Two engines of one configuration, each in a directory of its own; one has ended."""
     with open_cache(config, layout=LAYOUT) as cache:

@@ -56,6 +56,13 @@ def test_a_control_socket_has_a_name(refusal, path):
         assert error.path == "control.path"
 
 
+@pytest.mark.parametrize("text", ["", " ", "${NOWHERE:-}"])
+def test_empty_text_stands_for_no_weights(refusal, text):
+    error = refusal({**tiers(), "model": {"fingerprint": text}})
+    assert error.path == "model.fingerprint"
+    assert "expected auto, or text that changes whenever the weights do" in str(error)
+
+
 @pytest.mark.parametrize("text", ["\ud800", "a\udcff"])
 def test_what_is_no_text_is_refused(refusal, text):
     for path, changed in (

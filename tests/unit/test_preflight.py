@@ -93,6 +93,17 @@ def test_a_control_socket_without_a_directory(tmp_path):
     assert not preflight(config(control=str(tmp_path / "socket"))).errors
 
 
+def test_a_control_socket_that_cannot_have_its_name(tmp_path):
+    (tmp_path / "file").touch()
+    for name, says in (("x" * 120, "a socket's name has at most 103 bytes"), ("file", "no socket")):
+        (error,) = preflight(config(control=str(tmp_path / name))).errors
+        assert error.path == "control.path"
+        assert says in str(error)
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(tmp_path / "left"))
+    assert not preflight(config(control=str(tmp_path / "left"))).errors
+
+
 def test_addresses_for_events():
     pytest.importorskip("zmq")
     with socket.socket() as taken:
