@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from math import lcm
 from typing import Any, Final, Literal, cast
 
@@ -81,17 +81,17 @@ Wanted = Callable[[int], bool]
 class Groups(tuple[Group, ...]):
     """All groups of one model."""
 
-    @property
+    @cached_property
     def step(self) -> int:
         """Tokens between two ends of prefixes that every group can serve."""
         return lcm(*(group.tokens for group in self))
 
-    @property
+    @cached_property
     def whole(self) -> list[Group]:
         """The groups that keep every block of a prefix."""
         return [group for group in self if group.kind == "full"]
 
-    @property
+    @cached_property
     def partial(self) -> list[Group]:
         """The others: they read a part that depends on where the prefix ends."""
         return [group for group in self if group.kind != "full"]
@@ -117,7 +117,7 @@ class Groups(tuple[Group, ...]):
 
         return wanted
 
-    @property
+    @cached_property
     def main(self) -> Group:
         """The one that stands for a prefix where one must: of full attention if there is any."""
         return next(iter(self.whole), self[0])

@@ -146,6 +146,10 @@ class Filling:
         """They are there, or they are not going to be."""
         self._keys.pop(request_id, None)
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._keys)
+
     def has(self, keys: Sequence[BlockKey]) -> bool:
         """Whether the first of ``keys`` is among them."""
         return any(keys[0] in filled for filled in self._keys.values()) if keys else False

@@ -195,10 +195,12 @@ class SchedulerHalf:
                 return None, False
             state.answer = (computed, found)
             self.connector.manager.missed(state.unasked // self._groups.main.tokens)
-        found, first = state.answer[1], computed // self._groups.main.tokens
-        if found and self._filling.has(state.keys(self._groups.main, first, first + 1)):
-            self._awaited = True
-            return None, False
+        found = state.answer[1]
+        if found and self._filling:
+            main, first = self._groups.main, computed // self._groups.main.tokens
+            if self._filling.has(state.keys(main, first, first + 1)):
+                self._awaited = True
+                return None, False
         return found, found > 0 and self._options.load == "async"
 
     @property

@@ -174,10 +174,11 @@ class BlockPool:
             count = whole(count, "blocks")
         if count < 0:
             raise ValueError(f"{count} blocks: expected 0 or more")
-        if count > len(self.ledger.free):
+        ledger = self.ledger
+        if count > len(ledger.free):
             return self.reserve.room(count)
         self.stats.allocated += count
-        return self.ledger.take(count)
+        return ledger.take(count)
 
     def release(self, slots: Sequence[DeviceSlot], *, front: bool = False) -> None:
         """Give a reference to each of ``slots`` back, which are in the order of their prefix.

@@ -28,11 +28,12 @@ class FreeSlots:
 
     def take(self, count: int) -> list[DeviceSlot]:
         """The first ``count`` of them, as many as there are at most."""
-        end = self._at + count
-        taken = self._slots[self._at : end]
+        slots, at = self._slots, self._at
+        end = at + count
+        taken = slots[at:end]
         assert len(taken) == count
-        if 2 * end > len(self._slots):
-            del self._slots[:end]
+        if 2 * end > len(slots):
+            del slots[:end]
             end = 0
         self._at = end
         return taken

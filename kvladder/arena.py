@@ -250,23 +250,26 @@ class Arena:
         """Add one claim to each of ``slots``, all of which are leased."""
         with self._lock:
             claims = self._claims
-            for slot in slots:
-                if claims[slot] < 1:
+            for index, slot in enumerate(slots):
+                count = claims[slot]
+                if count < 1:
+                    for undone in slots[:index]:
+                        claims[undone] -= 1
                     raise ArenaError(f"slot {slot} is free: it cannot be shared")
-            for slot in slots:
-                claims[slot] += 1
+                claims[slot] = count + 1
 
     def release(self, slots: Sequence[Slot]) -> None:
         """Give up one claim on each of ``slots``; raises, changing nothing, on a free slot."""
         with self._lock:
             claims = self._claims
             for index, slot in enumerate(slots):
-                if claims[slot] < 1:
+                count = claims[slot]
+                if count < 1:
                     for undone in slots[:index]:
                         self._unrelease(undone)
                     raise ArenaError(f"slot {slot} is released more often than it was leased")
-                claims[slot] -= 1
-                if claims[slot] == 0:
+                claims[slot] = count - 1
+                if count == 1:
                     self._free.append(slot)
             ended = self._kept and not any(claims[: self.slots])
             self._kept = self._kept and not ended

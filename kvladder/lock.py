@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 STEP: Final = 128
 """Blocks that are looked at one by one before the lock is released: less than a millisecond."""
-BULK_STEP: Final = 512
+BULK_STEP: Final = 2048
 """The same where built-in functions run over all of them at once."""
 
 _locks: WeakSet[StackLock] = WeakSet()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 from kvladder.arena import Slot
 from kvladder.events import Reason
@@ -156,10 +156,9 @@ class HostLevel:
 
         A block that was removed meanwhile, or is somewhere else, is not pinned any more.
         """
-        place = self.index.place
         self._may_go += len(slots)
-        pairs = zip(reversed(keys), reversed(slots), strict=True)
-        self.index.unpin_all([slot for key, slot in pairs if place(key) == slot])
+        pairs = zip(slots[::-1], self.index.places_of(keys[::-1]), strict=True)
+        self.index.unpin_all([slot for slot, place in pairs if slot == place])
         self._shared.arena.release(slots)
 
     def remove(self, keys: Iterable[BlockKey]) -> int:
@@ -185,7 +184,7 @@ class HostLevel:
             self._ahead -= missing  # if fewer go, the order is not as it was thought to be
             for key in gone:
                 self._left(key)
-            arena.release([Slot(place) for place in self.index.evict_all(gone, now)])
+            arena.release(cast("list[Slot]", self.index.evict_all(gone, now)))
             self.stats.evicted += len(gone)
             self._shared.events.removed(self.name, gone, "evicted")
         return arena.lease(min(count, arena.free)) or []

@@ -101,6 +101,10 @@ class LevelIndex:
         """The block's place, or None if it is not held."""
         return self._place.get(key)
 
+    def places_of(self, keys: Iterable[BlockKey]) -> Iterator[int | None]:
+        """``place`` of each of ``keys``; do not change the index meanwhile."""
+        return map(self._place.get, keys)
+
     def lasting(self, keys: Sequence[BlockKey]) -> Sequence[int] | None:
         """The places of ``keys``, two or more, if all are held and nothing here ever expires."""
         if self._expires is not None or self.next_end_s != inf:
@@ -189,7 +193,7 @@ class LevelIndex:
         self._place.update(zip(keys, places, strict=True))
         assert len(self._place) == held, "a key is held already"
         names, chain = self._key, array("i", places)
-        for key, place in zip(keys, chain, strict=True):
+        for key, place in zip(keys, places, strict=True):
             assert names[place] is None, f"place {place} is taken"
             names[place] = key
         at = np.frombuffer(chain, np.intc)

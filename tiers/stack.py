@@ -201,8 +201,8 @@ class TierStack:
                 is_short = self._closed or len(slots) < len(wanted)
                 found, end = self._missing(keys, metas, start, explicit=explicit)
                 leased = [] if is_short or not found else self._lease(found, metas)
-                if len(leased) == len(keys):
-                    self._saving.put(keys, leased, metas)
+                if len(leased) == end - start:
+                    self._saving.put(keys[start:end], leased, metas[start:end])
                 elif leased:
                     kept = found[: len(leased)]
                     said = [metas[index] for index in kept]
@@ -217,8 +217,11 @@ class TierStack:
 
     def _missing(
         self, keys: Sequence[BlockKey], metas: Sequence[Meta], start: int, *, explicit: bool
-    ) -> tuple[list[int], int]:
-        """Positions from ``start`` on that are to be saved, and up to where that is known."""
+    ) -> tuple[Sequence[int], int]:
+        """Positions from ``start`` on that are to be saved, and up to where that is known.
+
+        A range of them has metas that are alike.
+        """
         first = metas[start]
         is_plain = first.terms == NO_TERMS and first.until_s == inf
         end, part, said = len(keys), keys, metas
@@ -227,7 +230,7 @@ class TierStack:
             part, said = keys[start:end], metas[start:end]
         new = alike(said) and all_new(part, self.host, self.loader, self._saving)
         if new and self._admitted(first):
-            return list(range(start, end)), end
+            return range(start, end), end
         wanted: list[int] = []
         if end > start + STEP:
             end = start + STEP
@@ -248,7 +251,8 @@ class TierStack:
 
     def _lease(self, wanted: Sequence[int], metas: Sequence[Meta]) -> list[Slot]:
         """Slots for blocks at these positions, fewer if room is short."""
-        slots = self.host.room(len(wanted), min(metas[index].priority for index in wanted))
+        some = wanted[:1] if isinstance(wanted, range) else wanted
+        slots = self.host.room(len(wanted), min(metas[index].priority for index in some))
         if len(slots) < len(wanted):
             self._schedule()
         return slots
