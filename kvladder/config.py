@@ -18,9 +18,9 @@ import msgspec
 from kvladder import registry, resolved
 from kvladder.codecs import read_codecs
 from kvladder.errors import ConfigError
-from kvladder.exposition import SECTIONS
 from kvladder.gpu.groups import SIZES, is_size
 from kvladder.layout import Layout
+from kvladder.metrics import SECTIONS
 from kvladder.policy.eviction import EvictionPolicy
 from kvladder.resolved import Row
 from kvladder.schema import convert, is_list, join, keys_of, require_known, require_mapping, shown

@@ -6,11 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
-from kvladder.metrics import AGES_S, DISTANCES, Stats
+from kvladder.metrics import AGES_S, DISTANCES, SECTIONS, Stats
 
 PREFIX: Final = "kvladder_"
-SECTIONS: Final = ("arena", "copies", "loop")
-"""Sections of statistics that are not of a tier."""
 
 
 @dataclass(frozen=True)

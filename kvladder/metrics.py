@@ -6,10 +6,13 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+SECTIONS: Final = ("arena", "copies", "loop")
+"""Sections of statistics that are not of a level; none may be called so."""
 
 Stats = dict[str, dict[str, Any]]
 """Plain data by level: numbers, and mappings or lists of numbers."""

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from math import inf
 from random import Random
 from typing import Any, NamedTuple, Protocol
@@ -62,6 +63,18 @@ class Blocking(Protocol):
     """Runs a blocking function off the loop. Cancellation is deferred until the function ended."""
 
     def __call__(self, function: Callable[..., Any], /, *args: Any) -> Awaitable[Any]: ...
+
+
+class Outcome(IntEnum):
+    """What reading one block came to."""
+
+    GOOD = 0
+    STALE = 1
+    """Something else is stored there: another block, one without a checksum, or nothing."""
+    CORRUPT = 2
+    """What is stored there is damaged."""
+    FAILED = 3
+    """It could not be read."""
 
 
 class Progress(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
 from math import inf
 from struct import Struct
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from kvladder.keys import SALT_BYTES, BlockKey, Namespace
 from kvladder.layout import PAGE_BYTES
-from kvladder.tiers.base import NOTE_BYTES, Item
+from kvladder.tiers.base import NOTE_BYTES, Item, Outcome
 from kvladder.tiers.codecs import TAG_BYTES
 
 HEADER_BYTES = PAGE_BYTES
@@ -21,18 +20,6 @@ VERSION = 3
 _FIELDS = Struct(f"<8sHB3xHQ32s32sQBBB5xd{SALT_BYTES}sQ{TAG_BYTES}s{NOTE_BYTES}s")
 _UNCHECKED, _XXH3 = range(2)
 _CHECK = Struct("<Q")
-
-
-class Outcome(IntEnum):
-    """What reading one block came to."""
-
-    GOOD = 0
-    STALE = 1
-    """Something else is stored there: another block, one without a checksum, or nothing."""
-    CORRUPT = 2
-    """What is stored there is damaged."""
-    FAILED = 3
-    """It could not be read."""
 
 
 class Told(NamedTuple):

@@ -12,8 +12,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvladder.keys import BlockKey, Namespace
 from kvladder.layout import Layout
-from kvladder.tiers.base import NOTE_BYTES, Item
-from kvladder.tiers.blockheader import Outcome
+from kvladder.tiers.base import NOTE_BYTES, Item, Outcome
 from kvladder.tiers.codecs import PARAMS_BYTES, Codec, Stage, Subject
 
 VERSION = 1

@@ -11,8 +11,7 @@ from typing import TypeVar
 from kvladder.arena import Slot
 from kvladder.errors import ConfigError, TierFull
 from kvladder.schema import within
-from kvladder.tiers.base import Blocking, Item, Tier, TierContext
-from kvladder.tiers.blockheader import Outcome
+from kvladder.tiers.base import Blocking, Item, Outcome, Tier, TierContext
 from kvladder.tiers.chain import Chain, Find
 from kvladder.tiers.codecs import ChecksumCodec, Codec
 from kvladder.tiers.gate import checked

@@ -16,8 +16,8 @@ import msgspec
 from kvladder.errors import ClosedError, TierError, TierFull
 from kvladder.keys import BlockKey
 from kvladder.schema import Settings
-from kvladder.tiers.base import Item, Tier, TierContext
-from kvladder.tiers.blockheader import HEADER_BYTES, Outcome
+from kvladder.tiers.base import Item, Outcome, Tier, TierContext
+from kvladder.tiers.blockheader import HEADER_BYTES
 from kvladder.tiers.disk import Disk, OsDisk
 from kvladder.tiers.filesdir import is_full, look
 from kvladder.tiers.filestore import SEGMENTS_MIN, FileStore, PutBatch, config_error

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from kvladder.arena import Arena
 from kvladder.layout import PAGE_BYTES, align
-from kvladder.tiers.base import Item
-from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader, Outcome, Told
+from kvladder.tiers.base import Item, Outcome
+from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader, Told
 from kvladder.tiers.disk import Disk
 from kvladder.tiers.filesdir import FilesDirectory, Lent, is_full
 from kvladder.tiers.filesmeta import LOG_NAME, segment_name, segment_number

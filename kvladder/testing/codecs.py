@@ -12,8 +12,7 @@ import pytest
 
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
-from kvladder.tiers.base import Item
-from kvladder.tiers.blockheader import Outcome
+from kvladder.tiers.base import Item, Outcome
 from kvladder.tiers.chain import Chain
 from kvladder.tiers.codecs import PARAMS_BYTES, ChecksumCodec, Codec, Stage, Subject
 

@@ -24,8 +24,7 @@ from kvladder.testing.codecs import CodecTests, MakeCodec
 from kvladder.testing.mirror import MirrorCodec
 from kvladder.tiers import aesgcm
 from kvladder.tiers.aesgcm import AesGcmCodec, AesGcmOptions
-from kvladder.tiers.base import NOTE_BYTES, Item
-from kvladder.tiers.blockheader import Outcome
+from kvladder.tiers.base import NOTE_BYTES, Item, Outcome
 from kvladder.tiers.chain import Chain
 from kvladder.tiers.codecs import ChecksumCodec, Codec, Subject
 from kvladder.tiers.zstd import ZstdCodec, ZstdOptions
