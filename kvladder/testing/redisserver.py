@@ -108,7 +108,7 @@ class RedisServer:
             config.write_text("\n".join(rows) + "\n")
         arguments = [found, str(config), *([self._mode] if self._mode else [])]
         with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(arguments, stdout=log, stderr=log)
+            self._process = subprocess.Popen(arguments, stdout=log, stderr=log)  # noqa: S603 - ours
         self.wait_for(self.answers)
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
