@@ -310,9 +310,8 @@ def recover(path: Path) -> None:
         clock = SystemClock()
         lock = StackLock()
         notices = Notices(clock.now)
-        shared = Shared(
-            arena, lock, clock, EventBuffer(events_max=1000), notices, LAYOUT.block_bytes
-        )
+        events = EventBuffer(1000, post=asyncio.get_running_loop().call_soon)
+        shared = Shared(arena, lock, clock, events, notices, LAYOUT.block_bytes)
         level = Level(
             "nvme",
             FilesTier(FilesOptions(path=str(path))),

@@ -15,6 +15,7 @@ from kvladder.gpu.copy import Copier, CopyJob, Direction, Finished, JobId
 from kvladder.gpu.names import DeviceSlot, Ticket
 from kvladder.gpu.pool import BlockPool
 from kvladder.keys import BlockKey, salt_digest
+from kvladder.lock import BULK_STEP, STEP
 from kvladder.manager import CacheManager
 from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.policy.worth import ANYTHING
@@ -24,9 +25,6 @@ from kvladder.tiers.terms import NO_TERMS, Terms
 
 REST_S = 0.002
 """How long ``TierPort.wait`` sleeps at most while nothing but a tier can wake it."""
-
-KNOWN_BATCH = 256
-"""Blocks asked about at once, so that the lock is never held for long."""
 
 WEIGHT = 0.2
 """Of the newest measurement in an average."""
@@ -102,9 +100,8 @@ class TierPort:
         """Seconds per byte of recent copies."""
         self._asking: list[Fetch] = []
         """Fetches that found nothing yet; what shared tiers answer is there for the next claim."""
-        self._changed: dict[BlockKey, None] = {}
-        """Blocks that came to a level or left one since the last poll; with the stack's lock."""
-        self.stack.shared.events.observers.append(self._note)
+        with self.stack.lock:
+            self._changes = self.stack.shared.events.follow()
 
     def group(self, group: int) -> GroupBelow:
         """What the pool of this group is given as ``below``."""
@@ -114,19 +111,20 @@ class TierPort:
         """Tell this pool what becomes of its blocks."""
         self._pools[group] = pool
 
-    def _note(self, keys: Sequence[BlockKey]) -> None:
-        self._changed.update(dict.fromkeys(keys))
-
     # ---- copies of an engine's own, of blocks that no pool offers to others
 
     def lease(self, count: int) -> list[Slot] | None:
         """So many slots of the arena, evicting from host what others hold too; all or none."""
-        with self.stack.lock:
-            slots = self.stack.host.room(count, PRIORITY_MAX)
-            if len(slots) == count:
-                return slots
-            self.stack.shared.arena.release(slots)
-            return None
+        slots: list[Slot] = []
+        while len(slots) < count:
+            wanted = min(STEP, count - len(slots))
+            with self.stack.lock:
+                part = self.stack.host.room(wanted, PRIORITY_MAX)
+            slots += part
+            if len(part) < wanted:
+                self.unlease(slots)
+                return None
+        return slots
 
     def room(self, count: int) -> int:
         """Have up to ``count`` slots free, as ``lease`` does: how many, while the lock is held."""
@@ -137,8 +135,9 @@ class TierPort:
 
     def unlease(self, slots: Sequence[Slot]) -> None:
         """Give leased slots back."""
-        with self.stack.lock:
-            self.stack.shared.arena.release(slots)
+        for start in range(0, len(slots), BULK_STEP):
+            with self.stack.lock:
+                self.stack.shared.arena.release(slots[start : start + BULK_STEP])
 
     def copy(
         self,
@@ -170,32 +169,37 @@ class TierPort:
 
     def offload(self, group: int, victims: Sequence[Victim]) -> list[Taken | None]:
         """See ``Below.offload``; one copy for all that is taken and was not there."""
-        stack, ticket = self.stack, Ticket(next(self._ids))
+        ticket = Ticket(next(self._ids))
         taken: list[Taken | None] = []
         out, device = _Out(group, [], []), list[int]()
-        with stack.lock:
-            for victim in victims:
-                terms = self._terms(victim.salt)
-                meta = Meta(victim.priority, victim.floor, victim.hits, victim.until_s, terms)
-                level = stack.used(victim.key, meta)
-                if level is not None:
-                    taken.append(Taken(level))
-                    continue
-                _, slots = stack.reserve([victim.key], [meta], explicit=True)
-                if slots:
-                    out.keys.append(victim.key)
-                    out.slots.extend(slots)
-                    device.append(victim.slot)
-                    taken.append(Taken(self._level(meta), ticket))
-                    continue
-                level = stack.where(victim.key)
-                if level is not None:
-                    self._changed[victim.key] = None  # it may only be on its way there
-                taken.append(None if level is None else Taken(level))
+        for start in range(0, len(victims), STEP):
+            with self.stack.lock:
+                part = victims[start : start + STEP]
+                taken += [self._take(victim, ticket, out, device) for victim in part]
         if out.keys:
             self._out[ticket] = out
             self._copy(ticket, group, "offload", device, out.slots)
         return taken
+
+    def _take(self, victim: Victim, ticket: Ticket, out: _Out, device: list[int]) -> Taken | None:
+        """Take a block over, to be copied with ``out`` if it is not there; with the lock held."""
+        stack, key = self.stack, victim.key
+        terms = self._terms(victim.salt)
+        meta = Meta(victim.priority, victim.floor, victim.hits, victim.until_s, terms)
+        level = stack.used(key, meta)
+        if level is not None:
+            return Taken(level)
+        _, slots = stack.reserve([key], [meta], explicit=True)
+        if slots:
+            out.keys.append(key)
+            out.slots.extend(slots)
+            device.append(victim.slot)
+            return Taken(self._level(meta), ticket)
+        level = stack.where(key)
+        if level is None:
+            return None
+        self._changes.add([key])  # it may only be on its way there
+        return Taken(level)
 
     def _terms(self, salt: str) -> Terms:
         """Whose a block is, for ``CacheManager.purge``."""
@@ -225,8 +229,11 @@ class TierPort:
 
     def where(self, keys: Sequence[BlockKey]) -> list[str | None]:
         """See ``Below.where``."""
-        with self.stack.lock:
-            return [self.stack.where(key) for key in keys]
+        found: list[str | None] = []
+        for start in range(0, len(keys), STEP):
+            with self.stack.lock:
+                found += [self.stack.where(key) for key in keys[start : start + STEP]]
+        return found
 
     def claim(self, keys: Sequence[BlockKey], salt: str = "") -> list[str]:
         """See ``Below.claim``; what lies below host is on its way up from now on."""
@@ -246,9 +253,9 @@ class TierPort:
     def known(self, keys: Sequence[BlockKey]) -> list[Known]:
         """See ``Below.known``."""
         found: list[Known] = []
-        for start in range(0, len(keys), KNOWN_BATCH):
+        for start in range(0, len(keys), STEP):
             with self.stack.lock:
-                metas = [self.stack.meta(key) for key in keys[start : start + KNOWN_BATCH]]
+                metas = [self.stack.meta(key) for key in keys[start : start + STEP]]
             for meta in metas:
                 held = Meta() if meta is None else meta
                 found.append(Known(held.priority, held.until_s, max(0, held.hits - 1)))
@@ -316,8 +323,9 @@ class TierPort:
             self._arrived(ticket, ok=finished.ok, damaged=not finished.ok)
             return
         (self.stack.publish if finished.ok else self.stack.abandon)(out.keys, out.slots)
-        with self.stack.lock:
-            self._note(out.keys)
+        for start in range(0, len(out.keys), BULK_STEP):
+            with self.stack.lock:
+                self._changes.add(out.keys[start : start + BULK_STEP])
         self._pools[out.group].landed(ticket, ok=finished.ok)
 
     def _arrived(self, ticket: Ticket, *, ok: bool, damaged: bool = False) -> None:
@@ -330,16 +338,18 @@ class TierPort:
 
     def _reconcile(self) -> None:
         """Tell the pools where blocks are that came to a level or left one."""
-        if not self._changed:
-            return
-        found: dict[str | None, list[BlockKey]] = {}
         with self.stack.lock:
-            changed, self._changed = self._changed, {}
-            for key in changed:
-                if self.stack.settling(key):
-                    self._changed[key] = None  # nobody will say so if it is given up
-                else:
-                    found.setdefault(self.stack.where(key), []).append(key)
+            changed = self._changes.take()
+        indexes = [pool.ledger.index for pool in self._pools.values()]
+        held = [key for key in changed if any(key in index for index in indexes)]
+        found: dict[str | None, list[BlockKey]] = {}
+        for start in range(0, len(held), STEP):
+            with self.stack.lock:
+                for key in held[start : start + STEP]:
+                    if self.stack.settling(key):
+                        self._changes.add([key])  # nobody will say so if it is given up
+                    else:
+                        found.setdefault(self.stack.where(key), []).append(key)
         for pool in self._pools.values():
             for level, keys in found.items():
                 known = [key for key in keys if key in pool.ledger.index]
@@ -371,7 +381,7 @@ class TierPort:
                     key = index.nodes.key[node]
                     assert key is not None
                     at = self.stack.where(key)
-                    assert at == level or key in self._changed, (at, level)
+                    assert at == level or key in self._changes, (at, level)
 
     def close(self) -> None:
         """End all copies and let everything go; may be called again."""
@@ -380,9 +390,8 @@ class TierPort:
         for ticket in list(self._in):
             self._arrived(ticket, ok=False)
         self._let_go(list(self._asking))
-        events = self.stack.shared.events
-        if self._note in events.observers:
-            events.observers.remove(self._note)
+        with self.stack.lock:
+            self.stack.shared.events.unfollow(self._changes)
 
 
 class GroupBelow:

@@ -160,7 +160,7 @@ def _stack(
         arena=arena,
         lock=lock,
         clock=clock,
-        events=EventBuffer(config.events.max),
+        events=EventBuffer(config.events.max, post=runtime.post),
         notices=Notices(clock.now, held=lock.held, post=runtime.post),
         block_bytes=layout.block_bytes,
     )

@@ -24,6 +24,7 @@ from kvladder.gpu.sequences import Sequences
 from kvladder.gpu.sizing import Division, blocks_of, divide, pool_bytes
 from kvladder.keys import KeyScheme, namespace
 from kvladder.layout import Layout
+from kvladder.lock import STEP
 from kvladder.manager import CacheManager
 from kvladder.metrics import Stats
 from kvladder.preempt import Preemption, Suspended
@@ -152,9 +153,7 @@ class DeviceCache:
 
         for pool in self.pools if lasting else ():
             while flushed():
-                with stack.lock:  # so that nobody else takes the room
-                    room = self.port.room(most)
-                    leaving = pool.evict(room)
+                leaving, room = self._leave(pool, most)
                 if not leaving:
                     if not room and pool.ledger.order:
                         return False
@@ -165,6 +164,21 @@ class DeviceCache:
             else:
                 return False
         return True
+
+    def _leave(self, pool: BlockPool, count: int) -> tuple[int, int]:
+        """Have up to ``count`` blocks begin to leave a pool, as far as the arena has room.
+
+        How many do, and the room that there was for the last of them.
+        """
+        leaving = room = 0
+        while leaving < count:
+            with self.manager.stack.lock:  # so that nobody else takes the room
+                room = self.port.room(min(STEP, count - leaving))
+                left = pool.evict(room)
+            leaving += left
+            if not left:
+                break
+        return leaving, room
 
     def close(self, *, timeout_s: float | None = None) -> None:
         """End all copies, flush to durable levels, close everything; may be called again.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,32 +42,89 @@ class Overflow:
 Event = Stored | Removed | Overflow
 
 
+class Changes:
+    """Blocks that came to a level or left one since they were taken; with the stack's lock held."""
+
+    def __init__(self) -> None:
+        self._keys: dict[BlockKey, None] = {}
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._keys
+
+    def add(self, keys: Iterable[BlockKey]) -> None:
+        """Something happened to these."""
+        self._keys.update(dict.fromkeys(keys))
+
+    def take(self) -> Collection[BlockKey]:
+        """Each block to which something happened, once; in no time, however many there are."""
+        taken, self._keys = self._keys, {}
+        return taken
+
+
 class EventBuffer:
     """At most ``events_max`` events; the oldest give way and are reported by one Overflow.
 
-    With 0 nothing is collected.
+    With 0 nothing is collected. The stack's lock is held around every call.
+
+    Parameters
+    ----------
+    post:
+        Has another thread, or this one after it has released the lock, call a function soon.
     """
 
-    def __init__(self, events_max: int) -> None:
+    def __init__(self, events_max: int, *, post: Callable[..., object]) -> None:
         self._max = events_max
         self._events: deque[Event] = deque()
         self._lost = 0
-        self.observers: list[Callable[[Sequence[BlockKey]], None]] = []
-        """Told at once which blocks came to a level or left one, with the stack's lock held."""
+        self._post = post
+        self._listeners: tuple[Callable[[], object], ...] = ()
+        self._telling = False
+        """Whether listeners are about to be called."""
+        self._followers: tuple[Changes, ...] = ()
+
+    def listen(self, listener: Callable[[], object]) -> None:
+        """Have ``listener`` called soon after events, by ``post``: never under the lock."""
+        self._listeners = (*self._listeners, listener)
+
+    def ignore(self, listener: Callable[[], object]) -> None:
+        """Undo ``listen``."""
+        self._listeners = tuple(other for other in self._listeners if other != listener)
+
+    def follow(self) -> Changes:
+        """What changes from now on, until ``unfollow``."""
+        changes = Changes()
+        self._followers = (*self._followers, changes)
+        return changes
+
+    def unfollow(self, changes: Changes) -> None:
+        """Undo ``follow``; may be called again."""
+        self._followers = tuple(other for other in self._followers if other is not changes)
 
     def stored(self, level: str, keys: Sequence[BlockKey]) -> None:
         """Collect a Stored, unless ``keys`` is empty."""
-        for tell in self.observers:
-            tell(keys)
-        if keys and self._max:
-            self._add(Stored(level, tuple(keys)))
+        if keys:
+            self._changed(keys)
+            if self._max:
+                self._add(Stored(level, tuple(keys)))
 
     def removed(self, level: str, keys: Sequence[BlockKey], reason: Reason) -> None:
         """Collect a Removed, unless ``keys`` is empty."""
-        for tell in self.observers:
-            tell(keys)
-        if keys and self._max:
-            self._add(Removed(level, tuple(keys), reason))
+        if keys:
+            self._changed(keys)
+            if self._max:
+                self._add(Removed(level, tuple(keys), reason))
+
+    def _changed(self, keys: Sequence[BlockKey]) -> None:
+        for changes in self._followers:
+            changes.add(keys)
+        if self._listeners and not self._telling:
+            self._telling = True
+            self._post(self._tell)
+
+    def _tell(self) -> None:
+        self._telling = False  # first: what happens from now on is told again
+        for listener in self._listeners:
+            listener()
 
     def _add(self, event: Event) -> None:
         if len(self._events) >= self._max:
@@ -77,8 +134,8 @@ class EventBuffer:
 
     def take(self) -> list[Event]:
         """Everything collected since the last call, oldest first."""
-        taken: list[Event] = [Overflow(self._lost)] if self._lost else []
-        taken.extend(self._events)
-        self._events.clear()
+        taken, self._events = self._events, deque()
+        if self._lost:
+            taken.appendleft(Overflow(self._lost))
         self._lost = 0
-        return taken
+        return list(taken)

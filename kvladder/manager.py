@@ -19,6 +19,7 @@ from kvladder.policy.retention import checked_duration, checked_priority
 from kvladder.policy.worth import Saves
 from kvladder.tiers.breaker import BREAKER_STATES, KINDS
 from kvladder.tiers.fetch import Fetch
+from kvladder.tiers.gate import Said
 from kvladder.tiers.index import Meta
 from kvladder.tiers.level import CALLS_TIMEOUT_S, Level
 from kvladder.tiers.level import CLOSE_TIMEOUT_S as TIER_CLOSE_TIMEOUT_S
@@ -163,7 +164,7 @@ class CacheManager:
     def missed(self, blocks: int) -> None:
         """Count blocks that were looked up in vain: only what is fetched is counted by itself."""
         with self.stack.lock:
-            self.stack.loader.count(blocks, 0, 0, ())
+            self.stack.loader.count(blocks, 0, 0, {})
 
     def fetch(
         self,
@@ -333,12 +334,13 @@ class CacheManager:
     def stats(self) -> Stats:
         """Counters and occupancy by level, hottest first, and of the arena; plain data."""
         stack = self.stack
+        said = [level.gate.said(level.tier) for level in stack.levels]  # theirs: without the lock
         with stack.lock:
             host = {**stack.host.stats.as_dict(), **stack.host.index.as_dict()}
             host["capacity"] = self.arena.slots
             found: Stats = {stack.host.name: host}
-            for level in stack.levels:
-                found[level.name] = level_counts(level)
+            for level, own in zip(stack.levels, said, strict=True):
+                found[level.name] = level_counts(level, own)
             found["arena"] = {"slots": self.arena.slots, "free": self.arena.free}
             found["loop"] = {"faults": self._portal.faults}
         return found
@@ -403,20 +405,20 @@ class CacheManager:
             self.stack.shared.notices.say("arena", what)
 
 
-def level_counts(level: Level) -> dict[str, Any]:
-    """Counters and occupancy of a level below host; with the stack's lock held."""
-    gate, tier, edge = level.gate, level.tier, level.edge
+def level_counts(level: Level, said: Said) -> dict[str, Any]:
+    """Counters and occupancy of a level below host, and what its tier said; with the lock held."""
+    gate, edge = level.gate, level.edge
     states = {kind: BREAKER_STATES.index(state) for kind, state in gate.states.items()}
     opened = {kind: breaker.opened for kind, breaker in gate.breakers.items()}
     return {
-        **gate.gauges(tier),
+        **said.gauges,
         **level.stats.as_dict(),
         **level.index.as_dict(),
         "capacity": level.capacity_blocks,
         "queued": level.queued,
         "removals": level.removals,
         "queue_age_s": level.queue_age_s,
-        "corrupt": gate.corrupt_blocks(tier) + edge.corrupt,
+        "corrupt": said.corrupt_blocks + edge.corrupt,
         "unreadable": edge.unreadable,
         "encoded_bytes": edge.encoded_bytes,
         "calls_behind": gate.behind,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
 from itertools import count
 from typing import Final
 
@@ -15,7 +14,6 @@ import zmq
 from kvladder.announcer import Announcer
 from kvladder.errors import ConfigError
 from kvladder.events import Removed, Stored
-from kvladder.keys import BlockKey
 from kvladder.settings import EventsConfig
 from kvladder.tiers.base import Clock
 from kvladder.tiers.stack import TierStack
@@ -82,11 +80,12 @@ class Publisher:
         for level in stack.levels:
             self._where[level.name] = (level.tier.medium, level.name)
         self._announcer = Announcer(stack)
-        stack.shared.events.observers.append(self._wake)
+        with stack.lock:
+            stack.shared.events.listen(self._wake)
         self._thread = threading.Thread(target=self._serve, name="kvladder-events", daemon=True)
         self._thread.start()
 
-    def _wake(self, _: Sequence[BlockKey] = ()) -> None:
+    def _wake(self) -> None:
         os.eventfd_write(self._wakeup, 1)
 
     def _serve(self) -> None:
@@ -138,7 +137,8 @@ class Publisher:
     def close(self) -> None:
         """Publish what has happened and end; may be called again."""
         if self._thread is not None:
-            self._stack.shared.events.observers.remove(self._wake)
+            with self._stack.lock:
+                self._stack.shared.events.ignore(self._wake)
             self._closing = True
             self._wake()
             self._thread.join(CLOSE_S)

@@ -32,6 +32,8 @@ TOKENS_MIN = 64
 """Tokens below which the time for computing them says little about a token."""
 SAMPLE_TOKENS = 256
 """Tokens that one request computes although they are cached, where nothing else tells how fast."""
+ENDS_MAX = 32
+"""Of how many ends of a prefix the best is chosen."""
 STEPS = 16
 """How many measurements of computing are remembered."""
 
@@ -185,6 +187,23 @@ class Run(NamedTuple):
     pace: Pace
 
 
+Stretch = Sequence[Run]
+"""Runs that are brought up all or not at all, one of each level."""
+
+
+def stretches(runs: Sequence[Run]) -> list[Stretch]:
+    """Not more than ``ENDS_MAX``: each is one run, unless levels take turns very often."""
+    size = -(-len(runs) // ENDS_MAX)
+    found: list[Stretch] = []
+    for start in range(0, len(runs), max(1, size)):
+        of_pace: dict[Pace, Run] = {}
+        for run in runs[start : start + size]:
+            before = of_pace.get(run.pace)
+            of_pace[run.pace] = run if before is None else before._replace(new=before.new + run.new)
+        found.append(list(of_pace.values()))
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Patience:
     """How long a request waits for a fetch before it computes what has not come.
@@ -246,18 +265,19 @@ class Stake:
         most_s = min(TRUST * expected_s, self._computed_s(blocks))
         return replace(old, trusted_s=max(old.trusted_s, now_s + most_s))
 
-    def choose(self, runs: Sequence[Run], end: int, now_s: float) -> tuple[int, float | None]:
-        """How far it is worth to bring a prefix up, which ``runs`` are missing of.
+    def choose(self, parts: Sequence[Stretch], end: int, now_s: float) -> tuple[int, float | None]:
+        """How far it is worth to bring a prefix up, which ``parts`` are missing of.
 
         Returns where to end it, between its first missing block and ``end``, and the seconds after
         which that much is expected; None if nobody can tell.
         """
-        first = runs[0].first
+        first = parts[0][0].first
         best, least_s, expected_s = first, self._behind_s, None
         asked: dict[Pace, int] = {}
-        ends = [*(run.first for run in runs[1:]), end]
-        for run, cut in zip(runs, ends, strict=True):
-            asked[run.pace] = asked.get(run.pace, 0) + run.new
+        ends = [*(part[0].first for part in parts[1:]), end]
+        for part, cut in zip(parts, ends, strict=True):
+            for run in part:
+                asked[run.pace] = asked.get(run.pace, 0) + run.new
             if self._whole and cut < end:
                 continue
             takes_s = max(pace.seconds(n, now_s) or 0.0 for pace, n in asked.items())

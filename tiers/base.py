@@ -249,7 +249,7 @@ class Tier(ABC):
     def spare(self, salt: bytes) -> float:
         """How many more blocks of one salt it takes now; any number unless there is a quota.
 
-        Called with the stack's lock held: it does not wait. A level drops what is above it.
+        Called on the loop: it does not wait. A level drops what is above it.
         """
         del salt
         return inf

@@ -6,14 +6,10 @@ import asyncio
 from collections.abc import Callable, Generator, Iterator, Sequence
 from math import inf
 
-from kvladder.keys import BlockKey
 from kvladder.lock import STEP
 from kvladder.tiers.base import EVERYTHING, Shared
 from kvladder.tiers.host import HostLevel
 from kvladder.tiers.level import Level
-
-CLEAR_BATCH = STEP
-"""Blocks that go per step, where all do."""
 
 
 class Alarm:
@@ -87,48 +83,49 @@ def purge(
                 del shared.purging[salt]
 
 
-def reset(
-    levels: Sequence[HostLevel | Level], shared: Shared, *, recall: Callable[[], None]
+def sweep(
+    levels: Sequence[HostLevel | Level],
+    shared: Shared,
+    *,
+    recall: Callable[[], Iterator[None]],
 ) -> Generator[None]:
     """Forget all that these levels hold, in steps: see ``TierStack.reset``.
 
-    Meanwhile no level takes anything. ``recall`` has what is under way get nowhere; called with
-    the lock held.
+    Meanwhile no level takes anything. ``recall`` has what is under way get nowhere, in steps.
     """
     with shared.lock:
         shared.purging[EVERYTHING] += 1
-        recall()
     try:
+        yield from recall()
         for level in levels:
-            with shared.lock:
-                coming = level.coming() if isinstance(level, Level) else []
-            for start in range(0, len(coming), STEP):
-                with shared.lock:
-                    level.remove(coming[start : start + STEP])
-                yield
+            if isinstance(level, Level):
+                yield from level.recall_all()
             for start in range(0, level.index.places, STEP):
                 with shared.lock:
                     level.remove(level.index.held(start, start + STEP))
                 yield
     finally:
         with shared.lock:
-            del shared.purging[EVERYTHING]
+            shared.purging[EVERYTHING] -= 1
+            if not shared.purging[EVERYTHING]:
+                del shared.purging[EVERYTHING]
 
 
 def clear(
-    levels: Sequence[Level],
+    levels: Sequence[HostLevel | Level],
     shared: Shared,
-    keys: Sequence[BlockKey],
     *,
-    remove: Callable[[Sequence[BlockKey]], None],
+    recall: Callable[[], Iterator[None]],
     erase: bool,
 ) -> Iterator[None]:
-    """Forget ``keys`` in steps: see ``TierStack.clear``."""
-    unique = [*dict.fromkeys(reversed(keys))]  # the head of a prefix first
-    for start in range(0, len(unique), CLEAR_BATCH):
-        remove(unique[start : start + CLEAR_BATCH])
-        yield
+    """Forget all blocks of a namespace, in steps: see ``TierStack.clear``."""
+    below = [level for level in levels if isinstance(level, Level)]
     with shared.lock:
-        for level in levels:
+        for level in below:
+            if level.tier.shared:  # also what others put; it is not asked until then
+                level.purge(None)
+    yield from sweep(levels, shared, recall=recall)
+    with shared.lock:
+        for level in below:
             if erase and level.tier.erases:
                 level.purge(None)

@@ -203,9 +203,8 @@ class Fetch:
             return True
         if (self._waiting or self._asking) and self._clock.now() < self._end_s:
             return False
-        if self._waiting:
-            with self._lock:
-                self._stack.late([self._sources[index] for index in self._waiting])
+        if late := [*self._waiting]:
+            self._stack.late([self._sources[index] for index in late])
         self._answer()
         return True
 

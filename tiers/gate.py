@@ -48,6 +48,13 @@ class Answer(NamedTuple):
     """Whether it failed because the medium is full."""
 
 
+class Said(NamedTuple):
+    """What a tier says of itself, for statistics."""
+
+    gauges: dict[str, int]
+    corrupt_blocks: int
+
+
 @dataclass(frozen=True, slots=True)
 class GateSettings:
     """How long a tier may take and when it is left alone."""
@@ -231,7 +238,7 @@ class Gate:
         what = f"tier {self._name} failed to {_VERBS[kind]}{then}: {why}"
         self._shared.notices.say(f"{self._name} {kind}", what)
 
-    # ---- what a tier says of itself at once, with the lock held
+    # ---- what a tier says of itself at once, without the lock
 
     def spare(self, tier: Tier, salt: bytes) -> float:
         """``Tier.spare``; 0 if it fails at that, since there may be a quota."""
@@ -242,20 +249,20 @@ class Gate:
 
         return self._said("spare", ask, 0.0)
 
-    def gauges(self, tier: Tier) -> dict[str, int]:
-        """``Tier.gauges``; none if it fails at that."""
+    def said(self, tier: Tier) -> Said:
+        """``Tier.gauges`` and ``corrupt_blocks``; none and 0 if it fails at that."""
         none: dict[str, int] = {}
-        return self._said("gauges", lambda: {k: int(v) for k, v in tier.gauges().items()}, none)
-
-    def corrupt_blocks(self, tier: Tier) -> int:
-        """``Tier.corrupt_blocks``; 0 if it fails at that."""
-        return self._said("corrupt_blocks", lambda: int(tier.corrupt_blocks()), 0)
+        return Said(
+            self._said("gauges", lambda: {k: int(v) for k, v in tier.gauges().items()}, none),
+            self._said("corrupt_blocks", lambda: int(tier.corrupt_blocks()), 0),
+        )
 
     def _said(self, what: str, ask: Callable[[], T], otherwise: T) -> T:
         try:
             return ask()
         except BaseException as error:  # noqa: BLE001 - whatever a plug-in raises, the level lives
-            self._stats.errors += 1
+            with self._shared.lock:
+                self._stats.errors += 1
             message = f"tier {self._name} failed to say its {what}: {error!r}"
             self._shared.notices.say(f"{self._name} {what}", message)
             return otherwise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from math import inf
 from typing import NamedTuple
@@ -101,26 +101,23 @@ class Inbox:
             del self._by_priority[pending.meta.priority]
         return pending
 
-    def above(self, count: int, spare: Callable[[bytes], float]) -> list[BlockKey]:
-        """Of the oldest ``count`` those for which their salt has nothing to spare.
+    def above(self, keys: Sequence[BlockKey], spare: Mapping[bytes, float]) -> list[BlockKey]:
+        """Those of ``keys`` for which their salt has nothing to spare.
 
-        ``spare(salt)`` says how many blocks more of a salt there may be.
+        ``spare`` says how many blocks more of each salt there may be; of others none.
         """
-        left: dict[bytes, float] = {}
+        left = dict(spare)
         over: list[BlockKey] = []
-        for key, pending in islice(self._blocks.items(), count):
-            salt = pending.meta.terms.salt
-            if salt not in left:
-                left[salt] = spare(salt)
-            left[salt] -= 1
+        for key in keys:
+            salt = self._blocks[key].meta.terms.salt
+            left[salt] = left.get(salt, 0.0) - 1
             if left[salt] < 0:
                 over.append(key)
         return over
 
-    def take(self, count: int) -> dict[BlockKey, Pending]:
-        """The oldest blocks, at most ``count``; the claims on their slots go to the caller."""
-        oldest = [key for key, _ in zip(self._blocks, range(count), strict=False)]
-        return {key: self._pop(key) for key in oldest}
+    def take(self, keys: Iterable[BlockKey]) -> dict[BlockKey, Pending]:
+        """These blocks; the claims on their slots go to the caller."""
+        return {key: self._pop(key) for key in keys}
 
     def __iter__(self) -> Iterator[BlockKey]:
         """All keys, oldest first; do not change the inbox meanwhile."""

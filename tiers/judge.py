@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
-from kvladder.policy.worth import GRACE_S, Pace, Run, Stake, Worth
+from kvladder.policy.worth import GRACE_S, Pace, Run, Stake, Stretch, Worth
 from kvladder.tiers.base import NO_SLOT, Shared
 from kvladder.tiers.fetch import Arrival, Fetch, Want, among
 from kvladder.tiers.level import Level
 
 Asking = Literal["wait", "aside", "try", "leave"]
 """Shared tiers are asked and waited for, or asked only; a trial is due, or they are too slow."""
+
+
+class Cut(NamedTuple):
+    """What is fetched of a prefix."""
+
+    end: int
+    """Up to which position among the keys."""
+    slower: bool = False
+    """Whether it ends there because the rest would come later than computing it."""
+    trial: bool = False
+    """Whether a trial of the level that was too slow is due from there on."""
+
+
+def _extend(runs: list[Run], run: Run) -> None:
+    """Append a run, to the last one if both come from one level."""
+    if runs and runs[-1].pace is run.pace:
+        runs[-1] = runs[-1]._replace(new=runs[-1].new + run.new)
+    else:
+        runs.append(run)
 
 
 class Judge:
@@ -48,69 +67,56 @@ class Judge:
         saves = fetch.saves
         return None if saves is None else self._worth.stake(saves, len(fetch.keys))
 
-    def cut(self, fetch: Fetch, start: int, found: list[Slot], wants: list[Want]) -> int | None:
-        """End ``found``, of the keys from ``start`` on, where fetching more takes too long.
+    def cut(self, fetch: Fetch, start: int, end: int, parts: Sequence[Stretch]) -> Cut:
+        """Where to end a prefix whose blocks from ``start`` on are known up to ``end``.
 
-        Drops from ``found`` and ``wants`` what is not fetched. Returns the position among the keys
-        at which a trial of the level that was too slow is due, None if none is.
+        ``parts``, which count from ``start``, say what of them has to come.
         """
         now_s = self._shared.clock.now()
-        if NO_SLOT not in found:
-            return None
-        runs = self._runs(fetch.keys[start : start + len(found)], found, wants)
-        if not runs:
-            return None
+        if not parts:
+            return Cut(end)
+        runs = [run for part in parts for run in part]
         stake = self._stake(fetch)
         if stake is None:
             takes_s = max(run.pace.seconds(run.new, now_s) or 0.0 for run in runs)
             if fetch.saves is not None and now_s - fetch.begun_s + takes_s > GRACE_S:
-                keep = len(fetch.keys) - self._worth.sample(fetch.saves, len(fetch.keys)) - start
-                self._drop(max(0, keep), found, wants)
-            return None
-        first, end = runs[0].first, len(found)
-        keep, expected_s = stake.choose(runs, end, now_s)
+                keep = len(fetch.keys) - self._worth.sample(fetch.saves, len(fetch.keys))
+                return Cut(max(start, min(keep, end)))
+            return Cut(end)
+        first = runs[0].first
+        keep, expected_s = stake.choose(parts, end - start, now_s)
         if fetch.patience is None:
             fetch.patience = stake.patience(start + first, len(fetch.keys), now_s)
         if expected_s is not None:
             fetch.patience = stake.trusting(fetch.patience, keep - first, expected_s, now_s)
-        if keep == end:
-            return None
-        for want in self._drop(keep, found, wants):
-            want.level.stats.slower += 1
+        if start + keep == end:
+            return Cut(end)
         slow = next(run.pace for run in runs if run.first >= keep)
-        return start + keep if slow.spurn() else None
+        return Cut(start + keep, slower=True, trial=slow.spurn())
 
-    @staticmethod
-    def _drop(keep: int, found: list[Slot], wants: list[Want]) -> list[Want]:
-        """End the prefix after so many blocks: what of it need not come."""
-        del found[keep:]
-        left = sum(want.position < keep for want in wants)
-        dropped = wants[left:]
-        del wants[left:]
-        return dropped
+    def extend(
+        self,
+        runs: list[Run],
+        keys: Sequence[BlockKey],
+        found: Sequence[Slot],
+        wants: Sequence[Want],
+        first: int,
+    ) -> None:
+        """Append to ``runs`` what is missing of the next step of a prefix, level by level.
 
-    def _runs(
-        self, keys: Sequence[BlockKey], found: Sequence[Slot], wants: Sequence[Want]
-    ) -> list[Run]:
-        """What is missing of a prefix, level by level."""
+        ``found`` and ``wants`` are of ``keys``, the first of which is at position ``first``.
+        """
         if len(self._levels) == 1 and found.count(NO_SLOT) == len(wants):
-            return [Run(wants[0].position, len(wants), wants[0].level.pace)]
+            if wants:
+                _extend(runs, Run(wants[0].position, len(wants), wants[0].level.pace))
+            return
         coming = {want.position: want.level for want in wants}
         by_bit = {level.bit: level for level in self._levels}
-        runs: list[Run] = []
-        for at, slot in enumerate(found):
-            if slot != NO_SLOT:
-                continue
-            new = at in coming
-            arrival = None if new else self._arrivals.get(keys[at])
-            if not new and arrival is None:  # it has come since the prefix was looked at
-                continue
-            pace = (coming[at] if arrival is None else by_bit[arrival.bit]).pace
-            if runs and runs[-1].pace is pace:
-                runs[-1] = runs[-1]._replace(new=runs[-1].new + new)
-            else:
-                runs.append(Run(at, int(new), pace))
-        return runs
+        for at, (key, slot) in enumerate(zip(keys, found, strict=False), first):
+            if slot == NO_SLOT:
+                new = at in coming
+                level = coming[at] if new else by_bit[self._arrivals[key].bit]
+                _extend(runs, Run(at, int(new), level.pace))
 
     def asks(self, fetch: Fetch, start: int) -> Asking:
         """What to do about keys from ``start`` on, which shared tiers may have.

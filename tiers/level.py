@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from math import inf
@@ -272,6 +272,13 @@ class Level:
         """Every block that waits to be written or is being written."""
         return self._writer.keys()
 
+    def recall_all(self) -> Iterator[None]:
+        """Have nothing come that is on its way here, in steps; nothing is offered meanwhile.
+
+        Called without the lock.
+        """
+        return self._writer.recall_all()
+
     def recall(self, keys: Iterable[BlockKey], salt: bytes) -> None:
         """Those of ``keys`` that are on their way here and of this salt do not come."""
         self._writer.recall_salted(keys, salt)
@@ -287,10 +294,6 @@ class Level:
             self.stats.removed += len(keys)
         self.shared.events.removed(self.name, keys, reason)
         self.stir()
-
-    def keys(self) -> list[BlockKey]:
-        """Every block that is here or on its way."""
-        return [*self.index, *self._writer.keys()]
 
     @property
     def pending(self) -> bool:

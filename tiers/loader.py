@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, KeysView, Sequence
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, KeysView, Mapping, Sequence
 from functools import partial, reduce
 from itertools import islice
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.lock import BULK_STEP, STEP
 from kvladder.policy.eviction import BULK_MIN
-from kvladder.policy.worth import TRIAL_BLOCKS, Mark, Worth
+from kvladder.policy.worth import TRIAL_BLOCKS, Mark, Run, Worth, stretches
 from kvladder.tiers.alike import serve_alike
 from kvladder.tiers.base import NO_SLOT, Item, Shared
 from kvladder.tiers.fetch import Arrival, Fetch, Want, among, check_arrivals, source
@@ -43,8 +45,8 @@ class Judged(NamedTuple):
     """Up to where."""
     known: int
     """Up to where levels have it."""
-    dropped: list[Want]
-    """What lies between them and would have to come."""
+    dropped: Mapping[Level, int]
+    """How many blocks between them would have to come, by level."""
 
 
 class Loader:
@@ -104,10 +106,15 @@ class Loader:
             if arrival is not None and arrival.meta.terms.salt == salt:
                 arrival.dead = True
 
-    def recall_all(self) -> None:
-        """``recall`` for every block; what others have is still asked for."""
-        for arrival in self._arrivals.values():
-            arrival.dead = True
+    def recall_all(self) -> Iterator[None]:
+        """``recall`` for every block, in steps, without the lock; others' are still asked for."""
+        with self._lock:
+            coming = list(self._arrivals.values())
+        for start in range(0, len(coming), STEP):
+            with self._lock:
+                for arrival in coming[start : start + STEP]:
+                    arrival.dead = True
+            yield
 
     def fetch(self, fetch: Fetch) -> None:
         """Pin the longest prefix of its keys and begin to bring up what is not in host slots.
@@ -145,34 +152,41 @@ class Loader:
         keys = fetch.keys[start : start + BULK_STEP]
         if not serve_alike(fetch, keys, self._host, self._levels):
             return False
-        self.count(len(keys) if new else 0, len(keys) if new else 0, 0, ())
+        self.count(len(keys) if new else 0, len(keys) if new else 0, 0, {})
         fetch.ask(asking=fetch.length < end)
         return fetch.length < end
 
     def _preview(self, fetch: Fetch) -> Judged:
         """How far a long prefix is known, and up to where it is to be fetched."""
-        start, found, wants = fetch.length, list[Slot](), list[Want]()
-        while len(found) < len(fetch.keys) - start:
-            at = start + len(found)
-            keys = fetch.keys[at : at + STEP]
+        start, known = fetch.length, 0
+        wants, runs = list[Want](), list[Run]()
+        while known < len(fetch.keys) - start:
+            keys = fetch.keys[start + known : start + known + STEP]
             with self._lock:
-                part, missing = self._plan(keys, fetch.levels, len(found))
-            found += part
+                found, missing = self._plan(keys, fetch.levels, known)
+                self._judge.extend(runs, keys, found, missing, known)
+            known += len(found)
             wants += missing
-            if len(part) < len(keys):
+            if len(found) < len(keys):
                 break
-        with self._lock:
-            return self._cut(fetch, start, found, wants)
+        return self._cut(fetch, start + known, wants, runs)
 
-    def _cut(self, fetch: Fetch, start: int, found: list[Slot], wants: list[Want]) -> Judged:
-        """End ``found`` and ``wants`` where fetching more takes too long."""
-        known, all_wants = start + len(found), wants.copy()
-        if NO_SLOT not in found:
-            return Judged(known, known, all_wants)
-        trial = self._judge.cut(fetch, start, found, wants)
-        if trial is not None:
-            self._try(fetch, trial)
-        return Judged(start + len(found), known, all_wants[len(wants) :])
+    def _cut(self, fetch: Fetch, known: int, wants: Sequence[Want], runs: Sequence[Run]) -> Judged:
+        """Where to end what ``fetch`` goes on with, since fetching more takes too long.
+
+        Up to ``known`` levels have it; ``wants`` and ``runs`` are what of it has to come.
+        """
+        start, parts = fetch.length, stretches(runs)
+        with self._lock:
+            cut = self._judge.cut(fetch, start, known, parts)
+        left = bisect_left(wants, cut.end - start, key=attrgetter("position"))
+        dropped = Counter(want.level for want in wants[left:])
+        with self._lock:
+            for level, blocks in dropped.items() if cut.slower else ():
+                level.stats.slower += blocks
+        if cut.trial:
+            self._try(fetch, cut.end)
+        return Judged(cut.end, known, dropped)
 
     def _grow_on(self, fetch: Fetch, judged: Judged | None, *, new: bool) -> bool:
         """Take a step of blocks wherever they are; whether there may be more."""
@@ -180,7 +194,11 @@ class Loader:
         keys = fetch.keys[start : min(start + STEP, end if judged is None else judged.end)]
         found, wants = self._plan(keys, fetch.levels)
         if judged is None:
-            judged = self._cut(fetch, start, found, wants)
+            runs: list[Run] = []
+            self._judge.extend(runs, keys, found, wants, 0)
+            judged = self._cut(fetch, start + len(found), wants, runs)
+            del found[judged.end - start :]
+            wants = [want for want in wants if want.position < len(found)]
         self._host.pin([slot for slot in found if slot != NO_SLOT])
         slots = self._room_for(wants) if wants else []
         later = self._park(fetch, start, wants[len(slots) :]) if wants else {}
@@ -193,7 +211,9 @@ class Loader:
         reads = self._begin(wants[: len(slots)], slots) if wants else []
         hits, waiting = self._attach(fetch, found[:cut_at], later)
         goes_on = cut_at == len(keys) and start + cut_at < judged.end
-        there = wants[: len(slots) + len(later)] + ([] if goes_on else judged.dropped)
+        there = Counter(want.level for want in wants[: len(slots) + len(later)])
+        if not goes_on:
+            there.update(judged.dropped)
         asked = len(keys) if goes_on else end - start
         self.count(asked if new else 0, hits, waiting - len(slots), there)
         for read in reads:
@@ -426,8 +446,11 @@ class Loader:
                 self._write_on_hit(key, slot, self._host.index.hit(slot, now))
         return hits, waiting
 
-    def count(self, asked: int, hits: int, joined: int, wants: Sequence[Want]) -> None:
-        """Count a fetch, with the lock held: a level is asked for what no hotter one has."""
+    def count(self, asked: int, hits: int, joined: int, there: Mapping[Level, int]) -> None:
+        """Count a fetch, with the lock held: a level is asked for what no hotter one has.
+
+        ``there`` says how many blocks each level has.
+        """
         host = self._host.stats
         host.queries += asked
         host.hits += hits
@@ -436,7 +459,7 @@ class Loader:
         for level in self._levels:
             if level.readable:
                 level.stats.queries += asked
-                asked = max(0, asked - sum(1 for want in wants if want.level is level))
+                asked = max(0, asked - there.get(level, 0))
 
     def _write_on_hit(self, key: BlockKey, slot: Slot, hits: int) -> None:
         """Offer a block to a write-through level that asks for just this many hits."""
@@ -534,8 +557,9 @@ class Loader:
 
     def late(self, levels: Sequence[str]) -> None:
         """Count blocks that have not arrived at their deadline."""
-        for level in self._levels:
-            level.stats.late += levels.count(level.name)
+        with self._lock:
+            for level in self._levels:
+                level.stats.late += levels.count(level.name)
 
     def unpin(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """Give pinned slots back, in steps, the tail first."""
@@ -560,7 +584,7 @@ class Loader:
             await asyncio.wait(self._tasks)
         while self._unread:
             with self._lock:
-                for _, (level, item) in zip(range(STEP), list(self._unread.values()), strict=False):
+                for level, item in list(islice(self._unread.values(), STEP)):
                     del self._unread[item.key]
                     level.places.end_read(item.place)
                     self._land(level, [item], [False])

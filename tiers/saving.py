@@ -43,6 +43,9 @@ class Saving:
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._lots
 
+    def __len__(self) -> int:
+        return len(self._lots)
+
     def __iter__(self) -> Iterator[BlockKey]:
         return iter(self._lots)
 

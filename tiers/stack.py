@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from itertools import islice
 from math import inf
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from kvladder.lock import BULK_STEP, STEP
 from kvladder.policy.worth import Worth
 from kvladder.tiers.alike import alike, all_new, publish_alike
 from kvladder.tiers.base import Shared
-from kvladder.tiers.endings import Alarm, clear, purge, reset
+from kvladder.tiers.endings import Alarm, clear, purge, sweep
 from kvladder.tiers.fetch import Fetch
 from kvladder.tiers.host import HostLevel
 from kvladder.tiers.host import HostSettings as HostSettings
@@ -432,18 +433,18 @@ class TierStack:
                     level.remove(part)
 
     def clear(self, *, erase: bool = False) -> Iterator[None]:
-        """Forget every block that is here now; ``erase`` has tiers overwrite what they keep.
+        """Forget every block; ``erase`` has tiers overwrite what they keep.
 
-        In steps, as with ``purge``.
+        In steps, as with ``purge``: nothing is stored until the iteration is over or closed.
         """
+        recall = self._recall_answers
+        return clear([self.host, *self.levels], self.shared, recall=recall, erase=erase)
+
+    def _recall_answers(self) -> Iterator[None]:
+        """``_recall_all``, and what shared tiers are being asked for."""
         with self.lock:
             self.loader.prober.void()
-            keys = [*self._saving, *self.loader.keys(), *self.host.index]
-            for level in self.levels:
-                keys += level.keys()
-                if level.tier.shared:  # also what others put; it is not asked until then
-                    level.purge(None)
-        return clear(self.levels, self.shared, keys, remove=self.remove, erase=erase)
+        return self._recall_all()
 
     def reset(self) -> None:
         """Forget what no other engine has: blocks of the host level and of private tiers.
@@ -455,7 +456,7 @@ class TierStack:
             if self._resetting is not None:
                 return
             private = [level for level in self.levels if not level.tier.shared]
-            self._resetting = reset([self.host, *private], self.shared, recall=self._recall_all)
+            self._resetting = sweep([self.host, *private], self.shared, recall=self._recall_all)
         self._reset_on(RESET_STEPS)
 
     @property
@@ -474,9 +475,14 @@ class TierStack:
                 return
         self._post(self._reset_on)
 
-    def _recall_all(self) -> None:
-        self._saving.discard_if([*self._saving], lambda _: True)
-        self.loader.recall_all()
+    def _recall_all(self) -> Iterator[None]:
+        """Nothing that is under way gets anywhere, in steps; nothing is taken meanwhile."""
+        while self._saving:
+            with self.lock:
+                for key in list(islice(self._saving, STEP)):
+                    self._saving.discard(key)
+            yield
+        yield from self.loader.recall_all()
 
     def purge(self, salt: bytes) -> Iterator[dict[str, int]]:
         """Forget every block of a salt: after each step, how many by level so far.
@@ -490,8 +496,11 @@ class TierStack:
         """What is under way of a salt does not get anywhere."""
         with self.lock:
             self.loader.prober.void()
-            coming = [*self._saving, *self.loader.keys()]
-            for level in self.levels:
+            coming = list(self._saving)
+        with self.lock:
+            coming += self.loader.keys()
+        for level in self.levels:
+            with self.lock:
                 coming += level.coming()
         for start in range(0, len(coming), STEP):
             part = coming[start : start + STEP]

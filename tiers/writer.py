@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from math import inf
@@ -123,6 +123,18 @@ class Writer:
             if pending is not None and pending.meta.terms.salt == salt:
                 self.recall(key)
 
+    def recall_all(self) -> Iterator[None]:
+        """``recall`` for all blocks, in steps, without the lock; nothing is offered meanwhile."""
+        is_over = False
+        while not is_over:
+            with self._lock:
+                for key in list(islice(self._inbox, STEP)):
+                    self.recall(key)
+                is_over = not self._inbox
+                if is_over:
+                    self._tombstones.update(self._writing)
+            yield
+
     @property
     def removals(self) -> int:
         """Blocks that the tier still has to forget."""
@@ -202,14 +214,7 @@ class Writer:
         if removals:
             await self._remove_from_tier(removals)
             return
-        with self._lock:
-            oldest = list(islice(self._inbox, self._level.batch_max))
-            # a removal that has to wait must not meet the block that is written after it
-            stale = [key for key in oldest if key in self._removals]
-            self._lose("breaker", stale)
-            above = self._inbox.above(len(oldest) - len(stale), self._spare)
-            self._lose("quota", above)
-            self._writing = self._inbox.take(len(oldest) - len(stale) - len(above))
+        self._take()
         try:
             await self._write()
         finally:
@@ -219,8 +224,19 @@ class Writer:
         if erasing and may_remove:
             await self._level.purges.step()
 
-    def _spare(self, salt: bytes) -> float:
-        return self._gate.spare(self._tier, salt)
+    def _take(self) -> None:
+        """Begin to write the oldest that wait, a batch; the tier is asked without the lock."""
+        with self._lock:
+            oldest = list(islice(self._inbox, self._level.batch_max))
+            salts = dict.fromkeys(self._inbox[key].meta.terms.salt for key in oldest)
+        spare = {salt: self._gate.spare(self._tier, salt) for salt in salts}
+        with self._lock:
+            waiting = [key for key in oldest if key in self._inbox]
+            # a removal that has to wait must not meet the block that is written after it
+            self._lose("breaker", [key for key in waiting if key in self._removals])
+            waiting = [key for key in waiting if key in self._inbox]
+            self._lose("quota", self._inbox.above(waiting, spare))
+            self._writing = self._inbox.take(key for key in waiting if key in self._inbox)
 
     async def _remove_from_tier(self, items: Sequence[Item]) -> None:
         """Have the tier forget ``items``, then free their places; if it fails, later again."""

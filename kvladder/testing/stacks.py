@@ -106,7 +106,7 @@ class SimCache:
             arena=arena,
             lock=lock,
             clock=clock,
-            events=EventBuffer(10_000),
+            events=EventBuffer(10_000, post=loop.call_soon),
             notices=Notices(clock.now, held=lock.held, post=loop.call_soon),
             block_bytes=layout.block_bytes,
         )

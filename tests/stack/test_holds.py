@@ -1,27 +1,41 @@
 """How much is done at most while the lock is held: no more with many blocks than with some.
 
-Work is counted in lines of Python that are executed under the lock, whoever holds it, so that the
-result does not depend on the machine.
+Work is counted in lines of Python that are executed under the lock, and in blocks of its books that
+built-in functions go through there, whoever holds it, so that the result does not depend on the
+machine. Nothing runs under it but the stack's own code.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
 from types import FrameType
 from typing import Any
 
 import pytest
 
+from benchmarks.instant import InstantTier, keys_of
 from kvladder.announcer import Announcer
+from kvladder.below import TierPort
+from kvladder.device import DeviceCache, make_pools
+from kvladder.gpu.below import Taken, Victim
+from kvladder.gpu.copy import Copier, CopyJob, Finished, JobId
+from kvladder.gpu.events import PoolEvents
+from kvladder.gpu.groups import Group
+from kvladder.gpu.names import DeviceSlot
+from kvladder.gpu.sizing import Division, Share
 from kvladder.keys import BlockKey, salt_digest
-from kvladder.lock import STEP, StackLock
+from kvladder.lock import BULK_STEP, STEP, StackLock, holding
 from kvladder.policy.offload import OffloadRule
+from kvladder.policy.worth import Saves
 from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
 from kvladder.tiers.base import Item, Tier, TierContext
+from kvladder.tiers.inbox import Inbox
+from kvladder.tiers.index import LevelIndex
 from kvladder.tiers.level import LevelSettings
+from kvladder.tiers.saving import Saving
 
 BLOCKS = 32 * STEP
 LINES_A_BLOCK = 250
@@ -32,12 +46,15 @@ LINES_MAX = STEP * LINES_A_BLOCK
 class Meter(StackLock):
     """Counts what is executed under it."""
 
-    __slots__ = ("_depth", "_lines", "most", "where")
+    __slots__ = ("_depth", "_lines", "blocks", "blocks_most", "most", "where")
 
     def __init__(self) -> None:
         super().__init__()
         self._depth = 0
         self._lines = 0
+        self.blocks = 0
+        """That were gone through in the current hold."""
+        self.blocks_most = 0
         self.most = 0
         self.where = ""
 
@@ -45,7 +62,7 @@ class Meter(StackLock):
         super().__enter__()
         self._depth += 1
         if self._depth == 1:
-            self._lines = 0
+            self._lines = self.blocks = 0
             frame = sys._getframe(1)
             frame.f_trace = self._trace
             sys.settrace(self._trace)
@@ -61,9 +78,10 @@ class Meter(StackLock):
             sys.settrace(None)
             frame = sys._getframe(1)
             frame.f_trace = None
-            if self._lines > self.most:
-                self.most = self._lines
+            if self._lines > self.most or self.blocks > self.blocks_most:
                 self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            self.most = max(self.most, self._lines)
+            self.blocks_most = max(self.blocks_most, self.blocks)
         super().__exit__(None, None, None)
 
     def _trace(self, _frame: FrameType, event: str, _argument: Any) -> Callable[..., Any]:
@@ -73,21 +91,16 @@ class Meter(StackLock):
     def check(self, what: str) -> None:
         """Assert that no hold since the last check was long."""
         assert self.most <= LINES_MAX, f"{what}: {self.most} lines executed up to {self.where}"
-        self.most = 0
+        assert self.blocks_most <= BULK_STEP, f"{what}: {self.blocks_most} up to {self.where}"
+        self.most = self.blocks_most = 0
 
 
-def keys_of(name: str, count: int = BLOCKS) -> list[BlockKey]:
-    return [BlockKey(hashlib.sha256(f"{name} {n}".encode()).digest()) for n in range(count)]
-
-
-class Instant(Tier):
-    """Has whatever it is asked for, and at its start what it was made with."""
-
-    durable = True
+class Strict(InstantTier):
+    """No code of it runs under the lock of a cache."""
 
     def __init__(self, *held: Sequence[BlockKey], salt: str = "") -> None:
-        self.held = [key for keys in held for key in keys]
-        self.salt = salt_digest(LAYOUT.namespace(), salt) if salt else b""
+        digest = salt_digest(LAYOUT.namespace(), salt) if salt else b""
+        super().__init__([key for keys in held for key in keys], salt=digest)
         self.broken = False
 
     async def open(self, context: TierContext) -> None:
@@ -100,34 +113,57 @@ class Instant(Tier):
         return self._answer(items)
 
     def _answer(self, items: Sequence[Item]) -> Sequence[bool]:
+        assert not holding()
         if self.broken:
             raise OSError("broken")
         return [True] * len(items)
 
     async def remove(self, items: Sequence[Item]) -> None:
-        del items
+        assert not holding()
 
     async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
+        assert not holding()
         return [True] * len(items)
 
-    async def recover(self) -> AsyncIterator[Sequence[Item]]:
-        yield [Item(key, place, salt=self.salt) for place, key in enumerate(self.held)]
+    def spare(self, salt: bytes) -> float:
+        assert not holding()
+        return super().spare(salt)
 
-    async def aclose(self) -> None:
-        pass
+    def gauges(self) -> Mapping[str, int]:
+        assert not holding()
+        return {"asked": 1}
+
+    def corrupt_blocks(self) -> int:
+        assert not holding()
+        return 0
 
 
 @pytest.fixture
 def meter(monkeypatch: pytest.MonkeyPatch) -> Meter:
     lock = Meter()
     monkeypatch.setattr("kvladder.testing.stacks.StackLock", lambda: lock)
+    for books in (LevelIndex, Saving, Inbox):
+
+        def iterate(self: Any, whole: Callable[..., Iterator[BlockKey]] = books.__iter__) -> Any:
+            for key in whole(self):
+                lock.blocks += 1
+                yield key
+
+        monkeypatch.setattr(books, "__iter__", iterate)
     return lock
 
 
-async def opened(tier: Tier, rule: OffloadRule | None = None, **options: Any) -> SimCache:
+async def opened(*tiers: Tier, rule: OffloadRule | None = None, **options: Any) -> SimCache:
     settings = LevelSettings(queue_blocks=BLOCKS)
-    spec = LevelSpec(tier, rule or OffloadRule(), 8 * BLOCKS, settings)
-    return await SimCache.open(spec, **{"slots": BLOCKS, **options})
+    specs = [LevelSpec(tier, rule or OffloadRule(), 8 * BLOCKS, settings) for tier in tiers]
+    cache = await SimCache.open(*specs, **{"slots": BLOCKS, **options})
+    events = cache.stack.shared.events
+
+    def listener() -> None:
+        assert not holding()
+
+    events.listen(listener)
+    return cache
 
 
 def saved(cache: SimCache, keys: Sequence[BlockKey], **options: Any) -> int:
@@ -138,8 +174,8 @@ def saved(cache: SimCache, keys: Sequence[BlockKey], **options: Any) -> int:
 
 @pytest.mark.slow
 async def test_loading_and_looking_up(meter: Meter) -> None:
-    first, second = keys_of("first"), keys_of("second")
-    cache = await opened(Instant(first, second))
+    first, second = keys_of("first", BLOCKS), keys_of("second", BLOCKS)
+    cache = await opened(Strict(first, second))
     meter.check("recovering")
     for keys in (first, second):  # into a host that is free, and one that is full
         assert cache.manager.lookup(keys) == (0, BLOCKS)
@@ -173,9 +209,9 @@ async def test_loading_and_looking_up(meter: Meter) -> None:
     "rule", [OffloadRule(), OffloadRule(when="commit")], ids=["evict", "commit"]
 )
 async def test_saving(meter: Meter, rule: OffloadRule) -> None:
-    cache = await opened(Instant(), rule, reserve_blocks=BLOCKS // 2)
+    cache = await opened(Strict(), rule=rule, reserve_blocks=BLOCKS // 2)
     announcer = Announcer(cache.stack)
-    alike, each = keys_of("alike"), keys_of("each")
+    alike, each = keys_of("alike", BLOCKS), keys_of("each", BLOCKS)
     assert saved(cache, alike) == BLOCKS
     meter.check("saving")
     await cache.settle()
@@ -184,7 +220,7 @@ async def test_saving(meter: Meter, rule: OffloadRule) -> None:
     assert saved(cache, each, priorities=priorities, durations_s=[1.0] * BLOCKS)
     meter.check("saving over others")
     await asyncio.sleep(2)
-    cache.manager.save(keys_of("none")).abort()
+    cache.manager.save(keys_of("none", BLOCKS)).abort()
     meter.check("giving up, and ending retention")
     cache.manager.stats()
     announcer.take()
@@ -197,41 +233,147 @@ async def test_saving(meter: Meter, rule: OffloadRule) -> None:
 
 @pytest.mark.slow
 async def test_forgetting(meter: Meter) -> None:
-    lost, kept = keys_of("lost"), keys_of("kept")
-    cache = await opened(Instant(lost, kept, salt="tenant"))
+    lost, kept = keys_of("lost", BLOCKS), keys_of("kept", BLOCKS)
+    cache = await opened(Strict(lost, kept, salt="tenant"))
     cache.manager.remove(lost)
     meter.check("removing")
-    saved(cache, keys_of("short"), ttl_s=1.0)
+    saved(cache, keys_of("short", BLOCKS), ttl_s=1.0)
     await asyncio.sleep(2)
-    assert cache.manager.lookup(keys_of("short")) == (0, 0)
+    assert cache.manager.lookup(keys_of("short", BLOCKS)) == (0, 0)
     meter.check("expiring")
-    saved(cache, keys_of("salted"), salt="tenant")
+    saved(cache, keys_of("salted", BLOCKS), salt="tenant")
     fetch = cache.manager.fetch(kept)
     for _ in cache.manager.purge("tenant"):
         pass
     fetch.release()
     meter.check("purging")
-    saved(cache, keys_of("all"))
-    cache.manager.clear()
-    meter.check("clearing")
-    await cache.settle()
-    assert cache.manager.lookup(kept) == (0, 0)
+    coming = keys_of("under way", BLOCKS)
+    for forget in (cache.manager.clear, cache.manager.reset):
+        saved(cache, keys_of("all", BLOCKS))
+        await asyncio.sleep(0)  # so that some of them are on their way down
+        under_way = cache.manager.save(coming)
+        meter.check("saving again")
+        forget()
+        while cache.manager.resetting:  # noqa: ASYNC110 - an engine asks at every step
+            await asyncio.sleep(0)
+        under_way.commit()
+        meter.check("clearing")
+        await cache.settle()
+        assert cache.manager.lookup(kept) == cache.manager.lookup(coming) == (0, 0)
     await cache.aclose()
 
 
 @pytest.mark.slow
-async def test_failing(meter: Meter) -> None:
-    tier = Instant(keys_of("held"))
-    cache = await opened(tier, OffloadRule(when="commit"))
-    tier.broken = True
-    saved(cache, keys_of("more"))
-    await asyncio.sleep(1)
-    meter.check("giving up what waits")
-    fetch = cache.manager.fetch(keys_of("held"))
+async def test_forgetting_what_is_on_its_way_up(meter: Meter) -> None:
+    held = keys_of("held", BLOCKS)
+    cache = await opened(Strict(held))
+    fetch = cache.manager.fetch(held)
+    cache.manager.reset()
+    while cache.manager.resetting:  # noqa: ASYNC110 - an engine asks at every step
+        await asyncio.sleep(0)
     await asyncio.sleep(1)
     fetch.release()
-    meter.check("missing")
-    tier.broken = False
-    await asyncio.sleep(100)
-    meter.check("going on")
+    meter.check("resetting")
+    assert cache.manager.lookup(held) == (0, 0)
+    await cache.aclose()
+
+
+@pytest.mark.slow
+async def test_judging_what_several_levels_have(meter: Meter) -> None:
+    """Turn by turn, so that what has to come cannot be told from its number."""
+    held = keys_of("held", BLOCKS)
+    cache = await opened(Strict(held[::2]), Strict(held[1::2]))
+    for block_s in (1.0, 1e-9):  # all of it is worth to be fetched, and nothing
+        cache.manager.prefilled(64 * 1000, 64 * 1000 * block_s)
+        fetch = cache.manager.fetch(held, deadline_s=60, saves=Saves(BLOCKS))
+        meter.check("judging")
+        await asyncio.sleep(1)
+        fetch.release()
+        cache.manager.remove(held)
+        await cache.settle()
+        meter.check("loading")
+    await cache.aclose()
+
+
+class InstantCopier(Copier):
+    """Copies nothing, at once."""
+
+    def __init__(self) -> None:
+        self._jobs: list[CopyJob] = []
+
+    def submit(self, job: CopyJob) -> None:
+        self._jobs.append(job)
+
+    def poll(self) -> list[Finished]:
+        jobs, self._jobs = self._jobs, []
+        return [Finished(job.id, True, 0, 0.0, "") for job in jobs]
+
+    def wait(self, ids: Sequence[JobId]) -> None:
+        raise NotImplementedError
+
+    fence = wait
+
+    def rest(self, timeout_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def device_over(cache: SimCache) -> DeviceCache:
+    """A device cache with one pool, all of whose blocks are cached there and held by nobody."""
+    port = TierPort(cache.manager, InstantCopier())
+    share = Share(Group("all", 2), LAYOUT.block_bytes, BLOCKS, BLOCKS)
+    division = Division(0, 2 * BLOCKS, 2 * BLOCKS, (share,), explicit=True)
+    events = PoolEvents(10)
+    requests = make_pools(cache.manager, port, division, events, partial="off")
+    request = requests.begin(range(2 * BLOCKS), salt="tenant")
+    requests.commit(request, 2 * BLOCKS)
+    requests.release(request)
+    return DeviceCache(cache.manager, port, requests, [], events, division)
+
+
+@pytest.mark.slow
+async def test_a_pool_on_the_device(meter: Meter) -> None:
+    cache = await opened(Strict(), reserve_blocks=BLOCKS // 2)
+    device = device_over(cache)
+    port, pool = device.port, device.pools[0]
+    assert pool.evict(BLOCKS) == BLOCKS
+    meter.check("offloading")
+    device.poll()
+    assert not port.busy
+    meter.check("telling where they are")
+    await cache.settle()
+    meter.check("writing")
+    keys = list(cache.stack.host.index)
+    assert port.where(keys) == ["host"] * BLOCKS
+    assert len(port.known(keys)) == BLOCKS
+    meter.check("asking")
+    held = [Victim(key, DeviceSlot(0), 1, 35, 35, 0, inf, "tenant") for key in keys]
+    assert port.offload(0, held) == [Taken("host")] * BLOCKS
+    meter.check("offloading what is there")
+    await cache.stack.flush()
+    leased = port.lease(BLOCKS)
+    assert leased is not None
+    port.unlease(leased)
+    meter.check("leasing")
+    await cache.settle()
+    device.poll()
+    assert port.where(keys) == ["level1"] * BLOCKS
+    meter.check("telling where they went")
+    port.close()
+    await cache.aclose()
+
+
+@pytest.mark.slow
+async def test_handing_a_device_down(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = await opened(Strict(), slots=2 * BLOCKS)
+    monkeypatch.setattr(cache.manager, "flush", lambda timeout_s: True)  # it waits for the loop
+    device = device_over(cache)
+    assert device.hand_down(timeout_s=60)
+    meter.check("handing down")
+    assert device.pools[0].cached == 0
+    device.purge("tenant")
+    meter.check("purging")
+    device.port.close()
     await cache.aclose()

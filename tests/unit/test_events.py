@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import pytest
 
@@ -14,8 +15,12 @@ from kvladder.notices import Notices
 A, B = BlockKey(b"a" * 32), BlockKey(b"b" * 32)
 
 
+def never(function: object) -> None:
+    raise AssertionError(f"nobody listens: {function}")
+
+
 def test_events_come_once_and_in_order() -> None:
-    buffer = EventBuffer(10)
+    buffer = EventBuffer(10, post=never)
     buffer.stored("host", [A, B])
     buffer.removed("host", [A], "evicted")
     buffer.stored("host", [])
@@ -24,7 +29,7 @@ def test_events_come_once_and_in_order() -> None:
 
 
 def test_v_5_a_full_buffer_reports_how_many_it_lost() -> None:
-    buffer = EventBuffer(2)
+    buffer = EventBuffer(2, post=never)
     for key in (A, B, A):
         buffer.stored("host", [key])
     assert buffer.take() == [Overflow(1), Stored("host", (B,)), Stored("host", (A,))]
@@ -32,10 +37,50 @@ def test_v_5_a_full_buffer_reports_how_many_it_lost() -> None:
 
 
 def test_nothing_is_collected_with_events_off() -> None:
-    buffer = EventBuffer(0)
+    buffer = EventBuffer(0, post=never)
     buffer.stored("host", [A])
     buffer.removed("host", [A], "removed")
     assert buffer.take() == []
+
+
+def test_listeners_are_called_once_for_all_that_happens_before_it() -> None:
+    posted: list[Callable[[], object]] = []
+    heard: list[str] = []
+    buffer = EventBuffer(10, post=posted.append)
+
+    def listener() -> None:
+        heard.append("once")
+        buffer.stored("host", [B])  # which is told again
+
+    buffer.listen(listener)
+    buffer.stored("host", [])
+    assert not posted
+    buffer.stored("host", [A])
+    buffer.removed("host", [A], "removed")
+    assert heard == []
+    posted.pop()()
+    assert heard == ["once"]
+    assert len(posted) == 1
+    buffer.ignore(listener)
+    posted.pop()()
+    buffer.stored("host", [A])
+    assert heard == ["once"]
+    assert not posted
+
+
+def test_a_follower_sees_each_block_once_until_it_takes_them() -> None:
+    buffer = EventBuffer(0, post=never)
+    changes = buffer.follow()
+    buffer.stored("host", [A])
+    buffer.removed("host", [A], "removed")
+    changes.add([B])
+    assert A in changes
+    assert list(changes.take()) == [A, B]
+    assert A not in changes
+    buffer.unfollow(changes)
+    buffer.unfollow(changes)
+    buffer.stored("host", [A])
+    assert list(changes.take()) == []
 
 
 def test_a_fault_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:

@@ -34,7 +34,7 @@ def test_is_first_in_first_out_and_hands_its_claims_on(arena: Arena) -> None:
     inbox = Inbox(arena, blocks_max=4)
     slots = [add(inbox, arena, name, 35) for name in "abc"]
     assert arena.free == 5
-    taken = inbox.take(2)
+    taken = inbox.take([BlockKey(b"a"), BlockKey(b"b")])
     assert list(taken) == [b"a", b"b"]
     assert [pending.slot for pending in taken.values()] == slots[:2]
     inbox.check()
@@ -71,7 +71,9 @@ def test_those_above_what_their_salt_has_to_spare(arena: Arena) -> None:
         inbox.add(BlockKey(b"%d" % number), slots[0], meta, 0.0)
         arena.release(slots)
     spare = {b"": inf, b"a": 1, b"b": 0}
-    assert inbox.above(8, spare.__getitem__) == [b"1", b"2", b"4", b"5"]
-    assert inbox.above(2, spare.__getitem__) == [b"1"]
+    keys = list(inbox)
+    assert inbox.above(keys, spare) == [b"1", b"2", b"4", b"5"]
+    assert inbox.above(keys[:2], spare) == [b"1"]
+    assert inbox.above(keys[:2], {b"a": 1}) == [b"1"], "nobody said that there may be one"
     for key in list(inbox):
         inbox.remove(key)

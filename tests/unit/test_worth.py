@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvladder.policy.worth import (
     ANYTHING,
+    ENDS_MAX,
     FORGET,
     GRACE_S,
     TRIAL_EVERY,
@@ -19,6 +20,7 @@ from kvladder.policy.worth import (
     Saves,
     Stake,
     Worth,
+    stretches,
 )
 
 
@@ -104,7 +106,7 @@ def test_one_fetch_in_so_many_tries_a_slow_level_while_it_does_nothing_else() ->
 
 
 def choose(*runs: Run, end: int, block_s: float = 0.1, behind_s: float = 0.0) -> int:
-    return Stake(block_s, behind_s, whole=False).choose(runs, end, 100.0)[0]
+    return Stake(block_s, behind_s, whole=False).choose(stretches(runs), end, 100.0)[0]
 
 
 def test_what_comes_later_than_computing_it_is_left() -> None:
@@ -118,10 +120,22 @@ def test_what_comes_later_than_computing_it_is_left() -> None:
     assert choose(Run(2, 8, slow), end=10, behind_s=6.0) == 10
 
 
+def test_where_levels_take_turns_very_often_not_every_end_is_looked_at() -> None:
+    paces = [Pace(), Pace()]
+    runs = [Run(at, 1, paces[at % 2]) for at in range(1000)]
+    found = stretches(runs)
+    assert len(found) <= ENDS_MAX
+    assert [part[0].first for part in found[:3]] == [0, 32, 64]
+    assert [(run.first, run.new) for run in found[0]] == [(0, 16), (1, 16)]
+    assert sum(run.new for part in found for run in part) == 1000
+    assert stretches(runs[:ENDS_MAX]) == [[run] for run in runs[:ENDS_MAX]]
+    assert stretches([]) == []
+
+
 def test_a_part_is_of_no_use_where_only_the_whole_is() -> None:
     runs = [Run(0, 8, measured((8, 0.1))), Run(8, 8, measured((8, 4.0)))]
-    assert Stake(0.1, 0.0, whole=True).choose(runs, 16, 100.0)[0] == 0
-    assert Stake(0.4, 0.0, whole=True).choose(runs, 16, 100.0)[0] == 16
+    assert Stake(0.1, 0.0, whole=True).choose(stretches(runs), 16, 100.0)[0] == 0
+    assert Stake(0.4, 0.0, whole=True).choose(stretches(runs), 16, 100.0)[0] == 16
     assert Stake(0.1, 0.0, whole=True).patience(0, 16, 0.0).block_s == 0
 
 
