@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from kvladder.connectors.vllm_contents import Items
 from kvladder.connectors.vllm_find import Find
 from kvladder.connectors.vllm_groups import Group, Groups
 from kvladder.connectors.vllm_params import NO_POLICY, RequestPolicy
-from kvladder.connectors.weights import downloaded, weights_digest
+from kvladder.connectors.weights import downloaded, stamp, weight_files, weights_digest
 from kvladder.errors import ConfigError
 from kvladder.gpu.copy import JobId
 from kvladder.keys import BlockKey
@@ -170,6 +171,8 @@ class Adapters:
             self._readings[key] = _Reading(str(lora_request.lora_path))
         elif getattr(lora_request, "load_inplace", False):
             found.again()
+        else:
+            found.compare()
 
     def digest(self, lora_request: Any) -> bytes | None:
         """Digest of an adapter's weights that ``begin`` was told of, None while it is not known.
@@ -179,7 +182,8 @@ class Adapters:
         Raises
         ------
         ConfigError
-            They are not on this machine, or not yet.
+            They are not on this machine, or not yet; or they have changed, and nobody knows which
+            ones vLLM has, which reads them again once it had no room for the adapter.
         """
         if lora_request is None:
             return b""
@@ -191,6 +195,10 @@ class Adapters:
         return key, self._readings.get(key)
 
 
+class Changed(ConfigError):
+    """An adapter's files are others than those that were read."""
+
+
 class _Reading:
     """One adapter's files, read by a thread that ends with the process at the latest."""
 
@@ -200,6 +208,8 @@ class _Reading:
         self._rounds = 0
         """How often they are still to be read."""
         self._found: bytes | ConfigError | None = None
+        self._stamps: dict[Path, str] = {}
+        """What was read."""
         self.again()
 
     def again(self) -> None:
@@ -210,10 +220,26 @@ class _Reading:
         if is_idle:
             threading.Thread(target=self._read, name="kvladder-adapter", daemon=True).start()
 
+    def compare(self) -> None:
+        """Look, without reading them, whether they are still those that were read."""
+        if isinstance(self._found, bytes) and not self._same():
+            self._found = self._changed()
+
+    def _same(self) -> bool:
+        for file, before in self._stamps.items():
+            with suppress(OSError):  # of one that was deleted: vLLM cannot read it again either
+                if stamp(file) != before:
+                    return False
+        return True
+
+    def _changed(self) -> Changed:
+        hint = "give new weights a number or a folder of their own"
+        return Changed(f"the files of adapter {self._path} have changed", hint=hint)
+
     @property
     def failed(self) -> bool:
         """Whether they were not there."""
-        return isinstance(self._found, ConfigError)
+        return isinstance(self._found, ConfigError) and not isinstance(self._found, Changed)
 
     def digest(self) -> bytes | None:
         """See ``Adapters.digest``."""
@@ -236,6 +262,10 @@ class _Reading:
             path = Path(self._path).expanduser()
             if not path.exists():
                 path = downloaded(self._path, what="adapter")
-            return bytes.fromhex(weights_digest(path))
+            self._stamps = {file: stamp(file) for file in weight_files(path)}
+            found = bytes.fromhex(weights_digest(path))
+            return found if self._same() else self._changed()
         except ConfigError as error:
             return error
+        except OSError as error:
+            return ConfigError(f"adapter {self._path}: {error.strerror}")

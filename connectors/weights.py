@@ -44,7 +44,7 @@ def weights_digest(path: Path, *, cache: Path | None = None) -> str:
         There are no weights, or they cannot be read.
     """
     try:
-        files = [path] if path.is_file() else _weight_files(path)
+        files = weight_files(path)
         if not files:
             raise ConfigError(
                 f"no weights in {path}",
@@ -96,13 +96,22 @@ def downloaded(
     return Path(found)
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
+    """The files that a directory's weights are in; ``path`` alone if it is one."""
+    if path.is_file():
+        return [path]
     for suffix in SUFFIXES:
         for pattern in (f"*{suffix}", f"**/*{suffix}"):
-            found = sorted(p for p in directory.glob(pattern) if p.is_file())
+            found = sorted(p for p in path.glob(pattern) if p.is_file())
             if found:
-                return [*found, *(p for p in [directory / SETTINGS] if p.is_file())]
+                return [*found, *(p for p in [path / SETTINGS] if p.is_file())]
     return []
+
+
+def stamp(file: Path) -> str:
+    """Another one when the file has been written to or replaced; raises OSError."""
+    stat = file.stat()
+    return f"{FORMAT} {stat.st_size} {stat.st_ino} {stat.st_mtime_ns} {stat.st_ctime_ns}"
 
 
 def _default_cache() -> Path:
@@ -123,11 +132,10 @@ class _Known:
 
     def digest(self, file: Path) -> str:
         real = file.resolve()
-        stat = real.stat()
-        stamp = f"{FORMAT} {stat.st_size} {stat.st_ino} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+        now = stamp(real)
         entry = self._entries.pop(str(real), None)
-        if entry is None or entry[0] != stamp:
-            entry = [stamp, _file_digest(real)]
+        if entry is None or entry[0] != now:
+            entry = [now, _file_digest(real)]
             self._changed = True
         self._entries[str(real)] = entry  # the last one is the most recent
         return entry[1]

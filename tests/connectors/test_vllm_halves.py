@@ -467,6 +467,38 @@ def test_an_adapter_is_read_beside_the_engine_and_computed_without_a_cache_until
     assert engine.loaded == 7, "nothing of the weights before"
 
 
+@pytest.mark.parametrize("how", ["overwritten", "replaced"])
+def test_an_adapter_whose_files_changed_is_nobodys(
+    engines: list[Engine], tmp_path: Any, how: str
+) -> None:
+    """vLLM reads them again when it likes to: which weights it has is not known."""
+    engine = Engine(HOST)
+    engines.append(engine)
+    weights = tmp_path / "adapter_model.bin"
+    weights.write_bytes(b"one" * 5000)
+    for name in ("first", "second"):
+        assert known(engine, with_adapter(engine, name, tmp_path))
+        engine.run()
+    assert engine.loaded == 7
+    if how == "replaced":
+        (tmp_path / "new").write_bytes(b"two" * 5000)
+        (tmp_path / "new").rename(weights)
+    else:
+        weights.write_bytes(b"two" * 5000)
+    for name in ("third", "fourth"):
+        assert not known(engine, with_adapter(engine, name, tmp_path))
+        engine.run()
+    stats = engine.half.stats()["host"]
+    assert (engine.loaded, stats["stored"]) == (7, 7)
+    for name, number in (("anew", 1), ("other", 2)):
+        assert known(engine, with_adapter(engine, name, tmp_path, number=number))
+        engine.run()
+    assert engine.loaded == 14
+    weights.unlink()
+    assert known(engine, with_adapter(engine, "fifth", tmp_path)), "so it is still the same"
+    engine.run()
+
+
 def test_what_the_halves_tell_each_other_can_be_pickled(engines: list[Engine]) -> None:
     engine = Engine(HOST)
     engines.append(engine)
