@@ -59,6 +59,7 @@ class Announcer:
         about these levels hear of blocks that they know; and each hears of all that are removed.
         """
         self._again = deque((name, iter(list(told))) for name, told in self._told.items() if told)
+        self._renew = self._renew and bool(self._again)
 
     def renew(self) -> None:
         """Announce all that was announced as removed and as stored, in the calls to come.
@@ -66,7 +67,7 @@ class Announcer:
         For a caller who tells listeners other names from now on.
         """
         self.repeat()
-        self._renew = True
+        self._renew = bool(self._again)
 
     @property
     def pending(self) -> bool:

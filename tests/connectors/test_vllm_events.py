@@ -176,6 +176,36 @@ def test_blocks_of_an_adapter_go_by_the_same_name_from_first_to_last(engine: Eng
     assert not events._names
 
 
+def become(engine: Engine, content: bytes) -> None:
+    """Other weights are in memory, which the next request finds out."""
+    engine.loaded_models[0].load(content)
+    serve(engine, prompt(9, blocks=1))
+
+
+def test_weights_that_change_take_their_names_with_them(engine: Engine) -> None:
+    """A listener finds under vLLM's hashes what this engine can serve just now, and no more."""
+    known = replay(taken(engine))
+    one = set(serve(engine, prompt(1)).block_hashes)
+    replay(taken(engine), known)
+    assert known == {"host": one, "cold": one}
+    become(engine, b"new")
+    two = set(serve(engine, prompt(2)).block_hashes)
+    replay(taken(engine), known)
+    assert [len(known[name]) for name in known] == [len(keys) for keys in held(engine).values()]
+    assert known["cold"] >= two
+    assert not known["cold"] & one
+    become(engine, b"first")
+    replay(taken(engine), known)
+    assert known["cold"] >= one
+    assert not known["cold"] & two
+    serve(engine, [*prompt(2), 1])
+    replay(taken(engine), known)
+    assert known["cold"] >= one | two
+    engine.half.reset()
+    replay(taken(engine), known)
+    assert known == {"host": set(), "cold": set()}
+
+
 def test_groups_have_their_own_names_and_sizes() -> None:
     from kvladder.connectors.vllm_events import kinds_of
 

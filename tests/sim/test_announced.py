@@ -20,14 +20,21 @@ from tests.stack.caches import COMMIT, cache_of, flushed
 
 
 class Listener:
-    """Replays what is announced."""
+    """Replays what is announced, and calls each block by the name that it has when it is stored."""
 
     def __init__(self, cache: SimCache) -> None:
         self.indexes = {"host": cache.stack.host.index}
         self.indexes.update((level.name, level.index) for level in cache.levels)
         self.announcer = Announcer(cache.stack)
         self.repeated = False
-        self.heard: dict[str, set[BlockKey]] = {name: set() for name in self.indexes}
+        self.naming = 0
+        """How often all names have changed."""
+        self.heard: dict[str, dict[BlockKey, int]] = {name: {} for name in self.indexes}
+
+    def rename(self) -> None:
+        """Blocks have other names from now on."""
+        self.naming += 1
+        self.announcer.renew()
 
     def listen(self) -> None:
         """Once; no block is announced twice, none removed that was not announced."""
@@ -35,13 +42,21 @@ class Listener:
             keys, heard = set(event.keys), self.heard[event.level]
             assert len(keys) == len(event.keys) > 0
             if isinstance(event, Stored):
-                assert self.repeated or not keys & heard
-                heard |= keys
+                assert self.repeated or not keys & heard.keys()
+                assert all(heard.get(key, self.naming) == self.naming for key in keys)
+                heard.update(dict.fromkeys(keys, self.naming))
             else:
-                assert self.repeated or keys <= heard
-                heard -= keys
+                assert self.repeated or keys <= heard.keys()
+                for key in keys:
+                    heard.pop(key, None)
         if not self.announcer.pending:
-            assert self.heard == {name: set(index) for name, index in self.indexes.items()}
+            now = {name: dict.fromkeys(index, self.naming) for name, index in self.indexes.items()}
+            assert self.heard == now
+
+    def listen_to_all(self) -> None:
+        """Until there is nothing more to say."""
+        while self.announcer.pending:
+            self.listen()
 
 
 class AnnouncedWorld(World):
@@ -63,15 +78,15 @@ class AnnouncedWorld(World):
             if self._seed % 2:
                 for heard in self.listener.heard.values():
                     heard.clear()
+        if self.chance.random() < 0.02:
+            self.listener.rename()
         if self.chance.random() < 0.2:
             self.overflows[bool(self.manager.stack.shared.events._lost)] += 1
             self.listener.listen()
 
     def end(self) -> None:
-        listener = self.listener
         self._replay()
-        while listener.announcer.pending:
-            listener.listen()
+        self.listener.listen_to_all()
         super().end()
 
 
@@ -89,9 +104,8 @@ async def test_what_was_recovered_is_announced_and_again_when_it_was_cleared() -
     async with cache_of(LevelSpec(FakeTier(store=store, durable=True), COMMIT)) as cache:
         listener = Listener(cache)
         assert listener.announcer.pending
-        while listener.announcer.pending:
-            listener.listen()
-        assert listener.heard == {"host": set(), "level1": set(cache.keys(1, 2, 3))}
+        listener.listen_to_all()
+        assert listener.heard == {"host": {}, "level1": dict.fromkeys(cache.keys(1, 2, 3), 0)}
         cache.save(cache.keys(7))
         await cache.settle()
         listener.listen()
@@ -100,8 +114,7 @@ async def test_what_was_recovered_is_announced_and_again_when_it_was_cleared() -
         listener.announcer.repeat()
         listener.repeated = True
         cache.manager.remove(cache.keys(1, 2, 3)[1:])
-        while listener.announcer.pending:
-            listener.listen()
+        listener.listen_to_all()
         assert {name: len(heard) for name, heard in listener.heard.items()} == {
             "host": 1,
             "level1": 2,
@@ -111,8 +124,7 @@ async def test_what_was_recovered_is_announced_and_again_when_it_was_cleared() -
 async def test_an_overflow_costs_nobody_more_than_the_difference() -> None:
     async with cache_of(slots=8) as cache:
         listener = Listener(cache)
-        while listener.announcer.pending:
-            listener.listen()
+        listener.listen_to_all()
         for number in range(4):
             cache.save(cache.keys(number))
         listener.listen()
@@ -125,3 +137,39 @@ async def test_an_overflow_costs_nobody_more_than_the_difference() -> None:
         assert stored == Stored("host", tuple(cache.keys(9)))
         assert isinstance(removed, Removed)
         assert set(removed.keys) == {*cache.keys(0), *cache.keys(1)}
+
+
+async def test_other_names_are_announced_by_removals_under_the_old_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What comes and goes meanwhile is told by the name that it has then."""
+    monkeypatch.setattr(module, "COMPARE_MAX", 2)
+    async with cache_of(slots=8) as cache:
+        listener = Listener(cache)
+        keys = cache.keys(*range(6))
+        cache.save(keys)
+        listener.listen()
+        assert listener.heard == {"host": dict.fromkeys(keys, 0)}
+        listener.rename()
+        said = listener.announcer.take()
+        assert [(type(one), len(one.keys)) for one in said] == [(Removed, 2), (Stored, 2)]
+        assert said[0].keys == said[1].keys
+        listener.heard["host"].update(dict.fromkeys(said[0].keys, 1))
+        gone = [key for key in keys if key not in said[0].keys][:2]
+        cache.manager.remove(gone)
+        cache.save(gone[:1])
+        cache.save(cache.keys(9))
+        listener.listen_to_all()
+        left = [key for key in keys if key != gone[1]] + cache.keys(9)
+        assert listener.heard == {"host": dict.fromkeys(left, 1)}
+
+
+async def test_names_that_change_before_anything_has_one_cost_no_removal_later() -> None:
+    async with cache_of(slots=8) as cache:
+        listener = Listener(cache)
+        listener.rename()
+        assert not listener.announcer.pending
+        cache.save(cache.keys(1))
+        listener.listen()
+        listener.announcer.repeat()
+        assert listener.announcer.take() == [Stored("host", tuple(cache.keys(1)))]
