@@ -3,7 +3,8 @@
 ``python stuck.py PID IDLE_S`` watches the process of a test run and all that it started. Lines of
 its standard input say when a test begins, ``+ NAME``, and ends, ``-``. A test is stuck when for
 IDLE_S seconds none of its threads has run, nor waited for a processor or a disk. The process then
-gets SIGABRT, on which pytest prints where each of its threads stands.
+gets SIGABRT, on which pytest prints where each of its threads stands, and what it started is killed
+once it is gone: not before, or it would go on from where it was stuck.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ from pathlib import Path
 
 BUSY_SHARE = 0.01
 """Of one processor: what waits, and now and then looks whether it still has to, takes less."""
+ABORT_S = 60.0
+"""How long a process may take to print where it stands; then it is killed, too."""
 STATE, PARENT = 0, 1
 """Where they stand in /proc/PID/stat, after the name."""
 Spent = dict[int, int]
 """Nanoseconds, by thread, that it ran or waited for a processor."""
 
 
-def below(root: int) -> set[int]:
-    """A process and all that it started, as far as their parents live."""
+def below(*roots: int) -> set[int]:
+    """Processes and all that they started, as far as their parents live."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             parents[int(entry.name)] = int(fields[PARENT])
-    found = {root}
+    found = set(roots)
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     return found
@@ -49,6 +52,20 @@ def spent(pids: set[int]) -> tuple[Spent, bool]:
                 state = (task / "stat").read_text().rpartition(")")[2].split()[STATE]
                 disk = disk or state == "D"
     return found, disk
+
+
+def end(root: int) -> None:
+    """Abort the process that has started this one, and kill what it has started besides."""
+    found = below(root)
+    os.kill(root, signal.SIGABRT)
+    latest_s = time.monotonic() + ABORT_S
+    while os.getppid() == root and time.monotonic() < latest_s:
+        time.sleep(0.01)
+    if os.getppid() != root:
+        found.discard(root)
+    for pid in below(*found - {os.getpid()}) - {os.getpid()}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def watch(root: int, idle_s: float) -> None:
@@ -72,7 +89,7 @@ def watch(root: int, idle_s: float) -> None:
         before, looked_s = after, now_s
         if now_s - busy_s > idle_s:
             print(f"stuck for {idle_s:g} s: {name}", file=sys.stderr, flush=True)
-            os.kill(root, signal.SIGABRT)
+            end(root)
             return
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +30,13 @@ CHILD = (
     "subprocess.run([sys.executable, '-c', 'import sys, time; end = time.monotonic() + 4\\n"
     "while time.monotonic() < end: pass'])"
 )
+STARTS = """
+child = subprocess.Popen(
+    ["sh", "-c", "sleep 7200 >&2 & echo $!; wait"],
+    stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+)
+print(child.pid, child.stdout.readline(), flush=True)
+"""
 
 
 def run(*lines: str) -> subprocess.CompletedProcess[str]:
@@ -46,6 +55,26 @@ def test_what_waits_for_ever_is_ended_and_tells_where() -> None:
     assert done.returncode == -6
     assert f"stuck for {IDLE_S:g} s: tests/a.py::test_b" in done.stderr
     assert "most recent call first" in done.stderr
+
+
+def lives(pid: str) -> bool:
+    """Whether a process has not ended."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False
+
+
+def test_what_it_has_started_is_ended_with_it() -> None:
+    done = run(STARTS, "say('+ waits for its child')", "child.wait()")
+    assert done.returncode == -6
+    assert "in wait" in done.stderr, "it was still waiting when it told where it stands"
+    pids = done.stdout.split()
+    assert len(pids) == 2
+    end = time.monotonic() + PATIENCE_S
+    while any(lives(pid) for pid in pids):
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
