@@ -168,6 +168,11 @@ class FilesTier(Tier):
                 f"the index log of {store.directory.home} was lost: {len(told)} blocks were found"
                 f" by their headers in {clock.now() - began_s:.1f} s{unread}"
             )
+        if store.directory.earlier is not None:
+            self.context.say(
+                f"{store.directory.home} was written by an earlier version of kvladder, in format"
+                f" {store.directory.earlier}, which is not read any more: it begins empty"
+            )
         self._tags = store.tags
         self._blocks = len(store.recovered) // RECORD_BYTES
         self._unchanged = not store.forgot

@@ -22,6 +22,7 @@ from kvladder.tiers.filesmeta import (
     META_NAME,
     PREFIX_DIGITS,
     Meta,
+    earlier_version,
     home_name,
     home_number,
     is_ours,
@@ -102,6 +103,8 @@ class FilesDirectory:
         self._prefix = space.hex()[:PREFIX_DIGITS]
         self.home = path / self._prefix
         """The directory that was taken, once it was."""
+        self.earlier: int | None = None
+        """Of which format its files were, if they could not be read and were removed."""
         self._lock_fd: int | None = None
 
     # ---- who has which
@@ -130,6 +133,10 @@ class FilesDirectory:
             self._disk.unlink(self.home / name)
         meta = read_meta(self._disk, self.home)
         if meta is None:
+            self.earlier = earlier_version(self._disk, self.home)
+            if self.earlier is not None:
+                self.clear()
+                return wanted
             return None if any(segment_number(name) is not None for name in names) else wanted
         if not meta.holds(wanted):
             return meta

@@ -122,29 +122,42 @@ def write_meta(disk: Disk, home: Path, meta: Meta) -> None:
     replace_file(disk, home / META_NAME, sealed(msgspec.json.encode(meta)))
 
 
+def _written(disk: Disk, home: Path) -> tuple[int, bytes] | None:
+    """The version of a namespace's META and its line, or None where it is not whole or not ours."""
+    try:
+        data = read_file(disk, home / META_NAME, META_BYTES_MAX)
+        line = data.partition(b"\n")[0]
+        found = msgspec.json.decode(line, type=_Version)
+    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+        return None
+    return (found.version, line) if data == sealed(line) and found.magic == MAGIC else None
+
+
+def earlier_version(disk: Disk, home: Path) -> int | None:
+    """The version that wrote a namespace's files, if it is one that this one does not read."""
+    found = _written(disk, home)
+    return found[0] if found is not None and found[0] < VERSION else None
+
+
 def read_meta(disk: Disk, home: Path) -> Meta | None:
-    """META of a namespace as it is, or None where it is damaged, missing or not ours.
+    """META of a namespace as it is, or None where it is damaged, missing, not ours or outdated.
 
     Raises
     ------
     ConfigError
         A newer version wrote it.
     """
-    path = home / META_NAME
+    found = _written(disk, home)
+    if found is None or found[0] < VERSION:
+        return None
+    version, line = found
+    if version > VERSION:
+        raise ConfigError(
+            f"{home / META_NAME} is of format {version}, which is newer than {VERSION}",
+            path="path",
+            hint="use the version of kvladder that wrote it, or another path",
+        )
     try:
-        data = read_file(disk, path, META_BYTES_MAX)
-        line = data.partition(b"\n")[0]
-        if data != sealed(line):
-            return None
-        version = msgspec.json.decode(line, type=_Version)
-        if version.magic != MAGIC or version.version < VERSION:
-            return None
-        if version.version > VERSION:
-            raise ConfigError(
-                f"{path} is of format {version.version}, which is newer than {VERSION}",
-                path="path",
-                hint="use the version of kvladder that wrote it, or another path",
-            )
         return msgspec.json.decode(line, type=Meta)
-    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+    except msgspec.DecodeError:
         return None

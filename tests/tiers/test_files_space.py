@@ -131,6 +131,23 @@ async def test_a_newer_format_is_refused_and_kept(disk: FakeDisk, new: New) -> N
     assert disk.files() == before
 
 
+async def test_an_earlier_format_is_begun_anew_with_one_notice(disk: FakeDisk, new: New) -> None:
+    """Blocks of another format cannot be read, so nobody waits until all headers were looked at."""
+    machine = new()
+    tier, _ = await machine.open()
+    await machine.put(tier, (0, 0), (1, 3))
+    await tier.aclose()
+    change_meta(machine, version=1)
+    tier, recovered = await machine.open()
+    assert recovered == []
+    (notice,) = machine.told
+    assert f"{machine.home} was written by an earlier version of kvladder, in format 1" in notice
+    await tier.aclose()
+    machine.model.promised.clear()
+    await machine.check(all_kept=True)
+    assert len(machine.told) == 1
+
+
 async def test_a_newer_index_log_is_refused_and_kept(disk: FakeDisk, new: New) -> None:
     machine = new()
     tier, _ = await machine.open()
