@@ -14,6 +14,7 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from tests.vllm.harness import HERE, PROMPTS, Run, environment, shared_memory
+from tests.vllm.server import Server
 
 Start = Callable[..., Run]
 
@@ -75,6 +76,15 @@ def start(model: Path, tmp_path: Path) -> Iterator[Start]:
     assert [run.alive() for run in runs] == [[]] * len(runs)
     left = {name for name in shared_memory() - before if "kvladder" in name}
     assert not left
+
+
+@pytest.fixture
+def started() -> Iterator[list[Server]]:
+    """Servers that the test starts, for it to add to: afterwards nothing of them is left."""
+    servers: list[Server] = []
+    yield servers
+    for server in servers:
+        server.kill()
 
 
 @pytest.fixture(scope="session")

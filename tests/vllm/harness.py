@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 import time
-import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -44,25 +43,28 @@ def environment(**more: str) -> dict[str, str]:
 
 
 class Started:
-    """A process, and all that it starts."""
+    """A process, and all that it starts, in a session of their own."""
 
     def __init__(self, folder: Path, command: list[str], env: dict[str, str]) -> None:
         self.log = folder / "log"
-        self.mark = f"KVLADDER_TEST_RUN={uuid.uuid4()}"
-        name, _, value = self.mark.partition("=")
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                command, env=env | {name: value}, cwd=folder, stdout=log, stderr=subprocess.STDOUT
+                command,
+                env=env,
+                cwd=folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def alive(self) -> list[int]:
         """This process and all that it started, as far as they have not ended."""
         found: list[int] = []
-        for environ in Path("/proc").glob("[0-9]*/environ"):
+        for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):  # it has ended
-                stat = environ.with_name("stat").read_text().rpartition(")")[2].split()
-                if self.mark.encode() in environ.read_bytes() and stat[0] != "Z":
-                    found.append(int(environ.parent.name))
+                state, _, _, session, *_ = stat.read_text().rpartition(")")[2].split()
+                if int(session) == self.process.pid and state != "Z":
+                    found.append(int(stat.parent.name))
         return found
 
     def kill(self) -> None:

@@ -17,9 +17,13 @@ from kvladder.errors import TierError
 from kvladder.keys import BlockKey
 from kvladder.tiers.base import Item
 from kvladder.tiers.memory import MemoryTier
+from tests.patience import PATIENCE_S
 
 DELAY_S = 2.0
 """What each call of the slow tier takes."""
+
+STEP_S = 0.02
+"""How often the paced tier looks whether it is still to wait."""
 
 
 class SlowTier(MemoryTier):
@@ -33,6 +37,23 @@ class SlowTier(MemoryTier):
         found = await super().get(items)
         self.given.extend((item.key, time.monotonic()) for item in items)
         return found
+
+
+class PacedTier(MemoryTier):
+    """Takes ``block_s`` for each block that it gives; what waits hears of a change at once."""
+
+    batch_max = 8
+    block_s: ClassVar[float] = 0.0
+    asked: ClassVar[int] = 0
+    """Blocks that it was asked for."""
+
+    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+        PacedTier.asked += len(items)
+        waited_s = 0.0
+        while waited_s < self.block_s * len(items):
+            await asyncio.sleep(STEP_S)
+            waited_s += STEP_S
+        return await super().get(items)
 
 
 class MoodyTier(MemoryTier):
@@ -75,6 +96,7 @@ class HangingPut(MemoryTier):
 
 TIERS = {
     "slow": SlowTier,
+    "paced": PacedTier,
     "moody": MoodyTier,
     "hanging-get": HangingGet,
     "hanging-put": HangingPut,
@@ -206,6 +228,33 @@ def churn(
         "preemptions": engine.preemptions(),
         "memory": memory,
     }
+
+
+def at_a_pace(engine: Any, *, block_s: float, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """One prompt after the other while the paced tier takes so long for a block.
+
+    Of each what was said, the tokens that came from the cache, and the blocks that the tier was
+    asked for meanwhile.
+    """
+    PacedTier.block_s = block_s
+    found: list[dict[str, Any]] = []
+    for prompt in prompts:
+        engine.reset()
+        asked = PacedTier.asked
+        said = engine.generate([prompt], tokens=64)
+        found.append(said | {"asked": PacedTier.asked - asked})
+    return found
+
+
+def until_fetched(engine: Any, *, prompts: list[list[int]], hits: int) -> list[dict[str, Any]]:
+    """The same as often as it takes until so many tokens of one come from the cache."""
+    found: list[dict[str, Any]] = []
+    end = time.monotonic() + PATIENCE_S
+    while not found or found[-1]["external"] < hits:
+        assert time.monotonic() < end
+        prompt = prompts[len(found) % len(prompts)]
+        found += at_a_pace(engine, block_s=0.0, prompts=[prompt])
+    return found
 
 
 def forget(engine: Any) -> None:

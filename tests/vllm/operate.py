@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import threading
@@ -50,3 +52,13 @@ def purged(
     thread.join()
     results["after"] = len(stored_payloads(Path(files)))
     return results
+
+
+def fill_disk(engine: Any) -> None:
+    """From now on the disk has no room for another segment."""
+    del engine
+
+    def refuse(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    os.posix_fallocate = refuse

@@ -12,7 +12,7 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from tests.vllm.conftest import Start
-from tests.vllm.harness import BLOCK, HERE, environment
+from tests.vllm.harness import BLOCK, HERE, HITS, PROMPTS, environment
 
 PREFIX_BLOCKS = 12
 SLOT = 128 << 10
@@ -34,7 +34,7 @@ def cold(kind: str, slots: int, **more: Any) -> dict[str, Any]:
                 "capacity": "64 MiB",
                 "when": "commit",
                 "queue": "100 %",
-                "timeout": "20 s" if kind == "slow" else "1 s",
+                "timeout": {"slow": "20 s", "paced": "2 h"}.get(kind, "1 s"),
                 "breaker": {"failures": 20, "retry": "100 ms", "retry_max": "200 ms"},
             },
         ],
@@ -68,6 +68,33 @@ def test_requests_share_what_a_slow_tier_loads_and_wait_for_nothing_else(start: 
     for answered, spoke in zip(found["answered"][32:], found["spoke"][32:], strict=True):
         assert answered <= 2 * step  # nobody waits in a line
         assert spoke < last
+
+
+def test_a_tier_is_asked_only_for_what_comes_sooner_than_computing_it(
+    start: Start, reference: list[list[int]]
+) -> None:
+    """It fails at nothing meanwhile, so no breaker opens; and once it is fast it is used again."""
+    order = [n % len(PROMPTS) for n in range(8)]
+    slow = {"block_s": 600.0, "prompts": [PROMPTS[n] for n in order]}
+    run = start(
+        cold("paced", 40, deadline="10 m"),  # a prompt and a bit: what is asked for is not on host
+        ["each", {"prompts": PROMPTS * 2, "tokens": 2, "recompute": True}],
+        ["call", {"function": "tests.vllm.life:at_a_pace", **slow}],
+        ["call", {"function": "tests.vllm.life:until_fetched", "prompts": PROMPTS, "hits": HITS}],
+        ["stats"],
+        ["shutdown"],
+        env={"KVLADDER__FETCH__WHEN": "faster"},
+    )
+    _, slowly, fast, stats, _ = run.finish()
+    assert sum(one["asked"] for one in slowly[:2]) > 0, "of a tier that nobody knows"
+    assert [(one["asked"], one["external"]) for one in slowly[2:]] == [(0, 0)] * 6
+    assert fast[-1]["external"] == HITS
+    for at, one in [*zip(order, slowly, strict=True), *enumerate(fast)]:
+        assert one["tokens"][0][:16] == reference[at % len(PROMPTS)]
+    assert stats["paced"]["slower"] >= 6 * HITS // BLOCK
+    assert stats["paced"]["hits"] > 0
+    failures = ("errors", "timeouts", "breaker_opened")
+    assert [stats["paced"][name] for name in failures] == [0, 0, 0]
 
 
 WAYS: dict[str, tuple[str, int, dict[str, Any]]] = {

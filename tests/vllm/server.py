@@ -1,0 +1,123 @@
+"""Real servers: ``vllm serve`` in a process of its own, asked over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.patience import PATIENCE_S
+from tests.vllm.harness import BLOCK, Started, environment
+
+SMALL = [
+    "--skip-tokenizer-init",
+    "--enforce-eager",
+    "--dtype",
+    "float32",
+    "--block-size",
+    f"{BLOCK}",
+]
+SMALL += ["--kv-cache-memory-bytes", f"{64 << 20}", "--max-model-len", "2048"]
+"""What a tiny model on a CPU needs beside a command."""
+
+
+class Server(Started):
+    """``vllm serve MODEL ...`` in a folder with ``MODEL``; ``env`` is what it is told besides."""
+
+    def __init__(self, folder: Path, command: str, *more: str, **env: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        options = [*SMALL, "--enable-prompt-tokens-details", "--port", str(self.port), *more]
+        told = {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_LOGGING_LEVEL": "INFO",
+            **env,
+        }
+        line = f"exec {command} {' '.join(options)}"
+        super().__init__(folder, ["bash", "-c", line], environment(**told))
+
+    def ready(self) -> None:
+        """Wait until it serves."""
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            assert self.process.poll() is None, self.log.read_text()[-6000:]
+            assert time.monotonic() < end, self.log.read_text()[-6000:]
+            try:
+                self.get("health")
+                return
+            except OSError:
+                time.sleep(0.5)
+
+    def get(self, path: str, body: Any = None, **headers: str) -> str:
+        """What it answers; OSError if it cannot."""
+        asked = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/{path}",
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json", **headers},
+        )
+        with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
+            text: str = answer.read().decode()
+        return text
+
+    def complete(
+        self,
+        prompt: Sequence[int],
+        salt: str,
+        *,
+        tokens: int = 16,
+        rank: int | None = None,
+        **params: Any,
+    ) -> tuple[list[int], int]:
+        """What is said after a prompt, and how many of its tokens came from a cache.
+
+        ``rank`` is that of the engine that is to say it; ``params`` are kvladder's.
+        """
+        body = {
+            "model": "MODEL",
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "cache_salt": salt,
+            "kv_transfer_params": {"kvladder": params},
+        }
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        answer = json.loads(self.get("v1/completions", body, **headers))
+        cached = (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+        return answer["choices"][0]["token_ids"], cached
+
+    def counts(self, name: str, tier: str) -> list[float]:
+        """One of kvladder's counters of a tier, of each engine."""
+        line = rf'^vllm:kvladder_tier_{name}{{.*tier="{tier}".*}} (\S+)'
+        return [float(value) for value in re.findall(line, self.get("metrics"), re.MULTILINE)]
+
+    def running(self) -> float:
+        """Requests that its engines compute just now."""
+        found = re.findall(
+            r"^vllm:num_requests_running{.*} (\S+)", self.get("metrics"), re.MULTILINE
+        )
+        return sum(float(value) for value in found)
+
+    def lines(self, text: str) -> list[str]:
+        """Lines of the log that have this text."""
+        return [line for line in self.log.read_text().splitlines() if text in line]
+
+    def stop(self) -> None:
+        """Send SIGTERM, as service managers do, and wait until nothing of it is left."""
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(PATIENCE_S) == 0, self.log.read_text()[-6000:]
+        end = time.monotonic() + PATIENCE_S
+        while self.alive():
+            assert time.monotonic() < end
+            time.sleep(0.1)
