@@ -193,22 +193,31 @@ def main() -> None:
     without_torchvision()
     from vllm.engine.arg_utils import EngineArgs
 
-    from kvladder.connectors.vllm_fingerprint import model_fields
+    from kvladder.connectors import vllm_fingerprint
 
     model, other, results, *only = sys.argv[1:]
+    code = vllm_fingerprint.code_fields()
+    vllm_fingerprint.code_fields = lambda: code  # looked for on the disk, and no argument's matter
+    without: dict[str, dict[str, str]] = {}
+    """By what stands beside an argument, the name of an engine with that alone."""
 
     def name(arguments: dict[str, Any]) -> dict[str, str]:
         given = EngineArgs(**BASE | {"model": model} | arguments)
-        return model_fields(given.create_engine_config())
+        return vllm_fingerprint.model_fields(given.create_engine_config())
 
-    found: dict[str, Any] = {"": name({})}
+    def plain(beside: dict[str, Any]) -> dict[str, str]:
+        if repr(beside) not in without:
+            without[repr(beside)] = name(beside)
+        return without[repr(beside)]
+
+    found: dict[str, Any] = {"": plain({})}
     for field in fields(EngineArgs) if not only else ():
         if field.name in ELSEWHERE:
             continue
         beside = BESIDE.get(field.name, {})
         try:
             value = changed(field, model, other)
-            same = name(beside) == name(beside | {field.name: value})
+            same = plain(beside) == name(beside | {field.name: value})
             found[field.name] = "same" if same else "other"
         except KeyError:
             found[field.name] = "nobody has said how to change it"
