@@ -21,8 +21,8 @@ from benchmarks.row import Row
 from kvladder.arena import Arena
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
-from kvladder.tiers.base import Item
-from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader, Outcome
+from kvladder.tiers.base import Item, Outcome
+from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader
 from kvladder.tiers.files import FilesOptions, FilesTier
 from kvladder.tiers.iopool import IoPool
 

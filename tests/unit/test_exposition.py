@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from kvladder.exposition import METRICS, SECTIONS, samples
-from kvladder.metrics import DISTANCES
+from kvladder.exposition import METRICS, samples
+from kvladder.metrics import DISTANCES, SECTIONS
 from kvladder.testing.fakes import FakeTier
 from kvladder.testing.stacks import LevelSpec
 from tests.stack.caches import COMMIT, cache_of
