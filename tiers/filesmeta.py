@@ -127,10 +127,12 @@ def _written(disk: Disk, home: Path) -> tuple[int, bytes] | None:
     try:
         data = read_file(disk, home / META_NAME, META_BYTES_MAX)
         line = data.partition(b"\n")[0]
+        if data != sealed(line):
+            return None
         found = msgspec.json.decode(line, type=_Version)
     except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
         return None
-    return (found.version, line) if data == sealed(line) and found.magic == MAGIC else None
+    return (found.version, line) if found.magic == MAGIC else None
 
 
 def earlier_version(disk: Disk, home: Path) -> int | None:
