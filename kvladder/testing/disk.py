@@ -344,7 +344,9 @@ class FakeDisk(Disk):
         self._call("listdir", str(path))
         if self._require(path) is not _DIRECTORY:
             raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(path))
-        return sorted(Path(name).name for name in self._names if Path(name).parent == path)
+        below = f"{path}/"
+        names = (name[len(below) :] for name in self._names if name.startswith(below))
+        return sorted(name for name in names if "/" not in name)
 
     def stat(self, path: Path) -> FileStat:
         self._call("stat", str(path))
