@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import inf
 from struct import Struct
 from typing import NamedTuple
 
-from xxhash import xxh3_64_intdigest, xxh3_128_digest
+from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_digest
 
 from kvladder.keys import SALT_BYTES, BlockKey, Namespace
 from kvladder.layout import PAGE_BYTES
@@ -36,6 +37,16 @@ class Told(NamedTuple):
     salt: bytes
     """Zeros without one."""
     sequence: int
+    digest: bytes = b""
+    """What ``digest_of`` gives of the bytes that were stored; empty if they have no checksum."""
+
+
+def digest_of(pieces: Iterable[memoryview]) -> bytes:
+    """The checksum of a block's stored bytes."""
+    state = xxh3_128()
+    for piece in pieces:
+        state.update(piece)
+    return state.digest()
 
 
 class BlockHeader:
@@ -88,8 +99,9 @@ class BlockHeader:
         ours = (found[0], found[1], found[6]) == (MAGIC, VERSION, self._space)
         if not ours or xxh3_64_intdigest(page[: _FIELDS.size]) != check or found[4] > self._size:
             return None
-        _, _, _, _, length, key, _, *rest = found
-        return Told(BlockKey(key), length, *rest[:-2])
+        _, _, checked, _, length, key, _, *rest, digest, _ = found
+        told = Told(BlockKey(key), length, *rest)
+        return told._replace(digest=digest) if checked == _XXH3 else told
 
     def check(self, page: memoryview, item: Item, slot: memoryview) -> Outcome:
         """Whether ``page`` and the beginning of ``slot`` are the block of ``item``, whole.

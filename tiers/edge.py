@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from kvladder.arena import Slot
 from kvladder.errors import ConfigError, TierFull
+from kvladder.layout import align
 from kvladder.schema import within
 from kvladder.tiers.base import Blocking, Item, Outcome, Tier, TierContext
 from kvladder.tiers.chain import Chain, Find
@@ -128,10 +129,13 @@ class Edge:
         """What the tier is to store, which lies in the scratch slot if it is not the block."""
         item, scratch = pair
         data = self._arena.view(item.slot)[: self._size]
-        target = self._arena.view(scratch)[: self._size]
-        stored, note = self._chain.encode(item, data, target)
+        target = self._arena.view(scratch)
+        stored, note = self._chain.encode(item, data, target[: self._size])
+        length = len(stored)
+        if stored is not data:  # a tier may store whole pages, and before this came another block
+            target[length : align(length)] = bytes(align(length) - length)
         slot = item.slot if stored is data else scratch
-        return item._replace(slot=slot, length=len(stored), note=bytearray(note))
+        return item._replace(slot=slot, length=length, note=bytearray(note))
 
     async def _take(self, wanted: int) -> list[Slot]:
         """Between one and ``wanted`` scratch slots; first come, first served."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvladder.keys import SALT_BYTES
 from kvladder.layout import align
-from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader
+from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader, Told, digest_of
 from kvladder.tiers.disk import Disk, write_all
 from kvladder.tiers.indexrecord import tag_of
 from kvladder.tiers.segments import PIECE_BYTES, Segments
@@ -39,15 +39,14 @@ class Eraser:
         places: Iterable[int],
         salt: bytes | None,
         tags: Sequence[int],
-        *,
-        thorough: bool = False,
+        sure: Sequence[int] | None = None,
     ) -> list[Remnant]:
         """Remnants of blocks of ``salt``, None for all, and those of which it is not known whose.
 
-        ``tags`` are, by place, of the blocks that are stored, 0 where none is. What a whole header
-        says of another salt stays; nothing is known of bytes without a header, e.g. behind a
-        block that does not fill its slot. Where there is nothing in place of a header, what is
-        behind it is looked at if ``thorough``: after a power cut there may be something.
+        ``tags`` are, by place, of the blocks that are stored, 0 where none is. What belongs to
+        another salt stays if it is whole. Whose bytes others are nobody knows: behind no header, a
+        damaged one, or one that a write left that was cut short, and behind a block that does not
+        fill its slot. Places that are ``sure`` need not be compared with their headers.
         """
         page = memoryview(mmap.mmap(-1, HEADER_BYTES))
         found: list[Remnant] = []
@@ -57,33 +56,45 @@ class Eraser:
             except FileNotFoundError:  # a segment between others was never needed
                 continue
             told = self._header.told(page)
+            is_sure = sure is not None and bool(sure[place])
+            start = 0
             if told is None:
-                if not tags[place] and (
-                    not _is_zero(page) or (thorough and self._is_written(place, HEADER_BYTES))
-                ):
-                    found.append(Remnant(place, 0))
-                continue
-            if tags[place] != tag_of(told.key):
-                if salt is None or told.salt == salt.ljust(SALT_BYTES, b"\0"):
-                    found.append(Remnant(place, 0))
-                continue
-            start = HEADER_BYTES + align(told.length)
-            if self._is_written(place, start):
-                found.append(Remnant(place, start))
+                rest = not is_sure and self._is_written(place, HEADER_BYTES)
+                if not (tags[place] or rest or not _is_zero(page)):
+                    continue
+            else:
+                is_stored = tags[place] == tag_of(told.key)
+                is_other = salt is not None and told.salt != salt.ljust(SALT_BYTES, b"\0")
+                stays = is_stored or is_other
+                if stays and (is_sure or self._is_whole(place, told, is_stored=is_stored)):
+                    start = HEADER_BYTES + align(told.length)
+                    if not self._is_written(place, start):
+                        continue
+            found.append(Remnant(place, start))
         return found
+
+    def _is_whole(self, place: int, told: Told, *, is_stored: bool) -> bool:
+        """Whether the bytes behind a header are those that it was written with.
+
+        Of a block without a checksum that cannot be told: it is believed if it ``is_stored``.
+        """
+        if not told.digest:
+            return is_stored
+        pieces = self._pieces(place, HEADER_BYTES, HEADER_BYTES + told.length)
+        return digest_of(pieces) == told.digest
 
     def _is_written(self, place: int, start: int) -> bool:
         """Whether there is anything at a place from ``start`` on."""
-        stride = self._segments.geometry.stride
-        if start >= stride:
-            return False
-        piece = memoryview(mmap.mmap(-1, min(PIECE_BYTES, stride - start)))
-        for at in range(start, stride, len(piece)):
-            part = piece[: stride - at]
-            self._read(place, at, part)
-            if not _is_zero(part):
-                return True
-        return False
+        pieces = self._pieces(place, start, self._segments.geometry.stride)
+        return not all(map(_is_zero, pieces))
+
+    def _pieces(self, place: int, start: int, end: int) -> Iterator[memoryview]:
+        """The bytes of a place from ``start``, which is aligned, to ``end``; each is read anew."""
+        if start < end:
+            piece = memoryview(mmap.mmap(-1, min(PIECE_BYTES, align(end - start))))
+            for at in range(start, end, len(piece)):
+                self._read(place, at, piece[: align(end - at)])
+                yield piece[: end - at]
 
     def _read(self, place: int, start: int, into: memoryview) -> None:
         fd, offset = self._segments.locate(place)

@@ -37,7 +37,7 @@ RESTORE_S = 20.0
 HEADERS = 256
 """Headers that one call reads then."""
 ERASE_PLACES = 1024
-"""Places whose headers are read at a time to find what is to be erased."""
+"""Places whose headers are read at a time to find what is to be erased; a batch, if blocks are."""
 CLOSE_TIMEOUT_S = 2.0
 
 _KEY = itemgetter(0)
@@ -69,7 +69,7 @@ class FilesOptions(Settings, frozen=True, kw_only=True):
 class FilesTier(Tier):
     """Blocks in preallocated segment files, addressed by their places.
 
-    The tier keeps four bytes a block in memory. What it reads is compared with the header that
+    The tier keeps five bytes a block in memory. What it reads is compared with the header that
     was written with it: a torn, flipped, truncated or misplaced block is a miss. If the context
     says not to verify, blocks have no checksum and flipped bits reach the caller.
 
@@ -112,6 +112,8 @@ class FilesTier(Tier):
         self._compacting: asyncio.Task[None] | None = None
         self._tags = array("I")
         """By place: some bytes of the key that is stored there, 0 if none is."""
+        self._sure = bytearray()
+        """By place: whether what lies there is what its header says, since this process knows."""
         self._blocks = 0
         self._unchanged = True
         """Whether all is as it was found by ``open``."""
@@ -174,6 +176,7 @@ class FilesTier(Tier):
                 f" {store.directory.earlier}, which is not read any more: it begins empty"
             )
         self._tags = store.tags
+        self._sure = bytearray(len(store.tags))
         self._blocks = len(store.recovered) // RECORD_BYTES
         self._unchanged = not store.forgot
         if not store.segments.count:
@@ -233,6 +236,8 @@ class FilesTier(Tier):
                 # asked again: it may have been removed, and erased, meanwhile
                 held = self._holds(items[index])
                 found[index] = outcome is Outcome.GOOD and held
+                if found[index] and self.context.verify:
+                    self._sure[items[index].place] = True
                 self._corrupt += outcome is Outcome.CORRUPT and held
         self._stale += outcomes.count(Outcome.STALE)
         if failure is not None and outcomes.count(Outcome.FAILED) == len(outcomes):
@@ -242,7 +247,8 @@ class FilesTier(Tier):
     async def put(self, items: Sequence[Item]) -> Sequence[bool]:
         store, _ = self._opened()
         for item in items:
-            self._set_tag(item, 0)
+            self._set_tag(item.place, 0)
+            self._sure[item.place] = False
         missing = store.segments.missing(items)
         if missing:
             _raise_if_failed(await self._run([lambda: store.allocate(missing)]), put=True)
@@ -252,7 +258,8 @@ class FilesTier(Tier):
             _raise_if_failed(batch.failures, put=True)
         for item, kept in zip(items, batch.kept, strict=True):
             if kept:
-                self._set_tag(item, tag_of(item.key))
+                self._set_tag(item.place, tag_of(item.key))
+                self._sure[item.place] = True
         self._compact_if_due()
         return batch.kept
 
@@ -260,7 +267,7 @@ class FilesTier(Tier):
         store, _ = self._opened()
         for item in items:
             if self._holds(item):
-                self._set_tag(item, 0)
+                self._set_tag(item.place, 0)
         # also what is not there: it may have been left in the log by a write that failed
         _raise_if_failed(await self._run([lambda: store.log.append(REMOVE, items)]))
         self._compact_if_due()
@@ -287,7 +294,7 @@ class FilesTier(Tier):
         left: list[Item] = []
         for item in items:
             if item.key in seen:
-                self._set_tag(item, 0)  # nobody will ask for it here, so it is to be erased
+                self._set_tag(item.place, 0)  # nobody will ask for it here, so it is to be erased
             elif self._holds(item):
                 seen.add(item.key)
                 left.append(item)
@@ -298,27 +305,34 @@ class FilesTier(Tier):
         if start == 0:
             _raise_if_failed(await self._run([store.log.sync]))
         last = store.segments.end
-        end = min(start + ERASE_PLACES, last)
-        step = -(-ERASE_PLACES // self.options.threads)
+        unsure = [n for n in range(start, min(start + ERASE_PLACES, last)) if not self._sure[n]]
+        end = min([start + ERASE_PLACES, last, *unsure[self.batch_max :]])
+        step = max(1, -(-(end - start) // self.options.threads))
         parts = [range(at, min(at + step, end)) for at in range(start, end, step)]
         find = store.eraser.find
-        found = await self._run([partial(find, part, salt, self._tags) for part in parts])
+        found = await self._run(
+            [partial(find, part, salt, self._tags, self._sure) for part in parts]
+        )
         _raise_if_failed(found)
         left = [one for part in found if not isinstance(part, OSError) for one in part]
         now = left[: self.batch_max]
+        whole = [one.place for one in now if one.start == 0]
+        for place in whole:  # what is damaged is not stored any more
+            self._set_tag(place, 0)
         _raise_if_failed(await self._run([partial(store.eraser.wipe, one) for one in now]))
         _raise_if_failed(await self._run([partial(store.eraser.finish, now)]))
         if len(now) < len(left):
             end = left[len(now)].place
-        return sum(one.start == 0 for one in now), None if end >= last else end
+        self._sure[start:end] = b"\1" * (end - start)
+        return len(whole), None if end >= last else end
 
     def _holds(self, item: Item) -> bool:
         return self._tags[item.place] == tag_of(item.key)
 
-    def _set_tag(self, item: Item, tag: int) -> None:
+    def _set_tag(self, place: int, tag: int) -> None:
         self._unchanged = False
-        self._blocks += bool(tag) - bool(self._tags[item.place])
-        self._tags[item.place] = tag
+        self._blocks += bool(tag) - bool(self._tags[place])
+        self._tags[place] = tag
 
     # ---- compaction
 

@@ -196,7 +196,7 @@ class _Purge:
                 segments.find()
                 for start in range(0, segments.end, STEP_PLACES):
                     places = range(start, min(start + STEP_PLACES, segments.end))
-                    left = eraser.find(places, digest, tags, thorough=True)
+                    left = eraser.find(places, digest, tags)
                     for remnant in left:
                         eraser.wipe(remnant)
                     eraser.finish(left)

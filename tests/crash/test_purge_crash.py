@@ -19,7 +19,7 @@ from kvladder.testing.sim import sim_run
 from kvladder.tiers.base import Item
 from kvladder.tiers.files import FilesTier
 from kvladder.tiers.filespurge import Purged, purge_files
-from tests.crash.harness import ROOT, STRANGERS, Machine, data, key, new_disk
+from tests.crash.harness import CAPACITY, ROOT, STRANGERS, Machine, data, key, new_disk
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]
 
@@ -71,7 +71,8 @@ def bytes_of(machine: Machine, numbers: Sequence[int]) -> list[int]:
         if str(path).startswith(home)
     )
     parts = {number: data(key(number)) for number in numbers}
-    return [n for n, part in parts.items() if any(part[i : i + 16] in raw for i in (0, 990, 4000))]
+    windows = (*range(0, 1000, 100), 990)  # there are some in each sector
+    return [n for n, part in parts.items() if any(part[i : i + 16] in raw for i in windows)]
 
 
 async def look(machine: Machine, *, red: bool, blue: bool | None) -> None:
@@ -134,6 +135,82 @@ def test_the_power_goes_at_every_call_of_a_purge(mode: Mode, salt: str | None) -
         if not cut:
             assert number > 20
             break
+
+
+async def reuse(machine: Machine) -> None:
+    """Places of the salt that is purged are taken by blocks of another one, and one by a third."""
+    tier, _ = await machine.open()
+    await machine.remove(tier, *RED.items())
+    await machine.put(tier, (12, 0), (13, 3))
+    await machine.remove(tier, (12, 0))
+    await machine.put(tier, (14, 5))
+    await machine.put(tier, (15, 0), (1, 2))
+    await tier.aclose()
+
+
+async def erase(machine: Machine) -> None:
+    """What a running cache does for a purge."""
+    red = salt_digest(machine.space, "red")
+    tier, recovered = await machine.open()
+    await tier.remove([item for item in recovered if item.salt == red])
+    start: int | None = 0
+    while start is not None:
+        _, start = await tier.erase(red, start)
+    await tier.aclose()
+
+
+@pytest.mark.parametrize("runs", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_power_goes_while_a_salts_places_are_used_again(mode: Mode, *, runs: bool) -> None:
+    """The header of the new block may be there, and bytes of the old one still behind it."""
+    for number in count(1):
+        machine = filled(seed=number)
+        disk = machine.disk
+        disk.crash("keep")
+        disk.crash_at = disk.calls + number
+        cut = False
+        try:
+            sim_run(reuse(machine))
+        except PowerCut:
+            cut = True
+        disk.crash(mode)
+        if runs:
+            sim_run(erase(machine))
+        else:
+            purge(disk)
+        assert bytes_of(machine, [*RED, GONE[0]]) == [], number
+        sim_run(look(machine, red=False, blue=True if mode == "keep" else None))
+        machine.close()
+        if not cut:
+            assert number > 20
+            break
+
+
+def test_a_running_cache_compares_blocks_with_their_headers_once() -> None:
+    machine = filled()
+    reads: list[int] = []
+
+    def count_reads(call: str, path: str) -> int:
+        if call == "preadv" and "/seg-" in path:
+            reads[-1] += 1
+        return 0
+
+    async def erase_twice() -> None:
+        tier, _ = await machine.open()
+        machine.disk.refuse = count_reads
+        for _ in range(2):
+            reads.append(0)
+            start: int | None = 0
+            while start is not None:
+                _, start = await tier.erase(salt_digest(machine.space, "green"), start)
+        await machine.put(tier, (16, 2))
+        reads.append(0)
+        await tier.erase(salt_digest(machine.space, "green"), 0)
+        await tier.aclose()
+
+    sim_run(erase_twice())
+    assert reads == [2 * CAPACITY, CAPACITY, CAPACITY], "a page of each, and once what is behind it"
+    machine.close()
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])

@@ -148,6 +148,26 @@ def test_what_lies_behind_a_shorter_block_is_erased(tmp_path, monkeypatch) -> No
         require(cache, blue)
 
 
+def test_nothing_of_one_block_is_stored_behind_another(tmp_path) -> None:
+    codecs = ["zstd", "checksum"]
+    with open_cache(stack(tmp_path / "kv", codecs=codecs), layout=LAYOUT) as cache:
+        red = save(cache, "red")
+        assert seen(tmp_path, red) == 20, "what zstd cannot pack is stored as it is"
+        blue = keys(cache, "blue")
+        saving = cache.save(blue, salt="blue")
+        for slot in saving.slots:
+            cache.arena.view(slot)[:BYTES] = bytes(BYTES)
+        saving.commit()
+        wait_for(cache.idle)
+        purged(cache, "red")
+        raw = b"".join(file.read_bytes() for file in (tmp_path / "kv").rglob("seg-*"))
+        left = [k for k in red if any(payload(k)[i : i + 32] in raw for i in range(0, 9900, 500))]
+        assert left == []
+        with cache.stack.lock:
+            cache.stack.host.remove(blue)
+        assert cache.lookup(blue).total == 20
+
+
 def test_a_disk_that_fails_is_tried_again(tmp_path, monkeypatch) -> None:
     failing = iter([errno.EIO, errno.EIO])
 
