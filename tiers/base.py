@@ -57,6 +57,8 @@ class Item(NamedTuple):
 
     A tier without ``notes`` is never given one. A block with a note is a miss for whom has None.
     """
+    replace: bool = False
+    """Of a put: whether what a shared tier has under the key is of no use, and to be replaced."""
 
 
 class Blocking(Protocol):
@@ -164,7 +166,9 @@ class Tier(ABC):
     shared: bool = False
     """Whether others put into and remove from it, so that the level's index is only a guess.
 
-    A shared tier ignores places, and is asked by ``contains`` how a prefix goes on.
+    A shared tier ignores places, and is asked by ``contains`` how a prefix goes on. It lets blocks
+    expire by itself. Nothing is removed from it but by a user, or to make room where it is full:
+    what is of no use is put again, to ``replace`` it.
     """
     probe_max: int = 0
     """The largest batch of ``contains``; 0 stands for ``batch_max``."""

@@ -82,7 +82,7 @@ class Pins(Protocol):
         ...
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Remove blocks whose bytes turned out to be of no use."""
+        """Forget blocks whose bytes turned out to be of no use."""
         ...
 
 
@@ -271,6 +271,6 @@ class Fetch:
             self._stack.unpin(self.keys[: len(self._slots)], self._slots)
 
     def forget(self) -> None:
-        """Release, and remove the blocks from every level: their bytes could not be used."""
+        """Release, and have every level forget the blocks: their bytes could not be used."""
         self.release()
         self._stack.discard(self.keys[: len(self._slots)])

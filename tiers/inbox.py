@@ -22,7 +22,15 @@ class Pending(NamedTuple):
     since_s: float
     """Loop time at which it was offered."""
 
-    def item(self, key: BlockKey, place: int, *, ttl_s: float | None, clock: Clock) -> Item:
+    def item(
+        self,
+        key: BlockKey,
+        place: int,
+        *,
+        ttl_s: float | None,
+        clock: Clock,
+        replace: bool = False,
+    ) -> Item:
         """What a level with this TTL writes.
 
         A priority that ends is not stored: after a restart it has ended.
@@ -38,6 +46,7 @@ class Pending(NamedTuple):
             None if left_s == inf else clock.wall() + left_s,
             meta.terms.salt,
             terms=meta.terms.packed(),
+            replace=replace,
         )
 
 

@@ -178,8 +178,18 @@ class Level:
         """Forget blocks, at most so many, whose request wanted them to expire by now."""
         self._forget(self.index.due(now_s, count_max), "expired")
 
+    def discard(self, keys: Sequence[BlockKey]) -> None:
+        """``remove`` what is of no use here; a shared tier keeps it, for others it may be."""
+        if self.tier.shared:
+            self._forget([key for key in keys if key in self.index], "lost")
+        else:
+            self.remove(keys)
+
     def remove(self, keys: Iterable[BlockKey]) -> int:
-        """Forget the blocks; no transfer that began before brings one back. How many were here."""
+        """Forget the blocks; no transfer that began before brings one back. How many were here.
+
+        A shared tier forgets them for everybody.
+        """
         held: list[BlockKey] = []
         foreign: list[Item] = []
         for key in keys:
@@ -213,6 +223,7 @@ class Level:
     def purge(self, salt: bytes | None) -> None:
         """Have the writer purge a shared tier of a salt, or all; one that keeps bytes erases."""
         self.purges.add(salt)
+        self._writer.purged(salt)
         self.stir()
 
     def adopt(self, keys: Sequence[BlockKey], salt: bytes, spare: AbstractSet[BlockKey]) -> None:
@@ -253,7 +264,6 @@ class Level:
         for key, _ in gone:
             self.index.evict(key, self.shared.clock.now())
         self.places.give([place for _, place in gone])
-        self._writer.remove_later(Item(key, NO_PLACE) for key, _ in gone)
         self.evicted([key for key, _ in gone])
 
     def evicted(self, keys: Sequence[BlockKey]) -> None:
@@ -284,11 +294,20 @@ class Level:
         self._writer.recall_salted(keys, salt)
 
     def _forget(self, keys: Sequence[BlockKey], reason: Reason) -> None:
-        """Drop held blocks from the index; the writer tells the tier, then frees their places."""
+        """Drop held blocks from the index; their places are free once the tier knows, if it has to.
+
+        A shared one is told what a user removes, and nothing else.
+        """
         if not keys:
             return
-        self._writer.remove_later(Item(key, self.index.drop(key)) for key in keys)
-        if reason == "expired":
+        items = [Item(key, self.index.drop(key)) for key in keys]
+        if reason == "removed":
+            self._writer.remove_later(items)
+        else:
+            self._writer.let_go(items)
+        if reason == "lost":
+            self._writer.lost(keys)
+        elif reason == "expired":
             self.stats.expired += len(keys)
         elif reason == "removed":
             self.stats.removed += len(keys)

@@ -64,7 +64,7 @@ class Loader:
         post: Callable[..., object],
         blocks_max: int,
         landed: Callable[[], None],
-        remove: Callable[[Sequence[BlockKey]], None],
+        discard: Callable[[Sequence[BlockKey]], None],
         worth: Worth,
     ) -> None:
         self._host = host
@@ -74,7 +74,7 @@ class Loader:
         self._post = post
         self._max = blocks_max
         self._landed = landed
-        self._remove = remove
+        self._discard = discard
         self._arrivals: dict[BlockKey, Arrival] = {}
         self._parked: deque[tuple[Fetch, int, BlockKey]] = deque()
         """What waits for room: who, which block of its prefix, and its key."""
@@ -569,8 +569,8 @@ class Loader:
                 self._host.unpin(keys[start:end], slots[start:end])
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Remove blocks whose bytes turned out to be of no use."""
-        self._remove(keys)
+        """Forget blocks whose bytes turned out to be of no use."""
+        self._discard(keys)
 
     async def aclose(self) -> None:
         """End every load; what has not arrived is a miss."""

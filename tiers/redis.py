@@ -100,6 +100,8 @@ class RedisTier(Tier):
                 f"capacity is {Size(capacity_bytes).about()}, and the servers keep at most"
                 f" {Size(most).about()} (maxmemory): they evict what is beyond it"
             )
+        if used and not most and self.options.quota.namespace is None:
+            warn("the servers have no limit (maxmemory 0), and blocks no quota: set one of them")
         facts = {"servers": ", ".join(map(str, self.options.parsed.addresses))}
         if used:
             limit = f"of {Size(most).about()}" if most else "without a limit (maxmemory 0)"
@@ -194,11 +196,12 @@ class RedisTier(Tier):
         ttl_ms = self._ttl_ms(item)
         if part:
             ttl_ms = PART_MS if ttl_ms is None else min(ttl_ms, PART_MS)
+        once: list[bytes | int] = [] if item.replace else [b"NX"]
         before, after = encode_around(
             b"SET",
             part_name(name, part),
             length=len(header) + len(body),
-            after=[b"NX"] if ttl_ms is None else [b"NX", b"PX", ttl_ms],
+            after=once if ttl_ms is None else [*once, b"PX", ttl_ms],
         )
         return before + header, body, after
 
@@ -302,7 +305,6 @@ class RedisTier(Tier):
         outcomes = await self._put(items)
         there = [n for n, outcome in enumerate(outcomes) if outcome is None]
         if there and (again := await self._unlike([items[n] for n in there])):
-            await self.remove(again)
             put = dict(zip([item.key for item in again], await self._put(again), strict=True))
             outcomes = [put.get(i.key, o) for i, o in zip(items, outcomes, strict=True)]
         return [outcome is not False for outcome in outcomes]
@@ -320,7 +322,13 @@ class RedisTier(Tier):
             ]
             ends.append(len(commands))
             charges[len(commands) - 1] = item.salt, HEADER_BYTES + length
+        replaced = await self._told([item for item in items if item.replace])
         outcomes = await self._run(commands, charges, self._limit_s)
+        for end in ends:
+            if outcomes[end - 1] == b"OK" and (old := replaced.get(commands[end - 1].key)):
+                self._quotas.add(old[0], -HEADER_BYTES - old[1])
+        if replaced:
+            await self._quotas.settle(self._servers)
         stored = [outcome in (b"OK", None) for outcome in outcomes]
         whole = [all(stored[begin:end]) for begin, end in pairwise([0, *ends])]
         if len(commands) > len(items):
@@ -333,14 +341,14 @@ class RedisTier(Tier):
     async def _unlike(self, items: Sequence[Item]) -> list[Item]:
         """Those of the blocks in whose place lies what has another type or an impossible length.
 
-        What could be the block is left to a get, which compares all of it and has it removed.
+        They are to replace that. What could be the block is left to a get, which compares it.
         """
         found: list[Item] = []
         for item, outcome in zip(items, await self._lengths(items), strict=True):
             foreign = isinstance(outcome, ReplyError) and outcome.code == "WRONGTYPE"
             if foreign or (isinstance(outcome, int) and not self._fits(outcome)):
                 self._corrupt += outcome != 0  # else it went meanwhile, or is empty
-                found.append(item)
+                found.append(item._replace(replace=True))
         return found
 
     async def _lengths(
@@ -363,8 +371,12 @@ class RedisTier(Tier):
         await self._require_fit()
         count = self._count(self._size)
         parts = {block_name(self._prefix, item.key): count for item in items}
-        told = await heads(list(parts), self._run) if self._quotas else {}
-        await self._unlink(parts, told)
+        await self._unlink(parts, await self._told(items))
+
+    async def _told(self, items: Sequence[Item]) -> dict[bytes, tuple[bytes, int]]:
+        """What the headers tell of what lies under these keys, if somebody has to count it."""
+        names = [block_name(self._prefix, item.key) for item in items]
+        return await heads(names, self._run) if self._quotas else {}
 
     async def _unlink(
         self, parts: Mapping[bytes, int], told: Mapping[bytes, tuple[bytes, int]]

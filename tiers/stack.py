@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from math import inf
 from typing import Any, Protocol
@@ -87,7 +88,7 @@ class TierStack:
             post=post,
             blocks_max=fetch_blocks_max,
             landed=self._schedule,
-            remove=self.remove,
+            discard=partial(self.remove, for_all=False),
             worth=self.worth,
         )
         self._alarm = Alarm((self.host, *self.levels), shared)
@@ -419,8 +420,8 @@ class TierStack:
 
     # ---- everything else
 
-    def remove(self, keys: Sequence[BlockKey]) -> None:
-        """Forget these blocks in every level; no transfer under way brings them back."""
+    def remove(self, keys: Sequence[BlockKey], *, for_all: bool = True) -> None:
+        """Forget these blocks, in shared tiers ``for_all``; what is under way brings none back."""
         unique = list(dict.fromkeys(keys))
         for start in range(0, len(unique), STEP):
             part = unique[start : start + STEP]
@@ -430,7 +431,7 @@ class TierStack:
                     self.loader.recall(key)
                 self.host.remove(part)
                 for level in self.levels:
-                    level.remove(part)
+                    (level.remove if for_all else level.discard)(part)
 
     def clear(self, *, erase: bool = False) -> Iterator[None]:
         """Forget every block; ``erase`` has tiers overwrite what they keep.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from math import inf
@@ -23,6 +23,8 @@ from kvladder.tiers.supervise import supervised
 if TYPE_CHECKING:
     from kvladder.tiers.level import Level
 
+LOST_MAX = 4096
+"""Of how many blocks it is remembered that what a shared tier has of them is of no use."""
 FULL_RETRY_S = 60.0
 """After a full disk, how long a level works within the places it has before it tries for more."""
 
@@ -48,8 +50,12 @@ class Writer:
         self._writing: dict[BlockKey, Pending] = {}
         self._tombstones: set[BlockKey] = set()
         self._removals = Removals()
-        self._limbo: set[BlockKey] = set()
-        """Blocks of a write or removal that was left behind and has not ended yet."""
+        self._limbo: dict[BlockKey, bytes] = {}
+        """Blocks of a write or removal that was left behind and has not ended yet; their salts."""
+        self._unwanted: set[BlockKey] = set()
+        """Those of them that a user has had removed meanwhile, or purged."""
+        self._lost: dict[BlockKey, None] = {}
+        """Blocks that a shared tier did not deliver, or damaged: to be replaced there."""
         self._full_until_s = -inf
         self._wakeup = asyncio.Event()
         self._idle = asyncio.Event()
@@ -114,6 +120,8 @@ class Writer:
             self._give_up(key)
         if key in self._writing:
             self._tombstones.add(key)
+        if key in self._limbo:
+            self._unwanted.add(key)
         return key in self._writing or key in self._limbo
 
     def recall_salted(self, keys: Iterable[BlockKey], salt: bytes) -> None:
@@ -135,6 +143,13 @@ class Writer:
                     self._tombstones.update(self._writing)
             yield
 
+    def purged(self, salt: bytes | None) -> None:
+        """A shared tier is going to be purged: what comes there after that of this salt goes."""
+        if self._tier.shared:
+            writing = ((key, one.meta.terms.salt) for key, one in self._writing.items())
+            self._tombstones.update(key for key, its in writing if salt in {None, its})
+            self._unwanted.update(key for key, its in self._limbo.items() if salt in {None, its})
+
     @property
     def removals(self) -> int:
         """Blocks that the tier still has to forget."""
@@ -144,6 +159,20 @@ class Writer:
         """Have the tier forget blocks that have left the index; their places are free after it."""
         self._removals.add(items)
 
+    def let_go(self, items: Sequence[Item]) -> None:
+        """Blocks have left the index, by no user's wish: others may use what a shared tier has."""
+        if self._tier.shared:
+            self._places.give([item.place for item in items])
+        else:
+            self._removals.add(items)
+
+    def lost(self, keys: Sequence[BlockKey]) -> None:
+        """What a shared tier has of these is of no use, if it has anything."""
+        if self._tier.shared:
+            self._lost.update(dict.fromkeys(keys))
+            for key in list(islice(self._lost, max(0, len(self._lost) - LOST_MAX))):
+                del self._lost[key]
+
     def leaving(self, key: BlockKey) -> bool:
         """Whether the tier has still to forget the block, or may still come to store it."""
         return key in self._removals or key in self._limbo
@@ -152,6 +181,7 @@ class Writer:
         """Assert bounds and claims; for tests."""
         self._inbox.check()
         assert self._tombstones <= self._writing.keys()
+        assert self._unwanted <= self._limbo.keys()
         claims = self._shared.arena.claims
         assert all(claims(pending.slot) > 0 for pending in self._writing.values())
 
@@ -243,16 +273,17 @@ class Writer:
         keys = [item.key for item in items]
 
         answer = await self._gate.call(
-            "remove", lambda: self._tier.remove(items), lambda: self._undo(items)
+            "remove", lambda: self._tier.remove(items), lambda: self._late(items, self.remove_later)
         )
         with self._lock:
             self._removals.ended(items)
             if answer.results is not None:
                 self._places.give([item.place for item in items if item.place != NO_PLACE])
             elif answer.quiet:
-                self._undo(items)
+                self.remove_later(items)
+                self.wake()
             else:
-                self._limbo.update(keys)
+                self._limbo.update(dict.fromkeys(keys, b""))
                 for key in keys:  # those that came back meanwhile
                     if key in self._inbox:
                         self._give_up(key)
@@ -271,7 +302,13 @@ class Writer:
             for pending in list(self._writing.values())[len(places) :]:
                 self._stats.drop(reason, pending.meta.priority)
             items = [
-                pending.item(key, place, ttl_s=self._rule.ttl_s, clock=self._shared.clock)
+                pending.item(
+                    key,
+                    place,
+                    ttl_s=self._rule.ttl_s,
+                    clock=self._shared.clock,
+                    replace=key in self._lost,
+                )
                 for place, (key, pending) in zip(places, self._writing.items(), strict=False)
             ]
         if not items:
@@ -279,7 +316,7 @@ class Writer:
         answer = await self._gate.call(
             "put",
             lambda: self._edge.put(items),
-            lambda: self._undo(items),
+            lambda: self._late(items, self._unstored),
             slots=[item.slot for item in items],
             expected=len(items),
         )
@@ -293,10 +330,12 @@ class Writer:
             self._full(items)
         elif answer.results is None:
             self._drop("failed", items)
+            self._unwanted.update(item.key for item in items if item.key in self._tombstones)
             if answer.quiet:
-                self._undo(items)
+                self._unstored(items)
+                self.wake()
             else:
-                self._limbo.update(item.key for item in items)
+                self._limbo.update((item.key, item.salt) for item in items)
         else:
             self._publish(items, answer.results)
         for key, pending in self._writing.items():
@@ -305,11 +344,25 @@ class Writer:
         self._writing = {}
         self._tombstones.clear()
 
-    def _undo(self, items: Sequence[Item]) -> None:
-        """A write or removal failed or has ended late: some of it may be there: remove it."""
-        self._limbo.difference_update(item.key for item in items)
-        self.remove_later(items)
+    def _late(self, items: Sequence[Item], then: Callable[[Sequence[Item]], None]) -> None:
+        """A call that was left behind has ended."""
+        for item in items:
+            self._limbo.pop(item.key, None)
+        then(items)
+        self._unwanted &= self._limbo.keys()
         self.wake()
+
+    def _unstored(self, items: Sequence[Item]) -> None:
+        """A write failed or has ended late: some of it may be there.
+
+        A tier of our own has to forget it. In a shared one it is as good as any block, but for
+        what a user had removed or purged meanwhile.
+        """
+        unwanted = [item for item in items if item.key in self._unwanted]
+        self._unwanted.difference_update(item.key for item in unwanted)
+        self.remove_later(unwanted)
+        gone = {item.key for item in unwanted}
+        self.let_go([item for item in items if item.key not in gone])
 
     def _publish(self, items: Sequence[Item], results: Results) -> None:
         ttl_s = self._rule.ttl_s
@@ -319,11 +372,12 @@ class Writer:
             if not kept:
                 self._places.give([item.place])
                 self._drop("refused", [item])
-            elif item.key in self._tombstones or not self._writing[item.key].meta.terms.last(
-                self._shared.clock
-            ):
+            elif item.key in self._tombstones:
                 self.remove_later([item])
+            elif not self._writing[item.key].meta.terms.last(self._shared.clock):
+                self.let_go([item])
             else:
+                self._lost.pop(item.key, None)
                 meta = self._writing[item.key].meta
                 assert meta.floor >= self._rule.min_priority
                 assert meta.terms.levels & self._level.bit
@@ -362,7 +416,9 @@ class Writer:
             if self._places.limited and now >= self._full_until_s:
                 self._places.unlimit()
             self._index.revert(now)
-            if not self._gate.open("remove"):
+            # of a shared tier, room in the index is one thing, and room on a full medium another
+            is_told = not self._tier.shared or self._places.limited
+            if is_told and not self._gate.open("remove"):
                 return "breaker"
             victims, outranked = self._victims(priorities[self._places.free :])
         reason: DropReason = "outranked" if outranked else "busy"
@@ -376,8 +432,11 @@ class Writer:
                     self._index.evict(key, now)
                     gone.append(Item(key, place))
             self._level.evicted([item.key for item in gone])
-            self._removals.begun(gone)
-        for start in range(0, len(gone), self._level.batch_max):
+            if is_told:
+                self._removals.begun(gone)
+            else:
+                self.let_go(gone)
+        for start in range(0, len(gone) if is_told else 0, self._level.batch_max):
             await self._remove_from_tier(gone[start : start + self._level.batch_max])
         return reason
 

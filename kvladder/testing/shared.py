@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from xxhash import xxh3_128_digest
 
+from kvladder.errors import TierFull
 from kvladder.keys import BlockKey
 from kvladder.testing.fakes import FakeTier, Record
 from kvladder.tiers.base import NO_PLACE, Item, Progress
 
 
 class SharedFakeTier(FakeTier):
-    """Stores blocks by key, each once: who puts it again is told that it is stored."""
+    """Stores blocks by key, each once: who puts it again is told that it is stored.
+
+    To remove what is still of use to others breaks a rule: ``removable`` says what is not.
+    """
 
     shared = True
+
+    removable: Callable[[BlockKey], bool] = frozenset[BlockKey]().__contains__
+    """Whether a user had a block removed, or purged; for the test to say."""
+    was_full = False
+    """Whether it had no room once: then others may have to make way."""
 
     def _where(self, key: BlockKey, place: int) -> int | BlockKey:
         del place
         return key
 
+    def at(self, key: BlockKey, place: int) -> Record | None:
+        record = super().at(key, place)
+        end_s = None if record is None else record.item.expires_wall_s
+        return record if end_s is None or end_s > self.context.clock.wall() else None
+
     def _keep(self, record: Record) -> None:
         item = record.item
-        if self.at(item.key, item.place) is None or item.key in self._forgotten:
-            super()._keep(record)
+        if item.replace or self.at(item.key, item.place) is None or item.key in self._forgotten:
+            super()._keep(record._replace(item=item._replace(replace=False)))
+
+    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
+        try:
+            return await super().put(items)
+        except TierFull:
+            self.was_full = True
+            raise
+
+    async def remove(self, items: Sequence[Item]) -> None:
+        wanted = [item for item in items if not (self.was_full or self.removable(item.key))]
+        self._require(not wanted, "a block is removed that others may use")
+        await super().remove(items)
 
     def others_put(self, blocks: Mapping[BlockKey, bytes]) -> None:
         """Another engine stores blocks."""

@@ -209,6 +209,18 @@ class TierTests(NoteTests):
         await blocks.store(tier, items)
         assert await blocks.get(tier, items) == [True]
 
+    async def test_a_shared_tier_replaces_what_is_of_no_use(
+        self, tier: Tier, blocks: Blocks
+    ) -> None:
+        if not tier.shared:
+            pytest.skip("it is not shared")
+        kept, damaged = await blocks.put(tier, 0, 1)
+        await self.raw_corrupt(tier, damaged)
+        assert await blocks.get(tier, [kept, damaged]) == [True, False]
+        again = [item._replace(replace=True) for item in (kept, damaged)]
+        await blocks.store(tier, again)
+        assert await blocks.get(tier, [kept, damaged]) == [True, True]
+
     # ---- cancellation
 
     async def test_a_cancelled_get_leaves_its_slots_alone(self, tier: Tier, blocks: Blocks) -> None:

@@ -47,6 +47,8 @@ class World:
         self._stores = [FakeStore() for _ in knobs.levels]
         self._names = 0
         self._purge = Purge()
+        self._condemned: set[BlockKey] = set()
+        """What a user had removed or purged, once at least: it may go from shared tiers, too."""
         self._salted = {key for odd in range(1, 16, 2) for key in self.prompt(odd, 8)}
         self.requests: list[Request] = []
         self._open()
@@ -71,6 +73,9 @@ class World:
                 zip(self.knobs.levels, self._stores, strict=True)
             )
         ]
+        for tier in self.tiers:
+            if isinstance(tier, SharedFakeTier):
+                tier.removable = self._condemned.__contains__
         specs = [
             LevelSpec(tier, level.rule, level.capacity_blocks, level.edged)
             for tier, level in zip(self.tiers, self.knobs.levels, strict=True)
@@ -214,7 +219,8 @@ class World:
                 self.note(f"forget {request.name}")
                 if request.save is not None:
                     request.save.abort()
-                self.model.removed(request.keys[: request.fetch.blocks])
+                if not any(tier.shared for tier in self.tiers):  # others may find them good
+                    self.model.removed(request.keys[: request.fetch.blocks])
                 request.fetch.forget()
                 self.requests.remove(request)
 
@@ -222,18 +228,21 @@ class World:
         """The user removes a prompt's blocks."""
         keys = self.prompt(number, length)
         self.note(f"remove {number}/{length}")
+        self._condemned.update(keys)
         self.manager.remove(keys)
         self.model.removed(keys)
 
     def clear(self) -> None:
         """The user removes everything."""
         self.note("clear")
+        self._condemned.update(self.model.floors)
         self.manager.clear()
         self.model.removed([*self.model.floors])
 
     def purge(self) -> None:
         """The user begins to remove everything of one salt."""
         self.note("purge")
+        self._condemned |= self._salted
         self._purge.begin(self.manager)
 
     def touch(self, number: int, length: int) -> None:

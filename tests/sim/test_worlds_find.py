@@ -106,6 +106,12 @@ OF_WISHES: dict[str, tuple[type, str, Any]] = {
 }
 
 
+OF_SHARED: dict[str, tuple[type, str, Any]] = {
+    "what a level gives up is gone for everybody": (Writer, "let_go", Writer.remove_later),
+    "bytes that were of no use here are gone for everybody": (Level, "discard", Level.remove),
+    "a removal does not reach others": (Writer, "remove_later", Writer.let_go),
+}
+
 _open, _said = Level.open, Gate._said
 
 
@@ -139,6 +145,7 @@ OF_UNRULY: dict[str, tuple[Any, str, Any]] = {
 KINDS_OF: dict[str, Kind] = {
     **dict.fromkeys(FAULTS, "plain"),
     **dict.fromkeys(OF_WISHES, "wishing"),
+    **dict.fromkeys(OF_SHARED, "shared"),
     **dict.fromkeys(OF_UNRULY, "unruly"),
 }
 
@@ -146,7 +153,7 @@ KINDS_OF: dict[str, Kind] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", KINDS_OF)
 def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*(FAULTS | OF_WISHES | OF_UNRULY)[fault])
+    monkeypatch.setattr(*(FAULTS | OF_WISHES | OF_SHARED | OF_UNRULY)[fault])
     monkeypatch.setattr("kvladder.testing.sim.TURNS_TOTAL_MAX", 50_000)
 
     def run_worlds() -> None:

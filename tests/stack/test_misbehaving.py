@@ -37,10 +37,11 @@ async def test_a_call_that_goes_wrong_is_a_failure_as_a_whole(step: Any, operati
         tier.others_put({key: cache.payload(key) for key in cache.keys(7)})
         cache.save(keys)
         await cache.settle()
-        assert [tier.stored(key) is not None for key in keys] == [operation != "put"] * 2
+        assert [key in cache.levels[0].index for key in keys] == [operation != "put"] * 2
+        left = [key for key in keys if tier.stored(key)]  # by a put that answers nonsense, too
         cache.save(cache.keys(3, 4, 5, 6))
         await cache.settle()
-        assert len(await cache.load(keys)) == (2 if operation == "contains" else 0)
+        assert len(await cache.load(keys)) == (0 if operation == "get" else len(left))
         assert len(await cache.load(cache.keys(7))) == (1 if operation != "contains" else 0)
         assert (counts(cache)["errors"], counts(cache)["task_failures"]) == (1, 0)
         await asyncio.sleep(2.0)
@@ -202,6 +203,7 @@ async def test_a_block_whose_removal_has_to_wait_is_not_written_again_before_it(
     tier = SharedFakeTier([Fail(on="remove", times=2)])
     async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
         keys = cache.keys(1)
+        tier.removable = {*keys}.__contains__
         cache.save(keys)
         await cache.settle()
         cache.manager.remove(keys)

@@ -138,6 +138,7 @@ async def test_what_is_removed_while_it_is_asked_for_does_not_come_back() -> Non
     tier = SharedFakeTier([asking])
     async with cache_of(LevelSpec(tier)) as cache:
         keys = put_by_others(tier, 1, 2)
+        tier.removable = {keys[0]}.__contains__
         fetch = cache.manager.fetch(keys)
         await asking.reached()
         cache.manager.remove(keys[:1])
@@ -154,6 +155,7 @@ async def test_clear_removes_what_others_put_as_well() -> None:
     tier = SharedFakeTier()
     async with cache_of(LevelSpec(tier, COMMIT)) as cache:
         keys = put_by_others(tier, 1, 2)
+        tier.removable = lambda _key: True
         cache.save(cache.keys(7))
         asked = cache.manager.fetch(keys)
         cache.manager.clear()
@@ -169,6 +171,7 @@ async def test_clear_removes_what_others_put_as_well() -> None:
 async def test_a_purge_of_a_salt_reaches_what_others_put() -> None:
     tier = SharedFakeTier()
     async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        tier.removable = {*cache.keys(1)}.__contains__
         cache.save(cache.keys(1), salt="tenant")
         cache.save(cache.keys(2))
         await cache.settle()
@@ -186,6 +189,7 @@ async def test_a_clear_that_fails_is_made_up_for() -> None:
     tier = SharedFakeTier([Fail(on="purge")])
     async with cache_of(LevelSpec(tier)) as cache:
         put_by_others(tier, 1, 2)
+        tier.removable = lambda _key: True
         cache.manager.clear()
         await cache.settle()
         assert not tier.records
@@ -201,10 +205,15 @@ async def test_its_capacity_bounds_what_is_known_to_be_there() -> None:
         assert await cache.load(keys) == ["level1"] * 2
         await cache.settle()
         assert len(cache.levels[0].index) == 3
-        assert len(tier.records) == 3, "the least recently used have gone"
+        assert len(tier.records) == 5, "what is not known here any more stays for others"
         longer = put_by_others(tier, 4, 5, 6, 7, 8)
         assert await cache.load(longer) == ["level1"] * 3
         assert cache.manager.stats()["level1"]["evicted"] == 5
+        cache.save(cache.keys(30, 31))
+        await cache.settle()
+        assert len(cache.levels[0].index) == 3
+        cache.stack.host.remove(cache.keys(1))
+        assert await cache.load(cache.keys(1)) == ["level1"], "it is asked for, and found again"
 
 
 async def test_blocks_worth_more_do_not_give_way_to_what_is_found() -> None:
@@ -241,6 +250,7 @@ async def test_a_full_medium_is_used_within_what_it_took() -> None:
     async with cache_of(LevelSpec(tier, COMMIT), slots=32) as cache:
         cache.save(cache.keys(1, 2, 3, 4))
         await cache.settle()
+        tier.removable = {*cache.keys(1, 2, 3, 4)[3:]}.__contains__
         cache.manager.remove(cache.keys(1, 2, 3, 4)[3:])
         await cache.settle()
         tier.script.append(Full())
@@ -274,6 +284,7 @@ async def test_what_others_put_is_its_requests_and_goes_with_its_salt() -> None:
     tier = SharedFakeTier()
     async with cache_of(LevelSpec(tier), slots=16) as cache:
         theirs, others = put_by_others(tier, 1, 2), put_by_others(tier, 3)
+        tier.removable = {*theirs}.__contains__
         for keys, salt in ((theirs, "tenant"), (others, "another")):
             fetch = cache.manager.fetch(keys, salt=salt)
             await asyncio.sleep(1)
@@ -292,6 +303,7 @@ async def test_what_others_put_does_not_arrive_after_its_salt_was_purged() -> No
     tier = SharedFakeTier([reading])
     async with cache_of(LevelSpec(tier)) as cache:
         keys = put_by_others(tier, 1)
+        tier.removable = {*keys}.__contains__
         fetch = cache.manager.fetch(keys, salt="tenant")
         await reading.reached()
         list(cache.manager.purge("tenant"))

@@ -51,7 +51,16 @@ class TestSharedFake(TierTests):
     @pytest.fixture
     def make(self):
         store = FakeStore()
-        return lambda: SharedFakeTier(store=store)
+
+        def make() -> SharedFakeTier:
+            tier = SharedFakeTier(store=store)
+            tier.removable = lambda _key: True
+            return tier
+
+        return make
+
+    async def raw_corrupt(self, tier, item) -> None:
+        tier.corrupt(item.key)
 
     async def test_purge_removes_one_salt_or_all(self, tier, blocks) -> None:
         salted = [item._replace(salt=b"8 bytes!") for item in blocks.items(0, 1)]

@@ -11,10 +11,11 @@ from kvladder.errors import TierFull
 from kvladder.keys import salt_digest
 from kvladder.testing.redisserver import RedisServer
 from kvladder.tiers import redis, redisquota
+from kvladder.tiers.base import Item
 from kvladder.tiers.redisurl import QuotaOptions, RedisOptions
 from kvladder.tiers.redisvalue import HEADER_BYTES
 from kvladder.units import Size
-from tests.tiers.redistests import PATIENT, clustered
+from tests.tiers.redistests import PATIENT, clustered, key_of
 from tests.tiers.test_redis_faults import (
     LAYOUT,
     cache_over,
@@ -121,6 +122,22 @@ def test_what_is_removed_makes_room_again_whoever_put_it(server, monkeypatch):
         two.clear()
         wait_for(two.idle)
         assert server.run("DBSIZE") == 0
+
+
+def test_a_damaged_block_that_is_replaced_counts_once(server):
+    with cache_over(server.url, **quota(tenant=10)) as cache:
+        settled(cache)
+        wanted = flat(1, 2)
+        assert salted(cache, wanted, "tenant") == 2
+        name = key_of(cache.stack.levels[0].tier, Item(wanted[0], 0))
+        server.run("SETRANGE", name, VALUE - 1, b"?")
+        forgotten(cache, wanted)
+        assert [load(cache, [key])[0] for key in wanted] == [0, 1]
+        assert server.run("EXISTS", name) == 1, "somebody may have mended it meanwhile"
+        assert salted(cache, wanted[:1], "tenant") == 1
+        forgotten(cache, wanted)
+        assert [load(cache, [key])[0] for key in wanted] == [1, 1]
+        assert counters(server, cache)[b"all"] == 2
 
 
 def test_above_the_namespaces_quota_blocks_give_way_to_new_ones(server):

@@ -65,8 +65,7 @@ class TestValues(Values):
         assert await blocks.contains(tier, items) == [False] * 4
         assert await blocks.get(tier, items) == [False] * 4
         assert tier.corrupt_blocks() == 3
-        await blocks.remove(tier, items)
-        await blocks.store(tier, items)
+        await blocks.store(tier, [item._replace(replace=True) for item in items])
         assert await blocks.get(tier, items) == [True] * 4
 
     async def test_what_lies_where_a_block_belongs_is_replaced_if_it_cannot_be_one(
@@ -212,6 +211,10 @@ class TestParts(Values):
         self.run("DEL", keys[1] + b":2")
         self.run("SETRANGE", keys[2] + b":1", 77, b"damage")
         assert await blocks.get(tier, items) == [True, False, False]
+        await blocks.store(tier, [item._replace(replace=True) for item in items[1:]])
+        assert await blocks.get(tier, items) == [True] * 3
+        for key in keys:
+            assert {self.run("TTL", key + tail) for tail in (b"", b":1", b":2")} == {-1}
         await blocks.remove(tier, items)
         assert self.run("DBSIZE") == 0
 

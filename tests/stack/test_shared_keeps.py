@@ -1,0 +1,200 @@
+"""Nothing is removed from a shared tier but by a user: what one engine gives up, others may use.
+
+The tier of each test calls every other removal a broken rule, which ends the test as failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from kvladder.policy.offload import OffloadRule
+from kvladder.testing.fakes import Fail, Full, Hang, Hold, Wrong
+from kvladder.testing.mirror import MirrorCodec
+from kvladder.testing.shared import SharedFakeTier
+from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.tiers.codecs import ChecksumCodec
+from kvladder.tiers.edge import EdgeSettings
+from kvladder.tiers.index import Meta
+from kvladder.tiers.level import LevelSettings
+from tests.stack.caches import COMMIT, QUICK, cache_of
+
+COMMIT_50 = OffloadRule(when="commit", min_priority=50)
+
+
+def known(cache: SimCache, *path: int) -> int:
+    """How many blocks of a prefix the shared level holds in its index."""
+    return sum(key in cache.levels[0].index for key in cache.keys(*path))
+
+
+async def stored(cache: SimCache, *path: int, **options: object) -> None:
+    cache.save(cache.keys(*path), **options)
+    await cache.settle()
+    cache.stack.host.remove(cache.keys(*path))
+    assert known(cache, *path) == len(path)
+
+
+async def test_what_sinks_below_the_threshold_is_forgotten_here_alone() -> None:
+    tier = SharedFakeTier()
+    async with cache_of(LevelSpec(tier, COMMIT_50)) as cache:
+        await stored(cache, 1, 2, priorities=[80, 80])
+        with cache.stack.lock:
+            for key in cache.keys(1, 2):
+                cache.stack.used(key, Meta(10, 10))
+        await cache.settle()
+        assert (known(cache, 1, 2), len(tier.records)) == (0, 2)
+        assert await cache.load(cache.keys(1, 2)) == ["level1"] * 2, "it is still there"
+
+
+@pytest.mark.parametrize("own", [True, False])
+async def test_what_expires_here_the_tier_lets_expire_by_itself(own: bool) -> None:
+    tier = SharedFakeTier()
+    rule = OffloadRule(when="commit", ttl_s=None if own else 10.0)
+    async with cache_of(LevelSpec(tier, rule)) as cache:
+        others = cache.keys(1, 2)[1:]
+        tier.others_put({key: cache.payload(key) for key in others})
+        await stored(cache, 1, 2, ttl_s=10.0 if own else None)
+        await asyncio.sleep(20.0)
+        assert await cache.load(cache.keys(1, 2)) == []
+        assert cache.manager.stats()["level1"]["expired"] > 0
+        assert [tier.at(key, 0) is not None for key in cache.keys(1, 2)] == [False, True]
+
+
+async def test_what_expires_while_it_is_written() -> None:
+    holding = Hold(on="put", after=True)
+    tier = SharedFakeTier([holding])
+    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        cache.save(cache.keys(1), ttl_s=1.0)
+        await holding.reached()
+        await asyncio.sleep(2.0)
+        holding.let_go()
+        await cache.settle()
+        assert (known(cache, 1), cache.levels[0].places.taken) == (0, 0)
+
+
+@pytest.mark.parametrize("found", [True, False])
+async def test_what_makes_room_in_the_index_stays_in_the_tier(found: bool) -> None:
+    tier = SharedFakeTier()
+    async with cache_of(LevelSpec(tier, COMMIT, capacity_blocks=2), slots=16) as cache:
+        await stored(cache, 1, 2)
+        if found:
+            tier.others_put({key: cache.payload(key) for key in cache.keys(3, 4)})
+            assert await cache.load(cache.keys(3, 4)) == ["level1"] * 2
+        else:
+            await stored(cache, 3, 4)
+        assert (known(cache, 1, 2), known(cache, 3, 4), len(tier.records)) == (0, 2, 4)
+        assert await cache.load(cache.keys(1, 2)) == ["level1"] * 2
+
+
+@pytest.mark.parametrize("make", [Fail, Hang, lambda **how: Wrong("short", **how)])
+@pytest.mark.parametrize("after", [True, False])
+async def test_what_a_write_left_that_failed_is_as_good_as_any_block(
+    make: Callable[..., Fail], *, after: bool
+) -> None:
+    tier = SharedFakeTier([make(on="put", after=after)])
+    async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
+        cache.save(cache.keys(1, 2))
+        await asyncio.sleep(5.0)
+        assert known(cache, 1, 2) == 0
+        assert cache.levels[0].places.taken == 0
+        cache.stack.host.remove(cache.keys(1, 2))
+        assert await cache.load(cache.keys(1, 2)) == ["level1"] * len(tier.records)
+        await stored(cache, 3)
+
+
+@pytest.mark.parametrize("purges", [True, False])
+async def test_a_write_left_behind_brings_nothing_back_that_a_user_removed(purges: bool) -> None:
+    late = Hang(on="put", stubborn=True)
+    tier = SharedFakeTier([late])
+    async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
+        mine = cache.keys(1)
+        tier.removable = {*mine}.__contains__
+        cache.save(mine, salt="tenant")
+        cache.save(cache.keys(2), salt="another")
+        await asyncio.sleep(2.0)
+        assert cache.levels[0].left_behind == 2
+        if purges:
+            list(cache.manager.purge("tenant"))
+        else:
+            cache.manager.remove(mine)
+        await asyncio.sleep(1.0)
+        assert cache.manager.removals > 0, "it is not over"
+        late.let_go()
+        await asyncio.sleep(10.0)
+        assert cache.manager.removals == 0
+        assert [tier.stored(key) is not None for key in (*mine, *cache.keys(2))] == [False, True]
+
+
+@pytest.mark.parametrize("after_s", [0.5, 1.5])
+async def test_a_purge_of_all_reaches_writes_that_end_after_it(after_s: float) -> None:
+    late = Hang(on="put", stubborn=True)
+    tier = SharedFakeTier([late])
+    async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
+        tier.removable = lambda _key: True
+        cache.save(cache.keys(1, 2))
+        await asyncio.sleep(after_s)
+        cache.manager.clear()
+        await asyncio.sleep(10.0)
+        late.let_go()
+        await asyncio.sleep(10.0)
+        assert (cache.manager.removals, tier.records) == (0, {})
+
+
+async def test_bytes_that_one_engine_could_not_use_stay_for_others() -> None:
+    tier = SharedFakeTier()
+    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        await stored(cache, 1, 2)
+        fetch = cache.manager.fetch(cache.keys(1, 2))
+        await asyncio.sleep(1.0)
+        assert (fetch.done, fetch.blocks) == (True, 2)
+        fetch.forget()
+        await cache.settle()
+        assert (known(cache, 1, 2), cache.manager.lookup(cache.keys(1, 2))) == (0, (0, 0))
+        assert len(tier.records) == 2
+
+
+async def test_a_reset_leaves_it_alone() -> None:
+    tier = SharedFakeTier()
+    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        await stored(cache, 1, 2)
+        cache.manager.reset()
+        await cache.settle()
+        assert len(tier.records) == 2
+        assert await cache.load(cache.keys(1, 2)) == ["level1"] * 2
+
+
+@pytest.mark.parametrize("coded", [True, False])
+async def test_a_damaged_block_is_replaced_when_it_is_put_again(coded: bool) -> None:
+    edge = EdgeSettings((MirrorCodec(), ChecksumCodec()) if coded else ())
+    tier = SharedFakeTier(checks=not coded)
+    async with cache_of(LevelSpec(tier, COMMIT, settings=LevelSettings(edge=edge))) as cache:
+        await stored(cache, 1, 2)
+        tier.corrupt(cache.keys(1)[0])
+        assert await cache.load(cache.keys(1, 2)) == []
+        assert len(tier.records) == 2, "somebody may have mended it meanwhile"
+        await stored(cache, 1)
+        cache.stack.host.remove(cache.keys(1, 2))
+        assert await cache.load(cache.keys(1, 2)) == ["level1"] * 2
+
+
+async def test_what_is_stored_and_was_not_found_damaged_is_not_replaced() -> None:
+    tier = SharedFakeTier()
+    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        (key,) = cache.keys(1)
+        tier.others_put({key: cache.payload(key)})
+        before = tier.records[key]
+        await stored(cache, 1)
+        assert tier.records[key] is before
+
+
+async def test_only_where_it_is_full_do_blocks_make_way_in_the_tier() -> None:
+    tier = SharedFakeTier(batch_max=1)
+    async with cache_of(LevelSpec(tier, COMMIT), slots=16) as cache:
+        await stored(cache, 1, 2)
+        tier.script.append(Full())
+        cache.save(cache.keys(3))
+        await cache.settle()
+        await stored(cache, 4)
+        assert len(tier.records) == 2
