@@ -192,6 +192,10 @@ class TestFiles(FilesTests):
         for turn in range(60):
             await tier.remove(blocks.items(turn % 8))
             await blocks.put(tier, turn % 8)
+        for turn in range(160):  # more than came while the last compaction was under way
+            if tier._compacting is not None:
+                await asyncio.wait({tier._compacting})
+            await blocks.put(tier, turn % 8)
         assert await blocks.get(tier, blocks.items(*range(8))) == [True] * 8
         await tier.aclose()
         log = next((tmp_path / "kv").rglob("index.log"))
