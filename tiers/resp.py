@@ -187,7 +187,8 @@ class Wire(asyncio.BufferedProtocol):
                     ready, size = [], 0
                 if isinstance(part, int):
                     await self._begun(part)
-            await self._send([*ready, encode(b"PING", self._mark)])
+            # not PING, which a server refuses that reads but cannot save
+            await self._send([*ready, encode(b"ECHO", self._mark)])
             return (await done)[:-1]
         except BaseException:
             self.abort()
@@ -297,7 +298,9 @@ class Wire(asyncio.BufferedProtocol):
         if self._skip or len(self._replies) < len(self._targets):
             return
         if bytes(self._echo) != self._mark:
-            self._break(ConnectionResetError("its replies do not match the commands"))
+            refused = [f": {last}" for last in self._replies[-1:] if isinstance(last, ReplyError)]
+            what = "its replies do not match the commands"
+            self._break(ConnectionResetError("".join([what, *refused])))
             return
         if self._done is not None and not self._done.done():
             self._done.set_result(self._replies)

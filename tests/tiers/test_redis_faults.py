@@ -281,6 +281,22 @@ def test_what_the_server_says_of_itself_is_in_the_statistics(server):
         assert stats["server_evicted"] == 0
 
 
+def test_a_server_that_cannot_save_refuses_writes_and_is_read(tmp_path):
+    wanted = keys(1, 2, 3)
+    with RedisServer(tmp_path, [("save", "900 1")]) as server, cache_over(server.url) as cache:
+        stored(cache, wanted)
+        (server.folder / "dump.rdb" / "in its way").mkdir(parents=True)
+        server.run("BGSAVE")
+        server.wait_for(
+            lambda: server.run("INFO", "persistence")["rdb_last_bgsave_status"] == "err"
+        )
+        save(cache, keys(4))
+        wait_for(lambda: cache.stats()["redis"].get("dropped_failed") == 1)
+        forgotten(cache, wanted)
+        wait_for(lambda: load(cache, wanted)[0] == 3)
+        assert cache.stats()["redis"]["stored"] == 3
+
+
 def test_a_full_server_takes_new_blocks_in_place_of_old_ones(server):
     used = server.run("INFO", "memory")["used_memory"]
     server.configure(maxmemory_policy="noeviction", maxmemory=used + (2 << 20))

@@ -62,9 +62,9 @@ class Server:
 
     @property
     def _said(self):
-        """All that it has to say so far, the answer to a ping last."""
+        """All that it has to say so far, the echo last."""
         replies = [self.strays.get(n, b"") + text for n, text in enumerate(self._replies)]
-        marks = re.findall(rb"PING\r\n(\$\d+\r\n[^\r]+\r\n)", self._written)
+        marks = re.findall(rb"ECHO\r\n(\$\d+\r\n[^\r]+\r\n)", self._written)
         return b"".join(replies[: self.asked] + marks) + self.strays.get(-1, b"") * len(marks)
 
     def deliver(self, count):
@@ -223,6 +223,16 @@ async def test_a_reply_while_nothing_was_asked_closes_the_wire(stray):
     assert wire.closed
 
 
+async def test_a_server_that_refuses_the_echo_is_quoted():
+    wire = Wire()
+    server = Server(wire, [b"+OK\r\n-NOPERM no echo for you\r\n"])
+    task = asyncio.create_task(wire.exchange([encode(b"GETRANGE")], [None]))
+    await turns()
+    server.deliver(1000)
+    with pytest.raises(ConnectionError, match="NOPERM no echo for you"):
+        await task
+
+
 async def test_a_reply_that_was_lost_fails_the_exchange():
     wire = Wire()
     server = Server(wire, [b"+OK\r\n", b""])
@@ -271,7 +281,7 @@ async def _sent(lengths, pieces, in_place):
     task = asyncio.create_task(wire.exchange(parts, [None]))
     found = bytearray()
     mark = b"kvladder-0"
-    end = encode(b"PING", mark)
+    end = encode(b"ECHO", mark)
     for piece in cycle(pieces):
         if len(found) == sum(lengths) + len(end):
             break
