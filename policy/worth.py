@@ -35,7 +35,7 @@ SAMPLE_TOKENS = 256
 ENDS_MAX = 32
 """Of how many ends of a prefix the best is chosen."""
 STEPS = 16
-"""How many measurements of computing are remembered."""
+"""How many measurements of computing are remembered, of short steps and of long ones."""
 
 
 class Curve:
@@ -289,6 +289,25 @@ class Stake:
         return best, expected_s
 
 
+class _Steps:
+    """The last steps of an engine that computed prompts."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, int]] = deque(maxlen=STEPS)
+        self.token_s: float | None = None
+        """Seconds of the median token: one slow step is nothing."""
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """One more."""
+        self._steps.append((seconds / tokens, tokens))
+        half = sum(count for _, count in self._steps) / 2
+        for token_s, count in sorted(self._steps):
+            half -= count
+            if half <= 0:
+                self.token_s = token_s
+                return
+
+
 class Worth:
     """How long computing tokens takes, as the engine tells.
 
@@ -300,36 +319,37 @@ class Worth:
 
     def __init__(self, *, always: bool = False) -> None:
         self._always = always
-        self._steps: deque[tuple[float, int]] = deque(maxlen=STEPS)
-        self._token_s: float | None = None
+        self._short, self._long = _Steps(), _Steps()
+        """Of fewer tokens than a sample, which hide behind what a step takes anyway, and others."""
         self._told = False
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """Computing so many tokens of prompts at once took so long."""
         self._told = not self._always
-        if self._always or tokens < TOKENS_MIN:
-            return
-        self._steps.append((seconds / tokens, tokens))
-        half = sum(count for _, count in self._steps) / 2
-        for token_s, count in sorted(self._steps):  # the median token: one slow step is nothing
-            half -= count
-            if half <= 0:
-                self._token_s = token_s
-                return
+        if not self._always and tokens >= TOKENS_MIN and 0 <= seconds < inf:
+            (self._short if tokens < SAMPLE_TOKENS else self._long).add(tokens, seconds)
+
+    def _token_s(self, tokens: int) -> float | None:
+        """Seconds a token of so many, from steps of about as many if there were any."""
+        first, second = self._short.token_s, self._long.token_s
+        if tokens >= SAMPLE_TOKENS:
+            first, second = second, first
+        return second if first is None else first
 
     def sample(self, saves: Saves, blocks: int) -> int:
         """How many blocks should be computed only to see how long it takes.
 
         None, if that is known, and if the engine does not tell or the prompt is too short.
         """
-        if not self._told or self._token_s is not None or saves.whole or saves is ANYTHING:
+        known = self._token_s(saves.tokens) is not None
+        if not self._told or known or saves.whole or saves is ANYTHING:
             return 0
         count = min(-(-SAMPLE_TOKENS * blocks // saves.tokens), blocks // 2)
         return count if count * saves.tokens >= TOKENS_MIN * blocks else 0
 
     def stake(self, saves: Saves, blocks: int) -> Stake | None:
         """What computing so many blocks takes; None as long as nothing was measured."""
-        if self._token_s is None or not blocks:
+        token_s = self._token_s(saves.tokens + saves.behind)
+        if token_s is None or not blocks:
             return None
-        block_s = self._token_s * saves.tokens / blocks
-        return Stake(block_s, self._token_s * saves.behind, whole=saves.whole)
+        return Stake(token_s * saves.tokens / blocks, token_s * saves.behind, whole=saves.whole)

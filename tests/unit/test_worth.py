@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, nan
 
 import pytest
 from hypothesis import given
@@ -13,8 +13,10 @@ from kvladder.policy.worth import (
     ENDS_MAX,
     FORGET,
     GRACE_S,
+    STEPS,
     TRIAL_EVERY,
     Curve,
+    Mark,
     Pace,
     Run,
     Saves,
@@ -82,6 +84,8 @@ def test_what_is_on_its_way_is_ahead_and_what_hangs_takes_at_least_as_long() -> 
     assert pace.ahead == 8
     assert pace.seconds(8, 1.5) == 1.0
     assert pace.seconds(8, 100.0) == 99.0
+    pace.came(Mark(100.0, 8), 4, 100.0, found=False)
+    assert pace.seconds(8, 100.5) == 1.0, "something has come: it does not hang any more"
     fresh = Pace()
     assert (fresh.seconds(8, 5.0), fresh.within(8)) == (None, inf)
     fresh.asked(8, 5.0)
@@ -118,6 +122,9 @@ def test_what_comes_later_than_computing_it_is_left() -> None:
     assert choose(Run(0, 8, slow), Run(8, 8, fast), end=16) == 0
     assert choose(Run(0, 8, slow), end=100) == 100, "what follows is in host memory"
     assert choose(Run(2, 8, slow), end=10, behind_s=6.0) == 10
+    mixed = Run(0, 8, fast), Run(8, 1, measured((1, 0.9)))
+    assert choose(*mixed, end=9) == 8
+    assert choose(*mixed, end=9, behind_s=1.0) == 9, "until then the engine is busy"
 
 
 def test_where_levels_take_turns_very_often_not_every_end_is_looked_at() -> None:
@@ -158,6 +165,33 @@ def test_one_slow_step_and_small_ones_say_nothing() -> None:
     assert stake is not None
     assert stake.worth(10, 0.87)
     assert not stake.worth(10, 0.89)
+
+
+def test_many_short_steps_do_not_hide_what_long_prompts_take() -> None:
+    """A GPU computes a hundred tokens in the time of one: of thousands that says nothing."""
+    worth = Worth()
+    worth.prefilled(100, 0.0)
+    short = worth.stake(Saves(8000), 500)
+    assert short is not None, "better than nothing"
+    assert not short.worth(500, 0.1)
+    worth.prefilled(4000, 0.4)
+    for _ in range(3 * STEPS):
+        worth.prefilled(100, 0.0005)
+    for saves, seconds, is_worth in (
+        (Saves(8000), 0.6, True),
+        (Saves(100), 0.005, False),
+        (Saves(100, behind=4000), 0.3, True),
+    ):
+        stake = worth.stake(saves, 10)
+        assert stake is not None
+        assert stake.worth(10, seconds) == is_worth
+
+
+@pytest.mark.parametrize("seconds", [nan, inf, -1.0])
+def test_what_no_clock_says_is_no_measurement(seconds: float) -> None:
+    worth = Worth()
+    worth.prefilled(1000, seconds)
+    assert worth.stake(Saves(100), 10) is None
 
 
 def test_a_sample_is_computed_once_and_only_if_the_engine_tells() -> None:
