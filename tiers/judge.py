@@ -23,8 +23,8 @@ class Cut(NamedTuple):
     """Up to which position among the keys."""
     slower: bool = False
     """Whether it ends there because the rest would come later than computing it."""
-    trial: bool = False
-    """Whether a trial of the level that was too slow is due from there on."""
+    trials: Sequence[int] = ()
+    """From which positions on trials of the levels are due that are not asked for the rest."""
 
 
 def _extend(runs: list[Run], run: Run) -> None:
@@ -91,8 +91,10 @@ class Judge:
             fetch.patience = stake.trusting(fetch.patience, keep - first, expected_s, now_s)
         if start + keep == end:
             return Cut(end)
-        slow = next(run.pace for run in runs if run.first >= keep)
-        return Cut(start + keep, slower=True, trial=slow.spurn())
+        # whichever is the slow one: a level that others hide would never be tried again
+        left = {run.pace: run.first for run in reversed(runs) if run.first >= keep}
+        trials = [start + first for pace, first in left.items() if pace.spurn()]
+        return Cut(start + keep, slower=True, trials=trials)
 
     def extend(
         self,

@@ -184,8 +184,8 @@ class Loader:
         with self._lock:
             for level, blocks in dropped.items() if cut.slower else ():
                 level.stats.slower += blocks
-        if cut.trial:
-            self._try(fetch, cut.end)
+        for trial in cut.trials:
+            self._try(fetch, trial)
         return Judged(cut.end, known, dropped)
 
     def _grow_on(self, fetch: Fetch, judged: Judged | None, *, new: bool) -> bool:
@@ -241,9 +241,9 @@ class Loader:
         self._post(self._run, lambda: self._bring_some(keys, levels, salt), "kvladder-try")
 
     async def _bring_some(self, keys: Sequence[BlockKey], levels: int, salt: bytes) -> None:
-        with self._lock:
-            is_known = self._known(keys[0])
-        if not is_known:
+        with self._lock:  # what was known may have gone since, from a level that nobody can ask
+            asks = not self._known(keys[0]) and self.prober.may_know(keys[0], levels)
+        if asks:
             await self.prober.ask(keys, salt)
         with self._lock:
             _, wants = self._plan(keys, levels)

@@ -96,18 +96,20 @@ class Prober:
         if question is not None:
             await question.answered.wait()
             return
-        question = self._questions[keys[0]] = Question()
-        found: dict[BlockKey, Level] = {}
-        with self._shared.lock:
+        question, found = Question(), dict[BlockKey, Level]()
+        with self._shared.lock:  # whoever removes blocks looks through the questions
+            self._questions[keys[0]] = question
             mark = self.pace.asked(1, self._shared.clock.now())
         try:
             await self._find(keys, found, question.removed)
         finally:
-            self._adopt(keys, salt, found, question)
-            with self._shared.lock:
-                self.pace.came(mark, 1, self._shared.clock.now(), found=True)
-                del self._questions[keys[0]]
-            question.answered.set()
+            try:
+                self._adopt(keys, salt, found, question)
+            finally:
+                with self._shared.lock:
+                    self.pace.came(mark, 1, self._shared.clock.now(), found=True)
+                    del self._questions[keys[0]]
+                question.answered.set()
 
     async def _find(
         self, keys: Sequence[BlockKey], found: dict[BlockKey, Level], removed: set[BlockKey]

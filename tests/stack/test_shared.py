@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
+from kvladder.keys import BlockKey
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import Delay, Fail, FakeTier, Full, Hang, Hold
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.level import LevelSettings
+from kvladder.tiers.probe import Question
 from tests.stack.caches import COMMIT, QUICK, cache_of, flushed
 
 
@@ -133,7 +136,8 @@ async def test_a_tier_that_is_left_alone_is_not_asked() -> None:
         assert len(tier.batches("contains")) == 2
 
 
-async def test_what_is_removed_while_it_is_asked_for_does_not_come_back() -> None:
+@pytest.mark.parametrize("settled", [False, True])
+async def test_what_is_removed_while_it_is_asked_for_does_not_come_back(settled) -> None:
     asking = Hold(on="contains", after=True)
     tier = SharedFakeTier([asking])
     async with cache_of(LevelSpec(tier)) as cache:
@@ -142,6 +146,8 @@ async def test_what_is_removed_while_it_is_asked_for_does_not_come_back() -> Non
         fetch = cache.manager.fetch(keys)
         await asking.reached()
         cache.manager.remove(keys[:1])
+        if settled:
+            await cache.settle()
         asking.let_go()
         await asyncio.sleep(1)
         assert fetch.done
@@ -149,6 +155,96 @@ async def test_what_is_removed_while_it_is_asked_for_does_not_come_back() -> Non
         fetch.release()
         assert tier.stored(keys[0]) is None, "it is removed for others too"
         assert tier.stored(keys[1]) is not None
+        assert cache.manager.stats()["level1"]["found"] == 0
+
+
+async def test_what_was_about_to_be_removed_when_it_was_asked_for_is_not_taken() -> None:
+    removing, asking = Hold(on="remove"), Hold(on="contains", after=True)
+    tier = SharedFakeTier([removing, asking])
+    async with cache_of(LevelSpec(tier)) as cache:
+        keys = put_by_others(tier, 1, 2)
+        cache.manager.remove(keys)
+        await removing.reached()
+        fetch = cache.manager.fetch(keys)
+        await asking.reached()
+        removing.let_go()
+        await cache.settle()
+        asking.let_go()
+        await asyncio.sleep(1)
+        assert (fetch.done, fetch.blocks) == (True, 0)
+        fetch.release()
+        assert cache.manager.stats()["level1"]["found"] == 0
+
+
+@pytest.mark.parametrize("how", ["clear", "purge"])
+async def test_an_answer_to_what_was_asked_before_everything_went_is_void(how) -> None:
+    asking = Hold(on="contains", after=True)
+    tier = SharedFakeTier([asking])
+    async with cache_of(LevelSpec(tier)) as cache:
+        fetch = cache.manager.fetch(put_by_others(tier, 1, 2), salt="tenant")
+        await asking.reached()
+        cache.manager.clear() if how == "clear" else list(cache.manager.purge("tenant"))
+        await cache.settle()
+        assert cache.levels[0].answers
+        asking.let_go()
+        await asyncio.sleep(1)
+        assert (fetch.done, fetch.blocks) == (True, 0)
+        fetch.release()
+        assert cache.manager.stats()["level1"]["found"] == 0
+
+
+async def test_an_answer_that_cannot_be_taken_in_is_none_and_the_next_one_is() -> None:
+    tier = SharedFakeTier()
+    async with cache_of(LevelSpec(tier)) as cache:
+        level, faults = cache.levels[0], [1]
+        adopt = level.adopt
+
+        def fragile(*given: Any) -> None:
+            if faults:
+                raise ZeroDivisionError(faults.pop())
+            adopt(*given)
+
+        level.adopt = fragile  # type: ignore[method-assign, assignment]
+        keys = put_by_others(tier, 1, 2)
+        assert await cache.load(keys, deadline_s=1.0) == []
+        assert cache.stack.loader.prober.pace.ahead == 0
+        assert await cache.load(keys, deadline_s=1.0) == ["level1"] * 2
+        assert cache.manager.stats()["host"]["task_failures"] == 1
+
+
+async def test_questions_begin_and_end_with_the_lock_held() -> None:
+    """The engine's thread looks through them when it removes blocks."""
+
+    class Guarded(dict[BlockKey, Question]):
+        def __setitem__(self, key: BlockKey, question: Question) -> None:
+            assert cache.stack.lock.held()
+            super().__setitem__(key, question)
+
+        def __delitem__(self, key: BlockKey) -> None:
+            assert cache.stack.lock.held()
+            super().__delitem__(key)
+
+    tier = SharedFakeTier()
+    async with cache_of(LevelSpec(tier)) as cache:
+        cache.stack.loader.prober._questions = Guarded()
+        assert await cache.load(put_by_others(tier, 1, 2)) == ["level1"] * 2
+        assert not cache.stack.loader.prober._questions
+
+
+async def test_nobody_waits_for_a_block_that_was_removed_while_it_came() -> None:
+    reading = Hold(on="get", after=True)
+    tier = FakeTier([reading], store=await flushed((1, 2)), durable=True)
+    async with cache_of(LevelSpec(tier)) as cache:
+        first = cache.manager.fetch(cache.keys(1, 2))
+        await reading.reached()
+        cache.manager.remove(cache.keys(1, 2))
+        second = cache.manager.fetch(cache.keys(1, 2))
+        assert (second.done, second.blocks) == (True, 0)
+        reading.let_go()
+        await asyncio.sleep(1)
+        assert (first.done, first.blocks) == (True, 0)
+        first.release()
+        second.release()
 
 
 async def test_clear_removes_what_others_put_as_well() -> None:

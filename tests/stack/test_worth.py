@@ -11,11 +11,11 @@ import pytest
 from kvladder.keys import BlockKey
 from kvladder.manager import ManagerSettings
 from kvladder.policy.offload import OffloadRule
-from kvladder.policy.worth import GRACE_S, SPARE, TRIAL_BLOCKS, TRIAL_EVERY, Saves
+from kvladder.policy.worth import GRACE_S, SPARE, TRIAL_BLOCKS, TRIAL_EVERY, Saves, Stake
 from kvladder.testing.fakes import FakeStore, FakeTier
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
-from kvladder.tiers.base import Item, Tier
+from kvladder.tiers.base import NO_SLOT, Item, Tier
 from kvladder.tiers.fetch import Fetch
 
 Link = Literal["calls", "lines", "wire"]
@@ -147,7 +147,8 @@ async def test_what_a_fast_tier_has_is_served(kind: str, link: Link) -> None:
         for at in range(16):
             await engine.serve(at, lengths[at % len(lengths)])
             hits.append(lengths[at % len(lengths)] - engine.hits)
-        assert [missing for missing in hits if missing] in ([], [32]), hits
+        sampled = [[]] if 64 * speed_s <= GRACE_S else [[], [32]]
+        assert [missing for missing in hits if missing] in sampled, hits
         assert cache.manager.stats()["level1"]["slower"] == 0
         await cache.aclose()
 
@@ -170,6 +171,44 @@ async def test_a_tier_that_recovers_is_used_again(kind: str, slow_s: float) -> N
         assert await engine.serve(at) <= MOST
         served.append(engine.hits)
     assert served[-TRIAL_EVERY:] == [32] * TRIAL_EVERY, served
+    await cache.aclose()
+
+
+async def test_a_tier_that_recovers_behind_a_faster_one_is_used_again() -> None:
+    """Also by requests that a part of the blocks is of no use for."""
+    tiers = [made("own", 1e-4, "lines"), made("own", 0.1, "lines")]
+    for tier, part in zip(tiers, (slice(16), slice(16, 32)), strict=True):
+        first = await SimCache.open(spec(FakeTier(store=tier.store)), slots=40 * 32)
+        for prompt in range(40):
+            first.save(Engine.keys(prompt, 32)[part])
+        await first.settle()
+        await first.aclose()
+    cache = await SimCache.open(*map(spec, tiers), slots=256)
+    engine = Engine(cache, tiers[0])
+    for at in range(4):
+        await engine.serve(at)
+    assert engine.hits == 16
+    saves = Saves(32 * LAYOUT.block_tokens, whole=True)
+    tiers[1].block_s = 1e-4
+    await asyncio.sleep(3600)
+    for at in range(4, 4 + 3 * TRIAL_EVERY):
+        fetch = cache.manager.fetch(engine.keys(at, 32), saves=saves)
+        await engine.compute(fetch, engine.now)
+    assert engine.hits == 32
+    await cache.aclose()
+
+
+async def test_a_trial_of_blocks_that_have_gone_is_nothing() -> None:
+    tier = made("own", 1.0, "lines")
+    cache, engine = await opened(tier, range(20), slots=256)
+    for at in range(4):
+        await engine.serve(at)
+    await asyncio.sleep(3600)
+    for at in range(4, 4 + 2 * TRIAL_EVERY):
+        fetch = cache.manager.fetch(engine.keys(at, 32))
+        cache.manager.remove(engine.keys(at, 32))  # before the loop comes to a trial
+        await engine.compute(fetch, engine.now)
+    assert cache.manager.stats()["host"]["task_failures"] == 0
     await cache.aclose()
 
 
@@ -240,7 +279,7 @@ async def test_answers_that_come_late_are_not_waited_for_and_kept() -> None:
     tier = made("shared", 0.0, "calls", answer_s=0.1)
     cache, engine = await opened(tier, range(20), slots=256)
     times = [await engine.serve(at) for at in range(8)]
-    assert max(times[2:]) <= MOST, times
+    assert max(times[2:]) <= 1, times
     assert engine.hits == 0
     assert await engine.serve(7) < 0.2
     assert engine.hits == 32
@@ -272,6 +311,29 @@ async def test_nothing_is_fetched_for_a_part_that_is_of_no_use() -> None:
         fetch = cache.manager.fetch(keys, saves=Saves(tokens, whole=True))
         await engine.compute(fetch, engine.now)
         assert engine.hits == hits
+    await cache.aclose()
+
+
+async def test_what_arrives_pays_for_its_time_as_soon_as_it_leads() -> None:
+    cache, engine = await opened(made("own", 0.0, "calls"), [0], slots=8)
+    shared, loader = cache.stack.shared, cache.stack.loader
+    slots = cache.arena.lease(2) or []
+    fetch = Fetch(engine.keys(0, 4), stack=loader, shared=shared, deadline_s=engine.now + 10.0)
+    patience = Stake(1.0, 0.0, whole=False).patience(0, 4, engine.now)
+    fetch.patience = patience
+    with shared.lock:
+        for _ in range(4):
+            fetch.add(NO_SLOT, "level1")
+    await asyncio.sleep(0.3)
+    with shared.lock:
+        fetch.arrived(1, slots[1], "level1")
+        assert not fetch.queues_for(2, patience.end_s(0)), "of no use before the first is here"
+        fetch.arrived(0, slots[0], "level1")
+    await asyncio.sleep(2.0)
+    assert not fetch.done
+    await asyncio.sleep(patience.end_s(2) - engine.now)
+    assert (fetch.done, fetch.blocks) == (True, 2)
+    fetch.release()
     await cache.aclose()
 
 
