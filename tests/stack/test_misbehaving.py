@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from math import nan
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.sim import SimThreads
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers import gate
+from kvladder.tiers.base import Item
 from kvladder.tiers.codecs import ChecksumCodec
 from kvladder.tiers.edge import EdgeSettings
 from kvladder.tiers.gate import BEHIND_CALLS_MAX
@@ -82,6 +84,41 @@ async def test_what_a_tier_says_at_once_may_fail(caplog: pytest.LogCaptureFixtur
         assert len(caplog.messages) == 2
 
 
+async def test_a_quota_that_is_no_number_is_a_failure() -> None:
+    class Odd(FakeTier):
+        def spare(self, salt: bytes) -> float:
+            return nan
+
+    async with cache_of(LevelSpec(Odd(), COMMIT)) as cache:
+        cache.save(cache.keys(1, 2))
+        await cache.settle()
+        assert (counts(cache)["dropped_quota"], counts(cache)["stored"]) == (2, 0)
+        assert counts(cache)["errors"] == 1
+
+
+async def test_a_trial_that_is_cancelled_is_made_again() -> None:
+    tier = FakeTier([Fail(on="get", times=2), Hang(on="get")], store=await flushed((1,)))
+    tier.durable = True
+    async with cache_of(LevelSpec(tier, settings=QUICK)) as cache:
+        level, keys = cache.levels[0], cache.keys(1)
+        for _ in range(2):
+            assert await cache.load(keys) == []
+        await asyncio.sleep(5.0)
+        with cache.stack.lock:
+            place = level.index.place(keys[0])
+            assert place is not None
+            level.places.begin_read(place)
+            slots = cache.arena.lease(1) or []
+        trial = asyncio.create_task(level.read([Item(keys[0], place, slots[0])]))
+        await asyncio.sleep(0.1)
+        assert level.gate.states["get"] == "trial"
+        trial.cancel()
+        await asyncio.sleep(0.1)
+        assert level.gate.states["get"] == "open"
+        assert await cache.load(keys) == ["level1"]
+        cache.arena.release(slots)
+
+
 async def test_a_codec_in_parts_is_not_misled_by_a_wrong_answer() -> None:
     edge = EdgeSettings((MirrorCodec(), ChecksumCodec()))
     tier = FakeTier([Wrong("short", on="put", times=2), Wrong("long", on="get")])
@@ -95,6 +132,12 @@ async def test_a_codec_in_parts_is_not_misled_by_a_wrong_answer() -> None:
             assert len(tier.records) == stored
             cache.manager.remove(keys) if not stored else None
             await cache.settle()
+        tier.script[:] = [Wrong("words", on="get", times=1)]
+        for loaded in (0, 5):
+            with cache.stack.lock:
+                cache.stack.host.remove(keys)
+            assert len(await cache.load(keys)) == loaded, "not even a note was looked at"
+        assert counts(cache)["misses"] == 0
 
 
 async def test_a_writer_that_dies_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -253,9 +296,13 @@ async def test_slots_of_calls_left_behind_are_bounded() -> None:
             await asyncio.sleep(20.0)
         assert len(tier.batches("get")) == 2
         assert cache.arena.free == 6
+        cache.manager.remove(cache.keys(5))
+        await asyncio.sleep(1.0)
+        assert tier.stored(cache.keys(5)[0]), "it is left alone"
         tier.heal()
         await asyncio.sleep(1.0)
         assert cache.arena.free == 8
+        assert not tier.stored(cache.keys(5)[0]), "what waited is done without further ado"
 
 
 async def test_a_tier_whose_threads_hang_holds_up_no_other_level() -> None:

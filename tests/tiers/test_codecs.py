@@ -368,6 +368,10 @@ def test_a_block_is_bound_to_what_was_done_to_it_before():
     ]
     for made_up in forged:
         assert decoded(sender, stored, note_of(ITEM, made_up, len(stored))) is Outcome.CORRUPT
+    wrapped = zstandard.ZstdCompressor().compress(bytes(stored))
+    outer = (packed, pack("<Q", len(wrapped)))
+    twice = note_of(ITEM, [*steps, outer], len(wrapped))
+    assert decoded(sender, wrapped, twice) is Outcome.CORRUPT, "nothing is unpacked unchecked"
 
 
 @pytest.mark.usefixtures("master")
@@ -384,6 +388,7 @@ def test_no_key_encrypts_more_blocks_than_random_nonces_allow(monkeypatch):
         used[params[36:48], subject.salt] += 1
         plain = memoryview(bytearray(SIZE))
         assert codec.decode(stored, params, plain, Subject(ITEM.key)) == numbers()
+        assert len(codec._writers) <= 2
     assert max(used.values()) == 3
 
 

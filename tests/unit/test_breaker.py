@@ -59,3 +59,16 @@ def test_calls_that_fail_while_it_is_open_change_nothing() -> None:
     breaker.failure(4.0)
     assert breaker.retry_in_s(4.0) == 1.0
     assert breaker.opened == 1
+
+
+def test_a_trial_that_was_given_up_tells_nothing_and_the_next_call_is_the_trial() -> None:
+    breaker = opened()
+    assert breaker.begin(5.0)
+    breaker.give_up()
+    assert breaker.state == "open"
+    assert breaker.begin(5.0)
+    breaker.failure(5.0)
+    assert breaker.retry_in_s(5.0) == 10.0
+    breaker = Breaker(SETTINGS)
+    breaker.give_up()
+    assert breaker.state == "closed"

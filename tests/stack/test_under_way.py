@@ -1,0 +1,130 @@
+"""What is under way while blocks are forgotten gets nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvladder.testing.fakes import Fail, FakeTier, Hold
+from kvladder.testing.stacks import LevelSpec, SimCache
+from tests.stack.caches import COMMIT, QUICK, cache_of, flushed
+
+
+async def forget(cache: SimCache, how: str) -> None:
+    """Forget all that there is, or all of the only salt."""
+    if how == "reset":
+        cache.manager.reset()
+    elif how == "clear":
+        cache.manager.clear()
+    else:
+        list(cache.manager.purge("tenant"))
+    while cache.manager.resetting:  # noqa: ASYNC110 - an engine asks at every step
+        await asyncio.sleep(0.01)
+
+
+WAYS = pytest.mark.parametrize("how", ["reset", "clear", "purge"])
+
+
+@WAYS
+async def test_what_is_being_saved(how: str) -> None:
+    async with cache_of(LevelSpec(FakeTier(), COMMIT)) as cache:
+        saving = cache.manager.save(cache.keys(1, 2), salt="tenant")
+        await forget(cache, how)
+        saving.commit()
+        await cache.settle()
+        assert cache.manager.lookup(cache.keys(1, 2)) == (0, 0)
+
+
+@WAYS
+async def test_what_is_being_written(how: str) -> None:
+    writing = Hold(on="put", after=True)
+    tier = FakeTier([writing], batch_max=1)
+    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        cache.save(cache.keys(1, 2), salt="tenant")
+        await writing.reached()
+        await forget(cache, how)
+        writing.let_go()
+        await cache.settle()
+        assert cache.manager.lookup(cache.keys(1, 2)) == (0, 0)
+        assert not tier.records
+
+
+@WAYS
+async def test_what_is_coming_up(how: str) -> None:
+    tier, reading = FakeTier(), Hold(on="get", after=True)
+    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        cache.save(cache.keys(1, 2), salt="tenant")
+        await cache.settle()
+        with cache.stack.lock:
+            cache.stack.host.remove(cache.keys(1, 2))
+        tier.script.append(reading)
+        fetch = cache.manager.fetch(cache.keys(1, 2))
+        await reading.reached()
+        await forget(cache, how)
+        reading.let_go()
+        await asyncio.sleep(1)
+        assert (fetch.done, fetch.blocks) == (True, 0)
+        fetch.release()
+        assert cache.manager.lookup(cache.keys(1, 2)) == (0, 0)
+
+
+async def test_nothing_is_taken_until_all_is_forgotten_and_then_it_is() -> None:
+    async with cache_of(LevelSpec(FakeTier(), COMMIT)) as cache:
+        cache.save(cache.keys(1))
+        await cache.settle()
+        clearing = cache.stack.clear()
+        next(clearing)
+        assert cache.save(cache.keys(2)) == 0
+        list(clearing)
+        assert cache.save(cache.keys(2)) == 1
+        await cache.settle()
+        assert cache.levels[0].stats.stored == 2
+
+
+async def test_what_begins_to_come_up_while_its_salt_is_being_purged() -> None:
+    tier, reading = FakeTier(), Hold(on="get", after=True)
+    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        cache.save(cache.keys(7))
+        cache.save(cache.keys(1, 2), salt="tenant")
+        await cache.settle()
+        with cache.stack.lock:
+            cache.stack.host.remove(cache.keys(1, 2))
+        tier.script.append(reading)
+        purging = cache.manager.purge("tenant")
+        assert next(purging) == {"host": 0, "level1": 0}
+        fetch = cache.manager.fetch(cache.keys(1, 2))
+        await reading.reached()
+        assert [*purging][-1] == {"host": 0, "level1": 2}
+        reading.let_go()
+        await asyncio.sleep(1)
+        assert (fetch.done, fetch.blocks) == (True, 0)
+        fetch.release()
+        assert cache.manager.lookup(cache.keys(1, 2)) == (0, 0)
+
+
+async def test_nothing_waits_for_a_tier_that_is_left_alone() -> None:
+    """It would keep slots from others."""
+    tier = FakeTier([Fail(on="put", times=2)], batch_max=1)
+    async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
+        cache.save(cache.keys(*range(6)))
+        await asyncio.sleep(1.0)
+        level = cache.levels[0]
+        assert not level.writable
+        assert (len(tier.batches("put")), level.queued) == (2, 0)
+        assert level.stats.as_dict()["dropped_breaker"] == 4
+
+
+async def test_what_is_next_to_go_is_written_once_a_tier_is_well_again() -> None:
+    """Though nothing is saved or loaded meanwhile."""
+    tier = FakeTier(store=await flushed((99,)), durable=True)
+    async with cache_of(LevelSpec(tier, settings=QUICK), reserve_blocks=4) as cache:
+        level = cache.levels[0]
+        with cache.stack.lock:
+            for _ in range(2):
+                level.gate.breakers["put"].failure(cache.stack.shared.clock.now())
+        cache.save(cache.keys(*range(8)))
+        await asyncio.sleep(1.0)
+        assert not tier.batches("put")
+        await asyncio.sleep(60.0)
+        assert level.stats.stored == 4
