@@ -286,6 +286,11 @@ class Arena:
         """How many claims there are on ``slot``."""
         return self._claims[slot]
 
+    def unshared(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Those of ``slots``, all leased, on which there is one claim."""
+        claims = self._claims
+        return [slot for slot in slots if claims[slot] == 1]
+
     def view(self, slot: Slot) -> memoryview:
         """The bytes of ``slot``, writable. The caller holds a claim on it."""
         start = slot * self.slot_bytes

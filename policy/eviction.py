@@ -46,6 +46,11 @@ class EvictionPolicy(ABC):
     def remove(self, handle: int) -> None:
         """Forget ``handle``, which is in the policy."""
 
+    def touch_all(self, handles: Sequence[int]) -> None:
+        """Touch all of ``handles``, one after the other; each is named once."""
+        for handle in handles:
+            self.touch(handle)
+
     def remove_all(self, handles: Sequence[int]) -> None:
         """Take all of ``handles`` out of the order; each is named once."""
         for handle in handles:
@@ -141,6 +146,14 @@ class PrioritizedLRU(EvictionPolicy):
             self.remove(handle)
             self.push(handle, priority)
 
+    def touch_all(self, handles: Sequence[int]) -> None:
+        priorities = np.frombuffer(self._priority, np.uint8)[np.asarray(handles, np.intc)]
+        if len(handles) < BULK_MIN or (priorities != priorities[0]).any():
+            super().touch_all(handles)
+            return
+        self.remove_all(handles)
+        self.push_all(handles, int(priorities[0]))
+
     def remove(self, handle: int) -> None:
         assert self._priority[handle] != 0xFF, f"handle {handle} is not in the policy"
         self._cut(handle, handle)
@@ -156,7 +169,10 @@ class PrioritizedLRU(EvictionPolicy):
         assert (priorities[chain] != 0xFF).all(), "a handle is not in the policy"
         after = np.frombuffer(self._next, np.intc)
         ends = np.flatnonzero(after[chain[:-1]] != chain[1:])  # runs that are runs of a list, too
-        firsts = chain[np.concatenate(([0], ends + 1))].tolist()
+        if len(ends) > len(chain) // 2:  # it may lie there the other way round
+            chain = chain[::-1]
+            ends = np.flatnonzero(after[chain[:-1]] != chain[1:])
+        firsts = [int(chain[0]), *chain[ends + 1].tolist()]
         for first, last in zip(firsts, [*chain[ends].tolist(), int(chain[-1])], strict=True):
             self._cut(first, last)
         priorities[chain] = 0xFF

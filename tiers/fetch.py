@@ -130,12 +130,12 @@ class Fetch:
 
     # ---- for the stack, with the lock held
 
-    def add(self, slot: Slot, source: str) -> None:
-        """Append the next block of the prefix; ``NO_SLOT`` if it is still to arrive."""
-        if slot == NO_SLOT:
-            self._waiting.add(len(self._slots))
-        self._slots.append(slot)
-        self._sources.append(source)
+    def extend(self, slots: Sequence[Slot], sources: Sequence[str]) -> None:
+        """Append the next blocks of the prefix; ``NO_SLOT`` where one is still to arrive."""
+        first = len(self._slots)
+        self._waiting.update([at for at, slot in enumerate(slots, first) if slot == NO_SLOT])
+        self._slots += slots
+        self._sources += sources
 
     def fill(self, slots: Sequence[Slot], source: str) -> None:
         """Append blocks of the prefix that are all there, in this level."""
@@ -144,9 +144,14 @@ class Fetch:
 
     def arrived(self, index: int, slot: Slot, source: str) -> None:
         """The block at ``index``, which is waited for, is pinned in ``slot``."""
-        self._slots[index] = slot
-        self._sources[index] = source
-        self._waiting.remove(index)
+        self.all_arrived([index], [slot], source)
+
+    def all_arrived(self, indices: Sequence[int], slots: Sequence[Slot], source: str) -> None:
+        """``arrived`` for each of ``indices``."""
+        for index, slot in zip(indices, slots, strict=True):
+            self._slots[index] = slot
+            self._sources[index] = source
+        self._waiting.difference_update(indices)
         if self.patience is not None:
             while self._here < len(self._slots) and self._slots[self._here] != NO_SLOT:
                 self._here += 1
@@ -179,9 +184,13 @@ class Fetch:
         """Whether the block at ``index`` would still be used."""
         return index in self._waiting
 
-    def queues_for(self, index: int, now_s: float) -> bool:
-        """Whether it is worth to begin with the block at ``index``, which waited for room."""
-        return index in self._waiting and now_s < self._end_s
+    def waits_for_all(self, indices: Sequence[int]) -> bool:
+        """``waits_for`` each of them."""
+        return self._waiting.issuperset(indices)
+
+    def queues_for(self, indices: Sequence[int], now_s: float) -> bool:
+        """Whether it is worth to begin with the blocks at ``indices``, which waited for room."""
+        return self._waiting.issuperset(indices) and now_s < self._end_s
 
     @property
     def _end_s(self) -> float:

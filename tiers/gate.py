@@ -167,11 +167,18 @@ class Gate:
             answer = await contained(operation())
             return () if expected is None else checked(kind, answer, expected)
 
-        task = asyncio.create_task(calling(), name=f"kvladder-call-{self._name}")
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        left_behind = False
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(calling(), name=f"kvladder-call-{self._name}")
+        over: asyncio.Future[None] = loop.create_future()
+        has_ended = left_behind = False
+
+        def settle() -> None:
+            if not over.done():
+                over.set_result(None)
 
         def quiet(task: asyncio.Task[Results]) -> None:
+            nonlocal has_ended
+            has_ended = True
             self._calls.discard(task)
             with shared.lock:
                 shared.arena.release(slots)
@@ -181,20 +188,20 @@ class Gate:
                 self._recount()
             if not task.cancelled():
                 task.exception()  # seen: asyncio must not report it as lost
-            if not ended.done():
-                ended.set_result(None)
+            settle()
 
         self._calls.add(task)
         task.add_done_callback(quiet)
-        decided = False
+        timer, decided = loop.call_later(timeout_s, settle), False
         try:
-            await asyncio.wait({ended}, timeout=timeout_s)
+            await over  # in less time than ``asyncio.wait`` takes
             decided = True
         finally:
-            left_behind = not ended.done()
+            timer.cancel()
+            left_behind = not has_ended
             if left_behind:
                 self._behind[task] = len(slots)
-                asyncio.get_running_loop().call_later(BEHIND_AFTER_S, self._recount)
+                loop.call_later(BEHIND_AFTER_S, self._recount)
                 task.cancel()
             if not decided:  # cancelled: the cache closes, and the tier has failed at nothing
                 breaker.give_up()

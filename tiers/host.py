@@ -27,13 +27,15 @@ SCAN_MAX = STEP
 class Target(Protocol):
     """A level below that still has to get a block."""
 
-    def queue(self, key: BlockKey, slot: Slot, meta: Meta, *, stays: bool = False) -> bool:
-        """See ``Level.queue``."""
+    def queue_all(
+        self, keys: Sequence[BlockKey], slots: Sequence[Slot], metas: Sequence[Meta]
+    ) -> bool:
+        """See ``Level.queue_all``."""
         ...
 
 
-Route = Callable[[BlockKey, Meta], Target | None]
-"""Where a block has to be written before it may go; None if a level has it, or none would."""
+Route = Callable[[Sequence[BlockKey], Sequence[Meta]], Sequence[Target | None]]
+"""Where each block has to be written before it may go; None if a level has it, or none would."""
 
 
 class HostSettings(NamedTuple):
@@ -64,7 +66,7 @@ class HostLevel:
         reserve_blocks: int,
         shared: Shared,
         router: Callable[[], Route],
-        left: Callable[[BlockKey], object],
+        left: Callable[[Sequence[BlockKey]], object],
     ) -> None:
         self.name = name
         self.rule = rule
@@ -83,7 +85,7 @@ class HostLevel:
         self._router = router
         """Makes a ``Route`` that holds until the lock is released."""
         self._left = left
-        """Told of each block that is not here any more."""
+        """Told of blocks that are not here any more."""
 
     def admits(self, meta: Meta) -> bool:
         """Whether a block of this meta would be taken now."""
@@ -125,7 +127,7 @@ class HostLevel:
 
     def drop(self, key: BlockKey) -> Slot:
         """Do not hold ``key`` any more; the level's claim on its slot becomes the caller's."""
-        self._left(key)
+        self._left([key])
         self._ahead -= 1
         return Slot(self.index.drop(key))
 
@@ -137,13 +139,15 @@ class HostLevel:
         expires_s = inf if ttl_s is None else self._shared.clock.now() + ttl_s
         self.index.insert(key, slot, meta, expires_s=expires_s, pins=pins)
 
-    def insert_all(self, keys: Sequence[BlockKey], slots: Sequence[Slot], meta: Meta) -> None:
+    def insert_all(
+        self, keys: Sequence[BlockKey], slots: Sequence[Slot], meta: Meta, *, pins: int = 0
+    ) -> None:
         """``insert`` them all, in that order."""
         assert meta.floor >= self.rule.min_priority
         assert meta.terms.levels & HOST
         ttl_s = self.rule.ttl_s
         expires_s = inf if ttl_s is None else self._shared.clock.now() + ttl_s
-        self.index.insert_all(keys, slots, meta, expires_s=expires_s)
+        self.index.insert_all(keys, slots, meta, expires_s=expires_s, pins=pins)
 
     def pin(self, slots: Sequence[Slot]) -> None:
         """Keep these blocks, and claim their slots once more."""
@@ -182,8 +186,7 @@ class HostLevel:
             gone = self._evictable(missing, priority)
             self._may_go = 0.0 if len(gone) < missing else max(0.0, self._may_go - missing)
             self._ahead -= missing  # if fewer go, the order is not as it was thought to be
-            for key in gone:
-                self._left(key)
+            self._left(gone)
             arena.release(cast("list[Slot]", self.index.evict_all(gone, now)))
             self.stats.evicted += len(gone)
             self._shared.events.removed(self.name, gone, "evicted")
@@ -194,27 +197,32 @@ class HostLevel:
         """Whether it is worth to ask for room again."""
         return self._shared.arena.free > 0 or self._may_go > 0
 
-    def settled(self, *, stored: bool) -> None:
-        """A level took one of these blocks, or gave it up: it may go."""
-        self._may_go += 1
+    def settled(self, count: int, *, stored: bool) -> None:
+        """A level took some of these blocks, or gave them up: they may go."""
+        self._may_go += count
         if not stored:
             self.doubt()
 
     def _evictable(self, count: int, priority: int) -> list[BlockKey]:
         chosen: list[BlockKey] = []
         passed = 0
-        index, claims, route = self.index, self._shared.arena.claims, self._router()
-        for place in index.victims():
-            if index.priority(place) > priority or len(chosen) == count or passed == SCAN_MAX:
+        index, route = self.index, self._router()
+        victims = index.victims()
+        while len(chosen) < count and passed < SCAN_MAX:
+            places = cast("list[Slot]", list(islice(victims, count - len(chosen))))
+            if not places:
                 break
-            if claims(Slot(place)) > 1:  # it is being written, or read by a call left behind
-                passed += 1
-                continue
-            key = index.key_at(place)
-            if key is not None and route(key, index.meta(place)) is None:
-                chosen.append(key)
-            else:
-                passed += 1
+            before = len(chosen)
+            passed += len(places)
+            # the others are being written, or read by a call left behind
+            places = self._shared.arena.unshared(places)
+            keys, metas = index.keys_at(places), index.metas(places)
+            for key, meta, target in zip(keys, metas, route(keys, metas), strict=True):
+                if meta.priority > priority:
+                    return chosen
+                if target is None:
+                    chosen.append(key)
+            passed -= len(chosen) - before
         return chosen
 
     def clean(self) -> None:
@@ -227,20 +235,22 @@ class HostLevel:
         self.has_looked = self._ahead <= max(window // 4, min(window, STEP) - 1)
         if short <= 0 or not self.has_looked:
             return
-        index, claims, route = self.index, self._shared.arena.claims, self._router()
-        self._ahead = passed = judged = 0
-        for place in islice(index.victims(), window):
-            passed += 1
-            if claims(Slot(place)) > 1:  # it is on its way
-                continue
-            judged += 1
-            if judged > STEP:
-                break
-            key, meta = index.key_at(place), index.meta(place)
-            target = None if key is None else route(key, meta)
-            if key is None or target is None:
-                continue
-            if not target.queue(key, Slot(place), meta, stays=True):
+        index, route = self.index, self._router()
+        self._ahead = 0
+        places = cast("list[Slot]", list(islice(index.victims(), window)))
+        staying = self._shared.arena.unshared(places)  # others are on their way
+        passed = places.index(staying[STEP]) if len(staying) > STEP else len(places)
+        del staying[STEP:]
+        keys, metas = index.keys_at(staying), index.metas(staying)
+        going: dict[Target, list[tuple[BlockKey, Slot, Meta]]] = {}
+        for block, target in zip(
+            zip(keys, staying, metas, strict=True), route(keys, metas), strict=True
+        ):
+            if target is not None:
+                going.setdefault(target, []).append(block)
+        for target, blocks in going.items():
+            named, slots, known = zip(*blocks, strict=True)
+            if not target.queue_all(named, slots, known):
                 return  # the queue is full: again when it has room
         self._ahead = passed
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, repeat
 from math import inf
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.tiers.base import Clock, Item
 from kvladder.tiers.index import Meta
+from kvladder.tiers.terms import NO_TERMS
 
 
 class Pending(NamedTuple):
@@ -36,6 +37,8 @@ class Pending(NamedTuple):
         A priority that ends is not stored: after a restart it has ended.
         """
         meta = self.meta
+        if ttl_s is None and meta.until_s == inf and meta.terms == NO_TERMS:
+            return Item(key, place, self.slot, meta.priority, meta.floor)
         left_s = min(inf if ttl_s is None else ttl_s, meta.terms.expires_s - clock.now())
         return Item(
             key,
@@ -97,6 +100,30 @@ class Inbox:
         self._arena.share([slot])
         self._blocks[key] = Pending(slot, meta, now_s)
         self._by_priority.setdefault(meta.priority, {})[key] = None
+
+    def add_all(
+        self, keys: Sequence[BlockKey], slots: Sequence[Slot], metas: Sequence[Meta], now_s: float
+    ) -> None:
+        """``add`` all of them, in that order."""
+        assert len(self._blocks) + len(keys) <= self._max
+        assert self._blocks.keys().isdisjoint(keys)
+        self._arena.share(slots)
+        self._blocks.update(zip(keys, map(Pending, slots, metas, repeat(now_s)), strict=True))
+        for key, meta in zip(keys, metas, strict=True):
+            self._by_priority.setdefault(meta.priority, {})[key] = None
+
+    @property
+    def room(self) -> int:
+        """How many more may wait."""
+        return self._max - len(self._blocks)
+
+    def lacks(self, keys: Iterable[BlockKey]) -> bool:
+        """Whether none of ``keys`` waits."""
+        return self._blocks.keys().isdisjoint(keys)
+
+    def among(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        """Those of ``keys`` that wait."""
+        return [*filter(self._blocks.__contains__, keys)]
 
     def remove(self, key: BlockKey) -> None:
         """Give a block up and release its slot."""

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
 from math import inf
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,11 @@ class Meta(NamedTuple):
     """Loop time at which ``priority`` reverts to the default."""
     terms: Terms = NO_TERMS
     """What its request said of it."""
+
+
+def alike(metas: Sequence[Meta]) -> bool:
+    """Whether all of them are the same, as they are where nothing was said of any."""
+    return bool(metas) and metas.count(metas[0]) == len(metas)
 
 
 class LevelIndex:
@@ -141,6 +146,25 @@ class LevelIndex:
             self._terms.get(place, NO_TERMS),
         )
 
+    def metas(self, places: Sequence[int]) -> list[Meta]:
+        """What is known of the blocks at ``places``; those that are alike share an object."""
+        if self._until or self._terms:
+            return [self.meta(place) for place in places]
+        columns = [
+            bytes(map(column.__getitem__, places))
+            for column in (self._priority, self._floor, self._hits)
+        ]
+        if places and all(column.count(column[0]) == len(column) for column in columns):
+            priority, floor, hits = [column[0] for column in columns]
+            return [Meta(priority, floor, hits)] * len(places)
+        kinds = [*zip(*columns, strict=True)]
+        metas = {kind: Meta(*kind) for kind in dict.fromkeys(kinds)}
+        return [*map(metas.__getitem__, kinds)]
+
+    def keys_at(self, places: Iterable[int]) -> list[BlockKey]:
+        """The keys of the blocks at ``places``, at each of which there is one."""
+        return cast("list[BlockKey]", [*map(self._key.__getitem__, places)])
+
     def expires_s(self, place: int) -> float:
         """Loop time at which the block at ``place`` expires; inf if never."""
         own_s = self._terms.get(place, NO_TERMS).expires_s
@@ -182,11 +206,12 @@ class LevelIndex:
         meta: Meta,
         *,
         expires_s: float = inf,
+        pins: int = 0,
     ) -> None:
         """``insert`` each of ``keys`` at its place, all with one ``meta``, in that order."""
         if len(keys) < BULK_MIN or meta.until_s != inf or meta.terms != NO_TERMS:
             for key, place in zip(keys, places, strict=True):
-                self.insert(key, place, meta, expires_s=expires_s)
+                self.insert(key, place, meta, expires_s=expires_s, pins=pins)
             return
         self._grow(max(places))
         held = len(self._place) + len(keys)
@@ -203,7 +228,10 @@ class LevelIndex:
         self._use_all(at)
         if self._expires is not None:
             np.frombuffer(self._expires, np.float64)[at] = expires_s
-        self.policy.push_all(chain, meta.priority)
+        if pins:
+            self._pins.update(dict.fromkeys(places, pins))
+        else:
+            self.policy.push_all(chain, meta.priority)
 
     def disjoint(self, keys: Iterable[BlockKey]) -> bool:
         """Whether none of ``keys`` is held."""
@@ -297,9 +325,10 @@ class LevelIndex:
         """``evict`` each of ``keys``, none of which is pinned."""
         if len(keys) < BULK_MIN:
             return [self.evict(key, now_s) for key in keys]
-        places = [self._place.pop(key) for key in keys]
+        places = [*map(self._place.pop, keys)]
         for place in places:
             self._key[place] = None
+        for place in places if self._until or self._terms else ():
             self._until.drop(place)
             self._terms.drop(place)
         self.policy.remove_all(array("i", places))
@@ -317,9 +346,15 @@ class LevelIndex:
         self._terms.drop(place)
         return place
 
-    def touch(self, places: Iterable[int]) -> None:
+    def touch(self, places: Sequence[int]) -> None:
         """Make these the most recently used; the last of ``places`` ends up the most recent."""
         now_s = self._now() - self._began_s
+        if len(places) >= BULK_MIN and self._pins.keys().isdisjoint(places):
+            at = np.asarray(places, np.intc)
+            np.frombuffer(self._used, np.uint32)[at] = self._uses
+            np.frombuffer(self._used_s, np.float32)[at] = now_s
+            self.policy.touch_all(places)
+            return
         for place in places:
             self._used[place] = self._uses
             self._used_s[place] = now_s

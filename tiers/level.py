@@ -50,9 +50,9 @@ class LevelSettings:
 
 
 class Observer(Protocol):
-    """Told, with the lock held, that a block offered to the level was stored or given up."""
+    """Told, with the lock held, that blocks offered to the level were stored or given up."""
 
-    def __call__(self, level: Level, key: BlockKey, *, stored: bool) -> None: ...
+    def __call__(self, level: Level, keys: Sequence[BlockKey], *, stored: bool) -> None: ...
 
 
 class Level:
@@ -158,10 +158,20 @@ class Level:
             self.stir()
         return taken
 
-    def settled(self, key: BlockKey, *, stored: bool) -> None:
-        """A block that was offered is stored or given up: tell the stack."""
-        if self.observer is not None:
-            self.observer(self, key, stored=stored)
+    def queue_all(
+        self, keys: Sequence[BlockKey], slots: Sequence[Slot], metas: Sequence[Meta]
+    ) -> bool:
+        """``queue`` each, of blocks that stay where they are; False if one was not taken."""
+        if self.index.disjoint(keys) and self._writer.offer_all(keys, slots, metas):
+            self.stir()
+            return True
+        blocks = zip(keys, slots, metas, strict=True)
+        return all(self.queue(key, slot, meta, stays=True) for key, slot, meta in blocks)
+
+    def settled(self, keys: Sequence[BlockKey], *, stored: bool) -> None:
+        """Blocks that were offered are stored or given up: tell the stack."""
+        if self.observer is not None and keys:
+            self.observer(self, keys, stored=stored)
 
     def find(self, key: BlockKey) -> int | None:
         """The block's place, or None; a block whose time has come is expired instead."""
@@ -270,8 +280,7 @@ class Level:
         """Tell everybody; host need not write them again: they would come and go for ever."""
         self.stats.evicted += len(keys)
         self.shared.events.removed(self.name, keys, "evicted")
-        for key in keys:
-            self.settled(key, stored=False)
+        self.settled(keys, stored=False)
 
     def refuse(self, key: BlockKey) -> None:
         """Do not hold ``key`` any more, which is worth less than what is admitted here."""
@@ -455,7 +464,7 @@ class Level:
     async def read(self, items: Sequence[Item]) -> Sequence[bool]:
         """Fill the items' slots; False where that failed, for whatever reason.
 
-        The caller called ``places.begin_read`` for each place, which this ends, and holds its own
+        The caller called ``places.begin_reads``, which this ends, and holds its own
         claims on the slots. A block that the tier turns out not to have leaves the index.
         """
         results: list[bool] = []
@@ -468,14 +477,12 @@ class Level:
                     results += await self._read_batch(batch)
         finally:
             with self.shared.lock:
-                for item in items[begun:]:
-                    self.places.end_read(item.place)
+                self.places.end_reads([item.place for item in items[begun:]])
         return results
 
     async def _read_batch(self, items: Sequence[Item]) -> Sequence[bool]:
         def ended() -> None:
-            for item in items:
-                self.places.end_read(item.place)
+            self.places.end_reads([item.place for item in items])
 
         now = self.shared.clock.now()
         slots = [item.slot for item in items]
@@ -488,13 +495,15 @@ class Level:
                 ended()
             if answer.results is None:
                 return [False] * len(items)
+            used: list[int] = []
             for item, ok in zip(reversed(items), reversed(answer.results), strict=True):
                 held = self.index.place(item.key) == item.place
                 if ok and held:
-                    self.index.touch([item.place])
+                    used.append(item.place)
                 elif held and ok is not None:
                     self.stats.misses += 1
                     self._forget([item.key], "lost")
+            self.index.touch(used)
             self.stats.errors += None in answer.results
             found = [*map(bool, answer.results)]
             self.stats.loaded += sum(found)

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, KeysView, Mapping, Sequence
 from functools import partial, reduce
-from itertools import islice
+from itertools import count, islice
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from kvladder.keys import BlockKey
 from kvladder.lock import BULK_STEP, STEP
 from kvladder.policy.eviction import BULK_MIN
 from kvladder.policy.worth import TRIAL_BLOCKS, Mark, Run, Worth, stretches
-from kvladder.tiers.alike import serve_alike
+from kvladder.tiers.alike import land_alike, serve_alike, wants_alike
 from kvladder.tiers.base import NO_SLOT, Item, Shared
 from kvladder.tiers.fetch import Arrival, Fetch, Want, among, check_arrivals, source
 from kvladder.tiers.host import HostLevel
@@ -30,8 +30,9 @@ RESUME_BATCH = 64
 
 
 class Read(NamedTuple):
-    """What is to be read from a level."""
+    """A batch that is to be read from a level."""
 
+    number: int
     level: Level
     items: list[Item]
     mark: Mark
@@ -78,8 +79,9 @@ class Loader:
         self._arrivals: dict[BlockKey, Arrival] = {}
         self._parked: deque[tuple[Fetch, int, BlockKey]] = deque()
         """What waits for room: who, which block of its prefix, and its key."""
-        self._unread: dict[BlockKey, tuple[Level, Item]] = {}
-        """Arrivals whose read has not begun."""
+        self._unread: dict[int, Read] = {}
+        """Reads that have not begun, by their numbers."""
+        self._numbers = count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self.prober = Prober(levels, shared, self._known, self._grow)
@@ -332,7 +334,7 @@ class Loader:
         if self._parked:
             fetch, position, key = self._parked[0]
             slot, arrival = self._host.find(key), self._arrivals.get(key)
-            if fetch.queues_for(position, self._shared.clock.now()):
+            if fetch.queues_for([position], self._shared.clock.now()):
                 if slot is None and (arrival is None or arrival.dead):
                     return False
                 if not fetch.levels & (HOST if arrival is None else arrival.bit):
@@ -350,13 +352,20 @@ class Loader:
     def _due(self) -> list[Want]:
         """The next blocks that wait for room, and where they are now; lost ones end a prefix."""
         levels = [level for level in self._levels if level.readable]
+        now_s, in_host, arrivals = self._shared.clock.now(), self._host.index.keys(), self._arrivals
+        due = list(islice(self._parked, RESUME_BATCH))
+        if len({fetch for fetch, _, _ in due}) == 1:
+            first, at, _ = due[0]
+            of_one = among(levels, first.levels)
+            found = wants_alike([key for _, _, key in due], at, self._host, arrivals, of_one)
+            if found and first.queues_for([position for _, position, _ in due], now_s):
+                return found
         wants: list[Want] = []
         seen: set[BlockKey] = set()
-        now_s, in_host, arrivals = self._shared.clock.now(), self._host.index.keys(), self._arrivals
-        for fetch, position, key in islice(self._parked, RESUME_BATCH):
+        for fetch, position, key in due:
             want = source(among(levels, fetch.levels), position, key)
             ready = key in arrivals or key in in_host
-            if ready or key in seen or not fetch.queues_for(position, now_s):
+            if ready or key in seen or not fetch.queues_for([position], now_s):
                 break  # its turn comes with the next resumption
             if want is None:
                 fetch.failed(position)
@@ -375,6 +384,9 @@ class Loader:
         found: list[Slot] = []
         wants: list[Want] = []
         levels = among([level for level in self._levels if level.readable], mask)
+        alike = wants_alike(keys, first, self._host, self._arrivals, levels)
+        if alike is not None:
+            return [NO_SLOT] * len(keys), alike
         host_find, arrivals = self._host.find, self._arrivals
         for index, key in enumerate(keys, first):
             slot = host_find(key)
@@ -404,47 +416,46 @@ class Loader:
     def _begin(self, wants: Sequence[Want], slots: Sequence[Slot]) -> list[Read]:
         """Register an arrival for each block that has to come: what to read, by level."""
         batches: dict[Level, list[Item]] = {}
-        places: dict[Level, list[int]] = {}
-        for want in wants:
-            want.level.places.begin_read(want.place)
-            places.setdefault(want.level, []).append(want.place)
-        for level, of_level in places.items():
-            level.index.hit_all(of_level)
         for (_, key, level, place), slot in zip(wants, slots, strict=True):
-            meta = level.index.meta(place)
-            self._arrivals[key] = Arrival(slot, meta, level.name, level.bit)
-            item = Item(key, place, slot)
-            self._unread[key] = level, item
-            batches.setdefault(level, []).append(item)
+            batches.setdefault(level, []).append(Item(key, place, slot))
+        for level, items in batches.items():
+            places = [item.place for item in items]
+            level.places.begin_reads(places)
+            level.index.hit_all(places)
+            for item, meta in zip(items, level.index.metas(places), strict=True):
+                self._arrivals[item.key] = Arrival(item.slot, meta, level.name, level.bit)
         return self._reads(batches)
 
     def _reads(self, batches: dict[Level, list[Item]]) -> list[Read]:
         now_s = self._shared.clock.now()
-        return [
-            Read(level, items, level.pace.asked(len(items), now_s))
-            for level, items in batches.items()
-        ]
+        reads: list[Read] = []
+        for level, items in batches.items():
+            mark, step = level.pace.asked(len(items), now_s), level.batch_max
+            parts = [items[start : start + step] for start in range(0, len(items), step)]
+            reads += [Read(next(self._numbers), level, part, mark) for part in parts]
+        self._unread.update((read.number, read) for read in reads)
+        return reads
 
     def _attach(
         self, fetch: Fetch, found: Sequence[Slot], later: dict[int, Want]
     ) -> tuple[int, int]:
         """Fill ``fetch`` and have it wait; its blocks in the host level, and on their way."""
-        hits = waiting = 0
-        now = self._shared.clock.now()
-        for index, slot in enumerate(found, fetch.length):
-            key = fetch.keys[index]
+        hits, sources = 0, list[str]()
+        now, first = self._shared.clock.now(), fetch.length
+        keys = fetch.keys[first : first + len(found)]
+        for index, (key, slot) in enumerate(zip(keys, found, strict=True), first):
             if index in later:
-                fetch.add(NO_SLOT, later[index].level.name)
+                sources.append(later[index].level.name)
             elif slot == NO_SLOT:
                 arrival = self._arrivals[key]
-                fetch.add(NO_SLOT, arrival.level)
+                sources.append(arrival.level)
                 arrival.waiters.append((fetch, index))
-                waiting += 1
             else:
-                fetch.add(slot, self._host.name)
+                sources.append(self._host.name)
                 hits += 1
                 self._write_on_hit(key, slot, self._host.index.hit(slot, now))
-        return hits, waiting
+        fetch.extend(found, sources)
+        return hits, len(found) - hits - len(later)
 
     def count(self, asked: int, hits: int, joined: int, there: Mapping[Level, int]) -> None:
         """Count a fetch, with the lock held: a level is asked for what no hotter one has.
@@ -468,19 +479,14 @@ class Loader:
                 level.offer(key, slot, self._host.index.meta(slot), stays=True)
 
     def _start(self, read: Read) -> None:
-        """Begin to read from a level, a task per batch (loop thread)."""
-        level, items, _ = read
-        step = level.batch_max
-        for start in range(0, len(items), step):
-            work = partial(self._bring, read, items[start : start + step])
-            self._run(work, f"kvladder-read-{level.name}")
-        level.wake()
+        """Begin to read a batch from a level (loop thread)."""
+        self._run(partial(self._bring, read), f"kvladder-read-{read.level.name}")
+        read.level.wake()
 
-    async def _bring(self, read: Read, batch: Sequence[Item]) -> None:
-        """Read ``batch``, publish what came, look further down for what did not."""
-        level, _, mark = read
-        for item in batch:
-            del self._unread[item.key]
+    async def _bring(self, read: Read) -> None:
+        """Read a batch, publish what came, look further down for what did not."""
+        number, level, batch, mark = read
+        del self._unread[number]
         found: Sequence[bool] = [False] * len(batch)
         try:
             found = await level.read(batch)
@@ -497,6 +503,8 @@ class Loader:
     ) -> dict[Level, list[Item]]:
         """End these arrivals, tail first; what is to be read from levels below instead."""
         retries: dict[Level, list[Item]] = {}
+        if all(found) and land_alike(level, batch, self._host, self._shared, self._arrivals):
+            return retries
         here: list[BlockKey] = []
         for item, ok in zip(reversed(batch), reversed(found), strict=True):
             arrival = self._arrivals[item.key]
@@ -547,10 +555,9 @@ class Loader:
         slots = [] if want is None else self._host.room(1, arrival.meta.priority)
         if want is None or not slots:
             return None
-        want.level.places.begin_read(want.place)
+        want.level.places.begin_reads([want.place])
         arrival.slot, arrival.level, arrival.bit = slots[0], want.level.name, want.level.bit
         item = Item(key, want.place, slots[0])
-        self._unread[key] = want.level, item
         return want.level, item
 
     # ---- for Fetch
@@ -584,10 +591,9 @@ class Loader:
             await asyncio.wait(self._tasks)
         while self._unread:
             with self._lock:
-                for level, item in list(islice(self._unread.values(), STEP)):
-                    del self._unread[item.key]
-                    level.places.end_read(item.place)
-                    self._land(level, [item], [False])
+                _, (_, level, batch, _) = self._unread.popitem()
+                level.places.end_reads([item.place for item in batch])
+                self._land(level, batch, [False] * len(batch))
 
     def check(self) -> None:
         """Assert what must hold of every arrival; for tests."""

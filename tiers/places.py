@@ -49,20 +49,20 @@ class Places:
                 self._free.append(place)
                 self.taken -= 1
 
-    def begin_read(self, place: int) -> None:
-        """Keep ``place`` from being free until the read has ended."""
-        self._reads[place] += 1
+    def begin_reads(self, places: Sequence[int]) -> None:
+        """Keep ``places`` from being free until the reads have ended."""
+        self._reads.update(places)
 
-    def end_read(self, place: int) -> None:
-        """Undo ``begin_read``."""
-        left = self._reads[place] - 1
-        if left:
-            self._reads[place] = left
-            return
-        del self._reads[place]
-        if place in self._retired:
-            self._retired.remove(place)
-            self.give([place])
+    def end_reads(self, places: Sequence[int]) -> None:
+        """Undo ``begin_reads``."""
+        reads, retired = self._reads, self._retired
+        for place in places:
+            left = reads.pop(place) - 1
+            if left:
+                reads[place] = left
+            elif place in retired:
+                retired.remove(place)
+                self.give([place])
 
     def being_read(self, place: int) -> bool:
         """Whether a read of ``place`` has not ended."""

@@ -24,6 +24,10 @@ class Removals:
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._keys
 
+    def among(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        """Those of ``keys`` that are in it."""
+        return [*filter(self._keys.__contains__, keys)]
+
     def add(self, items: Iterable[Item]) -> None:
         """Have these removed."""
         self._waiting += self.begun(list(items))

@@ -15,18 +15,20 @@ from kvladder.errors import ClosedError
 from kvladder.keys import BlockKey
 from kvladder.lock import BULK_STEP, STEP
 from kvladder.policy.worth import Worth
-from kvladder.tiers.alike import alike, all_new, publish_alike
+from kvladder.tiers.alike import all_new, publish_alike, route_of
 from kvladder.tiers.base import Shared
 from kvladder.tiers.endings import Alarm, clear, purge, sweep
 from kvladder.tiers.fetch import Fetch
 from kvladder.tiers.host import HostLevel
 from kvladder.tiers.host import HostSettings as HostSettings
-from kvladder.tiers.index import Meta
+from kvladder.tiers.index import Meta, alike
 from kvladder.tiers.level import Level
 from kvladder.tiers.loader import Loader
 from kvladder.tiers.saving import Saving
-from kvladder.tiers.terms import ANYWHERE, HOST, NO_TERMS, Terms
+from kvladder.tiers.terms import ANYWHERE, HOST, NO_TERMS
 
+EVICT_STEP = 4 * STEP
+"""Blocks for which others leave host in one hold."""
 RESET_STEPS = 16
 """Steps of a reset that its caller takes; the loop thread takes the others."""
 
@@ -64,7 +66,7 @@ class TierStack:
             policy=host.policy,
             reserve_blocks=host.reserve_blocks,
             shared=shared,
-            router=self._router,
+            router=lambda: route_of(self.levels, self._refused),
             left=self._left,
         )
         self._post = post
@@ -109,39 +111,24 @@ class TierStack:
                 return None if refused or key in level.index else level
         return None
 
-    def _router(self) -> Callable[[BlockKey, Meta], Level | None]:
-        """``_target`` for many blocks in one hold: levels are asked once for each kind."""
-        levels, refused = self.levels, self._refused
-        admitting: dict[tuple[int, int, Terms], Level | None] = {}
-
-        def target(key: BlockKey, meta: Meta) -> Level | None:
-            kind = meta.floor, meta.hits, meta.terms
-            if kind in admitting:
-                level = admitting[kind]
-            else:
-                level = next((level for level in levels if level.admits(meta)), None)
-                admitting[kind] = level
-            if level is None or key in level.index or refused.get(key, 0) & level.bit:
-                return None
-            return level
-
-        return target
-
-    def _written(self, level: Level, key: BlockKey, *, stored: bool) -> None:
-        """A level settled a block: if it did not take it, the host level need not wait for it."""
-        refused = self._refused.pop(key, 0) & ~level.bit
-        if not stored and key in self.host.index:
-            refused |= level.bit
-        if refused:
-            self._refused[key] = refused
-        self.host.settled(stored=stored)
+    def _written(self, level: Level, keys: Sequence[BlockKey], *, stored: bool) -> None:
+        """A level settled blocks: if it did not take them, host need not wait for it."""
+        for key in keys if self._refused or not stored else ():
+            refused = self._refused.pop(key, 0) & ~level.bit
+            if not stored and key in self.host.index:
+                refused |= level.bit
+            if refused:
+                self._refused[key] = refused
+        self.host.settled(len(keys), stored=stored)
         self._schedule()
 
-    def _left(self, key: BlockKey) -> None:
-        """A block left the host level: nothing is remembered of it."""
-        self._refused.pop(key, None)
+    def _left(self, keys: Sequence[BlockKey]) -> None:
+        """Blocks left the host level: nothing is remembered of them."""
+        for key in keys if self._refused else ():
+            self._refused.pop(key, None)
         for waiting in self._backlog.values():
-            waiting.pop(key, None)
+            for key in keys if waiting else ():
+                waiting.pop(key, None)
 
     def _schedule(self) -> None:
         """Have the loop thread look after the levels soon, once; with the lock held."""
@@ -228,7 +215,9 @@ class TierStack:
         is_plain = first.terms == NO_TERMS and first.until_s == inf
         end, part, said = len(keys), keys, metas
         if end > STEP:
-            end = min(end, start + (BULK_STEP if is_plain else STEP))
+            has_room = self.shared.arena.free >= BULK_STEP  # or else some have to leave
+            step = BULK_STEP if has_room else EVICT_STEP
+            end = min(end, start + (step if is_plain else STEP))
             part, said = keys[start:end], metas[start:end]
         new = alike(said) and all_new(part, self.host, self.loader, self._saving)
         if new and self._admitted(first):
@@ -520,8 +509,8 @@ class TierStack:
         del keys[-STEP:]
         with self.lock:
             for index in (self.host.index, *(level.index for level in self.levels)):
-                places = (index.place(key) for key in reversed(batch))
-                index.touch(place for place in places if place is not None)
+                places = map(index.place, reversed([*dict.fromkeys(batch)]))
+                index.touch([place for place in places if place is not None])
         if keys:
             self._post(self._touch, keys)
 

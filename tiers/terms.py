@@ -13,6 +13,9 @@ ANYWHERE = -1
 """A set of levels as a bit mask, 1 for host, 2 for the first below it: all of them."""
 HOST = 1
 
+ALIKE_MAX = 1024
+"""How many different terms are remembered, so that those to come share them."""
+
 _HERE, _HOST_TOO, _ENDS = 1, 2, 4
 
 
@@ -87,6 +90,9 @@ class Deadlines:
         """There is no block at ``place`` any more."""
         self._of.pop(place, None)
 
+    def __len__(self) -> int:
+        return len(self._of)
+
     @property
     def next_s(self) -> float:
         """Loop time at which ``due`` may have something; inf if never."""
@@ -116,12 +122,19 @@ class TermsByPlace:
         self._terms: dict[int, Terms] = {}
         self.ends = Deadlines()
         """When those expire that do."""
+        self._alike: dict[Terms, Terms] = {}
+        """Equal terms are one object, since the collector of garbage goes through all there are."""
         self.get = self._terms.get
         """The terms of the block at a place; none if nothing was said of it."""
 
+    def __len__(self) -> int:
+        return len(self._terms)
+
     def put(self, place: int, terms: Terms) -> None:
         """The block at ``place`` has these from now on."""
-        self._terms[place] = terms
+        if len(self._alike) >= ALIKE_MAX:
+            self._alike.clear()
+        self._terms[place] = self._alike.setdefault(terms, terms)
         self.ends.put(place, terms.expires_s)
 
     def drop(self, place: int) -> None:

@@ -16,9 +16,10 @@ from kvladder.metrics import DropReason
 from kvladder.tiers.base import NO_PLACE, Item
 from kvladder.tiers.gate import Answer, Results
 from kvladder.tiers.inbox import Inbox, Pending
-from kvladder.tiers.index import Meta
+from kvladder.tiers.index import Meta, alike
 from kvladder.tiers.removals import Removals
 from kvladder.tiers.supervise import supervised
+from kvladder.tiers.terms import NO_TERMS
 
 if TYPE_CHECKING:
     from kvladder.tiers.level import Level
@@ -98,7 +99,7 @@ class Writer:
     def offer(self, key: BlockKey, slot: Slot, meta: Meta, *, stays: bool) -> bool:
         """``Level.offer``; False too while a call left behind could still undo the write."""
         if key in self._limbo:
-            self._level.settled(key, stored=False)
+            self._level.settled([key], stored=False)
             return False
         if self._inbox.full:
             loser = self._inbox.loser(meta.priority)
@@ -110,9 +111,21 @@ class Writer:
         self._inbox.add(key, slot, meta, self._shared.clock.now())
         return True
 
+    def offer_all(
+        self, keys: Sequence[BlockKey], slots: Sequence[Slot], metas: Sequence[Meta]
+    ) -> bool:
+        """``offer`` each, if that is as simple for all of them; else nothing has changed."""
+        inbox = self._inbox
+        if len(keys) > inbox.room or not inbox.lacks(keys):
+            return False
+        if not (self._writing.keys().isdisjoint(keys) and self._limbo.isdisjoint(keys)):
+            return False
+        inbox.add_all(keys, slots, metas, self._shared.clock.now())
+        return True
+
     def _give_up(self, key: BlockKey) -> None:
         self._inbox.remove(key)
-        self._level.settled(key, stored=False)
+        self._level.settled([key], stored=False)
 
     def recall(self, key: BlockKey) -> bool:
         """The block was removed: it is not written, or removed as soon as it is: then True."""
@@ -261,12 +274,11 @@ class Writer:
             salts = dict.fromkeys(self._inbox[key].meta.terms.salt for key in oldest)
         spare = {salt: self._gate.spare(self._tier, salt) for salt in salts}
         with self._lock:
-            waiting = [key for key in oldest if key in self._inbox]
             # a removal that has to wait must not meet the block that is written after it
-            self._lose("breaker", [key for key in waiting if key in self._removals])
-            waiting = [key for key in waiting if key in self._inbox]
-            self._lose("quota", self._inbox.above(waiting, spare))
-            self._writing = self._inbox.take(key for key in waiting if key in self._inbox)
+            self._lose("breaker", self._removals.among(self._inbox.among(oldest)))
+            if min(spare.values(), default=inf) < inf:
+                self._lose("quota", self._inbox.above(self._inbox.among(oldest), spare))
+            self._writing = self._inbox.take(self._inbox.among(oldest))
 
     async def _remove_from_tier(self, items: Sequence[Item]) -> None:
         """Have the tier forget ``items``, then free their places; if it fails, later again."""
@@ -338,10 +350,13 @@ class Writer:
                 self._limbo.update((item.key, item.salt) for item in items)
         else:
             self._publish(items, answer.results)
-        for key, pending in self._writing.items():
-            self._shared.arena.release([pending.slot])
-            self._level.settled(key, stored=key in self._index)
-        self._writing = {}
+        writing, self._writing = self._writing, {}
+        self._shared.arena.release([pending.slot for pending in writing.values()])
+        stored = [*filter(self._index.keys().__contains__, writing)]
+        self._level.settled(stored, stored=True)
+        if len(stored) < len(writing):
+            lost = [key for key in writing if key not in self._index]
+            self._level.settled(lost, stored=False)
         self._tombstones.clear()
 
     def _late(self, items: Sequence[Item], then: Callable[[Sequence[Item]], None]) -> None:
@@ -368,6 +383,13 @@ class Writer:
         ttl_s = self._rule.ttl_s
         expires_s = inf if ttl_s is None else self._shared.clock.now() + ttl_s
         stored: list[BlockKey] = []
+        metas = [self._writing[item.key].meta for item in items]
+        if all(results) and alike(metas) and metas[0].terms == NO_TERMS and not self._tombstones:
+            assert metas[0].floor >= self._rule.min_priority
+            stored = [item.key for item in reversed(items)]
+            places = [item.place for item in reversed(items)]
+            self._index.insert_all(stored, places, metas[0], expires_s=expires_s)
+            items, results = (), ()
         for item, kept in zip(reversed(items), reversed(results), strict=True):
             if not kept:
                 self._places.give([item.place])
@@ -473,7 +495,7 @@ class Writer:
                 if not slots:
                     self._stats.drop("arena", meta.priority)
                     continue
-                self._places.begin_read(place)
+                self._places.begin_reads([place])
                 moves.append((Item(key, place, slots[0]), meta, target))
         found: Sequence[bool] = [False] * len(moves)
         try:

@@ -84,6 +84,9 @@ class PolicyTests:
         policy.push(9, PRIORITY_DEFAULT)
         assert len(policy) == count + 2
         assert set(policy) == {7, 9, *order}
+        policy.touch_all(order)
+        assert set(policy) == {7, 9, *order}
+        policy.touch(9)
         policy.remove_all(order[::2])
         left = [7, *order[1::2], 9]
         assert sorted(policy) == sorted(left)

@@ -26,7 +26,7 @@ from kvladder.tiers.stack import TierStack
 from kvladder.tiers.terms import ANYWHERE, NO_TERMS, Terms
 from kvladder.tiers.writer import Writer
 
-WORLDS = 400
+WORLDS = 800
 
 
 def nothing(*_: Any, **__: Any) -> None:

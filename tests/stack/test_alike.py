@@ -21,22 +21,26 @@ from tests.stack.caches import COMMIT, cache_of
 KINDS: dict[str, tuple[tuple[OffloadRule, ...], dict[str, Any]]] = {
     "host alone": ((), {}),
     "a level below": ((COMMIT,), {}),
+    "a level that gets what leaves": ((OffloadRule(),), {}),
+    "two of them": ((OffloadRule(), COMMIT), {}),
     "a level that wants what is hit": ((OffloadRule(when="commit", min_hits=2),), {}),
     "blocks that expire": ((COMMIT,), {"host": OffloadRule(ttl_s=5.0)}),
 }
 
 
 def everything(cache: SimCache) -> dict[str, Any]:
-    """All that is known of the host level, by key, and all that was counted."""
-    held = cache.stack.host.index
-    places = {key: held.place(key) or 0 for key in held}
-    return {
-        "blocks": {key: held.meta(place) for key, place in places.items()},
-        "pins": {key: held.pins(place) for key, place in places.items()},
-        "expires": {key: held.expires_s(place) for key, place in places.items()},
-        "order": [held.key_at(place) for place in held.victims()],
-        "stats": cache.manager.stats(),
-    }
+    """All that is known of each level, by key, and all that was counted."""
+    found: dict[str, Any] = {"stats": cache.manager.stats()}
+    for level in (cache.stack.host, *cache.levels):
+        held = level.index
+        places = {key: held.place(key) or 0 for key in held}
+        found[level.name] = {
+            "blocks": {key: held.meta(place) for key, place in places.items()},
+            "pins": {key: held.pins(place) for key, place in places.items()},
+            "expires": {key: held.expires_s(place) for key, place in places.items()},
+            "order": [held.key_at(place) for place in held.victims()],
+        }
+    return found
 
 
 async def play(cache: SimCache, seed: int) -> list[Any]:

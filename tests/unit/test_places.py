@@ -19,14 +19,14 @@ def test_gives_the_lowest_neighbours_first_and_never_one_twice() -> None:
 def test_a_place_that_is_read_is_free_only_after_the_last_read() -> None:
     places = Places(2)
     places.take(2)
-    places.begin_read(1)
-    places.begin_read(1)
+    places.begin_reads([1])
+    places.begin_reads([1])
     places.give([0, 1])
     assert places.take(2) == [0]
-    places.end_read(1)
+    places.end_reads([1])
     assert places.being_read(1)
     assert places.take(1) == []
-    places.end_read(1)
+    places.end_reads([1])
     assert places.take(1) == [1]
     places.check()
 
@@ -34,8 +34,8 @@ def test_a_place_that_is_read_is_free_only_after_the_last_read() -> None:
 def test_a_read_of_a_wanted_place_frees_nothing() -> None:
     places = Places(1)
     places.take(1)
-    places.begin_read(0)
-    places.end_read(0)
+    places.begin_reads([0])
+    places.end_reads([0])
     assert places.free == 0
 
 

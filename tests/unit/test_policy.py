@@ -59,11 +59,21 @@ class PolicyMachine(RuleBasedStateMachine):
         order = self.model.order()
         start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(order))] * 2)))
         handles = order[start:end]
-        if data.draw(st.booleans()):
-            handles = data.draw(st.permutations(handles))
+        handles = data.draw(st.sampled_from([handles, handles[::-1]]) | st.permutations(handles))
         self.policy.remove_all(handles)
         for handle in handles:
             self.model.remove(handle)
+
+    @precondition(lambda self: len(self.policy) > 0)
+    @rule(data=st.data())
+    def touch_all(self, data: st.DataObject) -> None:
+        order = self.model.order()
+        start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(order))] * 2)))
+        handles = order[start:end]
+        handles = data.draw(st.sampled_from([handles, handles[::-1]]) | st.permutations(handles))
+        self.policy.touch_all(handles)
+        for handle in handles:
+            self.model.touch(handle)
 
     @rule(handles=st.permutations(range(100, 180)), priority=PRIORITIES)
     def push_all(self, handles: list[int], priority: int) -> None:
