@@ -39,7 +39,7 @@ def publish_alike(
 ) -> bool:
     """Insert all blocks into host, the tail first, if nothing happened to any of them meanwhile.
 
-    They leave ``saving`` then; else nothing has changed, and False is returned.
+    They are published in ``saving`` then; else nothing has changed, and False is returned.
     """
     metas = saving.metas(keys, slots) if len(keys) >= BULK_MIN else None
     if (
@@ -50,7 +50,7 @@ def publish_alike(
         or not loader.keys().isdisjoint(keys)
     ):
         return False
-    saving.drop(keys)
+    saving.publish(keys[0])
     host.insert_all(keys[::-1], slots[::-1], metas[0])
     return True
 

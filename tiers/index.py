@@ -218,7 +218,7 @@ class LevelIndex:
         self._place.update(zip(keys, places, strict=True))
         assert len(self._place) == held, "a key is held already"
         names, chain = self._key, array("i", places)
-        for key, place in zip(keys, places, strict=True):
+        for key, place in zip(keys, chain, strict=True):
             assert names[place] is None, f"place {place} is taken"
             names[place] = key
         at = np.frombuffer(chain, np.intc)

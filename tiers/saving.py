@@ -12,7 +12,7 @@ from kvladder.tiers.index import Meta
 class _Lot:
     """What was reserved in one step, so that a whole prompt costs little more than one block."""
 
-    __slots__ = ("_by_key", "keys", "metas", "slots", "whole")
+    __slots__ = ("_by_key", "keys", "metas", "published", "slots", "whole")
 
     def __init__(
         self, keys: Sequence[BlockKey], slots: Sequence[Slot], metas: Sequence[Meta]
@@ -22,6 +22,7 @@ class _Lot:
         self.metas = metas
         self.whole = True
         """Whether all of it is there still, each block of it once."""
+        self.published = False
         self._by_key: dict[BlockKey, tuple[Slot, Meta]] = {}
 
     def __getitem__(self, key: BlockKey) -> tuple[Slot, Meta]:
@@ -39,6 +40,8 @@ class Saving:
 
     def __init__(self) -> None:
         self._lots: dict[BlockKey, _Lot] = {}
+        self._published: list[_Lot] = []
+        """What is here no longer than until ``forget``."""
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._lots
@@ -83,7 +86,9 @@ class Saving:
     def metas(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> Sequence[Meta] | None:
         """What goes with them, if they were reserved in one step and nothing happened since."""
         lot = self._lots.get(keys[0])
-        if lot is None or not lot.whole or lot.keys != [*keys] or lot.slots != [*slots]:
+        if lot is None or not lot.whole or lot.published:
+            return None
+        if lot.keys != [*keys] or lot.slots != [*slots]:
             return None
         return lot.metas
 
@@ -92,14 +97,28 @@ class Saving:
         lot = self._lots.get(key)
         return default if lot is None else len(lot.keys)
 
-    def drop(self, keys: Sequence[BlockKey]) -> None:
-        """Forget all of a step's blocks, whose ``metas`` are known."""
-        if len(self._lots) == len(keys):
+    def publish(self, key: BlockKey) -> None:
+        """All blocks reserved in one step with this one, whose ``metas`` are known, are hits now.
+
+        They count as being saved until ``forget``, so that a prompt's are forgotten together.
+        """
+        lot = self._lots[key]
+        lot.published = True
+        self._published.append(lot)
+
+    def forget(self) -> bool:
+        """Forget a step of what was published, or all at once; whether some of it is left."""
+        lots = self._published
+        if sum(len(lot.keys) for lot in lots if lot.whole) == len(self._lots):
             self._lots.clear()
-            return
-        for key in keys:
-            del self._lots[key]
+            lots.clear()
+        elif lots:
+            lot = lots.pop()
+            for key in lot.keys:
+                if self._lots.get(key) is lot:  # not removed meanwhile, or saved anew
+                    del self._lots[key]
+        return bool(lots)
 
     def slots(self) -> list[Slot]:
-        """The slots of all of them."""
-        return [lot[key][0] for key, lot in self._lots.items()]
+        """The slots of all of them that are not published."""
+        return [lot[key][0] for key, lot in self._lots.items() if not lot.published]

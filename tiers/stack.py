@@ -254,7 +254,7 @@ class TierStack:
     def publish(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """The bytes of these reserved blocks are complete: from now on they are hits."""
         parts: list[Sequence[BlockKey]] = []
-        end = len(keys)
+        end, goes_on = len(keys), False
         while end:  # the tail first, so that a prefix outlives what follows it
             with self.lock:
                 start, part, places = 0, keys, slots
@@ -272,8 +272,12 @@ class TierStack:
                 self.host.stats.stored_bytes += len(stored) * self.shared.block_bytes
                 self.shared.events.stored(self.host.name, stored)
                 self._schedule()
+                goes_on = not start and self._saving.forget()
             parts.append(stored)
             end = start
+        while goes_on:
+            with self.lock:
+                goes_on = self._saving.forget()
         for stored in reversed(parts) if self._backlog else ():
             with self.lock:
                 self._write_through(stored)
