@@ -233,16 +233,25 @@ def churn(
 def at_a_pace(engine: Any, *, block_s: float, prompts: list[list[int]]) -> list[dict[str, Any]]:
     """One prompt after the other while the paced tier takes so long for a block.
 
-    Of each what was said, the tokens that came from the cache, and the blocks that the tier was
-    asked for meanwhile.
+    Of each what was said, the tokens that came from the cache, the blocks that the tier was asked
+    for meanwhile, and how often vLLM was told to wait.
     """
     PacedTier.block_s = block_s
     found: list[dict[str, Any]] = []
+    half, ask = engine.half, engine.half.ask
+
+    def asked(request: Any, computed: int) -> Any:
+        answer = ask(request, computed)
+        waits.append(answer[0] is None)
+        return answer
+
+    half.ask = asked
     for prompt in prompts:
         engine.reset()
-        asked = PacedTier.asked
+        before, waits = PacedTier.asked, list[bool]()
         said = engine.generate([prompt], tokens=64)
-        found.append(said | {"asked": PacedTier.asked - asked})
+        found.append(said | {"asked": PacedTier.asked - before, "waits": sum(waits)})
+    half.ask = ask
     return found
 
 
