@@ -118,7 +118,7 @@ class Writer:
         inbox = self._inbox
         if len(keys) > inbox.room or not inbox.lacks(keys):
             return False
-        if not (self._writing.keys().isdisjoint(keys) and self._limbo.isdisjoint(keys)):
+        if not (self._writing.keys().isdisjoint(keys) and self._limbo.keys().isdisjoint(keys)):
             return False
         inbox.add_all(keys, slots, metas, self._shared.clock.now())
         return True

@@ -16,6 +16,8 @@ from kvladder.testing.sim import SimLoop
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers import alike, index
 from kvladder.tiers.fetch import Fetch
+from kvladder.tiers.host import HostLevel
+from kvladder.tiers.level import Level
 from tests.stack.caches import COMMIT, cache_of
 
 KINDS: dict[str, tuple[tuple[OffloadRule, ...], dict[str, Any]]] = {
@@ -31,7 +33,8 @@ KINDS: dict[str, tuple[tuple[OffloadRule, ...], dict[str, Any]]] = {
 def everything(cache: SimCache) -> dict[str, Any]:
     """All that is known of each level, by key, and all that was counted."""
     found: dict[str, Any] = {"stats": cache.manager.stats()}
-    for level in (cache.stack.host, *cache.levels):
+    levels: list[HostLevel | Level] = [cache.stack.host, *cache.levels]
+    for level in levels:
         held = level.index
         places = {key: held.place(key) or 0 for key in held}
         found[level.name] = {

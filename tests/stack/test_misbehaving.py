@@ -107,7 +107,7 @@ async def test_a_trial_that_is_cancelled_is_made_again() -> None:
         with cache.stack.lock:
             place = level.index.place(keys[0])
             assert place is not None
-            level.places.begin_read(place)
+            level.places.begin_reads([place])
             slots = cache.arena.lease(1) or []
         trial = asyncio.create_task(level.read([Item(keys[0], place, slots[0])]))
         await asyncio.sleep(0.1)

@@ -322,12 +322,11 @@ async def test_what_arrives_pays_for_its_time_as_soon_as_it_leads() -> None:
     patience = Stake(1.0, 0.0, whole=False).patience(0, 4, engine.now)
     fetch.patience = patience
     with shared.lock:
-        for _ in range(4):
-            fetch.add(NO_SLOT, "level1")
+        fetch.extend([NO_SLOT] * 4, ["level1"] * 4)
     await asyncio.sleep(0.3)
     with shared.lock:
         fetch.arrived(1, slots[1], "level1")
-        assert not fetch.queues_for(2, patience.end_s(0)), "of no use before the first is here"
+        assert not fetch.queues_for([2], patience.end_s(0)), "of no use before the first is here"
         fetch.arrived(0, slots[0], "level1")
     await asyncio.sleep(2.0)
     assert not fetch.done
