@@ -111,7 +111,9 @@ def open_manager(
 
 def _in_effect(level: Level) -> str:
     """What a level's tier says of itself, now that it is open."""
-    told = ", ".join(f"{name} {value}" for name, value in level.tier.describe().items())
+    if level.gate.absent:
+        return f"{level.name}: not open at start"
+    told = ", ".join(f"{name} {value}" for name, value in level.gate.describe(level.tier).items())
     return f"{level.name}: {told or 'open'}"
 
 

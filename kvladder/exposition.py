@@ -204,6 +204,12 @@ METRICS: Final = (
         "calls_behind",
     ),
     _tier(
+        "tier_left_out_state",
+        "gauge",
+        "Whether the tier has not opened, and the cache goes on without it",
+        "left_out",
+    ),
+    _tier(
         "tier_task_failures_total",
         "counter",
         "Tasks of the tier's level that died of an error",

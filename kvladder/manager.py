@@ -351,8 +351,9 @@ class CacheManager:
             return self.stack.shared.events.take()
 
     def describe(self) -> str:
-        """The resolved configuration, for people."""
-        return self._description
+        """The resolved configuration, for people, and which levels are left out now."""
+        out = [(lv.name, lv.opening.why) for lv in self.stack.levels if lv.gate.absent]
+        return "\n".join([self._description, *(f"{name} is left out: {why}" for name, why in out)])
 
     def idle(self) -> bool:
         """Whether no level has anything left to write."""
@@ -427,4 +428,5 @@ def level_counts(level: Level, said: Said) -> dict[str, Any]:
         "breaker": max(states.values()),
         "breaker_open": int(any(not gate.open(kind) for kind in KINDS)),
         "breaker_opened": sum(opened.values()),
+        "left_out": int(gate.absent),
     }

@@ -161,6 +161,8 @@ class Tier(ABC):
     """What KV events call it: CPU for memory of this machine, STORAGE for anything colder."""
     durable: bool = False
     """Whether ``recover`` finds blocks again after the process has ended."""
+    recovers_checked: bool = False
+    """Whether ``recover`` keeps its promises in any case: the level need not look at each block."""
     erases: bool = False
     """Whether blocks that it has forgotten lie there until ``erase`` overwrites them."""
     shared: bool = False
@@ -193,7 +195,7 @@ class Tier(ABC):
         return {}
 
     async def open(self, context: TierContext) -> None:
-        """Get ready. Called once, before any other call.
+        """Get ready. Called before any other call; again after a while if it raised anything else.
 
         Raises
         ------
@@ -262,8 +264,8 @@ class Tier(ABC):
         """Yield batches of what an earlier process stored here under the same namespace.
 
         Each key and each place at most once, oldest first, each place below ``capacity_blocks``,
-        also what has expired meanwhile: the level has it removed. Called once after ``open``. The
-        default is right for tiers that are not ``durable``.
+        also what has expired meanwhile: the level has it removed. Called once after ``open``, and
+        again from the start if it failed. The default is right for tiers that are not ``durable``.
         """
         return
         yield []  # pragma: no cover - makes this an async generator

@@ -69,8 +69,8 @@ class Edge:
         self.encoded_bytes = 0
         """What the blocks came to that codecs made smaller, or could not."""
 
-    async def open(self, context: TierContext, run: Blocking) -> None:
-        """Open the codecs, which run in the threads of ``run``, then the tier.
+    def open(self, context: TierContext, run: Blocking) -> None:
+        """Open the codecs, which run in the threads of ``run``; the tier comes after it.
 
         Raises
         ------
@@ -98,7 +98,6 @@ class Edge:
             find=self._settings.find,
             checked=context.verify and not self._tier.checks,
         )
-        await self._tier.open(context)
 
     # ---- down
 

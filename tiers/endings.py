@@ -60,8 +60,10 @@ def purge(
     with shared.lock:
         shared.purging[salt] += 1
         for level in levels:
-            if isinstance(level, Level) and level.tier.shared:  # also what others put
-                level.purge(salt)
+            if isinstance(level, Level):
+                level.forget_later(salt)
+                if level.tier.shared:  # also what others put
+                    level.purge(salt)
     try:
         recall(salt)
         for level in levels:
@@ -95,6 +97,9 @@ def sweep(
     """
     with shared.lock:
         shared.purging[EVERYTHING] += 1
+        for level in levels:
+            if isinstance(level, Level):
+                level.forget_later(None)
     try:
         yield from recall()
         for level in levels:

@@ -89,6 +89,7 @@ class FilesTier(Tier):
 
     Options: ClassVar[type[FilesOptions]] = FilesOptions
     durable = True
+    recovers_checked = True
     erases = True
     notes = True
     overhead_bytes = HEADER_BYTES

@@ -103,6 +103,8 @@ class Gate:
         """Calls left behind that have not ended, and how many slots each keeps."""
         self.crowded = False
         """Whether too many calls are left behind for another one to begin."""
+        self.absent = False
+        """Whether the tier is not open (yet): it is called for nothing."""
         self._closing = False
 
     # ---- what is known of the tier
@@ -114,14 +116,18 @@ class Gate:
 
     def open(self, kind: Kind) -> bool:
         """Whether the tier may be called in this way now."""
-        if self.crowded:
+        if self.crowded or self.absent:
             return False
         breaker = self.breakers[kind]  # asked for each block: the clock takes the longest
         return breaker.state == "closed" or breaker.allows(self._shared.clock.now())
 
     def ill(self, *kinds: Kind) -> bool:
         """Whether the last that is known of one of these kinds is that it failed too often."""
-        return self.crowded or any(self.breakers[kind].state != "closed" for kind in kinds)
+        return (
+            self.crowded
+            or self.absent
+            or any(self.breakers[kind].state != "closed" for kind in kinds)
+        )
 
     def retry_in_s(self, *kinds: Kind) -> float | None:
         """Seconds until one of these kinds, which may not be called now, may be; None if all may.
@@ -130,7 +136,7 @@ class Gate:
         """
         now = self._shared.clock.now()
         shut = [self.breakers[kind] for kind in kinds if not self.breakers[kind].allows(now)]
-        if self.crowded or not shut:
+        if self.crowded or self.absent or not shut:
             return None
         limit_s = self._settings.timeout_s  # by then a trial is over
         return min(limit_s if b.state == "trial" else b.retry_in_s(now) for b in shut)
@@ -159,7 +165,7 @@ class Gate:
         """
         shared, breaker = self._shared, self.breakers[kind]
         timeout_s = self._settings.timeout_s if timeout_s is None else timeout_s
-        if self.crowded or not breaker.begin(shared.clock.now()):
+        if self.crowded or self.absent or not breaker.begin(shared.clock.now()):
             return Answer(None)
         shared.arena.share(slots)
 
@@ -264,7 +270,15 @@ class Gate:
             self._said("corrupt_blocks", lambda: int(tier.corrupt_blocks()), 0),
         )
 
+    def describe(self, tier: Tier) -> dict[str, str]:
+        """``Tier.describe``; nothing if it fails at that."""
+        none: dict[str, str] = {}
+        told = self._said("settings", lambda: dict(tier.describe()), none)
+        return {str(name): str(value) for name, value in told.items()}
+
     def _said(self, what: str, ask: Callable[[], T], otherwise: T) -> T:
+        if self.absent:
+            return otherwise
         try:
             return ask()
         except BaseException as error:  # noqa: BLE001 - whatever a plug-in raises, the level lives

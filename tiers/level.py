@@ -23,6 +23,7 @@ from kvladder.tiers.base import NO_PLACE, Blocking, Item, Shared, Tier, TierCont
 from kvladder.tiers.edge import Edge, EdgeSettings
 from kvladder.tiers.gate import Gate, GateSettings, contained
 from kvladder.tiers.index import LevelIndex, Meta
+from kvladder.tiers.opening import Opening
 from kvladder.tiers.places import Places
 from kvladder.tiers.purges import Purges
 from kvladder.tiers.terms import Terms
@@ -98,6 +99,7 @@ class Level:
         self.pace = Pace()
         """How long reads take, with the stack's lock held."""
         self.shared = shared
+        self.opening = Opening(self)
         self.purges = Purges(tier, self.gate, self.stats, shared)
         self._writer = Writer(self)
         self._read_gate = asyncio.Semaphore(settings.reads_max)
@@ -203,6 +205,8 @@ class Level:
         held: list[BlockKey] = []
         foreign: list[Item] = []
         for key in keys:
+            if self.gate.absent:
+                self.opening.unwanted.add(key)
             is_recalled = self._writer.recall(key)
             if key in self.index:
                 held.append(key)
@@ -229,6 +233,11 @@ class Level:
     def leaving(self, key: BlockKey) -> bool:
         """Whether the tier has still to forget the block, or may still come to store it."""
         return self._writer.leaving(key)
+
+    def forget_later(self, salt: bytes | None) -> None:
+        """Blocks of a salt, or all, are being removed: also what it has and has not yet said."""
+        if self.gate.absent:
+            self.opening.unwanted.add(salt)
 
     def purge(self, salt: bytes | None) -> None:
         """Have the writer purge a shared tier of a salt, or all; one that keeps bytes erases."""
@@ -387,7 +396,7 @@ class Level:
     async def open(
         self, layout: Layout, namespace: Namespace, *, threads: Threads, verify: bool = True
     ) -> None:
-        """Open the tier, take back what it recovered and start the writer.
+        """Open the tier, take back what it recovered and start the writer: see ``Opening``.
 
         The tier gets ``threads`` of its own and its codecs others, so that what hangs there holds
         up nobody else.
@@ -405,44 +414,34 @@ class Level:
             timeout_s=self.settings.gate.timeout_s,
             say=self._say,
         )
-        await contained(self.edge.open(context, threads(f"{self.name}-codecs")))
-        if self.tier.durable:
-            await contained(self._recover())
+        self.edge.open(context, threads(f"{self.name}-codecs"))
+        await self.opening.begin(context)
+
+    def take(self, places: Sequence[int], gone: Sequence[Item]) -> None:
+        """The tier has said all that it has: these places are taken, those blocks have to go."""
+        self.places.occupy(places)
+        for start in range(0, len(gone), STEP):
+            with self.shared.lock:
+                self._writer.remove_later(gone[start : start + STEP])
+        self.stats.recovered = len(self.index)
+
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        """Know nothing of blocks that the tier will tell of again."""
+        for key in keys:
+            self.index.drop(key)
+        self._writer.begin_anew()
+
+    def opened(self) -> None:
+        """The tier is open, now or late: the level is there."""
         self._writer.start()
         self._writer.wake()  # what was recovered and is not to be held has to be removed
+        with self.shared.lock:
+            self.gate.absent = False
+            self.opening.unwanted.clear()
+            self.stir()
 
     def _say(self, text: str) -> None:
         self.shared.notices.say(text, f"tier {self.name}: {text}")
-
-    async def _recover(self) -> None:
-        """Hold what the tier recovered; what is not to be held any more is removed for good.
-
-        A block that expired while no process ran must not come back with a clock that is set back,
-        and its bytes must be found by a purge.
-        """
-        clock, least = self.shared.clock, self.rule.min_priority
-        wall_s = clock.wall()
-        behind_s = clock.now() - wall_s
-        places: list[int] = []
-        async for batch in self.tier.recover():
-            places += [item.place for item in batch]
-            for start in range(0, len(batch), STEP):
-                part = batch[start : start + STEP]
-                kept = [
-                    item
-                    for item in part
-                    if item.floor >= least
-                    and (item.expires_wall_s is None or item.expires_wall_s > wall_s)
-                ]
-                with self.shared.lock:
-                    self.index.fill(kept, behind_s, self.bit)
-                    if len(kept) < len(part):
-                        taken = {item.place for item in kept}
-                        self._writer.remove_later(item for item in part if item.place not in taken)
-        self.places.occupy(places)
-        self.stats.recovered = len(self.index)
-        if self.index.next_end_s != inf:
-            self.stir()
 
     async def probe(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Whether a shared tier says that it has these blocks; False if it says nothing in time."""
@@ -522,8 +521,10 @@ class Level:
     async def aclose(self) -> None:
         """Stop, and close the tier; may be called again.
 
-        Whatever the tier does, this ends within ``CLOSE_TIMEOUT_S`` and twice ``CALLS_TIMEOUT_S``.
+        Whatever the tier does, this ends within ``CLOSE_TIMEOUT_S`` and twice ``CALLS_TIMEOUT_S``,
+        thrice if it was not open yet.
         """
+        await self.opening.aclose(timeout_s=CALLS_TIMEOUT_S)
         await self.stop()
         await self.gate.aclose(timeout_s=CALLS_TIMEOUT_S)
         closing = asyncio.ensure_future(contained(self.tier.aclose()))

@@ -172,6 +172,10 @@ class Writer:
         """Have the tier forget blocks that have left the index; their places are free after it."""
         self._removals.add(items)
 
+    def begin_anew(self) -> None:
+        """Nothing is known of the tier any more; called before it was asked for anything."""
+        self._removals = Removals()
+
     def let_go(self, items: Sequence[Item]) -> None:
         """Blocks have left the index, by no user's wish: others may use what a shared tier has."""
         if self._tier.shared:

@@ -211,6 +211,11 @@ def test_the_scheduler_half_has_a_value_for_every_metric() -> None:
     for metric in METRICS:
         if not (BELOW_HOST | SHARED) & set(metric.fields):
             assert metric.name in sent.data or metric.name.startswith(
-                ("kvladder_tier_breaker", "kvladder_tier_dropped", "kvladder_tier_server")
+                (
+                    "kvladder_tier_breaker",
+                    "kvladder_tier_left_out",
+                    "kvladder_tier_dropped",
+                    "kvladder_tier_server",
+                )
             )
     assert sent.data["kvladder_copied_bytes_total"]["offload"] > 0

@@ -31,7 +31,8 @@ class CodedTier(Tier):
         settings = EdgeSettings(tuple(self.codecs), **self.settings)
         self.edge = Edge(self.inner, settings, scratch)
         self.context = context
-        await self.edge.open(context, context.run_blocking)
+        self.edge.open(context, context.run_blocking)
+        await self.inner.open(context)
         self.batch_max = self.inner.batch_max
 
     async def get(self, items: Sequence[Item]) -> Sequence[bool | None]:

@@ -14,8 +14,9 @@ import pytest
 
 import kvladder
 from kvladder import registry
-from kvladder.errors import ClosedError, TierError
+from kvladder.errors import ClosedError
 from kvladder.runtime import THREADS, BlockingPool, Runtime
+from kvladder.tiers import opening
 from kvladder.tiers.base import TierContext
 from kvladder.tiers.memory import MemoryTier
 
@@ -165,6 +166,8 @@ class Rogue(MemoryTier):
         await super().open(context)
         if self.deed == "exit at open":
             raise SystemExit(3)
+        if self.deed == "hang at open":
+            await asyncio.Event().wait()
 
     async def put(self, items: Any) -> Any:
         if self.deed == "exit beside the call":
@@ -187,9 +190,18 @@ def keys(first: int, count: int) -> list[kvladder.BlockKey]:
     return [kvladder.BlockKey(bytes([number]) * 32) for number in range(first, first + count)]
 
 
-def test_a_tier_that_exits_when_it_is_opened_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TierError, match="SystemExit"):
-        open_rogue("exit at open", monkeypatch)
+def test_a_cache_starts_without_a_tier_that_exits(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_rogue("exit at open", monkeypatch) as cache:
+        assert cache.stats()["rogue"]["left_out"] == 1
+        assert "rogue is left out: it failed to open: " in cache.describe()
+        cache.save(keys(0, 4)).commit()
+        assert cache.lookup(keys(0, 4)) == (4, 4)
+
+
+def test_a_cache_closes_though_a_tier_hangs_in_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "OPEN_TIMEOUT_S", 0.05)
+    with open_rogue("hang at open", monkeypatch) as cache:
+        assert cache.stats()["rogue"]["left_out"] == 1
 
 
 def test_a_tier_whose_own_task_exits_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,273 @@
+"""Tiers that do not open, or say nonsense of what they have: the cache starts without them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from kvladder.errors import ConfigError
+from kvladder.events import Stored
+from kvladder.testing.fakes import Block, Fail, FakeTier, Hang, Hold, Raise
+from kvladder.testing.sim import SimThreads
+from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.tiers.base import NO_SLOT, Item
+from kvladder.tiers.level import CALLS_TIMEOUT_S, CLOSE_TIMEOUT_S
+from kvladder.tiers.opening import OPEN_TIMEOUT_S
+from tests.stack.caches import COMMIT, cache_of, flushed
+
+TROUBLES = {
+    "fails": lambda on: Fail(on=on, times=3),
+    "fails after it": lambda on: Fail(on=on, times=3, after=True),
+    "is full": lambda on: Raise(OSError, on=on),
+    "exits": lambda on: Raise(SystemExit, on=on, times=2),
+    "interrupts": lambda on: Raise(KeyboardInterrupt, on=on),
+    "ends": lambda on: Raise(GeneratorExit, on=on),
+    "cancels itself": lambda on: Raise(asyncio.CancelledError, on=on),
+    "hangs": lambda on: Hang(on=on),
+    "hangs for good": lambda on: Hang(on=on, stubborn=True),
+    "hangs in its thread": lambda on: Block(on=on),
+}
+
+
+def left_out(cache: SimCache) -> list[int]:
+    stats = cache.manager.stats()
+    return [stats[level.name]["left_out"] for level in cache.levels]
+
+
+@pytest.mark.parametrize("operation", ["open", "recover"])
+@pytest.mark.parametrize("trouble", TROUBLES)
+async def test_a_tier_that_does_not_open_is_left_out_until_it_does(
+    trouble: str, operation: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = FakeTier([TROUBLES[trouble](operation)], store=await flushed((1, 2)), durable=True)
+    loop, pools = asyncio.get_running_loop(), dict[str, SimThreads]()
+
+    def threads(name: str) -> SimThreads:
+        return pools.setdefault(name, SimThreads(2))
+
+    began = loop.time()
+    specs = LevelSpec(tier, COMMIT), LevelSpec(FakeTier(), COMMIT)
+    async with cache_of(*specs, slots=4, threads=threads) as cache:
+        assert loop.time() - began <= OPEN_TIMEOUT_S
+        assert left_out(cache) == [1, 0]
+        assert cache.manager.stats()["level1"]["breaker_open"] == 1
+        assert "level1 is left out: it " in cache.manager.describe()
+        assert cache.manager.lookup(cache.keys(1, 2)) == (0, 0)
+        assert await cache.load(cache.keys(1, 2)) == []
+        cache.save(cache.keys(7, 8))
+        await cache.settle()
+        cache.stack.host.remove(cache.keys(7, 8))
+        assert await cache.load(cache.keys(7, 8)) == ["level2"] * 2, "the others work"
+        await asyncio.sleep(3 * 60.0)
+        if "hangs" in trouble:
+            assert left_out(cache) == [1, 0]
+            tier.heal()
+            await asyncio.sleep(1.0)
+        assert left_out(cache) == [0, 0]
+        assert "left out" not in cache.manager.describe()
+        assert await cache.load(cache.keys(1, 2)) == ["level1"] * 2
+        cache.save(cache.keys(9))
+        await cache.settle()
+        assert tier.stored(cache.keys(9)[0])
+        said = [text for text in caplog.messages if "level1 is left out" in text]
+        assert len(said) == 1
+        assert cache.manager.stats()["level1"]["task_failures"] == 0
+
+
+async def test_what_fails_for_good_is_tried_less_and_less() -> None:
+    tier = FakeTier([Fail(on="open", times=None)])
+    async with cache_of(LevelSpec(tier)):
+        await asyncio.sleep(600.0)
+        times = [call.at_s for call in tier.calls]
+        pauses = [round(b - a) for a, b in itertools.pairwise(times)]
+        assert pauses[:6] == [5, 10, 20, 40, 60, 60]
+
+
+async def test_wrong_settings_are_an_error_at_start_and_no_other_time(caplog: Any) -> None:
+    with pytest.raises(ConfigError, match="scripted"):
+        await SimCache.open(LevelSpec(FakeTier([Raise(ConfigError, on="open")])))
+    tier = FakeTier([Fail(on="open"), Raise(ConfigError, on="open", times=None)])
+    async with cache_of(LevelSpec(tier)) as cache:
+        await asyncio.sleep(600.0)
+        assert len(tier.calls) == 2, "to try again is no use"
+        assert left_out(cache) == [1]
+
+
+# ---- what it says that it has
+
+
+class Telling(FakeTier):
+    """Recovers what a test says."""
+
+    told: tuple[Any, ...] = ()
+
+    async def recover(self) -> AsyncIterator[Any]:
+        for batch in self.told:
+            yield batch
+
+
+def telling(*batches: Any) -> Telling:
+    tier = Telling(durable=True)
+    tier.told = batches
+    return tier
+
+
+def block(number: int, **changes: Any) -> Item:
+    return Item(SimCache.keys(number)[0], number, NO_SLOT)._replace(**changes)
+
+
+STRANGE: dict[str, Any] = {
+    "nothing": None,
+    "a number": 7,
+    "a text": "text",
+    "an item": block(1),
+    "nothings": [None, None],
+    "tuples": [tuple(block(1))],
+    "a short tuple": [(b"k" * 32, 1)],
+    "no key": [block(1, key=None)],
+    "a key of text": [block(1, key="k" * 32)],
+    "a short key": [block(1, key=b"k" * 31)],
+    "a place below all": [block(1, place=-1)],
+    "a place beyond": [block(1, place=64)],
+    "a huge place": [block(1, place=1 << 80)],
+    "no place": [block(1, place=None)],
+    "half a place": [block(1, place=1.5)],
+    "a priority beyond": [block(1, priority=101)],
+    "a priority of text": [block(1, priority="high")],
+    "a floor below all": [block(1, floor=-1)],
+    "no floor": [block(1, floor=None)],
+    "an end of text": [block(1, expires_wall_s="soon")],
+    "a short salt": [block(1, salt=b"salt")],
+    "a salt of text": [block(1, salt="8 bytes!")],
+    "too many terms": [block(1, terms=8)],
+    "a key again": [block(3, place=40)],
+    "a place again": [block(1, place=3)],
+    "a key twice in a batch": [block(3, place=41), block(3, place=42)],
+}
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+async def test_what_cannot_be_a_block_is_passed_over(
+    strange: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = [[block(3), block(4)], [block(5)]]
+    tier = telling(good[0], STRANGE[strange], good[1])
+    async with cache_of(LevelSpec(tier, COMMIT), LevelSpec(FakeTier(), COMMIT)) as cache:
+        level = cache.levels[0]
+        assert left_out(cache) == [0, 0]
+        assert level.index.prefix([one.key for batch in good for one in batch]) == 3
+        assert len(level.index) == 3
+        assert len([text for text in caplog.messages if "cannot be blocks" in text]) == 1
+        cache.save(cache.keys(1))
+        await cache.settle()
+        assert tier.stored(cache.keys(1)[0])
+
+
+async def test_good_blocks_beside_strange_ones_in_a_batch_are_held() -> None:
+    tier = telling([block(1), None, block(2), block(2), block(1, place=9), block(3)])
+    async with cache_of(LevelSpec(tier)) as cache:
+        assert [cache.levels[0].index.place(block(n).key) for n in (1, 2, 3)] == [1, 2, 3]
+        assert cache.levels[0].places.taken == 3
+
+
+@pytest.mark.parametrize("what", [None, [], 7])
+async def test_what_is_no_iterator_leaves_the_level_out(what: Any) -> None:
+    tier = FakeTier(durable=True)
+    tier.recover = lambda: what  # type: ignore[method-assign]
+    async with cache_of(LevelSpec(tier), LevelSpec(FakeTier(), COMMIT)) as cache:
+        assert left_out(cache) == [1, 0]
+        cache.save(cache.keys(1))
+        await cache.settle()
+
+
+# ---- what happens meanwhile
+
+
+class Halting(FakeTier):
+    """Says the half of what it has, and waits."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.halt = Hold()
+        self.fails = False
+
+    async def recover(self) -> AsyncIterator[Sequence[Item]]:
+        number = 0
+        async for batch in super().recover():
+            for item in batch:
+                if number == 2:
+                    await self.halt.happen()
+                    if self.fails:
+                        self.fails = False
+                        raise OSError("half of it")
+                number += 1
+                yield [item]
+
+
+def remove(cache: SimCache) -> None:
+    cache.manager.remove(cache.keys(1, 2, 3, 4))
+
+
+def purge(cache: SimCache) -> None:
+    list(cache.manager.purge("tenant"))
+
+
+def clear(cache: SimCache) -> None:
+    cache.manager.clear()
+
+
+def reset(cache: SimCache) -> None:
+    cache.manager.reset()
+
+
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("forget", [remove, purge, clear, reset])
+async def test_what_is_removed_meanwhile_does_not_come_back(
+    forget: Callable[[SimCache], None], *, fails: bool
+) -> None:
+    first = FakeTier(durable=True)
+    async with cache_of(LevelSpec(first, COMMIT)) as cache:
+        cache.save(cache.keys(1, 2, 3, 4), salt="tenant")
+        cache.save(cache.keys(5))
+    tier = Halting(store=first.store, durable=True)
+    tier.fails = fails
+    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        assert left_out(cache) == [1]
+        forget(cache)
+        await asyncio.sleep(1.0)
+        tier.halt.let_go()
+        await asyncio.sleep(20.0)
+        assert left_out(cache) == [0]
+        await cache.settle()
+        kept = cache.keys(5) if forget in {remove, purge} else []
+        assert [*cache.levels[0].index] == kept
+        assert [record.item.key for record in tier.records.values()] == kept
+        assert cache.manager.removals == 0
+        if fails:  # whoever listens has to hear of what came late
+            events = cache.manager.take_events()
+            assert {*kept} <= {
+                key for event in events if isinstance(event, Stored) for key in event.keys
+            }
+
+
+@pytest.mark.parametrize("operation", ["open", "recover"])
+async def test_closing_takes_seconds_while_a_tier_hangs_in_its_start(operation: Any) -> None:
+    class Deaf(FakeTier):
+        """Not even its end ends what hangs in it."""
+
+        def heal(self) -> None:
+            pass
+
+    loop = asyncio.get_running_loop()
+    tier = Deaf([Hang(on=operation, stubborn=True)], durable=True)
+    cache = await SimCache.open(LevelSpec(tier, COMMIT))
+    cache.save(cache.keys(1))
+    began = loop.time()
+    await cache.aclose()
+    assert loop.time() - began <= CLOSE_TIMEOUT_S + 3 * CALLS_TIMEOUT_S + 0.1
+    FakeTier.heal(tier)
+    await asyncio.sleep(1.0)
