@@ -85,6 +85,13 @@ def test_steps_that_overlap_count_from_the_end_of_the_one_before() -> None:
     assert steps.told == [(100, 5.0), (100, 6.0)]
 
 
+def test_steps_that_nobody_reports_are_forgotten_with_the_next_that_ends() -> None:
+    steps, one = Steps(), state()
+    begun = [steps.computing.begin([(one, 1)], timed=True) for _ in range(3)]
+    steps.computing.end(begun[-1])
+    assert not steps.computing._begun
+
+
 def test_idle_steps_and_steps_that_load_are_not_timed() -> None:
     steps, one = Steps(), state()
     steps.computing.expect(one, 100)

@@ -467,6 +467,35 @@ def test_an_adapter_is_read_beside_the_engine_and_computed_without_a_cache_until
     assert engine.loaded == 7, "nothing of the weights before"
 
 
+def test_an_adapter_that_is_loaded_anew_while_it_is_read_is_read_once_more(
+    engines: list[Engine], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvladder.connectors import vllm_requests
+
+    engine = Engine(HOST)
+    engines.append(engine)
+    (tmp_path / "adapter_model.bin").write_bytes(b"one" * 5000)
+    go, begun = threading.Semaphore(0), threading.Semaphore(0)
+
+    def slowly(path: Any) -> str:
+        begun.release()
+        assert go.acquire(timeout=60)
+        return weights_digest(path)
+
+    monkeypatch.setattr(vllm_requests, "weights_digest", slowly)
+    with_adapter(engine, "first", tmp_path)
+    assert begun.acquire(timeout=60)
+    with_adapter(engine, "anew", tmp_path)
+    request = with_adapter(engine, "anew again", tmp_path)
+    go.release()
+    assert begun.acquire(timeout=60), "what was read first may be others' by now"
+    assert not engine.half._named(engine.half._states[request.request_id])
+    go.release()
+    assert known(engine, request)
+    assert not begun.acquire(blocking=False), "once for all that came meanwhile"
+    engine.run()
+
+
 @pytest.mark.parametrize("how", ["overwritten", "replaced"])
 def test_an_adapter_whose_files_changed_is_nobodys(
     engines: list[Engine], tmp_path: Any, how: str

@@ -13,6 +13,8 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
+from kvladder.connectors.vllm_step import Report, Seen, Step
+from kvladder.connectors.vllm_weights import Weights
 from tests.connectors.scripted import TOKENS, Engine, Request
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -52,6 +54,52 @@ def become(engine: Engine, content: bytes, *, noticed: bool, ranks: int | None =
 
 def looked(engine: Engine) -> list[int]:
     return [models.looked for models in engine.loaded_models]
+
+
+def answer(weights: Weights, *seen: tuple[int, Seen]) -> bool:
+    return weights.report(Report(seen=dict(seen)))
+
+
+def test_weights_are_known_once_all_ranks_have_looked() -> None:
+    weights = Weights([b"a", b"b"])
+    assert weights.known
+    weights.doubt()
+    assert not answer(weights, (0, Seen(0, b"a", 1, 1)))
+    assert not weights.known
+    assert not answer(weights, (1, Seen(0, b"b", 1, 1)))
+    assert weights.known
+
+
+def test_where_one_rank_has_others_all_look() -> None:
+    weights = Weights([b"a", b"b"])
+    assert answer(weights, (0, Seen(1, b"c", 0, 1)))
+    assert not weights.known, "those of the other ranks may be others, too"
+    step = Step()
+    weights.prepare(step, runs=True, cache=None)
+    assert (step.doubt, step.weights) == (1, (1, 0))
+    assert answer(weights, (0, Seen(1, b"c", 1, 1)), (1, Seen(1, b"d", 1, 1)))
+    assert weights.known
+    assert answer(weights, (0, Seen(2, b"a", 1, 2)), (1, Seen(2, b"b", 1, 2)))
+    assert weights.known, "both have told at once"
+
+
+def test_the_weights_at_start_have_no_mark() -> None:
+    weights = Weights([b"a", b"b"])
+    marks = [weights.mark]
+    for changes, content in enumerate((b"c", b"a", b"d"), start=1):
+        answer(weights, (0, Seen(changes, content, 0, changes)))
+        marks.append(weights.mark)
+    assert marks[0] == marks[2] == 0
+    assert len(set(marks)) == 3
+
+
+def test_vllms_own_cache_is_outdated_if_a_step_before_filled_it() -> None:
+    weights, before, emptied = Weights([b"a"]), object(), object()
+    for cache in (before, emptied):
+        weights.prepare(Step(), runs=True, cache=cache)
+    answer(weights, (0, Seen(1, b"b", 0, 2)))  # before the second step's forward pass
+    assert weights.outdated(before)
+    assert not weights.outdated(emptied)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -135,6 +183,11 @@ def test_loads_under_way_are_given_up_and_their_blocks_kept(start: Start) -> Non
     engine.step()
     for copier in engine.copiers:
         copier.held = False
+    state = engine.half._states[request.request_id]
+    assert state.loading
+    while state.loading:
+        engine.step()
+    assert state.computes, "the blocks that came are of the weights before"
     engine.run()
     assert engine.half.stats()["host"]["blocks"] == 7
     become(engine, b"first", noticed=True)

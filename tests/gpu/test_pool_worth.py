@@ -144,6 +144,10 @@ def test_a_restart_keeps_the_priority_of_what_files_hold(tmp_path: Path) -> None
     [stored] = [e for e in m.cache.snapshot() if e.blocks[0].key == key(m, range(4))]
     assert stored.blocks[0].priority == 90
     m.settle()
+    m.evict()
+    held = meta(m, range(4))
+    assert held is not None
+    assert held.hits == 1, "what brought it up is one use, not two"
     m.close()
 
 
