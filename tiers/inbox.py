@@ -38,7 +38,7 @@ class Pending(NamedTuple):
         """
         meta = self.meta
         if ttl_s is None and meta.until_s == inf and meta.terms == NO_TERMS:
-            return Item(key, place, self.slot, meta.priority, meta.floor)
+            return Item(key, place, self.slot, meta.priority, meta.floor, replace=replace)
         left_s = min(inf if ttl_s is None else ttl_s, meta.terms.expires_s - clock.now())
         return Item(
             key,
