@@ -396,6 +396,8 @@ class Writer:
             for key in stored if self._lost else ():
                 self._lost.pop(key, None)
             items, results = (), ()
+            for key in stored if self._lost else ():
+                self._lost.pop(key, None)
         for item, kept in zip(reversed(items), reversed(results), strict=True):
             if not kept:
                 self._places.give([item.place])

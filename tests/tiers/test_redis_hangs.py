@@ -199,7 +199,7 @@ class TestNode(Values):
             await asyncio.wait_for(tier.contains(items), 60)
             (silent,) = tier._servers._silent
             assert silent.port == int(servers[1].port)
-            asked = []
+            asked: list[object] = []
             monkeypatch.setattr(tier._servers._nodes[silent], "exchange", asked.append)
             for _ in range(3):
                 await tier.contains(items)
