@@ -393,8 +393,6 @@ class Writer:
             stored = [item.key for item in reversed(items)]
             places = [item.place for item in reversed(items)]
             self._index.insert_all(stored, places, metas[0], expires_s=expires_s)
-            for key in stored if self._lost else ():
-                self._lost.pop(key, None)
             items, results = (), ()
             for key in stored if self._lost else ():
                 self._lost.pop(key, None)
