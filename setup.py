@@ -2,4 +2,4 @@
 
 from setuptools import Extension, setup
 
-setup(ext_modules=[Extension("kvladder.gpu._columns", ["gpu/_columns.c"], optional=True)])
+setup(ext_modules=[Extension("kvladder.gpu.tree._columns", ["gpu/tree/_columns.c"], optional=True)])

@@ -26,7 +26,7 @@ def main(tree: Path, wheel: Path) -> int:
     """Print what differs; 1 if anything does."""
     names = {name for name in ZipFile(wheel).namelist() if not name.endswith("/")}
     info = {name for name in names if name.split("/")[0].endswith(".dist-info")}
-    compiled = {name for name in names if name.startswith("kvladder/gpu/_columns.")}
+    compiled = {name for name in names if name.startswith("kvladder/gpu/tree/_columns.")}
     wanted, found = expected(tree), names - info - compiled
     told = {name.partition("/")[2] for name in info}
     wrong = [f"not in the wheel: {name}" for name in sorted(wanted - found)]

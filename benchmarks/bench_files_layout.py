@@ -22,9 +22,9 @@ from kvladder.arena import Arena
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.tiers.base import Item, Outcome
-from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader
-from kvladder.tiers.files import FilesOptions, FilesTier
-from kvladder.tiers.iopool import IoPool
+from kvladder.tiers.files.header import HEADER_BYTES, BlockHeader
+from kvladder.tiers.files.threads import IoPool
+from kvladder.tiers.files.tier import FilesOptions, FilesTier
 
 BLOCKS = 256
 BATCH = 64

@@ -16,9 +16,9 @@ from statistics import median
 import kvladder
 from benchmarks.instant import InstantTier, keys_of
 from benchmarks.row import Row
+from kvladder.config.registry import register
 from kvladder.keys import BlockKey
 from kvladder.manager import CacheManager
-from kvladder.registry import register
 
 HOST_BLOCKS = 16384
 FETCH_BLOCKS = 4096

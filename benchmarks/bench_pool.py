@@ -26,9 +26,9 @@ import torch
 
 from benchmarks.row import Row
 from benchmarks.sglang_tree import VERSION, Absent, SglangTree
-from kvladder.gpu import columns
-from kvladder.gpu.commit import Content
-from kvladder.gpu.pool import ROOT, BlockPool, PoolSettings
+from kvladder.gpu.pool.commit import Content
+from kvladder.gpu.pool.pool import ROOT, BlockPool, PoolSettings
+from kvladder.gpu.tree import columns
 from kvladder.keys import BlockKey, KeyScheme, namespace
 
 BLOCK = 16

@@ -33,10 +33,10 @@ from kvladder.runtime import SystemClock
 from kvladder.testing.redisserver import RedisServer
 from kvladder.testing.sim import inline_blocking
 from kvladder.tiers.base import Item, TierContext
-from kvladder.tiers.redis import RedisTier
-from kvladder.tiers.redisnodes import STEP_BYTES
-from kvladder.tiers.redisurl import RedisOptions
-from kvladder.tiers.resp import encode, encode_around
+from kvladder.tiers.redis.nodes import STEP_BYTES
+from kvladder.tiers.redis.resp import encode, encode_around
+from kvladder.tiers.redis.tier import RedisTier
+from kvladder.tiers.redis.url import RedisOptions
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (64 * KIB, MIB, 4 * MIB)

@@ -27,11 +27,11 @@ class Ours:
     """The connector's scheduler half over a manager with room for two prompts."""
 
     def __init__(self) -> None:
-        from kvladder.config import load_config
-        from kvladder.connectors.vllm_checks import this_node
-        from kvladder.connectors.vllm_options import Options
-        from kvladder.connectors.vllm_scheduler import SchedulerHalf
-        from kvladder.connectors.vllm_step import RankDescription
+        from kvladder.config.stack import load_config
+        from kvladder.connectors.vllm.checks import this_node
+        from kvladder.connectors.vllm.options import Options
+        from kvladder.connectors.vllm.scheduler import SchedulerHalf
+        from kvladder.connectors.vllm.step import RankDescription
         from kvladder.notices import Notices
 
         source = {
@@ -93,7 +93,7 @@ class Ours:
         self._end()
 
     def _end(self) -> None:
-        from kvladder.connectors.vllm_step import Done, Report
+        from kvladder.connectors.vllm.step import Done, Report
 
         self.connector.take()
         self.half.report(Report({self._job: Done(1, True, 0, 0.0)}))

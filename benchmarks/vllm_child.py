@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvladder import registry
+from kvladder.config import registry
 from kvladder.tiers.base import Item
 from kvladder.tiers.memory import MemoryTier
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from kvladder.arena import Slot
-from kvladder.gpu.copy import Finished, JobId
+from kvladder.gpu.copy.copier import Finished, JobId
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.policy.worth import Saves

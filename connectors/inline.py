@@ -8,9 +8,9 @@ import torch
 
 from kvladder.connectors.jobs import JobConnector
 from kvladder.errors import LayoutError
-from kvladder.gpu.copy import Copier, CopyJob, Finished, JobId
-from kvladder.gpu.pages import BlockPages
-from kvladder.gpu.select import copier_for
+from kvladder.gpu.copy.copier import Copier, CopyJob, Finished, JobId
+from kvladder.gpu.copy.pages import BlockPages
+from kvladder.gpu.copy.select import copier_for
 from kvladder.keys import BlockKey, KeyScheme
 from kvladder.manager import CacheManager
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from kvladder.connectors.base import Connector, Match
-from kvladder.gpu.copy import CopyJob, JobId
+from kvladder.gpu.copy.copier import CopyJob, JobId
 from kvladder.keys import BlockKey
 from kvladder.manager import CacheManager, Save
 from kvladder.policy.eviction import PRIORITY_MAX

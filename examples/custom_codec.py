@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 import kvladder
-from kvladder.registry import register
+from kvladder.config.registry import register
 from kvladder.tiers.codecs import Codec, Stage, Subject
 
 

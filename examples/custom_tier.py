@@ -13,9 +13,9 @@ import msgspec
 from xxhash import xxh3_128_digest
 
 import kvladder
+from kvladder.config.registry import register
 from kvladder.errors import ConfigError, TierError, TierFull
-from kvladder.registry import register
-from kvladder.tiers.base import NO_SLOT, Item, Tier, TierContext
+from kvladder.tiers import NO_SLOT, Item, Tier, TierContext
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS blocks (

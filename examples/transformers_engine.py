@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvladder import Retention
 from kvladder.connectors.transformers import PooledModel
+from kvladder.device import Suspended
 from kvladder.errors import BlocksBusy, NotReady, OutOfBlocks
-from kvladder.gpu.requests import Request
-from kvladder.preempt import Suspended
+from kvladder.gpu.requests.requests import Request
 
 WAIT_S = 0.05
 

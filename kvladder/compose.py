@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvladder.arena import Arena, Slot
-from kvladder.codecs import finder
-from kvladder.config import StackConfig, load_config
-from kvladder.control import ControlServer
-from kvladder.controlsocket import socket_path
+from kvladder.config.codecs import finder
+from kvladder.config.settings import LevelConfig
+from kvladder.config.stack import StackConfig, load_config
+from kvladder.control.server import ControlServer
+from kvladder.control.sockets import socket_path
 from kvladder.errors import ConfigError
 from kvladder.events import EventBuffer
 from kvladder.keys import Namespace
@@ -22,16 +23,14 @@ from kvladder.notices import Notices
 from kvladder.policy.worth import Worth
 from kvladder.runtime import Runtime, SystemClock
 from kvladder.schema import within
-from kvladder.settings import LevelConfig
 from kvladder.tiers.base import Shared
-from kvladder.tiers.breaker import BreakerSettings
-from kvladder.tiers.edge import EdgeSettings
-from kvladder.tiers.gate import GateSettings
-from kvladder.tiers.level import Level, LevelSettings
-from kvladder.tiers.stack import HostSettings, TierStack
+from kvladder.tiers.codecs.edge import EdgeSettings
+from kvladder.tiers.ladder.gate import BreakerSettings, GateSettings
+from kvladder.tiers.ladder.level import Level, LevelSettings
+from kvladder.tiers.ladder.stack import HostSettings, TierStack
 
 if TYPE_CHECKING:
-    from kvladder.publisher import Publisher
+    from kvladder.publishing.publisher import Publisher
 
 
 def open_cache(
@@ -123,7 +122,7 @@ def _publisher(config: StackConfig, layout: Layout, stack: TierStack) -> Publish
     if events.publish is None:
         return None
     try:
-        from kvladder.publisher import Publisher
+        from kvladder.publishing.publisher import Publisher
     except ImportError as error:
         hint = "install kvladder[events]"
         wrong = ConfigError(f"needs pyzmq: {error}", path="events.publish", hint=hint)

@@ -17,14 +17,13 @@ from kvladder.metrics import Stats
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 from kvladder.policy.retention import checked_duration, checked_priority
 from kvladder.policy.worth import Saves
-from kvladder.tiers.breaker import BREAKER_STATES, KINDS
-from kvladder.tiers.fetch import Fetch
-from kvladder.tiers.gate import Said
-from kvladder.tiers.index import Meta
-from kvladder.tiers.level import CALLS_TIMEOUT_S, Level
-from kvladder.tiers.level import CLOSE_TIMEOUT_S as TIER_CLOSE_TIMEOUT_S
-from kvladder.tiers.stack import Post, TierStack
-from kvladder.tiers.terms import ANYWHERE, Terms
+from kvladder.tiers.base import ANYWHERE, Terms
+from kvladder.tiers.ladder.gate import BREAKER_STATES, KINDS, Said
+from kvladder.tiers.ladder.index import Meta
+from kvladder.tiers.ladder.level import CALLS_TIMEOUT_S, Level
+from kvladder.tiers.ladder.level import CLOSE_TIMEOUT_S as TIER_CLOSE_TIMEOUT_S
+from kvladder.tiers.ladder.loading.fetch import Fetch
+from kvladder.tiers.ladder.stack import Post, TierStack
 
 T = TypeVar("T")
 

@@ -14,13 +14,13 @@ from typing import NamedTuple, TypeVar
 
 from packaging.requirements import Requirement
 
-from kvladder.config import StackConfig
-from kvladder.controlsocket import require_name
+from kvladder.config.settings import LevelConfig
+from kvladder.config.stack import StackConfig
+from kvladder.control.sockets import require_name
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
 from kvladder.schema import within
-from kvladder.settings import LevelConfig
-from kvladder.tiers.codecs import Stage
+from kvladder.tiers.codecs.base import Stage
 from kvladder.units import Size
 
 T = TypeVar("T")

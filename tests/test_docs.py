@@ -11,9 +11,9 @@ from typing import get_args
 
 import pytest
 
-from kvladder.config import load_config
-from kvladder.exposition import METRICS
+from kvladder.config.stack import load_config
 from kvladder.metrics import DropReason
+from kvladder.publishing.exposition import METRICS
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]

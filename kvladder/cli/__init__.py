@@ -15,7 +15,7 @@ from kvladder.cli.purge import WAIT_S, purge, read_salt
 from kvladder.cli.size import STEP, size
 from kvladder.cli.stats import describe, stats
 from kvladder.errors import ConfigError
-from kvladder.gpu.groups import ITEM_BYTES
+from kvladder.gpu.requests.groups import ITEM_BYTES
 
 EXIT_CONFIG = 2
 WATCH_S_MAX = 86400

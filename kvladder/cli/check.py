@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from kvladder.config import StackConfig, load_config
+from kvladder.config.stack import StackConfig, load_config
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
-from kvladder.models import bytes_per_token
+from kvladder.planning.models import bytes_per_token
 from kvladder.preflight import preflight
 
 TOKENS_ASSUMED: Final = 16

@@ -9,20 +9,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from kvladder import registry
 from kvladder.arena import Arena
-from kvladder.config import StackConfig, load_config
-from kvladder.controlsocket import NobodyThere, ask, sockets
+from kvladder.config import registry
+from kvladder.config.settings import LevelConfig
+from kvladder.config.stack import StackConfig, load_config
+from kvladder.control.sockets import NobodyThere, ask, sockets
 from kvladder.errors import ConfigError, TierError
 from kvladder.keys import KEY_BYTES, Namespace, salt_digest
 from kvladder.layout import PAGE_BYTES, Layout
 from kvladder.runtime import Runtime, SystemClock
 from kvladder.schema import is_text
-from kvladder.settings import LevelConfig
 from kvladder.tiers.base import TierContext
-from kvladder.tiers.disk import OsDisk
-from kvladder.tiers.files import FilesOptions
-from kvladder.tiers.filespurge import purge_files
+from kvladder.tiers.files.disk import OsDisk
+from kvladder.tiers.files.purge import purge_files
+from kvladder.tiers.files.tier import FilesOptions
 
 BAR: Final = 30
 SALT_BYTES_MAX: Final = 8192

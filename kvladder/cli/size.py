@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from kvladder.config import load_config
+from kvladder.config.stack import load_config
 from kvladder.errors import ConfigError, PlanError
-from kvladder.gpu.groups import Layer
-from kvladder.gpu.plan import CachePlan
-from kvladder.gpu.sizing import blocks_of, divide, needed
+from kvladder.gpu.requests.groups import Layer
+from kvladder.gpu.sizing.divide import blocks_of, divide, needed
+from kvladder.gpu.sizing.plan import CachePlan
 from kvladder.layout import Layout
-from kvladder.models import ModelConfig
+from kvladder.planning.models import ModelConfig
 from kvladder.units import Size
 
 STEP: Final = 8192
@@ -57,7 +57,7 @@ def size(
     """
     room = _room(memory)
     step = min(_tokens("--step", step), _tokens("--context", context))
-    hint = "kvladder.gpu.plan.CachePlan sizes layers that you name"
+    hint = "kvladder.gpu.sizing.plan.CachePlan sizes layers that you name"
     found = ModelConfig(model, dtype=dtype, hint=hint)
     plan = CachePlan(
         found.resources(),

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import msgspec
 
-from kvladder.config import load_config
-from kvladder.controlsocket import WHERE, NobodyThere, ask, sockets
+from kvladder.config.stack import load_config
+from kvladder.control.sockets import WHERE, NobodyThere, ask, sockets
 from kvladder.errors import ConfigError
-from kvladder.tiers.breaker import BREAKER_STATES
+from kvladder.tiers.ladder.gate import BREAKER_STATES
 
 COLUMNS: Final = (
     "blocks",

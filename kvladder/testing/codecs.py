@@ -13,8 +13,8 @@ import pytest
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.tiers.base import Item, Outcome
-from kvladder.tiers.chain import Chain
-from kvladder.tiers.codecs import PARAMS_BYTES, ChecksumCodec, Codec, Stage, Subject
+from kvladder.tiers.codecs.base import PARAMS_BYTES, ChecksumCodec, Codec, Stage, Subject
+from kvladder.tiers.codecs.chain import Chain
 
 MakeCodec = Callable[[], Codec]
 ITEM = Item(BlockKey(hashlib.sha256(b"block").digest()), 0, salt=b"saltsalt")

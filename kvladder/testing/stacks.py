@@ -19,9 +19,9 @@ from kvladder.policy.eviction import PrioritizedLRU
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.sim import EPOCH_S, SimClock, inline_blocking
 from kvladder.tiers.base import Shared, Tier
-from kvladder.tiers.edge import scratch_blocks
-from kvladder.tiers.level import Level, LevelSettings, Threads
-from kvladder.tiers.stack import HostSettings, Post, TierStack
+from kvladder.tiers.codecs.edge import scratch_blocks
+from kvladder.tiers.ladder.level import Level, LevelSettings, Threads
+from kvladder.tiers.ladder.stack import HostSettings, Post, TierStack
 
 T = TypeVar("T")
 

@@ -193,7 +193,7 @@ def main() -> None:
     without_torchvision()
     from vllm.engine.arg_utils import EngineArgs
 
-    from kvladder.connectors import vllm_fingerprint
+    from kvladder.connectors.vllm.identity import fingerprint as vllm_fingerprint
 
     model, other, results, *only = sys.argv[1:]
     code = vllm_fingerprint.code_fields()

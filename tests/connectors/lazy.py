@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from random import Random
 
 from kvladder.arena import Arena
-from kvladder.gpu.copy import Copier, CopyJob, Finished, JobId
-from kvladder.gpu.cpu import CpuCopier
-from kvladder.gpu.pages import Parts
+from kvladder.gpu.copy.copier import Copier, CopyJob, Finished, JobId
+from kvladder.gpu.copy.cpu import CpuCopier
+from kvladder.gpu.copy.pages import Parts
 
 
 class LazyCopier(Copier):

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from kvladder.arena import Arena
-from kvladder.config import load_config
-from kvladder.gpu.copy import Copier
-from kvladder.gpu.pages import Parts
+from kvladder.config.stack import load_config
+from kvladder.gpu.copy.copier import Copier
+from kvladder.gpu.copy.pages import Parts
 from kvladder.notices import Notices
 from tests.connectors.lazy import LazyCopier
 from tests.connectors.loaded import FakeLoaded
@@ -122,9 +122,9 @@ class Engine:
         on_reset: Any = "forget",
         failing: Exception | None = None,
     ) -> None:
-        from kvladder.connectors import vllm_worker
-        from kvladder.connectors.vllm_options import Options
-        from kvladder.connectors.vllm_scheduler import SchedulerHalf
+        from kvladder.connectors.vllm import worker as vllm_worker
+        from kvladder.connectors.vllm.options import Options
+        from kvladder.connectors.vllm.scheduler import SchedulerHalf
 
         self.random = Random(seed)
         self.is_async = load == "async"

@@ -25,8 +25,8 @@ import numpy.typing as npt
 import torch
 
 from kvladder.arena import Arena
-from kvladder.gpu.copy import Copier
-from kvladder.gpu.pages import Parts
+from kvladder.gpu.copy.copier import Copier
+from kvladder.gpu.copy.pages import Parts
 from kvladder.notices import Notices
 from tests.connectors.lazy import LazyCopier
 from tests.connectors.loaded import FakeLoaded
@@ -44,7 +44,7 @@ class Rank:
     """One rank's memory and worker half, with tables as a worker keeps them."""
 
     def __init__(self, simulation: Simulation, rank: int) -> None:
-        from kvladder.connectors.vllm_worker import WorkerHalf
+        from kvladder.connectors.vllm.worker import WorkerHalf
 
         groups, blocks = simulation.groups, simulation.blocks
         page = max(tokens for _, tokens in groups) * 16

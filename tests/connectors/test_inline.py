@@ -10,7 +10,7 @@ from kvladder import CacheManager, Layout, Retention, RetentionRange, open_cache
 from kvladder.connectors.inline import InlineConnector
 from kvladder.connectors.jobs import JobConnector
 from kvladder.errors import LayoutError
-from kvladder.gpu.copy import CopyJob, Finished, JobId
+from kvladder.gpu.copy.copier import CopyJob, Finished, JobId
 from kvladder.keys import BlockKey
 
 BLOCK_TOKENS = 16

@@ -24,11 +24,11 @@ from transformers import (
 
 from examples.transformers_engine import Engine, Job
 from kvladder.arena import Slot
-from kvladder.connectors.transformers import PooledModel, layer_shapes
+from kvladder.connectors.transformers.model import PooledModel, layer_shapes
+from kvladder.device.preempt import Preemption
 from kvladder.errors import ConfigError, LayoutError, OutOfBlocks
 from kvladder.layout import PAGE_BYTES
-from kvladder.preempt import Preemption
-from kvladder.tiers.blockheader import MAGIC
+from kvladder.tiers.files.header import MAGIC
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("transformers")
 
 from kvladder.arena import Slot
-from kvladder.connectors.transformers import PooledModel
+from kvladder.connectors.transformers.model import PooledModel
 from kvladder.errors import ConfigError
 from tests.connectors.test_transformers import (
     BLOCK,

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from kvladder import registry
+from kvladder.config import registry
 from kvladder.tiers.base import Item
 from kvladder.tiers.memory import MemoryTier
 from tests.patience import PATIENCE_S
@@ -24,8 +24,8 @@ if importlib.util.find_spec("vllm") is None:
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM's own
-    from kvladder.connectors.vllm_computing import Computing
-    from kvladder.connectors.vllm_step import Report
+    from kvladder.connectors.vllm.computing import Computing
+    from kvladder.connectors.vllm.step import Report
     from tests.connectors.scripted import TOKENS, Engine, Request
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

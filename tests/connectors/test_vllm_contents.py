@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvladder.connectors import vllm_contents
-from kvladder.connectors.vllm_contents import Contents, contents_of
-from kvladder.connectors.vllm_groups import Group, Groups
-from kvladder.connectors.vllm_requests import RequestState
+from kvladder.connectors.vllm.groups import Group, Groups
+from kvladder.connectors.vllm.identity import contents as vllm_contents
+from kvladder.connectors.vllm.identity.contents import Contents, contents_of
+from kvladder.connectors.vllm.requests import RequestState
 from kvladder.keys import BlockKey
 
 if importlib.util.find_spec("vllm") is None:

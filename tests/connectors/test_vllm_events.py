@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvladder.config import load_config
-from kvladder.connectors.vllm_groups import Groups, groups_of
+from kvladder.config.stack import load_config
+from kvladder.connectors.vllm.groups import Groups, groups_of
 from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey
 from tests.connectors.scripted import TOKENS, Engine, Request, configs, kv_spec
@@ -51,7 +51,7 @@ def vllm() -> None:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """An engine that publishes events, with whole hashes."""
-    from kvladder.connectors.vllm_events import KVEvents
+    from kvladder.connectors.vllm.reports.events import KVEvents
 
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
     engine = Engine(SOURCE)
@@ -136,7 +136,7 @@ def test_each_level_is_told_with_tokens_and_parents(engine: Engine) -> None:
 def test_what_no_request_is_known_to_have_is_told_by_its_hash_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvladder.connectors import vllm_events
+    from kvladder.connectors.vllm.reports import events as vllm_events
 
     serve(engine, prompt(1))
     first = taken(engine)
@@ -207,7 +207,7 @@ def test_weights_that_change_take_their_names_with_them(engine: Engine) -> None:
 
 
 def test_groups_have_their_own_names_and_sizes() -> None:
-    from kvladder.connectors.vllm_events import kinds_of
+    from kvladder.connectors.vllm.reports.events import kinds_of
 
     _, config = configs()
     window = kv_spec("SlidingWindowSpec", block_size=2 * TOKENS, sliding_window=9)
@@ -237,7 +237,7 @@ def test_requests_that_are_over_are_not_kept_for_what_is_known_of_their_blocks(
 
 
 def test_events_are_refused_where_none_are_kept(engine: Engine) -> None:
-    from kvladder.connectors.vllm_events import KVEvents, enabled
+    from kvladder.connectors.vllm.reports.events import KVEvents, enabled
 
     config = load_config({**SOURCE, "events": {"max": 0}})
     with pytest.raises(ConfigError, match=r"events.max: 0 .*expected 1 or more"):

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvladder.arena import Slot
-from kvladder.connectors.vllm_find import ROUNDS_MAX, Find
-from kvladder.connectors.vllm_groups import Group, Groups, Kind
+from kvladder.connectors.vllm.find import ROUNDS_MAX, Find
+from kvladder.connectors.vllm.groups import Group, Groups, Kind
 from kvladder.keys import BlockKey
 from kvladder.policy.worth import Saves
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvladder.connectors.vllm_groups import Group, Groups, groups_of
+from kvladder.connectors.vllm.groups import Group, Groups, groups_of
 from kvladder.errors import LayoutError
 from tests.connectors.scripted import kv_spec
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvladder.connectors.vllm_find import Find
+from kvladder.connectors.vllm.find import Find
 from kvladder.connectors.weights import weights_digest
 from tests.connectors.scripted import TOKENS, Engine, Entry, Request
 
@@ -240,7 +240,7 @@ def test_nothing_is_asked_for_what_vllm_has_itself(engines: list[Engine]) -> Non
 def test_an_answer_does_not_outlive_what_it_was_about(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvladder.connectors import vllm_scheduler as module
+    from kvladder.connectors.vllm import scheduler as module
 
     engine = Engine(HOST)
     engines.append(engine)
@@ -432,7 +432,7 @@ def test_adapters_with_other_weights_share_nothing(engines: list[Engine], tmp_pa
 def test_an_adapter_is_read_beside_the_engine_and_computed_without_a_cache_until_then(
     engines: list[Engine], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvladder.connectors import vllm_requests
+    from kvladder.connectors.vllm import requests as vllm_requests
 
     engine = Engine(HOST)
     engines.append(engine)
@@ -470,7 +470,7 @@ def test_an_adapter_is_read_beside_the_engine_and_computed_without_a_cache_until
 def test_an_adapter_that_is_loaded_anew_while_it_is_read_is_read_once_more(
     engines: list[Engine], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvladder.connectors import vllm_requests
+    from kvladder.connectors.vllm import requests as vllm_requests
 
     engine = Engine(HOST)
     engines.append(engine)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from kvladder.compose import open_manager
-from kvladder.config import SUMMARY_LINES_MAX, load_config
-from kvladder.connectors import vllm_log
-from kvladder.connectors.vllm_params import Policies
+from kvladder.config.stack import SUMMARY_LINES_MAX, load_config
+from kvladder.connectors.vllm.params import Policies
+from kvladder.connectors.vllm.reports import log as vllm_log
 from kvladder.layout import Layout
 from kvladder.notices import Notices
 from tests.vllm.harness import newer_vllm
@@ -205,7 +205,7 @@ def test_the_versions_that_are_tested_are_those_that_are_told() -> None:
 
 def test_the_version_that_runs_is_the_one_that_is_meant() -> None:
     pytest.importorskip("vllm", exc_type=ImportError)
-    from kvladder.connectors.vllm_checks import vllm_version
+    from kvladder.connectors.vllm.checks import vllm_version
 
     assert vllm_log.untested(vllm_version()) == ""
     for folder in newer_vllm():

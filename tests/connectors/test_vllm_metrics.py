@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvladder.exposition import METRICS
 from kvladder.metrics import AGES_S, Histogram, LevelStats, Stats
+from kvladder.publishing.exposition import METRICS
 from tests.connectors.scripted import Engine
 
 if importlib.util.find_spec("vllm") is None:
@@ -58,7 +58,7 @@ def types(kind: Any = None) -> dict[Any, Any]:
 def metrics_of(engines: int = 1) -> Any:
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
-    from kvladder.connectors.vllm import KVLadderConnector
+    from kvladder.connectors.vllm.connector import KVLadderConnector
 
     unregister_vllm_metrics()
     config = SimpleNamespace(kv_transfer_config=None)
@@ -74,7 +74,7 @@ def value(name: str, engine: str = "0", **labels: str) -> float | None:
 
 
 def test_what_is_sent_are_the_changes_and_they_add_up() -> None:
-    from kvladder.connectors.vllm_metrics import EVERY_S, Changes
+    from kvladder.connectors.vllm.reports.metrics import EVERY_S, Changes
 
     times = [0.0, 0.0, EVERY_S / 2, EVERY_S / 2, EVERY_S, 5 * EVERY_S, 9 * EVERY_S]
     changes, source, prom = Changes(lambda: times.pop(0)), Source(), metrics_of()
@@ -108,7 +108,7 @@ def test_what_is_sent_are_the_changes_and_they_add_up() -> None:
 
 
 def test_engines_are_told_apart_and_a_registry_of_another_kind_is_served() -> None:
-    from kvladder.connectors.vllm_metrics import Changes, PromMetrics
+    from kvladder.connectors.vllm.reports.metrics import Changes, PromMetrics
 
     source, prom = Source(), metrics_of(engines=2)
     source.level.hits = 1
@@ -145,8 +145,8 @@ def test_engines_are_told_apart_and_a_registry_of_another_kind_is_served() -> No
 
 
 def test_intervals_are_added_up_for_the_log() -> None:
-    from kvladder.connectors.vllm import KVLadderConnector
-    from kvladder.connectors.vllm_metrics import Changes
+    from kvladder.connectors.vllm.connector import KVLadderConnector
+    from kvladder.connectors.vllm.reports.metrics import Changes
 
     changes, source = Changes(lambda: 0.0), Source()
     total = KVLadderConnector.build_kv_connector_stats()
@@ -176,8 +176,8 @@ def test_a_multi_connector_carries_them() -> None:
         MultiKVConnectorStats,
     )
 
-    from kvladder.connectors.vllm import KVLadderConnector
-    from kvladder.connectors.vllm_metrics import Changes, KVLadderStats
+    from kvladder.connectors.vllm.connector import KVLadderConnector
+    from kvladder.connectors.vllm.reports.metrics import Changes, KVLadderStats
 
     source = Source()
     source.level.hits = 2
@@ -196,7 +196,7 @@ def test_a_multi_connector_carries_them() -> None:
 
 
 def test_the_scheduler_half_has_a_value_for_every_metric() -> None:
-    from kvladder.connectors.vllm_metrics import Changes
+    from kvladder.connectors.vllm.reports.metrics import Changes
 
     engine = Engine({"host": "1 MiB"})
     try:

@@ -19,11 +19,16 @@ from typing import Any
 import pytest
 import torch
 
-from kvladder.connectors import vllm_fingerprint, vllm_given
-from kvladder.connectors.vllm_checks import tensor_fields
-from kvladder.connectors.vllm_fingerprint import FILES_LEFT_OUT, folder_fields, model_fields
-from kvladder.connectors.vllm_given import SETTINGS_LEFT_OUT, SWITCHES_LEFT_OUT, left_out
-from kvladder.gpu.pages import BlockPages
+from kvladder.connectors.vllm.checks import tensor_fields
+from kvladder.connectors.vllm.identity import fingerprint as vllm_fingerprint
+from kvladder.connectors.vllm.identity import given as vllm_given
+from kvladder.connectors.vllm.identity.fingerprint import (
+    FILES_LEFT_OUT,
+    folder_fields,
+    model_fields,
+)
+from kvladder.connectors.vllm.identity.given import SETTINGS_LEFT_OUT, SWITCHES_LEFT_OUT, left_out
+from kvladder.gpu.copy.pages import BlockPages
 from tests.connectors.arguments import ELSEWHERE
 from tests.connectors.scripted import configs
 from tests.vllm.harness import HERE, environment

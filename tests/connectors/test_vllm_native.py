@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 ROW = 5000
 CONTEXT = ReqContext("r")
-PATHS = {"type": "KVLadderTier", "module_path": "kvladder.connectors.vllm_tiering"}
+PATHS = {"type": "KVLadderTier", "module_path": "kvladder.connectors.vllm_native.tier"}
 
 
 def spec(model: Path, *, tp: int = 1) -> Any:
@@ -192,7 +192,7 @@ def context(priority: int | None) -> ReqContext:
 
 def test_the_policy_evicts_the_lowest_priority_then_the_least_recently_used() -> None:
     policy = CachePolicyFactory.get_cache_policy_cls(
-        "PrioritizedLRUPolicy", "kvladder.connectors.vllm_policy"
+        "PrioritizedLRUPolicy", "kvladder.connectors.vllm_native.policy"
     )(8)
     for number, priority in enumerate([80, None, 10, None]):
         policy.on_store_miss([key(number)], context(priority))
@@ -217,7 +217,7 @@ def test_the_policy_evicts_the_lowest_priority_then_the_least_recently_used() ->
 def test_the_policy_agrees_with_a_sorted_list(seed: int) -> None:
     random = Random(seed)
     policy: Any = CachePolicyFactory.get_cache_policy_cls(
-        "PrioritizedLRUPolicy", "kvladder.connectors.vllm_policy"
+        "PrioritizedLRUPolicy", "kvladder.connectors.vllm_native.policy"
     )(32)
     order: list[tuple[int, Any]] = []  # the least recently used first
     free = list(range(32))
@@ -245,7 +245,7 @@ def test_the_policy_agrees_with_a_sorted_list(seed: int) -> None:
 def test_names_cover_what_vllm_tells_its_tiers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvladder.connectors.vllm_tiering import layout_of
+    from kvladder.connectors.vllm_native.tier import layout_of
 
     def named() -> Any:
         return layout_of(spec(tmp_path).config, ROW, "x").namespace()

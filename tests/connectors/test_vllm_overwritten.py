@@ -17,7 +17,7 @@ if importlib.util.find_spec("vllm") is None:
 
 with warnings.catch_warnings():  # whatever vLLM warns of when it is imported
     warnings.simplefilter("ignore")
-    from kvladder.connectors.vllm_step import Step
+    from kvladder.connectors.vllm.step import Step
 
 pytestmark = pytest.mark.slow
 STACK = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}]}

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvladder.config import load_config
-from kvladder.connectors.vllm_params import NO_POLICY, Policies, RequestPolicy
+from kvladder.config.stack import load_config
+from kvladder.connectors.vllm.params import NO_POLICY, Policies, RequestPolicy
 from kvladder.notices import Notices
 
 SOURCE = {

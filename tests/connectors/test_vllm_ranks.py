@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kvladder.arena import Arena, Slot
-from kvladder.connectors.vllm_groups import groups_of
+from kvladder.connectors.vllm.groups import groups_of
 from kvladder.errors import ConfigError
-from kvladder.gpu.copy import CopyJob, JobId
+from kvladder.gpu.copy.copier import CopyJob, JobId
 from kvladder.layout import Layout
 from kvladder.notices import Notices
 from tests.connectors.loaded import FakeLoaded
@@ -24,10 +24,10 @@ if importlib.util.find_spec("vllm") is None:
 
 with warnings.catch_warnings():  # whatever vLLM warns of when it is imported
     warnings.simplefilter("ignore")
-    from kvladder.connectors.vllm_checks import this_node
-    from kvladder.connectors.vllm_start import instance_of, layout_of
-    from kvladder.connectors.vllm_step import Attach, Load, RankDescription, Step
-    from kvladder.connectors.vllm_worker import WorkerHalf
+    from kvladder.connectors.vllm.checks import this_node
+    from kvladder.connectors.vllm.start import instance_of, layout_of
+    from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Step
+    from kvladder.connectors.vllm.worker import WorkerHalf
 
 pytestmark = pytest.mark.slow
 

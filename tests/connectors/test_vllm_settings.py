@@ -14,15 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from kvladder.connectors import vllm_groups, vllm_plugin, weights
-from kvladder.connectors.vllm_checks import (
+from kvladder.connectors import weights
+from kvladder.connectors.vllm import groups as vllm_groups
+from kvladder.connectors.vllm import plugin as vllm_plugin
+from kvladder.connectors.vllm.checks import (
     check_engine,
     check_features,
     check_groups,
     group_pages,
 )
-from kvladder.connectors.vllm_options import Options, parse
-from kvladder.connectors.vllm_stats import StatsFile
+from kvladder.connectors.vllm.options import Options, parse
+from kvladder.connectors.vllm.reports.stats import StatsFile
 from kvladder.connectors.weights import weights_digest
 from kvladder.errors import ConfigError, LayoutError
 from kvladder.notices import Notices
@@ -47,7 +49,7 @@ def test_the_short_form_and_the_file_give_a_stack(tmp_path: Path) -> None:
 def test_what_a_stack_names_is_looked_at_before_the_model_is_loaded(tmp_path: Path) -> None:
     """vLLM asks whether CUDA graphs are to be cut while it makes its configuration."""
     pytest.importorskip("vllm")
-    from kvladder.connectors.vllm import KVLadderConnector
+    from kvladder.connectors.vllm.connector import KVLadderConnector
 
     asked = KVLadderConnector.requires_piecewise_for_cudagraph
     assert asked({**HOST, "files": str(tmp_path / "kv"), "capacity": "1 MiB"}) is False

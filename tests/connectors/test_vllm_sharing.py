@@ -15,8 +15,8 @@ if importlib.util.find_spec("vllm") is None:
 
 with warnings.catch_warnings():  # whatever vLLM warns of when it is imported
     warnings.simplefilter("ignore")
-    from kvladder.connectors.vllm_requests import Filling
-    from kvladder.connectors.vllm_scheduler import SchedulerHalf
+    from kvladder.connectors.vllm.requests import Filling
+    from kvladder.connectors.vllm.scheduler import SchedulerHalf
 
 pytestmark = pytest.mark.slow
 

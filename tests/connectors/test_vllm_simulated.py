@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvladder import registry
+from kvladder.config import registry
 from tests.connectors.moody import MoodyTier
 
 if importlib.util.find_spec("vllm") is None:

@@ -76,7 +76,7 @@ def end(engine: Engine, request: Request) -> None:
 def test_hits_are_told_by_where_they_came_from(engine: Engine) -> None:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource as Source
 
-    from kvladder.connectors.vllm import KVLadderConnector
+    from kvladder.connectors.vllm.connector import KVLadderConnector
 
     half, manager = engine.half, engine.half.connector.manager
     connector = KVLadderConnector.__new__(KVLadderConnector)

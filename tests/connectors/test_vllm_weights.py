@@ -13,8 +13,8 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-from kvladder.connectors.vllm_step import Report, Seen, Step
-from kvladder.connectors.vllm_weights import Weights
+from kvladder.connectors.vllm.identity.weights import Weights
+from kvladder.connectors.vllm.step import Report, Seen, Step
 from tests.connectors.scripted import TOKENS, Engine, Request
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -275,7 +275,7 @@ def test_weights_that_cannot_be_read_at_start_end_no_engine(start: Start) -> Non
 def test_requests_wait_no_longer_than_is_worth_it(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvladder.connectors import vllm_weights
+    from kvladder.connectors.vllm.identity import weights as vllm_weights
 
     engine = start()
     monkeypatch.setattr(vllm_weights, "PATIENCE", 5)

@@ -68,7 +68,7 @@ def test_later_blocks_have_the_floor_of_earlier_ones() -> None:
 
 
 def test_blocks_that_are_not_kept_count_for_the_floor_of_those_after_them() -> None:
-    from kvladder.connectors.vllm_saves import stretches
+    from kvladder.connectors.vllm.saves import stretches
 
     draw = Random(1)
     for _ in range(300):

@@ -14,11 +14,11 @@ from kvladder.arena import Arena
 from kvladder.errors import TierError
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
-from kvladder.testing.disk import FakeDisk, InlinePool
 from kvladder.testing.sim import SimClock, inline_blocking
 from kvladder.tiers.base import Item, TierContext
-from kvladder.tiers.files import FilesOptions, FilesTier
+from kvladder.tiers.files.tier import FilesOptions, FilesTier
 from kvladder.units import Size
+from tests.kit.disk import FakeDisk, InlinePool
 from tests.tiers.coded import SCRATCH
 
 LAYOUT = Layout(block_tokens=16, block_bytes=5000)

@@ -14,10 +14,10 @@ import pytest
 
 from kvladder.keys import BlockKey
 from kvladder.policy.offload import OffloadRule
-from kvladder.testing.disk import MODES, FakeDisk, InlinePool, Mode, PowerCut
 from kvladder.testing.sim import EPOCH_S, sim_run
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers.files import FilesOptions, FilesTier
+from kvladder.tiers.files.tier import FilesOptions, FilesTier
+from tests.kit.disk import MODES, FakeDisk, InlinePool, Mode, PowerCut
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]
 

@@ -10,10 +10,10 @@ from itertools import count
 
 import pytest
 
-from kvladder.testing.disk import MODES, Mode, PowerCut
 from kvladder.testing.sim import sim_run
-from kvladder.tiers.indexrecord import RECORD_BYTES
+from kvladder.tiers.files.log import RECORD_BYTES
 from tests.crash.harness import CAPACITY, STRIDE, Machine, key, new_disk
+from tests.kit.disk import MODES, Mode, PowerCut
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from kvladder.errors import ConfigError, TierFull
-from kvladder.testing.disk import MODES, FakeDisk, Mode, PowerCut
 from kvladder.testing.sim import sim_run
-from kvladder.tiers import segments
-from kvladder.tiers.aesgcm import AesGcmCodec
-from kvladder.tiers.files import FilesTier
-from kvladder.tiers.zstd import ZstdCodec
+from kvladder.tiers.codecs.aesgcm import AesGcmCodec
+from kvladder.tiers.codecs.zstd import ZstdCodec
+from kvladder.tiers.files import segments
+from kvladder.tiers.files.tier import FilesTier
 from tests.crash.harness import Machine, WrongBytes, new_disk
+from tests.kit.disk import MODES, FakeDisk, Mode, PowerCut
 from tests.tiers.coded import CodedTier
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]

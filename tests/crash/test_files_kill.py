@@ -18,9 +18,9 @@ from kvladder.layout import Layout
 from kvladder.runtime import SystemClock
 from kvladder.testing.sim import inline_blocking
 from kvladder.tiers.base import Item, TierContext
-from kvladder.tiers.disk import OsDisk
-from kvladder.tiers.files import FilesOptions, FilesTier
-from kvladder.tiers.filesdir import leases
+from kvladder.tiers.files.directory import leases
+from kvladder.tiers.files.disk import OsDisk
+from kvladder.tiers.files.tier import FilesOptions, FilesTier
 from kvladder.units import Size
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]

@@ -14,12 +14,12 @@ import pytest
 
 from kvladder.errors import ConfigError
 from kvladder.keys import salt_digest
-from kvladder.testing.disk import MODES, FakeDisk, Mode, PowerCut
 from kvladder.testing.sim import sim_run
 from kvladder.tiers.base import Item
-from kvladder.tiers.files import FilesTier
-from kvladder.tiers.filespurge import Purged, purge_files
+from kvladder.tiers.files.purge import Purged, purge_files
+from kvladder.tiers.files.tier import FilesTier
 from tests.crash.harness import CAPACITY, ROOT, STRANGERS, Machine, data, key, new_disk
+from tests.kit.disk import MODES, FakeDisk, Mode, PowerCut
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from kvladder.device import DeviceCache, DeviceGroup, open_device
-from kvladder.gpu.groups import Group
-from kvladder.gpu.requests import Request
+from kvladder.device.cache import DeviceCache, DeviceGroup, open_device
+from kvladder.gpu.requests.groups import Group
+from kvladder.gpu.requests.requests import Request
 
 WIDTH = 24
 """Bytes per token of each group."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from math import inf
 
-from kvladder.gpu.below import Arrival, Known, Taken, Victim
-from kvladder.gpu.events import Created, PoolEvent, PoolEvents, Removed, Stored, Updated
-from kvladder.gpu.names import DeviceSlot, Ticket
-from kvladder.gpu.pool import BlockPool, Partial, PoolSettings
-from kvladder.gpu.sequence import Extra, KVSequence
-from kvladder.gpu.sequences import Sequences
+from kvladder.gpu.pool.below import Arrival, Known, Taken, Victim
+from kvladder.gpu.pool.events import Created, PoolEvent, PoolEvents, Removed, Stored, Updated
+from kvladder.gpu.pool.pool import BlockPool, Partial, PoolSettings
+from kvladder.gpu.requests.sequence import Extra, KVSequence
+from kvladder.gpu.requests.sequences import Sequences
+from kvladder.gpu.tree.names import DeviceSlot, Ticket
 from kvladder.keys import BlockKey, KeyScheme, namespace
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.retention import Retention

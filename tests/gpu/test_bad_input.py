@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from kvladder.errors import ConfigError, NotHeld, OutOfBlocks, PlanError
-from kvladder.gpu.commit import Content
-from kvladder.gpu.groups import Layer
-from kvladder.gpu.names import DeviceSlot
-from kvladder.gpu.plan import CachePlan
-from kvladder.gpu.pool import PoolSettings
-from kvladder.gpu.retain import Retain
-from kvladder.gpu.sequence import KVSequence
-from kvladder.gpu.sizing import kv_bytes_per_token, pool_bytes
+from kvladder.gpu.pool.commit import Content
+from kvladder.gpu.pool.pool import PoolSettings
+from kvladder.gpu.pool.retain import Retain
+from kvladder.gpu.requests.groups import Layer
+from kvladder.gpu.requests.sequence import KVSequence
+from kvladder.gpu.sizing.divide import kv_bytes_per_token, pool_bytes
+from kvladder.gpu.sizing.plan import CachePlan
+from kvladder.gpu.tree.names import DeviceSlot
 from kvladder.policy.retention import Retention, RetentionRange
 from tests.gpu.engine import Engine
 

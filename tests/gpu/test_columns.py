@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvladder.gpu import columns
+from kvladder.gpu.tree import columns
 
 SOURCE = Path(columns.__file__).with_name("_columns.c")
 SIZE = 6

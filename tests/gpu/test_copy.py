@@ -9,10 +9,10 @@ import torch
 
 from kvladder.arena import Arena, Slot
 from kvladder.errors import LayoutError
-from kvladder.gpu.copy import Copier, CopyJob, Direction, JobId, ThreadedCopier
-from kvladder.gpu.cpu import CpuCopier
-from kvladder.gpu.pages import BlockPages, Part
-from kvladder.gpu.streams import HostDevice, StreamCopier
+from kvladder.gpu.copy.copier import Copier, CopyJob, Direction, JobId, ThreadedCopier
+from kvladder.gpu.copy.cpu import CpuCopier
+from kvladder.gpu.copy.cuda import HostDevice, StreamCopier
+from kvladder.gpu.copy.pages import BlockPages, Part
 from tests.patience import PATIENCE_S
 
 BLOCKS, LAYERS, HEADS, TOKENS, WIDTH = 12, 3, 2, 8, 16

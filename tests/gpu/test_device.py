@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import kvladder
-from kvladder import device
-from kvladder.config import load_config
-from kvladder.device import DeviceGroup, open_device
+from kvladder.config.stack import load_config
+from kvladder.device import cache as device
+from kvladder.device.cache import DeviceGroup, open_device
 from kvladder.errors import ConfigError, OutOfBlocks, PlanError
-from kvladder.gpu.events import PoolEvent
-from kvladder.gpu.groups import Group
-from kvladder.gpu.pool import PoolSettings
+from kvladder.gpu.pool.events import PoolEvent
+from kvladder.gpu.pool.pool import PoolSettings
+from kvladder.gpu.requests.groups import Group
 from kvladder.policy.retention import Retention, RetentionRange
 from tests.gpu.device import Model
 from tests.gpu.engine import Indexed, replay

@@ -12,18 +12,18 @@ from hypothesis import settings as profile
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvladder.below import TierPort
-from kvladder.device import DeviceCache, make_pools
+from kvladder.device.cache import DeviceCache, make_pools
+from kvladder.device.port import TierPort
+from kvladder.device.preempt import How, Suspended
 from kvladder.errors import OutOfBlocks, PoolError
-from kvladder.gpu.copy import Copier, CopyJob, Finished, JobId
-from kvladder.gpu.events import PoolEvents
-from kvladder.gpu.groups import Group
-from kvladder.gpu.pool import Partial
-from kvladder.gpu.requests import Request
-from kvladder.gpu.sizing import Division, Share
+from kvladder.gpu.copy.copier import Copier, CopyJob, Finished, JobId
+from kvladder.gpu.pool.events import PoolEvents
+from kvladder.gpu.pool.pool import Partial
+from kvladder.gpu.requests.groups import Group
+from kvladder.gpu.requests.requests import Request
+from kvladder.gpu.sizing.divide import Division, Share
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.retention import Retention, RetentionRange
-from kvladder.preempt import How, Suspended
 from kvladder.testing.fakes import Delay, Fail, FakeStore, FakeTier
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.sim import SimLoop

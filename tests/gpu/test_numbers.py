@@ -9,10 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from kvladder.gpu.groups import Group, Layer
-from kvladder.gpu.plan import CachePlan, ConvState, PerSequence, Resource, Side, State, Unpaged
-from kvladder.gpu.pool import PoolSettings
-from kvladder.gpu.sizing import blocks_of, divide, kv_bytes_per_token, pool_bytes
+from kvladder.gpu.pool.pool import PoolSettings
+from kvladder.gpu.requests.groups import Group, Layer
+from kvladder.gpu.sizing.divide import blocks_of, divide, kv_bytes_per_token, pool_bytes
+from kvladder.gpu.sizing.plan import (
+    CachePlan,
+    ConvState,
+    PerSequence,
+    Resource,
+    Side,
+    State,
+    Unpaged,
+)
 from kvladder.policy.numbers import whole
 from kvladder.policy.retention import Retention, RetentionRange
 from kvladder.testing.stacks import SimCache

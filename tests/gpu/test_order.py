@@ -11,10 +11,10 @@ from hypothesis import settings as profile
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvladder.gpu import order as module
-from kvladder.gpu.names import NO_SLOT, NOWHERE, NodeId
-from kvladder.gpu.nodes import Nodes
-from kvladder.gpu.order import EvictionOrder
+from kvladder.gpu.tree import order as module
+from kvladder.gpu.tree.names import NO_SLOT, NOWHERE, NodeId
+from kvladder.gpu.tree.nodes import Nodes
+from kvladder.gpu.tree.order import EvictionOrder
 
 PRIORITIES = st.sampled_from([0, 35, 35, 35, 80, 100])
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvladder.errors import OutOfBlocks
-from kvladder.gpu.pool import Partial
+from kvladder.gpu.pool.pool import Partial
 from kvladder.policy.offload import OffloadRule
 from tests.gpu.device import FULL, Model
 from tests.gpu.engine import Engine

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvladder.errors import NotHeld
-from kvladder.gpu.pool import Partial
-from kvladder.gpu.sequence import KVSequence
+from kvladder.gpu.pool.pool import Partial
+from kvladder.gpu.requests.sequence import KVSequence
 from kvladder.policy.offload import OffloadRule
 from tests.gpu.engine import Engine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvladder.gpu.events import Created, Overflow, PoolEvents, Removed, Stored, Updated
+from kvladder.gpu.pool.events import Created, Overflow, PoolEvents, Removed, Stored, Updated
 from kvladder.policy.retention import Retention, RetentionRange
 from tests.gpu.engine import Engine, Indexed, replay
 

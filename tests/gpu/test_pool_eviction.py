@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvladder.errors import BlocksBusy, ConfigError, NotHeld, OutOfBlocks, PoolError
-from kvladder.gpu.commit import Content
-from kvladder.gpu.names import DeviceSlot
-from kvladder.gpu.pool import ROOT, PoolSettings
+from kvladder.gpu.pool.commit import Content
+from kvladder.gpu.pool.pool import ROOT, PoolSettings
+from kvladder.gpu.tree.names import DeviceSlot
 from kvladder.keys import BlockKey
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.retention import Retention, RetentionRange

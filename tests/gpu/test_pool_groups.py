@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvladder.errors import BlocksBusy, ConfigError, NotReady, OutOfBlocks, PlanError, PoolError
-from kvladder.gpu.groups import Group, Kind, Layer, group_layers, holes_of, served_by_all
+from kvladder.gpu.requests.groups import Group, Kind, Layer, group_layers, holes_of, served_by_all
 from tests.gpu.device import FULL, Model
 from tests.gpu.engine import Engine
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvladder.errors import PlanError
-from kvladder.gpu.grow import BeamTable, Growing, growth_step
+from kvladder.gpu.sizing.grow import BeamTable, Growing, growth_step
 
 
 def test_g1_capacity_and_length_are_two_things() -> None:

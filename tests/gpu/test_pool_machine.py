@@ -14,8 +14,8 @@ from hypothesis.stateful import (
 )
 
 from kvladder.errors import OutOfBlocks
-from kvladder.gpu.names import DeviceSlot
-from kvladder.gpu.sequence import KVSequence
+from kvladder.gpu.requests.sequence import KVSequence
+from kvladder.gpu.tree.names import DeviceSlot
 from kvladder.keys import BlockKey
 from kvladder.policy.retention import Retention, RetentionRange
 from tests.gpu.engine import Engine, Indexed, replay

@@ -8,10 +8,10 @@ from typing import get_type_hints
 import pytest
 
 from kvladder.errors import NotHeld, NotReady
-from kvladder.gpu.below import Below, Victim
-from kvladder.gpu.index import PrefixIndex
-from kvladder.gpu.names import DeviceSlot, NodeId
-from kvladder.gpu.pool import BlockPool
+from kvladder.gpu.pool.below import Below, Victim
+from kvladder.gpu.pool.pool import BlockPool
+from kvladder.gpu.tree.index import PrefixIndex
+from kvladder.gpu.tree.names import DeviceSlot, NodeId
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.retention import Retention, RetentionRange
 from tests.gpu.engine import Engine

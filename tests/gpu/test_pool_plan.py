@@ -7,8 +7,16 @@ from typing import Any
 import pytest
 
 from kvladder.errors import PlanError
-from kvladder.gpu.groups import Layer
-from kvladder.gpu.plan import CachePlan, ConvState, PerSequence, Resource, Side, State, Unpaged
+from kvladder.gpu.requests.groups import Layer
+from kvladder.gpu.sizing.plan import (
+    CachePlan,
+    ConvState,
+    PerSequence,
+    Resource,
+    Side,
+    State,
+    Unpaged,
+)
 
 KV = Layer("kv", 2, 64, "float16")
 STATE = State("state", 8, 64, 16, "float32")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvladder.errors import ConfigError, NotHeld, NotReady, OutOfBlocks
-from kvladder.gpu.parts import copy_tokens
-from kvladder.gpu.pool import Partial
-from kvladder.gpu.sequences import Sequences
+from kvladder.gpu.copy.parts import copy_tokens
+from kvladder.gpu.pool.pool import Partial
+from kvladder.gpu.requests.sequences import Sequences
 from kvladder.keys import KeyScheme, namespace
 from kvladder.policy.retention import Retention
 from tests.gpu.engine import Engine

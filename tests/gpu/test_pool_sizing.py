@@ -11,10 +11,10 @@ import pytest
 
 from kvladder.cli import main
 from kvladder.errors import PlanError
-from kvladder.gpu.groups import Group, Layer
-from kvladder.gpu.plan import CachePlan, ConvState
-from kvladder.gpu.sizing import blocks_of, divide, kv_bytes_per_token, needed, pool_bytes
-from kvladder.models import ModelConfig
+from kvladder.gpu.requests.groups import Group, Layer
+from kvladder.gpu.sizing.divide import blocks_of, divide, kv_bytes_per_token, needed, pool_bytes
+from kvladder.gpu.sizing.plan import CachePlan, ConvState
+from kvladder.planning.models import ModelConfig
 from tests.gpu import models
 from tests.gpu.engine import Engine
 

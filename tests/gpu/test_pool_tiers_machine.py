@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvladder.errors import BlocksBusy, OutOfBlocks
-from kvladder.gpu.sequence import KVSequence
+from kvladder.gpu.requests.sequence import KVSequence
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.retention import Retention, RetentionRange
 from tests.gpu.engine import Engine, Indexed, replay

@@ -12,7 +12,7 @@ import pytest
 from kvladder.keys import BlockKey
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.retention import Retention, RetentionRange
-from kvladder.tiers.index import Meta
+from kvladder.tiers.ladder.index import Meta
 from tests.gpu.device import FULL, Model
 from tests.gpu.engine import Engine
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from kvladder.arena import Slot
+from kvladder.device.preempt import How, Suspended
 from kvladder.errors import NotHeld, NotReady, OutOfBlocks
-from kvladder.gpu.copy import CopyJob, Direction
-from kvladder.gpu.groups import Group
-from kvladder.gpu.requests import Request
+from kvladder.gpu.copy.copier import CopyJob, Direction
+from kvladder.gpu.requests.groups import Group
+from kvladder.gpu.requests.requests import Request
 from kvladder.keys import BlockKey
 from kvladder.policy.retention import Retention, RetentionRange
-from kvladder.preempt import How, Suspended
 from tests.gpu.device import FULL, Model
 
 NEAR = Group("near", 4, "window", 8)

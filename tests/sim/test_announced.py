@@ -8,14 +8,14 @@ from typing import ClassVar
 
 import pytest
 
-from kvladder import announcer as module
-from kvladder.announcer import Announcer
 from kvladder.events import Removed, Stored
 from kvladder.keys import BlockKey
-from kvladder.testing import soak
+from kvladder.publishing import announcer as module
+from kvladder.publishing.announcer import Announcer
 from kvladder.testing.fakes import FakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.testing.world import World
+from tests.kit import soak
+from tests.kit.world import World
 from tests.stack.caches import COMMIT, cache_of, flushed
 
 

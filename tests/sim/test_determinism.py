@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from kvladder.testing.soak import run_world
+from tests.kit.soak import run_world
 
 PRINT_TRACES = """
 import sys
-from kvladder.testing.soak import run_world
+from tests.kit.soak import run_world
 for seed in map(int, sys.argv[1:]):
     world = run_world(seed)
     print(*world.trace, sep="\\n")

@@ -6,6 +6,6 @@ from typing import Any
 
 import pytest
 
-from kvladder.testing.machine import CacheMachine
+from tests.kit.machine import CacheMachine
 
 TestCache: Any = pytest.mark.slow(CacheMachine.TestCase)

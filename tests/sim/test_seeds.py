@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvladder.testing import soak
-from kvladder.testing.world import World
+from tests.kit import soak
+from tests.kit.world import World
 
 FOUND = """
     2       a removal left behind met a write of its block

@@ -10,21 +10,20 @@ import pytest
 from kvladder.events import EventBuffer
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import FakeTier
-from kvladder.testing.knobs import Kind
-from kvladder.testing.soak import run_world
-from kvladder.tiers import gate as gates
-from kvladder.tiers.breaker import KINDS
-from kvladder.tiers.endings import Alarm
-from kvladder.tiers.gate import Gate
-from kvladder.tiers.host import HostLevel
-from kvladder.tiers.inbox import Pending
-from kvladder.tiers.index import LevelIndex
-from kvladder.tiers.level import Level
-from kvladder.tiers.loader import Loader
-from kvladder.tiers.places import Places
-from kvladder.tiers.stack import TierStack
-from kvladder.tiers.terms import ANYWHERE, NO_TERMS, Terms
-from kvladder.tiers.writer import Writer
+from kvladder.tiers.base import ANYWHERE, NO_TERMS, Terms
+from kvladder.tiers.ladder import gate as gates
+from kvladder.tiers.ladder.endings import Alarm
+from kvladder.tiers.ladder.gate import KINDS, Gate
+from kvladder.tiers.ladder.host import HostLevel
+from kvladder.tiers.ladder.index import LevelIndex
+from kvladder.tiers.ladder.level import Level
+from kvladder.tiers.ladder.loading.loader import Loader
+from kvladder.tiers.ladder.places import Places
+from kvladder.tiers.ladder.queue import Pending
+from kvladder.tiers.ladder.stack import TierStack
+from kvladder.tiers.ladder.writer import Writer
+from tests.kit.knobs import Kind
+from tests.kit.soak import run_world
 
 WORLDS = 800
 

@@ -14,10 +14,10 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import FakeTier
 from kvladder.testing.sim import SimLoop
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers import alike, index
-from kvladder.tiers.fetch import Fetch
-from kvladder.tiers.host import HostLevel
-from kvladder.tiers.level import Level
+from kvladder.tiers.ladder import alike, index
+from kvladder.tiers.ladder.host import HostLevel
+from kvladder.tiers.ladder.level import Level
+from kvladder.tiers.ladder.loading.fetch import Fetch
 from tests.stack.caches import COMMIT, cache_of
 
 KINDS: dict[str, tuple[tuple[OffloadRule, ...], dict[str, Any]]] = {

@@ -8,11 +8,11 @@ from kvladder.keys import salt_digest
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import FakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers.aesgcm import AesGcmCodec
-from kvladder.tiers.codecs import ChecksumCodec, Codec
-from kvladder.tiers.edge import EdgeSettings
-from kvladder.tiers.level import LevelSettings
-from kvladder.tiers.zstd import ZstdCodec
+from kvladder.tiers.codecs.aesgcm import AesGcmCodec
+from kvladder.tiers.codecs.base import ChecksumCodec, Codec
+from kvladder.tiers.codecs.edge import EdgeSettings
+from kvladder.tiers.codecs.zstd import ZstdCodec
+from kvladder.tiers.ladder.level import LevelSettings
 
 
 def level(tier: FakeTier, *codecs: Codec) -> LevelSpec:

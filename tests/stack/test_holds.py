@@ -17,25 +17,25 @@ from typing import Any
 import pytest
 
 from benchmarks.instant import InstantTier, keys_of
-from kvladder.announcer import Announcer
-from kvladder.below import TierPort
-from kvladder.device import DeviceCache, make_pools
-from kvladder.gpu.below import Taken, Victim
-from kvladder.gpu.copy import Copier, CopyJob, Finished, JobId
-from kvladder.gpu.events import PoolEvents
-from kvladder.gpu.groups import Group
-from kvladder.gpu.names import DeviceSlot
-from kvladder.gpu.sizing import Division, Share
+from kvladder.device.cache import DeviceCache, make_pools
+from kvladder.device.port import TierPort
+from kvladder.gpu.copy.copier import Copier, CopyJob, Finished, JobId
+from kvladder.gpu.pool.below import Taken, Victim
+from kvladder.gpu.pool.events import PoolEvents
+from kvladder.gpu.requests.groups import Group
+from kvladder.gpu.sizing.divide import Division, Share
+from kvladder.gpu.tree.names import DeviceSlot
 from kvladder.keys import BlockKey, salt_digest
 from kvladder.lock import BULK_STEP, STEP, StackLock, holding
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.worth import Saves
+from kvladder.publishing.announcer import Announcer
 from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
 from kvladder.tiers.base import Item, Tier, TierContext
-from kvladder.tiers.inbox import Inbox
-from kvladder.tiers.index import LevelIndex
-from kvladder.tiers.level import LevelSettings
-from kvladder.tiers.saving import Saving
+from kvladder.tiers.ladder.index import LevelIndex
+from kvladder.tiers.ladder.level import LevelSettings
+from kvladder.tiers.ladder.queue import Inbox
+from kvladder.tiers.ladder.saving import Saving
 
 BLOCKS = 32 * STEP
 LINES_A_BLOCK = 250

@@ -11,7 +11,7 @@ SCRIPT = """
 import ctypes, sys, threading
 import msgspec
 import kvladder
-from kvladder.registry import register
+from kvladder.config.registry import register
 from kvladder.tiers.memory import MemoryTier
 
 way = sys.argv[1]

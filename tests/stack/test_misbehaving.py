@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from kvladder.testing.fakes import Block, Fail, FakeTier, Hang, Raise, Wrong
-from kvladder.testing.mirror import MirrorCodec
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.sim import SimThreads
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers import gate
 from kvladder.tiers.base import Item
-from kvladder.tiers.codecs import ChecksumCodec
-from kvladder.tiers.edge import EdgeSettings
-from kvladder.tiers.gate import BEHIND_CALLS_MAX
-from kvladder.tiers.level import CALLS_TIMEOUT_S, CLOSE_TIMEOUT_S, LevelSettings
+from kvladder.tiers.codecs.base import ChecksumCodec
+from kvladder.tiers.codecs.edge import EdgeSettings
+from kvladder.tiers.ladder import gate
+from kvladder.tiers.ladder.gate import BEHIND_CALLS_MAX
+from kvladder.tiers.ladder.level import CALLS_TIMEOUT_S, CLOSE_TIMEOUT_S, LevelSettings
+from tests.kit.mirror import MirrorCodec
 from tests.stack.caches import COMMIT, QUICK, cache_of, flushed
 
 ANSWERS = (Wrong("long"), Wrong("short"), Wrong("nothing"), Wrong("words"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
-from kvladder.tiers.index import Meta
-from kvladder.tiers.saving import Saving
+from kvladder.tiers.ladder.index import Meta
+from kvladder.tiers.ladder.saving import Saving
 
 META = Meta(35, 35, 0)
 

@@ -12,13 +12,13 @@ import pytest
 
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import Fail, Full, Hang, Hold, Wrong
-from kvladder.testing.mirror import MirrorCodec
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers.codecs import ChecksumCodec
-from kvladder.tiers.edge import EdgeSettings
-from kvladder.tiers.index import Meta
-from kvladder.tiers.level import LevelSettings
+from kvladder.tiers.codecs.base import ChecksumCodec
+from kvladder.tiers.codecs.edge import EdgeSettings
+from kvladder.tiers.ladder.index import Meta
+from kvladder.tiers.ladder.level import LevelSettings
+from tests.kit.mirror import MirrorCodec
 from tests.stack.caches import COMMIT, QUICK, cache_of
 
 COMMIT_50 = OffloadRule(when="commit", min_priority=50)

@@ -7,8 +7,8 @@ import json
 
 from kvladder.testing.fakes import Delay, FakeTier, Hang, Hold
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers.index import Meta
-from kvladder.tiers.level import LevelSettings
+from kvladder.tiers.ladder.index import Meta
+from kvladder.tiers.ladder.level import LevelSettings
 from tests.stack.caches import COMMIT, QUICK, cache_of, flushed
 
 

@@ -16,7 +16,7 @@ from kvladder.testing.fakes import FakeStore, FakeTier
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
 from kvladder.tiers.base import NO_SLOT, Item, Tier
-from kvladder.tiers.fetch import Fetch
+from kvladder.tiers.ladder.loading.fetch import Fetch
 
 Link = Literal["calls", "lines", "wire"]
 """What takes the time: each call, each block on its connection, or each block on the only one."""

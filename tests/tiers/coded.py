@@ -8,11 +8,11 @@ import pytest
 
 from kvladder.arena import Arena, Slot
 from kvladder.layout import Layout
-from kvladder.tiers.aesgcm import AesGcmCodec
 from kvladder.tiers.base import Item, Tier, TierContext
-from kvladder.tiers.codecs import ChecksumCodec, Codec
-from kvladder.tiers.edge import Edge, EdgeSettings
-from kvladder.tiers.zstd import ZstdCodec
+from kvladder.tiers.codecs.aesgcm import AesGcmCodec
+from kvladder.tiers.codecs.base import ChecksumCodec, Codec
+from kvladder.tiers.codecs.edge import Edge, EdgeSettings
+from kvladder.tiers.codecs.zstd import ZstdCodec
 
 SCRATCH = 3
 

@@ -11,9 +11,9 @@ from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from kvladder.testing import TierTests
 from kvladder.testing.redisserver import RedisServer, start_cluster
-from kvladder.tiers.redis import RedisTier
-from kvladder.tiers.redisurl import RedisOptions
-from kvladder.tiers.redisvalue import HEADER_BYTES
+from kvladder.tiers.redis.tier import RedisTier
+from kvladder.tiers.redis.url import RedisOptions
+from kvladder.tiers.redis.value import HEADER_BYTES
 from kvladder.units import Duration
 
 PATIENT = Duration(20)

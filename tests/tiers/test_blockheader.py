@@ -8,7 +8,7 @@ import pytest
 
 from kvladder.keys import BlockKey, Namespace
 from kvladder.tiers.base import Item, Outcome
-from kvladder.tiers.blockheader import HEADER_BYTES, BlockHeader
+from kvladder.tiers.files.header import HEADER_BYTES, BlockHeader
 
 SPACE = Namespace(hashlib.sha256(b"space").digest())
 ITEM = Item(BlockKey(hashlib.sha256(b"key").digest()), 7, priority=80, floor=35)

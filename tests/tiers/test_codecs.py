@@ -21,13 +21,13 @@ from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey, Namespace
 from kvladder.layout import Layout
 from kvladder.testing.codecs import CodecTests, MakeCodec
-from kvladder.testing.mirror import MirrorCodec
-from kvladder.tiers import aesgcm
-from kvladder.tiers.aesgcm import AesGcmCodec, AesGcmOptions
 from kvladder.tiers.base import NOTE_BYTES, Item, Outcome
-from kvladder.tiers.chain import Chain
-from kvladder.tiers.codecs import ChecksumCodec, Codec, Subject
-from kvladder.tiers.zstd import ZstdCodec, ZstdOptions
+from kvladder.tiers.codecs import aesgcm
+from kvladder.tiers.codecs.aesgcm import AesGcmCodec, AesGcmOptions
+from kvladder.tiers.codecs.base import ChecksumCodec, Codec, Subject
+from kvladder.tiers.codecs.chain import Chain
+from kvladder.tiers.codecs.zstd import ZstdCodec, ZstdOptions
+from tests.kit.mirror import MirrorCodec
 
 SIZE = 4096
 LAYOUT = Layout(block_tokens=16, block_bytes=SIZE, element="bfloat16")

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import pytest
 
 from kvladder.errors import TierFull
-from kvladder.testing.disk import FakeDisk, InlinePool
 from kvladder.testing.fakes import FakeTier, Full, Hold
 from kvladder.testing.fixtures import Blocks, MakeTier, Opener
 from kvladder.testing.tiers import TierTests
 from kvladder.tiers.base import Item, Tier, TierContext
-from kvladder.tiers.codecs import ChecksumCodec
-from kvladder.tiers.files import FilesOptions, FilesTier
+from kvladder.tiers.codecs.base import ChecksumCodec
+from kvladder.tiers.codecs.zstd import ZstdCodec
+from kvladder.tiers.files.tier import FilesOptions, FilesTier
 from kvladder.tiers.memory import MemoryTier
-from kvladder.tiers.zstd import ZstdCodec
+from tests.kit.disk import FakeDisk, InlinePool
 from tests.tiers.coded import SCRATCH, CodedTests, CodedTier
 
 

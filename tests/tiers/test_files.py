@@ -12,14 +12,14 @@ import msgspec
 import pytest
 
 from kvladder.errors import TierError
-from kvladder.testing.disk import FakeDisk, InlinePool
 from kvladder.testing.fixtures import Blocks, MakeTier
 from kvladder.testing.tiers import TierTests
-from kvladder.tiers import files
 from kvladder.tiers.base import Item, Tier, TierContext
-from kvladder.tiers.disk import OsDisk
-from kvladder.tiers.files import FilesOptions, FilesTier
+from kvladder.tiers.files import tier as files
+from kvladder.tiers.files.disk import OsDisk
+from kvladder.tiers.files.tier import FilesOptions, FilesTier
 from kvladder.units import Size
+from tests.kit.disk import FakeDisk, InlinePool
 from tests.patience import PATIENCE_S
 
 HEADER = 4096

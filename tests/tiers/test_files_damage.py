@@ -11,13 +11,13 @@ import pytest
 
 from kvladder.arena import Arena
 from kvladder.errors import TierError
-from kvladder.testing.disk import FakeDisk, InlinePool
 from kvladder.testing.fixtures import Blocks
 from kvladder.testing.sim import SimClock, inline_blocking
 from kvladder.tiers.base import TierContext
-from kvladder.tiers.disk import OsDisk
-from kvladder.tiers.files import FilesOptions, FilesTier
+from kvladder.tiers.files.disk import OsDisk
+from kvladder.tiers.files.tier import FilesOptions, FilesTier
 from tests.crash.harness import CAPACITY, LAYOUT, STRIDE, Machine, key, new_disk
+from tests.kit.disk import FakeDisk, InlinePool
 
 SEGMENT = "seg-00000"
 

@@ -17,9 +17,9 @@ from kvladder.keys import BlockKey, KeyScheme
 from kvladder.layout import Layout
 from kvladder.manager import CacheManager
 from kvladder.runtime import SystemClock
-from kvladder.tiers import segments
-from kvladder.tiers.disk import OsDisk
-from kvladder.tiers.filespurge import purge_files
+from kvladder.tiers.files import segments
+from kvladder.tiers.files.disk import OsDisk
+from kvladder.tiers.files.purge import purge_files
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
@@ -177,7 +177,7 @@ def test_a_disk_that_fails_is_tried_again(tmp_path, monkeypatch) -> None:
                 raise OSError(code, os.strerror(code))
             return super().pwritev(fd, buffers, offset)
 
-    monkeypatch.setattr("kvladder.tiers.files.OsDisk", Worn)
+    monkeypatch.setattr("kvladder.tiers.files.tier.OsDisk", Worn)
     breaker = {"failures": 3, "retry": "10 ms"}
     with open_cache(stack(tmp_path / "kv", breaker=breaker), layout=LAYOUT) as cache:
         red = save(cache, "red")

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from kvladder.errors import ConfigError
-from kvladder.testing.disk import FakeDisk
-from kvladder.tiers.files import FilesTier
-from kvladder.tiers.filesdir import FilesDirectory, leases, look
-from kvladder.tiers.filespurge import purge_files
+from kvladder.tiers.files.directory import FilesDirectory, leases, look
+from kvladder.tiers.files.purge import purge_files
+from kvladder.tiers.files.tier import FilesTier
 from tests.crash.harness import CAPACITY, ROOT, STRANGERS, STRIDE, Machine, key, new_disk
+from tests.kit.disk import FakeDisk
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ async def test_it_is_told_who_has_which(disk: FakeDisk, two: Two) -> None:
 async def test_the_path_may_be_kept_locked_for_a_while_only(
     disk: FakeDisk, two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvladder.tiers.filesdir.LOCK_WAIT_S", 0.02)
+    monkeypatch.setattr("kvladder.tiers.files.directory.LOCK_WAIT_S", 0.02)
     one, _ = two
     with (
         FilesDirectory(disk, ROOT, one.space).exclusive(),

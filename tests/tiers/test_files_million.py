@@ -16,10 +16,9 @@ from kvladder.layout import Layout
 from kvladder.runtime import SystemClock
 from kvladder.testing.sim import inline_blocking
 from kvladder.tiers.base import Item, TierContext
-from kvladder.tiers.disk import OsDisk
-from kvladder.tiers.files import FilesOptions, FilesTier
-from kvladder.tiers.indexlog import IndexLog
-from kvladder.tiers.indexrecord import PUT, REMOVE
+from kvladder.tiers.files.disk import OsDisk
+from kvladder.tiers.files.log import PUT, REMOVE, IndexLog
+from kvladder.tiers.files.tier import FilesOptions, FilesTier
 
 COUNT = 1_000_000
 STRIDE = 8192

@@ -11,10 +11,10 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from kvladder.errors import ConfigError, TierError, TierFull
-from kvladder.testing.disk import FakeDisk
-from kvladder.tiers.files import FilesOptions
-from kvladder.tiers.filesmeta import SEGMENTS_MAX, sealed
+from kvladder.tiers.files.meta import SEGMENTS_MAX, sealed
+from kvladder.tiers.files.tier import FilesOptions
 from tests.crash.harness import CAPACITY, ROOT, STRIDE, Machine, key, new_disk
+from tests.kit.disk import FakeDisk
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
 from kvladder.testing.codecs import SUBJECT, CodecTests, MakeCodec
-from kvladder.tiers.fp8 import Fp8Codec
+from kvladder.tiers.codecs.fp8 import Fp8Codec
 
 ROW = 64
 DTYPES = {

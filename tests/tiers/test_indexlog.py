@@ -11,10 +11,9 @@ from xxhash import xxh3_64_intdigest
 
 from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey, Namespace
-from kvladder.testing.disk import FakeDisk
 from kvladder.tiers.base import Item
-from kvladder.tiers.indexlog import IndexLog
-from kvladder.tiers.indexrecord import PUT, RECORD_BYTES, REMOVE, items_of, tag_of
+from kvladder.tiers.files.log import PUT, RECORD_BYTES, REMOVE, IndexLog, items_of, tag_of
+from tests.kit.disk import FakeDisk
 
 HOME = Path("/home")
 PATH = HOME / "index.log"

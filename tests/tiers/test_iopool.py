@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from kvladder.errors import ClosedError
-from kvladder.tiers.iopool import BufferedPool, IoPool
+from kvladder.tiers.files.threads import BufferedPool, IoPool
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.real

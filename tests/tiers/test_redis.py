@@ -6,7 +6,7 @@ import pytest
 import redis
 
 from kvladder.testing.redisserver import RedisServer, certificates
-from kvladder.tiers.redisurl import RedisOptions
+from kvladder.tiers.redis.url import RedisOptions
 from tests.tiers.redistests import PATIENT, RedisTierTests, clustered, watched
 
 pytestmark = pytest.mark.slow

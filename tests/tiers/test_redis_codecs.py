@@ -7,8 +7,8 @@ import pytest
 from kvladder.testing import TierTests
 from kvladder.testing.fixtures import MakeTier
 from kvladder.testing.redisserver import RedisServer
-from kvladder.tiers.redis import RedisTier
-from kvladder.tiers.redisurl import RedisOptions
+from kvladder.tiers.redis.tier import RedisTier
+from kvladder.tiers.redis.url import RedisOptions
 from tests.tiers.coded import CodedTier
 from tests.tiers.test_edge import Shrinking
 

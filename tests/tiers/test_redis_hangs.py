@@ -12,10 +12,10 @@ import pytest
 from redis.crc import key_slot
 
 from kvladder.testing.redisserver import RedisServer, start_cluster
-from kvladder.tiers import redisservers
 from kvladder.tiers.base import Item
-from kvladder.tiers.redis import RedisTier
-from kvladder.tiers.redisurl import RedisOptions
+from kvladder.tiers.redis import servers as redisservers
+from kvladder.tiers.redis.tier import RedisTier
+from kvladder.tiers.redis.url import RedisOptions
 from tests.tiers.redistests import PATIENT, clustered, key_of, watched
 from tests.tiers.test_redis_faults import cache_over, keys, load, stored, wait_for
 from tests.tiers.test_redis_refused import refused

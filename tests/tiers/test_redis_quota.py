@@ -10,10 +10,11 @@ import pytest
 from kvladder.errors import TierFull
 from kvladder.keys import salt_digest
 from kvladder.testing.redisserver import RedisServer
-from kvladder.tiers import redis, redisquota
 from kvladder.tiers.base import Item
-from kvladder.tiers.redisurl import QuotaOptions, RedisOptions
-from kvladder.tiers.redisvalue import HEADER_BYTES
+from kvladder.tiers.redis import quota as redisquota
+from kvladder.tiers.redis import tier as redis
+from kvladder.tiers.redis.url import QuotaOptions, RedisOptions
+from kvladder.tiers.redis.value import HEADER_BYTES
 from kvladder.units import Size
 from tests.tiers.redistests import PATIENT, clustered, key_of
 from tests.tiers.test_redis_faults import (

@@ -8,12 +8,12 @@ import threading
 import pytest
 
 import kvladder
-from kvladder.config import load_config
+from kvladder.config.stack import load_config
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
 from kvladder.preflight import preflight
 from kvladder.testing.redisserver import RedisServer, certificates, free_ports, start_cluster
-from kvladder.tiers.redisurl import Address, RedisOptions, parse_url
+from kvladder.tiers.redis.url import Address, RedisOptions, parse_url
 
 SECRET = "hunter2"
 LAYOUT = Layout(block_tokens=16, block_bytes=6000)

@@ -19,9 +19,9 @@ from kvladder.runtime import SystemClock
 from kvladder.testing.redisserver import RedisServer
 from kvladder.testing.sim import inline_blocking
 from kvladder.tiers.base import Item, TierContext
-from kvladder.tiers.redis import PART_MS, RedisTier
-from kvladder.tiers.redisurl import RedisOptions
-from kvladder.tiers.redisvalue import HEADER_BYTES
+from kvladder.tiers.redis.tier import PART_MS, RedisTier
+from kvladder.tiers.redis.url import RedisOptions
+from kvladder.tiers.redis.value import HEADER_BYTES
 from kvladder.units import Duration
 from tests.tiers.redistests import PATIENT, RedisTierTests, key_of, value_of
 

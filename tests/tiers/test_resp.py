@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvladder.tiers import redisnodes, resp
-from kvladder.tiers.redisnodes import Command, exchange
-from kvladder.tiers.resp import ReplyError, Target, Wire, encode, encode_around
+from kvladder.tiers.redis import nodes as redisnodes
+from kvladder.tiers.redis import resp
+from kvladder.tiers.redis.nodes import Command, exchange
+from kvladder.tiers.redis.resp import ReplyError, Target, Wire, encode, encode_around
 
 STEP, LARGE, HEAD = 600, 256, 20
 KINDS = st.one_of(

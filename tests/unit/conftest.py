@@ -7,8 +7,8 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from kvladder import registry
-from kvladder.config import load_config
+from kvladder.config import registry
+from kvladder.config.stack import load_config
 from kvladder.errors import ConfigError
 from kvladder.tiers.memory import MemoryTier
 from kvladder.units import Duration

@@ -9,7 +9,7 @@ import pytest
 
 from kvladder.cli import main
 from kvladder.errors import ConfigError, LayoutError
-from kvladder.models import bytes_per_token
+from kvladder.planning.models import bytes_per_token
 
 STACK = """
 arena: {size: 1 GiB}

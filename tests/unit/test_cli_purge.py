@@ -14,7 +14,7 @@ import pytest
 from kvladder import open_cache
 from kvladder.cli import main
 from kvladder.compose import open_manager
-from kvladder.config import load_config
+from kvladder.config.stack import load_config
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 

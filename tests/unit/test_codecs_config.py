@@ -7,15 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from kvladder import registry
-from kvladder.codecs import finder
 from kvladder.compose import open_cache
-from kvladder.config import load_config
+from kvladder.config import registry
+from kvladder.config.codecs import finder
+from kvladder.config.stack import load_config
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
-from kvladder.tiers.codecs import Codec
+from kvladder.tiers.codecs.base import Codec
+from kvladder.tiers.codecs.zstd import ZstdCodec, ZstdOptions
 from kvladder.tiers.memory import MemoryTier
-from kvladder.tiers.zstd import ZstdCodec, ZstdOptions
 
 LAYOUT = Layout(block_tokens=16, block_bytes=1 << 20, element="bfloat16")
 
@@ -73,7 +73,7 @@ class BareTier(WholeTier):
     ],
 )
 def test_a_tier_without_notes_stores_blocks_as_they_are(monkeypatch, tier, codecs, refused):
-    from kvladder import registry
+    from kvladder.config import registry
 
     monkeypatch.setitem(registry._registered, ("tiers", "whole"), tier)
     if not refused:

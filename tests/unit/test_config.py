@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvladder import registry
-from kvladder.config import load_config
+from kvladder.config import registry
+from kvladder.config.stack import load_config
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
 from kvladder.policy.eviction import PrioritizedLRU

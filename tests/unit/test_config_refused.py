@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvladder import registry
+from kvladder.config import registry
 
 
 def tiers(*below):

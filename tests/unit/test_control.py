@@ -12,9 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from kvladder import control, open_cache
-from kvladder.control import CLIENTS_MAX, REQUEST_BYTES_MAX
-from kvladder.controlsocket import BoundSocket, NobodyThere, NotAnswering, ask, socket_path, sockets
+from kvladder import open_cache
+from kvladder.control import server as control
+from kvladder.control.server import CLIENTS_MAX, REQUEST_BYTES_MAX
+from kvladder.control.sockets import (
+    BoundSocket,
+    NobodyThere,
+    NotAnswering,
+    ask,
+    socket_path,
+    sockets,
+)
 from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
@@ -360,7 +368,7 @@ def test_who_answers_something_else_is_not_believed(tmp_path):
 
 
 def test_the_setting_is_a_path_or_a_section(path, monkeypatch):
-    from kvladder.config import load_config
+    from kvladder.config.stack import load_config
 
     short = {"host": "1 MiB", "control": "/run/kv.sock"}
     assert load_config(short, env={}).control.path == "/run/kv.sock"

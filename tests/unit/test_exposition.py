@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from kvladder.exposition import METRICS, samples
 from kvladder.metrics import DISTANCES, SECTIONS
+from kvladder.publishing.exposition import METRICS, samples
 from kvladder.testing.fakes import FakeTier
 from kvladder.testing.stacks import LevelSpec
 from tests.stack.caches import COMMIT, cache_of
@@ -63,7 +63,7 @@ async def test_prometheus_reads_what_the_collector_gives() -> None:
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.parser import text_string_to_metric_families
 
-    from kvladder.prometheus import StatsCollector
+    from kvladder.publishing.prometheus import StatsCollector
 
     async with cache_of(LevelSpec(FakeTier(), COMMIT)) as cache:
         cache.save(cache.keys(1, 2))

@@ -9,9 +9,9 @@ import pytest
 
 from kvladder.arena import Arena, Slot
 from kvladder.keys import BlockKey
-from kvladder.tiers.inbox import Inbox
-from kvladder.tiers.index import Meta
-from kvladder.tiers.terms import Terms
+from kvladder.tiers.base import Terms
+from kvladder.tiers.ladder.index import Meta
+from kvladder.tiers.ladder.queue import Inbox
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PrioritizedLRU
 from kvladder.tiers.base import Item
-from kvladder.tiers.index import HITS_MAX, LevelIndex, Meta
+from kvladder.tiers.ladder.index import HITS_MAX, LevelIndex, Meta
 
 
 def key(number: int) -> BlockKey:

@@ -10,9 +10,9 @@ import pytest
 
 from kvladder.cli import main
 from kvladder.errors import ConfigError
-from kvladder.gpu.groups import Layer
-from kvladder.modeldefaults import DEFAULTS, REFUSED_KEYS, REFUSED_TYPES
-from kvladder.models import ModelConfig, bytes_per_token
+from kvladder.gpu.requests.groups import Layer
+from kvladder.planning.defaults import DEFAULTS, REFUSED_KEYS, REFUSED_TYPES
+from kvladder.planning.models import ModelConfig, bytes_per_token
 from tests.gpu import models
 
 BASE: dict[str, Any] = {
@@ -132,7 +132,7 @@ def test_nothing_is_asked_to_be_left_out_that_is_required(tmp_path: Path, capsys
     assert main(["size", "--model", folder, "--memory", "1GiB", "--context", "64"]) == 2
     said = capsys.readouterr().err
     assert "block_configs" in said
-    assert "kvladder.gpu.plan.CachePlan" in said
+    assert "kvladder.gpu.sizing.plan.CachePlan" in said
     assert "leave --model out" not in said
     with pytest.raises(ConfigError, match="leave --model out"):
         bytes_per_token(tmp_path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvladder.tiers.places import Places
+from kvladder.tiers.ladder.places import Places
 
 
 def test_gives_the_lowest_neighbours_first_and_never_one_twice() -> None:

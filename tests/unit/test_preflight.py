@@ -10,7 +10,7 @@ import pytest
 
 from kvladder import preflight as module
 from kvladder.cli import main
-from kvladder.config import load_config
+from kvladder.config.stack import load_config
 from kvladder.preflight import preflight
 
 

@@ -17,8 +17,8 @@ from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.manager import CacheManager
+from kvladder.publishing.wire import END, AllBlocksCleared, Batch, BlockRemoved, BlockStored
 from kvladder.testing.stacks import SimCache
-from kvladder.wire import END, AllBlocksCleared, Batch, BlockRemoved, BlockStored
 from tests.patience import PATIENCE_S
 
 zmq = pytest.importorskip("zmq")
@@ -231,6 +231,6 @@ def test_an_address_that_is_taken_and_a_missing_package_are_refused(
         with pytest.raises(ConfigError, match=f"events.publish: {address}: Address already in use"):
             open_cache(source({"publish": address}, tmp_path), layout=LAYOUT)
     monkeypatch.setitem(sys.modules, "zmq", None)
-    monkeypatch.delitem(sys.modules, "kvladder.publisher", raising=False)
+    monkeypatch.delitem(sys.modules, "kvladder.publishing.publisher", raising=False)
     with pytest.raises(ConfigError, match=r"events.publish: needs pyzmq.*kvladder\[events\]"):
         open_cache(source({"publish": "tcp://127.0.0.1:0"}, tmp_path), layout=LAYOUT)

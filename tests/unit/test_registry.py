@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvladder import registry
+from kvladder.config import registry
 from kvladder.errors import ConfigError
 from kvladder.policy.eviction import PrioritizedLRU
 from kvladder.tiers.memory import MemoryTier

@@ -6,7 +6,7 @@ from collections import Counter
 
 from kvladder.keys import BlockKey
 from kvladder.tiers.base import Item
-from kvladder.tiers.removals import Removals
+from kvladder.tiers.ladder.queue import Removals
 
 
 def items(*numbers: int) -> list[Item]:

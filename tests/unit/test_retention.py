@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PrioritizedLRU
 from kvladder.policy.retention import Retention, RetentionRange, checked_priority
-from kvladder.tiers.index import LevelIndex, Meta
+from kvladder.tiers.ladder.index import LevelIndex, Meta
 
 Range = tuple[int, int | None, int]
 

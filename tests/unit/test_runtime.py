@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 import kvladder
-from kvladder import registry
+from kvladder.config import registry
 from kvladder.errors import ClosedError
 from kvladder.runtime import THREADS, BlockingPool, Runtime
-from kvladder.tiers import opening
 from kvladder.tiers.base import TierContext
+from kvladder.tiers.ladder import opening
 from kvladder.tiers.memory import MemoryTier
 
 LAYOUT = kvladder.Layout(block_tokens=4, block_bytes=4096, fields={"model": "m"})

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvladder.config import load_config
+from kvladder.config.stack import load_config
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
-from kvladder.tiers.redisurl import RedisOptions
+from kvladder.tiers.redis.url import RedisOptions
 from kvladder.units import Size
 
 SMALL = """
@@ -342,7 +342,7 @@ def statvfs(monkeypatch):
         f_bavail = 1000
         f_frsize = 4096
 
-    monkeypatch.setattr("kvladder.tiers.filesexamine.os.statvfs", lambda path: Info)
+    monkeypatch.setattr("kvladder.tiers.files.examine.os.statvfs", lambda path: Info)
 
 
 def test_the_short_form_is_a_default_stack(statvfs, tmp_path):
@@ -407,6 +407,6 @@ def test_a_file_system_that_does_not_answer_is_said(refusal, monkeypatch):
     def fails(path):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("kvladder.tiers.filesexamine.os.statvfs", fails)
+    monkeypatch.setattr("kvladder.tiers.files.examine.os.statvfs", fails)
     error = refusal({"host": "1 GiB", "files": "/mnt"})
     assert (error.path, error.message) == ("files", "/mnt: Input/output error")

@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
-from kvladder import registry
+from kvladder.config import registry
 from kvladder.errors import TierError
 from kvladder.keys import BlockKey
 from kvladder.tiers.base import Item

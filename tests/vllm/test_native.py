@@ -23,11 +23,11 @@ def test_blocks_come_back_from_our_files_in_a_new_process_unless_they_are_damage
             "spec_module_path": "benchmarks.vllm_native",
             "cpu_bytes_to_use": 64 << 20,
             "eviction_policy": "PrioritizedLRUPolicy",
-            "cache_policy_module_path": "kvladder.connectors.vllm_policy",
+            "cache_policy_module_path": "kvladder.connectors.vllm_native.policy",
             "secondary_tiers": [
                 {
                     "type": "KVLadderTier",
-                    "module_path": "kvladder.connectors.vllm_tiering",
+                    "module_path": "kvladder.connectors.vllm_native.tier",
                     "host": "32 MiB",
                     "files": str(tmp_path / "kv"),
                     "capacity": "64 MiB",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvladder.config import SUMMARY_LINES_MAX
+from kvladder.config.stack import SUMMARY_LINES_MAX
 from tests.vllm.harness import BLOCK, HERE
 from tests.vllm.server import Server
 

@@ -1,0 +1,344 @@
+"""kvladder as a KV connector of vLLM.
+
+    --kv-transfer-config '{"kv_connector": "KVLadderConnector",
+        "kv_connector_module_path": "kvladder.connectors.vllm", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"config": "stack.yaml"}}'
+
+vLLM makes one object per worker and one for its scheduler. The scheduler's owns the cache, the
+workers' only copy. What goes wrong at start is raised, what goes wrong later is a miss.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from vllm.distributed.kv_events import KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from kvladder.connectors.vllm.checks import (
+    check_engine,
+    check_features,
+    check_groups,
+    vllm_version,
+)
+from kvladder.connectors.vllm.options import parse
+from kvladder.connectors.vllm.plugin import register
+from kvladder.connectors.vllm.reports.log import logger, route, warn
+from kvladder.connectors.vllm.reports.metrics import Changes, KVLadderStats, PromMetrics
+from kvladder.connectors.vllm.reports.stats import StatsFile
+from kvladder.connectors.vllm.scheduler import SchedulerHalf
+from kvladder.connectors.vllm.step import RankDescription, Report, Step
+from kvladder.connectors.vllm.worker import WorkerHalf
+from kvladder.errors import ConfigError
+from kvladder.notices import Notices
+from kvladder.preflight import preflight
+from kvladder.runtime import SystemClock
+
+register()  # a MultiConnector looks statistics up by the name of the class
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_HIT_SOURCES = {"host": "HOST", "memory": "HOST", "files": "DISK"}
+"""vLLM's names for types of tiers."""
+
+
+def _harmless(answer: Callable[[], object]) -> Callable[[F], F]:
+    """Whatever a hook raises while the engine runs is logged, and answered like this instead."""
+
+    def wrap(hook: F) -> F:
+        @functools.wraps(hook)
+        def run(self: KVLadderConnector, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - an engine must outlive its cache
+                self.notices.say(hook.__name__, f"{hook.__name__} failed: {error!r}")
+                logger.debug("%s failed", hook.__name__, exc_info=True)
+                return answer()
+
+        return run  # type: ignore[return-value]
+
+    return wrap
+
+
+class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """The class that vLLM loads; each method is one of its hooks."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        check_features(KVConnectorBase_V1)
+        super().__init__(vllm_config, role, kv_cache_config)
+        route()
+        check_engine(vllm_config)
+        transfer = vllm_config.kv_transfer_config
+        options, config = parse(transfer.kv_connector_extra_config)
+        check_groups(vllm_config, kv_cache_config, load=options.load)
+        self.notices = Notices(SystemClock().now)
+        self.scheduler: SchedulerHalf | None = None
+        self.worker: WorkerHalf | None = None
+        self._changes = Changes(SystemClock().now)
+        self._stats_path = options.stats_file
+        self._stats_file: StatsFile | None = None
+        if role == KVConnectorRole.WORKER:
+            from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+            tensor, stage = get_tp_group(), get_pp_group()
+            rank = stage.rank_in_group * tensor.world_size + tensor.rank_in_group
+            self.worker = WorkerHalf(vllm_config, kv_cache_config, rank=rank, notices=self.notices)
+            return
+        warn(config, version=vllm_version(), vllm_config=vllm_config)
+        self.scheduler = SchedulerHalf(
+            vllm_config, kv_cache_config, options=options, config=config, notices=self.notices
+        )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a cache: what is not delivered is computed again
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """The layout in which all layers of a block lie together: one copy instead of one each.
+
+        vLLM takes it where its attention back end can; on a CPU none can. VLLM_KV_CACHE_LAYOUT
+        goes first.
+        """
+        return None if vllm_config.device_config.device_type == "cpu" else "BLHNC"
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No; where there are CUDA graphs, vLLM asks before it loads the model.
+
+        Raises
+        ------
+        ConfigError
+            The cache would not open.
+        """
+        _, config = parse(extra_config)
+        findings = preflight(config)
+        for warning in findings.warnings:
+            logger.warning("%s", warning)
+        if findings.errors:
+            raise findings.errors[0]
+        return False
+
+    # ---- worker
+
+    @property
+    def _copies(self) -> WorkerHalf:
+        assert self.worker is not None, "a worker's hook was called on the scheduler's half"
+        return self.worker
+
+    @property
+    def _step(self) -> Step:
+        step = self._get_connector_metadata()
+        return step if isinstance(step, Step) else Step()
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._copies.register(kv_caches)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        self._copies.detach()
+
+    def restore_kv_caches(self) -> None:
+        self._copies.restore()
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._copies.describe()
+
+    @_harmless(lambda: None)
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if isinstance(kv_connector_metadata, Step):
+            self._copies.begin(kv_connector_metadata)
+
+    @_harmless(lambda: None)
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._copies.load(self._step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Whole blocks are loaded before the forward pass that reads them."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Whole blocks are saved after the forward pass that fills them."""
+
+    @_harmless(lambda: None)
+    def wait_for_save(self) -> None:
+        self._copies.save(self._step)
+
+    @_harmless(KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        received = self._copies.received()
+        return KVConnectorTransferResults(
+            finished_recving=received, failed_recving=self._copies.failed()
+        )
+
+    @_harmless(set)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._copies.bad_blocks()
+
+    @_harmless(lambda: None)
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._copies.report()
+
+    # ---- scheduler
+
+    @property
+    def _decides(self) -> SchedulerHalf:
+        assert self.scheduler is not None, "a scheduler's hook was called on a worker's half"
+        return self.scheduler
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        ranks = {
+            described.rank: described
+            for described in metadata.values()
+            if isinstance(described, RankDescription)
+        }
+        if metadata and not ranks:  # MultiConnector hands on the first answer of its connectors
+            raise ConfigError(
+                "another connector described its KV tensors instead of this one",
+                path="kv_connector_extra_config.connectors",
+                hint="vLLM hands on one description only: leave the other connector out",
+            )
+        if any(described.taken for described in ranks.values()):
+            raise ConfigError(
+                "KVLadderConnector is there twice",
+                path="kv_connector_extra_config.connectors",
+                hint="give one of them the tiers of both",
+            )
+        for described in ranks.values():
+            described.taken = True
+        self._decides.start(ranks)
+        self._decides.say_ready()
+        if self._stats_path is not None:
+            self._stats_file = StatsFile(
+                Path(self._stats_path), self._decides.stats, notices=self.notices
+            )
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._decides.bind(gpu_block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        _ = self._decides.connector  # raises at the first request if there is none
+        self._arrived(request)
+
+    @_harmless(lambda: None)
+    def _arrived(self, request: Any) -> None:
+        self._decides.arrived(request)
+
+    @_harmless(lambda: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._decides.ask(request, num_computed_tokens)
+
+    @_harmless(lambda: None)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._decides.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    @_harmless(dict)
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[Any, int]:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        if not num_external_tokens:
+            return {}
+        unknown = CacheHitSource.EXTERNAL_UNSPECIFIED
+        found: Counter[Any] = Counter()
+        for kind, tokens in self._decides.sources(request).items():
+            found[_HIT_SOURCES.get(kind, unknown.name)] += tokens
+        found[unknown.name] += num_external_tokens - found.total()  # before a window, or not begun
+        return {CacheHitSource[name]: tokens for name, tokens in found.items() if tokens}
+
+    @_harmless(Step)
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return self._decides.build(scheduler_output)
+
+    @_harmless(lambda: None)
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._decides.unfilled(connector_output.invalid_block_ids)
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, Report):
+            self._decides.report(report)
+
+    @_harmless(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._decides.finished(request)
+        return False, None
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """MultiConnector calls this one if any of its connectors knows one group only."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @_harmless(lambda: False)
+    def has_pending_push_work(self) -> bool:
+        events = self._decides.events
+        return self._decides.busy or (events is not None and events.pending)
+
+    @_harmless(lambda: False)
+    def reset_cache(self) -> bool | None:
+        self._decides.reset()
+        return True
+
+    @_harmless(tuple)
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        events = self._decides.events
+        return () if events is None else events.take()
+
+    @_harmless(lambda: None)
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self.scheduler is None or not self.scheduler.started:
+            return None
+        return self._changes.take(self.scheduler.stats, last=not self.scheduler.serving)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        copied = {name: dict(values) for name, values in (data or {}).items()}
+        return KVLadderStats(data=copied)  # which is added to, while others read ``data``
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # ---- both
+
+    def shutdown(self) -> None:
+        if self._stats_file is not None:
+            self._stats_file.close()
+        if self.worker is not None:
+            self.worker.close()
+        if self.scheduler is not None:
+            self.scheduler.close()

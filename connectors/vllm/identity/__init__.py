@@ -1,0 +1,1 @@
+"""What names an engine's blocks: what it was given, its files, its weights, its inputs."""

@@ -1,0 +1,1 @@
+"""What vLLM and its users are told: metrics, events, log lines."""

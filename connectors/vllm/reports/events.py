@@ -1,0 +1,232 @@
+"""What the cache stores and removes, as vLLM's KV events: every tier, under vLLM's block hashes."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import groupby, islice
+from typing import Any, Final, NamedTuple
+
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+from kvladder.config.stack import StackConfig
+from kvladder.connectors.vllm.groups import Groups, marked
+from kvladder.errors import ConfigError
+from kvladder.events import Removed, Stored
+from kvladder.keys import BlockKey
+from kvladder.manager import CacheManager
+from kvladder.publishing.announcer import Announcer
+
+KNOWN_MAX: Final = 1 << 16
+"""Blocks whose tokens can be told: those that requests saved or asked for last."""
+
+
+class Name(NamedTuple):
+    """What vLLM calls a block."""
+
+    hash: bytes
+    group: int = 0
+
+
+class Known(NamedTuple):
+    """What is told of a block; a few hundred bytes, whatever becomes of its request."""
+
+    name: Name
+    parent: bytes | None
+    """The name of the block before it."""
+    tokens: array[int]
+    lora: tuple[int | None, str | None]
+
+
+class Kind(NamedTuple):
+    """What is told of each block of a group."""
+
+    tokens: int
+    hashes: int
+    """vLLM's hashes per block; the last one is its name."""
+    fields: dict[str, Any]
+
+    def name(self, hashes: Sequence[bytes], position: int) -> bytes | None:
+        """The name of a request's block in this group; None before the first."""
+        return hashes[(position + 1) * self.hashes - 1] if position >= 0 else None
+
+
+def external(block_hash: bytes) -> Any:
+    """A hash as vLLM publishes it: bytes or, where it is configured so, a number."""
+    return maybe_convert_block_hash(BlockHash(block_hash))
+
+
+def enabled(vllm_config: Any) -> bool:
+    """Whether vLLM publishes KV events."""
+    config = getattr(vllm_config, "kv_events_config", None)
+    return config is not None and bool(config.enable_kv_cache_events)
+
+
+def kinds_of(groups: Groups, kv_cache_config: Any) -> list[Kind]:
+    """What is told of the blocks of each of vLLM's groups."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return [
+        Kind(
+            group.tokens,
+            group.hashes,
+            {
+                "kv_cache_spec_kind": get_kv_cache_spec_kind(spec).value,
+                "kv_cache_spec_sliding_window": get_kv_cache_spec_sliding_window(spec),
+            },
+        )
+        for group, spec in zip(groups, specs, strict=True)
+    ]
+
+
+class KVEvents:
+    """Makes vLLM's events of a cache's.
+
+    A block's tokens and parent are told while a request is remembered that has it; else, as for
+    what was recovered at start, only its hash, in the form of vLLM's own placeholders: no tokens,
+    block size 0. ``medium`` is CPU for host memory and STORAGE below it, ``ownership`` the name of
+    a level below host, so that two levels of one medium are told apart.
+    """
+
+    def __init__(
+        self, manager: CacheManager, config: StackConfig, groups: Groups, kv_cache_config: Any
+    ) -> None:
+        if not config.events.max:
+            hint = "vLLM publishes KV events, and these are made of them: expected 1 or more"
+            raise ConfigError("0", path="events.max", hint=hint)
+        self._announcer = Announcer(manager.stack)
+        self._kinds = kinds_of(groups, kv_cache_config)
+        stack = manager.stack
+        self._where: dict[str, dict[str, Any]] = {stack.host.name: {"medium": stack.host.medium}}
+        for level in stack.levels:
+            self._where[level.name] = {"medium": level.tier.medium, "ownership": level.name}
+        self._known: dict[BlockKey, Known] = {}
+        """The latest last."""
+        self._names: dict[tuple[str, BlockKey], Name] = {}
+        """By level, under which names blocks were announced whose keys are not their names."""
+        self._mark = 0
+        """What is in every key of the weights that are used now, beside vLLM's hash."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is more to tell even if nothing happens."""
+        return self._announcer.pending
+
+    def watch(self, queue: Iterable[Any]) -> None:
+        """Look at what vLLM's own pool is going to say in this step.
+
+        If that is that all is cleared, listeners may forget other media too: they are told again.
+        """
+        if any(isinstance(event, AllBlocksCleared) for event in queue):
+            self._announcer.repeat()
+
+    def rename(self, mark: int) -> None:
+        """The weights are others: blocks of the ones before are not found under vLLM's hashes.
+
+        Nor are they known by their keys any more, and those of the weights of now are again.
+        """
+        self._mark = mark
+        self._known.clear()
+        self._announcer.renew()
+
+    def describe(self, request: Any, group: int, first: int, keys: Sequence[BlockKey]) -> None:
+        """These are the blocks of a group of a request from the ``first`` on."""
+        known = self._known
+        if not keys or (keys[0] in known and keys[-1] == next(reversed(known))):
+            return  # as it was the last time
+        kind, hashes, lora = self._kinds[group], request.block_hashes, request.lora_request
+        adapter = (None, None) if lora is None else (lora.adapter_id, lora.name)
+        size, new = kind.tokens, any(key not in known for key in keys)
+        tokens = request.all_token_ids[first * size : (first + len(keys)) * size] if new else ()
+        for n, key in enumerate(keys):
+            one = known.pop(key, None)
+            if one is None:
+                name = kind.name(hashes, first + n)
+                assert name is not None
+                own = array("i", tokens[n * size : (n + 1) * size])
+                parent = kind.name(hashes, first + n - 1)
+                one = Known(Name(name, group), parent, own, adapter)
+            known[key] = one
+        for key in list(islice(known, max(0, len(known) - KNOWN_MAX))):
+            del known[key]
+
+    def take(self) -> list[KVCacheEvent]:
+        """What has happened since the last call."""
+        found: list[KVCacheEvent] = []
+        for event in self._announcer.take():
+            found += self._stored(event) if isinstance(event, Stored) else self._removed(event)
+        return found
+
+    def _named(self, key: BlockKey) -> tuple[Known | None, Name]:
+        """Who has a block, and its name in vLLM.
+
+        Of a block that no request is known to have the name is the key: that is vLLM's hash unless
+        other weights, another group or a LoRA adapter are bound into it.
+        """
+        known = self._known.get(key)
+        if known is not None:
+            return known, known.name
+        return None, Name(marked([key], self._mark)[0])
+
+    def _stored(self, event: Stored) -> list[KVCacheEvent]:
+        """One event for each run of blocks that follow each other."""
+        found: list[KVCacheEvent] = []
+        run: list[tuple[Known | None, Name]] = []
+        for key in event.keys:
+            known, name = self._named(key)
+            if name != (key, 0):
+                self._names[event.level, key] = name
+            if run:
+                before, last = run[-1]
+                if known is None or before is None:
+                    follows = known is before
+                else:
+                    follows = (known.parent, known.name.group) == last
+                    follows = follows and known.lora == before.lora
+                if not follows:
+                    found.append(self._block_stored(event.level, run))
+                    run = []
+            run.append((known, name))
+        found.append(self._block_stored(event.level, run))
+        return found
+
+    def _block_stored(self, level: str, run: Sequence[tuple[Known | None, Name]]) -> KVCacheEvent:
+        """One event for blocks that follow each other, or of which only the names are known."""
+        hashes = [external(name.hash) for _, name in run]
+        begin, (_, group) = run[0]
+        if begin is None:
+            return BlockStored(
+                block_hashes=hashes,
+                parent_block_hash=None,
+                token_ids=[],
+                block_size=0,
+                lora_id=None,
+                lora_name=None,
+                group_idx=group,
+                **self._where[level],
+            )
+        kind, parent = self._kinds[group], begin.parent
+        return BlockStored(
+            block_hashes=hashes,
+            parent_block_hash=None if parent is None else external(parent),
+            token_ids=[token for known, _ in run if known is not None for token in known.tokens],
+            block_size=kind.tokens,
+            lora_id=begin.lora[0],
+            lora_name=begin.lora[1],
+            group_idx=group,
+            **kind.fields,
+            **self._where[level],
+        )
+
+    def _removed(self, event: Removed) -> list[KVCacheEvent]:
+        level, names = event.level, self._names
+        gone = [names.pop((level, key), Name(key)) for key in event.keys]
+        return [
+            BlockRemoved(
+                block_hashes=[external(name.hash) for name in run],
+                group_idx=group,
+                **self._where[level],
+            )
+            for group, run in groupby(gone, key=lambda name: name.group)
+        ]

@@ -1,0 +1,103 @@
+"""What is logged inside vLLM: through vLLM's handlers, and little of it.
+
+Only loggers below ``vllm`` have vLLM's handlers, which say process, time and place. The cache logs
+as ``kvladder``, since it does not know its engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kvladder.config.stack import StackConfig
+from kvladder.manager import CacheManager
+
+logger = logging.getLogger("vllm.kvladder")
+
+TESTED = ((0, 32), (0, 33))
+"""The versions of vLLM, major and minor, that the tests were run with; docs/vllm.md has them."""
+
+
+class _ToVLLM(logging.Handler):
+    """Hands on what the cache logs, as if vLLM's own logger had been called."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logger.isEnabledFor(record.levelno):
+            logger.handle(record)
+
+
+def route() -> None:
+    """Have vLLM's handlers print what the cache logs, unless it has others; idempotent."""
+    cache = logging.getLogger("kvladder")
+    if cache.handlers:
+        return
+    cache.addHandler(_ToVLLM())
+    cache.propagate = False  # or what root prints would be there twice
+    if cache.level == logging.NOTSET:
+        cache.setLevel(logger.getEffectiveLevel())
+
+
+def say_ready(manager: CacheManager, config: StackConfig) -> None:
+    """Log what was opened: at most ten lines, and every setting for those who debug."""
+    logger.info("kvladder is ready: %s", "\n".join(config.summary(manager.layout)))
+    logger.debug("kvladder's settings\n%s", manager.describe())
+
+
+def warn(config: StackConfig, *, version: str, vllm_config: Any = None) -> None:
+    """Log what is allowed and probably not meant, a line each.
+
+    ``vllm_config`` is None where vLLM does not hand it over: then nothing is said of it.
+    """
+    found = [untested(version), *config.warnings]
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    policy = getattr(transfer, "kv_load_failure_policy", "recompute")
+    if policy != "recompute":
+        found.append(
+            f"kv_load_failure_policy is {policy!r}: a block that cannot be copied fails its"
+            ' request. With "recompute" in --kv-transfer-config it is recomputed.'
+        )
+    if getattr(vllm_config, "shutdown_timeout", None) == 0:
+        found.append(lost_at_shutdown(config))
+    for text in filter(None, found):
+        logger.warning("%s", text)
+
+
+def untested(version: str) -> str:
+    """What to say of a version of vLLM that the tests were not run with; empty if they were."""
+    try:
+        minor = tuple(int(part) for part in version.split(".")[:2])
+    except ValueError:  # built from a checkout without tags
+        minor = ()
+    if minor in TESTED:
+        return ""
+    known = " and ".join(f"{major}.{minor}" for major, minor in TESTED)
+    return (
+        f"vLLM {version} is not among the versions that this kvladder was tested with, {known}:"
+        " nothing is known of what it serves from the cache"
+    )
+
+
+def lost_at_shutdown(config: StackConfig) -> str:
+    """What to say if vLLM ends the engine at once; empty if nothing is lost by that.
+
+    Blocks for a level with ``when: evict`` wait in host memory for it, unless another level that
+    outlives the engine takes them when they are complete.
+    """
+    lasting = [level for level in config.levels if level.outlives]
+    at_once = [level.rule for level in lasting if level.when == "commit"]
+    late = [
+        level.name
+        for level in lasting
+        if level.when == "evict"
+        and not any(
+            rule.min_priority <= level.min_priority and rule.min_hits <= level.min_hits
+            for rule in at_once
+        )
+    ]
+    if not late:
+        return ""
+    return (
+        "--shutdown-timeout is 0: at SIGTERM or Ctrl-C vLLM ends the engine at once, and what"
+        f" {config.host.name} has not handed to {' and '.join(late)} yet is lost. Use"
+        " --shutdown-timeout 30, or when: commit for that tier."
+    )

@@ -1,0 +1,171 @@
+"""Statistics on their way to vLLM's log and Prometheus: changes, from the scheduler's process.
+
+The scheduler half sends what has changed since it sent last; vLLM adds that up where it logs and
+where it exposes metrics, which is another process or several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from kvladder.metrics import Stats
+from kvladder.publishing.exposition import METRICS, samples
+
+VLLM_PREFIX: Final = "vllm:"
+"""Before the names of metrics, so that vLLM finds them to be its own."""
+EVERY_S: Final = 1.0
+"""How often, at most, while requests run."""
+
+Values = dict[str, dict[str, Any]]
+"""By metric and by its labels, joined by commas: a number, or of a histogram its sum and counts."""
+
+_KINDS = {metric.name: metric.kind for metric in METRICS}
+_BOUNDS = {metric.name: metric.le for metric in METRICS}
+_LOGGED = ("queried", "hit", "late", "dropped", "corrupt")
+
+
+class KVLadderStats(KVConnectorStats):  # type: ignore[misc]
+    """What has changed; plain data, so that it crosses processes."""
+
+    data: Values
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for name, values in other.data.items():
+            mine = self.data.setdefault(name, {})
+            for labels, value in values.items():
+                if labels not in mine or _KINDS[name] == "gauge":
+                    mine[labels] = value
+                elif _KINDS[name] == "counter":
+                    mine[labels] += value
+                else:
+                    mine[labels] = [a + b for a, b in zip(mine[labels], value, strict=True)]
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For the log: what each tier was asked for and served, and what went wrong."""
+        found: dict[str, int | float] = {}
+        for what in _LOGGED:
+            for labels, value in self.data.get(f"kvladder_tier_{what}_blocks_total", {}).items():
+                name = f"{labels.partition(',')[0]} {what}"
+                found[name] = found.get(name, 0) + value
+        return found
+
+
+class Changes:
+    """Finds what to send: counters and histograms as differences, gauges as they are.
+
+    Parameters
+    ----------
+    now:
+        Monotonic seconds.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._sent: Values = {}
+        self._due_s = now()
+
+    def take(self, stats: Callable[[], Stats], *, last: bool) -> KVLadderStats | None:
+        """What has changed since the last call; None if nothing has, or if it is too soon.
+
+        ``last`` says that no call may follow for long.
+        """
+        now_s = self._now()
+        if now_s < self._due_s and not last:
+            return None
+        self._due_s = now_s + EVERY_S
+        found: Values = {}
+        for metric, labels, value in samples(stats()):
+            joined = ",".join(labels)
+            if metric.kind == "histogram":
+                value = [value["sum"], *value["counts"]]
+            sent = self._sent.setdefault(metric.name, {})
+            before = sent.get(joined)
+            sent[joined] = value
+            if value == before:
+                continue
+            if before is not None and metric.kind == "counter":
+                value -= before
+            elif before is not None and metric.kind == "histogram":
+                value = [a - b for a, b in zip(value, before, strict=True)]
+            found.setdefault(metric.name, {})[joined] = value
+        return KVLadderStats(data=found) if found else None
+
+
+class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """vLLM's Prometheus metrics of kvladder; in the process that exposes them."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics: dict[str, Any] = {}
+        self._children: dict[tuple[int, str, str], Any] = {}
+        for metric in METRICS:
+            name, labels = VLLM_PREFIX + metric.name, [*labelnames, *metric.labels]
+            if metric.kind == "counter":
+                made = metric_types[Counter](name, metric.help, labelnames=labels)
+            elif metric.kind == "gauge":
+                made = metric_types[Gauge](
+                    name, metric.help, labelnames=labels, multiprocess_mode="mostrecent"
+                )
+            else:
+                made = metric_types[Histogram](
+                    name, metric.help, labelnames=labels, buckets=list(metric.le)
+                )
+            self._metrics[metric.name] = made
+
+    def observe(self, transfer_stats_data: Values, engine_idx: int = 0) -> None:
+        for name, values in transfer_stats_data.items():
+            for labels, value in values.items():
+                child = self._child(engine_idx, name, labels)
+                if _KINDS[name] == "gauge":
+                    child.set(value)
+                elif _KINDS[name] == "counter":
+                    child.inc(value)
+                else:
+                    _add(child, _BOUNDS[name], value)
+
+    def _child(self, engine_idx: int, name: str, labels: str) -> Any:
+        place = (engine_idx, name, labels)
+        if place not in self._children:
+            own = labels.split(",") if labels else []
+            engine = self.per_engine_labelvalues[engine_idx]
+            self._children[place] = self._metrics[name].labels(*engine, *own)
+        return self._children[place]
+
+
+def _add(child: Any, le: tuple[float, ...], value: list[float]) -> None:
+    """Add ``value``, a sum and counts, to a histogram that takes one observation at a time.
+
+    Thousands of blocks may be evicted in a step, so where the buckets can be reached they are
+    counted up at once; else each counts as its bucket's bound, and the sum is about right.
+    """
+    total, *counts = value
+    buckets = getattr(child, "_buckets", None)
+    if buckets is not None:
+        for bucket, count in zip(buckets, counts, strict=True):
+            if count:
+                bucket.inc(count)
+        child._sum.inc(total)
+        return
+    for bound, count in zip((*le, 2 * le[-1]), counts, strict=True):
+        for _ in range(int(count)):
+            child.observe(bound)

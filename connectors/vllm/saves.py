@@ -1,0 +1,192 @@
+"""Which blocks the scheduler half saves after a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from math import inf
+from typing import Any
+
+from kvladder.connectors.base import Connector
+from kvladder.connectors.vllm.groups import Group, Groups
+from kvladder.connectors.vllm.requests import RequestState
+from kvladder.keys import BlockKey
+from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
+
+
+class Writes:
+    """Collects them from one step to the next."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._given: list[int] = []
+
+    def give(self, tables: Sequence[Sequence[int]], own: int) -> None:
+        """A request has got its blocks, by group, and needs what follows its ``own`` tokens.
+
+        Whether it computes that, or waits while we or another connector load it, is not known.
+        """
+        for group in self._groups:
+            self._given += tables[group.index][own // group.tokens :]
+
+    def take(self, output: Any) -> Iterable[int]:
+        """The blocks that were given since the last step was made, and those that this one says."""
+        given, self._given = self._given, []
+        return chain(given, written(self._groups, output))
+
+
+def written(groups: Groups, output: Any) -> Iterator[int]:
+    """Blocks that a step may write to and no step before wrote to for the same request."""
+    for new in output.scheduled_new_reqs:
+        for group in groups:
+            yield from new.block_ids[group.index][new.num_computed_tokens // group.tokens :]
+    cached = output.scheduled_cached_reqs
+    for request_id, tables, computed in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        if tables:
+            resumed = request_id in cached.resumed_req_ids  # then they are the whole tables
+            for group in groups:
+                yield from tables[group.index][computed // group.tokens if resumed else 0 :]
+    yield from output.new_block_ids_to_zero or ()
+    for copy in getattr(output, "kv_cache_block_copies", None) or ():
+        yield copy.dst_block_id
+
+
+def stretches(
+    floor: int, said: Sequence[int], chosen: Sequence[int]
+) -> Iterator[tuple[int, Sequence[int]]]:
+    """The ``chosen`` of consecutive blocks, as few runs as have their floors right.
+
+    ``floor`` is the lowest priority before them, ``said`` their own, empty if nothing was said of
+    any. Each run comes with the floor before its first block; within it only its own count.
+    """
+    if not said:
+        yield floor, chosen
+        return
+    run: list[int] = []
+    above = reached = floor
+    following = 0
+    for i in chosen:
+        floor = min([floor, *said[following:i]])
+        if run and floor < reached:
+            yield above, run
+            run = []
+        if not run:
+            above = floor
+        run.append(i)
+        floor = reached = min(floor, said[i])
+        following = i + 1
+    if run:
+        yield above, run
+
+
+class Saves:
+    """Begins to save what a step completes.
+
+    Parameters
+    ----------
+    decode:
+        Whether blocks of generated tokens are saved, too.
+    interval:
+        vLLM's ``prefix_cache_retention_interval``.
+    """
+
+    def __init__(
+        self, groups: Groups, connector: Connector, *, decode: bool, interval: int | None
+    ) -> None:
+        self._groups = groups
+        self._connector = connector
+        self._decode = decode
+        self._interval = interval
+
+    def full(self, state: RequestState, output: Any, computed: int) -> None:
+        """Save the blocks that are full once ``computed`` tokens are; note when to look again."""
+        request = state.request
+        state.due = inf
+        if not state.policy.save:
+            return
+        end = computed if self._decodes(state) else min(computed, request.num_prompt_tokens)
+        tables: Sequence[Sequence[int]] | None = None
+        for group in self._groups:
+            if group.handed:
+                continue
+            hashed, full = len(request.block_hashes) // group.hashes, end // group.tokens
+            later = (computed // group.tokens + 1) * group.tokens
+            state.due = min(state.due, computed if hashed < full else later)
+            full, start = min(hashed, full), state.saved[group.index]
+            if full <= start:
+                continue
+            state.saved[group.index] = full
+            if tables is None:
+                tables = output.kv_connector_block_state.get_block_ids(request.request_id)
+                assert tables is not None
+            blocks, keys = tables[group.index][start:full], state.keys(group, start, full)
+            if group.kind == "full":
+                if 0 in blocks:  # vLLM's null block: nothing is kept from there on
+                    blocks = blocks[: blocks.index(0)]
+                self._save(state, group, start, keys, blocks, range(len(blocks)))
+                continue
+            ends = (request.num_prompt_tokens - 1, getattr(request, "shared_prefix_boundary", 0))
+            useful = self._groups.useful(group, self._interval, ends)
+            chosen = [i for i, block in enumerate(blocks) if block and useful(start + i)]
+            self._save(state, group, start, keys, blocks, chosen)
+
+    def _decodes(self, state: RequestState) -> bool:
+        own = state.policy.save_decode
+        return self._decode if own is None else own
+
+    def _save(
+        self,
+        state: RequestState,
+        group: Group,
+        first: int,
+        keys: Sequence[BlockKey],
+        blocks: Sequence[int],
+        chosen: Sequence[int],
+    ) -> None:
+        """Begin to save the ``chosen`` of some consecutive blocks, as the request wishes.
+
+        What a block's prefix is worth counts blocks that are not saved, too.
+        """
+        policy, request = state.policy, state.request
+        begin = 0 if group.handed else first  # states are not all offered one after the other
+        wanted = policy.priorities(
+            begin,
+            first - begin + len(keys),
+            block_tokens=group.tokens,
+            prompt_tokens=request.num_prompt_tokens,
+        )
+        floor = state.floors[group.index] if begin else PRIORITY_MAX
+        said = [] if wanted is None else [priority for priority, _ in wanted]
+        said, before = said[first - begin :], said[: first - begin]
+        for above, part in stretches(min([floor, *before]), said, chosen):
+            self._connector.save(
+                [keys[i] for i in part],
+                [blocks[i] for i in part],
+                priorities=None if wanted is None else [wanted[first - begin + i] for i in part],
+                parent_floor=above,
+                levels=policy.store,
+                ttl_s=policy.ttl_s,
+                salt=state.salt,
+                group=group.index,
+            )
+        state.floors[group.index] = min([floor, *before, *(said or [PRIORITY_DEFAULT])])
+
+    def handed(self, states: Mapping[str, RequestState], output: Any) -> None:
+        """Save the states that vLLM says are exactly those after so many tokens."""
+        offers: Mapping[str, Sequence[tuple[int, int, int]]] = (
+            getattr(output.kv_connector_block_state, "boundary_state_offloads", None) or {}
+        )
+        for request_id, entries in offers.items():
+            state = states.get(request_id)
+            if state is None or state.apart or state.adapter is None or not state.policy.save:
+                continue
+            for index, block, end in entries:
+                group = self._groups[index]
+                in_prompt = end <= state.request.num_prompt_tokens
+                if not block or end % group.tokens or not (in_prompt or self._decodes(state)):
+                    continue
+                last = end // group.tokens - 1
+                keys = state.keys(group, last, last + 1)
+                self._save(state, group, last, keys, [block], range(len(keys)))

@@ -1,0 +1,496 @@
+"""The scheduler half of the vLLM connector: owns the cache, decides what is loaded and saved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, count
+from typing import Any
+
+from kvladder.config.stack import StackConfig
+from kvladder.connectors.vllm.computing import Computing
+from kvladder.connectors.vllm.find import Find
+from kvladder.connectors.vllm.groups import groups_of
+from kvladder.connectors.vllm.identity.contents import contents_of
+from kvladder.connectors.vllm.identity.weights import Weights
+from kvladder.connectors.vllm.options import Options
+from kvladder.connectors.vllm.params import Policies
+from kvladder.connectors.vllm.reports.events import KVEvents, enabled
+from kvladder.connectors.vllm.reports.log import say_ready
+from kvladder.connectors.vllm.requests import Adapters, Filling, RequestState, held_by_vllm
+from kvladder.connectors.vllm.saves import Saves, Writes
+from kvladder.connectors.vllm.start import Assembled, assemble
+from kvladder.connectors.vllm.step import Load, RankDescription, Report, Step, StepConnector
+from kvladder.errors import ConfigError
+from kvladder.gpu.copy.copier import CopyJob, JobId
+from kvladder.metrics import Stats
+from kvladder.notices import Notices
+
+Tables = Sequence[Sequence[int]]
+"""By group, the blocks that a request has in vLLM."""
+
+ADAPTER_STEPS = 10
+"""How many steps a request waits for the digest of an adapter; a small one takes milliseconds."""
+EARLY_SHARE = 0.5
+"""How much of the arena may be pinned before a request that arrives has to wait its turn."""
+
+
+class SchedulerHalf:
+    """One per engine, called by its thread. Nothing here waits for a tier, but ``close``."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        *,
+        options: Options,
+        config: StackConfig,
+        notices: Notices,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._options = options
+        self._config = config
+        self._notices = notices
+        self._groups = groups_of(kv_cache_config, model=str(vllm_config.model_config.model))
+        self._adapters = Adapters()
+        self._contents = contents_of(vllm_config)
+        cache = getattr(vllm_config, "cache_config", None)
+        self._filling = Filling(cached=bool(getattr(cache, "enable_prefix_caching", False)))
+        self._policies = Policies(config, map_priority=options.map_priority, notices=notices)
+        self._states: dict[str, RequestState] = {}
+        self._loads: dict[JobId, Load] = {}
+        self._lost: list[Load] = []
+        self._writes = Writes(self._groups)
+        self._lost_ids = count(-1, -1)
+        self._pins = 0
+        self._awaited = False
+        self._pool: Any = None
+        self._parts: Assembled | None = None
+        self._connector: StepConnector | None = None
+        self.events: KVEvents | None = None
+        """There while vLLM publishes KV events."""
+
+    # ---- at start
+
+    def start(self, ranks: Mapping[int, RankDescription]) -> None:
+        """Open the cache, now that every rank has described its KV tensors.
+
+        Raises
+        ------
+        ConfigError
+            It cannot be had; says where, what and what instead.
+        """
+        parts = self._parts = assemble(
+            ranks, self._vllm_config, self._kv_cache_config, self._config, self._groups
+        )
+        self._connector = StepConnector(parts.manager, ranks=len(ranks))
+        manager = parts.manager
+        self._computing = Computing(manager.stack.shared.clock.now, manager.prefilled)
+        self._weights = Weights([described.weights for _, described in sorted(ranks.items())])
+        self._saves = Saves(
+            self._groups,
+            self._connector,
+            decode=self._options.save_decode,
+            interval=getattr(self._kv_cache_config, "prefix_cache_retention_interval", None),
+        )
+        if enabled(self._vllm_config):
+            self.events = KVEvents(parts.manager, self._config, self._groups, self._kv_cache_config)
+
+    def bind(self, block_pool: Any) -> None:
+        """Take vLLM's block pool, to see what it holds itself."""
+        self._pool = block_pool
+
+    @property
+    def connector(self) -> StepConnector:
+        """The loads and saves; there once all workers described their KV tensors."""
+        if self._connector is None:
+            raise ConfigError(
+                "this vLLM has not handed over what its workers described",
+                hint="use vLLM 0.32 or later",
+            )
+        return self._connector
+
+    # ---- a request's way
+
+    def arrived(self, request: Any) -> None:
+        """A request is new: begin to bring up what the cache has for it."""
+        self.settle()
+        policy, items = self._policies.of(request), self._contents.of(request)
+        mark = lambda: self._weights.mark  # noqa: E731
+        state = RequestState(request, self._groups, items=items, policy=policy, mark=mark)
+        self._states[request.request_id] = state
+        if self.events is not None:
+            state.describe = self.events.describe
+        self._adapters.begin(getattr(request, "lora_request", None))
+        state.adapter = None
+        self._early(state)
+        self._computing.expect(state, request.num_tokens)
+
+    def _early(self, state: RequestState) -> None:
+        """Begin to bring up what a new request will ask for, unless too much is pinned already."""
+        request, slots = state.request, self.connector.manager.arena.slots
+        if not self._named(state) or request.skip_reading_prefix_cache or not self._usable:
+            return
+        if self._pins >= EARLY_SHARE * slots:
+            return
+        held = held_by_vllm(self._pool, request, self._groups.main, self._loadable(request))
+        self._hold(state, self._aligned(held), behind=self._computing.waiting)
+        if not state.pins:
+            self._let_go(state)
+
+    def _named(self, state: RequestState) -> bool:
+        """Whether a request's blocks have names: not before its adapter's weights are known."""
+        if state.adapter is None and not state.apart:
+            try:
+                lora = getattr(state.request, "lora_request", None)
+                state.adapter = self._adapters.digest(lora)
+            except ConfigError as error:
+                self._notices.say("adapter", f"not cached: {error}")
+                state.apart = True
+        return state.adapter is not None and not state.apart
+
+    def _aligned(self, tokens: int) -> int:
+        return tokens // self._groups.step * self._groups.step
+
+    def _loadable(self, request: Any) -> int:
+        """How many of its tokens may come from the cache: one is always computed."""
+        return self._aligned(request.num_tokens - 1)
+
+    def ask(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """How many tokens after ``computed`` the cache has; None: ask again in the next step.
+
+        Asked in every step in which the request could run, so the answer is kept.
+        """
+        state = self._states.get(request.request_id)
+        if state is None:
+            return 0, False
+        state.own = computed
+        if computed and self._weights.outdated(self._own_cache):
+            state.apart = True
+        if state.computes or request.skip_reading_prefix_cache:
+            return 0, False
+        if not self._named(state):
+            state.waited += 1
+            if state.apart or state.waited > ADAPTER_STEPS:
+                return 0, False
+            self._awaited = True
+            return None, False
+        if computed % self._groups.step:
+            return 0, False
+        if not self._weights.known:
+            self._weights.awake()
+            self._awaited = self._weights.patient
+            return (None if self._weights.patient else 0), False
+        if not self._usable:
+            return 0, False
+        if state.loading:
+            return None, False
+        if state.answer is None or state.answer[0] != computed:
+            found = self._find(state, computed)
+            if found is None:
+                self._awaited = True
+                return None, False
+            state.answer = (computed, found)
+            self.connector.manager.missed(state.unasked // self._groups.main.tokens)
+        found = state.answer[1]
+        if found and self._filling:
+            main, first = self._groups.main, computed // self._groups.main.tokens
+            if self._filling.has(state.keys(main, first, first + 1)):
+                self._awaited = True
+                return None, False
+        return found, found > 0 and self._options.load == "async"
+
+    @property
+    def _usable(self) -> bool:
+        """Whether anything may be looked for or saved now."""
+        return self._weights.known and not self.connector.manager.resetting
+
+    @property
+    def _own_cache(self) -> object:
+        """The prefix cache that vLLM has itself: another object each time it has been emptied."""
+        return getattr(self._pool, "cached_block_hash_to_block", None)
+
+    def _find(self, state: RequestState, own: int) -> int | None:
+        """How many tokens after the first ``own`` the cache has in host slots; None: not yet."""
+        limit = self._loadable(state.request)
+        if state.find is not None and state.find.own > own:
+            self._let_go(state)
+        for _ in range(2):  # what was held early may end where vLLM's own blocks do
+            if state.find is None:
+                self._hold(state, own)
+            find = state.find
+            assert find is not None
+            if not find.done:
+                return None
+            self._count(state)
+            if own < find.end <= limit:
+                return find.end - own
+            begun_here = find.own == own
+            self._let_go(state)
+            if begun_here:
+                break
+        return 0
+
+    def _hold(self, state: RequestState, own: int, *, behind: int = 0) -> None:
+        """Look for what follows the first ``own`` tokens, and pin it.
+
+        So many tokens of other requests are computed before this one's.
+        """
+        state.find = Find(
+            self._groups,
+            state.keys,
+            match=lambda keys, saves: self.connector.match(
+                keys, levels=state.policy.load, salt=state.salt, saves=saves
+            ),
+            lookup=lambda keys: self.connector.manager.reach(keys, levels=state.policy.load),
+            own=own,
+            limit=self._loadable(state.request),
+            behind=behind,
+        )
+        state.unasked = state.find.unasked
+        self._count(state)
+
+    def _count(self, state: RequestState) -> None:
+        pins = 0 if state.find is None else state.find.pins
+        self._pins += pins - state.pins
+        state.pins = pins
+
+    def _let_go(self, state: RequestState) -> None:
+        state.answer = None  # it was about what is let go
+        if state.find is not None:
+            state.find.release()
+            state.find = None
+        self._count(state)
+
+    def allocated(self, request: Any, tables: Tables, external: int) -> None:
+        """A request has got its blocks from vLLM; ``external`` of its tokens are to be loaded.
+
+        ``tables`` are the request's, by group. Called again with 0 once a load has ended.
+        """
+        state = self._states.get(request.request_id)
+        if self.connector.saving:
+            own = 0 if state is None else state.own
+            self._writes.give(tables, max(own, request.num_computed_tokens))
+        if state is None:
+            return
+        state.begun = True
+        answer, state.answer = state.answer, None
+        computed = max(request.num_computed_tokens, state.own + external)
+        self._computing.expect(state, max(0, request.num_tokens - computed))
+        if answer is not None and answer[0]:
+            for keys in state.read(answer[0]):
+                self.connector.manager.touch(keys)
+        if not external:
+            self._let_go(state)
+            return
+        own = 0 if answer is None else answer[0]
+        is_sync = self._options.load == "sync"
+        try:
+            self._load(state, own, own + external, tables, sync=is_sync)
+        except Exception:  # vLLM counts on these blocks by now: tell it that they are not there
+            state.computes = True
+            main = self._groups.main
+            lost = tuple(tables[main.index][own // main.tokens : (own + external) // main.tokens])
+            job = CopyJob(JobId(next(self._lost_ids)), "onboard", lost, ())  # fails: no slots
+            self._lost.append(Load(job, request.request_id, is_sync))
+            raise
+
+    def _load(self, state: RequestState, own: int, end: int, tables: Tables, *, sync: bool) -> None:
+        find, state.find, state.sources = state.find, None, []
+        assert find is not None
+        found = find.end
+        held = find.take()
+        self._count(state)
+        try:
+            assert found == end, f"{end} tokens are to be loaded, {found} were found"
+            for group in self._groups:
+                start, stop = max(group.first(end), own // group.tokens), end // group.tokens
+                targets = tuple(tables[group.index][start:stop])
+                if not targets:
+                    continue
+                assert len(targets) == stop - start, "blocks are missing in vLLM's table"
+                assert 0 not in targets, "a block that is read is null in vLLM's table"
+                mine = held.pop(group.index)
+                first = start - mine.first
+                if group is self._groups.main:
+                    state.sources = mine.match.sources[first : first + len(targets)]
+                job_id = self.connector.load(mine.match, targets, first=first, group=group.index)
+                state.loading.add(job_id)
+                job = CopyJob(job_id, "onboard", targets, (), group.index)
+                self._loads[job_id] = Load(job, state.request.request_id, sync)
+                if group is self._groups.main:
+                    self._filling.begin(state.request.request_id, state.keys(group, start, stop))
+        finally:
+            for left in held.values():
+                left.match.release()
+
+    def sources(self, request: Any) -> Counter[str]:
+        """How many tokens of a request's last load came from which type of level."""
+        state = self._states.get(request.request_id)
+        kinds = {tier.name: tier.type for tier in (self._config.host, *self._config.levels)}
+        found: Counter[str] = Counter()
+        for name in [] if state is None else state.sources:
+            found[kinds[name]] += self._groups.main.tokens
+        return found
+
+    def finished(self, request: Any) -> None:
+        """A request is over, or aborted; what is being copied for it ends by itself."""
+        state = self._states.pop(request.request_id, None)
+        if state is None:
+            return
+        self._let_go(state)
+        self._computing.expect(state, 0)
+        if self._named(state):
+            main = self._groups.main
+            for keys in state.read(self._aligned(state.saved[main.index] * main.tokens)):
+                self.connector.manager.touch(keys)  # saved head first: now the tail goes first
+
+    # ---- a step
+
+    def build(self, output: Any) -> Step:
+        """What the workers have to do in the step that vLLM has just scheduled."""
+        try:
+            return self._build(output)
+        except BaseException:
+            for job in self.connector.withdraw():
+                self._lost.append(replace(self._loads[job.id], job=job))
+            raise
+
+    def _build(self, output: Any) -> Step:
+        connector = self.connector
+        step = Step()
+        if self.events is not None:
+            self.events.watch(getattr(self._pool, "kv_event_queue", ()))
+        writes = self._writes.take(output)
+        if connector.saving:
+            lost = (load.job.blocks for load in self._lost)
+            step.fence = connector.reading(chain(writes, *lost))
+        if self._usable:
+            self._save(output)
+        step.loads, self._lost = self._lost, []
+        for job in connector.take():
+            if job.direction == "offload":
+                step.saves.append(job)
+            else:
+                step.loads.append(replace(self._loads[job.id], job=job))
+        scheduled = [(self._states.get(i), n) for i, n in output.num_scheduled_tokens.items()]
+        step.number = self._computing.begin(
+            scheduled, timed=not any(load.sync for load in step.loads)
+        )
+        step.idle = not output.num_scheduled_tokens and (self._awaited or bool(self._loads))
+        self._awaited = False
+        runs = bool(output.num_scheduled_tokens)
+        self._weights.prepare(step, runs=runs, cache=self._own_cache)
+        if step.loads or step.saves:
+            assert self._parts is not None
+            step.attach = self._parts.attach
+        return step
+
+    def _save(self, output: Any) -> None:
+        """Begin to save what the step completes."""
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            state = self._states.get(request_id)
+            if state is not None and self._named(state):
+                computed = state.request.num_computed_tokens + scheduled
+                if computed >= state.due:
+                    self._saves.full(state, output, computed)
+        self._saves.handed(self._states, output)
+
+    def unfilled(self, blocks: Collection[int]) -> None:
+        """These were to be loaded and were not: what is saved of a step that read them is wrong."""
+        if not blocks:
+            return
+        # of ours no step is saved but those that were made before a load failed that they wait for
+        ours = (load.job.blocks for load in self._loads.values() if not load.sync)
+        if set(blocks).difference(*ours):
+            self.connector.distrust()
+            for state in self._states.values():
+                state.offer_again()
+
+    def report(self, report: Report) -> None:
+        """Take in which copies ended, and what ranks saw of their weights."""
+        connector = self.connector
+        if self._weights.report(report):
+            self._renamed()
+        connector.report(report)
+        self._computing.end(report.step)
+        for finished in connector.poll():
+            load = self._loads.pop(finished.id, None)
+            state = None if load is None else self._states.get(load.request_id)
+            if load is not None and (state is None or state.loading <= {finished.id}):
+                self._filling.end(load.request_id)
+            if state is not None:
+                state.loaded(finished.id, ok=finished.ok)
+
+    def _renamed(self) -> None:
+        """The weights are others: what was found for requests, and what they have, is not theirs.
+
+        vLLM computes on with what a request has in its memory. That is of no weights' name, so
+        nothing is saved for it any more, nor for a request that begins with it.
+        """
+        self.connector.excuse()
+        for state in self._states.values():
+            self._let_go(state)
+            state.apart = state.apart or state.begun
+        if self.events is not None:
+            self.events.rename(self._weights.mark)
+
+    def settle(self) -> None:
+        """Take in saves that ended on a worker in this process and were not reported yet."""
+        if self._parts is not None and self._parts.worker is not None:
+            self.report(self._parts.worker.saved())
+
+    # ---- the rest
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies are under way whose end is to be reported."""
+        return self._connector is not None and self._connector.busy
+
+    @property
+    def started(self) -> bool:
+        """Whether the cache is open."""
+        return self._connector is not None
+
+    @property
+    def serving(self) -> bool:
+        """Whether any request is not over."""
+        return bool(self._states)
+
+    def reset(self) -> None:
+        """What vLLM holds may be stale: use no name until ranks have looked at their weights.
+
+        What no other engine has is forgotten, unless ``on_reset`` keeps it.
+        """
+        self.settle()
+        for state in self._states.values():
+            self._let_go(state)
+        self._weights.doubt()
+        if self._options.on_reset == "forget":
+            self.connector.manager.reset()
+
+    def say_ready(self) -> None:
+        """Log what was opened."""
+        say_ready(self.connector.manager, self._config)
+
+    def stats(self) -> Stats:
+        """Counters by level, of the arena, and of copies between it and vLLM's KV cache."""
+        return {**self.connector.manager.stats(), "copies": dict(self.connector.copied)}
+
+    def close(self) -> None:
+        """End everything; the workers were closed before. May be called again.
+
+        What only host memory holds is written for as long as vLLM's shutdown timeout lets it, at
+        least for the usual time.
+        """
+        if self._connector is not None:
+            self.settle()
+            for state in self._states.values():
+                self._let_go(state)
+            self._states.clear()
+            self._connector.close()
+            manager = self._connector.manager
+            given_s = getattr(self._vllm_config, "shutdown_timeout", 0)
+            manager.close(timeout_s=max(manager.flush_timeout_s, given_s))

@@ -1,0 +1,216 @@
+"""What the two halves of the vLLM connector tell each other; plain data, pickled by vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvladder.arena import ArenaHandle
+from kvladder.connectors.jobs import JobConnector
+from kvladder.gpu.copy.copier import CopyJob, Finished, JobId
+from kvladder.manager import CacheManager
+
+
+@dataclass
+class RankDescription(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What one rank's worker says about its KV tensors when it has them."""
+
+    rank: int
+    """Its position among all: of its stage first, of its tensor-parallel group in it."""
+    node: str
+    """The machine that it runs on."""
+    sizes: tuple[int, ...]
+    """By group, bytes of one block on this rank; 0 where it has none of the group's layers."""
+    fields: dict[str, str]
+    """What must agree before bytes may be shared, and among the ranks of a stage."""
+    replicas: int = 1
+    """How many neighbouring ranks, this one among them, hold the same bytes."""
+    weights: bytes = b""
+    """Digest of the weights that it computes with."""
+    taken: bool = False
+    """Whether a scheduler half works with these tensors already."""
+    worker: Any = None
+    """The worker half itself where it is in the scheduler's process; never pickled."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "worker": None}
+
+
+@dataclass(frozen=True)
+class Attach:
+    """How a worker maps the arena, and where each rank's bytes begin in a slot."""
+
+    arena: ArenaHandle
+    offsets: tuple[tuple[int, ...], ...]
+    """By rank and group."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """A job that fills blocks of one request."""
+
+    job: CopyJob
+    request_id: str
+    sync: bool
+    """Whether this step's forward pass reads the blocks."""
+
+
+@dataclass
+class Step(KVConnectorMetadata):  # type: ignore[misc]
+    """What the workers have to do in one step of the engine."""
+
+    attach: Attach | None = None
+    """Given with every job."""
+    fence: list[JobId] = field(default_factory=list[JobId])
+    """Saves whose source blocks this step writes: they end before it does."""
+    loads: list[Load] = field(default_factory=list[Load])
+    saves: list[CopyJob] = field(default_factory=list[CopyJob])
+    """To begin after the forward pass."""
+    idle: bool = False
+    """There is no forward pass, and requests wait for blocks that are on their way."""
+    number: int = 0
+    """To be reported when it has ended; 0 for a step of which nobody wants to know."""
+    turn: int = 0
+    """How many steps were made before it, whether or not they are reported."""
+    weights: tuple[int, ...] = ()
+    """By rank, ``Seen.changes`` as the scheduler half knows it: names are of those weights."""
+    doubt: int = 0
+    """Ranks that have not looked at their weights since this doubt look at them now."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank found when it looked at its weights, before a step's forward pass."""
+
+    changes: int
+    """How often they have changed."""
+    digest: bytes
+    doubt: int
+    """The last one that it looked for."""
+    step: int
+
+
+class Done(NamedTuple):
+    """The ends of one job that were reported so far."""
+
+    reports: int
+    ok: bool
+    bytes: int
+    seconds: float
+
+    def plus(self, other: Done) -> Done:
+        """The reports of two workers together."""
+        return Done(
+            self.reports + other.reports,
+            self.ok and other.ok,
+            self.bytes + other.bytes,
+            max(self.seconds, other.seconds),
+        )
+
+
+@dataclass
+class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """The jobs that ended on one worker since its last report, or on all workers together."""
+
+    done: dict[JobId, Done] = field(default_factory=dict[JobId, Done])
+    step: int = 0
+    """The number of the step that has ended."""
+    seen: dict[int, Seen] = field(default_factory=dict[int, Seen])
+    """By rank, where there is news of its weights."""
+
+    def add(self, finished: Finished) -> None:
+        """Report a job that ended here."""
+        done = Done(1, finished.ok, finished.bytes, finished.seconds)
+        self.done[finished.id] = done
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, Report)
+        self.step = max(self.step, other.step)
+        for job_id, done in other.done.items():
+            mine = self.done.get(job_id)
+            self.done[job_id] = done if mine is None else mine.plus(done)
+        self.seen.update(other.seen)
+        return self
+
+
+class StepConnector(JobConnector):
+    """Puts jobs into the step's metadata and ends them when all ranks have reported."""
+
+    def __init__(self, manager: CacheManager, *, ranks: int) -> None:
+        super().__init__(manager, reports=ranks)
+        self._begun: list[CopyJob] = []
+        self._partial: dict[JobId, Done] = {}
+        self._ended: list[Finished] = []
+        self._sources: dict[JobId, frozenset[int]] = {}
+        """By save under way, the blocks that it reads."""
+        self.copied = {"offload_bytes": 0, "offload_s": 0.0, "onboard_bytes": 0, "onboard_s": 0.0}
+        """What has been copied out of vLLM's KV cache, and into it."""
+
+    def _start(self, job: CopyJob) -> None:
+        self._begun.append(job)
+        if job.direction == "offload":
+            self._sources[job.id] = frozenset(job.blocks)
+
+    @property
+    def saving(self) -> bool:
+        """Whether any save is under way."""
+        return bool(self._sources)
+
+    def take(self) -> list[CopyJob]:
+        """The jobs that were begun since the last call."""
+        begun, self._begun = self._begun, []
+        return begun
+
+    def reading(self, blocks: Iterable[int]) -> list[JobId]:
+        """The saves under way that still read any of these blocks."""
+        written = frozenset(blocks)
+        return [job_id for job_id, read in self._sources.items() if not read.isdisjoint(written)]
+
+    def distrust(self) -> None:
+        """The blocks that the saves under way read may hold something else than they should."""
+        for job_id in self._sources:
+            self._jobs[job_id].ok = False
+
+    def excuse(self) -> None:
+        """What is being loaded may not arrive, through no fault of the cache: it stays there."""
+        for job in self._jobs.values():
+            job.excused = True
+
+    def withdraw(self) -> list[CopyJob]:
+        """No step could be made, and nothing is fenced: what is being saved may be overwritten.
+
+        The saves that begin with it would come too late and are given up. Returns its loads.
+        """
+        self.distrust()
+        jobs = self.take()
+        for job in jobs:
+            if job.direction == "offload":
+                self.report(Report({job.id: Done(self._jobs[job.id].reports_left, False, 0, 0.0)}))
+        return [job for job in jobs if job.direction == "onboard"]
+
+    def report(self, report: Report) -> None:
+        """Take in what workers reported."""
+        for job_id, done in report.done.items():
+            if job_id not in self._jobs:  # given up, or never made
+                continue
+            partial = self._partial.pop(job_id, None)
+            total = done if partial is None else partial.plus(done)
+            job = self._report(job_id, ok=done.ok, reports=done.reports)
+            if job is None:
+                self._partial[job_id] = total
+                continue
+            self._sources.pop(job_id, None)
+            self.copied[f"{job.direction}_bytes"] += total.bytes
+            self.copied[f"{job.direction}_s"] += total.seconds
+            self._ended.append(Finished(job_id, total.ok, total.bytes, total.seconds))
+
+    def poll(self) -> list[Finished]:
+        ended, self._ended = self._ended, []
+        return ended

@@ -1,0 +1,319 @@
+"""The worker half of the vLLM connector: describes KV tensors, and copies what it is told to."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvladder.arena import Arena
+from kvladder.connectors.vllm.checks import group_pages, tensor_fields, this_node
+from kvladder.connectors.vllm.groups import groups_of
+from kvladder.connectors.vllm.identity.loaded import Loaded
+from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report, Seen, Step
+from kvladder.errors import LayoutError
+from kvladder.gpu.copy.copier import Copier, CopyJob, Finished, JobId
+from kvladder.gpu.copy.pages import BlockPages, Part
+from kvladder.gpu.copy.select import copier_for
+from kvladder.notices import Notices
+
+REST_S = 0.001
+"""How long a step without a forward pass lets copies and fetches go on, as vLLM itself does."""
+BLIND_STEPS_MAX = 1024
+"""Steps between attempts to read weights that cannot be read, at most."""
+
+
+class WorkerHalf:
+    """One per rank. It decides nothing: jobs come with the step, their ends go with the report.
+
+    Parameters
+    ----------
+    vllm_config, kv_cache_config:
+        vLLM's own.
+    rank:
+        Its position among all ranks; see :class:`RankDescription`.
+    make_copier, make_loaded:
+        Another way to copy, and to see the weights, for tests.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        *,
+        rank: int,
+        notices: Notices,
+        make_copier: Callable[..., Copier] = copier_for,
+        make_loaded: Callable[[Mapping[str, Any]], Loaded] = Loaded,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._rank = rank
+        self._notices = notices
+        self._make_copier = make_copier
+        self._make_loaded = make_loaded
+        self._loaded_models: Loaded | None = None
+        self._seen = Seen(0, b"", 0, 0)
+        self._news = False
+        self._stale = False
+        self._blind = 0
+        """After how many steps weights that could not be read are tried again; 0 if they could."""
+        self._again = 0
+        """The first step in which they are looked at unless a reset asks for it."""
+        self._pages: dict[int, BlockPages] = {}
+        self._pieces: dict[int, Part] = {}
+        self._fields: dict[str, str] = {}
+        self._replicas: int = getattr(kv_cache_config, "kv_tp_replicas", 1)
+        self._arena: Arena | None = None
+        self._copier: Copier | None = None
+        self._loads: dict[JobId, Load] = {}
+        self._parts: Counter[str] = Counter()
+        self._distrusted: set[JobId] = set()
+        self._spoiled = False
+        self._resting = threading.Event()
+        self._loaded = Report()
+        self._saved = Report()
+        self._number = 0
+        self._received: set[str] = set()
+        groups = groups_of(kv_cache_config, model=str(vllm_config.model_config.model))
+        self._by_block = len(groups) == 1 and not groups.partial
+        self._failed: set[str] = set()
+        self._bad_blocks: set[int] = set()
+
+    # ---- at start
+
+    def register(self, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
+        """Take the KV tensors, by layer; a layer with a recurrent state has several.
+
+        Raises
+        ------
+        LayoutError
+            They are not what vLLM's own specification of them says.
+        """
+        blocks: int = self._kv_cache_config.num_blocks
+        names: list[str] = []
+        for index, group in enumerate(self._kv_cache_config.kv_cache_groups):
+            pages = group_pages(group, tensors, blocks=blocks)
+            if pages is not None:
+                self._pages[index] = pages
+                names += group.layer_names
+        if not names:
+            raise LayoutError(f"rank {self._rank} has no KV tensors", hint="expected at least one")
+        self._fields = tensor_fields(self._vllm_config, self._pages, names)
+        layers = self._vllm_config.compilation_config.static_forward_context
+        self._loaded_models = self._make_loaded(layers)
+        self._seen = Seen(0, self._fingerprint(self._loaded_models, turn=0), 0, 0)
+
+    def describe(self) -> RankDescription:
+        """What the scheduler half needs to know."""
+        assert self._pages, "the KV tensors were not registered"
+        groups = range(len(self._kv_cache_config.kv_cache_groups))
+        return RankDescription(
+            rank=self._rank,
+            node=this_node(),
+            sizes=tuple(self._pages[i].block_bytes if i in self._pages else 0 for i in groups),
+            fields=self._fields,
+            replicas=self._replicas,
+            weights=self._seen.digest,
+            worker=self,
+        )
+
+    # ---- in a step, in this order
+
+    def begin(self, step: Step) -> None:
+        """Before the step writes to any block: end saves that still read it, look at the weights.
+
+        A step whose names are of other weights copies nothing: what it was to load they made, and
+        what it computes is not theirs.
+        """
+        self._spoiled, self._stale = False, True
+        self._fence(step)
+        self._look(step)
+        known = step.weights[self._rank] if step.weights else self._seen.changes
+        self._stale = self._blind > 0 or known != self._seen.changes
+
+    def _fence(self, step: Step) -> None:
+        if not step.fence or self._copier is None:
+            return
+        try:
+            self._copier.fence(step.fence)
+        except BaseException:
+            self._distrusted.update(step.fence)
+            raise
+
+    def _look(self, step: Step) -> None:
+        """See what the weights are where that is doubtful: here, or for the scheduler half."""
+        models, seen = self._loaded_models, self._seen
+        if models is None or (step.doubt <= seen.doubt and step.turn < self._again):
+            return
+        if not (step.doubt > seen.doubt or self._blind or models.touched()):
+            return
+        digest = self._fingerprint(models, turn=step.turn)
+        changed = digest != seen.digest
+        if changed:  # what is on its way was made with the weights before
+            self._distrusted.update(self._loads)
+        self._news = self._news or changed or step.doubt > seen.doubt
+        doubt = max(step.doubt, seen.doubt)
+        self._seen = Seen(seen.changes + changed, digest, doubt, step.turn)
+
+    def _fingerprint(self, models: Loaded, *, turn: int) -> bytes:
+        """What the weights are; like no others if they cannot be read, and nothing is copied then.
+
+        Another attempt costs as much as this one: the engine has more and more steps before it.
+        """
+        try:
+            digest = models.fingerprint()
+        except Exception as error:  # noqa: BLE001 - an engine must outlive its cache
+            self._notices.say("weights", f"the weights could not be read: {error!r}")
+            self._blind = min(2 * self._blind or 1, BLIND_STEPS_MAX)
+            digest = os.urandom(32)
+        else:
+            self._blind = 0
+        self._again = turn + self._blind
+        return digest
+
+    def load(self, step: Step) -> None:
+        """Begin the step's loads; those that its forward pass reads have ended on return."""
+        self._number = step.number
+        waiting = list(step.loads)
+        self._parts.update(load.request_id for load in waiting if not load.sync)
+        try:
+            while waiting and not self._stale:
+                self._loads[waiting[0].job.id] = waiting[0]
+                self._submit(step, waiting[0].job)
+                del waiting[0]
+            sync = [load.job.id for load in step.loads if load.sync]
+            if sync and self._copier is not None:
+                self._copier.wait(sync)
+                self._poll()
+        finally:
+            for load in waiting:
+                self._loads[load.job.id] = load
+                self._ended(Finished(load.job.id, False, 0, 0.0, self._why()))
+
+    def save(self, step: Step) -> None:
+        """After the forward pass: begin the step's saves, unless it computed on garbage.
+
+        In a step without one, in which requests only wait, other threads get their turn: a loop
+        that asks again at once would keep them from the interpreter.
+        """
+        waiting = list(step.saves)
+        try:
+            while waiting and not (self._spoiled or self._stale):
+                self._submit(step, waiting[0])
+                del waiting[0]
+        finally:
+            for job in waiting:
+                self._ended(Finished(job.id, False, 0, 0.0, self._why()))
+        if step.idle and self._copier is not None and self._loads:
+            self._copier.rest(REST_S)
+        elif step.idle:
+            self._resting.wait(REST_S)
+
+    def _why(self) -> str:
+        return "the weights have changed" if self._stale else "not begun"
+
+    def received(self) -> set[str]:
+        """Requests whose async loads ended since the last call, well or not."""
+        self._poll()
+        received, self._received = self._received, set()
+        return received
+
+    def failed(self) -> set[str]:
+        """Requests whose async loads failed since the last call, where blocks cannot tell."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def bad_blocks(self) -> set[int]:
+        """Blocks that loads were to fill and did not, since the last call."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def report(self) -> Report | None:
+        """The jobs that ended since the last report, the step if it is to be, news of weights."""
+        report = Report(self._loaded.done | self._saved.done, self._number)
+        if self._news:
+            report.seen[self._rank] = self._seen
+        self._loaded, self._saved, self._number = Report(), Report(), 0
+        self._news = False
+        return report if report.done or report.step or report.seen else None
+
+    # ---- any time
+
+    def saved(self) -> Report:
+        """The saves that ended, not to be reported again: for a scheduler half beside this one."""
+        self._poll()
+        report, self._saved = self._saved, Report()
+        return report
+
+    def detach(self) -> None:
+        """Let go of the KV tensors' memory: what was begun has ended. May be called again."""
+        if self._copier is not None:
+            self._copier.close()
+            self._poll()
+            self._copier = None
+
+    def restore(self) -> None:
+        """The KV tensors are in memory again, where they were. May be called again."""
+        if self._copier is None and self._arena is not None:
+            self._copier = self._make_copier(self._pieces, self._arena)
+
+    def close(self) -> None:
+        """End what was begun, unmap the arena; ``saved`` still answers. May be called again."""
+        self.detach()
+        if self._arena is not None:
+            self._arena.close()
+        if self._loaded_models is not None:
+            self._loaded_models.close()
+            self._loaded_models = None
+
+    def _submit(self, step: Step, job: CopyJob) -> None:
+        """Begin a job, unless this rank has no part in it: another has the same bytes, or all."""
+        twin = job.direction == "offload" and self._rank % self._replicas
+        if job.group in self._pages and not twin:
+            self._attach(step.attach).submit(job)
+        else:
+            self._ended(Finished(job.id, True, 0, 0.0))
+
+    def _attach(self, attach: Attach | None) -> Copier:
+        """The copier; made when the arena is named for the first time."""
+        if self._copier is None:
+            assert attach is not None
+            if self._arena is None:
+                self._arena = Arena.attach(attach.arena)
+                offsets = attach.offsets[self._rank]
+                self._pieces = {i: Part(pages, offsets[i]) for i, pages in self._pages.items()}
+            self._copier = self._make_copier(self._pieces, self._arena)
+        return self._copier
+
+    def _poll(self) -> None:
+        if self._copier is not None:
+            for finished in self._copier.poll():
+                self._ended(finished)
+
+    def _ended(self, finished: Finished) -> None:
+        if not finished.ok:
+            self._notices.say("copy", f"blocks could not be copied: {finished.error}")
+        load = self._loads.pop(finished.id, None)
+        if finished.id in self._distrusted:
+            self._distrusted.discard(finished.id)
+            finished = replace(finished, ok=False)
+        if load is None:
+            self._saved.add(finished)
+            return
+        self._loaded.add(finished)
+        if not finished.ok and not self._by_block:  # blocks before it may be null, or another's
+            self._failed.add(load.request_id)
+        elif not finished.ok:
+            self._bad_blocks.update(load.job.blocks)
+            self._spoiled = self._spoiled or load.sync
+        if not load.sync:
+            self._parts[load.request_id] -= 1
+            if not self._parts[load.request_id]:
+                del self._parts[load.request_id]
+                self._received.add(load.request_id)

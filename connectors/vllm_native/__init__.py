@@ -1,0 +1,1 @@
+"""Below vLLM's own offloading: a secondary tier and a cache policy."""

@@ -1,0 +1,133 @@
+"""The copier for KV tensors in main memory: one thread, one memory copy per run of bytes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvladder.arena import Arena
+from kvladder.gpu.copy.copier import CopyJob, ThreadedCopier, require_places
+from kvladder.gpu.copy.pages import Page, Part, Parts, by_group
+
+Bytes = NDArray[np.uint8]
+
+STEP_BYTES = 8 << 20
+"""About what is offloaded at a time: a request that waits to be loaded waits so much longer."""
+
+
+class CpuCopier(ThreadedCopier):
+    """Copies by NumPy, which lets go of the interpreter lock once per run of blocks.
+
+    Pages of one size at even distances, as one layer after the other, are one two-dimensional
+    copy; blocks that are neighbours on both sides are copied together. (A ``memmove`` per page
+    takes the lock back once per page, which an engine that is busy in Python grants after 5 ms.)
+
+    Parameters
+    ----------
+    parts:
+        This rank's pages; their device is ``cpu``.
+    arena:
+        Stays open until the copier is closed.
+    """
+
+    def __init__(
+        self, parts: Parts, arena: Arena, *, now: Callable[[], float] = perf_counter
+    ) -> None:
+        self._slots = arena.slots
+        self._groups = {group: _Group(part, arena) for group, part in by_group(parts).items()}
+        super().__init__(name="kvladder-copy", now=now)
+
+    def block_bytes(self, group: int) -> int:
+        return self._groups[group].pages.block_bytes
+
+    def submit(self, job: CopyJob) -> None:
+        self._submit(job, self._steps(job))
+
+    def _steps(self, job: CopyJob) -> Iterator[None]:
+        group = self._groups[job.group]
+        require_places(job, blocks=group.pages.blocks, slots=self._slots)
+        for start in range(0, len(job.blocks), group.step_blocks):
+            end = min(start + group.step_blocks, len(job.blocks))
+            for first, block, slot, count in _neighbours(job, start, end):
+                assert start <= first < end
+                for in_blocks, in_slots in group.runs:
+                    mine, theirs = in_blocks[block : block + count], in_slots[slot : slot + count]
+                    if job.direction == "offload":
+                        np.copyto(theirs, mine)
+                    else:
+                        np.copyto(mine, theirs)
+            yield
+
+
+class _Group:
+    """Blocks of one kind, as arrays to copy between."""
+
+    def __init__(self, part: Part, arena: Arena) -> None:
+        self.pages = part.pages
+        assert self.pages.device.type == "cpu"
+        assert 0 <= part.offset <= arena.slot_bytes - self.pages.block_bytes
+        self.step_blocks = max(1, STEP_BYTES // self.pages.block_bytes)
+        base = arena.address + part.offset
+        self.runs = [
+            (_blocks(run, self.pages.blocks), _slots(run, base, arena.slots, arena.slot_bytes))
+            for run in _even_runs(self.pages.pages)
+        ]
+
+
+def _neighbours(job: CopyJob, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """Runs of pairs that follow each other on both sides: position, block, slot, count."""
+    while start < end:
+        block, slot = job.blocks[start], job.slots[start]
+        stop = start + 1
+        while stop < end and (job.blocks[stop] - block, job.slots[stop] - slot) == (
+            stop - start,
+            stop - start,
+        ):
+            stop += 1
+        yield start, block, slot, stop - start
+        start = stop
+
+
+def _even_runs(pages: Sequence[Page]) -> list[list[Page]]:
+    """Split pages, in order, into runs of equal pages at equal distances."""
+    runs: list[list[Page]] = []
+    for page in pages:
+        if runs and _continues(runs[-1], page):
+            runs[-1].append(page)
+        else:
+            runs.append([page])
+    return runs
+
+
+def _continues(run: Sequence[Page], page: Page) -> bool:
+    last = run[-1]
+    same = (last.size_bytes, last.stride_bytes) == (page.size_bytes, page.stride_bytes)
+    step = page.view.data_ptr() - last.view.data_ptr()
+    first_step = run[1].view.data_ptr() - run[0].view.data_ptr() if len(run) > 1 else step
+    return same and step == first_step and step > 0
+
+
+def _blocks(run: Sequence[Page], blocks: int) -> Bytes:
+    """The engine's memory as ``[blocks, pages, bytes]``."""
+    first = run[0]
+    step = run[1].view.data_ptr() - first.view.data_ptr() if len(run) > 1 else first.size_bytes
+    shape = (blocks, len(run), first.size_bytes)
+    return _array(first.view.data_ptr(), shape, (first.stride_bytes, step, 1))
+
+
+def _slots(run: Sequence[Page], base: int, slots: int, slot_bytes: int) -> Bytes:
+    """The arena as ``[slots, pages, bytes]``."""
+    first = run[0]
+    shape = (slots, len(run), first.size_bytes)
+    return _array(base + first.offset, shape, (slot_bytes, first.size_bytes, 1))
+
+
+def _array(address: int, shape: tuple[int, int, int], strides: tuple[int, int, int]) -> Bytes:
+    """A view of memory that somebody else owns."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    memory = memoryview((ctypes.c_uint8 * span).from_address(address)).cast("B")
+    return np.ndarray(shape, np.uint8, memory, 0, strides)

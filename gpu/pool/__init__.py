@@ -1,0 +1,1 @@
+"""The block pool: slots, who holds them, what leaves and what comes back."""

@@ -1,0 +1,231 @@
+"""Complete blocks become reusable: each content once, whoever computed it."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from struct import iter_unpack
+from typing import NamedTuple
+
+from kvladder.errors import NotHeld, PoolError
+from kvladder.gpu.pool.below import Known
+from kvladder.gpu.pool.events import PoolEvents, StoredBlock
+from kvladder.gpu.pool.ledger import Ledger
+from kvladder.gpu.pool.moves import Moves
+from kvladder.gpu.pool.retain import Retain, Retainer
+from kvladder.gpu.pool.stats import PoolStats
+from kvladder.gpu.tree.columns import gather
+from kvladder.gpu.tree.names import NO_NODE, NO_SLOT, TOKEN_BYTES, DeviceSlot, NodeId, Root
+from kvladder.keys import BlockKey
+from kvladder.policy.retention import checked_duration, checked_priority
+
+
+class Content(NamedTuple):
+    """Consecutive blocks of one prefix whose bytes are complete."""
+
+    keys: Sequence[BlockKey]
+    root: Root
+    parent: BlockKey
+    """The key of the block before the first of them, or the root's."""
+    tokens: bytes = b""
+    """Their token ids, 4 bytes each, big-endian; only the last block may be cut short."""
+    limits: dict[int, int] | None = None
+    """By position in ``keys``, how many leading tokens tell what is in the block."""
+
+
+def token_ids(tokens: bytes) -> tuple[int, ...]:
+    """The token ids in 4 big-endian bytes each."""
+    words = array("I", tokens)
+    if sys.byteorder == "little":
+        words.byteswap()
+    return tuple(words)
+
+
+class Committer:
+    """Enters complete blocks into the index of one pool."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        moves: Moves,
+        retainer: Retainer,
+        events: PoolEvents,
+        stats: PoolStats,
+        *,
+        group: int,
+        level: str,
+        block_tokens: int,
+    ) -> None:
+        self._ledger = ledger
+        self._moves = moves
+        self._retainer = retainer
+        self._events = events
+        self._stats = stats
+        self._group = group
+        self._level = level
+        self._block_bytes = block_tokens * TOKEN_BYTES
+
+    def commit(
+        self,
+        slots: Sequence[DeviceSlot],
+        content: Content,
+        wanted: Sequence[Retain | None] | None,
+    ) -> list[DeviceSlot] | None:
+        """See ``BlockPool.commit``; None if what comes before these blocks is not known."""
+        keys, index = content.keys, self._ledger.index
+        named = self._check(slots, content, wanted)
+        above = index.above(content.parent, content.root)
+        if above is None:
+            return None
+        labels = self._labels(content)
+        if not named and index.all_new(keys):
+            nodes = index.add(above, keys, slots, labels)
+            self._begin(nodes, content, 0)
+            result, new = list(slots), nodes
+        else:
+            result, nodes, new = self._one_by_one(above, slots, content, labels)
+        self._stats.stored += len(new)
+        if wanted is not None:
+            self._retainer.apply(nodes, wanted, new=set(new))
+        if self._events.enabled:
+            self._tell(nodes, new, content)
+        return result
+
+    def _check(
+        self,
+        slots: Sequence[DeviceSlot],
+        content: Content,
+        wanted: Sequence[Retain | None] | None,
+    ) -> bool:
+        """Raise if the call is wrong; whether a slot has a block with a name in it already."""
+        keys, ledger = content.keys, self._ledger
+        if len(keys) != len(slots) or (wanted is not None and len(wanted) != len(keys)):
+            raise ValueError(f"{len(slots)} slots for {len(keys)} keys")
+        for retain in wanted or ():
+            if retain is not None:
+                checked_priority(retain.priority)
+                checked_duration(retain.duration_s)
+        if not ledger.refs.all_held(slots):
+            raise NotHeld("a slot is not held")
+        if len(set(slots)) < len(slots) or len(set(keys)) < len(keys):
+            raise PoolError("a slot or a key is named twice")
+        nodes = gather(ledger.index.node_at, slots)
+        if nodes.count(NO_NODE) == len(nodes):
+            return False
+        for node, key in zip(nodes, keys, strict=True):
+            if node != NO_NODE and ledger.nodes.key[node] != key:
+                raise PoolError("a slot holds another block")
+        return True
+
+    def _labels(self, content: Content) -> list[bytes]:
+        """The tokens of each block, if they are kept."""
+        if not self._ledger.index.labels:
+            return []
+        size, tokens, count = self._block_bytes, content.tokens, len(content.keys)
+        whole = min(count, len(tokens) // size)
+        labels: list[bytes] = [one for (one,) in iter_unpack(f"{size}s", tokens[: whole * size])]
+        return labels + [tokens[at * size : (at + 1) * size] for at in range(whole, count)]
+
+    def _begin(self, nodes: Sequence[NodeId], content: Content, first: int) -> None:
+        """Fill in what new blocks need beside their names; ``first`` is their position."""
+        index = self._ledger.index
+        if self._moves.below is not None:
+            for node in nodes:
+                index.nodes.hits[node] = 0
+        if content.root.salt:
+            index.salts.update(dict.fromkeys(nodes, content.root.salt))
+        if content.limits:
+            for at, node in enumerate(nodes, first):
+                if at in content.limits:
+                    index.limits[node] = content.limits[at]
+        if not index.chained and self._events.enabled:
+            keys = (content.parent, *content.keys)
+            for at, node in enumerate(nodes, first):
+                parent = None if keys[at] == content.root.key else keys[at]
+                index.origin[node] = (parent, content.root)
+
+    def _one_by_one(
+        self,
+        above: NodeId,
+        slots: Sequence[DeviceSlot],
+        content: Content,
+        labels: Sequence[bytes],
+    ) -> tuple[list[DeviceSlot], list[NodeId], list[NodeId]]:
+        """Commit where some blocks are known: ``(slots to use, all nodes, new nodes)``."""
+        ledger, index = self._ledger, self._ledger.index
+        result: list[DeviceSlot] = []
+        nodes: list[NodeId] = []
+        new: list[NodeId] = []
+        for at, (slot, key) in enumerate(zip(slots, content.keys, strict=True)):
+            node = index.find(key)
+            if node is None:
+                [node] = index.add(above, [key], [slot], labels[at : at + 1])
+                self._begin([node], content, at)
+                new.append(node)
+            elif ledger.nodes.slot[node] == NO_SLOT:
+                index.place(node, slot)
+                self._events.moved(self._group, key, index.colder[node], self._level)
+            elif ledger.nodes.slot[node] != slot:
+                slot = self._same(node, slot)
+            result.append(slot)
+            nodes.append(node)
+            above = node if index.chained else above
+        return result, nodes, new
+
+    def know(self, content: Content, at: int, level: str, known: Known) -> NodeId:
+        """Enter the block at position ``at``, which only a tier holds, behind a known one."""
+        index = self._ledger.index
+        parent = content.keys[at - 1] if at else content.parent
+        above = index.above(parent, content.root)
+        assert above is not None
+        labels = self._labels(content)
+        node = index.know(above, content.keys[at], level, labels[at] if labels else b"")
+        self._begin([node], content, at)
+        index.nodes.hits[node] = known.hits
+        self._retainer.recall(node, known.priority, known.until_s)
+        if self._events.enabled:
+            block = StoredBlock(content.keys[at], token_ids(labels[at]), index.nodes.priority[node])
+            self._store(parent, [block], content.root, level)
+        return node
+
+    def _same(self, node: NodeId, slot: DeviceSlot) -> DeviceSlot:
+        """The slot for what is complete in ``slot`` and known already: the one that was first.
+
+        But while that one is still being filled, the block is in ``slot`` from now on.
+        """
+        self._stats.duplicates += 1
+        first = self._ledger.nodes.slot[node]
+        if first in self._moves.arriving:
+            self._moves.supplanted.add(first)
+            self._ledger.index.replace(node, slot)
+            return slot
+        return self.share(node, slot)
+
+    def share(self, node: NodeId, slot: DeviceSlot) -> DeviceSlot:
+        """Give a reference to ``slot`` back for one to the slot of an equal block."""
+        ledger = self._ledger
+        first = ledger.nodes.slot[node]
+        ledger.order.remove(ledger.idle([node]))
+        ledger.retain([first])
+        self._moves.keep([node])
+        ledger.release([slot])
+        return first
+
+    def _tell(self, nodes: Sequence[NodeId], new: Sequence[NodeId], content: Content) -> None:
+        """Report new blocks, those that follow each other in one event."""
+        rows, size = self._ledger.nodes, self._block_bytes
+        fresh, run = set(new), list[StoredBlock]()
+        parent = content.parent
+        for at, (node, key) in enumerate(zip(nodes, content.keys, strict=True)):
+            if node in fresh:
+                tokens = token_ids(content.tokens[at * size : (at + 1) * size])
+                run.append(StoredBlock(key, tokens, rows.priority[node]))
+            else:
+                self._store(parent, run, content.root, self._level)
+                run, parent = [], key
+        self._store(parent, run, content.root, self._level)
+
+    def _store(self, parent: BlockKey, run: Sequence[StoredBlock], root: Root, level: str) -> None:
+        above = None if parent == root.key else parent
+        self._events.stored(self._group, level, above, run, root)

@@ -1,0 +1,101 @@
+"""Priorities of cached blocks, and when they end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from heapq import heappop, heappush
+from math import inf
+from typing import NamedTuple
+
+from kvladder.gpu.pool.events import PoolEvents
+from kvladder.gpu.pool.ledger import Ledger
+from kvladder.gpu.tree.names import NodeId
+from kvladder.policy.eviction import PRIORITY_DEFAULT
+
+
+class Retain(NamedTuple):
+    """What a request asks for one of its blocks."""
+
+    priority: int
+    duration_s: float | None = None
+    """For how long from the moment at which the block can be reused; None for good."""
+
+
+class Retainer:
+    """Gives blocks priorities, and takes them back when their time is over.
+
+    A retention that ends leaves the default priority; expiry never promotes what is below it.
+    """
+
+    def __init__(
+        self, ledger: Ledger, events: PoolEvents, *, group: int, now: Callable[[], float]
+    ) -> None:
+        self._ledger = ledger
+        self._events = events
+        self._group = group
+        self._now = now
+        self._ends: list[tuple[float, NodeId]] = []
+
+    def apply(
+        self, nodes: Sequence[NodeId], wanted: Sequence[Retain | None], *, new: Container[NodeId]
+    ) -> None:
+        """Retain blocks, as far as anything is wanted for them.
+
+        A new retention replaces the old one, its duration included. Of ``new`` blocks nobody was
+        told another priority before.
+        """
+        until, now = self._ledger.nodes.until, self._now()
+        for node, retain in zip(nodes, wanted, strict=True):
+            if retain is not None:
+                priority, duration_s = retain
+                until.pop(node, None)
+                if duration_s is not None:
+                    self._until(node, now + duration_s)
+                self._set(node, priority, tell=node not in new)
+
+    def recall(self, node: NodeId, priority: int, until_s: float) -> None:
+        """A block that is new here was retained before, as the tiers remember."""
+        if until_s <= self._now():
+            priority, until_s = min(priority, PRIORITY_DEFAULT), inf
+        self._set(node, priority, tell=False)
+        if until_s != inf:
+            self._until(node, until_s)
+
+    def _until(self, node: NodeId, until_s: float) -> None:
+        rows = self._ledger.nodes
+        rows.special = True  # whoever frees the row has to look for it
+        rows.until[node] = until_s
+        heappush(self._ends, (until_s, node))
+        if len(self._ends) > 2 * len(rows.until) + 64:
+            held = rows.until
+            self._ends = sorted(end for end in self._ends if held.get(end[1]) == end[0])
+
+    def _set(self, node: NodeId, priority: int, *, tell: bool = True) -> None:
+        rows = self._ledger.nodes
+        old = rows.priority[node]
+        rows.set_priority(node, priority)
+        if priority != old:
+            if node in self._ledger.order:
+                self._ledger.order.reprioritized(node)
+            key = rows.key[node] if tell else None
+            if key is not None:
+                self._events.reprioritized(self._group, key, old, priority)
+
+    def expire(self) -> None:
+        """End the retentions whose time is over."""
+        if not self._ends:
+            return
+        rows, now = self._ledger.nodes, self._now()
+        while self._ends and self._ends[0][0] <= now:
+            until_s, node = heappop(self._ends)
+            if rows.until.get(node) == until_s:
+                del rows.until[node]
+                priority = min(rows.priority[node], PRIORITY_DEFAULT)
+                self._set(node, priority)
+
+    def check(self) -> None:
+        """Assert that every retention that ends will be found; for tests."""
+        rows = self._ledger.nodes
+        ends = set(self._ends)
+        assert all((until_s, node) in ends for node, until_s in rows.until.items())
+        assert len(self._ends) <= 2 * len(rows.until) + 128

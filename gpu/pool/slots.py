@@ -1,0 +1,149 @@
+"""Device slots: which are free, and how often each of the others is referenced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+from kvladder.errors import NotHeld
+from kvladder.gpu.tree.columns import drop_ones, fill, gather
+from kvladder.gpu.tree.names import NO_SLOT, DeviceSlot
+
+
+class FreeSlots:
+    """Slots with nothing of use in them, in the order in which they are handed out."""
+
+    __slots__ = ("_at", "_slots")
+
+    def __init__(self, slots: int) -> None:
+        self._slots = cast("list[DeviceSlot]", list(range(slots)))
+        self._at = 0
+        """Where the first one is; what comes before it is room."""
+
+    def __len__(self) -> int:
+        return len(self._slots) - self._at
+
+    def __iter__(self) -> Iterator[DeviceSlot]:
+        return iter(self._slots[self._at :])
+
+    def take(self, count: int) -> list[DeviceSlot]:
+        """The first ``count`` of them, as many as there are at most."""
+        slots, at = self._slots, self._at
+        end = at + count
+        taken = slots[at:end]
+        assert len(taken) == count
+        if 2 * end > len(slots):
+            del slots[:end]
+            end = 0
+        self._at = end
+        return taken
+
+    def add(self, slots: Sequence[DeviceSlot]) -> None:
+        """Hand these out after all others, in their order."""
+        self._slots.extend(slots)
+
+    def add_front(self, slots: Sequence[DeviceSlot]) -> None:
+        """Hand these out before all others, in their order."""
+        at, count = self._at, len(slots)
+        if at < count:
+            more = count + len(self) // 2
+            self._slots[:0] = [NO_SLOT] * more
+            at += more
+        self._slots[at - count : at] = slots
+        self._at = at - count
+
+
+class References:
+    """How often each slot is referenced."""
+
+    __slots__ = ("_counts", "_held")
+
+    def __init__(self, slots: int) -> None:
+        self._counts = [0] * slots
+        self._held = 0
+
+    def __len__(self) -> int:
+        """How many slots are referenced."""
+        return self._held
+
+    def __contains__(self, slot: DeviceSlot) -> bool:
+        return self[slot] > 0
+
+    def __getitem__(self, slot: DeviceSlot) -> int:
+        """How often; 0 for what is no slot."""
+        return self._counts[slot] if 0 <= slot < len(self._counts) else 0
+
+    def held(self) -> dict[DeviceSlot, int]:
+        """All that are referenced; O(n)."""
+        return {DeviceSlot(slot): count for slot, count in enumerate(self._counts) if count}
+
+    def all_held(self, slots: Sequence[DeviceSlot]) -> bool:
+        """Whether each of ``slots`` is referenced."""
+        counts, size = self._counts, len(self._counts)
+        for slot in slots:  # noqa: SIM110 - a generator costs as much as all else
+            if not (0 <= slot < size and counts[slot]):
+                return False
+        return True
+
+    def none_held(self, slots: Sequence[DeviceSlot]) -> bool:
+        """Whether none of these slots, each of which is one, is referenced."""
+        return sum(gather(self._counts, slots)) == 0
+
+    def first(self, slots: Sequence[DeviceSlot]) -> None:
+        """Reference each of ``slots``, which nobody references, once."""
+        fill(self._counts, slots, 1)
+        self._held += len(slots)
+
+    def add(self, slots: Sequence[DeviceSlot]) -> None:
+        """Reference each of ``slots`` once more."""
+        counts, new = self._counts, 0
+        for slot in slots:
+            count = counts[slot]
+            if not count:
+                new += 1
+            counts[slot] = count + 1
+        self._held += new
+
+    def drop(self, slots: Sequence[DeviceSlot]) -> Sequence[DeviceSlot]:
+        """Reference each of ``slots`` once less; those that nobody references then, in order.
+
+        Raises
+        ------
+        NotHeld, TypeError
+            A slot is not referenced, or named twice, or no integer; nothing was changed.
+        """
+        counts, size = self._counts, len(self._counts)
+        if drop_ones(counts, slots):
+            self._held -= len(slots)
+            return slots
+        shared: list[DeviceSlot] = []
+        for at, slot in enumerate(slots):
+            try:
+                count = counts[slot] if 0 <= slot < size else 0
+            except TypeError:  # no integer
+                self._undo(slots[:at], shared)
+                raise
+            if count == 1:
+                counts[slot] = 0
+            elif count:
+                shared.append(slot)
+            else:
+                self._undo(slots[:at], shared)
+                raise NotHeld(f"slot {slot} is not held, or released twice at once")
+        self._held -= len(slots) - len(shared)
+        if not shared:
+            return slots
+        others = set(shared)
+        if len(others) < len(shared):
+            self._held += len(slots) - len(shared)
+            self._undo(slots, shared)
+            raise NotHeld("a slot is released twice at once")
+        for slot in shared:
+            counts[slot] -= 1
+        return [slot for slot in slots if slot not in others]
+
+    def _undo(self, dropped: Sequence[DeviceSlot], shared: Sequence[DeviceSlot]) -> None:
+        others = set(shared)
+        for slot in dropped:
+            if slot not in others:
+                self._counts[slot] = 1

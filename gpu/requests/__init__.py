@@ -1,0 +1,1 @@
+"""Running requests: their sequences, the prefixes they share, groups of layers."""

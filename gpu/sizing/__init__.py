@@ -1,0 +1,1 @@
+"""What a model keeps, and how memory is divided among it."""

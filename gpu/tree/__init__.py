@@ -1,0 +1,1 @@
+"""The index of prefixes, in columns: nodes, children, the order of eviction."""

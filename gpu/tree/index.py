@@ -1,0 +1,323 @@
+"""The prefix index: which blocks are known, whose children they are, and where each one is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from kvladder.gpu.tree.columns import fill, forget, forget_single, gather, leading, scatter
+from kvladder.gpu.tree.names import NO_NODE, NO_SLOT, NOWHERE, DeviceSlot, NodeId, Root
+from kvladder.gpu.tree.nodes import Nodes
+from kvladder.gpu.tree.siblings import Siblings, common_tokens, label
+from kvladder.keys import BlockKey
+from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
+
+_ROOTS_MIN = 64
+
+
+def _nodes(held: NodeId | Siblings) -> list[NodeId]:
+    return held.nodes() if isinstance(held, Siblings) else [held]
+
+
+class PrefixIndex:
+    """Blocks by key and by device slot, as a tree of prefixes.
+
+    A block is known while it is on the device or in a tier. Not thread-safe.
+
+    Parameters
+    ----------
+    nodes:
+        The columns, shared with the order of eviction.
+    slots:
+        Device slots there are.
+    chained:
+        Whether a block is only of use with all blocks before it. Without, as behind a sliding
+        window, blocks have no parents here.
+    family:
+        Whether children are listed, which partial matches and tiers need.
+    labels:
+        Whether token ids are kept.
+    """
+
+    def __init__(
+        self, nodes: Nodes, *, slots: int, chained: bool, family: bool, labels: bool
+    ) -> None:
+        self.nodes = nodes
+        self.chained = chained
+        self.labels = labels
+        self.node_at: list[NodeId] = [NO_NODE] * slots
+        """By device slot, the block in it that the index knows, or ``NO_NODE``."""
+        self.colder: dict[NodeId, str] = {}
+        """The level of those that a tier holds, whether they are on the device too or not."""
+        self.salts: dict[NodeId, str] = {}
+        """The cache salts of those that have one."""
+        self.limits: dict[NodeId, int] = {}
+        """How many leading tokens tell what is in a block, where something else does too."""
+        self.origin: dict[NodeId, tuple[BlockKey | None, Root]] = {}
+        """Parent and root, for events, of blocks that have no parents here."""
+        self._node: dict[BlockKey, NodeId] = {}
+        self._roots: dict[BlockKey, NodeId] = {}
+        self._root_of: dict[NodeId, Root] = {}
+        self._roots_max = _ROOTS_MIN
+        self._children: dict[NodeId, NodeId | Siblings] | None = {} if family else None
+
+    def __len__(self) -> int:
+        return len(self._node)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._node
+
+    def find(self, key: BlockKey) -> NodeId | None:
+        """The block's node, or None."""
+        return self._node.get(key)
+
+    def match(self, keys: Sequence[BlockKey]) -> list[NodeId]:
+        """The longest leading run of ``keys`` that is on the device."""
+        return leading(self._node, keys, self.nodes.slot, NO_SLOT)
+
+    def known(self) -> list[NodeId]:
+        """All blocks, oldest first."""
+        return list(self._node.values())
+
+    def all_new(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether none of ``keys`` is known."""
+        return self._node.keys().isdisjoint(keys)
+
+    # ---- the tree
+
+    def root(self, root: Root, *, create: bool) -> NodeId | None:
+        """The node under which a root's first blocks are; None if there is none yet."""
+        node = self._roots.get(root.key)
+        if node is None and create:
+            if len(self._roots) >= self._roots_max:
+                self._sweep_roots()
+            [node] = self.nodes.take(1)
+            self.nodes.key[node] = root.key
+            self.nodes.parent[node] = NOWHERE
+            self.nodes.priority[node] = PRIORITY_MAX
+            self._roots[root.key] = node
+            self._root_of[node] = root
+        return node
+
+    def _sweep_roots(self) -> None:
+        """Forget roots without blocks; rare enough to cost nothing per root."""
+        left = [root for root, node in self._roots.items() if not self.has_children(node)]
+        for key in left:
+            node = self._roots.pop(key)
+            del self._root_of[node]
+            self.nodes.priority[node] = PRIORITY_DEFAULT
+            self.nodes.give([node])
+        self._roots_max = max(_ROOTS_MIN, 2 * len(self._roots))
+
+    def above(self, parent: BlockKey, root: Root) -> NodeId | None:
+        """The node whose children follow ``parent``, which may be the root's key."""
+        if not self.chained:
+            return NOWHERE
+        if parent == root.key:
+            return self.root(root, create=True)
+        return self._node.get(parent)
+
+    def has_children(self, node: NodeId) -> bool:
+        """Whether a known block follows this one, wherever it is."""
+        return self.nodes.kids[node] > 0 or bool(self._children and node in self._children)
+
+    def subtree(self, tops: Iterable[NodeId]) -> list[NodeId]:
+        """These blocks and all that follow them, each once, followers after what they follow."""
+        children = self._families()
+        found = dict.fromkeys(tops)
+        ahead = list(found)
+        while ahead:
+            held = children.get(ahead.pop())
+            if held is not None:
+                more = [node for node in _nodes(held) if node not in found]
+                found.update(dict.fromkeys(more))
+                ahead.extend(more)
+        return list(found)
+
+    def _families(self) -> Mapping[NodeId, NodeId | Siblings]:
+        """Children by parent; O(n) where they are not listed."""
+        if self._children is not None:
+            return self._children
+        listed: dict[NodeId, Siblings] = {}
+        for node in self._node.values() if self.chained else ():
+            listed.setdefault(self.nodes.parent[node], Siblings(self.nodes)).add(node)
+        return listed
+
+    def _adopt(self, above: NodeId, node: NodeId) -> None:
+        assert self._children is not None
+        held = self._children.get(above)
+        if held is None:
+            self._children[above] = node
+            return
+        if not isinstance(held, Siblings):
+            first, held = held, Siblings(self.nodes)
+            held.add(first)
+            self._children[above] = held
+        held.add(node)
+
+    def partial(self, above: NodeId, tokens: bytes) -> Iterator[tuple[NodeId, int, int]]:
+        """Children of ``above`` that begin like ``tokens``, those that share most first.
+
+        Yields ``(node, tokens shared, those that count)``: fewer count where something else than
+        tokens tells what is in the block.
+        """
+        held = self._children.get(above) if self._children is not None else None
+        if held is None:
+            return
+        if isinstance(held, Siblings):
+            found = held.nearest(tokens)
+        else:
+            common = common_tokens(self.nodes.tokens[held], tokens)
+            found = iter([(held, common)] if common else [])
+        for node, shared in found:
+            yield node, shared, min(shared, self.limits.get(node, shared))
+
+    # ---- what comes and goes
+
+    def add(
+        self,
+        above: NodeId,
+        keys: Sequence[BlockKey],
+        slots: Sequence[DeviceSlot],
+        tokens: Sequence[bytes],
+    ) -> list[NodeId]:
+        """Know blocks that were not known, each the child of the one before, first of ``above``.
+
+        They are on the device; ``tokens`` is as long as ``keys``, or empty if not kept.
+        """
+        nodes = self.nodes
+        made = nodes.take(len(keys))
+        self._node.update(zip(keys, made, strict=True))
+        scatter(nodes.key, made, keys)
+        scatter(nodes.slot, made, slots)
+        scatter(self.node_at, slots, made)
+        if tokens:
+            scatter(nodes.tokens, made, tokens)
+        if not self.chained:
+            fill(nodes.parent, made, above)
+        elif made:
+            scatter(nodes.parent, made, [above, *made[:-1]])
+            nodes.kids[above] += 1
+            fill(nodes.kids, made[:-1], 1)
+        if self._children is not None and made:
+            self._adopt(above, made[0])
+            self._children.update(pairwise(made))
+        return made
+
+    def know(self, above: NodeId, key: BlockKey, level: str, tokens: bytes) -> NodeId:
+        """Know a block that was not known, and that only a tier holds."""
+        [node] = self.nodes.take(1)
+        self._node[key] = node
+        self.nodes.key[node] = key
+        self.nodes.slot[node] = NO_SLOT
+        self.nodes.parent[node] = above
+        self.nodes.tokens[node] = tokens
+        self.colder[node] = level
+        if self._children is not None:
+            self._adopt(above, node)
+        return node
+
+    def place(self, node: NodeId, slot: DeviceSlot) -> None:
+        """A known block, which was not on the device, is in ``slot``."""
+        assert self.nodes.slot[node] == NO_SLOT
+        self.nodes.slot[node] = slot
+        self.node_at[slot] = node
+        self.nodes.kids[self.nodes.parent[node]] += 1
+
+    def replace(self, node: NodeId, slot: DeviceSlot) -> None:
+        """A block on the device is in another slot from now on; the old one has no name."""
+        self.node_at[self.nodes.slot[node]] = NO_NODE
+        self.nodes.slot[node] = slot
+        self.node_at[slot] = node
+
+    def displace(self, node: NodeId) -> DeviceSlot:
+        """A block is not on the device any more; its slot. Does not count it off its parent."""
+        slot = self.nodes.slot[node]
+        assert self.node_at[slot] == node
+        self.nodes.slot[node] = NO_SLOT
+        self.node_at[slot] = NO_NODE
+        return slot
+
+    def evict(self, nodes: Sequence[NodeId]) -> tuple[list[BlockKey], list[DeviceSlot]]:
+        """Forget blocks that are on the device and nowhere else, children before their parents.
+
+        Counts nothing off their parents. Keys and slots, in the order given.
+        """
+        slots = gather(self.nodes.slot, nodes)
+        fill(self.node_at, slots, NO_NODE)
+        return self.drop(nodes), slots
+
+    def drop(self, nodes: Sequence[NodeId]) -> list[BlockKey]:
+        """Forget blocks, children before their parents; whatever follows them is among them.
+
+        Their keys, in the order given.
+        """
+        rows, children = self.nodes, self._children
+        keys = [key for key in gather(rows.key, nodes) if key is not None]
+        assert len(keys) == len(nodes)
+        forget(self._node, keys)
+        if children is not None:
+            for above, count in forget_single(children, gather(rows.parent, nodes)).items():
+                held = children[above]
+                assert isinstance(held, Siblings)
+                held.alive -= count  # their rows are freed before anything is asked
+                if not held.alive:
+                    del children[above]
+        if self.colder:
+            for node in nodes:
+                self.colder.pop(node, None)
+        if self.limits or self.origin or self.salts:
+            for node in nodes:
+                self.salts.pop(node, None)
+                self.limits.pop(node, None)
+                self.origin.pop(node, None)
+        rows.give(nodes)
+        return keys
+
+    # ---- for people and tests
+
+    def families(self) -> Iterator[tuple[BlockKey | None, Root, list[NodeId]]]:
+        """``(parent, root, siblings)`` of everything known, parents before their children."""
+        if not self.chained:
+            for node, (parent, root) in self.origin.items():
+                yield parent, root, [node]
+            return
+        children = self._families()
+        ahead = [(node, self._root_of[node]) for node in self._roots.values()]
+        while ahead:
+            above, root = ahead.pop()
+            held = children.get(above)
+            if held is not None:
+                siblings = _nodes(held)
+                parent = None if above in self._root_of else self.nodes.key[above]
+                yield parent, root, siblings
+                ahead.extend((node, root) for node in siblings)
+
+    def check(self) -> None:
+        """Assert that keys, slots, parents and children agree; O(n), for tests."""
+        rows = self.nodes
+        known = set(self._node.values())
+        assert len(known) == len(self._node)
+        for key, node in self._node.items():
+            assert rows.key[node] == key
+            slot = rows.slot[node]
+            assert slot != NO_SLOT or node in self.colder, "known, but nowhere"
+            assert slot == NO_SLOT or self.node_at[slot] == node
+            above = rows.parent[node]
+            assert (above in known or above in self._root_of) == self.chained
+        for place, node in enumerate(self.node_at):
+            assert node == NO_NODE or (node in known and rows.slot[node] == place)
+        assert self.colder.keys() <= known
+        assert self.limits.keys() | self.origin.keys() | self.salts.keys() <= known
+        for key, node in self._roots.items():
+            assert rows.key[node] == key == self._root_of[node].key
+        taken = known | self._root_of.keys() | {NOWHERE}
+        assert taken.isdisjoint(rows.free)
+        assert len(taken) + len(rows.free) == len(rows)
+        if self._children is not None:
+            listed: dict[NodeId, list[NodeId]] = {}
+            for node in sorted(known, key=lambda node: label(rows, node)):
+                listed.setdefault(rows.parent[node], []).append(node)
+            assert {above: _nodes(held) for above, held in self._children.items()} == listed
+            held = [held for held in self._children.values() if isinstance(held, Siblings)]
+            assert all(some.alive == len(some.nodes()) for some in held)

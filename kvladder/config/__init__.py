@@ -1,0 +1,1 @@
+"""Settings: read, checked, explained; what they name is found here."""

@@ -1,0 +1,215 @@
+"""A control socket of a running cache: statistics, its configuration, and purges, from outside.
+
+A request is a line of JSON, ``{"command": "stats"}``, and so is its answer, ``{"result": ...}`` or
+``{"error": "why"}``; see ``docs/control.md``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from kvladder.control.sockets import BoundSocket
+from kvladder.errors import ClosedError
+from kvladder.manager import CacheManager, Portal
+
+CLIENTS_MAX: Final = 8
+REQUEST_BYTES_MAX: Final = 16 << 10
+REQUEST_S: Final = 10.0
+"""How long a client may take to say what it wants, and to take an answer."""
+CLOSE_S: Final = 5.0
+POLL_S: Final = 0.02
+RETRY_S: Final = 1.0
+"""Until the next try to accept clients, where that failed."""
+
+
+class Request(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="command"
+):
+    """Base of what a client may ask for."""
+
+
+class StatsRequest(Request, frozen=True, kw_only=True, tag="stats"):
+    """What ``CacheManager.stats`` returns."""
+
+
+class DescribeRequest(Request, frozen=True, kw_only=True, tag="describe"):
+    """What ``CacheManager.describe`` returns: no secrets."""
+
+
+class PurgeRequest(Request, frozen=True, kw_only=True, tag="purge"):
+    """Remove blocks everywhere; answered when that is done, or after ``wait_s``."""
+
+    salt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    """Those of requests with this cache salt."""
+    all: bool = False
+    """Or every block of the namespace."""
+    namespace: str | None = None
+    """Refused unless it is the cache's own."""
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 600.0
+
+
+_DECODER: Final = msgspec.json.Decoder(StatsRequest | DescribeRequest | PurgeRequest)
+
+
+class ControlServer:
+    """Answers at a Unix-domain socket, on the cache's own loop. Ended by ``close``.
+
+    Whatever clients send, they get an answer or are cut off; each has its time, and there are few.
+
+    Raises
+    ------
+    ConfigError
+        The socket cannot be had.
+    """
+
+    def __init__(self, path: Path, manager: CacheManager, portal: Portal) -> None:
+        self._manager = manager
+        self._portal = portal
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._socket = BoundSocket(path)
+        self._new: set[socket.socket] = set()
+        """Clients whose task has not begun."""
+        self._closed = False
+        portal.post(self._listen)
+
+    def _listen(self) -> None:
+        """Accept clients from now on (loop thread)."""
+        if not self._closed:
+            asyncio.get_running_loop().add_reader(self._socket.socket, self._accept)
+
+    def close(self) -> None:
+        """Cut off every client, and remove the socket; may be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        with suppress(TimeoutError, ClosedError):
+            self._portal.call(self._stop(), timeout_s=CLOSE_S)
+        self._socket.close()
+
+    async def _stop(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._socket.socket)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+        for client in self._new:
+            client.close()
+        await asyncio.sleep(0)  # the transports close what they have
+
+    def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            client, _ = self._socket.socket.accept()
+        except BlockingIOError:
+            return  # it is gone already
+        except OSError:  # e.g. there are too many open files
+            loop.remove_reader(self._socket.socket)
+            loop.call_later(RETRY_S, self._listen)
+            return
+        client.setblocking(False)
+        self._new.add(client)
+        task = loop.create_task(self._serve(client), name="kvladder-control")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, client: socket.socket) -> None:
+        self._new.discard(client)
+        try:
+            reader, writer = await asyncio.open_unix_connection(
+                sock=client, limit=REQUEST_BYTES_MAX
+            )
+        except BaseException:
+            client.close()
+            raise
+        try:
+            others = len(self._tasks) - 1
+            while others < 2 * CLIENTS_MAX:
+                async with asyncio.timeout(REQUEST_S):
+                    line = await reader.readline()
+                if not line.endswith(b"\n"):
+                    return
+                if others >= CLIENTS_MAX:
+                    await _send(writer, {"error": f"{CLIENTS_MAX} clients are being served"})
+                    return
+                await _send(writer, await self._answer(line, partial(_is_gone, writer)))
+        except ValueError:  # it cannot be told where the next line begins
+            with suppress(OSError, TimeoutError):
+                await _send(writer, {"error": f"a request is at most {REQUEST_BYTES_MAX} bytes"})
+                writer.write_eof()
+                async with asyncio.timeout(REQUEST_S):  # unread bytes would undo the answer
+                    while await reader.read(REQUEST_BYTES_MAX):
+                        pass
+        except (OSError, TimeoutError):
+            writer.transport.abort()  # it is gone, or does not say or take anything
+        except asyncio.CancelledError:
+            writer.transport.abort()
+            raise
+        finally:
+            writer.close()
+
+    async def _answer(self, line: bytes, gone: Callable[[], bool]) -> dict[str, Any]:
+        try:
+            request = _DECODER.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            return {"error": f"not a request: {error}"}
+        if isinstance(request, StatsRequest):
+            return {"result": self._manager.stats()}
+        if isinstance(request, DescribeRequest):
+            return {"result": self._manager.describe()}
+        own = self._manager.namespace.hex()
+        if request.namespace not in {None, own}:
+            return {"error": f"the cache that runs here has namespace {own}"}
+        if request.all == (request.salt is not None):
+            return {"error": "expected either a salt, or all to be true"}
+        return {"result": await self._purge(request, gone)}
+
+    async def _purge(self, request: PurgeRequest, gone: Callable[[], bool]) -> dict[str, Any]:
+        """Remove in steps, then wait until all tiers have done so or nobody waits for it."""
+        manager = self._manager
+        before = manager.stats()
+        if request.salt is None:
+            for _ in manager.stack.clear(erase=True):
+                await asyncio.sleep(0)
+        else:
+            for _ in manager.purge(request.salt):
+                await asyncio.sleep(0)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(request.wait_s):
+                while manager.removals and not gone():  # noqa: ASYNC110 - tiers tell nobody
+                    await asyncio.sleep(POLL_S)
+        now = manager.stats()
+        names = [name for name, counts in now.items() if "removed" in counts]
+        return {
+            "namespace": manager.namespace.hex(),
+            "process": os.getpid(),
+            **{
+                what: {name: now[name][what] - before[name][what] for name in names}
+                for what in ("removed", "purged")
+            },
+            "left": manager.removals,
+        }
+
+
+def _is_gone(writer: asyncio.StreamWriter) -> bool:
+    """Whether the client has hung up; one that has only said all it had to say has not."""
+    if writer.is_closing():
+        return True
+    state = select.poll()
+    state.register(writer.get_extra_info("socket").fileno(), 0)
+    return bool(state.poll(0))
+
+
+async def _send(writer: asyncio.StreamWriter, reply: dict[str, Any]) -> None:
+    writer.write(msgspec.json.encode(reply) + b"\n")
+    async with asyncio.timeout(REQUEST_S):
+        await writer.drain()

@@ -1,0 +1,433 @@
+"""The tiers as an engine's block pools see them.
+
+The one place beside the manager that has both the device and the tiers in view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import NamedTuple
+
+from kvladder.arena import Slot
+from kvladder.gpu.copy.copier import Copier, CopyJob, Direction, Finished, JobId
+from kvladder.gpu.pool.below import Arrival, Known, Taken, Victim
+from kvladder.gpu.pool.pool import BlockPool
+from kvladder.gpu.tree.names import DeviceSlot, Ticket
+from kvladder.keys import BlockKey, salt_digest
+from kvladder.lock import BULK_STEP, STEP
+from kvladder.manager import CacheManager
+from kvladder.policy.eviction import PRIORITY_MAX
+from kvladder.policy.worth import ANYTHING
+from kvladder.tiers.base import NO_TERMS, Terms
+from kvladder.tiers.ladder.index import Meta
+from kvladder.tiers.ladder.loading.fetch import Fetch
+
+REST_S = 0.002
+"""How long ``TierPort.wait`` sleeps at most while nothing but a tier can wake it."""
+
+WEIGHT = 0.2
+"""Of the newest measurement in an average."""
+
+
+def blended(old: float | None, new: float) -> float:
+    """A moving average that begins with its first value."""
+    return new if old is None else old + WEIGHT * (new - old)
+
+
+class _Claim:
+    """A fetch whose blocks are onboarded or given back one by one."""
+
+    __slots__ = ("fetch", "left")
+
+    def __init__(self, fetch: Fetch, left: int) -> None:
+        self.fetch = fetch
+        self.left = left
+
+    def drop(self, blocks: int = 1) -> None:
+        """So many of its blocks are not needed any more."""
+        self.left -= blocks
+        assert self.left >= 0
+        if not self.left:
+            self.fetch.release()
+
+
+class _Out(NamedTuple):
+    """An offload under way: blocks on their way into leased slots."""
+
+    group: int
+    keys: list[BlockKey]
+    slots: list[Slot]
+
+
+class _In(NamedTuple):
+    """An onboarding under way: where each block comes from, once its fetch is done."""
+
+    group: int
+    slots: Sequence[DeviceSlot]
+    sources: list[tuple[_Claim, int]]
+
+
+class TierPort:
+    """Stands between the block pools of one engine, a group each, and a cache manager.
+
+    Blocks that a pool evicts are copied into slots of the arena, as far as some level takes them,
+    and committed when the copy has ended; blocks that a pool claims are fetched and copied back.
+    The tiers keep what they give, so it need not be saved again. Everything is called on the
+    engine's thread and returns at once; the engine calls ``poll`` once a step.
+
+    Parameters
+    ----------
+    manager:
+        Open, and owned by the caller, who closes it after this.
+    copier:
+        Between the engine's tensors and the manager's arena; its groups are the pools'. Closed by
+        ``close``.
+    """
+
+    def __init__(self, manager: CacheManager, copier: Copier) -> None:
+        self.stack = manager.stack
+        self.manager = manager
+        self.copier = copier
+        self._pools: dict[int, BlockPool] = {}
+        self._ids = count(1)
+        self._claims: dict[BlockKey, list[tuple[_Claim, int]]] = {}
+        self._out: dict[Ticket, _Out] = {}
+        self._in: dict[Ticket, _In] = {}
+        self._own: dict[Ticket, Callable[[bool], None]] = {}
+        self._copying: dict[Ticket, Direction] = {}
+        self.byte_s: dict[Direction, float] = {}
+        """Seconds per byte of recent copies."""
+        self._asking: list[Fetch] = []
+        """Fetches that found nothing yet; what shared tiers answer is there for the next claim."""
+        with self.stack.lock:
+            self._changes = self.stack.shared.events.follow()
+
+    def group(self, group: int) -> GroupBelow:
+        """What the pool of this group is given as ``below``."""
+        return GroupBelow(self, group)
+
+    def attach(self, group: int, pool: BlockPool) -> None:
+        """Tell this pool what becomes of its blocks."""
+        self._pools[group] = pool
+
+    # ---- copies of an engine's own, of blocks that no pool offers to others
+
+    def lease(self, count: int) -> list[Slot] | None:
+        """So many slots of the arena, evicting from host what others hold too; all or none."""
+        slots: list[Slot] = []
+        while len(slots) < count:
+            wanted = min(STEP, count - len(slots))
+            with self.stack.lock:
+                part = self.stack.host.room(wanted, PRIORITY_MAX)
+            slots += part
+            if len(part) < wanted:
+                self.unlease(slots)
+                return None
+        return slots
+
+    def room(self, count: int) -> int:
+        """Have up to ``count`` slots free, as ``lease`` does: how many, while the lock is held."""
+        with self.stack.lock:
+            slots = self.stack.host.room(count, PRIORITY_MAX)
+            self.stack.shared.arena.release(slots)
+            return len(slots)
+
+    def unlease(self, slots: Sequence[Slot]) -> None:
+        """Give leased slots back."""
+        for start in range(0, len(slots), BULK_STEP):
+            with self.stack.lock:
+                self.stack.shared.arena.release(slots[start : start + BULK_STEP])
+
+    def copy(
+        self,
+        group: int,
+        direction: Direction,
+        blocks: Sequence[DeviceSlot],
+        slots: Sequence[Slot],
+        ended: Callable[[bool], None],
+    ) -> Ticket:
+        """Copy between held device slots and leased ones; ``poll`` calls ``ended(ok)``."""
+        ticket = Ticket(next(self._ids))
+        self._own[ticket] = ended
+        self._copy(ticket, group, direction, blocks, slots)
+        return ticket
+
+    @property
+    def busy(self) -> bool:
+        """Whether a copy is under way or waits for a tier."""
+        return bool(self._out or self._in or self._own)
+
+    @property
+    def capacities(self) -> Mapping[str, int]:
+        """Blocks per level, hottest first."""
+        stack = self.stack
+        levels = {level.name: level.capacity_blocks for level in stack.levels}
+        return {stack.host.name: stack.shared.arena.slots, **levels}
+
+    # ---- out
+
+    def offload(self, group: int, victims: Sequence[Victim]) -> list[Taken | None]:
+        """See ``Below.offload``; one copy for all that is taken and was not there."""
+        ticket = Ticket(next(self._ids))
+        taken: list[Taken | None] = []
+        out, device = _Out(group, [], []), list[int]()
+        for start in range(0, len(victims), STEP):
+            with self.stack.lock:
+                part = victims[start : start + STEP]
+                taken += [self._take(victim, ticket, out, device) for victim in part]
+        if out.keys:
+            self._out[ticket] = out
+            self._copy(ticket, group, "offload", device, out.slots)
+        return taken
+
+    def _take(self, victim: Victim, ticket: Ticket, out: _Out, device: list[int]) -> Taken | None:
+        """Take a block over, to be copied with ``out`` if it is not there; with the lock held."""
+        stack, key = self.stack, victim.key
+        terms = self._terms(victim.salt)
+        meta = Meta(victim.priority, victim.floor, victim.hits, victim.until_s, terms)
+        level = stack.used(key, meta)
+        if level is not None:
+            return Taken(level)
+        _, slots = stack.reserve([key], [meta], explicit=True)
+        if slots:
+            out.keys.append(key)
+            out.slots.extend(slots)
+            device.append(victim.slot)
+            return Taken(self._level(meta), ticket)
+        level = stack.where(key)
+        if level is None:
+            return None
+        self._changes.add([key])  # it may only be on its way there
+        return Taken(level)
+
+    def _terms(self, salt: str) -> Terms:
+        """Whose a block is, for ``CacheManager.purge``."""
+        return Terms(salt=salt_digest(self.manager.namespace, salt)) if salt else NO_TERMS
+
+    def _level(self, meta: Meta) -> str:
+        """Where a block that is saved with this meta goes first."""
+        host = self.stack.host
+        if not host.admits(meta):
+            for level in self.stack.levels:
+                if level.admits(meta):
+                    return level.name
+        return host.name
+
+    def _copy(
+        self,
+        ticket: Ticket,
+        group: int,
+        direction: Direction,
+        blocks: Sequence[int],
+        slots: Sequence[Slot],
+    ) -> None:
+        self._copying[ticket] = direction
+        self.copier.submit(CopyJob(JobId(ticket), direction, tuple(blocks), tuple(slots), group))
+
+    # ---- in
+
+    def where(self, keys: Sequence[BlockKey]) -> list[str | None]:
+        """See ``Below.where``."""
+        found: list[str | None] = []
+        for start in range(0, len(keys), STEP):
+            with self.stack.lock:
+                found += [self.stack.where(key) for key in keys[start : start + STEP]]
+        return found
+
+    def claim(self, keys: Sequence[BlockKey], salt: str = "") -> list[str]:
+        """See ``Below.claim``; what lies below host is on its way up from now on."""
+        # of several groups one alone saves nothing, and what all of them save is not known here
+        saves = None if len(self._pools) == 1 else ANYTHING
+        fetch = self.manager.fetch(keys, salt=salt, saves=saves)
+        levels = fetch.planned
+        claim = _Claim(fetch, len(levels))
+        for at, key in enumerate(keys[: len(levels)]):
+            self._claims.setdefault(key, []).append((claim, at))
+        if fetch.asking and not levels:  # a shared tier answers later: for the next claim
+            self._asking.append(fetch)
+        elif not levels:
+            fetch.release()
+        return levels
+
+    def known(self, keys: Sequence[BlockKey]) -> list[Known]:
+        """See ``Below.known``."""
+        found: list[Known] = []
+        for start in range(0, len(keys), STEP):
+            with self.stack.lock:
+                metas = [self.stack.meta(key) for key in keys[start : start + STEP]]
+            for meta in metas:
+                held = Meta() if meta is None else meta
+                found.append(Known(held.priority, held.until_s, max(0, held.hits - 1)))
+        return found
+
+    def _unclaim(self, key: BlockKey) -> tuple[_Claim, int]:
+        claims = self._claims[key]
+        claim = claims.pop()
+        if not claims:
+            del self._claims[key]
+        return claim
+
+    def disclaim(self, keys: Sequence[BlockKey]) -> None:
+        """See ``Below.disclaim``."""
+        for key in keys:
+            self._unclaim(key)[0].drop()
+
+    def onboard(self, group: int, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot]) -> Arrival:
+        """See ``Below.onboard``; the copy begins when all of the blocks are in host slots."""
+        ticket = Ticket(next(self._ids))
+        self._in[ticket] = _In(group, slots, [self._unclaim(key) for key in keys])
+        self._begin(ticket)
+        return Arrival(ticket, kept=True)
+
+    def _begin(self, ticket: Ticket) -> bool:
+        """Copy a load whose blocks are in host slots by now; False if one of them did not come."""
+        arriving = self._in[ticket]
+        if not all(claim.fetch.done for claim, _ in arriving.sources):
+            return True
+        if any(at >= claim.fetch.blocks for claim, at in arriving.sources):
+            return False
+        held = {claim: claim.fetch.slots for claim, _ in arriving.sources}
+        slots = [held[claim][at] for claim, at in arriving.sources]
+        self._copy(ticket, arriving.group, "onboard", arriving.slots, slots)
+        return True
+
+    # ---- what came of it
+
+    def poll(self) -> None:
+        """Take note of what ended and of what the tiers did; tell the pools. Call once a step."""
+        for finished in self.copier.poll():
+            self._ended(finished)
+        for ticket in [ticket for ticket in self._in if ticket not in self._copying]:
+            if not self._begin(ticket):
+                self._arrived(ticket, ok=False)
+        self._let_go([fetch for fetch in self._asking if fetch.done])
+        self._reconcile()
+
+    def _let_go(self, fetches: Sequence[Fetch]) -> None:
+        for fetch in fetches:
+            self._asking.remove(fetch)
+            fetch.release()
+
+    def _ended(self, finished: Finished) -> None:
+        ticket = Ticket(finished.id)
+        direction = self._copying.pop(ticket)
+        if finished.bytes:
+            per_byte_s = finished.seconds / finished.bytes
+            self.byte_s[direction] = blended(self.byte_s.get(direction), per_byte_s)
+        if ticket in self._own:
+            self._own.pop(ticket)(finished.ok)
+            return
+        out = self._out.pop(ticket, None)
+        if out is None:
+            self._arrived(ticket, ok=finished.ok, damaged=not finished.ok)
+            return
+        (self.stack.publish if finished.ok else self.stack.abandon)(out.keys, out.slots)
+        for start in range(0, len(out.keys), BULK_STEP):
+            with self.stack.lock:
+                self._changes.add(out.keys[start : start + BULK_STEP])
+        self._pools[out.group].landed(ticket, ok=finished.ok)
+
+    def _arrived(self, ticket: Ticket, *, ok: bool, damaged: bool = False) -> None:
+        arriving = self._in.pop(ticket)
+        for claim, _ in arriving.sources:
+            if damaged:
+                claim.fetch.forget()
+            claim.drop()
+        self._pools[arriving.group].landed(ticket, ok=ok)
+
+    def _reconcile(self) -> None:
+        """Tell the pools where blocks are that came to a level or left one."""
+        with self.stack.lock:
+            changed = self._changes.take()
+        indexes = [pool.ledger.index for pool in self._pools.values()]
+        held = [key for key in changed if any(key in index for index in indexes)]
+        found: dict[str | None, list[BlockKey]] = {}
+        for start in range(0, len(held), STEP):
+            with self.stack.lock:
+                for key in held[start : start + STEP]:
+                    if self.stack.settling(key):
+                        self._changes.add([key])  # nobody will say so if it is given up
+                    else:
+                        found.setdefault(self.stack.where(key), []).append(key)
+        for pool in self._pools.values():
+            for level, keys in found.items():
+                known = [key for key in keys if key in pool.ledger.index]
+                if level is None:
+                    pool.forgotten(known)
+                else:
+                    pool.moved(known, level)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when a copy ended, or soon; for an engine that has nothing else to do."""
+        waiting = any(ticket not in self._copying for ticket in self._in)
+        self.copier.rest(min(timeout_s, REST_S) if waiting else timeout_s)
+
+    # ---- for people and tests
+
+    def check(self) -> None:
+        """Assert that both sides agree on what is under way, and the manager's own invariants."""
+        self.manager.check()
+        assert self._copying.keys() <= self._out.keys() | self._in.keys() | self._own.keys()
+        claims = [claim for held in self._claims.values() for claim, _ in held]
+        claims += [claim for arriving in self._in.values() for claim, _ in arriving.sources]
+        for claim in set(claims):
+            assert claims.count(claim) == claim.left
+        with self.stack.lock:
+            for pool in self._pools.values():
+                pool.check()
+                index = pool.ledger.index
+                for node, level in index.colder.items():
+                    key = index.nodes.key[node]
+                    assert key is not None
+                    at = self.stack.where(key)
+                    assert at == level or key in self._changes, (at, level)
+
+    def close(self) -> None:
+        """End all copies and let everything go; may be called again."""
+        self.copier.close()
+        self.poll()
+        for ticket in list(self._in):
+            self._arrived(ticket, ok=False)
+        self._let_go(list(self._asking))
+        with self.stack.lock:
+            self.stack.shared.events.unfollow(self._changes)
+
+
+class GroupBelow:
+    """``Below`` for the pool of one group."""
+
+    def __init__(self, port: TierPort, group: int) -> None:
+        self._port = port
+        self._group = group
+
+    @property
+    def capacities(self) -> Mapping[str, int]:
+        return self._port.capacities
+
+    def offload(self, victims: Sequence[Victim]) -> Sequence[Taken | None]:
+        return self._port.offload(self._group, victims)
+
+    def where(self, keys: Sequence[BlockKey]) -> Sequence[str | None]:
+        return self._port.where(keys)
+
+    def claim(self, keys: Sequence[BlockKey], salt: str = "") -> Sequence[str]:
+        return self._port.claim(keys, salt)
+
+    def known(self, keys: Sequence[BlockKey]) -> Sequence[Known]:
+        return self._port.known(keys)
+
+    def disclaim(self, keys: Sequence[BlockKey]) -> None:
+        self._port.disclaim(keys)
+
+    def onboard(
+        self, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot], *, keep: bool
+    ) -> Arrival:
+        del keep  # always
+        return self._port.onboard(self._group, keys, slots)
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        self._port.stack.remove(keys)
+
+    def clear(self) -> None:
+        self._port.manager.clear()

@@ -1,0 +1,219 @@
+"""Preemption: a running request gives its device memory up, and goes on later.
+
+Its blocks are copied into slots of the arena that are kept for it, all or none; or they are
+released, and what is not cached any more is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Literal
+
+from kvladder.arena import Slot
+from kvladder.device.port import TierPort, blended
+from kvladder.errors import NotReady
+from kvladder.gpu.pool.reserve import Match
+from kvladder.gpu.requests.requests import Request, Requests
+from kvladder.gpu.requests.sequence import KVSequence
+from kvladder.gpu.tree.names import NO_SLOT, NodeId
+
+How = Literal["tiers", "recompute"]
+
+
+class Suspended:
+    """A request that was suspended; owned by the engine, which resumes or discards it once."""
+
+    __slots__ = ("copies_left", "how", "over", "parts", "slots")
+
+    def __init__(self, parts: Sequence[KVSequence], how: How) -> None:
+        self.parts = tuple(parts)
+        self.how = how
+        """``recompute`` too where the copy failed."""
+        self.slots: list[list[Slot]] = []
+        """By group, arena slots with its blocks."""
+        self.copies_left = 0
+        """Copies that still read its device slots; they are free when there are none."""
+        self.over = False
+
+
+class Preemption:
+    """Suspends and resumes the requests of one device cache, on the engine's thread.
+
+    Parameters
+    ----------
+    block_bytes:
+        By group.
+    """
+
+    def __init__(self, port: TierPort, requests: Requests, block_bytes: Sequence[int]) -> None:
+        self._port = port
+        self._requests = requests
+        self._block_bytes = block_bytes
+        self._token_s: float | None = None
+        self._suspended: set[Suspended] = set()
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """The engine computed so many tokens of a prompt in ``seconds``; the manager hears it."""
+        self._port.manager.prefilled(tokens, seconds)
+        if tokens > 0:
+            self._token_s = blended(self._token_s, seconds / tokens)
+
+    def costs_s(self, request: Request) -> dict[How, float | None]:
+        """What suspending and resuming costs, as measured so far; None where nothing was.
+
+        Until both directions were copied in, for this or to and from the tiers, the other is
+        taken to be as fast.
+        """
+        held = zip(request.parts, self._block_bytes, strict=True)
+        size = sum(len(part.held) * each for part, each in held)
+        byte_s = self._port.byte_s.values()
+        compute = None if self._token_s is None else request.computed * self._token_s
+        return {"tiers": 2 * size * fmean(byte_s) if byte_s else None, "recompute": compute}
+
+    def choice(self, request: Request) -> How:
+        """The cheaper way; copying, as long as nothing was measured."""
+        costs = self.costs_s(request)
+        copying, computing = costs["tiers"], costs["recompute"]
+        if copying is None or computing is None:
+            return "tiers"
+        return "tiers" if copying <= computing else "recompute"
+
+    def suspend(self, request: Request, how: How | None = None) -> Suspended:
+        """Have a request that is ready give its device memory up; None chooses how.
+
+        If the arena has no room for all of its blocks it will be recomputed. Its slots are free
+        when ``copies_left`` is 0, after ``poll``; the request itself is not used any more.
+
+        Raises
+        ------
+        NotHeld, NotReady
+            It was released, or its blocks are not in place.
+        """
+        request.require_ready()
+        way = self.choice(request) if how is None else how
+        counts = [len(part.held) for part in request.parts]
+        slots = self._port.lease(sum(counts)) if way == "tiers" else None
+        suspended = Suspended([part.copy() for part in request.parts], way)
+        if slots is None:
+            suspended.how = "recompute"
+            self._requests.release(request)
+            return suspended
+        suspended.copies_left = len(counts)
+        self._suspended.add(suspended)
+
+        def ended(ok: bool) -> None:
+            suspended.copies_left -= 1
+            if not ok:
+                suspended.how = "recompute"
+            if not suspended.copies_left:
+                for part in request.parts:
+                    part.waits.clear()
+                self._requests.release(request)
+                if suspended.how == "recompute":
+                    self._free(suspended)
+
+        for group, (part, count) in enumerate(zip(request.parts, counts, strict=True)):
+            own, slots = slots[:count], slots[count:]
+            suspended.slots.append(own)
+            part.waits.add(self._port.copy(group, "offload", part.held, own, ended))
+        return suspended
+
+    def _free(self, suspended: Suspended) -> None:
+        self._suspended.discard(suspended)
+        self._port.unlease([slot for slots in suspended.slots for slot in slots])
+        suspended.slots = []
+
+    def resume(self, suspended: Suspended, *, room: int | None = None) -> Request:
+        """Go on with a suspended request; run it when it is ``ready``.
+
+        One that is recomputed has fewer tokens ``computed`` than it had, and slots for ``room``
+        tokens behind those; None for all. ``Requests.extend`` gets more.
+
+        Raises
+        ------
+        NotReady
+            Its blocks are still being read, or it was resumed or discarded before.
+        OutOfBlocks, BlocksBusy
+            There is no room, or not yet; nothing is held, ask again.
+        """
+        if suspended.copies_left or suspended.over:
+            raise NotReady("still being suspended" if suspended.copies_left else "resumed before")
+        copied = suspended.how == "tiers"
+        request = self._restore(suspended) if copied else self._again(suspended, room)
+        suspended.over = True
+        return request
+
+    def _again(self, suspended: Suspended, room: int | None) -> Request:
+        old = suspended.parts[0]
+        request = self._requests.begin(
+            old.tokens,
+            retention=old.retention,
+            salt=old.root.salt,
+            lora=old.root.lora,
+            extra=old.extra,
+            room=room,
+            prompt_tokens=old.prompt_tokens,
+        )
+        for one, part, before in zip(
+            self._requests.sequences, request.parts, suspended.parts, strict=True
+        ):
+            part.storing = part.storing and not one.outdated(before)
+        return request
+
+    def _restore(self, suspended: Suspended) -> Request:
+        """What is still on the device is shared again, the rest is copied from its slots."""
+        parts = [part.copy() for part in suspended.parts]
+        pools = [one.pool for one in self._requests.sequences]
+        nodes: list[list[NodeId]] = [
+            pool.ledger.index.match(part.keys[part.first : part.stored])
+            for pool, part in zip(pools, parts, strict=True)
+        ]
+        fresh = self._requests.settle(
+            lambda at: pools[at].reserve.hold(
+                Match(nodes[at], []), len(parts[at].held) - len(nodes[at])
+            )
+        )
+        for group, (part, pool, kept, given) in enumerate(
+            zip(parts, pools, nodes, fresh, strict=True)
+        ):
+            here = [pool.ledger.nodes.slot[node] for node in kept]
+            part.table = [NO_SLOT] * part.first + here + given
+            part.stored = part.first + len(kept)
+            slots = suspended.slots[group]
+            self._port.unlease(slots[: len(kept)])
+            if given:
+                self._bring(group, part, slots[len(kept) :])
+            one = self._requests.sequences[group]
+            one.wait_for(part)  # others may still be bringing theirs
+            part.storing = part.storing and not one.outdated(part)
+        suspended.slots = []
+        self._suspended.discard(suspended)
+        return Request(parts)
+
+    def _bring(self, group: int, part: KVSequence, slots: list[Slot]) -> None:
+        pool = self._requests.sequences[group].pool
+        given = part.table[-len(slots) :]
+        pool.retain(given)  # for the copy, should the request leave before it has ended
+
+        def ended(ok: bool) -> None:
+            part.waits.discard(ticket)
+            part.lost = part.lost or not ok
+            pool.release(given)
+            self._port.unlease(slots)
+
+        ticket = self._port.copy(group, "onboard", given, slots, ended)
+        part.waits.add(ticket)
+
+    def discard(self, suspended: Suspended) -> None:
+        """A suspended request is not going to go on; once its copies have ended."""
+        if suspended.copies_left:
+            raise NotReady("still being suspended")
+        suspended.over = True
+        self._free(suspended)
+
+    def close(self) -> None:
+        """Give the slots of all that is suspended back; no copy is under way any more."""
+        for suspended in list(self._suspended):
+            suspended.over = True
+            self._free(suspended)

@@ -1,0 +1,1 @@
+"""What a published model's configuration says of its KV cache."""

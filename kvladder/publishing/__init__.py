@@ -1,0 +1,1 @@
+"""What others are told: events as a stream, metrics as text."""

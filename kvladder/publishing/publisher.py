@@ -1,0 +1,152 @@
+"""Publishes what each level holds over ZeroMQ, for engines that do not publish KV events."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from itertools import count
+from typing import Final
+
+import msgspec
+import zmq
+
+from kvladder.config.settings import EventsConfig
+from kvladder.errors import ConfigError
+from kvladder.events import Removed, Stored
+from kvladder.publishing.announcer import Announcer
+from kvladder.publishing.wire import END, AllBlocksCleared, Batch, BlockRemoved, BlockStored
+from kvladder.tiers.base import Clock
+from kvladder.tiers.ladder.stack import TierStack
+
+CLOSE_S: Final = 1.0
+"""How long closing may take to hand over what was published last."""
+_EXAMPLE: Final = "expected an address to bind, such as tcp://127.0.0.1:5557"
+
+
+class Publisher:
+    """A thread that sends events as they happen, and again to whoever asks for them.
+
+    Wire and replay are vLLM's: see :mod:`kvladder.publishing.wire`. A DEALER socket that sends an
+    empty frame and a sequence number gets every batch from that one on, then one numbered -1. If
+    the first of them is not kept any more, everything is announced anew to everybody, after
+    AllBlocksCleared.
+
+    Raises
+    ------
+    ConfigError
+        An address cannot be bound.
+    """
+
+    def __init__(
+        self, settings: EventsConfig, stack: TierStack, *, block_tokens: int, clock: Clock
+    ) -> None:
+        assert settings.publish is not None
+        self._stack = stack
+        self._tokens = block_tokens
+        self._clock = clock
+        self._topic = settings.topic.encode()
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=settings.buffer)
+        self._sequence = count()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._context = zmq.Context()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK)
+        try:
+            self._publish = self._bound(zmq.PUB, settings.publish, "events.publish")
+            self._replay: zmq.Socket[bytes] | None = None
+            if settings.replay is not None:
+                self._replay = self._bound(zmq.ROUTER, settings.replay, "events.replay")
+                self._replay.sndhwm = settings.buffer + 1
+        except ConfigError:
+            self._release()
+            raise
+
+    def _bound(self, kind: int, address: str, path: str) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.linger = int(CLOSE_S * 1000)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"{address}: {error}", path=path, hint=_EXAMPLE) from error
+        return socket
+
+    def start(self) -> None:
+        """Begin to publish, with what the levels hold now; they are open."""
+        stack = self._stack
+        self._where: dict[str, tuple[str, str | None]] = {
+            stack.host.name: (stack.host.medium, None)
+        }
+        for level in stack.levels:
+            self._where[level.name] = (level.tier.medium, level.name)
+        self._announcer = Announcer(stack)
+        with stack.lock:
+            stack.shared.events.listen(self._wake)
+        self._thread = threading.Thread(target=self._serve, name="kvladder-events", daemon=True)
+        self._thread.start()
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wakeup, 1)
+
+    def _serve(self) -> None:
+        self._stack.lock.be_patient()
+        poller = zmq.Poller()
+        poller.register(self._wakeup, zmq.POLLIN)
+        if self._replay is not None:
+            poller.register(self._replay, zmq.POLLIN)
+        while True:
+            closing = self._closing
+            ready = dict(poller.poll(0 if closing or self._announcer.pending else None))
+            if self._wakeup in ready:
+                os.eventfd_read(self._wakeup)
+            if self._replay is not None and self._replay in ready:
+                self._answer(self._replay)
+            events = self._announcer.take()
+            if events:
+                self._send([self._on_wire(event) for event in events])
+            elif closing:
+                return
+
+    def _on_wire(self, event: Stored | Removed) -> BlockStored | BlockRemoved:
+        medium, level = self._where[event.level]
+        hashes: list[bytes | int] = [*event.keys]
+        if isinstance(event, Removed):
+            return BlockRemoved(hashes, medium, level)
+        return BlockStored(hashes, None, [], self._tokens, None, medium, None, level)
+
+    def _send(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
+        sequence, payload = next(self._sequence), self._encode(Batch(self._clock.wall(), events, 0))
+        self._sent.append((sequence, payload))
+        self._publish.send_multipart([self._topic, sequence.to_bytes(8), payload])
+
+    def _answer(self, replay: zmq.Socket[bytes]) -> None:
+        """Send again what a listener asks for."""
+        client, *rest = replay.recv_multipart()
+        if len(rest) != 2 or len(rest[1]) != 8:
+            return
+        first = int.from_bytes(rest[1])
+        for sequence, payload in self._sent:
+            if sequence >= first:
+                number = sequence.to_bytes(8)
+                replay.send_multipart([client, b"", self._topic, number, payload])
+        replay.send_multipart([client, b"", b"", END, b""])
+        if self._sent and first < self._sent[0][0] and not self._announcer.pending:
+            self._send([AllBlocksCleared()])
+            self._announcer.repeat()
+
+    def close(self) -> None:
+        """Publish what has happened and end; may be called again."""
+        if self._thread is not None:
+            with self._stack.lock:
+                self._stack.shared.events.ignore(self._wake)
+            self._closing = True
+            self._wake()
+            self._thread.join(CLOSE_S)
+            self._thread = None
+        self._release()
+
+    def _release(self) -> None:
+        if not self._context.closed:
+            self._context.destroy()
+            os.close(self._wakeup)

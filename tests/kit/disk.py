@@ -1,0 +1,405 @@
+"""A disk that loses power, tears writes, fails and fills up, in memory and reproducibly."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Literal, NamedTuple, TypeVar
+
+from kvladder.tiers.files.disk import DIRECTORY_MODE, FILE_MODE, Disk, FileStat, Kind
+from kvladder.tiers.files.threads import Pool
+
+T = TypeVar("T")
+
+SECTOR_BYTES = 512
+
+Mode = Literal["keep", "drop", "tear", "reorder", "zero", "misdirect"]
+"""What becomes of what was not synced when the power goes.
+
+keep: all of it is on the disk, as after the mere death of the process. drop: none of it is.
+tear: some sectors of each write are. reorder: some writes are, whatever their order.
+zero: names are as they were, but files that were not synced are as at their last sync: new ones
+are empty. misdirect: all is there, but one write of each file went to another place in it.
+"""
+MODES: tuple[Mode, ...] = ("keep", "drop", "tear", "reorder", "zero", "misdirect")
+
+
+class PowerCut(BaseException):
+    """The disk stopped working in the middle of a call; nothing in the process can handle it."""
+
+
+class _Write(NamedTuple):
+    """A change of a file's content that was not synced."""
+
+    offset: int
+    data: bytes
+    size: int
+    """Size of the file afterwards."""
+
+
+@dataclass
+class _File:
+    content: bytearray = field(default_factory=bytearray)
+    durable: bytes = b""
+    unsynced: list[_Write] = field(default_factory=list[_Write])
+    mtime_ns: int = 0
+
+
+class _Change(NamedTuple):
+    """A change of names that was not synced; without a file, the name goes."""
+
+    path: str
+    node: _File | None
+    gone: str = ""
+    """The name that a renamed file had before."""
+
+
+_DIRECTORY = _File()
+_LINK = _File()
+
+
+class FakeDisk(Disk):
+    """Keeps what the process sees and what would be left after a power cut apart.
+
+    Not thread-safe: use it with :class:`InlinePool`. Writes become durable by ``fsync`` of the
+    file, names by ``fsync`` of a directory.
+
+    Parameters
+    ----------
+    roots:
+        Directories that exist.
+    capacity_bytes:
+        Sum of the sizes of all files beyond which there is ENOSPC.
+    direct:
+        Whether O_DIRECT can be used.
+    seed:
+        Chooses what a crash leaves.
+    """
+
+    def __init__(
+        self,
+        *roots: Path,
+        capacity_bytes: int | None = None,
+        direct: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.direct = direct
+        self.calls = 0
+        """Calls made so far, ``close`` apart."""
+        self.crash_at: int | None = None
+        """The call, counted from 1, in the middle of which the power goes."""
+        self.fail_at: int | None = None
+        """The call, counted from 1, that fails with ``fail_errno``."""
+        self.fail_errno = errno.EIO
+        self.refuse: Callable[[str, str], int] = lambda _call, _path: 0
+        """Given a call and a path, the errno it fails with, 0 for none."""
+        self._random = Random(seed)
+        self._names: dict[str, _File] = {str(root): _DIRECTORY for root in roots}
+        self._roots = frozenset(self._names)
+        self._durable_names = dict(self._names)
+        self._changes: list[_Change] = []
+        self._fds: dict[int, tuple[str, _File]] = {}
+        self._locks: dict[int, str] = {}
+        self._next_fd = 1000
+        self._clock_ns = 0
+        self._on = True
+        self.owners: dict[Path, int] = {}
+        """Whose things are that are not this user's."""
+        self.modes: dict[Path, int] = {}
+        """Permissions of what has others than this user's alone."""
+
+    # ---- faults
+
+    def crash(self, mode: Mode) -> None:
+        """Cut the power and turn it on again: see ``Mode`` for what is left."""
+        files = {id(f): f for f in (*self._names.values(), *self._durable_names.values())}
+        for file in files.values():
+            if file is not _DIRECTORY:
+                file.content = bytearray(self._left_of(file, mode))
+                file.durable = bytes(file.content)
+                file.unsynced = []
+        if mode in {"keep", "zero", "misdirect"}:
+            self._durable_names = self._names
+        elif mode in {"tear", "reorder"}:
+            kept = self._random.randint(0, len(self._changes))
+            for number, change in enumerate(self._changes):
+                if (number < kept) if mode == "tear" else (self._random.random() < 0.5):
+                    _apply(self._durable_names, change)
+        self._drop_orphans()
+        self._names = dict(self._durable_names)
+        self._changes = []
+        self.crash_at = self.fail_at = None
+        self._fds.clear()
+        self._locks.clear()
+        self._on = True
+
+    def _drop_orphans(self) -> None:
+        """Forget names whose directory is gone; a directory sorts before what is in it."""
+        for path in sorted(self._durable_names):
+            if path not in self._roots and str(Path(path).parent) not in self._durable_names:
+                del self._durable_names[path]
+
+    def _left_of(self, file: _File, mode: Mode) -> bytes:
+        if mode == "keep":
+            return bytes(file.content)
+        left = bytearray(file.durable)
+        if mode in {"drop", "zero"}:
+            return bytes(left)
+        writes = [write for write in file.unsynced if write.data]
+        astray = self._random.choice(writes) if writes and mode == "misdirect" else None
+        for write in file.unsynced:
+            if mode == "reorder" and self._random.random() < 0.5:
+                continue
+            _resize(left, write.size)
+            offset = write.offset
+            if write is astray:
+                offset = self._random.randrange(0, max(1, write.size), SECTOR_BYTES)
+            for start in range(0, len(write.data), SECTOR_BYTES):
+                if mode == "tear" and self._random.random() < 0.5:
+                    continue
+                sector = write.data[start : start + SECTOR_BYTES]
+                end = min(offset + start + len(sector), len(left))
+                left[offset + start : end] = sector[: max(0, end - offset - start)]
+        return bytes(left)
+
+    def flip(self, path: Path, offset: int, mask: int = 1) -> None:
+        """Flip bits of one stored byte."""
+        self._names[str(path)].content[offset] ^= mask
+
+    def content(self, path: Path) -> bytes:
+        """What a file holds as the process sees it."""
+        return bytes(self._names[str(path)].content)
+
+    def put(self, path: Path, content: bytes) -> None:
+        """Have a file there from the beginning."""
+        self._names[str(path)] = self._durable_names[str(path)] = _File(
+            bytearray(content), content, mtime_ns=self._tick()
+        )
+
+    def link(self, path: Path) -> None:
+        """Have a symbolic link there, to nowhere in particular."""
+        self._names[str(path)] = self._durable_names[str(path)] = _LINK
+
+    def files(self) -> dict[str, int]:
+        """The sizes of all files, by path."""
+        return {
+            path: len(file.content)
+            for path, file in self._names.items()
+            if file is not _DIRECTORY and file is not _LINK
+        }
+
+    @property
+    def has_power(self) -> bool:
+        """Whether calls do anything; not from ``crash_at`` until ``crash``."""
+        return self._on
+
+    @property
+    def open_fds(self) -> int:
+        """How many descriptors are open."""
+        return len(self._fds)
+
+    def _call(self, name: str, path: str) -> bool:
+        """Count a call and fail it if it is its turn; whether the power goes in the middle."""
+        if not self._on:
+            raise PowerCut
+        self.calls += 1
+        if self.calls == self.fail_at:
+            raise OSError(self.fail_errno, os.strerror(self.fail_errno), path)
+        refused = self.refuse(name, path)
+        if refused:
+            raise OSError(refused, os.strerror(refused), path)
+        if self.calls == self.crash_at:
+            self._on = False
+            if name != "pwritev":
+                raise PowerCut
+            return True
+        return False
+
+    def _tick(self) -> int:
+        self._clock_ns += 1
+        return self._clock_ns
+
+    # ---- the port
+
+    def open(self, path: Path, flags: int) -> int:
+        name = str(path)
+        self._call("open", name)
+        if flags & os.O_DIRECT and not self.direct:
+            raise OSError(errno.EINVAL, "no O_DIRECT", name)
+        file = self._names.get(name)
+        if file is _LINK:
+            raise OSError(errno.ELOOP, "a symbolic link", name)
+        if file is None:
+            if not flags & os.O_CREAT:
+                raise FileNotFoundError(errno.ENOENT, "no such file", name)
+            if str(path.parent) not in self._names:
+                raise FileNotFoundError(errno.ENOENT, "no such directory", name)
+            file = self._names[name] = _File(mtime_ns=self._tick())
+            self._changes.append(_Change(name, file))
+        elif flags & os.O_TRUNC and file is not _DIRECTORY:
+            self._change(file, 0, b"", 0)
+        self._next_fd += 1
+        self._fds[self._next_fd] = (name, file)
+        return self._next_fd
+
+    def close(self, fd: int) -> None:
+        if not self._on:
+            raise PowerCut
+        del self._fds[fd]
+        self._locks.pop(fd, None)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        name, file = self._fds[fd]
+        self._call("preadv", name)
+        start = offset
+        for buffer in buffers:
+            data = file.content[offset : offset + len(buffer)]
+            buffer[: len(data)] = data
+            offset += len(data)
+        return offset - start
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        name, file = self._fds[fd]
+        cut = self._call("pwritev", name)
+        data = b"".join(buffers)
+        if cut:
+            data = data[: self._random.randrange(0, len(data) + 1, 8)]
+        self._change(file, offset, data, max(len(file.content), offset + len(data)))
+        if cut:
+            raise PowerCut
+        return len(data)
+
+    def fallocate(self, fd: int, offset: int, length: int) -> None:
+        name, file = self._fds[fd]
+        self._call("fallocate", name)
+        self._change(file, 0, b"", max(len(file.content), offset + length))
+
+    def truncate(self, fd: int, length: int) -> None:
+        name, file = self._fds[fd]
+        self._call("truncate", name)
+        self._change(file, 0, b"", length)
+
+    def _change(self, file: _File, offset: int, data: bytes, size: int) -> None:
+        used = sum(self.files().values()) - len(file.content)
+        grows = size > len(file.content)
+        if grows and self.capacity_bytes is not None and used + size > self.capacity_bytes:
+            raise OSError(errno.ENOSPC, "no space left on the fake disk")
+        _resize(file.content, size)
+        file.content[offset : offset + len(data)] = data
+        file.unsynced.append(_Write(offset, data, size))
+        file.mtime_ns = self._tick()
+
+    def fsync(self, fd: int) -> None:
+        name, file = self._fds[fd]
+        self._call("fsync", name)
+        if file is _DIRECTORY:
+            for change in self._changes:
+                _apply(self._durable_names, change)
+            self._changes = []
+            return
+        file.durable = bytes(file.content)
+        file.unsynced = []
+
+    def lock(self, fd: int) -> bool:
+        name, _ = self._fds[fd]
+        self._call("lock", name)
+        if name in self._locks.values():
+            return False
+        self._locks[fd] = name
+        return True
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._call("rename", str(source))
+        self._require(source)
+        self._commit(_Change(str(target), self._names[str(source)], str(source)))
+
+    def unlink(self, path: Path) -> None:
+        self._call("unlink", str(path))
+        self._require(path)
+        self._commit(_Change(str(path), None))
+
+    def mkdir(self, path: Path) -> None:
+        self._call("mkdir", str(path))
+        self._require(path.parent)
+        self._commit(_Change(str(path), _DIRECTORY))
+
+    def rmdir(self, path: Path) -> None:
+        self._call("rmdir", str(path))
+        self._require(path)
+        if any(name.startswith(f"{path}/") for name in self._names):
+            raise OSError(errno.ENOTEMPTY, "directory not empty", str(path))
+        self._commit(_Change(str(path), None))
+
+    def _commit(self, change: _Change) -> None:
+        _apply(self._names, change)
+        self._changes.append(change)
+
+    def listdir(self, path: Path) -> list[str]:
+        self._call("listdir", str(path))
+        if self._require(path) is not _DIRECTORY:
+            raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(path))
+        below = f"{path}/"
+        names = (name[len(below) :] for name in self._names if name.startswith(below))
+        return sorted(name for name in names if "/" not in name)
+
+    def stat(self, path: Path) -> FileStat:
+        self._call("stat", str(path))
+        file = self._require(path)
+        kind: Kind = "file"
+        if file is _DIRECTORY:
+            kind = "directory"
+        elif file is _LINK:
+            kind = "link"
+        mode = self.modes.get(path, DIRECTORY_MODE if kind == "directory" else FILE_MODE)
+        owner = self.owners.get(path, os.geteuid())
+        return FileStat(len(file.content), file.mtime_ns, kind, owner, mode)
+
+    def touch(self, path: Path) -> None:
+        self._call("touch", str(path))
+        self._require(path).mtime_ns = self._tick()
+
+    def _require(self, path: Path) -> _File:
+        file = self._names.get(str(path))
+        if file is None:
+            raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
+        return file
+
+
+def _apply(names: dict[str, _File], change: _Change) -> None:
+    if change.gone and names.pop(change.gone, None) is None:
+        return  # a rename of what was never there
+    if change.node is None:
+        names.pop(change.path, None)
+    else:
+        names[change.path] = change.node
+
+
+def _resize(content: bytearray, size: int) -> None:
+    if size < len(content):
+        del content[size:]
+    else:
+        content.extend(bytes(size - len(content)))
+
+
+class InlinePool(Pool):
+    """Runs jobs at once, one after the other, on the loop itself: deterministic, no threads."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    async def run(self, jobs: Sequence[Callable[[], T]], *, urgent: bool = False) -> list[T]:
+        await asyncio.sleep(0)  # others may run, or cancel, before and after
+        results = [job() for job in jobs]
+        await asyncio.sleep(0)
+        return results
+
+    async def aclose(self, last: Callable[[], None], *, timeout_s: float) -> bool:
+        self.closed = True
+        last()
+        return True

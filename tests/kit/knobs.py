@@ -1,0 +1,115 @@
+"""How the cache of a simulated run is built: small, and with every limit within reach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Literal
+
+from kvladder.policy.eviction import PRIORITY_DEFAULT
+from kvladder.policy.offload import OffloadRule
+from kvladder.tiers.codecs.base import ChecksumCodec
+from kvladder.tiers.codecs.edge import EdgeSettings
+from kvladder.tiers.ladder.gate import BreakerSettings, GateSettings
+from kvladder.tiers.ladder.level import LevelSettings
+from tests.kit.mirror import MirrorCodec
+
+Kind = Literal["plain", "coded", "shared", "wishing", "unruly"]
+"""What is special about the levels, about the requests, or about what tiers do."""
+PRIORITIES = (0, 20, 35, 50, 80, 100)
+
+
+@dataclass(frozen=True)
+class LevelKnobs:
+    """A level below host and its fake tier."""
+
+    durable: bool
+    batch_max: int
+    capacity_blocks: int
+    mean_s: float
+    """Mean of the random part of its latency."""
+    rule: OffloadRule
+    settings: LevelSettings
+    shared: bool = False
+    """Whether others put into its tier and remove from it."""
+    coded: bool = False
+    """Whether its blocks are changed on their way, and checked by the level instead of the tier."""
+
+    @property
+    def edged(self) -> LevelSettings:
+        """The settings with new codecs, if there are any."""
+        codecs = (MirrorCodec(), ChecksumCodec()) if self.coded else ()
+        return replace(self.settings, edge=EdgeSettings(codecs))
+
+    @classmethod
+    def draw(cls, random: Random) -> LevelKnobs:
+        """A level drawn at random."""
+        batch_max = random.choice((1, 2, 4))
+        rule = OffloadRule(
+            min_priority=random.choice((0, 0, 35, 50)),
+            when=random.choice(("evict", "commit")),
+            min_hits=random.choice((0, 0, 0, 1)),
+            ttl_s=random.choice((None, None, None, 30.0)),
+        )
+        settings = LevelSettings(
+            gate=GateSettings(
+                timeout_s=random.choice((0.5, 5.0)),
+                breaker=BreakerSettings(
+                    failures=random.choice((1, 3)), retry_s=random.choice((1.0, 5.0))
+                ),
+            ),
+            queue_blocks=random.choice((1, 2, 8)),
+            reads_max=random.choice((1, 4)),
+        )
+        return cls(
+            durable=random.random() < 0.5,
+            batch_max=batch_max,
+            capacity_blocks=batch_max * random.choice((1, 2, 5, 50)),
+            mean_s=random.choice((0.0, 0.01, 0.1)),
+            rule=rule,
+            settings=settings,
+        )
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """A whole cache."""
+
+    slots: int
+    host: OffloadRule
+    reserve_blocks: int
+    fetch_blocks_max: int
+    levels: tuple[LevelKnobs, ...]
+    unruly: bool = False
+    """Whether tiers do, too, what no tier may do."""
+
+    @property
+    def guessed(self) -> set[int]:
+        """Floors of blocks that are found without it being known how they were put."""
+        return {max(PRIORITY_DEFAULT, v.rule.min_priority) for v in self.levels if v.shared}
+
+    def of(self, kind: Kind) -> Knobs:
+        """The same with codecs at each level, or with the coldest on a tier that others use too."""
+        levels = list(self.levels)
+        if kind == "unruly":  # codecs check answers, too
+            levels = [replace(level, coded=number > 0) for number, level in enumerate(levels)]
+        elif kind == "coded":
+            levels = [replace(level, coded=True) for level in levels]
+        elif kind == "shared" and levels:
+            levels[-1] = replace(levels[-1], durable=False, shared=True)
+        return replace(self, levels=tuple(levels), unruly=kind == "unruly")
+
+    @classmethod
+    def draw(cls, random: Random) -> Knobs:
+        """A cache drawn at random, extremes more often than they would come up by themselves."""
+        slots = random.choice((1, 2, 3, 5, 8, 16))
+        return cls(
+            slots=slots,
+            host=OffloadRule(
+                min_priority=random.choice((0, 0, 0, 35)),
+                ttl_s=random.choice((None, None, None, 20.0)),
+            ),
+            reserve_blocks=random.choice((0, 1, slots // 2)),
+            fetch_blocks_max=random.choice((1, max(1, slots // 2), slots)),
+            levels=tuple(LevelKnobs.draw(random) for _ in range(random.choice((0, 1, 1, 2, 2, 3)))),
+        )

@@ -1,0 +1,438 @@
+"""A whole cache in simulated time against a model: what an engine and its tiers may do to it.
+
+Whatever it serves has to be what the model allows; everything else it may forget.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from random import Random
+
+from kvladder.arena import Slot
+from kvladder.keys import BlockKey
+from kvladder.testing.fakes import FakeStore, FakeTier
+from kvladder.testing.shared import SharedFakeTier
+from kvladder.testing.sim import SimLoop, SimThreads, inline_blocking, where
+from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.testing.steps import misbehaviours, troubles
+from kvladder.tiers.base import Blocking
+from kvladder.tiers.ladder.gate import BEHIND_CALLS_MAX, KINDS
+from kvladder.tiers.ladder.level import Level
+from tests.kit.knobs import Knobs
+from tests.kit.model import NOTHING, Model, Replay, Request, must_survive
+from tests.kit.wishes import NO_WISHES, SALT, Purge, Wishes
+
+BLOCK_BYTES = 64
+DEADLINE_S = 3.0
+DRAIN_S = 2000.0
+"""Simulated seconds within which a healthy cache has nothing left to do."""
+
+
+class World:
+    """A cache over fake tiers, an engine that uses it, and the model of what it may say.
+
+    Every method is one step; ``check`` holds after each. ``trace`` tells what happened.
+    """
+
+    def __init__(self, knobs: Knobs, seed: int) -> None:
+        self.knobs = knobs
+        self.random = Random(seed)
+        self.trace: list[str] = []
+        self.served: Counter[str] = Counter()
+        """Blocks served, by level."""
+        self.model = Model()
+        self._seed = seed
+        self._stores = [FakeStore() for _ in knobs.levels]
+        self._names = 0
+        self._purge = Purge()
+        self._condemned: set[BlockKey] = set()
+        """What a user had removed or purged, once at least: it may go from shared tiers, too."""
+        self._salted = {key for odd in range(1, 16, 2) for key in self.prompt(odd, 8)}
+        self.requests: list[Request] = []
+        self._open()
+
+    def _open(self) -> None:
+        self.loop = SimLoop(self._seed)
+        self.tiers = [
+            (SharedFakeTier if level.shared else FakeTier)(
+                store=store if level.durable or level.shared else None,
+                durable=level.durable,
+                checks=not level.coded,
+                batch_max=level.batch_max,
+                random=Random(self._seed + number),
+                latency_s=0.001,
+                mean_s=level.mean_s,
+                patience=(
+                    level.settings.gate.breaker.failures,
+                    level.settings.gate.breaker.retry_s,
+                ),
+            )
+            for number, (level, store) in enumerate(
+                zip(self.knobs.levels, self._stores, strict=True)
+            )
+        ]
+        for tier in self.tiers:
+            if isinstance(tier, SharedFakeTier):
+                tier.removable = self._condemned.__contains__
+        specs = [
+            LevelSpec(tier, level.rule, level.capacity_blocks, level.edged)
+            for tier, level in zip(self.tiers, self.knobs.levels, strict=True)
+        ]
+        knobs = self.knobs
+        self._troubled: set[int] = set()
+        pools: dict[str, Blocking] = {}
+        self._threads = pools.keys()
+
+        def threads(name: str) -> Blocking:
+            return pools.setdefault(name, SimThreads(1)) if knobs.unruly else inline_blocking
+
+        opening = SimCache.open(
+            *specs,
+            slots=knobs.slots,
+            host=knobs.host,
+            reserve_blocks=knobs.reserve_blocks,
+            fetch_blocks_max=knobs.fetch_blocks_max,
+            threads=threads,
+        )
+        self.cache = self.loop.run_until_complete(opening)
+        self.manager = self.cache.manager
+        self._events = Replay(self.cache)
+
+    def note(self, text: str) -> None:
+        """Add to the trace."""
+        self.trace.append(f"{self.loop.time():.6f} {text}")
+
+    # ---- what the engine does
+
+    def prompt(self, number: int, length: int) -> list[BlockKey]:
+        """The keys of a prompt; many of them share a prefix."""
+        path = [number & 1, number >> 1 & 1, number >> 2 & 3, 0, 0, 0, 0, 0][:length]
+        return SimCache.keys(*path)
+
+    def begin(
+        self,
+        number: int,
+        length: int,
+        priority: int | None = None,
+        duration_s: float | None = None,
+        wishes: Wishes = NO_WISHES,
+    ) -> None:
+        """A request arrives, its later blocks at a lower priority."""
+        keys = self.prompt(number, length)
+        priorities = None
+        if priority is not None:
+            priorities = [max(0, priority - 5 * position) for position in range(length)]
+        wishes = wishes.here(self.manager)
+        lookup = self.manager.lookup(keys, levels=wishes.load)
+        assert 0 <= lookup.host <= lookup.total <= length
+        deadline_s = self.random.choice((0.0, 0.05, DEADLINE_S))
+        self._names += 1
+        request = Request(
+            self._names,
+            keys,
+            priorities,
+            duration_s,
+            wishes,
+            self.manager.fetch(keys, deadline_s=deadline_s, levels=wishes.load),
+            self.loop.time() + deadline_s,
+            dict(self.model.allowed),
+        )
+        self.requests.append(request)
+        self.note(f"begin {request.name}: {number}/{length} at {priority}, {lookup}")
+
+    def poll(self) -> None:
+        """Each request does what it can do next; which one is first is random."""
+        if self._purge.step():
+            self.note("purged")
+            self.model.removed([*self._salted])
+        for request in self.random.sample(self.requests, len(self.requests)):
+            if request.save is not None:
+                self._end(request)
+            elif request.fetch.done:
+                self._loaded(request)
+            else:
+                assert self.loop.time() < request.deadline_s, "a load outlasts its deadline"
+
+    def _loaded(self, request: Request) -> None:
+        """The load has ended: check the bytes, compute the rest, begin to save it."""
+        fetch = request.fetch
+        count = fetch.blocks
+        assert len(fetch.slots) == len(fetch.sources) == count <= len(request.keys)
+        wishes = request.wishes
+        assert wishes.load is None or set(fetch.sources) <= set(wishes.load), "another was read"
+        for key, slot in zip(request.keys, fetch.slots, strict=False):
+            data = self._bytes(slot)
+            right = request.expected.get(key, NOTHING) | self.model.may_be(key)
+            assert data in right, f"request {request.name} got wrong bytes from {fetch.sources}"
+            request.loaded[slot] = data
+        self.served.update(fetch.sources)
+        self.note(f"loaded {request.name}: {fetch.sources}")
+        priorities, durations = request.priorities, [request.duration_s] * len(request.keys)
+        save = self.manager.save(
+            request.keys,
+            priorities=priorities,
+            durations_s=durations,
+            levels=wishes.store,
+            ttl_s=wishes.ttl_s,
+            salt=SALT if request.keys[0] in self._salted else "",
+        )
+        self.model.asked(request.keys, priorities)
+        self.model.promises.offered(request.keys, wishes, self.loop.time())
+        for index, slot in zip(save.indices, save.slots, strict=True):
+            key = request.keys[index]
+            assert slot not in request.loaded
+            data = self.model.payload(key)
+            self.cache.arena.view(slot)[:BLOCK_BYTES] = data
+            request.filled[slot] = (key, self.model.versions[key], data)
+        request.save = save
+
+    def _end(self, request: Request) -> None:
+        """The copies have ended: commit, or abort if they failed, and leave."""
+        assert request.save is not None
+        if self.random.random() < 0.9:
+            request.save.commit()
+            for key, version, data in request.filled.values():
+                self.model.saved(key, version, data)
+            self.note(f"commit {request.name}: {request.save.indices}")
+        else:
+            request.save.abort()
+            self.note(f"abort {request.name}")
+        request.fetch.release()
+        self.requests.remove(request)
+
+    def cancel(self, number: int) -> None:
+        """A running request goes away, wherever it is."""
+        if self.requests:
+            request = self.requests.pop(number % len(self.requests))
+            self.note(f"cancel {request.name}")
+            request.fetch.release()
+            if request.save is not None:
+                request.save.abort()
+
+    def forget(self, number: int) -> None:
+        """The bytes that a running request loaded could not be used."""
+        if self.requests:
+            request = self.requests[number % len(self.requests)]
+            if request.fetch.done:
+                self.note(f"forget {request.name}")
+                if request.save is not None:
+                    request.save.abort()
+                if not any(tier.shared for tier in self.tiers):  # others may find them good
+                    self.model.removed(request.keys[: request.fetch.blocks])
+                request.fetch.forget()
+                self.requests.remove(request)
+
+    def remove(self, number: int, length: int) -> None:
+        """The user removes a prompt's blocks."""
+        keys = self.prompt(number, length)
+        self.note(f"remove {number}/{length}")
+        self._condemned.update(keys)
+        self.manager.remove(keys)
+        self.model.removed(keys)
+
+    def clear(self) -> None:
+        """The user removes everything."""
+        self.note("clear")
+        self._condemned.update(self.model.floors)
+        self.manager.clear()
+        self.model.removed([*self.model.floors])
+
+    def purge(self) -> None:
+        """The user begins to remove everything of one salt."""
+        self.note("purge")
+        self._condemned |= self._salted
+        self._purge.begin(self.manager)
+
+    def touch(self, number: int, length: int) -> None:
+        """A prompt was used."""
+        self.manager.touch(self.prompt(number, length))
+
+    # ---- what time and tiers do
+
+    def advance(self, seconds: float) -> None:
+        """Time goes by; 0 is one turn of the loop."""
+        self.loop.run_until_complete(asyncio.sleep(seconds))
+
+    def trouble(self, level: int, kind: int) -> None:
+        """A tier gets into one kind of trouble, for one call or until it is healed."""
+        if self.tiers:
+            tier = self.tiers[level % len(self.tiers)]
+            self._troubled.add(level % len(self.tiers))
+            times = self.random.choice((1, None))
+            after = self.random.random() < 0.5
+            steps = troubles(times, after=after)
+            if self.knobs.unruly:
+                steps = misbehaviours(self.random, times, after=after) + steps
+            step = steps[kind % len(steps)]
+            tier.script.append(step)
+            self.note(f"trouble at {level}: {type(step).__name__} times {times} after {after}")
+
+    def heal(self, level: int) -> None:
+        """A tier gets well again."""
+        if self.tiers:
+            self.note(f"heal {level}")
+            self.tiers[level % len(self.tiers)].heal()
+
+    def damage(self, level: int, *, lose: bool) -> None:
+        """A tier loses blocks, or they change their bytes."""
+        if self.tiers:
+            tier = self.tiers[level % len(self.tiers)]
+            keys = sorted(record.item.key for record in tier.records.values())
+            chosen = self.random.sample(keys, len(keys) // 2)
+            (tier.forget if lose else tier.corrupt)(*chosen)
+            self.note(f"{'lose' if lose else 'corrupt'} {len(chosen)} blocks of {level}")
+
+    def others(self, number: int, length: int) -> None:
+        """Another engine puts a prompt's blocks into the tiers that it shares with this one."""
+        for tier in self.tiers:
+            if isinstance(tier, SharedFakeTier):
+                tier.others_put(self.model.put_by_others(self.prompt(number, length)))
+
+    def reopen(self, *, crash: bool) -> None:
+        """The process ends, well or not, and another one begins."""
+        for request in self.requests:
+            if not crash:
+                request.fetch.release()
+                if request.save is not None:
+                    request.save.abort()
+        self.requests.clear()
+        clean = not crash and not any(tier.script or tier.held for tier in self.tiers)
+        levels = self.cache.levels
+        clean &= all(lv.gate.open(kind) and not lv.left_behind for lv in levels for kind in KINDS)
+        self._purge.give_up()
+        kept = must_survive(self.cache, self.loop.time())
+        errors = self._errors()
+        before = [store.copy() for store in self._stores]
+        self._close(crash=crash)
+        if crash:
+            self._stores = before
+        if not clean or self._errors() > errors:  # removals may not have reached the tiers
+            kept.clear()
+            self.model.left_in(self._stores)
+        self._open()
+        found = {key for level in self.cache.levels for key in level.index}
+        assert kept <= found, f"{len(kept - found)} blocks did not survive a clean end"
+        self.note(f"reopen {'after a crash' if crash else ''}: {len(found)} blocks")
+
+    def _errors(self) -> int:
+        return sum(level.stats.errors for level in self.cache.levels)
+
+    def _close(self, *, crash: bool) -> None:
+        self._require_rules_kept()
+        if crash:
+            self._kill()
+        else:
+            self.loop.run_until_complete(self.cache.aclose())
+        left = sorted(map(where, asyncio.all_tasks(self.loop)))
+        assert not left, f"left behind: {left}"
+        self.loop.close()
+
+    def _kill(self) -> None:
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        for tier in self.tiers:
+            self.loop.run_until_complete(tier.aclose())
+        self.advance(DRAIN_S)
+        arena = self.cache.arena
+        for slot in map(Slot, range(arena.slots)):  # a process takes its claims with it
+            arena.release([slot] * arena.claims(slot))
+        arena.close()
+
+    def dispose(self) -> None:
+        """Give back what the world has of the real one, whatever state it is in."""
+        if not self.loop.is_closed():
+            try:
+                self._kill()
+            finally:
+                self.loop.close()
+
+    def end(self) -> None:
+        """Everything gets well and comes to rest; then nothing may be left, or lost on the way."""
+        for tier in self.tiers:
+            tier.heal()
+        while self.requests:
+            self.advance(0.1)
+            self.poll()
+        self.advance(DRAIN_S)
+        self.check()
+        assert not self.cache.stack.pending, "still at work"
+        if self.knobs.unruly:  # one that hangs in its threads must not keep another from going on
+            own = {level.name for level in self.cache.levels}
+            own |= {f"{name}-codecs" for name in own}
+            assert self._threads == own, "levels share threads"
+        host = self.cache.stack.host.index
+        assert self.cache.arena.free + len(host) == self.cache.arena.slots, "a slot is lost"
+        for level, tier in zip(self.cache.levels, self.tiers, strict=True):
+            assert level.places.taken == len(level.index), f"a place of {level.name} is lost"
+            for key in level.index:
+                record = tier.at(key, level.index.place(key) or 0)
+                assert record is not None or tier.shared, "the index names what is not there"
+        self._close(crash=False)
+
+    # ---- what must hold
+
+    def _bytes(self, slot: Slot) -> bytes:
+        return bytes(self.cache.arena.view(slot)[:BLOCK_BYTES])
+
+    def check(self) -> None:
+        """Every invariant, after every step."""
+        self.manager.check()
+        self._require_rules_kept()
+        self._check_slots()
+        host = self.cache.stack.host
+        for key in host.index:
+            place = host.index.place(key)
+            assert place is not None
+            assert self._bytes(Slot(place)) in self.model.may_be(key), "wrong bytes in host"
+            self._check_floor(key, host.index.meta(place).floor, host.rule.min_priority)
+            self.model.promises.check(key, "host", self.loop.time())
+        for level, tier in zip(self.cache.levels, self.tiers, strict=True):
+            self._check_level(level, tier)
+        self._check_contained()
+        self._replay()
+
+    def _check_contained(self) -> None:
+        """Nothing that a tier does kills a task, or makes a call to another tier fail."""
+        levels = self.cache.levels
+        for stats in (self.cache.stack.host.stats, *(level.stats for level in levels)):
+            assert not stats.task_failures, "a task died"
+        for number, level in enumerate(levels):
+            at_once = level.settings.reads_max + 2
+            assert level.gate.behind <= BEHIND_CALLS_MAX + at_once, "too much is left behind"
+            if number not in self._troubled and self.knobs.levels[number].mean_s <= 0.01:
+                assert not level.stats.errors, f"a call to {level.name} failed, which is well"
+
+    def _check_slots(self) -> None:
+        """What somebody uses stays as it is, and nobody else gets it to write into."""
+        writing = [slot for request in self.requests for slot in request.filled]
+        assert len(writing) == len(set(writing)), "a slot was given out twice"
+        for request in self.requests:
+            for slot, data in request.loaded.items():
+                assert slot not in writing
+                assert self._bytes(slot) == data, "a pinned slot was written into"
+            for slot, (_, _, data) in request.filled.items():
+                assert self._bytes(slot) == data, "a slot that is being saved was written into"
+
+    def _check_level(self, level: Level, tier: FakeTier) -> None:
+        for key in level.index:
+            place = level.index.place(key)
+            assert place is not None
+            assert self.model.may_be(key), f"{level.name} has a block that was removed"
+            self._check_floor(key, level.index.meta(place).floor, level.rule.min_priority)
+            self.model.promises.check(key, level.name, self.loop.time())
+            record = tier.at(key, place)
+            if record is not None:
+                assert record.plain in self.model.may_be(key), f"wrong bytes in {level.name}"
+
+    def _check_floor(self, key: BlockKey, floor: int, threshold: int) -> None:
+        floors = self.model.floors[key] | self.knobs.guessed
+        assert floor in floors
+        assert max(floors) >= threshold, "a level has what it does not admit"
+
+    def _replay(self) -> None:
+        self._events.check()
+
+    def _require_rules_kept(self) -> None:
+        for tier in self.tiers:
+            assert not tier.violations, tier.violations

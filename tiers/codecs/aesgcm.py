@@ -1,0 +1,170 @@
+"""Encryption at rest: AES-256-GCM, a key of its own for every cache salt."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import count
+from struct import Struct
+from typing import ClassVar, NamedTuple
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import AEADCipherContext, Cipher, algorithms, modes
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from kvladder.errors import ConfigError
+from kvladder.layout import Layout
+from kvladder.schema import Settings
+from kvladder.tiers.codecs.base import Codec, Stage, Subject
+
+KEY_BYTES = 32
+NONCE_BYTES = 12
+TAG_BYTES = 16
+KEYS_MAX = 1024
+"""Derived keys that are kept; any other is derived again."""
+SALT_BYTES_MAX = 16
+EPOCH_BYTES = 12
+BLOCKS_MAX = 1 << 32
+"""How many blocks one key encrypts: what NIST SP 800-38D, 8.3 allows with random nonces."""
+
+_PARAMS = Struct(f"<8s{NONCE_BYTES}s{TAG_BYTES}s{EPOCH_BYTES}s")
+_AES_BYTES = 16
+
+
+class AesGcmOptions(Settings, frozen=True, kw_only=True):
+    """What a configuration says about encryption."""
+
+    variable: str = "KVLADDER_KEY"
+    """The environment variable with the master key: 32 bytes or more, in hexadecimal or base64."""
+
+
+class _Writer(NamedTuple):
+    """A key that this process alone encrypts with."""
+
+    epoch: bytes
+    key: bytes
+    used: Iterator[int]
+    """How many blocks it has encrypted; counted by any thread."""
+
+
+class AesGcmCodec(Codec):
+    """Encrypts a block and authenticates it with its key, its namespace and the steps before.
+
+    The key is derived by HKDF-SHA256 (RFC 5869) from the master key, the namespace, an epoch and
+    ``Subject.salt``. The epoch is random and of this process alone, so that the blocks of a key
+    can be counted: after ``BLOCKS_MAX`` another epoch begins. Nonces are random, 96 bits. Beside
+    a block stand an id of the master key, the nonce, the tag, the epoch and the salt's digest: a
+    reader with another master key takes the block for a miss.
+    """
+
+    name = "aes-gcm"
+    id = 4
+    stage = Stage.ENCRYPT
+    checks = True
+    Options: ClassVar[type[AesGcmOptions]] = AesGcmOptions
+
+    def __init__(self, options: AesGcmOptions | None = None) -> None:
+        self.options = options or AesGcmOptions()
+
+    def open(self, layout: Layout, namespace: bytes) -> Layout:
+        self._namespace = namespace
+        self._master = self._read()
+        self._id = self._derive(b"id", b"")[:8]
+
+        @lru_cache(KEYS_MAX)
+        def key(salt: bytes, epoch: bytes) -> bytes:
+            return self._derive(b"key", epoch + salt)
+
+        self._key = key
+        self._writers: dict[bytes, _Writer] = {}
+        return layout
+
+    def _writer(self, salt: bytes) -> _Writer:
+        """With what to encrypt one more block of this salt; any thread may ask."""
+        writer = self._writers.get(salt)
+        if writer is None or next(writer.used) >= BLOCKS_MAX:
+            if len(self._writers) >= KEYS_MAX:
+                self._writers.clear()  # those that come back get another epoch
+            epoch = os.urandom(EPOCH_BYTES)
+            writer = self._writers[salt] = _Writer(epoch, self._key(salt, epoch), count(1))
+        return writer
+
+    def _read(self) -> bytes:
+        """The master key.
+
+        Raises
+        ------
+        ConfigError
+            There is none, or it is not one; the message does not show it.
+        """
+        variable = self.options.variable
+        text = os.environ.get(variable, "").strip()
+        hint = f"put 32 random bytes into {variable}, for example by: openssl rand -hex 32"
+        if not text:
+            raise ConfigError(f"{variable} is not set", path="aes-gcm.variable", hint=hint)
+        try:
+            if re.fullmatch(r"(?:[0-9a-fA-F]{2})+", text):
+                master = bytes.fromhex(text)
+            else:
+                master = base64.b64decode(text, validate=True)
+        except ValueError:  # characters that base64 does not have, or too few
+            master = b""
+        if len(master) < KEY_BYTES:
+            raise ConfigError(f"{variable} does not hold a key", path="aes-gcm.variable", hint=hint)
+        return master
+
+    def _derive(self, use: bytes, more: bytes) -> bytes:
+        info = b"kvladder aes-gcm v2\0" + use + b"\0" + self._namespace + more
+        return HKDF(SHA256(), KEY_BYTES, None, info).derive(self._master)
+
+    def encode(
+        self, data: memoryview, target: memoryview, subject: Subject
+    ) -> tuple[memoryview, bytes]:
+        nonce = os.urandom(NONCE_BYTES)
+        writer = self._writer(subject.salt)
+        encryptor = Cipher(algorithms.AES(writer.key), modes.GCM(nonce)).encryptor()
+        encryptor.authenticate_additional_data(self._bound(subject, subject.salt))
+        _update(encryptor, data, target)
+        encryptor.finalize()
+        params = _PARAMS.pack(self._id, nonce, encryptor.tag, writer.epoch) + subject.salt
+        return target[: len(data)], params
+
+    def reads(self, params: bytes) -> bool:
+        return params[: len(self._id)] == self._id
+
+    def decode(
+        self, data: memoryview, params: bytes, target: memoryview, subject: Subject
+    ) -> memoryview | None:
+        if not 0 <= len(params) - _PARAMS.size <= SALT_BYTES_MAX or len(data) > len(target):
+            return None
+        _, nonce, tag, epoch = _PARAMS.unpack_from(params)
+        salt = params[_PARAMS.size :]
+        key = self._key(salt, epoch)
+        decryptor = Cipher(algorithms.AES(key), modes.GCM(nonce, tag)).decryptor()
+        decryptor.authenticate_additional_data(self._bound(subject, salt))
+        _update(decryptor, data, target)
+        try:
+            decryptor.finalize()
+        except InvalidTag:
+            return None
+        return target[: len(data)]
+
+    def _bound(self, subject: Subject, salt: bytes) -> bytes:
+        """What is authenticated beside the block; all of a fixed length but the end."""
+        salt = bytes([len(salt)]) + salt.ljust(SALT_BYTES_MAX, b"\0")
+        return self._namespace + subject.key + salt + subject.steps
+
+
+def _update(context: AEADCipherContext, data: memoryview, target: memoryview) -> None:
+    """Turn ``data`` into ``target``: without the GIL, which the calls for whole messages keep.
+
+    Older versions want room for one more AES block than they fill: the end goes another way.
+    """
+    whole = max(0, len(data) - _AES_BYTES) // _AES_BYTES * _AES_BYTES
+    if whole:
+        context.update_into(data[:whole], target[: whole + _AES_BYTES - 1])
+    target[whole : len(data)] = context.update(data[whole:])

@@ -1,0 +1,115 @@
+"""The fp8 codec: numbers of KV in 8 bits, with a scale for each head of each token. Lossy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from struct import Struct
+from typing import Final
+
+import torch
+
+from kvladder.errors import ConfigError
+from kvladder.layout import Layout
+from kvladder.tiers.codecs.base import Codec, Stage, Subject
+
+ROW_MIN = 8
+"""Elements that share a scale, at least: scales take 4 bytes each."""
+LARGEST: Final = 448.0
+"""Of the format E4M3: sign, 4 bits of exponent, 3 of mantissa, no infinity."""
+_SMALLEST_SCALE: Final = 2.0**-126
+"""Below it numbers are not normal any more, and divisions by them not exact."""
+
+_DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_PARAMS = Struct("<BI")
+_SCALE_BYTES = 4
+_TO_HALF: Final = 2.0 ** (15 - 7)
+"""Between the exponents' biases of the two formats."""
+_PART_ELEMENTS = 16384
+"""Half of what torch still works on in one thread."""
+
+
+class Fp8Codec(Codec):
+    """Stores ``layout.row_elements`` neighbours as one float32 scale and as many E4M3 numbers.
+
+    The scale of a row is its largest magnitude over 448, so nothing overflows. Whatever ``x`` was,
+    ``y`` comes back with ``|y - x| <= |x| / 16 + largest / 2**18``, ``largest`` that of its row,
+    and the rounding of the element type added to it. Blocks with infinities or NaN are left as
+    they are. First come the scales of all rows, then all numbers.
+    """
+
+    name = "fp8"
+    id = 3
+    stage = Stage.REDUCE
+    lossy = True
+
+    def open(self, layout: Layout, namespace: bytes) -> Layout:
+        if layout.element not in _DTYPES:
+            found = layout.element or "elements of a type that is not known"
+            raise ConfigError(
+                f"fp8 does not shrink {found}", hint=f"expected one of: {', '.join(_DTYPES)}"
+            )
+        row = layout.row_elements
+        if row < ROW_MIN:
+            raise ConfigError(
+                "fp8 has to know which elements are one head of one token",
+                hint="the engine does not say how its blocks are laid out"
+                if row == 0
+                else f"its rows of {row} elements are too short: expected {ROW_MIN} or more",
+            )
+        if layout.block_bytes % (row * layout.element_bytes):
+            raise ConfigError(
+                f"blocks of {layout.block_bytes} bytes are not rows of {row} {layout.element}",
+                hint="leave fp8 out",
+            )
+        self._row = row
+        self._dtype = _DTYPES[layout.element]
+        self._params = _PARAMS.pack(list(_DTYPES).index(layout.element), row)
+        return replace(layout, element="uint8", row_elements=0)
+
+    def encode(
+        self, data: memoryview, target: memoryview, subject: Subject
+    ) -> tuple[memoryview, bytes] | None:
+        numbers = _tensor(data, self._dtype).view(-1, self._row)
+        split = len(numbers) * _SCALE_BYTES
+        length = split + numbers.numel()
+        scales = _tensor(target[:split], torch.float32).view(-1, 1)
+        eighths = _tensor(target[split:length], torch.float8_e4m3fn).view(-1, self._row)
+        for part in self._parts(len(numbers)):
+            rows = numbers[part].float()
+            largest = rows.abs().amax(1, keepdim=True)
+            if not bool(torch.isfinite(largest).all()):
+                return None
+            scale = scales[part].copy_(largest).div_(LARGEST).clamp_(min=_SMALLEST_SCALE)
+            eighths[part].copy_((rows / scale).clamp_(-LARGEST, LARGEST))
+        return target[:length], self._params
+
+    def decode(
+        self, data: memoryview, params: bytes, target: memoryview, subject: Subject
+    ) -> memoryview | None:
+        count, rest = divmod(len(data), _SCALE_BYTES + self._row)
+        size = count * self._row * self._dtype.itemsize
+        if params != self._params or rest or not 0 < size <= len(target):
+            return None
+        split = count * _SCALE_BYTES
+        scales = _tensor(data[:split], torch.float32).view(-1, 1) * _TO_HALF
+        eighths = _tensor(data[split:], torch.int8).view(-1, self._row)
+        numbers = _tensor(target[:size], self._dtype).view(-1, self._row)
+        for part in self._parts(count):
+            # the bits of an E4M3 number, moved, are those of a float16 that is 2**8 times less
+            halves = eighths[part].to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+            numbers[part].copy_(halves.view(torch.float16).float().mul_(scales[part]))
+        return target[:size]
+
+    def _parts(self, rows: int) -> Iterator[slice]:
+        """So few rows at a time that they stay in a cache, and that torch starts no threads.
+
+        It is called in several already, and those of the engine are the engine's.
+        """
+        step = max(1, _PART_ELEMENTS // self._row)
+        return (slice(start, start + step) for start in range(0, rows, step))
+
+
+def _tensor(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """These bytes as numbers, not copied unless they cannot be written: torch warns of that."""
+    return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=dtype)

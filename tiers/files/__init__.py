@@ -1,0 +1,1 @@
+"""A tier over files: segments of blocks, an index log, threads that read and write."""

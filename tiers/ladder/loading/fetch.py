@@ -1,0 +1,284 @@
+"""One request's load from the stack, and the blocks that are on their way to host slots."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from kvladder.arena import Arena, Slot
+from kvladder.keys import BlockKey
+from kvladder.policy.worth import Patience, Saves
+from kvladder.tiers.base import ANYWHERE, NO_SLOT, Shared
+from kvladder.tiers.ladder.index import Meta
+
+if TYPE_CHECKING:
+    from kvladder.tiers.ladder.host import HostLevel
+    from kvladder.tiers.ladder.level import Level
+
+
+class Arrival:
+    """A block on its way from a colder level into a slot; at most one per key (single flight)."""
+
+    __slots__ = ("bit", "dead", "level", "meta", "slot", "waiters")
+
+    def __init__(self, slot: Slot, meta: Meta, level: str, bit: int) -> None:
+        self.slot = slot
+        self.meta = meta
+        self.level = level
+        self.bit = bit
+        self.waiters: list[tuple[Fetch, int]] = []
+        self.dead = False
+        """Whether the key was removed meanwhile: what arrives is thrown away."""
+
+
+class Want(NamedTuple):
+    """A block that a fetch has to bring from a level."""
+
+    position: int
+    key: BlockKey
+    level: Level
+    place: int
+
+
+def among(levels: Sequence[Level], mask: int) -> Sequence[Level]:
+    """Those whose bits are in ``mask``."""
+    return levels if mask == ANYWHERE else [level for level in levels if level.bit & mask]
+
+
+def source(levels: Sequence[Level], position: int, key: BlockKey) -> Want | None:
+    """The block as the hottest of these levels has it, if one does."""
+    for level in levels:
+        place = level.find(key)
+        if place is not None:
+            return Want(position, key, level, place)
+    return None
+
+
+def check_arrivals(
+    arrivals: Mapping[BlockKey, Arrival], host: HostLevel, arena: Arena, count_max: int
+) -> None:
+    """Assert what must hold of every arrival; for tests."""
+    assert len(arrivals) <= count_max
+    assert len({arrival.slot for arrival in arrivals.values()}) == len(arrivals)
+    for key, arrival in arrivals.items():
+        assert arena.claims(arrival.slot) >= 1
+        assert key not in host.index
+        assert host.index.key_at(arrival.slot) is None
+
+
+class Pins(Protocol):
+    """What a fetch needs of the stack."""
+
+    def unpin(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
+        """Give pinned slots back."""
+        ...
+
+    def late(self, levels: Sequence[str]) -> None:
+        """Blocks from these levels, one each, have not arrived when the fetch was over."""
+        ...
+
+    def discard(self, keys: Sequence[BlockKey]) -> None:
+        """Forget blocks whose bytes turned out to be of no use."""
+        ...
+
+
+class Fetch:
+    """The longest prefix of some keys that the stack could serve, pinned in host slots.
+
+    Owned by the caller, who asks ``done`` as often as it likes, uses ``slots`` and calls
+    ``release`` or ``forget`` in the end; until then the slots are not reused.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        stack: Pins,
+        shared: Shared,
+        deadline_s: float,
+        levels: int = ANYWHERE,
+        salt: bytes = b"",
+        saves: Saves | None = None,
+    ) -> None:
+        self.keys = keys
+        self.levels = levels
+        """Bits of the levels that may be read for it."""
+        self.saves = saves
+        """What the engine need not do if all of it comes; None has it fetched in any case."""
+        self.patience: Patience | None = None
+        """How long it is worth to wait; None up to the deadline."""
+        self._stack = stack
+        self.salt = salt
+        """The digest of the cache salt that is bound into the keys."""
+        self._lock = shared.lock
+        self._clock = shared.clock
+        self.begun_s = shared.clock.now()
+        self._deadline_s = deadline_s  # loop time: from then on the answer is what has arrived
+        self._slots: list[Slot] = []
+        self._sources: list[str] = []
+        self._here = 0  # leading blocks that have arrived
+        self._waiting: set[int] = set()
+        self._ends = sys.maxsize  # from there on nothing is waited for
+        self._asking = False
+        self._answered = False
+        self._released = False
+        self._settled: threading.Event | None = None
+
+    # ---- for the stack, with the lock held
+
+    def extend(self, slots: Sequence[Slot], sources: Sequence[str]) -> None:
+        """Append the next blocks of the prefix; ``NO_SLOT`` where one is still to arrive."""
+        first = len(self._slots)
+        self._waiting.update([at for at, slot in enumerate(slots, first) if slot == NO_SLOT])
+        self._slots += slots
+        self._sources += sources
+
+    def fill(self, slots: Sequence[Slot], source: str) -> None:
+        """Append blocks of the prefix that are all there, in this level."""
+        self._slots += slots
+        self._sources += [source] * len(slots)
+
+    def arrived(self, index: int, slot: Slot, source: str) -> None:
+        """The block at ``index``, which is waited for, is pinned in ``slot``."""
+        self.all_arrived([index], [slot], source)
+
+    def all_arrived(self, indices: Sequence[int], slots: Sequence[Slot], source: str) -> None:
+        """``arrived`` for each of ``indices``."""
+        for index, slot in zip(indices, slots, strict=True):
+            self._slots[index] = slot
+            self._sources[index] = source
+        self._waiting.difference_update(indices)
+        if self.patience is not None:
+            while self._here < len(self._slots) and self._slots[self._here] != NO_SLOT:
+                self._here += 1
+        self._notify()
+
+    def failed(self, index: int) -> None:
+        """The block at ``index`` does not come: the prefix ends there."""
+        if index in self._waiting:
+            self._waiting.difference_update(range(index, min(self._ends, len(self._slots))))
+            self._ends = index
+            self._asking = False
+            self._notify()
+
+    def ask(self, *, asking: bool) -> None:
+        """Whether it is still being asked how the prefix goes on."""
+        self._asking = asking
+        self._notify()
+
+    @property
+    def length(self) -> int:
+        """How many blocks of the prefix are there or on their way."""
+        return len(self._slots)
+
+    @property
+    def asking(self) -> bool:
+        """Whether the answer to that would still be used."""
+        return self._asking and not self._answered
+
+    def waits_for(self, index: int) -> bool:
+        """Whether the block at ``index`` would still be used."""
+        return index in self._waiting
+
+    def waits_for_all(self, indices: Sequence[int]) -> bool:
+        """``waits_for`` each of them."""
+        return self._waiting.issuperset(indices)
+
+    def queues_for(self, indices: Sequence[int], now_s: float) -> bool:
+        """Whether it is worth to begin with the blocks at ``indices``, which waited for room."""
+        return self._waiting.issuperset(indices) and now_s < self._end_s
+
+    @property
+    def _end_s(self) -> float:
+        """When the answer is what has arrived: at the deadline, or when computing is faster."""
+        if self.patience is None:
+            return self._deadline_s
+        return min(self._deadline_s, self.patience.end_s(self._here))
+
+    def _notify(self) -> None:
+        if not (self._waiting or self._asking) and self._settled is not None:
+            self._settled.set()
+
+    # ---- for the engine
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer is final: nothing is on its way, or it has taken long enough."""
+        if self._answered:
+            return True
+        if (self._waiting or self._asking) and self._clock.now() < self._end_s:
+            return False
+        if late := [*self._waiting]:
+            self._stack.late([self._sources[index] for index in late])
+        self._answer()
+        return True
+
+    def _answer(self) -> None:
+        """Keep the leading blocks that are here, give the rest back."""
+        if self._answered:
+            return
+        with self._lock:
+            if self._answered:
+                return
+            self._answered = True
+            self._asking = False
+            self._waiting.clear()
+            here = len(self._slots)
+            if NO_SLOT in self._slots:
+                here = self._slots.index(NO_SLOT)
+            slots = self._slots[here:]
+            del self._slots[here:], self._sources[here:]
+        if not slots:
+            return
+        rest = [pair for pair in zip(self.keys[here:], slots, strict=False) if pair[1] != NO_SLOT]
+        self._stack.unpin([key for key, _ in rest], [slot for _, slot in rest])
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until ``done``, at most ``timeout_s``; the one call that waits for a tier."""
+        with self._lock:
+            if (self._waiting or self._asking) and not self._answered:
+                self._settled = threading.Event()
+        if self._settled is None:
+            return self.done
+        end_s = inf if timeout_s is None else self._clock.now() + timeout_s
+        while not self.done:  # what arrives may have it wait for more
+            now_s = self._clock.now()
+            if now_s >= end_s or self._settled.wait(max(0.0, min(end_s, self._end_s) - now_s)):
+                break
+        return self.done
+
+    @property
+    def planned(self) -> list[str]:
+        """The level of each block that is here or on its way, before ``done``."""
+        return list(self._sources)
+
+    @property
+    def blocks(self) -> int:
+        """How many leading blocks are in ``slots``; 0 until ``done``."""
+        return len(self._slots) if self._answered else 0
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The slots of those blocks, pinned until ``release``."""
+        return list(self._slots) if self._answered else []
+
+    @property
+    def sources(self) -> list[str]:
+        """The level each of those blocks came from."""
+        return list(self._sources) if self._answered else []
+
+    def release(self) -> None:
+        """Unpin; the blocks stay cached. May be called again."""
+        self._answer()
+        with self._lock:
+            is_first, self._released = not self._released, True
+        if is_first:
+            self._stack.unpin(self.keys[: len(self._slots)], self._slots)
+
+    def forget(self) -> None:
+        """Release, and have every level forget the blocks: their bytes could not be used."""
+        self.release()
+        self._stack.discard(self.keys[: len(self._slots)])

@@ -1,0 +1,599 @@
+"""Loads: what comes up from colder levels, once per block whoever asks."""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, KeysView, Mapping, Sequence
+from functools import partial, reduce
+from itertools import count, islice
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from kvladder.arena import Slot
+from kvladder.keys import BlockKey
+from kvladder.lock import BULK_STEP, STEP
+from kvladder.policy.eviction import BULK_MIN
+from kvladder.policy.worth import TRIAL_BLOCKS, Mark, Run, Worth, stretches
+from kvladder.tiers.base import HOST, NO_SLOT, Item, Shared
+from kvladder.tiers.ladder.alike import land_alike, serve_alike, wants_alike
+from kvladder.tiers.ladder.host import HostLevel
+from kvladder.tiers.ladder.level import Level
+from kvladder.tiers.ladder.loading.fetch import Arrival, Fetch, Want, among, check_arrivals, source
+from kvladder.tiers.ladder.loading.judge import Judge
+from kvladder.tiers.ladder.loading.probe import Prober
+
+RESUME_BATCH = 64
+"""Blocks that waited for room and are begun at once."""
+
+
+class Read(NamedTuple):
+    """A batch that is to be read from a level."""
+
+    number: int
+    level: Level
+    items: list[Item]
+    mark: Mark
+    """When the blocks were asked for."""
+
+
+class Judged(NamedTuple):
+    """What is to be fetched of a prefix; positions among the keys of the fetch."""
+
+    end: int
+    """Up to where."""
+    known: int
+    """Up to where levels have it."""
+    dropped: Mapping[Level, int]
+    """How many blocks between them would have to come, by level."""
+
+
+class Loader:
+    """Fetches blocks into host slots: single flight per key, a batch per call, a hole ends it.
+
+    ``fetch`` may be called from any thread and never waits; the rest runs on the loop thread.
+    """
+
+    def __init__(
+        self,
+        host: HostLevel,
+        levels: Sequence[Level],
+        shared: Shared,
+        *,
+        post: Callable[..., object],
+        blocks_max: int,
+        landed: Callable[[], None],
+        discard: Callable[[Sequence[BlockKey]], None],
+        worth: Worth,
+    ) -> None:
+        self._host = host
+        self._levels = levels
+        self._shared = shared
+        self._lock = shared.lock
+        self._post = post
+        self._max = blocks_max
+        self._landed = landed
+        self._discard = discard
+        self._arrivals: dict[BlockKey, Arrival] = {}
+        self._parked: deque[tuple[Fetch, int, BlockKey]] = deque()
+        """What waits for room: who, which block of its prefix, and its key."""
+        self._unread: dict[int, Read] = {}
+        """Reads that have not begun, by their numbers."""
+        self._numbers = count()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self.prober = Prober(levels, shared, self._known, self._grow)
+        self._judge = Judge(worth, levels, shared, self._arrivals, self.prober.pace)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._arrivals
+
+    def keys(self) -> KeysView[BlockKey]:
+        """The blocks that are on their way."""
+        return self._arrivals.keys()
+
+    def recall(self, key: BlockKey) -> None:
+        """The block was removed: what arrives under this key is thrown away."""
+        self.prober.recall(key)
+        arrival = self._arrivals.get(key)
+        if arrival is not None:
+            arrival.dead = True
+
+    def recall_salted(self, keys: Iterable[BlockKey], salt: bytes) -> None:
+        """``recall`` for those of ``keys`` that are of this salt."""
+        for key in keys:
+            arrival = self._arrivals.get(key)
+            if arrival is not None and arrival.meta.terms.salt == salt:
+                arrival.dead = True
+
+    def recall_all(self) -> Iterator[None]:
+        """``recall`` for every block, in steps, without the lock; others' are still asked for."""
+        with self._lock:
+            coming = list(self._arrivals.values())
+        for start in range(0, len(coming), STEP):
+            with self._lock:
+                for arrival in coming[start : start + STEP]:
+                    arrival.dead = True
+            yield
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Pin the longest prefix of its keys and begin to bring up what is not in host slots.
+
+        A block that is in host, or only in others than its levels, ends the prefix if host is not
+        among them.
+        """
+        fetch.ask(asking=True)
+        self._grow(fetch, new=True)
+        if fetch.asking:
+            self._post(self._run, lambda: self.prober.follow(fetch), "kvladder-ask")
+
+    def _grow(self, fetch: Fetch, *, new: bool = False) -> None:
+        """Have ``fetch`` go on with its prefix as far as is known, and begin what has to come.
+
+        A ``new`` one is counted. The lock is released between steps: what was found is pinned or
+        on its way, and if that fails meanwhile the prefix ends.
+        """
+        judged: Judged | None = None
+        goes_on = True
+        while goes_on:
+            with self._lock:
+                goes_on = self._serve(fetch, new=new)
+                is_known = judged is not None or len(fetch.keys) - fetch.length <= STEP
+                if not goes_on and is_known and fetch.asking:
+                    goes_on = self._grow_on(fetch, judged, new=new)
+            if not goes_on and not is_known and fetch.asking:
+                judged, goes_on = self._preview(fetch), True
+
+    def _serve(self, fetch: Fetch, *, new: bool) -> bool:
+        """Take a step of blocks that are all in host; whether there may be more."""
+        start, end = fetch.length, len(fetch.keys)
+        if end - start < BULK_MIN or not fetch.asking:
+            return False
+        keys = fetch.keys[start : start + BULK_STEP]
+        if not serve_alike(fetch, keys, self._host, self._levels):
+            return False
+        self.count(len(keys) if new else 0, len(keys) if new else 0, 0, {})
+        fetch.ask(asking=fetch.length < end)
+        return fetch.length < end
+
+    def _preview(self, fetch: Fetch) -> Judged:
+        """How far a long prefix is known, and up to where it is to be fetched."""
+        start, known = fetch.length, 0
+        wants, runs = list[Want](), list[Run]()
+        while known < len(fetch.keys) - start:
+            keys = fetch.keys[start + known : start + known + STEP]
+            with self._lock:
+                found, missing = self._plan(keys, fetch.levels, known)
+                self._judge.extend(runs, keys, found, missing, known)
+            known += len(found)
+            wants += missing
+            if len(found) < len(keys):
+                break
+        return self._cut(fetch, start + known, wants, runs)
+
+    def _cut(self, fetch: Fetch, known: int, wants: Sequence[Want], runs: Sequence[Run]) -> Judged:
+        """Where to end what ``fetch`` goes on with, since fetching more takes too long.
+
+        Up to ``known`` levels have it; ``wants`` and ``runs`` are what of it has to come.
+        """
+        start, parts = fetch.length, stretches(runs)
+        with self._lock:
+            cut = self._judge.cut(fetch, start, known, parts)
+        left = bisect_left(wants, cut.end - start, key=attrgetter("position"))
+        dropped = Counter(want.level for want in wants[left:])
+        with self._lock:
+            for level, blocks in dropped.items() if cut.slower else ():
+                level.stats.slower += blocks
+        for trial in cut.trials:
+            self._try(fetch, trial)
+        return Judged(cut.end, known, dropped)
+
+    def _grow_on(self, fetch: Fetch, judged: Judged | None, *, new: bool) -> bool:
+        """Take a step of blocks wherever they are; whether there may be more."""
+        start, end = fetch.length, len(fetch.keys)
+        keys = fetch.keys[start : min(start + STEP, end if judged is None else judged.end)]
+        found, wants = self._plan(keys, fetch.levels)
+        if judged is None:
+            runs: list[Run] = []
+            self._judge.extend(runs, keys, found, wants, 0)
+            judged = self._cut(fetch, start + len(found), wants, runs)
+            del found[judged.end - start :]
+            wants = [want for want in wants if want.position < len(found)]
+        self._host.pin([slot for slot in found if slot != NO_SLOT])
+        slots = self._room_for(wants) if wants else []
+        later = self._park(fetch, start, wants[len(slots) :]) if wants else {}
+        cut_at, is_short = len(found), len(slots) + len(later) < len(wants)
+        if is_short:
+            cut_at = wants[len(slots) + len(later)].position
+            self._host.stats.throttled += len(wants) - len(slots) - len(later)
+            cut = [i for i in range(cut_at, len(found)) if found[i] != NO_SLOT]
+            self._host.unpin([keys[i] for i in cut], [found[i] for i in cut])
+        reads = self._begin(wants[: len(slots)], slots) if wants else []
+        hits, waiting = self._attach(fetch, found[:cut_at], later)
+        goes_on = cut_at == len(keys) and start + cut_at < judged.end
+        there = Counter(want.level for want in wants[: len(slots) + len(later)])
+        if not goes_on:
+            there.update(judged.dropped)
+        asked = len(keys) if goes_on else end - start
+        self.count(asked if new else 0, hits, waiting - len(slots), there)
+        for read in reads:
+            self._post(self._start, read)
+        if later:
+            self._landed()
+        is_open = not is_short and judged.end == judged.known and fetch.length < end
+        knows = is_open and self.prober.may_know(fetch.keys[fetch.length], fetch.levels)
+        fetch.ask(asking=goes_on or (knows and self._asks(fetch, fetch.length)))
+        return goes_on
+
+    def _asks(self, fetch: Fetch, start: int) -> bool:
+        """Whether ``fetch`` should wait for what shared tiers say of its keys from there on."""
+        asking = self._judge.asks(fetch, start)
+        if asking == "aside":
+            keys, salt = fetch.keys[start:], fetch.salt
+            self._post(self._run, lambda: self.prober.ask(keys, salt), "kvladder-ask")
+        elif asking == "try":
+            self._try(fetch, start)
+        return asking == "wait"
+
+    def _try(self, fetch: Fetch, start: int) -> None:
+        """Have some of its blocks read, for which nobody waits, to see how fast they come."""
+        keys, levels, salt = fetch.keys[start : start + TRIAL_BLOCKS], fetch.levels, fetch.salt
+        self._post(self._run, lambda: self._bring_some(keys, levels, salt), "kvladder-try")
+
+    async def _bring_some(self, keys: Sequence[BlockKey], levels: int, salt: bytes) -> None:
+        with self._lock:  # what was known may have gone since, from a level that nobody can ask
+            asks = not self._known(keys[0]) and self.prober.may_know(keys[0], levels)
+        if asks:
+            await self.prober.ask(keys, salt)
+        with self._lock:
+            _, wants = self._plan(keys, levels)
+            slots = self._room_for(wants)
+            reads = self._begin(wants[: len(slots)], slots)
+        for read in reads:
+            self._start(read)
+
+    def _run(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        """Begin a task that ``aclose`` ends (loop thread)."""
+        if self._closed:
+            return
+        task = asyncio.get_running_loop().create_task(work(), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._host.stats.task_failures += 1
+            what = f"{task.get_name()} ended by {error!r}: what it was to bring is a miss"
+            self._shared.notices.say("loader task", what)
+            self._landed()
+
+    def _known(self, key: BlockKey) -> bool:
+        """Whether the block is somewhere, as far as is known without asking."""
+        return (
+            self._host.find(key) is not None
+            or key in self._arrivals
+            or any(level.find(key) is not None for level in self._levels if level.readable)
+        )
+
+    def _park(self, fetch: Fetch, start: int, wants: Sequence[Want]) -> dict[int, Want]:
+        """Have these wait for room; bounded by what the arena could ever hold."""
+        bound = max(0, self._shared.arena.slots - len(self._parked))
+        later = {start + want.position: want for want in wants[:bound]}
+        self._parked.extend((fetch, position, want.key) for position, want in later.items())
+        self._host.demand_blocks = len(self._parked)
+        return later
+
+    def resume(self) -> None:
+        """Begin what waited for room, as far as there is some now (loop thread)."""
+        while self._prune():
+            pass
+        with self._lock:
+            stuck = not self._arrivals and not any(level.pending for level in self._levels)
+            wants = self._due() if stuck or self._host.may_have_room else []
+            slots = self._room_for(wants)
+            reads = self._begin(wants[: len(slots)], slots)
+            for want in wants[: len(slots)]:
+                fetch, position, key = self._parked.popleft()
+                assert key == want.key
+                self._arrivals[key].waiters.append((fetch, position))
+            stuck = not self._arrivals and not any(level.pending for level in self._levels)
+            if stuck and self._parked and not self._host.has_looked:
+                self._host.doubt()
+                self._landed()
+            elif stuck and self._parked:  # nothing is under way that could make room
+                self._host.stats.throttled += self._drop_parked()
+                self._post(self.resume)
+            self._host.demand_blocks = len(self._parked)
+        for read in reads:
+            self._start(read)
+
+    def _drop_parked(self) -> int:
+        """Have the next that wait for room wait no longer, a step; how many."""
+        dropped = min(STEP, len(self._parked))
+        for _ in range(dropped):
+            fetch, position, _ = self._parked.popleft()
+            fetch.failed(position)
+        return dropped
+
+    def _prune(self) -> bool:
+        """Drop from the head of the queue what nobody waits for, or what is here by now.
+
+        One step; whether there may be more.
+        """
+        with self._lock:
+            for _ in range(STEP):
+                if not self._prune_one():
+                    return False
+        return True
+
+    def _prune_one(self) -> bool:
+        """Drop the head of the queue, if it need not wait; whether it did."""
+        if self._parked:
+            fetch, position, key = self._parked[0]
+            slot, arrival = self._host.find(key), self._arrivals.get(key)
+            if fetch.queues_for([position], self._shared.clock.now()):
+                if slot is None and (arrival is None or arrival.dead):
+                    return False
+                if not fetch.levels & (HOST if arrival is None else arrival.bit):
+                    fetch.failed(position)
+                elif arrival is not None:
+                    arrival.waiters.append((fetch, position))
+                elif slot is not None:
+                    self._host.pin([slot])
+                    fetch.arrived(position, slot, self._host.name)
+                    self._host.stats.hits += 1
+            self._parked.popleft()
+            return True
+        return False
+
+    def _due(self) -> list[Want]:
+        """The next blocks that wait for room, and where they are now; lost ones end a prefix."""
+        levels = [level for level in self._levels if level.readable]
+        now_s, in_host, arrivals = self._shared.clock.now(), self._host.index.keys(), self._arrivals
+        due = list(islice(self._parked, RESUME_BATCH))
+        if len({fetch for fetch, _, _ in due}) == 1:
+            first, at, _ = due[0]
+            of_one = among(levels, first.levels)
+            found = wants_alike([key for _, _, key in due], at, self._host, arrivals, of_one)
+            if found and first.queues_for([position for _, position, _ in due], now_s):
+                return found
+        wants: list[Want] = []
+        seen: set[BlockKey] = set()
+        for fetch, position, key in due:
+            want = source(among(levels, fetch.levels), position, key)
+            ready = key in arrivals or key in in_host
+            if ready or key in seen or not fetch.queues_for([position], now_s):
+                break  # its turn comes with the next resumption
+            if want is None:
+                fetch.failed(position)
+                break
+            seen.add(key)
+            wants.append(want)
+        return wants
+
+    def _plan(
+        self, keys: Sequence[BlockKey], mask: int, first: int = 0
+    ) -> tuple[list[Slot], list[Want]]:
+        """Slots of the longest prefix, ``NO_SLOT`` where a block has to come, and what must.
+
+        ``first`` is the position of the first of ``keys``.
+        """
+        found: list[Slot] = []
+        wants: list[Want] = []
+        levels = among([level for level in self._levels if level.readable], mask)
+        alike = wants_alike(keys, first, self._host, self._arrivals, levels)
+        if alike is not None:
+            return [NO_SLOT] * len(keys), alike
+        host_find, arrivals = self._host.find, self._arrivals
+        for index, key in enumerate(keys, first):
+            slot = host_find(key)
+            if slot is None:
+                slot = NO_SLOT
+                arrival = arrivals.get(key)
+                if arrival is None:
+                    want = source(levels, index, key)
+                    if want is None:
+                        break
+                    wants.append(want)
+                elif arrival.dead or not arrival.bit & mask:
+                    break
+            elif not mask & HOST:
+                break
+            found.append(slot)
+        return found, wants
+
+    def _room_for(self, wants: Sequence[Want]) -> list[Slot]:
+        """Slots for what has to come, as far as budget and room go."""
+        count = min(len(wants), self._max - len(self._arrivals))
+        if count <= 0:
+            return []
+        lowest = min([want.level.index.priority(want.place) for want in wants[:count]])
+        return self._host.room(count, lowest)
+
+    def _begin(self, wants: Sequence[Want], slots: Sequence[Slot]) -> list[Read]:
+        """Register an arrival for each block that has to come: what to read, by level."""
+        batches: dict[Level, list[Item]] = {}
+        for (_, key, level, place), slot in zip(wants, slots, strict=True):
+            batches.setdefault(level, []).append(Item(key, place, slot))
+        for level, items in batches.items():
+            places = [item.place for item in items]
+            level.places.begin_reads(places)
+            level.index.hit_all(places)
+            for item, meta in zip(items, level.index.metas(places), strict=True):
+                self._arrivals[item.key] = Arrival(item.slot, meta, level.name, level.bit)
+        return self._reads(batches)
+
+    def _reads(self, batches: dict[Level, list[Item]]) -> list[Read]:
+        now_s = self._shared.clock.now()
+        reads: list[Read] = []
+        for level, items in batches.items():
+            mark, step = level.pace.asked(len(items), now_s), level.batch_max
+            parts = [items[start : start + step] for start in range(0, len(items), step)]
+            reads += [Read(next(self._numbers), level, part, mark) for part in parts]
+        self._unread.update((read.number, read) for read in reads)
+        return reads
+
+    def _attach(
+        self, fetch: Fetch, found: Sequence[Slot], later: dict[int, Want]
+    ) -> tuple[int, int]:
+        """Fill ``fetch`` and have it wait; its blocks in the host level, and on their way."""
+        hits, sources = 0, list[str]()
+        now, first = self._shared.clock.now(), fetch.length
+        keys = fetch.keys[first : first + len(found)]
+        for index, (key, slot) in enumerate(zip(keys, found, strict=True), first):
+            if index in later:
+                sources.append(later[index].level.name)
+            elif slot == NO_SLOT:
+                arrival = self._arrivals[key]
+                sources.append(arrival.level)
+                arrival.waiters.append((fetch, index))
+            else:
+                sources.append(self._host.name)
+                hits += 1
+                self._write_on_hit(key, slot, self._host.index.hit(slot, now))
+        fetch.extend(found, sources)
+        return hits, len(found) - hits - len(later)
+
+    def count(self, asked: int, hits: int, joined: int, there: Mapping[Level, int]) -> None:
+        """Count a fetch, with the lock held: a level is asked for what no hotter one has.
+
+        ``there`` says how many blocks each level has.
+        """
+        host = self._host.stats
+        host.queries += asked
+        host.hits += hits
+        host.joined += joined
+        asked = max(0, asked - hits - joined)  # 0 of a fetch that was counted and has grown
+        for level in self._levels:
+            if level.readable:
+                level.stats.queries += asked
+                asked = max(0, asked - there.get(level, 0))
+
+    def _write_on_hit(self, key: BlockKey, slot: Slot, hits: int) -> None:
+        """Offer a block to a write-through level that asks for just this many hits."""
+        for level in self._levels:
+            if level.rule.when == "commit" and 0 < level.rule.min_hits == hits:
+                level.offer(key, slot, self._host.index.meta(slot), stays=True)
+
+    def _start(self, read: Read) -> None:
+        """Begin to read a batch from a level (loop thread)."""
+        self._run(partial(self._bring, read), f"kvladder-read-{read.level.name}")
+        read.level.wake()
+
+    async def _bring(self, read: Read) -> None:
+        """Read a batch, publish what came, look further down for what did not."""
+        number, level, batch, mark = read
+        del self._unread[number]
+        found: Sequence[bool] = [False] * len(batch)
+        try:
+            found = await level.read(batch)
+        finally:
+            with self._lock:
+                level.pace.came(mark, len(batch), self._shared.clock.now(), found=any(found))
+                reads = self._reads(self._land(level, batch, found))
+                self._landed()
+        for retry in reads:
+            self._start(retry)
+
+    def _land(
+        self, level: Level, batch: Sequence[Item], found: Sequence[bool]
+    ) -> dict[Level, list[Item]]:
+        """End these arrivals, tail first; what is to be read from levels below instead."""
+        retries: dict[Level, list[Item]] = {}
+        if all(found) and land_alike(level, batch, self._host, self._shared, self._arrivals):
+            return retries
+        here: list[BlockKey] = []
+        for item, ok in zip(reversed(batch), reversed(found), strict=True):
+            arrival = self._arrivals[item.key]
+            wanted = [(f, i) for f, i in arrival.waiters if f.waits_for(i)]
+            if ok and not arrival.dead:
+                if self._arrived(item.key, arrival, wanted):
+                    here.append(item.key)
+                level.stats.hits += 1
+                continue
+            self._shared.arena.release([arrival.slot])
+            retry = None
+            if not ok and wanted and not arrival.dead and not self._closed:
+                retry = self._reroute(level, item.key, arrival, wanted)
+            if retry is None:
+                del self._arrivals[item.key]
+            else:
+                retries.setdefault(retry[0], []).insert(0, retry[1])
+            for fetch, index in wanted:
+                if retry is None or not fetch.levels & retry[0].bit:
+                    fetch.failed(index)
+        here.reverse()
+        self._shared.events.stored(self._host.name, here)
+        return retries
+
+    def _arrived(
+        self, key: BlockKey, arrival: Arrival, wanted: Sequence[tuple[Fetch, int]]
+    ) -> bool:
+        """Hand the slot over to the host level, if that takes it, and to those who wait for it."""
+        del self._arrivals[key]
+        slot = arrival.slot
+        self._shared.arena.share([slot] * len(wanted))
+        is_taken = self._host.admits(arrival.meta)
+        if is_taken:
+            self._host.insert(key, slot, arrival.meta, pins=len(wanted))
+        else:
+            self._shared.arena.release([slot])
+        for fetch, index in wanted:
+            fetch.arrived(index, slot, arrival.level)
+        return is_taken
+
+    def _reroute(
+        self, level: Level, key: BlockKey, arrival: Arrival, wanted: Sequence[tuple[Fetch, int]]
+    ) -> tuple[Level, Item] | None:
+        """Have a block that ``level`` did not deliver come from below it, into another slot."""
+        mask = reduce(int.__or__, [fetch.levels for fetch, _ in wanted])
+        below = among([lower for lower in level.below if lower.readable], mask)
+        want = source(below, 0, key)
+        slots = [] if want is None else self._host.room(1, arrival.meta.priority)
+        if want is None or not slots:
+            return None
+        want.level.places.begin_reads([want.place])
+        arrival.slot, arrival.level, arrival.bit = slots[0], want.level.name, want.level.bit
+        item = Item(key, want.place, slots[0])
+        return want.level, item
+
+    # ---- for Fetch
+
+    def late(self, levels: Sequence[str]) -> None:
+        """Count blocks that have not arrived at their deadline."""
+        with self._lock:
+            for level in self._levels:
+                level.stats.late += levels.count(level.name)
+
+    def unpin(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
+        """Give pinned slots back, in steps, the tail first."""
+        for end in range(len(keys), 0, -BULK_STEP):
+            start = max(0, end - BULK_STEP)
+            with self._lock:
+                self._host.unpin(keys[start:end], slots[start:end])
+
+    def discard(self, keys: Sequence[BlockKey]) -> None:
+        """Forget blocks whose bytes turned out to be of no use."""
+        self._discard(keys)
+
+    async def aclose(self) -> None:
+        """End every load; what has not arrived is a miss."""
+        self._closed = True
+        while self._parked:
+            with self._lock:
+                self._drop_parked()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        while self._unread:
+            with self._lock:
+                _, (_, level, batch, _) = self._unread.popitem()
+                level.places.end_reads([item.place for item in batch])
+                self._land(level, batch, [False] * len(batch))
+
+    def check(self) -> None:
+        """Assert what must hold of every arrival; for tests."""
+        check_arrivals(self._arrivals, self._host, self._shared.arena, self._max)

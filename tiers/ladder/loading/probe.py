@@ -1,0 +1,181 @@
+"""Questions to shared tiers: what others have put there, asked ahead and remembered briefly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvladder.keys import BlockKey
+from kvladder.lock import STEP
+from kvladder.policy.worth import Pace
+from kvladder.tiers.base import Shared
+from kvladder.tiers.ladder.level import Level
+from kvladder.tiers.ladder.loading.fetch import Fetch, among
+
+ABSENT_MAX = 4096
+"""How many prefixes are remembered to end somewhere."""
+
+
+@dataclass(eq=False)
+class Question:
+    """A question under way: whoever has the same one waits for its answer."""
+
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+    is_void: bool = False
+    """Whether everything was removed meanwhile."""
+    removed: set[BlockKey] = field(default_factory=set[BlockKey])
+    """What was removed meanwhile: it may be gone by now, whatever the answer says."""
+
+
+class Prober:
+    """Asks the shared levels of a stack how a prefix goes on, and takes what they say into them.
+
+    From then on the blocks are in the index of their level like any that were put from here; the
+    index is only a guess, and a read that finds nothing takes a block out again. Sync methods are
+    called with the stack's lock held, coroutines run on the loop thread.
+
+    Parameters
+    ----------
+    known:
+        Whether a block is in some level, or on its way, without asking.
+    grow:
+        Has a fetch go on with what is known.
+    """
+
+    def __init__(
+        self,
+        levels: Sequence[Level],
+        shared: Shared,
+        known: Callable[[BlockKey], bool],
+        grow: Callable[[Fetch], None],
+    ) -> None:
+        self._levels = [level for level in levels if level.tier.shared]
+        self._shared = shared
+        self._known = known
+        self._grow = grow
+        self._absent: dict[BlockKey, float] = {}
+        self._questions: dict[BlockKey, Question] = {}
+        self.pace = Pace()
+        """How long answers take, with the stack's lock held."""
+
+    def may_know(self, key: BlockKey, mask: int) -> bool:
+        """Whether a prefix that ends before ``key`` may go on in one of these levels, asked now."""
+        if not any(level.answers for level in among(self._levels, mask)):
+            return False
+        return self._absent.get(key, 0.0) <= self._shared.clock.now()
+
+    def recall(self, key: BlockKey) -> None:
+        """The block was removed: no answer to an earlier question brings it back."""
+        for question in self._questions.values():
+            question.removed.add(key)
+
+    def void(self) -> None:
+        """Everything was removed: the answers to earlier questions are of no use."""
+        for question in self._questions.values():
+            question.is_void = True
+
+    async def follow(self, fetch: Fetch) -> None:
+        """Ask, and have ``fetch`` go on, as long as that brings it further."""
+        asked = -1
+        try:
+            while fetch.asking and asked < len(fetch.planned):
+                asked = len(fetch.planned)
+                await self.ask(fetch.keys[asked:], fetch.salt)
+                self._grow(fetch)
+        finally:
+            with self._shared.lock:
+                fetch.ask(asking=False)
+
+    async def ask(self, keys: Sequence[BlockKey], salt: bytes) -> None:
+        """Ask how a prefix of a salt goes on with ``keys``, the first of which is not known.
+
+        After it the levels' indexes have what is there, up to the first block that is not.
+        """
+        question = self._questions.get(keys[0])
+        if question is not None:
+            await question.answered.wait()
+            return
+        question, found = Question(), dict[BlockKey, Level]()
+        with self._shared.lock:  # whoever removes blocks looks through the questions
+            self._questions[keys[0]] = question
+            mark = self.pace.asked(1, self._shared.clock.now())
+        try:
+            await self._find(keys, found, question.removed)
+        finally:
+            try:
+                self._adopt(keys, salt, found, question)
+            finally:
+                with self._shared.lock:
+                    self.pace.came(mark, 1, self._shared.clock.now(), found=True)
+                    del self._questions[keys[0]]
+                question.answered.set()
+
+    async def _find(
+        self, keys: Sequence[BlockKey], found: dict[BlockKey, Level], removed: set[BlockKey]
+    ) -> None:
+        """Ask the levels, hottest first, batch by batch until one has a hole."""
+        unique, unknown = list(dict.fromkeys(keys)), list[BlockKey]()
+        for start in range(0, len(unique), STEP):
+            with self._shared.lock:
+                new = [key for key in unique[start : start + STEP] if not self._known(key)]
+                leaving = (k for k in new if any(level.leaving(k) for level in self._levels))
+                removed.update(leaving)  # they may be gone when the answer is here
+            unknown += new
+        step = min(level.tier.probe_max or level.tier.batch_max for level in self._levels)
+        for start in range(0, len(unknown), step):
+            left = unknown[start : start + step]
+            for level in self._levels:
+                answers = await level.probe(left)
+                found.update((key, level) for key, ok in zip(left, answers, strict=True) if ok)
+                left = [key for key in left if key not in found]
+                if not left:
+                    break
+            if left:
+                return
+
+    def _adopt(
+        self,
+        keys: Sequence[BlockKey],
+        salt: bytes,
+        found: dict[BlockKey, Level],
+        question: Question,
+    ) -> None:
+        """Take what was found into the levels, head first and without a hole."""
+        spare = set(keys)
+        for start in range(0, len(keys), STEP):
+            with self._shared.lock:
+                if question.is_void:
+                    return
+                wanted: dict[Level, list[BlockKey]] = {}
+                is_whole = self._wanted(keys[start : start + STEP], found, question, wanted)
+                for level, adopted in wanted.items():
+                    level.adopt(adopted, salt, spare)
+            if not is_whole:
+                return
+
+    def _wanted(
+        self,
+        keys: Sequence[BlockKey],
+        found: dict[BlockKey, Level],
+        question: Question,
+        wanted: dict[Level, list[BlockKey]],
+    ) -> bool:
+        """Which levels are to take which of ``keys``; False where a hole ends the prefix."""
+        for key in keys:
+            if self._known(key):
+                continue
+            level = found.get(key)
+            if level is None or key in question.removed:
+                self._remember(key)
+                return False
+            wanted.setdefault(level, []).append(key)
+        return True
+
+    def _remember(self, key: BlockKey) -> None:
+        """Until a while from now nobody need ask about this block again."""
+        while len(self._absent) >= ABSENT_MAX:
+            del self._absent[next(iter(self._absent))]
+        self._absent.pop(key, None)
+        longest = max(level.tier.probe_cache_s for level in self._levels)
+        self._absent[key] = self._shared.clock.now() + longest

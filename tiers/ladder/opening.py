@@ -1,0 +1,222 @@
+"""The start of a level: its tier is opened and says what it has, at once or in the background."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from types import NoneType
+from typing import TYPE_CHECKING, cast
+
+from kvladder.errors import ConfigError, TierError
+from kvladder.keys import KEY_BYTES, SALT_BYTES, BlockKey
+from kvladder.lock import STEP
+from kvladder.policy.eviction import PRIORITY_MAX
+from kvladder.tiers.base import Item, TierContext
+from kvladder.tiers.ladder.gate import contained
+
+if TYPE_CHECKING:
+    from kvladder.tiers.ladder.level import Level
+
+OPEN_TIMEOUT_S = 30.0
+"""How long the start of a cache waits for a tier: after it, the cache goes on without the level."""
+TERMS_MAX = 7
+_ENDS = {NoneType, int, float}
+
+
+class Opening:
+    """Has the tier of a level opened and takes back what it recovers.
+
+    Only settings that are wrong are an error. A tier that raises anything else, or takes too long,
+    leaves its level out: that is said once, and the level comes in when its tier is open. What has
+    failed is tried again, with the pauses of a breaker; what hangs is waited for. All on the loop.
+    """
+
+    def __init__(self, level: Level) -> None:
+        self._level = level
+        self._call: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._is_late = False
+        self.why = ""
+        """Why the level is left out now; empty if it is not."""
+        self.unwanted: set[BlockKey | bytes | None] = set()
+        """What a user had removed meanwhile: blocks, salts, or None for all; with the lock held."""
+
+    async def begin(self, context: TierContext) -> None:
+        """Wait until the level is open, or left out.
+
+        Raises
+        ------
+        ConfigError
+            The tier cannot work as configured.
+        """
+        self._level.gate.absent = True
+        first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        name = f"kvladder-open-{self._level.name}"
+        self._task = asyncio.create_task(self._open(context, first), name=name)
+        await asyncio.wait({first}, timeout=OPEN_TIMEOUT_S)
+        self._is_late = True
+        if first.done():
+            first.result()
+        else:
+            first.cancel()
+            self._leave_out(f"it has not opened within {OPEN_TIMEOUT_S:g} s")
+
+    async def _open(self, context: TierContext, first: asyncio.Future[None]) -> None:
+        tier, settings = self._level.tier, self._level.settings.gate.breaker
+        steps: list[Callable[[], Awaitable[None]]] = [lambda: tier.open(context), self._recover]
+        pause_s = settings.retry_s
+        while steps:
+            error = await self._attempt(steps[0])
+            if error is None:
+                del steps[0]
+                continue
+            is_final = isinstance(error, ConfigError)
+            if is_final and not first.done():
+                first.set_exception(error)
+                return
+            verb = "open" if len(steps) > 1 else "say what it has"
+            self._leave_out(f"it failed to {verb}: {error!r}")
+            if not first.done():
+                first.set_result(None)
+            if is_final:  # to try again is no use
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, settings.retry_max_s)
+        self.why = ""
+        self._level.opened()
+        if not first.done():
+            first.set_result(None)
+
+    async def _attempt(self, step: Callable[[], Awaitable[None]]) -> BaseException | None:
+        """Do a step, in a task of its own, as whatever it raises must not reach this one."""
+
+        async def trying() -> None:
+            await contained(step())
+
+        self._call = asyncio.create_task(trying(), name=f"kvladder-call-{self._level.name}")
+        self._call.add_done_callback(lambda call: call.cancelled() or call.exception())
+        await asyncio.wait({self._call})
+        if self._call.cancelled():
+            return TierError("it cancelled the call")
+        return self._call.exception()
+
+    def _leave_out(self, why: str) -> None:
+        if not self.why:
+            name = self._level.name
+            then = "the cache goes on without it, and takes it when it is open"
+            self._level.shared.notices.say(
+                f"{name} open", f"tier {name} is left out: {why}: {then}"
+            )
+        self.why = why
+
+    async def aclose(self, *, timeout_s: float) -> None:
+        """Give up; what hangs is waited for so long, and left behind."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        if self._call is not None and not self._call.done():
+            self._call.cancel()
+            await asyncio.wait({self._call}, timeout=timeout_s)
+
+    # ---- what is there
+
+    async def _recover(self) -> None:
+        """Hold what the tier recovered; what is not to be held any more is removed for good.
+
+        A block that expired while no process ran must not come back with a clock that is set back,
+        and its bytes must be found by a purge. What cannot be a block is passed over.
+        """
+        level = self._level
+        if not level.tier.durable:
+            return
+        taken, gone, places = bytearray(level.capacity_blocks), list[Item](), list[int]()
+        strange = 0
+        try:
+            async for batch in level.tier.recover():
+                given = cast("object", batch)
+                if not isinstance(given, Sequence):
+                    strange += 1
+                    continue
+                is_sound = level.tier.recovers_checked
+                items = batch if is_sound else self._sound(batch, taken)
+                strange += len(batch) - len(items)
+                places += [item.place for item in items]
+                for start in range(0, len(items), STEP):
+                    gone += self._hold(items[start : start + STEP])
+        except BaseException:
+            self._drop()
+            raise
+        level.take(places, gone)
+        if strange:
+            what = f"{strange} of the blocks that tier {level.name} said it has cannot be blocks"
+            level.shared.notices.say(f"{level.name} recover", f"{what}, and are passed over")
+
+    def _hold(self, items: Sequence[Item]) -> list[Item]:
+        """Hold those that are to be held, and return the others."""
+        level, clock = self._level, self._level.shared.clock
+        least, wall_s = level.rule.min_priority, clock.wall()
+        with level.shared.lock:
+            unwanted = self.unwanted
+            kept = [
+                item
+                for item in items
+                if item.floor >= least
+                and (item.expires_wall_s is None or item.expires_wall_s > wall_s)
+                and not (unwanted and unwanted & {None, item.salt or item.key, item.key})
+            ]
+            level.index.fill(kept, clock.now() - wall_s, level.bit)
+            if self._is_late:  # before that, whoever listens asks what is there
+                level.shared.events.stored(level.name, [item.key for item in kept])
+        if len(kept) == len(items):
+            return []
+        places = {item.place for item in kept}
+        return [item for item in items if item.place not in places]
+
+    def _drop(self) -> None:
+        """Hold nothing of what was recovered before it failed: it will be told again."""
+        level = self._level
+        for start in range(0, level.index.places, STEP):
+            with level.shared.lock:
+                keys = level.index.held(start, start + STEP)
+                level.drop(keys)
+                if self._is_late:
+                    level.shared.events.removed(level.name, keys, "lost")
+
+    def _sound(self, items: Sequence[Item], taken: bytearray) -> Sequence[Item]:
+        """Those of a batch that are blocks, each key and each place once; marks their places."""
+        with suppress(TypeError, ValueError, AttributeError, IndexError):
+            keys, places, _, priorities, floors, ends_s, salts, terms, *_ = zip(*items, strict=True)
+            if (
+                {*map(type, items)} == {Item}
+                and {*map(type, keys)} == {bytes}
+                and {*map(len, keys)} == {KEY_BYTES}
+                and {*map(type, ends_s)} <= _ENDS
+                and all(type(salt) is bytes and len(salt) in {0, SALT_BYTES} for salt in {*salts})
+                and all(_whole(said, PRIORITY_MAX) for said in {*priorities, *floors})
+                and all(_whole(said, TERMS_MAX) for said in {*terms})
+                and len({*keys}) == len(keys) == len({*places})
+                and min(places) >= 0
+                and not any(map(taken.__getitem__, places))
+                and self._level.index.disjoint(keys)
+            ):
+                for place in places:
+                    taken[place] = 1
+                return items
+        return self._some(items, taken) if len(items) > 1 else []
+
+    def _some(self, items: Sequence[Item], taken: bytearray) -> list[Item]:
+        """Those of a batch that are blocks, where not all are."""
+        found: dict[BlockKey, Item] = {}
+        for item in items:
+            if self._sound([item], taken):
+                if item.key in found:
+                    taken[item.place] = 0
+                else:
+                    found[item.key] = item
+        return list(found.values())
+
+
+def _whole(said: object, most: int) -> bool:
+    """Whether it is a whole number from 0 to ``most``."""
+    return isinstance(said, int) and 0 <= said <= most

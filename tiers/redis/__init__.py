@@ -1,0 +1,1 @@
+"""A tier over Redis or Valkey: values, the servers that have them, replies, quotas."""

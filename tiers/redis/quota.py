@@ -1,0 +1,287 @@
+"""Quotas of a Redis tier: what each tenant has on the servers, by counters that stand there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from math import inf
+from typing import Any
+
+from kvladder.errors import ConfigError, TierFull
+from kvladder.tiers.redis.nodes import Command, Entrance, exchange, hang_up
+from kvladder.tiers.redis.resp import Target, encode
+from kvladder.tiers.redis.servers import Outcome, Servers
+from kvladder.tiers.redis.url import Address, QuotaOptions
+from kvladder.tiers.redis.value import HEADER_BYTES, salt_and_length
+
+STEP_KEYS = 1000
+"""How many keys a step looks at; in between the server serves others."""
+Run = Callable[[Sequence[Command]], Awaitable[Sequence[Outcome]]]
+
+
+async def scan(entrance: Entrance, connection: Any, prefix: bytes) -> AsyncIterator[list[bytes]]:
+    """The keys of a namespace's blocks and of their parts, step by step, some steps empty.
+
+    ``connection`` is one of redis-py's.
+    """
+    cursor: int | bytes = -1
+    while int(cursor):
+        step = (max(0, int(cursor)), "MATCH", prefix + b"{*", "COUNT", STEP_KEYS)
+        cursor, names = await entrance.reply(connection, "SCAN", *step)
+        yield names
+
+
+async def heads(names: Sequence[bytes], run: Run) -> dict[bytes, tuple[bytes, int]]:
+    """Of those keys under which a header of ours lies: its salt, and the bytes it describes."""
+    if not names:
+        return {}
+    read = [memoryview(bytearray(HEADER_BYTES)) for _ in names]
+    await run(
+        [
+            Command(name, encode(b"GETRANGE", name, 0, HEADER_BYTES - 1), Target(head, head[:0]))
+            for name, head in zip(names, read, strict=True)
+        ]
+    )
+    told = zip(names, map(salt_and_length, read), strict=True)
+    return {name: own for name, own in told if own is not None}
+
+
+ALL = b"all"
+"""The field with the bytes of the whole namespace; those of salts have 8 bytes as names."""
+RETRY_MS = 60_000
+"""How soon somebody may count again after a recount that failed."""
+KNOWN_MAX = 1 << 16
+"""Of how many salts an engine remembers what they have."""
+
+
+class Quotas:
+    """What the blocks of a namespace and of each salt in it come to, and how much they may.
+
+    Engines that share the servers add up, in a hash there, what they store and remove; a batch
+    says so on its way and hears what all have. From time to time one of them counts the blocks:
+    what the servers evicted or expired meanwhile, and what an engine that died had still to say,
+    is put right then.
+
+    Parameters
+    ----------
+    prefix:
+        Of the namespace's keys.
+    value_bytes:
+        The most that a block takes.
+    """
+
+    def __init__(self, options: QuotaOptions, prefix: bytes, value_bytes: int) -> None:
+        self._options = options
+        self._prefix = prefix
+        self._value_bytes = value_bytes
+        self.counters = prefix + b"bytes"
+        self.turn = prefix + b"recount"
+        """Is there while nobody need count again."""
+        self._known: dict[bytes, int] = {}
+        self._owed: Counter[bytes] = Counter()
+        """What the servers have not been told yet."""
+        self._full: set[bytes] = set()
+        """Salts that had nothing to spare when somebody asked."""
+        self._fresh: set[bytes] | None = None
+        """Blocks that were stored from here since a recount began, while one is under way."""
+        for name, limit in (("namespace", options.namespace), ("tenant", options.tenant)):
+            if limit is not None and limit < value_bytes:
+                hint = f"expected at least a block, {value_bytes} bytes"
+                raise ConfigError(str(limit), path=f"quota.{name}", hint=hint)
+
+    def __bool__(self) -> bool:
+        return self._options.namespace is not None or self._options.tenant is not None
+
+    def describe(self) -> str:
+        """The limits, for people."""
+        parts = {"in all": self._options.namespace, "each salt": self._options.tenant}
+        limits = [f"{limit} {what}" for what, limit in parts.items() if limit is not None]
+        every = f", counted anew every {self._options.recount}"
+        return ", ".join(limits) + every if limits else "none"
+
+    @property
+    def total_bytes(self) -> int:
+        """What the namespace has, as last heard."""
+        return max(0, self._known.get(ALL, 0) + self._owed[ALL])
+
+    def spare(self, salt: bytes) -> float:
+        """How many more blocks of this salt there may be; any number without a salt."""
+        limit = self._options.tenant
+        if limit is None or not salt:
+            return inf
+        used = self._known.get(salt, 0) + self._owed[salt]
+        found = max(0, (limit - used) // self._value_bytes)
+        if not found:
+            self._full.add(salt)
+        return found
+
+    # ---- what this engine stores and removes
+
+    async def run(
+        self,
+        servers: Servers,
+        commands: Sequence[Command],
+        charges: Mapping[int, tuple[bytes, int]],
+        limit_s: float | None = None,
+    ) -> Sequence[Outcome]:
+        """Run commands that store blocks, and add in the same batch what they come to.
+
+        ``charges`` has salt and bytes of a block for the command that makes it visible. Raises
+        TierFull if they are more than the namespace may have.
+        """
+        if not (self and charges):
+            return await servers.run(commands, limit_s)
+        limit, wanted = self._options.namespace, sum(size for _, size in charges.values())
+        if limit is not None and self.total_bytes + wanted > limit:
+            raise TierFull(f"the quota of the namespace, {limit}, is used up")
+        if self._fresh is not None:
+            self._fresh.update(commands[index].key for index in charges)
+        for salt, size in charges.values():
+            self.add(salt, size)
+        owed, told = self._telling(salt for salt, _ in charges.values())
+        outcomes: Sequence[Outcome] = [None] * len(commands)
+        try:
+            found = await servers.run([*commands, *told], limit_s)
+            outcomes = found[: len(commands)]
+            self._heard(owed, found[len(commands) :])
+        except BaseException:
+            self._owed.update(owed)
+            raise
+        finally:
+            for index, (salt, size) in charges.items():
+                if outcomes[index] != b"OK":  # it was there already, or was not stored
+                    self.add(salt, -size)
+        await self.settle(servers)
+        return outcomes
+
+    def add(self, salt: bytes, count_bytes: int) -> None:
+        """Blocks of a salt have come, or gone if that is negative."""
+        for field in (ALL, salt) if salt else (ALL,):
+            self._owed[field] += count_bytes
+
+    async def settle(self, servers: Servers) -> None:
+        """Tell the servers what they have not been told yet."""
+        if any(self._owed.values()):
+            await self._tell(servers, ())
+
+    async def refresh(self, servers: Servers) -> None:
+        """Hear how much the namespace has by now, and the salts that had nothing to spare."""
+        full, self._full = self._full, set()
+        await self._tell(servers, full)
+
+    async def _tell(self, servers: Servers, salts: Iterable[bytes]) -> None:
+        owed, told = self._telling(salts)
+        try:
+            self._heard(owed, await servers.run(told))
+        except BaseException:
+            self._owed.update(owed)
+            raise
+
+    def forget(self) -> None:
+        """The counters are gone, with all blocks."""
+        self._known.clear()
+        self._owed.clear()
+
+    def _telling(self, salts: Iterable[bytes]) -> tuple[dict[bytes, int], list[Command]]:
+        """What tells the servers all that is owed, and asks what these salts have."""
+        owed = {field: 0 for field in (ALL, *salts) if field} | dict(self._owed)
+        self._owed.clear()
+        told = [
+            Command(self.counters, encode(b"HINCRBY", self.counters, field, count))
+            for field, count in owed.items()
+        ]
+        return owed, told
+
+    def _heard(self, owed: Mapping[bytes, int], outcomes: Sequence[Outcome]) -> None:
+        """What came of that; what failed is still owed."""
+        for (field, count), outcome in zip(owed.items(), outcomes, strict=True):
+            if not isinstance(outcome, int):
+                self._owed[field] += count
+                continue
+            self._known.pop(field, None)
+            if len(self._known) >= KNOWN_MAX:
+                del self._known[next(iter(self._known))]
+            self._known[field] = outcome
+
+    # ---- all that is there
+
+    async def recount(self, entrance: Entrance, servers: Servers) -> None:
+        """Count the blocks and put the counters right, if it is time and nobody else did.
+
+        What others write meanwhile may count twice until the next time, what is removed meanwhile
+        may count less.
+
+        Raises
+        ------
+        TierError, OSError
+            A server could not be asked; the counters are as they were, and somebody may try again
+            after ``RETRY_MS``.
+        """
+        period_ms = int(self._options.recount * 1000)
+        turn = encode(b"SET", self.turn, b"1", b"NX", b"PX", period_ms)
+        async with asyncio.timeout(entrance.limit_s):
+            (mine,) = await servers.run([Command(self.turn, turn)])
+        if mine != b"OK":
+            return
+        try:
+            await self._recount(entrance, servers)
+        except Exception:
+            turn = encode(b"SET", self.turn, b"1", b"PX", min(period_ms, RETRY_MS))
+            async with asyncio.timeout(entrance.limit_s):
+                await servers.run([Command(self.turn, turn)])
+            raise
+
+    async def _recount(self, entrance: Entrance, servers: Servers) -> None:
+        connection = await entrance.connect(await servers.where(self.counters))
+        try:
+            counted = await entrance.reply(connection, "HGETALL", self.counters)
+        finally:
+            await hang_up(connection)
+        found: Counter[bytes] = Counter()
+        self._fresh = set()  # what is added from now on is not in these counters
+        try:
+            for address in await servers.addresses():
+                await self._count(entrance, address, self._fresh, found)
+        finally:
+            self._fresh = None
+        async with asyncio.timeout(entrance.limit_s):
+            await self._correct(servers, found, counted)
+
+    async def _correct(
+        self, servers: Servers, found: Counter[bytes], counted: Mapping[bytes, bytes]
+    ) -> None:
+        """Make the counters what was found, from what they were."""
+        for field in found.keys() | counted.keys():
+            self._owed[field] += found[field] - int(counted.get(field, 0))
+        await self.settle(servers)
+        dead = [field for field, count in counted.items() if not found[field] and not int(count)]
+        if dead:  # salts come and go
+            await servers.run([Command(self.counters, encode(b"HDEL", self.counters, *dead))])
+
+    async def _count(
+        self, entrance: Entrance, address: Address, fresh: set[bytes], found: Counter[bytes]
+    ) -> None:
+        """Add what lies on one server and is not fresh."""
+        connection = await entrance.connect(address)
+        try:
+            wire, _ = await entrance.wire(address)
+        except BaseException:
+            await hang_up(connection)
+            raise
+
+        async def run(commands: Sequence[Command]) -> Sequence[Outcome]:
+            async with asyncio.timeout(entrance.limit_s):
+                return await exchange(wire, commands)
+
+        try:
+            # newer servers can be asked not to take blocks that are looked at for used
+            await run([Command(b"", encode(b"CLIENT", b"NO-TOUCH", b"ON"))])
+            async for names in scan(entrance, connection, self._prefix):
+                whole = [name for name in names if name.endswith(b"}") and name not in fresh]
+                for salt, length in (await heads(whole, run)).values():
+                    size = HEADER_BYTES + length
+                    found.update({field: size for field in (ALL, salt) if field})
+        finally:
+            wire.abort()
+            await hang_up(connection)
