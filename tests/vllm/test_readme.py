@@ -43,7 +43,7 @@ def serve(folder: Path, command: str, when: str) -> Server:
 
 def require_few_lines(server: Server) -> None:
     """What kvladder said is printed by vLLM, and is not much."""
-    own = [line for line in server.log.read_text().splitlines() if "[vllm_log.py:" in line]
+    own = [line for line in server.log.read_text().splitlines() if "[log.py:" in line]
     assert all(line.startswith("(EngineCore pid=") for line in own)
     assert "kvladder is ready" in own[0] + own[-1]
     assert 3 <= len(own) <= SUMMARY_LINES_MAX
