@@ -7,6 +7,7 @@ disk, though it had expired by a clock that ran ahead and that is set back after
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -76,12 +77,7 @@ def test_what_expired_by_a_clock_that_ran_ahead_is_purged_for_good(mode: Mode) -
         sim_run(fill(disk))
         disk.crash("keep")
         assert on_disk(disk, RED) == len(RED), "they can be told"
-        disk.crash_at = disk.calls + number
-        cut = False
-        try:
-            sim_run(purge_ahead(disk))
-        except PowerCut:
-            cut = True
+        cut = disk.cuts(number, partial(sim_run, purge_ahead(disk)))
         disk.crash(mode)
         if cut:
             sim_run(purge_ahead(disk))

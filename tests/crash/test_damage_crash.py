@@ -6,6 +6,7 @@ was not stored, and the capacity is kept by all processes together, whenever one
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import count
 
 import pytest
@@ -132,12 +133,7 @@ def test_one_of_two_processes_ends_at_every_call(mode: Mode) -> None:
     for number in count(1):
         disk = new_disk(seed=number)
         machines = Machine(disk), Machine(disk)
-        disk.crash_at = disk.calls + number
-        cut = False
-        try:
-            sim_run(both(*machines))
-        except PowerCut:
-            cut = True
+        cut = disk.cuts(number, partial(sim_run, both(*machines)))
         disk.crash(mode)
         for machine in machines:
             machine.errors.clear()

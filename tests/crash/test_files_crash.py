@@ -7,6 +7,7 @@ and key at most once, nothing written aside is left over, and the capacity is ho
 from __future__ import annotations
 
 import errno
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -60,12 +61,7 @@ def test_the_power_goes_at_every_call(mode: Mode, kind: type[Machine]) -> None:
         disk = new_disk(seed=number)
         before(disk)
         machine = kind(disk)
-        disk.crash_at = disk.calls + number
-        cut = False
-        try:
-            sim_run(live(machine))
-        except PowerCut:
-            cut = True
+        cut = disk.cuts(number, partial(sim_run, live(machine)))
         disk.crash(mode)
         sim_run(machine.check(all_kept=mode == "keep"))
         machine.close()

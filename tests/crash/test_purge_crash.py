@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 
 import pytest
@@ -19,7 +20,7 @@ from kvladder.tiers.base import Item
 from kvladder.tiers.files.purge import Purged, purge_files
 from kvladder.tiers.files.tier import FilesTier
 from tests.crash.harness import CAPACITY, ROOT, STRANGERS, Machine, data, key, new_disk
-from tests.kit.disk import MODES, FakeDisk, Mode, PowerCut
+from tests.kit.disk import MODES, FakeDisk, Mode
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]
 
@@ -118,12 +119,7 @@ def test_the_power_goes_at_every_call_of_a_purge(mode: Mode, salt: str | None) -
         disk = machine.disk
         if mode == "misdirect":  # a block that lies within another, whole one is not found
             disk.crash("keep")
-        disk.crash_at = disk.calls + number
-        cut = False
-        try:
-            purge(disk, salt)
-        except PowerCut:
-            cut = True
+        cut = disk.cuts(number, partial(purge, disk, salt))
         disk.crash(mode)
         if cut:
             purge(disk, salt)
@@ -167,12 +163,7 @@ def test_the_power_goes_while_a_salts_places_are_used_again(mode: Mode, *, runs:
         machine = filled(seed=number)
         disk = machine.disk
         disk.crash("keep")
-        disk.crash_at = disk.calls + number
-        cut = False
-        try:
-            sim_run(reuse(machine))
-        except PowerCut:
-            cut = True
+        cut = disk.cuts(number, partial(sim_run, reuse(machine)))
         disk.crash(mode)
         if runs:
             sim_run(erase(machine))

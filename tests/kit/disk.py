@@ -116,6 +116,15 @@ class FakeDisk(Disk):
 
     # ---- faults
 
+    def cuts(self, number: int, work: Callable[[], object]) -> bool:
+        """Do ``work`` while the power goes at the ``number``-th call; whether it got that far."""
+        self.crash_at = self.calls + number
+        try:
+            work()
+        except PowerCut:
+            return True
+        return False
+
     def crash(self, mode: Mode) -> None:
         """Cut the power and turn it on again: see ``Mode`` for what is left."""
         files = {id(f): f for f in (*self._names.values(), *self._durable_names.values())}

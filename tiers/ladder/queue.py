@@ -120,7 +120,7 @@ class Inbox:
         """How many more may wait."""
         return self._max - len(self._blocks)
 
-    def lacks(self, keys: Iterable[BlockKey]) -> bool:
+    def disjoint(self, keys: Iterable[BlockKey]) -> bool:
         """Whether none of ``keys`` waits."""
         return self._blocks.keys().isdisjoint(keys)
 

@@ -113,7 +113,7 @@ class Writer:
     ) -> bool:
         """``offer`` each, if that is as simple for all of them; else nothing has changed."""
         inbox = self._inbox
-        if len(keys) > inbox.room or not inbox.lacks(keys):
+        if len(keys) > inbox.room or not inbox.disjoint(keys):
             return False
         if not (self._writing.keys().isdisjoint(keys) and self._limbo.keys().isdisjoint(keys)):
             return False

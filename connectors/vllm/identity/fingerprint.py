@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from kvladder.connectors.vllm.checks import vllm_version
-from kvladder.connectors.vllm.identity import given as vllm_given
+from kvladder.connectors.vllm.identity import given
 from kvladder.connectors.weights import SUFFIXES, downloaded
 from kvladder.errors import ConfigError
 
@@ -25,7 +25,7 @@ FILES_LEFT_OUT: Final[Mapping[str, str]] = {
 }
 """Reasons, and the files and folders of a model's folder that each is true of."""
 
-_FILES: Final = vllm_given.left_out(FILES_LEFT_OUT)
+_FILES: Final = given.left_out(FILES_LEFT_OUT)
 
 LIBRARIES: Final = ("torch", "transformers", "triton", "flashinfer-python")
 """What vLLM computes with, or lets read a model's files, in versions that it does not choose."""
@@ -38,8 +38,8 @@ def model_fields(vllm_config: Any) -> dict[str, str]:
     """The fields that the configuration gives, and the files and code that it names."""
     return {
         "engine": "vllm",
-        **prefixed("vllm", vllm_given.settings(vllm_config)),
-        **prefixed("environment", vllm_given.switches()),
+        **prefixed("vllm", given.settings(vllm_config)),
+        **prefixed("environment", given.switches()),
         **folder_fields(_folders(vllm_config)),
         **prefixed("code", _remote_code(vllm_config.model_config)),
         **code_fields(),
@@ -69,7 +69,7 @@ def code_fields() -> dict[str, str]:
 def folder_fields(folders: Mapping[str, Path]) -> dict[str, str]:
     """By role and path in it, digests of the files in folders, but for those in the list above."""
     return {
-        f"{role}/{file.relative_to(folder)}": vllm_given.digest(file)
+        f"{role}/{file.relative_to(folder)}": given.digest(file)
         for role, folder in folders.items()
         for file in _files(folder)
     }
@@ -111,7 +111,7 @@ def _folders(vllm_config: Any) -> dict[str, Path]:
 
 def _draft(vllm_config: Any) -> Any:
     speculative = getattr(vllm_config, "speculative_config", None)
-    keeps = vllm_given.keeps_drafts(speculative)
+    keeps = given.keeps_drafts(speculative)
     return getattr(speculative, "draft_model_config", None) if keeps else None
 
 
@@ -133,8 +133,8 @@ def _remote_code(model: Any) -> dict[str, str]:
     """Digests of code that a model's configuration takes from another repository."""
     named: Any = getattr(model.hf_config, "auto_map", None) or {}
     places: list[str] = []
-    for given in cast("Mapping[str, Any]", named).values():
-        several = cast("Sequence[Any]", given if isinstance(given, list | tuple) else [given])
+    for value in cast("Mapping[str, Any]", named).values():
+        several = cast("Sequence[Any]", value if isinstance(value, list | tuple) else [value])
         places += map(str, several)
     found: dict[str, str] = {}
     for repository in sorted({p.partition("--")[0] for p in places if "--" in p}):
