@@ -128,8 +128,7 @@ def _publisher(config: StackConfig, layout: Layout, stack: TierStack) -> Publish
         wrong = ConfigError(f"needs pyzmq: {error}", path="events.publish", hint=hint)
         raise config.source.explain(wrong) from error
     try:
-        clock = stack.shared.clock
-        return Publisher(events, stack, block_tokens=layout.block_tokens, clock=clock)
+        return Publisher(events, stack, block_tokens=layout.block_tokens)
     except ConfigError as error:
         raise config.source.explain(error) from error
 

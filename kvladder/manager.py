@@ -18,6 +18,7 @@ from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 from kvladder.policy.retention import checked_duration, checked_priority
 from kvladder.policy.worth import Saves
 from kvladder.tiers.base import ANYWHERE, Terms
+from kvladder.tiers.ladder import Ladder
 from kvladder.tiers.ladder.gate import BREAKER_STATES, KINDS, Said
 from kvladder.tiers.ladder.index import Meta
 from kvladder.tiers.ladder.level import CALLS_TIMEOUT_S, Level
@@ -138,7 +139,9 @@ class CacheManager:
         self.layout = layout
         self.namespace = namespace
         self.arena = arena
-        self.stack = stack
+        self.ladder: Ladder = stack
+        """What pools, publishers and connectors use of the levels."""
+        self._stack = stack
         self._portal = portal
         self._settings = settings or ManagerSettings()
         self._description = description
@@ -154,16 +157,16 @@ class CacheManager:
 
     def lookup(self, keys: Sequence[BlockKey], *, levels: Collection[str] | None = None) -> Lookup:
         """How much of a prefix is cached in ``levels``, None for all of them; changes nothing."""
-        return Lookup(*self.stack.lookup(keys, self._bits(levels)))
+        return Lookup(*self._stack.lookup(keys, self._bits(levels)))
 
     def reach(self, keys: Sequence[BlockKey], *, levels: Collection[str] | None = None) -> int:
         """How many leading ``keys`` it is worth to fetch: all, if a shared tier has to be asked."""
-        return self.stack.reach(keys, self._bits(levels))
+        return self._stack.reach(keys, self._bits(levels))
 
     def missed(self, blocks: int) -> None:
         """Count blocks that were looked up in vain: only what is fetched is counted by itself."""
-        with self.stack.lock:
-            self.stack.loader.count(blocks, 0, 0, {})
+        with self._stack.lock:
+            self._stack.loader.count(blocks, 0, 0, {})
 
     def fetch(
         self,
@@ -192,25 +195,25 @@ class CacheManager:
         within_s = self._settings.fetch_deadline_s if deadline_s is None else deadline_s
         fetch = Fetch(
             keys,
-            stack=self.stack.loader,
-            shared=self.stack.shared,
-            deadline_s=self.stack.shared.clock.now() + within_s,
+            stack=self._stack.loader,
+            shared=self._stack.shared,
+            deadline_s=self._stack.shared.clock.now() + within_s,
             levels=self._bits(levels),
             salt=self._digest(salt),
             saves=saves,
         )
-        self.stack.fetch(fetch)
+        self._stack.fetch(fetch)
         return fetch
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """Tell how long computing so many tokens of prompts at once took, without what a step
         takes in any case. Of fewer than 64 tokens nothing is learned.
         """
-        with self.stack.lock:
-            self.stack.worth.prefilled(tokens, seconds)
+        with self._stack.lock:
+            self._stack.worth.prefilled(tokens, seconds)
 
     def _bits(self, levels: Collection[str] | None) -> int:
-        return ANYWHERE if levels is None else self.stack.bits(levels)
+        return ANYWHERE if levels is None else self._stack.bits(levels)
 
     def save(
         self,
@@ -257,7 +260,7 @@ class CacheManager:
         explicit = priorities is not None
         wanted = [PRIORITY_DEFAULT] * len(keys) if priorities is None else priorities
         durations = [None] * len(keys) if durations_s is None else durations_s
-        now = self.stack.shared.clock.now()
+        now = self._stack.shared.clock.now()
         floor = checked_priority(parent_floor)
         expires_s = inf if (lasts_s := checked_duration(ttl_s)) is None else now + lasts_s
         terms = Terms(self._bits(levels), expires_s, self._digest(salt))
@@ -272,16 +275,16 @@ class CacheManager:
             lasts_s = checked_duration(duration_s)
             until_s = inf if lasts_s is None else now + lasts_s
             metas.append(Meta(priority, floor, 0, until_s, terms))
-        indices, slots = self.stack.reserve(keys, metas, explicit=explicit)
-        return Save(self.stack, keys, indices, slots, floor)
+        indices, slots = self._stack.reserve(keys, metas, explicit=explicit)
+        return Save(self._stack, keys, indices, slots, floor)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """The blocks of a prefix were used: none of them is the next to go, its tail first."""
-        self.stack.touch(keys)
+        self._stack.touch(keys)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         """Forget these blocks in every level."""
-        self.stack.remove(keys)
+        self._stack.remove(keys)
 
     def purge(self, salt: str) -> Iterator[dict[str, int]]:
         """Forget every block that was saved with this salt, step by step.
@@ -297,13 +300,13 @@ class CacheManager:
         """
         if not salt:
             raise ValueError("the salt is empty: blocks without one are everybody's")
-        return self.stack.purge(self._digest(salt))
+        return self._stack.purge(self._digest(salt))
 
     @property
     def removals(self) -> int:
         """Blocks that are gone and that tiers still have to forget, and purges that go on."""
-        with self.stack.lock:
-            return sum(level.removals for level in self.stack.levels)
+        with self._stack.lock:
+            return sum(level.removals for level in self._stack.levels)
 
     def _digest(self, salt: str) -> bytes:
         return salt_digest(self.namespace, salt)
@@ -313,7 +316,7 @@ class CacheManager:
 
         ``erase`` has tiers that keep the bytes of what they forgot overwrite them.
         """
-        for _ in self.stack.clear(erase=erase):
+        for _ in self._stack.clear(erase=erase):
             pass
 
     def reset(self) -> None:
@@ -323,16 +326,16 @@ class CacheManager:
         forget them in the background; what one has not forgotten when the engine ends, a durable
         one may bring back.
         """
-        self.stack.reset()
+        self._stack.reset()
 
     @property
     def resetting(self) -> bool:
         """Whether a reset goes on."""
-        return self.stack.resetting
+        return self._stack.resetting
 
     def stats(self) -> Stats:
         """Counters and occupancy by level, hottest first, and of the arena; plain data."""
-        stack = self.stack
+        stack = self._stack
         said = [level.gate.said(level.tier) for level in stack.levels]  # theirs: without the lock
         with stack.lock:
             host = {**stack.host.stats.as_dict(), **stack.host.index.as_dict()}
@@ -346,22 +349,22 @@ class CacheManager:
 
     def take_events(self) -> list[Event]:
         """What was stored and removed since the last call; for one caller, the publisher if any."""
-        with self.stack.lock:
-            return self.stack.shared.events.take()
+        with self._stack.lock:
+            return self._stack.shared.events.take()
 
     def describe(self) -> str:
         """The resolved configuration, for people, and which levels are left out now."""
-        out = [(lv.name, lv.opening.why) for lv in self.stack.levels if lv.gate.absent]
+        out = [(lv.name, lv.opening.why) for lv in self._stack.levels if lv.gate.absent]
         return "\n".join([self._description, *(f"{name} is left out: {why}" for name, why in out)])
 
     def idle(self) -> bool:
         """Whether no level has anything left to write."""
-        with self.stack.lock:
-            return not self.stack.pending
+        with self._stack.lock:
+            return not self._stack.pending
 
     def check(self) -> None:
         """Assert every invariant; O(n), for tests."""
-        self.stack.check()
+        self._stack.check()
 
     def admit(self, guest: Closing) -> None:
         """Close ``guest``, which uses this cache, before it."""
@@ -375,7 +378,7 @@ class CacheManager:
     def flush(self, *, timeout_s: float) -> bool:
         """Write what only host memory holds to levels that outlive it; False if it took longer."""
         with suppress(TimeoutError):
-            self._portal.call(self.stack.flush(), timeout_s=timeout_s)
+            self._portal.call(self._stack.flush(), timeout_s=timeout_s)
             return True
         return False
 
@@ -392,17 +395,17 @@ class CacheManager:
             guest.close()
         flush_s = self._settings.flush_timeout_s if timeout_s is None else timeout_s
         try:
-            closing = self.stack.aclose(flush_timeout_s=flush_s)
+            closing = self._stack.aclose(flush_timeout_s=flush_s)
             self._portal.call(closing, timeout_s=flush_s + CLOSE_TIMEOUT_S)
         except (TimeoutError, ClosedError) as error:
-            self.stack.shared.notices.say("close", f"closing was cut short: {error!r}")
+            self._stack.shared.notices.say("close", f"closing was cut short: {error!r}")
         if self._publisher is not None:
             self._publisher.close()
         self._portal.close()
-        behind = sum(level.gate.behind for level in self.stack.levels)
+        behind = sum(level.gate.behind for level in self._stack.levels)
         if not self.arena.close() and behind:
             what = f"{behind} calls to tiers have not ended: the arena stays mapped until they do"
-            self.stack.shared.notices.say("arena", what)
+            self._stack.shared.notices.say("arena", what)
 
 
 def level_counts(level: Level, said: Said) -> dict[str, Any]:

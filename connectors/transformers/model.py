@@ -262,7 +262,7 @@ class PooledModel:
         """``_forward``; what prompts take is told to whoever chooses how to preempt."""
         if new == 1:
             return self._forward(rows, new)
-        clock = self.cache.manager.stack.shared.clock
+        clock = self.cache.manager.ladder.clock
         begun = clock.now()
         logits = self._forward(rows, new)
         if self.model.device.type == "cuda":
@@ -304,7 +304,7 @@ class PooledModel:
     def close(self) -> None:
         """Hand what is cached to the tiers, flush durable ones, close; may be called again."""
         manager = self.cache.manager
-        clock, left_s = manager.stack.shared.clock, manager.flush_timeout_s
+        clock, left_s = manager.ladder.clock, manager.flush_timeout_s
         if not self._closed:
             self._closed = True
             begun = clock.now()

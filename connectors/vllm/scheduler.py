@@ -87,7 +87,7 @@ class SchedulerHalf:
         )
         self._connector = StepConnector(parts.manager, ranks=len(ranks))
         manager = parts.manager
-        self._computing = Computing(manager.stack.shared.clock.now, manager.prefilled)
+        self._computing = Computing(manager.ladder.clock.now, manager.prefilled)
         self._weights = Weights([described.weights for _, described in sorted(ranks.items())])
         self._saves = Saves(
             self._groups,

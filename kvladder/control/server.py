@@ -178,7 +178,7 @@ class ControlServer:
         manager = self._manager
         before = manager.stats()
         if request.salt is None:
-            for _ in manager.stack.clear(erase=True):
+            for _ in manager.ladder.clear(erase=True):
                 await asyncio.sleep(0)
         else:
             for _ in manager.purge(request.salt):

@@ -141,17 +141,16 @@ class DeviceCache:
         to leave is in the arena, or gets there with the next polls, and the rest is where it was.
         What no level admits is forgotten. Nothing is moved if no level outlives the engine.
         """
-        stack = self.manager.stack
-        lasting = [level for level in stack.levels if level.outlives]
-        clock, most = stack.shared.clock, max(1, self.manager.arena.slots // 2)
+        ladder, clock = self.manager.ladder, self.manager.ladder.clock
+        most = max(1, self.manager.arena.slots // 2)
         end_s = clock.now() + timeout_s
 
         def flushed() -> bool:
             left_s = end_s - clock.now()
             written = left_s > 0 and self.manager.flush(timeout_s=left_s)
-            return written and any(level.writable for level in lasting)
+            return written and any(ladder.lasting().values())
 
-        for pool in self.pools if lasting else ():
+        for pool in self.pools if ladder.lasting() else ():
             while flushed():
                 leaving, room = self._leave(pool, most)
                 if not leaving:
@@ -172,7 +171,7 @@ class DeviceCache:
         """
         leaving = room = 0
         while leaving < count:
-            with self.manager.stack.lock:  # so that nobody else takes the room
+            with self.manager.ladder.lock:  # so that nobody else takes the room
                 room = self.port.room(min(STEP, count - leaving))
                 left = pool.evict(room)
             leaving += left
@@ -272,7 +271,7 @@ def make_pools(
     reuse: bool = True,
 ) -> Requests:
     """A pool for each group of ``division`` over the manager's tiers, and requests over them."""
-    now = manager.stack.shared.clock.now
+    now = manager.ladder.clock.now
     alone = len(division.shares) == 1
     sequences: list[Sequences] = []
     for at, share in enumerate(division.shares):

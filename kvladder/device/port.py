@@ -17,7 +17,6 @@ from kvladder.gpu.tree.names import DeviceSlot, Ticket
 from kvladder.keys import BlockKey, salt_digest
 from kvladder.lock import BULK_STEP, STEP
 from kvladder.manager import CacheManager
-from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.policy.worth import ANYTHING
 from kvladder.tiers.base import NO_TERMS, Terms
 from kvladder.tiers.ladder.index import Meta
@@ -86,7 +85,7 @@ class TierPort:
     """
 
     def __init__(self, manager: CacheManager, copier: Copier) -> None:
-        self.stack = manager.stack
+        self._ladder = manager.ladder
         self.manager = manager
         self.copier = copier
         self._pools: dict[int, BlockPool] = {}
@@ -100,8 +99,8 @@ class TierPort:
         """Seconds per byte of recent copies."""
         self._asking: list[Fetch] = []
         """Fetches that found nothing yet; what shared tiers answer is there for the next claim."""
-        with self.stack.lock:
-            self._changes = self.stack.shared.events.follow()
+        with self._ladder.lock:
+            self._changes = self._ladder.events.follow()
 
     def group(self, group: int) -> GroupBelow:
         """What the pool of this group is given as ``below``."""
@@ -115,29 +114,22 @@ class TierPort:
 
     def lease(self, count: int) -> list[Slot] | None:
         """So many slots of the arena, evicting from host what others hold too; all or none."""
-        slots: list[Slot] = []
-        while len(slots) < count:
-            wanted = min(STEP, count - len(slots))
-            with self.stack.lock:
-                part = self.stack.host.room(wanted, PRIORITY_MAX)
-            slots += part
-            if len(part) < wanted:
-                self.unlease(slots)
-                return None
+        slots = self._ladder.lease(count)
+        if len(slots) < count:
+            self.unlease(slots)
+            return None
         return slots
 
     def room(self, count: int) -> int:
         """Have up to ``count`` slots free, as ``lease`` does: how many, while the lock is held."""
-        with self.stack.lock:
-            slots = self.stack.host.room(count, PRIORITY_MAX)
-            self.stack.shared.arena.release(slots)
+        with self._ladder.lock:
+            slots = self._ladder.lease(count)
+            self._ladder.give_back(slots)
             return len(slots)
 
     def unlease(self, slots: Sequence[Slot]) -> None:
         """Give leased slots back."""
-        for start in range(0, len(slots), BULK_STEP):
-            with self.stack.lock:
-                self.stack.shared.arena.release(slots[start : start + BULK_STEP])
+        self._ladder.give_back(slots)
 
     def copy(
         self,
@@ -161,9 +153,7 @@ class TierPort:
     @property
     def capacities(self) -> Mapping[str, int]:
         """Blocks per level, hottest first."""
-        stack = self.stack
-        levels = {level.name: level.capacity_blocks for level in stack.levels}
-        return {stack.host.name: stack.shared.arena.slots, **levels}
+        return self._ladder.capacities
 
     # ---- out
 
@@ -173,7 +163,7 @@ class TierPort:
         taken: list[Taken | None] = []
         out, device = _Out(group, [], []), list[int]()
         for start in range(0, len(victims), STEP):
-            with self.stack.lock:
+            with self._ladder.lock:
                 part = victims[start : start + STEP]
                 taken += [self._take(victim, ticket, out, device) for victim in part]
         if out.keys:
@@ -183,19 +173,19 @@ class TierPort:
 
     def _take(self, victim: Victim, ticket: Ticket, out: _Out, device: list[int]) -> Taken | None:
         """Take a block over, to be copied with ``out`` if it is not there; with the lock held."""
-        stack, key = self.stack, victim.key
+        ladder, key = self._ladder, victim.key
         terms = self._terms(victim.salt)
         meta = Meta(victim.priority, victim.floor, victim.hits, victim.until_s, terms)
-        level = stack.used(key, meta)
+        level = ladder.used(key, meta)
         if level is not None:
             return Taken(level)
-        _, slots = stack.reserve([key], [meta], explicit=True)
+        _, slots = ladder.reserve([key], [meta], explicit=True)
         if slots:
             out.keys.append(key)
             out.slots.extend(slots)
             device.append(victim.slot)
-            return Taken(self._level(meta), ticket)
-        level = stack.where(key)
+            return Taken(ladder.taker(meta), ticket)
+        level = ladder.where(key)
         if level is None:
             return None
         self._changes.add([key])  # it may only be on its way there
@@ -204,15 +194,6 @@ class TierPort:
     def _terms(self, salt: str) -> Terms:
         """Whose a block is, for ``CacheManager.purge``."""
         return Terms(salt=salt_digest(self.manager.namespace, salt)) if salt else NO_TERMS
-
-    def _level(self, meta: Meta) -> str:
-        """Where a block that is saved with this meta goes first."""
-        host = self.stack.host
-        if not host.admits(meta):
-            for level in self.stack.levels:
-                if level.admits(meta):
-                    return level.name
-        return host.name
 
     def _copy(
         self,
@@ -231,8 +212,8 @@ class TierPort:
         """See ``Below.where``."""
         found: list[str | None] = []
         for start in range(0, len(keys), STEP):
-            with self.stack.lock:
-                found += [self.stack.where(key) for key in keys[start : start + STEP]]
+            with self._ladder.lock:
+                found += [self._ladder.where(key) for key in keys[start : start + STEP]]
         return found
 
     def claim(self, keys: Sequence[BlockKey], salt: str = "") -> list[str]:
@@ -254,8 +235,8 @@ class TierPort:
         """See ``Below.known``."""
         found: list[Known] = []
         for start in range(0, len(keys), STEP):
-            with self.stack.lock:
-                metas = [self.stack.meta(key) for key in keys[start : start + STEP]]
+            with self._ladder.lock:
+                metas = [self._ladder.meta(key) for key in keys[start : start + STEP]]
             for meta in metas:
                 held = Meta() if meta is None else meta
                 found.append(Known(held.priority, held.until_s, max(0, held.hits - 1)))
@@ -322,9 +303,9 @@ class TierPort:
         if out is None:
             self._arrived(ticket, ok=finished.ok, damaged=not finished.ok)
             return
-        (self.stack.publish if finished.ok else self.stack.abandon)(out.keys, out.slots)
+        (self._ladder.publish if finished.ok else self._ladder.abandon)(out.keys, out.slots)
         for start in range(0, len(out.keys), BULK_STEP):
-            with self.stack.lock:
+            with self._ladder.lock:
                 self._changes.add(out.keys[start : start + BULK_STEP])
         self._pools[out.group].landed(ticket, ok=finished.ok)
 
@@ -338,18 +319,18 @@ class TierPort:
 
     def _reconcile(self) -> None:
         """Tell the pools where blocks are that came to a level or left one."""
-        with self.stack.lock:
+        with self._ladder.lock:
             changed = self._changes.take()
         indexes = [pool.ledger.index for pool in self._pools.values()]
         held = [key for key in changed if any(key in index for index in indexes)]
         found: dict[str | None, list[BlockKey]] = {}
         for start in range(0, len(held), STEP):
-            with self.stack.lock:
+            with self._ladder.lock:
                 for key in held[start : start + STEP]:
-                    if self.stack.settling(key):
+                    if self._ladder.settling(key):
                         self._changes.add([key])  # nobody will say so if it is given up
                     else:
-                        found.setdefault(self.stack.where(key), []).append(key)
+                        found.setdefault(self._ladder.where(key), []).append(key)
         for pool in self._pools.values():
             for level, keys in found.items():
                 known = [key for key in keys if key in pool.ledger.index]
@@ -373,14 +354,14 @@ class TierPort:
         claims += [claim for arriving in self._in.values() for claim, _ in arriving.sources]
         for claim in set(claims):
             assert claims.count(claim) == claim.left
-        with self.stack.lock:
+        with self._ladder.lock:
             for pool in self._pools.values():
                 pool.check()
                 index = pool.ledger.index
                 for node, level in index.colder.items():
                     key = index.nodes.key[node]
                     assert key is not None
-                    at = self.stack.where(key)
+                    at = self._ladder.where(key)
                     assert at == level or key in self._changes, (at, level)
 
     def close(self) -> None:
@@ -390,8 +371,8 @@ class TierPort:
         for ticket in list(self._in):
             self._arrived(ticket, ok=False)
         self._let_go(list(self._asking))
-        with self.stack.lock:
-            self.stack.shared.events.unfollow(self._changes)
+        with self._ladder.lock:
+            self._ladder.events.unfollow(self._changes)
 
 
 class GroupBelow:
@@ -427,7 +408,7 @@ class GroupBelow:
         return self._port.onboard(self._group, keys, slots)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
-        self._port.stack.remove(keys)
+        self._port.manager.remove(keys)
 
     def clear(self) -> None:
         self._port.manager.clear()

@@ -9,8 +9,7 @@ from typing import Final
 
 from kvladder.events import Overflow, Reason, Removed, Stored
 from kvladder.keys import BlockKey
-from kvladder.tiers.ladder.index import LevelIndex
-from kvladder.tiers.ladder.stack import TierStack
+from kvladder.tiers.ladder import Holdings, Ladder
 
 COMPARE_MAX: Final = 1024
 """Blocks compared per call, so that an engine's step is not held up; about a millisecond."""
@@ -25,11 +24,10 @@ class Announcer:
     block. It is the only one who takes the cache's events; its calls come from one thread.
     """
 
-    def __init__(self, stack: TierStack) -> None:
-        self._events = stack.shared.events
-        self._lock = stack.lock
-        self._indexes = {stack.host.name: stack.host.index}
-        self._indexes.update((level.name, level.index) for level in stack.levels)
+    def __init__(self, ladder: Ladder) -> None:
+        self._events = ladder.events
+        self._lock = ladder.lock
+        self._indexes = ladder.indexes
         self._told: dict[str, set[BlockKey]] = {name: set() for name in self._indexes}
         self._doubts: deque[tuple[str, Iterator[BlockKey]]] = deque()
         self._again: deque[tuple[str, Iterator[BlockKey]]] = deque()
@@ -45,7 +43,7 @@ class Announcer:
             if self._told[name]:
                 self._doubts.append((name, iter(list(self._told[name]))))
 
-    def _held(self, index: LevelIndex) -> Iterator[BlockKey]:
+    def _held(self, index: Holdings) -> Iterator[BlockKey]:
         """What it holds, a part at a time; what comes meanwhile is told by events."""
         for start in range(0, index.places, COMPARE_MAX):
             with self._lock:

@@ -16,8 +16,7 @@ from kvladder.errors import ConfigError
 from kvladder.events import Removed, Stored
 from kvladder.publishing.announcer import Announcer
 from kvladder.publishing.wire import END, AllBlocksCleared, Batch, BlockRemoved, BlockStored
-from kvladder.tiers.base import Clock
-from kvladder.tiers.ladder.stack import TierStack
+from kvladder.tiers.ladder import Ladder
 
 CLOSE_S: Final = 1.0
 """How long closing may take to hand over what was published last."""
@@ -38,13 +37,10 @@ class Publisher:
         An address cannot be bound.
     """
 
-    def __init__(
-        self, settings: EventsConfig, stack: TierStack, *, block_tokens: int, clock: Clock
-    ) -> None:
+    def __init__(self, settings: EventsConfig, ladder: Ladder, *, block_tokens: int) -> None:
         assert settings.publish is not None
-        self._stack = stack
+        self._ladder = ladder
         self._tokens = block_tokens
-        self._clock = clock
         self._topic = settings.topic.encode()
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=settings.buffer)
         self._sequence = count()
@@ -74,15 +70,13 @@ class Publisher:
 
     def start(self) -> None:
         """Begin to publish, with what the levels hold now; they are open."""
-        stack = self._stack
-        self._where: dict[str, tuple[str, str | None]] = {
-            stack.host.name: (stack.host.medium, None)
-        }
-        for level in stack.levels:
-            self._where[level.name] = (level.tier.medium, level.name)
-        self._announcer = Announcer(stack)
-        with stack.lock:
-            stack.shared.events.listen(self._wake)
+        ladder = self._ladder
+        (host, medium), *below = ladder.media.items()
+        self._where: dict[str, tuple[str, str | None]] = {host: (medium, None)}
+        self._where.update((name, (medium, name)) for name, medium in below)
+        self._announcer = Announcer(ladder)
+        with ladder.lock:
+            ladder.events.listen(self._wake)
         self._thread = threading.Thread(target=self._serve, name="kvladder-events", daemon=True)
         self._thread.start()
 
@@ -90,7 +84,7 @@ class Publisher:
         os.eventfd_write(self._wakeup, 1)
 
     def _serve(self) -> None:
-        self._stack.lock.be_patient()
+        self._ladder.lock.be_patient()
         poller = zmq.Poller()
         poller.register(self._wakeup, zmq.POLLIN)
         if self._replay is not None:
@@ -116,7 +110,8 @@ class Publisher:
         return BlockStored(hashes, None, [], self._tokens, None, medium, None, level)
 
     def _send(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
-        sequence, payload = next(self._sequence), self._encode(Batch(self._clock.wall(), events, 0))
+        sequence = next(self._sequence)
+        payload = self._encode(Batch(self._ladder.clock.wall(), events, 0))
         self._sent.append((sequence, payload))
         self._publish.send_multipart([self._topic, sequence.to_bytes(8), payload])
 
@@ -138,8 +133,8 @@ class Publisher:
     def close(self) -> None:
         """Publish what has happened and end; may be called again."""
         if self._thread is not None:
-            with self._stack.lock:
-                self._stack.shared.events.ignore(self._wake)
+            with self._ladder.lock:
+                self._ladder.events.ignore(self._wake)
             self._closing = True
             self._wake()
             self._thread.join(CLOSE_S)

@@ -72,9 +72,9 @@ class SimCache:
     is left behind.
     """
 
-    def __init__(self, manager: CacheManager, levels: Sequence[Level]) -> None:
+    def __init__(self, manager: CacheManager, stack: TierStack, levels: Sequence[Level]) -> None:
         self.manager = manager
-        self.stack = manager.stack
+        self.stack = stack
         self.arena = manager.arena
         self.levels = levels
 
@@ -145,7 +145,7 @@ class SimCache:
             portal=LoopPortal(loop),
             settings=settings,
         )
-        return cls(manager, opened)
+        return cls(manager, stack, opened)
 
     @staticmethod
     def keys(*path: int) -> list[BlockKey]:

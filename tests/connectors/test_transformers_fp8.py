@@ -103,7 +103,7 @@ def test_blocks_of_another_prompt_are_far_beyond_the_tolerance() -> None:
     with opened(model, stack(tokens=TOKENS)) as pooled:
         _, right = logits(pooled, prompt, said)
         evict_all(pooled)
-        arena, index = pooled.cache.manager.arena, pooled.cache.manager.stack.host.index
+        arena, index = pooled.cache.manager.arena, pooled.cache.manager._stack.host.index
         own = [Slot(index.place(key) or 0) for key in index]
         logits(pooled, prompt_of(1), [])
         evict_all(pooled)

@@ -185,7 +185,7 @@ def test_no_request_waits_for_a_tier_that_hangs(load: str) -> None:
         ],
     }
     engine = Engine(source, load=load, blocks=100)
-    level = engine.half.connector.manager.stack.levels[0]
+    level = engine.half.connector.manager._stack.levels[0]
     for seed in range(6):  # more than host has room for: the first ones are below it only
         engine.add(prompt(seed))
         run(engine)

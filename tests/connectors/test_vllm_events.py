@@ -63,10 +63,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
 
 
 def held(engine: Engine) -> dict[str, set[bytes]]:
-    stack = engine.half.connector.manager.stack
-    with stack.lock:
-        found = {level.name: set[bytes](level.index) for level in stack.levels}
-        return {"host": set(stack.host.index), **found}
+    ladder = engine.half.connector.manager.ladder
+    with ladder.lock:
+        return {name: set[bytes](index) for name, index in ladder.indexes.items()}
 
 
 def prompt(seed: int, blocks: int = 3) -> list[int]:

@@ -123,10 +123,10 @@ def test_replayed_they_give_each_level_of_each_kind_of_group(
     one.run()
     for _ in range(4):
         one.step()
-    stack = one.half.connector.manager.stack
-    with stack.lock:  # nothing is written behind the last step's back from here on
+    ladder = one.half.connector.manager.ladder
+    with ladder.lock:  # nothing is written behind the last step's back from here on
         heard.publish(type("Batch", (), {"events": one.connector.take_events()}))
-        held = {"host": set(stack.host.index), "cold": set(stack.levels[0].index)}
+        held = {name: set(index) for name, index in ladder.indexes.items()}
     assert heard.keys() == held
     assert min(len(names) for names in heard.levels.values()) > 5
     assert heard.compared > 20

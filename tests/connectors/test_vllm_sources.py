@@ -90,7 +90,8 @@ def test_hits_are_told_by_where_they_came_from(engine: Engine) -> None:
     assert told(request, 28) == {Source.EXTERNAL_UNSPECIFIED: 28}, "of which nothing is known"
     save = manager.save([BlockKey(one) for one in request.block_hashes[2:3]])
     save.commit()  # it is on the host, between blocks that are not
-    on_host = [BlockKey(one) in manager.stack.host.index for one in request.block_hashes[2:7]]
+    host = manager.ladder.indexes["host"]
+    on_host = [BlockKey(one) in host for one in request.block_hashes[2:7]]
     assert {True, False} == set(on_host)
     assert load(engine, request, own=2 * TOKENS) == 5 * TOKENS
     expected = {Source.HOST: TOKENS * sum(on_host), Source.DISK: TOKENS * on_host.count(False)}

@@ -52,16 +52,16 @@ def test_a_request_that_is_not_to_be_saved_is_not() -> None:
 def test_blocks_for_host_alone_are_in_no_other_tier() -> None:
     engine = served({"tiers": {"store": ["host"]}, "priority": 80})
     assert engine.loaded > 0
-    index = engine.half.connector.manager.stack.host.index
+    index = engine.half.connector.manager._stack.host.index
     metas = [index.meta(index.place(key)) for key in index]
     assert {(meta.priority, meta.floor) for meta in metas if meta.terms.levels == 1} == {(80, 80)}
-    assert len(engine.half.connector.manager.stack.levels[0].index) < len(metas)
+    assert len(engine.half.connector.manager._stack.levels[0].index) < len(metas)
     engine.close()
 
 
 def test_later_blocks_have_the_floor_of_earlier_ones() -> None:
     engine = served({"retention": [[0, 4, 10, None]], "priority": 80})
-    index = engine.half.connector.manager.stack.host.index
+    index = engine.half.connector.manager._stack.host.index
     metas = [index.meta(index.place(key)) for key in index]
     assert {meta.floor for meta in metas if meta.priority == 80} == {10}
     engine.close()

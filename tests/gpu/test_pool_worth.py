@@ -37,8 +37,8 @@ def key(model: Model, tokens: Sequence[int]) -> BlockKey:
 
 
 def meta(model: Model, tokens: Sequence[int]) -> Meta | None:
-    with model.cache.manager.stack.lock:
-        return model.cache.manager.stack.meta(key(model, tokens))
+    with model.cache.manager.ladder.lock:
+        return model.cache.manager.ladder.meta(key(model, tokens))
 
 
 # ---- down
@@ -87,8 +87,8 @@ def test_what_is_worth_too_little_for_host_goes_to_a_level_that_takes_it() -> No
     m.evict()
     m.run(range(5), retention=at(5))
     m.evict()
-    with m.cache.manager.stack.lock:
-        assert m.cache.manager.stack.where(key(m, range(4))) == "cold"
+    with m.cache.manager.ladder.lock:
+        assert m.cache.manager.ladder.where(key(m, range(4))) == "cold"
     assert m.run([*range(4), 9]) == 4
     m.settle()
     m.close()

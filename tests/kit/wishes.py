@@ -36,7 +36,7 @@ class Wishes(NamedTuple):
 
     def here(self, manager: CacheManager) -> Wishes:
         """The same without levels that this cache has not."""
-        names = {"host", *(level.name for level in manager.stack.levels)}
+        names = manager.ladder.indexes.keys()
         load, store = (
             None if chosen is None else tuple(name for name in chosen if name in names)
             for chosen in (self.load, self.store)

@@ -66,7 +66,7 @@ class AnnouncedWorld(World):
 
     def _open(self) -> None:
         super()._open()
-        buffer = self.manager.stack.shared.events
+        buffer = self.manager.ladder.events
         buffer._max = Random(self._seed).choice((1, 3, 10))
         self.listener = Listener(self.cache)
         self.chance = Random(self._seed)
@@ -81,7 +81,7 @@ class AnnouncedWorld(World):
         if self.chance.random() < 0.02:
             self.listener.rename()
         if self.chance.random() < 0.2:
-            self.overflows[bool(self.manager.stack.shared.events._lost)] += 1
+            self.overflows[bool(self.manager.ladder.events._lost)] += 1
             self.listener.listen()
 
     def end(self) -> None:

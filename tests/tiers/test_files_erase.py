@@ -142,9 +142,9 @@ def test_what_lies_behind_a_shorter_block_is_erased(tmp_path, monkeypatch) -> No
         assert left == 20, "a compressed block covers a part of what was there"
         assert purged(cache, "red") == 0, "no whole block was there any more"
         assert seen(tmp_path, red) == 0
-        cache.stack.host.index.check(cache.arena.slots)
-        with cache.stack.lock:
-            cache.stack.host.remove(blue)
+        cache._stack.host.index.check(cache.arena.slots)
+        with cache._stack.lock:
+            cache._stack.host.remove(blue)
         require(cache, blue)
 
 
@@ -163,8 +163,8 @@ def test_nothing_of_one_block_is_stored_behind_another(tmp_path) -> None:
         raw = b"".join(file.read_bytes() for file in (tmp_path / "kv").rglob("seg-*"))
         left = [k for k in red if any(payload(k)[i : i + 32] in raw for i in range(0, 9900, 500))]
         assert left == []
-        with cache.stack.lock:
-            cache.stack.host.remove(blue)
+        with cache._stack.lock:
+            cache._stack.host.remove(blue)
         assert cache.lookup(blue).total == 20
 
 
@@ -190,8 +190,8 @@ def test_reads_and_writes_of_others_go_on_meanwhile(tmp_path) -> None:
     with open_cache(stack(tmp_path / "kv"), layout=LAYOUT) as cache:
         for round_ in range(5):
             red, blue = save(cache, "red", 40), save(cache, f"blue{round_}", 20)
-            with cache.stack.lock:
-                cache.stack.host.remove(blue)
+            with cache._stack.lock:
+                cache._stack.host.remove(blue)
             fetch = cache.fetch(blue)
             purging = cache.purge("red")
             green = save(cache, f"green{round_}", 20)

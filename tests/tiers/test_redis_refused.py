@@ -249,7 +249,7 @@ def test_a_server_that_answers_a_question_about_its_settings_as_it_likes(reply):
     with Scripted(*replies) as odd:
         source = stack(url=f"redis://127.0.0.1:{odd.port}", required=True)
         with kvladder.open_cache(source, layout=LAYOUT) as cache:
-            told = cache.stack.levels[0].tier.describe()["value"]
+            told = cache._stack.levels[0].tier.describe()["value"]
         assert told == "at most 536870912 bytes"
 
 

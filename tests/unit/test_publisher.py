@@ -152,9 +152,9 @@ def heard(cache: CacheManager, listener: Listener, batches: int) -> None:
 
 
 def indexes(cache: CacheManager) -> dict[str | None, set[Any]]:
-    (files,) = cache.stack.levels
-    with cache.stack.lock:
-        return {None: set(cache.stack.host.index), files.name: set(files.index)}
+    with cache.ladder.lock:
+        host, files = map(set, cache.ladder.indexes.values())
+        return {None: host, "files": files}
 
 
 @pytest.mark.slow

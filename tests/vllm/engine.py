@@ -142,8 +142,9 @@ class Engine:
         """
         manager = self.half.connector.manager
         count = 0
-        for key in list(manager.stack.host.index):
-            slot = manager.stack.host.index.place(key)
+        index = manager._stack.host.index
+        for key in list(index):
+            slot = index.place(key)
             view = manager.arena.view(Slot(slot))
             view[1::2] = bytes(byte ^ 0x80 for byte in view[1::2])
             count += 1
@@ -185,11 +186,11 @@ class Engine:
 
     def levels(self) -> Any:
         """The numbers of vLLM's events for the blocks that each level holds."""
-        stack = self.half.connector.manager.stack
-        with stack.lock:
+        ladder = self.half.connector.manager.ladder
+        with ladder.lock:
             return {
-                level.name: sorted(int.from_bytes(key[-8:]) for key in level.index)
-                for level in (stack.host, *stack.levels)
+                name: sorted(int.from_bytes(key[-8:]) for key in index)
+                for name, index in ladder.indexes.items()
             }
 
     def scrape(self) -> str:

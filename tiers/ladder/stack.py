@@ -25,6 +25,7 @@ from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.fetch import Fetch
 from kvladder.tiers.ladder.loading.loader import Loader
 from kvladder.tiers.ladder.saving import Saving
+from kvladder.tiers.ladder.seam import Seam
 
 EVICT_STEP = 4 * STEP
 """Blocks for which others leave host in one hold."""
@@ -38,7 +39,7 @@ class Post(Protocol):
     def __call__(self, function: Callable[..., object], /, *args: Any) -> object: ...
 
 
-class TierStack:
+class TierStack(Seam):
     """Levels hot to cold. Sync methods may be called from any thread and never wait for a tier.
 
     One lock guards all bookkeeping; it is never held across an await or an I/O call, and calls

@@ -95,12 +95,12 @@ class KVEvents:
         if not config.events.max:
             hint = "vLLM publishes KV events, and these are made of them: expected 1 or more"
             raise ConfigError("0", path="events.max", hint=hint)
-        self._announcer = Announcer(manager.stack)
+        self._announcer = Announcer(manager.ladder)
         self._kinds = kinds_of(groups, kv_cache_config)
-        stack = manager.stack
-        self._where: dict[str, dict[str, Any]] = {stack.host.name: {"medium": stack.host.medium}}
-        for level in stack.levels:
-            self._where[level.name] = {"medium": level.tier.medium, "ownership": level.name}
+        (host, medium), *below = manager.ladder.media.items()
+        self._where: dict[str, dict[str, Any]] = {host: {"medium": medium}}
+        for name, medium in below:
+            self._where[name] = {"medium": medium, "ownership": name}
         self._known: dict[BlockKey, Known] = {}
         """The latest last."""
         self._names: dict[tuple[str, BlockKey], Name] = {}
