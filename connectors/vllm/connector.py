@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -43,7 +42,6 @@ from kvladder.connectors.vllm.options import parse
 from kvladder.connectors.vllm.plugin import register
 from kvladder.connectors.vllm.reports.log import logger, route, warn
 from kvladder.connectors.vllm.reports.metrics import Changes, KVLadderStats, PromMetrics
-from kvladder.connectors.vllm.reports.stats import StatsFile
 from kvladder.connectors.vllm.scheduler import SchedulerHalf
 from kvladder.connectors.vllm.step import RankDescription, Report, Step
 from kvladder.connectors.vllm.worker import WorkerHalf
@@ -93,8 +91,6 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.scheduler: SchedulerHalf | None = None
         self.worker: WorkerHalf | None = None
         self._changes = Changes(SystemClock().now)
-        self._stats_path = options.stats_file
-        self._stats_file: StatsFile | None = None
         if role == KVConnectorRole.WORKER:
             from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
@@ -232,10 +228,6 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             described.taken = True
         self._decides.start(ranks)
         self._decides.say_ready()
-        if self._stats_path is not None:
-            self._stats_file = StatsFile(
-                Path(self._stats_path), self._decides.stats, notices=self.notices
-            )
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._decides.bind(gpu_block_pool)
@@ -336,8 +328,6 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # ---- both
 
     def shutdown(self) -> None:
-        if self._stats_file is not None:
-            self._stats_file.close()
         if self.worker is not None:
             self.worker.close()
         if self.scheduler is not None:

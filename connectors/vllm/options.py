@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -30,8 +29,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """What becomes of blocks that no other engine has when vLLM resets the connector's cache."""
     map_priority: Count = 0
     """Points of our priority that one step of vLLM's is worth; 0 leaves vLLM's out."""
-    stats_file: str | None = None
-    """A file that gets the statistics as JSON, once a second while they change, and at the end."""
 
 
 def parse(extra: Mapping[str, Any]) -> tuple[Options, StackConfig]:
@@ -57,9 +54,6 @@ def parse(extra: Mapping[str, Any]) -> tuple[Options, StackConfig]:
     if options.config is not None and rest:
         hint = f"put it into {options.config}"
         raise ConfigError("stands beside config", path=f"{WHERE}.{next(iter(rest))}", hint=hint)
-    if options.stats_file is not None and not Path(options.stats_file).parent.is_dir():
-        where = f"{WHERE}.stats_file"
-        raise ConfigError(options.stats_file, path=where, hint="its directory does not exist")
     config = load_config(rest if options.config is None else options.config)
     if config.events.publish is not None:
         hint = "vLLM publishes KV events itself: use --kv-events-config"

@@ -1,22 +1,20 @@
 """Names to classes: what comes with kvladder, what other packages add, what a process registers.
 
 A package adds a tier by an entry point in the group ``kvladder.tiers`` (or ``.policies``,
-``.codecs``, ``.connectors``); its module is imported when the name is first used.
+``.codecs``); its module is imported when the name is first used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from kvladder.errors import ConfigError
 from kvladder.schema import nearest
 
-Group = Literal["tiers", "policies", "codecs", "connectors"]
+Group = Literal["tiers", "policies", "codecs"]
 
 BUILT_IN: Final[Mapping[Group, Mapping[str, str]]] = {
     "tiers": {
@@ -32,19 +30,13 @@ BUILT_IN: Final[Mapping[Group, Mapping[str, str]]] = {
         "fp8": "kvladder.tiers.codecs.fp8:Fp8Codec",
         "aes-gcm": "kvladder.tiers.codecs.aesgcm:AesGcmCodec",
     },
-    "connectors": {
-        "inline": "kvladder.connectors.inline:InlineConnector",
-        "transformers": "kvladder.connectors.transformers.model:PooledModel",
-        "vllm": "kvladder.connectors.vllm.connector:KVLadderConnector",
-    },
 }
-"""The same names as the entry points in pyproject.toml, so that a tree runs uninstalled."""
+"""What comes with kvladder, whether it is installed or run from its source tree."""
 
 _KINDS: Final[Mapping[Group, str]] = {
     "tiers": "tier type",
     "policies": "policy",
     "codecs": "codec",
-    "connectors": "connector",
 }
 _registered: Final[dict[tuple[Group, str], Any]] = {}
 
@@ -57,7 +49,7 @@ def register(group: Group, name: str, thing: object) -> None:
     ConfigError
         The name is taken by something else.
     """
-    if name in BUILT_IN[group] or name in _found(group):
+    if name in _found(group):
         raise ConfigError(f"{_KINDS[group]} {name!r} exists already", hint="choose another name")
     if _registered.setdefault((group, name), thing) is not thing:
         raise ConfigError(f"{_KINDS[group]} {name!r} is registered", hint="choose another name")
@@ -65,8 +57,7 @@ def register(group: Group, name: str, thing: object) -> None:
 
 def names(group: Group) -> list[str]:
     """Every name of a group, sorted; nothing is imported."""
-    mine = {name for of, name in _registered if of == group}
-    return sorted({*BUILT_IN[group], *_found(group), *mine})
+    return sorted({*_found(group), *(name for of, name in _registered if of == group)})
 
 
 def load(group: Group, name: str, *, path: str = "") -> Any:
@@ -85,43 +76,32 @@ def load(group: Group, name: str, *, path: str = "") -> Any:
     """
     if (group, name) in _registered:
         return _registered[group, name]
-    claims = _found(group).get(name, ())
+    what = f"{_KINDS[group]} {name!r}"
+    claims = _found(group).get(name)
+    if claims is None:
+        hint = nearest(name, names(group))
+        raise ConfigError(f"unknown {what}", path=path, hint=hint)
     if len(claims) > 1:
-        owners = ", ".join(_owner(claim) for claim in claims)
-        raise ConfigError(
-            f"{_KINDS[group]} {name!r} is claimed by {owners}", path=path, hint="uninstall one"
-        )
-    target = claims[0].value if claims else BUILT_IN[group].get(name)
-    if target is None:
-        raise ConfigError(
-            f"unknown {_KINDS[group]} {name!r}", path=path, hint=nearest(name, names(group))
-        )
-    module, _, attribute = target.partition(":")
+        owners = ", ".join(map(_owner, claims))
+        raise ConfigError(f"{what} is claimed by {owners}", path=path, hint="uninstall one")
     try:
-        found = import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
+        return claims[0].load()
     except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"{_KINDS[group]} {name!r} cannot be loaded: {error}",
-            path=path,
-            hint=f"it is {target}, from {_owner(claims[0]) if claims else 'kvladder'}",
-        ) from error
-    return found
+        hint = f"it is {claims[0].value}, from {_owner(claims[0])}"
+        raise ConfigError(f"{what} cannot be loaded: {error}", path=path, hint=hint) from error
 
 
 @cache
-def _found(group: Group) -> Mapping[str, tuple[EntryPoint, ...]]:
-    """Entry points of other packages by name; more than one where they disagree on its meaning."""
-    found: dict[str, dict[str, EntryPoint]] = {}
-    for point in entry_points(group=f"kvladder.{group}"):
-        if _owner(point) != "kvladder":  # what it has of its own stands in BUILT_IN
-            found.setdefault(point.name, {}).setdefault(point.value.replace(" ", ""), point)
-    for name, claims in found.items():
-        if name in BUILT_IN[group]:
-            target = BUILT_IN[group][name]
-            found[name] = {target: EntryPoint(name, target, f"kvladder.{group}")} | claims
-    return MappingProxyType({name: tuple(claims.values()) for name, claims in found.items()})
+def _found(group: Group) -> Mapping[str, list[EntryPoint]]:
+    """Who claims each name; more than one where they disagree on its meaning."""
+    where = f"kvladder.{group}"
+    found = {name: [EntryPoint(name, value, where)] for name, value in BUILT_IN[group].items()}
+    for point in entry_points(group=where):
+        claims = found.setdefault(point.name, [])
+        # metadata of an older kvladder may name what has moved
+        if _owner(point) != "kvladder" and point.value not in {claim.value for claim in claims}:
+            claims.append(point)
+    return {name: claims for name, claims in found.items() if claims}
 
 
 def _owner(point: EntryPoint) -> str:

@@ -24,7 +24,6 @@ from kvladder.connectors.vllm.checks import (
     group_pages,
 )
 from kvladder.connectors.vllm.options import Options, parse
-from kvladder.connectors.vllm.reports.stats import StatsFile
 from kvladder.connectors.weights import weights_digest
 from kvladder.errors import ConfigError, LayoutError
 from kvladder.notices import Notices
@@ -37,7 +36,7 @@ QUIET = Notices(lambda: 0.0)
 
 def test_the_short_form_and_the_file_give_a_stack(tmp_path: Path) -> None:
     options, config = parse({**HOST, "load": "sync", "save_decode": False})
-    assert (options.load, options.save_decode, options.stats_file) == ("sync", False, None)
+    assert (options.load, options.save_decode) == ("sync", False)
     assert config.arena.size_bytes == 64 << 20
     path = tmp_path / "stack.yaml"
     path.write_text("arena: {size: 32 MiB}\ntiers: [{type: host}]\n")
@@ -69,7 +68,6 @@ def test_what_a_stack_names_is_looked_at_before_the_model_is_loaded(tmp_path: Pa
         ({"load": "sync"}, "no stack"),
         ({"config": "stack.yaml", **HOST}, r"host: stands beside config .*stack.yaml"),
         ({"config": "/nowhere/stack.yaml"}, r"/nowhere/stack.yaml: No such file"),
-        ({"stats_file": "/nowhere/stats", **HOST}, r"stats_file: /nowhere/stats .*does not exist"),
         ({"host": "64 XB"}, "host: '64 XB' .*unknown unit"),
         (
             {"events": {"publish": "ipc://x"}, **HOST},
@@ -291,25 +289,6 @@ def test_a_model_that_was_never_downloaded_is_not_guessed(
 
 
 # ---- the rest
-
-
-def test_statistics_are_written_whole_and_at_the_end(tmp_path: Path) -> None:
-    counts = {"host": {"hits": 1}}
-    file = StatsFile(tmp_path / "stats.json", lambda: counts, notices=QUIET, every_s=3600)
-    file.write()
-    assert json.loads((tmp_path / "stats.json").read_text()) == counts
-    counts["host"] = {"hits": 2}
-    file.close()
-    file.close()
-    assert json.loads((tmp_path / "stats.json").read_text()) == counts
-    assert [path.name for path in tmp_path.iterdir()] == ["stats.json"]
-
-
-def test_statistics_that_cannot_be_written_stop_nothing(tmp_path: Path) -> None:
-    (tmp_path / "stats.json").mkdir()
-    file = StatsFile(tmp_path / "stats.json", lambda: {"host": 1}, notices=QUIET, every_s=3600)
-    file.write()
-    file.close()
 
 
 def test_the_plugin_registers_the_connector_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvladder.errors import ConfigError, TierError, TierFull
 from kvladder.tiers.files.meta import SEGMENTS_MAX, sealed
+from kvladder.tiers.files.purge import purge_files
 from kvladder.tiers.files.tier import FilesOptions
 from tests.crash.harness import CAPACITY, ROOT, STRIDE, Machine, key, new_disk
 from tests.kit.disk import FakeDisk
@@ -138,6 +139,8 @@ async def test_an_earlier_format_is_begun_anew_with_one_notice(disk: FakeDisk, n
     await machine.put(tier, (0, 0), (1, 3))
     await tier.aclose()
     change_meta(machine, version=1)
+    with pytest.raises(ConfigError, match="in format 1.*purge with that version, or remove"):
+        purge_files(disk, ROOT, space=None, salt="red", progress=lambda *_: None)
     tier, recovered = await machine.open()
     assert recovered == []
     (notice,) = machine.told

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tomllib
 from importlib.metadata import EntryPoint
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +11,6 @@ from kvladder.errors import ConfigError
 from kvladder.policy.eviction import PrioritizedLRU
 from kvladder.tiers.memory import MemoryTier
 
-IMPORTING_VLLM = pytest.mark.filterwarnings("ignore")  # what it imports warns of deprecations
 MEMORY = "kvladder.tiers.memory:MemoryTier"
 
 
@@ -129,19 +126,9 @@ def test_a_taken_name_cannot_be_registered(installed, registered):
         registry.register("tiers", "mine", object())
 
 
-def test_the_entry_points_are_the_built_in_names():
-    project = Path(__file__).parents[2] / "pyproject.toml"
-    points = tomllib.loads(project.read_text())["project"]["entry-points"]
-    assert {group: points[f"kvladder.{group}"] for group in registry.BUILT_IN} == registry.BUILT_IN
-
-
-def _names():
-    for group, known in registry.BUILT_IN.items():
-        for name in known:
-            heavy = [pytest.mark.slow, pytest.mark.vllm, IMPORTING_VLLM]
-            yield pytest.param(group, name, marks=heavy if name == "vllm" else [])
-
-
-@pytest.mark.parametrize(("group", "name"), list(_names()))
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [(group, name) for group, known in registry.BUILT_IN.items() for name in known],
+)
 def test_every_built_in_name_can_be_loaded(group, name):
     assert isinstance(registry.load(group, name), type)

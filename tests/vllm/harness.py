@@ -124,6 +124,12 @@ def stack(directory: Path, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def told(socket: Path) -> list[Any]:
+    """Ask the engine's cache for its statistics, from outside."""
+    arguments = ["stats", str(socket), "--json"]
+    return ["call", {"function": "tests.vllm.operate:told", "arguments": arguments}]
+
+
 def connector(extra: Any) -> dict[str, Any]:
     """What vLLM is told of kvladder with these settings."""
     return {

@@ -12,7 +12,7 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from tests.vllm.conftest import Start
-from tests.vllm.harness import HERE, PROMPT_TOKENS, PROMPTS, environment, stack
+from tests.vllm.harness import HERE, PROMPT_TOKENS, PROMPTS, environment, stack, told
 from tests.vllm.test_life import cold
 
 KINDS = {
@@ -81,18 +81,19 @@ def test_ranks_that_hold_the_same_latents_store_them_once_for_any_number_of_rank
     engine = ENGINE["deepseek"]
     first = stack(tmp_path / "kv", **named)
     start(first, ["each", prompts], ["shutdown"], model=model, engine=engine).finish()
-    stats = tmp_path / "stats.json"
+    socket = tmp_path / "kv.sock"
     two = start(
-        stack(tmp_path / "kv", stats_file=str(stats), **named),
+        stack(tmp_path / "kv", control=str(socket), **named),
         ["each", prompts],
+        told(socket),
         ["shutdown"],
         model=model,
         engine={"tensor_parallel_size": 2, **engine},
         env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     )
-    warm, _ = two.finish()
+    warm, answer, _ = two.finish()
     assert warm["external"] == len(PROMPTS) * ((PROMPT_TOKENS - 1) // 16 * 16)
-    counts = json.loads(stats.read_text())
+    (counts,) = json.loads(answer["out"]).values()
     assert (counts["files"]["corrupt"], counts["files"]["hits"] * 16) == (0, warm["external"])
 
 

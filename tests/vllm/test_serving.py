@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from tests.vllm.conftest import Start
-from tests.vllm.harness import BLOCK, HITS, PROMPT_TOKENS, PROMPTS, Run, stack
+from tests.vllm.harness import BLOCK, HITS, PROMPT_TOKENS, PROMPTS, Run, stack, told
 
 ALL = len(PROMPTS) * HITS
 Tokens = list[list[int]]
@@ -38,20 +39,23 @@ def test_a_new_process_is_served_from_files(start: Start, files: Path, reference
 
 
 def test_the_shape_with_several_processes(start: Start, files: Path, reference: Tokens) -> None:
+    socket = files.parent / "several.sock"
     run = start(
-        stack(files, stats_file=str(files.parent / "stats.json")),
+        stack(files, control=str(socket)),
         ["each", {"prompts": PROMPTS}],
         ["reset"],
         ["generate", {"prompts": PROMPTS}],
         ["pids"],
+        told(socket),
         ["shutdown"],
         env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
     )
-    from_files, _, from_host, pids, _ = run.finish()
+    from_files, _, from_host, pids, counts, _ = run.finish()
     assert [from_files["tokens"], from_host["tokens"]] == [reference] * 2
     assert [from_files["external"], from_host["external"]] == [ALL, ALL]
     assert len(pids) > 2  # an engine core and a worker at least
-    assert '"onboard_bytes"' in (files.parent / "stats.json").read_text()
+    (stats,) = json.loads(counts["out"]).values()
+    assert stats["files"]["hits"] * BLOCK == stats["host"]["hits"] * BLOCK == ALL
 
 
 def test_a_prompt_that_is_computed_in_parts(
@@ -149,7 +153,7 @@ def test_two_ranks_share_slots_and_nothing_with_one_rank(
 def test_nothing_outlives_an_engine_that_is_killed_while_it_saves(
     start: Start, tmp_path: Path, reference: Tokens
 ) -> None:
-    extra = stack(tmp_path / "kv", stats_file=str(tmp_path / "stats.json"))
+    extra = stack(tmp_path / "kv")
     run = start(extra, ["each", {"prompts": PROMPTS}], *[["stats"]] * 3, ["generate", {
         "prompts": [[prompt[0], *prompt] for prompt in PROMPTS], "tokens": 2000}])  # fmt: skip
     committed = killed_while_saving(run)

@@ -22,6 +22,7 @@ from kvladder.tiers.files.meta import (
     META_NAME,
     PREFIX_DIGITS,
     Meta,
+    earlier_version,
     home_number,
     is_ours,
     read_meta,
@@ -106,6 +107,13 @@ def _owner(disk: Disk, home: Path) -> Namespace | None:
         return None
     meta = read_meta(disk, home)
     if meta is None:
+        earlier = earlier_version(disk, home)
+        if earlier is not None:
+            raise ConfigError(
+                f"{home} was written by an earlier version of kvladder, in format {earlier}",
+                path="path",
+                hint="purge with that version, or remove the directory",
+            )
         with suppress(NotADirectoryError):
             if {META_NAME, LOG_NAME}.intersection(disk.listdir(home)):
                 raise ConfigError(
