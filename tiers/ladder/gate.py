@@ -401,7 +401,11 @@ class Gate:
 def checked(kind: Kind, answer: object, count: int) -> Results:
     """The answer to a call about ``count`` blocks; TierError if it is none."""
     said, right = _listed(answer), _MAYBES if kind == "get" else _BOOLEANS
-    if said is None or len(said) != count or not all(isinstance(one, right) for one in said):
+    if said is None or len(said) != count:
+        return _wrong(f"{count} booleans", answer)
+    if {*map(type, said)} == {bool}:  # as nearly always
+        return cast("list[bool]", said)
+    if not all(isinstance(one, right) for one in said):
         return _wrong(f"{count} booleans", answer)
     return [None if one is None else bool(one) for one in said]
 

@@ -184,7 +184,7 @@ class HostLevel:
         if missing > 0:
             gone = self._evictable(missing, priority)
             self._may_go = 0.0 if len(gone) < missing else max(0.0, self._may_go - missing)
-            self._ahead -= missing  # if fewer go, the order is not as it was thought to be
+            self._ahead -= len(gone)
             self._left(gone)
             arena.release(cast("list[Slot]", self.index.evict_all(gone, now)))
             self.stats.evicted += len(gone)
@@ -192,9 +192,9 @@ class HostLevel:
         return arena.lease(min(count, arena.free)) or []
 
     @property
-    def may_have_room(self) -> bool:
-        """Whether it is worth to ask for room again."""
-        return self._shared.arena.free > 0 or self._may_go > 0
+    def room_max(self) -> float:
+        """For more blocks than that it is not worth to ask for room again."""
+        return self._shared.arena.free + max(0.0, self._may_go)
 
     def settled(self, count: int, *, stored: bool) -> None:
         """A level took some of these blocks, or gave them up: they may go."""
@@ -204,7 +204,7 @@ class HostLevel:
 
     def _evictable(self, count: int, priority: int) -> list[BlockKey]:
         chosen: list[BlockKey] = []
-        passed = 0
+        passed = seen = 0
         index, route = self.index, self._router()
         victims = index.victims()
         while len(chosen) < count and passed < SCAN_MAX:
@@ -221,6 +221,9 @@ class HostLevel:
                     return chosen
                 if target is None:
                     chosen.append(key)
+                else:  # the order is not as ``clean`` found it
+                    self._ahead = min(self._ahead, seen)
+            seen = passed + before
             passed -= len(chosen) - before
         return chosen
 

@@ -156,7 +156,13 @@ class Inbox:
 
     def take(self, keys: Iterable[BlockKey]) -> dict[BlockKey, Pending]:
         """These blocks; the claims on their slots go to the caller."""
-        return {key: self._pop(key) for key in keys}
+        taken = {key: self._blocks.pop(key) for key in keys}
+        for priority, alike in list(self._by_priority.items()):
+            for key in filter(alike.__contains__, taken):
+                del alike[key]
+            if not alike:
+                del self._by_priority[priority]
+        return taken
 
     def __iter__(self) -> Iterator[BlockKey]:
         """All keys, oldest first; do not change the inbox meanwhile."""

@@ -304,9 +304,12 @@ class Writer:
     async def _write(self) -> None:
         """Make room for what is in ``_writing`` and store it, the most valuable first."""
         with self._lock:
-            ranked = sorted(self._writing.items(), key=lambda item: -item[1].meta.priority)
-            self._writing = dict(ranked)
-        reason = await self._make_room([pending.meta.priority for _, pending in ranked])
+            priorities = [pending.meta.priority for pending in self._writing.values()]
+            if len({*priorities}) > 1:
+                ranked = sorted(self._writing.items(), key=lambda item: -item[1].meta.priority)
+                self._writing = dict(ranked)
+                priorities.sort(reverse=True)
+        reason = await self._make_room(priorities)
         now = self._shared.clock.now()
         with self._lock:
             places = self._places.take(len(self._writing))

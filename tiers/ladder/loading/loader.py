@@ -24,9 +24,6 @@ from kvladder.tiers.ladder.loading.fetch import Arrival, Fetch, Want, among, che
 from kvladder.tiers.ladder.loading.judge import Judge
 from kvladder.tiers.ladder.loading.probe import Prober
 
-RESUME_BATCH = 64
-"""Blocks that waited for room and are begun at once."""
-
 
 class Read(NamedTuple):
     """A batch that is to be read from a level."""
@@ -291,7 +288,7 @@ class Loader:
             pass
         with self._lock:
             stuck = not self._arrivals and not any(level.pending for level in self._levels)
-            wants = self._due() if stuck or self._host.may_have_room else []
+            wants = self._due(STEP if stuck else self._host.room_max)
             slots = self._room_for(wants)
             reads = self._begin(wants[: len(slots)], slots)
             for want in wants[: len(slots)]:
@@ -348,11 +345,13 @@ class Loader:
             return True
         return False
 
-    def _due(self) -> list[Want]:
+    def _due(self, room: float) -> list[Want]:
         """The next blocks that wait for room, and where they are now; lost ones end a prefix."""
+        due = list(islice(self._parked, int(min(room, STEP))))
+        if not due:
+            return []
         levels = [level for level in self._levels if level.readable]
         now_s, in_host, arrivals = self._shared.clock.now(), self._host.index.keys(), self._arrivals
-        due = list(islice(self._parked, RESUME_BATCH))
         if len({fetch for fetch, _, _ in due}) == 1:
             first, at, _ = due[0]
             of_one = among(levels, first.levels)
