@@ -76,17 +76,28 @@ async def test_a_tier_that_hangs_is_a_miss_and_its_slots_wait_until_it_is_quiet(
 
 
 async def test_a_failing_tier_is_left_alone_and_found_again() -> None:
-    tier = FakeTier([Fail(on="get", times=2)], store=await flushed((1,)), durable=True)
+    trial = Hold(on="get", after=2)
+    tier = FakeTier([Fail(on="get", times=2), trial], store=await flushed((1,)), durable=True)
     async with cache_of(LevelSpec(tier, settings=QUICK)) as cache:
         keys = cache.keys(1)
+
+        def told() -> tuple[int, int]:
+            level = cache.manager.stats()["level1"]
+            return level["breaker_open"], level["breakers"]["get"]
+
         assert await cache.load(keys) == []
+        assert told() == (0, 0)
         assert await cache.load(keys) == []
-        assert cache.manager.stats()["level1"]["breaker_open"] == 1
+        assert told() == (1, 2)
         assert cache.manager.lookup(keys) == (0, 0), "it is not even asked"
         assert len(tier.batches("get")) == 2
         await asyncio.sleep(5.0)
-        assert await cache.load(keys) == ["level1"]
-        assert cache.manager.stats()["level1"]["breaker_open"] == 0
+        load = asyncio.create_task(cache.load(keys))
+        await trial.reached()
+        assert told() == (1, 1)
+        trial.let_go()
+        assert await load == ["level1"]
+        assert told() == (0, 0)
 
 
 async def test_with_its_tiers_dead_the_host_level_goes_on_evicting() -> None:

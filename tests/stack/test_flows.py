@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -125,6 +126,17 @@ async def test_e_12_a_threshold_is_inclusive_and_ends_the_prefix() -> None:
         save = cache.manager.save(cache.keys(7), parent_floor=34, priorities=[90])
         assert save.floor == 34
         save.abort()
+
+
+async def test_what_is_said_of_a_save_is_said_of_each_block() -> None:
+    async with cache_of() as cache:
+        for name in ("priorities", "durations_s"):
+            for said in ([], [1], [1, 1, 1]):
+                wrong: dict[str, Any] = {name: said}
+                with pytest.raises(ValueError, match=f"{name}: {len(said)} for 2 keys"):
+                    cache.manager.save(cache.keys(1, 2), **wrong)
+        assert cache.manager.lookup(cache.keys(1, 2)) == (0, 0)
+        assert cache.save(cache.keys(1, 2)) == 2
 
 
 async def test_e_5_nothing_is_saved_that_no_level_takes() -> None:

@@ -41,6 +41,13 @@ def test_a_cache_has_the_configured_levels_and_describes_them():
         assert "512 blocks, 2048 tokens" in cache.describe()
 
 
+def test_several_engines_divide_a_capacity(tmp_path):
+    files = {"type": "files", "path": str(tmp_path), "capacity": "32 MiB", "engines": 4}
+    with kvladder.open_cache(stack(files), layout=LAYOUT) as cache:
+        assert cache.stats()["files"]["capacity"] == 1024, "a place has a page for its header"
+        assert "for each of 4 engines" in cache.describe()
+
+
 def test_a_path_that_cannot_be_is_refused_and_nothing_stays_open(tmp_path):
     (tmp_path / "file").write_text("not a directory")
     files = {"type": "files", "path": str(tmp_path / "file"), "capacity": "10 MiB"}

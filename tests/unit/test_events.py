@@ -97,6 +97,21 @@ def test_a_fault_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None
     ]
 
 
+def test_nothing_is_logged_while_the_lock_is_held(caplog: pytest.LogCaptureFixture) -> None:
+    posted: list[tuple[object, ...]] = []
+    is_held = True
+    notices = Notices(lambda: 0.0, held=lambda: is_held, post=lambda *call: posted.append(call))
+    with caplog.at_level(logging.WARNING, "kvladder"):
+        notices.say("nvme", "it failed")
+        assert not caplog.records
+        is_held = False
+        notices.say("redis", "it failed, too")
+        ((log, *arguments),) = posted
+        assert callable(log)
+        log(*arguments)
+    assert [record.message for record in caplog.records] == ["it failed, too", "it failed"]
+
+
 def test_statistics_are_plain_numbers() -> None:
     stats = LevelStats()
     stats.stored += 3
