@@ -81,6 +81,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Watch())
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Async tests run in simulated time, but those that are marked ``real``."""
+    session.add_marker("sim_loop")
+
+
 def open_files() -> set[str]:
     """What this process has open, but for arenas: an exception may still refer to a slot."""
     found: set[str] = set()

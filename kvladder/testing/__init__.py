@@ -1,7 +1,9 @@
 """The test kit for authors of tiers and policies; needs the extra ``testing``.
 
-Its pytest plugin runs ``async def`` tests and fixtures, see :mod:`kvladder.testing.plugin`.
+Its pytest plugin has pytest-asyncio use the simulated loop, see :mod:`kvladder.testing.plugin`.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from kvladder.testing import _rewrite as _rewrite
 from kvladder.testing.cancel import cancel_at as cancel_at
@@ -22,4 +24,16 @@ from kvladder.testing.sim import SimClock as SimClock
 from kvladder.testing.sim import SimLoop as SimLoop
 from kvladder.testing.sim import inline_blocking as inline_blocking
 from kvladder.testing.sim import sim_run as sim_run
-from kvladder.testing.tiers import TierTests as TierTests
+from kvladder.testing.stacks import LevelSpec as LevelSpec
+from kvladder.testing.stacks import SimCache as SimCache
+
+if TYPE_CHECKING:
+    from kvladder.testing.tiers import TierTests as TierTests
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TierTests":  # not before it is asked for: pytest loads this plugin in any case
+        from kvladder.testing.tiers import TierTests
+
+        return TierTests
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,6 +9,7 @@ from random import Random
 from types import NoneType
 
 import pytest
+import pytest_asyncio
 
 from kvladder.arena import Arena, Slot
 from kvladder.keys import BlockKey
@@ -152,6 +153,8 @@ class Opener:
 class TierFixtures:
     """The fixtures of ``TierTests``, and what a subclass may declare."""
 
+    pytestmark = pytest.mark.sim_loop
+
     real = False
     """Whether to run on a real loop with threads: for tiers that really wait for something."""
     survives = False
@@ -200,7 +203,7 @@ class TierFixtures:
         arena.close()
         assert free == arena.slots, "somebody still claims a slot"
 
-    @pytest.fixture
+    @pytest_asyncio.fixture
     async def context(
         self, arena: Arena, layout: Layout, capacity: int
     ) -> AsyncIterator[TierContext]:
@@ -214,14 +217,14 @@ class TierFixtures:
             clock = SimClock(asyncio.get_running_loop())
             yield TierContext(arena, layout, space, capacity, clock, inline_blocking)
 
-    @pytest.fixture
+    @pytest_asyncio.fixture
     async def opened(self, make: MakeTier, context: TierContext) -> AsyncIterator[Opener]:
         """Opens tiers one after the other on one medium."""
         opener = Opener(make, context)
         yield opener
         await opener.close()
 
-    @pytest.fixture
+    @pytest_asyncio.fixture
     async def tier(self, opened: Opener) -> Tier:
         """An opened, empty tier."""
         return await opened()

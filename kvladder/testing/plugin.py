@@ -1,10 +1,10 @@
-"""The pytest plugin of the test kit: async tests and fixtures on the simulated loop.
+"""The pytest plugin of the test kit: pytest-asyncio's tests and fixtures on the simulated loop.
 
-An ``async def`` test runs on a :class:`~kvladder.testing.sim.SimLoop`, or on a real loop if it is
-marked ``real`` or its class has ``real = True``. Its async fixtures run on the same loop. Tests
-that bear the mark of another async plugin are left to that. A task that a test leaves behind fails
-the test, and so does what is logged while a cache's lock is held. ``--sim-seed`` chooses the
-interleaving.
+An ``async def`` test that is marked ``sim_loop``, or whose class or module is, runs on a
+:class:`~kvladder.testing.sim.SimLoop`, and so do its async fixtures; if it is also marked ``real``
+or its class has ``real = True``, on a loop of the platform. A task that such a test leaves behind
+fails it. What any test logs while a cache's lock is held fails that test. ``--sim-seed`` chooses
+the interleaving.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import asyncio
 import functools
 import inspect
 import logging
-from collections.abc import AsyncGenerator, Callable, Generator
-from dataclasses import dataclass
-from types import MethodType
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import pytest
@@ -23,16 +21,8 @@ import pytest
 from kvladder.lock import holding
 from kvladder.testing.sim import SimLoop, where
 
-OTHERS = ("anyio", "asyncio", "trio", "twisted")
-
-
-@dataclass
-class _Loop:
-    runner: asyncio.Runner
-    failed: bool = False
-
-
-_LOOP = pytest.StashKey[_Loop]()
+MARK = "sim_loop"
+_FAILED = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,8 +33,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the markers that the shipped suites use."""
-    config.addinivalue_line("markers", "slow: takes more than a quarter of a second")
-    config.addinivalue_line("markers", "real: runs on a real loop instead of the simulated one")
+    for line in (
+        "slow: takes more than a quarter of a second",
+        f"{MARK}: an async test runs on the simulated loop, where time jumps",
+        f"real: runs on a real loop although it is marked {MARK}",
+    ):
+        config.addinivalue_line("markers", line)
 
 
 class _Watch(logging.Handler):
@@ -66,9 +60,13 @@ def pytest_runtest_setup() -> Generator[None, Any, Any]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Generator[None, Any, Any]:
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     """Fail a test that has something logged under a cache's lock."""
-    return (yield from _watched())
+    try:
+        return (yield from _watched())
+    except BaseException:
+        item.stash[_FAILED] = True
+        raise
 
 
 @pytest.hookimpl(wrapper=True)
@@ -94,89 +92,42 @@ def _watched() -> Generator[None, Any, Any]:
     return result
 
 
-def _is_ours(item: pytest.Item) -> bool:
-    return not any(item.get_closest_marker(name) for name in OTHERS)
-
-
-def _loop_of(item: pytest.Function) -> _Loop:
-    """The loop of a test, made when it is first needed and closed after the async fixtures."""
-    if _LOOP not in item.stash:
-        real = item.get_closest_marker("real") or getattr(item.cls, "real", False)
-        seed: Any = item.config.getoption("--sim-seed")
-        factory = asyncio.new_event_loop if real else functools.partial(SimLoop, seed)
-        item.stash[_LOOP] = _Loop(asyncio.Runner(loop_factory=factory))
-        item.addfinalizer(functools.partial(_close, item))
-    return item.stash[_LOOP]
-
-
-def _close(item: pytest.Function) -> None:
-    loop = item.stash[_LOOP]
-    del item.stash[_LOOP]
-    left = sorted(where(task) for task in asyncio.all_tasks(loop.runner.get_loop()))
-    loop.runner.close()
-    if left and not loop.failed:
-        pytest.fail("the test left tasks behind:\n  " + "\n  ".join(left), pytrace=False)
-
-
 @pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run an async test on its loop."""
-    test = pyfuncitem.obj
-    if not inspect.iscoroutinefunction(test) or not _is_ours(pyfuncitem):
-        return None
-    loop = _loop_of(pyfuncitem)
-    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
-    try:
-        loop.runner.run(test(**arguments))
-    except BaseException:
-        loop.failed = True
-        raise
-    return True
+def pytest_pycollect_makeitem(
+    collector: pytest.Module | pytest.Class, name: str, obj: object
+) -> None:
+    """Let one mark do: in its strict mode pytest-asyncio runs only what is marked ``asyncio``."""
+    if inspect.iscoroutinefunction(obj) and collector.istestfunction(obj, name):
+        own = {mark.name for mark in getattr(obj, "pytestmark", ())}
+        if "asyncio" not in own and (MARK in own or collector.get_closest_marker(MARK)):
+            pytest.mark.asyncio(obj)
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Function
+) -> Generator[None, Any, Mapping[str, Callable[[], asyncio.AbstractEventLoop]]]:
+    """Name the simulated loop for tests that are marked; to others leave what they have."""
+    found = yield
+    real = item.get_closest_marker("real") or getattr(item.cls, "real", False)
+    if item.get_closest_marker(MARK) and not real:
+        seed: Any = config.getoption("--sim-seed")
+        return {MARK: functools.partial(SimLoop, seed)}
+    return found or {"asyncio": asyncio.new_event_loop}
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
 ) -> Generator[None, Any, Any]:
-    """Run an async fixture on the loop of the test that asked for it."""
-    function: Any = fixturedef.func
-    item: Any = request.node
-    is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
-    if not is_async or not isinstance(item, pytest.Function) or not _is_ours(item):
-        return (yield)
-    runner = _loop_of(item).runner
-    plain: Any = getattr(function, "__func__", function)
-    wrapped: Any = (_generator if inspect.isasyncgenfunction(plain) else _coroutine)(plain, runner)
-    if inspect.ismethod(function):
-        wrapped = MethodType(wrapped, function.__self__)
-    fixturedef.func = wrapped  # type: ignore[misc]
-    try:
-        return (yield)
-    finally:
-        fixturedef.func = function  # type: ignore[misc]
+    """Have tasks looked for when async fixtures have ended, before their loop is closed."""
+    found = yield
+    if isinstance(found, asyncio.Runner) and request.node.get_closest_marker(MARK):
+        fixturedef.addfinalizer(functools.partial(_require_no_tasks, found, request.node))
+    return found
 
 
-def _coroutine(function: Callable[..., Any], runner: asyncio.Runner) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return runner.run(function(*args, **kwargs))
-
-    return run
-
-
-def _generator(
-    function: Callable[..., AsyncGenerator[Any, None]], runner: asyncio.Runner
-) -> Callable[..., Generator[Any, None, None]]:
-    def run(*args: Any, **kwargs: Any) -> Generator[Any, None, None]:
-        values = function(*args, **kwargs)
-        yield runner.run(_next(values))
-        if runner.run(_next(values, last=True)) is not _ENDED:
-            pytest.fail(f"async fixture {function.__name__} yielded twice", pytrace=False)
-
-    return run
-
-
-_ENDED = object()
-
-
-async def _next(values: AsyncGenerator[Any, None], *, last: bool = False) -> Any:
-    return await anext(values, _ENDED) if last else await anext(values)
+def _require_no_tasks(runner: asyncio.Runner, node: pytest.Item) -> None:
+    left = sorted(where(task) for task in asyncio.all_tasks(runner.get_loop()))
+    if left and not node.stash.get(_FAILED, False):
+        pytest.fail("the test left tasks behind:\n  " + "\n  ".join(left), pytrace=False)

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+from textwrap import dedent
+
 import pytest
 
 PLUGIN = ("-p", "kvladder.testing.plugin", "-p", "no:cacheprovider", "--strict-markers")
+ASYNCIO = """
+    [pytest]
+    asyncio_default_fixture_loop_scope = function
+    asyncio_mode = {}
+"""
+SIMULATED = """
+    import pytest
+    pytestmark = pytest.mark.sim_loop
+"""
 
 
-def run(pytester: pytest.Pytester, code: str, *options: str) -> pytest.RunResult:
-    pytester.makepyfile(code)
+def run(
+    pytester: pytest.Pytester, code: str, *options: str, marks: str = SIMULATED, mode: str = "auto"
+) -> pytest.RunResult:
+    pytester.makeini(ASYNCIO.format(mode))
+    pytester.makepyfile(dedent(marks) + dedent(code))
     return pytester.runpytest_inprocess(*PLUGIN, *options)
 
 
+MODES = pytest.mark.parametrize("mode", ["auto", "strict"])
+
+
+@MODES
 def test_async_tests_run_in_simulated_time_and_marked_ones_for_real(
-    pytester: pytest.Pytester,
+    pytester: pytest.Pytester, mode: str
 ) -> None:
     result = run(
         pytester,
         """
         import asyncio
-        import pytest
         from kvladder.testing import SimLoop
 
         def simulated():
@@ -44,24 +61,63 @@ def test_async_tests_run_in_simulated_time_and_marked_ones_for_real(
             with pytest.raises(RuntimeError):
                 simulated()
         """,
+        mode=mode,
     )
     result.assert_outcomes(passed=4)
 
 
-def test_async_fixtures_run_on_the_loop_of_their_test(pytester: pytest.Pytester) -> None:
+@MODES
+def test_what_is_not_marked_has_the_loop_that_it_would_have(
+    pytester: pytest.Pytester, mode: str
+) -> None:
+    pytester.makeconftest(
+        """
+        import asyncio
+
+        class Theirs(asyncio.SelectorEventLoop):
+            pass
+
+        def pytest_asyncio_loop_factories(config, item):
+            return {"one": Theirs, "two": Theirs} if "two" in item.name else None
+        """
+    )
+    code = """
+        import asyncio
+        import pytest
+        from kvladder.testing import SimLoop
+
+        @pytest.mark.asyncio
+        async def test_plain():
+            assert not isinstance(asyncio.get_running_loop(), SimLoop)
+            asyncio.create_task(asyncio.sleep(5), name="nobody minds")
+
+        @pytest.mark.asyncio
+        async def test_two():
+            assert type(asyncio.get_running_loop()).__name__ == "Theirs"
+
+        @pytest.mark.sim_loop
+        async def test_two_of_ours():
+            assert isinstance(asyncio.get_running_loop(), SimLoop)
+        """
+    result = run(pytester, code, marks="", mode=mode)
+    result.assert_outcomes(passed=4)
+
+
+@MODES
+def test_async_fixtures_run_on_the_loop_of_their_test(pytester: pytest.Pytester, mode: str) -> None:
     result = run(
         pytester,
         """
         import asyncio
-        import pytest
+        import pytest_asyncio
         ended = []
 
-        @pytest.fixture
+        @pytest_asyncio.fixture
         async def started():
             await asyncio.sleep(100)
             return asyncio.get_running_loop()
 
-        @pytest.fixture
+        @pytest_asyncio.fixture
         async def around(started):
             assert asyncio.get_running_loop() is started
             yield "value"
@@ -74,7 +130,7 @@ def test_async_fixtures_run_on_the_loop_of_their_test(pytester: pytest.Pytester)
             assert started.time() == 100
 
         class TestMethods:
-            @pytest.fixture
+            @pytest_asyncio.fixture
             async def mine(self, around):
                 self.seen = around
                 yield self
@@ -84,22 +140,18 @@ def test_async_fixtures_run_on_the_loop_of_their_test(pytester: pytest.Pytester)
                 assert mine is self
                 assert self.seen == "value"
 
-            def test_sync_ones_get_their_value(self, mine):
-                assert mine.seen == "value"
-
         def test_the_end():
-            assert ended == [200] * 4
+            assert ended == [200] * 3
         """,
+        mode=mode,
     )
-    result.assert_outcomes(passed=5)
+    result.assert_outcomes(passed=4)
 
 
 def test_what_is_wrong_with_a_fixture_is_said(pytester: pytest.Pytester) -> None:
     result = run(
         pytester,
         """
-        import pytest
-
         @pytest.fixture
         async def twice():
             yield 1
@@ -117,7 +169,7 @@ def test_what_is_wrong_with_a_fixture_is_said(pytester: pytest.Pytester) -> None
         """,
     )
     result.assert_outcomes(passed=1, errors=2)
-    result.stdout.fnmatch_lines(["*async fixture twice yielded twice*", "*no such thing*"])
+    result.stdout.fnmatch_lines(["*Async generator fixture didn't stop*", "*no such thing*"])
 
 
 def test_a_task_left_behind_is_an_error(pytester: pytest.Pytester) -> None:
@@ -175,26 +227,6 @@ def test_the_seed_is_an_option(pytester: pytest.Pytester) -> None:
     assert orders[0] == orders[2] != orders[1]
 
 
-@pytest.mark.parametrize("other", ["asyncio", "anyio", "trio"])
-def test_tests_of_other_plugins_are_left_to_them(pytester: pytest.Pytester, other: str) -> None:
-    result = run(
-        pytester,
-        f"""
-        import pytest
-
-        @pytest.mark.{other}
-        async def test_not_ours():
-            pass
-        """,
-        "-p",
-        "no:anyio",
-        "-o",
-        f"markers={other}",
-    )
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*async def functions are not natively supported*"])
-
-
 def test_what_is_logged_under_a_lock_fails_the_test(pytester: pytest.Pytester) -> None:
     result = run(
         pytester,
@@ -216,3 +248,29 @@ def test_what_is_logged_under_a_lock_fails_the_test(pytester: pytest.Pytester) -
     )
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*logged under a lock:*", "*too early*"])
+
+
+@MODES
+@pytest.mark.slow
+def test_the_suite_for_tiers_needs_no_marks(pytester: pytest.Pytester, mode: str) -> None:
+    result = run(
+        pytester,
+        """
+        import pytest
+        from kvladder.testing import TierTests
+        from kvladder.tiers.memory import MemoryTier
+
+        class TestMemory(TierTests):
+            @pytest.fixture
+            def make(self):
+                return MemoryTier
+
+        class TestMemoryInThreads(TestMemory):
+            real = True
+        """,
+        marks="",
+        mode=mode,
+    )
+    outcomes = result.parseoutcomes()
+    assert outcomes["passed"] > 40
+    assert outcomes.keys() <= {"passed", "skipped"}
