@@ -1,8 +1,10 @@
 """The shape of the code, as a table: lines by room, what a block crosses, what an author meets.
 
 Lines are those with code on them: no blank ones, comments or docstrings. A block crosses a file if
-code of it runs for the block between the call of an engine's thread and its end, on any thread; a
-move is from one file to another. What is done once, as opening, is not counted.
+a function of it is called with the block's key, alone or within what carries it, between the call
+of an engine's thread and its end, on any thread; a move is from one such call to one in another
+file. Beside it stands how many files have code that runs for the block at all, the clock and the
+lock included. What is done once, as opening, is not counted.
 """
 
 from __future__ import annotations
@@ -82,8 +84,10 @@ class Crossing:
     """Counts product files while it is on; made before the threads that it is to see."""
 
     def __init__(self) -> None:
-        self.on = False
+        self.key: bytes | None = None
+        """Of the block that is on its way."""
         self.files: set[str] = set()
+        self.running: set[str] = set()
         self.moves = 0
         self._last: dict[int, str] = {}
         self._names: dict[str, str] = {}
@@ -91,7 +95,7 @@ class Crossing:
         sys.setprofile(self._see)
 
     def _see(self, frame: FrameType, event: str, _: Any) -> None:
-        if not self.on or event != "call":
+        if self.key is None or event != "call":
             return
         path = frame.f_code.co_filename
         if path not in self._names:
@@ -100,25 +104,39 @@ class Crossing:
             name = str(real.relative_to(ROOT)) if inside else ""
             self._names[path] = name if name.startswith(("kvladder/", *LINKS)) else ""
         name, thread = self._names[path], threading.get_ident()
-        if name:
+        if not name:
+            return
+        self.running.add(name)
+        if any(self._carries(value) for value in frame.f_locals.values()):
             self.files.add(name)
             self.moves += self._last.get(thread, name) != name
             self._last[thread] = name
+
+    def _carries(self, value: object, depth: int = 3) -> bool:
+        """Whether the value is the block's key, or has it within."""
+        if isinstance(value, bytes):
+            return value == self.key
+        if depth and isinstance(value, dict):
+            return self.key in value or any(self._carries(one, 1) for one in value.values())
+        if depth and isinstance(value, list | tuple):
+            return any(self._carries(one, depth - 1) for one in value)
+        keys = getattr(value, "keys", None)
+        return isinstance(keys, list) and self.key in keys
 
     def end(self) -> None:
         """See no thread any more that begins from now on."""
         sys.setprofile(None)
         threading.setprofile(None)
 
-    def result(self) -> tuple[list[str], int]:
-        """The files and the number of moves since the last result."""
-        found = sorted(self.files), self.moves
-        self.files, self.moves = set(), 0
+    def result(self) -> tuple[list[str], int, int]:
+        """Files crossed, moves between them, and how many ran at all; since the last result."""
+        found = sorted(self.files), self.moves, len(self.running)
+        self.files, self.running, self.moves = set(), set(), 0
         self._last.clear()
         return found
 
 
-def crossings() -> Iterator[tuple[str, list[str], int]]:
+def crossings() -> Iterator[tuple[str, list[str], int, int]]:
     """A block saved by an engine down to a file, and loaded from it by another one."""
     import torch
 
@@ -137,7 +155,7 @@ def crossings() -> Iterator[tuple[str, list[str], int]]:
             with kvladder.open_cache(stack, layout=layout) as cache:
                 connector = InlineConnector(cache, kv)
                 keys = connector.keys(range(17))
-                crossing.on = True
+                (crossing.key,) = keys
                 if what == "save":
                     connector.wait(connector.save(keys, blocks=[0]))
                     cache.flush(timeout_s=10)
@@ -146,7 +164,7 @@ def crossings() -> Iterator[tuple[str, list[str], int]]:
                     match.wait()
                     assert match.blocks == 1, "the block was not found"
                     connector.wait(connector.load(match, blocks=[1]))
-                crossing.on = False
+                crossing.key = None
                 connector.close()
             yield what, *crossing.result()
     crossing.end()
@@ -185,9 +203,9 @@ def main() -> None:
     print("| room | lines of code | budget |\n|---|---|---|")
     for room, count, budget in rooms():
         print(f"| {room} | {count:,} | {f'{budget:,}' if budget else ''} |")
-    print("\n| a block's | files | moves |\n|---|---|---|")
-    for what, files, moves in crossings():
-        print(f"| {what} | {len(files)} | {moves} |")
+    print("\n| a block's | crosses files | moves | runs code of files |\n|---|---|---|---|")
+    for what, files, moves, running in crossings():
+        print(f"| {what} | {len(files)} | {moves} | {running} |")
         if "--files" in sys.argv:
             print("\n".join(f"    {name}" for name in files))
     print(f"\nnames that an author of a tier meets: {met_by_authors()}")

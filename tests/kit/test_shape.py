@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,15 +59,26 @@ def test_every_file_of_the_product_is_in_a_room(shape: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.real
 def test_what_a_block_crosses_is_seen(shape: Any) -> None:
-    found = {what: (files, moves) for what, files, moves in shape.crossings()}
-    for files, moves in found.values():
-        assert {"connectors/inline.py", "kvladder/manager.py", "tiers/files/segments.py"} <= set(
-            files
-        )
+    found = {what: (files, moves, running) for what, files, moves, running in shape.crossings()}
+    for files, moves, running in found.values():
+        assert {"kvladder/manager.py", "tiers/files/segments.py"} <= set(files)
+        assert "kvladder/lock.py" not in files, "it runs for the block, and never has it"
         assert moves >= len(files) - 1
+        assert running > len(files)
     assert "tiers/ladder/loading/fetch.py" in found["load"][0]
     assert "tiers/ladder/writer.py" in found["save"][0]
     assert sys.getprofile() is None
+
+
+def test_a_block_is_known_within_what_carries_it(shape: Any) -> None:
+    key = b"k" * 32
+    crossing = shape.Crossing()
+    crossing.end()
+    crossing.key = key
+    for carrier in (key, [1, key], [(key, 1)], {key: 1}, {1: [key]}, SimpleNamespace(keys=[key])):
+        assert crossing._carries(carrier)
+    for other in (b"o" * 32, 1, None, [1, 2], {}, SimpleNamespace(keys=[]), SimpleNamespace()):
+        assert not crossing._carries(other)
 
 
 def test_an_author_meets_what_the_door_names(shape: Any) -> None:
