@@ -189,11 +189,11 @@ def met_by_authors() -> int:
     names = [name for name in vars(door) if name[:1].isupper()]
     inner = [getattr(door, name) for name in names if isinstance(getattr(door, name), type)]
     return len(names) + sum(
-        not name.startswith("_") for one in inner for name in {*vars(one), *annotations(one)}
+        not name.startswith("_") for one in inner for name in {*vars(one), *fields_of(one)}
     )
 
 
-def annotations(one: type) -> set[str]:
+def fields_of(one: type) -> set[str]:
     """Names of fields that have no default."""
     return set(getattr(one, "__annotations__", {})) - set(vars(one))
 
