@@ -124,13 +124,13 @@ class Engine:
 
     def stats(self, *, wait_s: float = PATIENCE_S) -> Any:
         """The connector's statistics, its invariants checked, once the tiers are idle or hang."""
-        end = time.monotonic() + wait_s
+        end, manager = time.monotonic() + wait_s, self.half.connector.manager
         while time.monotonic() < end:
             self.half.settle()
-            if not self.half.busy and self.half.connector.manager.idle():
+            if not self.half.busy and manager.idle() and not manager._stack.loader.keys():
                 break
             time.sleep(0.02)
-        self.half.connector.manager.check()
+        manager.check()
         assert not self.half.serving, "a request is over, and the connector does not know"
         return self.half.stats()
 

@@ -34,6 +34,7 @@ def environment(**more: str) -> dict[str, str]:
     """What every engine gets: no network, the same kvladder as this process, one process."""
     return os.environ | {
         "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",  # several engines run at once, and threads that wait are busy
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",

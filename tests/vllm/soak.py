@@ -4,7 +4,7 @@ One engine after the other, of another kind of model each, one of them with draf
 prefixes, have salts and priorities, are aborted, and the cache is reset, while a tier fails, hangs
 and forgets. Each answer is what the engine said when it computed everything itself. Beside it runs
 the same without a cache: vLLM's own memory grows with the requests that it served, ours must not
-add to that.
+add to that more than the blocks that it holds.
 """
 
 from __future__ import annotations
