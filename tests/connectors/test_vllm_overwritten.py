@@ -77,6 +77,28 @@ def test_another_connector_s_load_waits_for_a_save_of_its_blocks(engine: Engine,
     reads_right(engine)
 
 
+def test_a_save_whose_fence_failed_is_not_stored(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: object) -> None:
+        raise OSError("by the script")
+
+    other = Request("other", [500 + n for n in range(33)])
+    engine.half.arrived(other)
+    engine.half.ask(other, 0)
+    engine.half.allocated(other, [list(engine.free)], 0)
+    step = engine.half.build(engine._output({}))
+    assert step.fence
+    for worker, copier in zip(engine.workers, engine.copiers, strict=True):
+        with monkeypatch.context() as patch:
+            patch.setattr(copier, "fence", fails)
+            with pytest.raises(OSError, match="by the script"):  # which the connector outlives
+                worker.begin(step)
+    engine.kv[0][:] = -7  # so the step writes while the saves still read
+    ended(engine)
+    reads_right(engine)
+
+
 def test_blocks_that_vllm_has_itself_are_not_waited_for(engine: Engine) -> None:
     other = Request("other", list(range(33)))
     engine.half.arrived(other)
