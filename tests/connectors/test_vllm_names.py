@@ -22,20 +22,17 @@ import torch
 from kvladder.connectors.vllm.checks import tensor_fields
 from kvladder.connectors.vllm.identity import fingerprint as vllm_fingerprint
 from kvladder.connectors.vllm.identity import given as vllm_given
-from kvladder.connectors.vllm.identity.fingerprint import (
-    FILES_LEFT_OUT,
-    folder_fields,
-    model_fields,
-)
-from kvladder.connectors.vllm.identity.given import SETTINGS_LEFT_OUT, SWITCHES_LEFT_OUT, left_out
+from kvladder.connectors.vllm.identity.fingerprint import folder_fields, model_fields
+from kvladder.connectors.vllm.identity.given import LEFT_OUT, left_out
+from kvladder.connectors.weights import SUFFIXES
 from kvladder.gpu.copy.pages import BlockPages
 from tests.connectors.arguments import ELSEWHERE
 from tests.connectors.scripted import configs
 from tests.vllm.harness import HERE, environment
 
 PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
-SETTINGS = left_out(SETTINGS_LEFT_OUT)
-SWITCHES = left_out(SWITCHES_LEFT_OUT)
+SETTINGS = left_out("settings")
+SWITCHES = left_out("switches")
 NEWER = {
     "CacheConfig.simple_cpu_offload_num_blocks",
     "VllmConfig.watchdog_config",
@@ -156,7 +153,7 @@ def test_every_file_of_a_models_folder_names_its_blocks(tmp_path: Path) -> None:
     assert named() != whole
     for name in others:
         parts = Path(name).parts
-        reasons = [r for p, r in left_out(FILES_LEFT_OUT).items() for q in parts if fnmatch(q, p)]
+        reasons = [r for p, r in left_out("files").items() for q in parts if fnmatch(q, p)]
         assert reasons, name
 
 
@@ -328,7 +325,8 @@ def test_each_switch_of_the_environment_names_the_blocks_or_is_left_out(
 
 
 def test_each_list_gives_a_reason_once() -> None:
-    for lists in (SETTINGS_LEFT_OUT, SWITCHES_LEFT_OUT, FILES_LEFT_OUT):
+    assert {f"*{suffix}" for suffix in SUFFIXES} <= left_out("files").keys()
+    for lists in LEFT_OUT.values():
         names = [name for text in lists.values() for name in text.split()]
         assert len(names) == len(set(names))
         assert all(len(reason) > 20 for reason in lists)

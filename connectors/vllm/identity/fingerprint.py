@@ -12,20 +12,10 @@ from typing import Any, Final, cast
 
 from kvladder.connectors.vllm.checks import vllm_version
 from kvladder.connectors.vllm.identity import given
-from kvladder.connectors.weights import SUFFIXES, downloaded
+from kvladder.connectors.weights import downloaded
 from kvladder.errors import ConfigError
 
-FILES_LEFT_OUT: Final[Mapping[str, str]] = {
-    "weights, which a field of its own tells apart": " ".join(f"*{suffix}" for suffix in SUFFIXES),
-    "weights for other engines": """
-        *.h5 *.msgpack *.onnx *.onnx_data *.ot *.tflite *.mlmodel *.nemo""",
-    "texts and pictures for people": """
-        README* LICENSE* NOTICE* *.md *.pdf *.png *.jpg *.jpeg *.gif *.svg""",
-    "what tools keep beside a model: versions, downloads, compiled code": ".* __pycache__",
-}
-"""Reasons, and the files and folders of a model's folder that each is true of."""
-
-_FILES: Final = given.left_out(FILES_LEFT_OUT)
+_FILES: Final = given.left_out("files")
 
 LIBRARIES: Final = ("torch", "transformers", "triton", "flashinfer-python")
 """What vLLM computes with, or lets read a model's files, in versions that it does not choose."""
@@ -67,7 +57,7 @@ def code_fields() -> dict[str, str]:
 
 
 def folder_fields(folders: Mapping[str, Path]) -> dict[str, str]:
-    """By role and path in it, digests of the files in folders, but for those in the list above."""
+    """By role and path in it, digests of the files in folders, but for those that are left out."""
     return {
         f"{role}/{file.relative_to(folder)}": given.digest(file)
         for role, folder in folders.items()
