@@ -33,6 +33,14 @@ class Hanging(MemoryTier):
         return []
 
 
+class Slow(MemoryTier):
+    """Gives what it has, a second a block."""
+
+    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+        await asyncio.sleep(len(items))
+        return await super().get(items)
+
+
 class Child:
     """The engine, and what it can be told to do."""
 
@@ -40,6 +48,7 @@ class Child:
         from vllm import LLM
 
         registry.register("tiers", "hanging", Hanging)
+        registry.register("tiers", "slow", Slow)
         transfer = spec["transfer"]
         arguments: dict[str, Any] = {
             "model": spec["model"],

@@ -24,6 +24,8 @@ from kvladder.notices import Notices
 
 REST_S = 0.001
 """How long a step without a forward pass lets copies and fetches go on, as vLLM itself does."""
+HEAP_LESSON_BYTES = (32 << 20) - (64 << 10)
+"""About the largest block that glibc learns from."""
 BLIND_STEPS_MAX = 1024
 """Steps between attempts to read weights that cannot be read, at most."""
 
@@ -104,6 +106,8 @@ class WorkerHalf:
                 names += group.layer_names
         if not names:
             raise LayoutError(f"rank {self._rank} has no KV tensors", hint="expected at least one")
+        if any(pages.device.type == "cpu" for pages in self._pages.values()):
+            keep_heap()
         self._fields = tensor_fields(self._vllm_config, self._pages, names)
         layers = self._vllm_config.compilation_config.static_forward_context
         self._loaded_models = self._make_loaded(layers)
@@ -317,3 +321,14 @@ class WorkerHalf:
             if not self._parts[load.request_id]:
                 del self._parts[load.request_id]
                 self._received.add(load.request_id)
+
+
+def keep_heap() -> None:
+    """Have glibc keep what an engine that computes on a CPU frees, for its next operation.
+
+    It gives the heap's top back to the system wherever more is free there than twice the largest
+    block that was ever mapped and freed. Whether a forward pass's memory lies there depends on
+    what else does, so a connector that did nothing at all made each of its steps fault thousands
+    of pages in again.
+    """
+    torch.empty(HEAP_LESSON_BYTES, dtype=torch.uint8)  # freed at once, never touched

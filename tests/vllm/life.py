@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -241,7 +242,7 @@ def at_a_pace(engine: Any, *, block_s: float, prompts: list[list[int]]) -> list[
     """One prompt after the other while the paced tier takes so long for a block.
 
     Of each what was said, the tokens that came from the cache, the blocks that the tier was asked
-    for meanwhile, and how often vLLM was told to wait.
+    for meanwhile, how often vLLM was told to wait, and the pages that its thread faulted in.
     """
     PacedTier.block_s = block_s
     found: list[dict[str, Any]] = []
@@ -255,9 +256,10 @@ def at_a_pace(engine: Any, *, block_s: float, prompts: list[list[int]]) -> list[
     half.ask = asked
     for prompt in prompts:
         engine.reset()
-        before, waits = PacedTier.asked, list[bool]()
+        before, waits, pages = PacedTier.asked, list[bool](), faults()
         said = engine.generate([prompt], tokens=64)
-        found.append(said | {"asked": PacedTier.asked - before, "waits": sum(waits)})
+        counts = {"asked": PacedTier.asked - before, "waits": sum(waits)}
+        found.append(said | counts | {"faults": faults() - pages})
     half.ask = ask
     return found
 
@@ -276,6 +278,11 @@ def until_fetched(engine: Any, *, prompts: list[list[int]], hits: int) -> list[d
 def forget(engine: Any) -> None:
     """Empty every tier; vLLM and other connectors keep what they have."""
     engine.half.reset()
+
+
+def faults() -> int:
+    """Pages that this thread had to wait for until the system gave them."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
 
 def rss_bytes() -> int:
