@@ -139,7 +139,7 @@ def _namespace(config: StackConfig, layout: Layout) -> Namespace:
     fields = {} if given == "auto" else {"model.fingerprint": given}
     # blocks move between levels: whoever is content with less shares with nobody who is not
     lossy = [
-        codec.identity for level in config.levels for codec in level.codecs if codec.allow_lossy
+        codec.identity for level in config.levels for codec in level.codecs if codec.make.lossy
     ]
     if lossy:
         fields["codecs"] = ", ".join(sorted(set(lossy)))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from functools import cache
 from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, cast, get_args, get_origin
 
 import msgspec
@@ -17,9 +16,7 @@ from kvladder.errors import ConfigError
 from kvladder.units import Duration, Share, Size
 from kvladder.yamlfile import parse_yaml
 
-S = TypeVar("S", bound=msgspec.Struct)
-Loose = Callable[[str], bool]
-"""Whether the value at a path came as text, from the environment, whatever its type is."""
+T = TypeVar("T")
 
 MASK = "***"
 _SECRET_WORDS = {
@@ -28,12 +25,20 @@ _SECRET_WORDS = {
 }  # fmt: skip
 _USER = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://).*@", re.DOTALL)
 _QUERY = re.compile(r"([?&][^=&\s]*(?:password|secret|token|key)[^=&\s]*=)[^&]*", re.IGNORECASE)
-_WHERE = re.compile(r"(.*?)(?: - at `\$(.*)`)?", re.DOTALL)
+_PROBLEM = re.compile(r"(.*?)(?: - at `\$\.?(.*)`)?", re.DOTALL)
+"""What msgspec says: what is wrong, and where."""
+_KEY = re.compile(r"Object (missing required|contains unknown) field `(.*)`", re.DOTALL)
+_STEP = re.compile(r"[^.\[\]]+")
 
 
 def join(path: str, key: str) -> str:
     """The path of ``key`` in the mapping at ``path``."""
     return f"{path}.{key}" if path else key
+
+
+def parent(path: str) -> str:
+    """The path of the mapping or list that holds what is at ``path``."""
+    return path[: max(path.rfind("."), path.rfind("["), 0)]
 
 
 def within(path: str, error: ConfigError) -> ConfigError:
@@ -119,16 +124,6 @@ def keys_of(struct: type[msgspec.Struct]) -> list[str]:
     return [field.encode_name for field in msgspec.structs.fields(struct)]
 
 
-def require_known(
-    raw: Mapping[str, object], known: Sequence[str], path: str, *, also: Sequence[str] = ()
-) -> None:
-    """Raise ConfigError if ``raw`` has a key that is not among ``known``; ``also`` are hints."""
-    for key in raw:
-        if key not in known:
-            hint = nearest(key, [*known, *also])
-            raise ConfigError("unknown key", path=join(path, key), hint=hint)
-
-
 def is_mapping(value: object) -> TypeGuard[dict[str, Any]]:
     """Whether ``value`` is a mapping of plain data; the reader has checked its keys."""
     return isinstance(value, dict)
@@ -139,97 +134,37 @@ def is_list(value: object) -> TypeGuard[list[Any]]:
     return isinstance(value, list)
 
 
-def require_mapping(raw: object, path: str) -> dict[str, Any]:
-    """``raw`` if it is a mapping, else a ConfigError; None counts as an empty one."""
-    if raw is None:
-        return {}
-    if not is_mapping(raw):
-        kind = "a list" if is_list(raw) else f"a single value ({type(raw).__name__})"
-        raise ConfigError(kind, path=path, hint="expected keys with values")
-    return raw
-
-
-def convert(
-    raw: object,
-    struct: type[S],
-    path: str,
-    *,
-    loose: Loose,
-    preset: Mapping[str, object] | None = None,
-) -> S:
-    """The settings of type ``struct`` that ``raw`` gives.
+def convert(raw: object, wanted: type[T], path: str = "", *, strict: bool = True) -> T:
+    """What plain data says, as a value of type ``wanted``.
 
     Parameters
     ----------
     raw:
-        A mapping of plain data.
-    struct:
-        A msgspec struct; a field that is a struct itself is a nested mapping.
+        Mappings, lists and single values. What is mended is replaced in place: sections without
+        content and, unless ``strict``, YAML in a text.
+    wanted:
+        A msgspec struct, whose fields may be structs.
     path:
         Where ``raw`` is, for errors.
-    loose:
-        For which paths text is taken as the field's type.
-    preset:
-        Fields that are not read from ``raw``, by attribute name.
+    strict:
+        Whether text stands for nothing but text: not so where an environment variable may hold it.
 
     Raises
     ------
     ConfigError
         A key is unknown or missing, or a value is wrong.
     """
-    given = require_mapping(raw, path)
-    values: dict[str, object] = dict(preset or {})
-    fields = [field for field in _fields(struct) if field.name not in values]
-    require_known(given, [field.encode_name for field in fields], path)
-    for field in fields:
-        key, where = field.encode_name, join(path, field.encode_name)
-        wanted: Any = field.type
-        if isinstance(wanted, type) and issubclass(wanted, msgspec.Struct):
-            values[field.name] = convert(given.get(key), wanted, where, loose=loose)
-        elif key in given:
-            values[field.name] = _leaf(given[key], wanted, where, loose=loose(where))
-        elif field.required:
-            hint = f"expected {_expected(wanted) or 'a value'}"
-            raise ConfigError("missing", path=where, hint=hint)
-    try:
-        return struct(**values)
-    except ConfigError as error:  # from the __post_init__ of a plug-in's options, as is the next
-        raise within(path, error) from error
-    except ValueError as error:
-        raise ConfigError(masked(str(error)), path=path) from error
-
-
-@cache
-def _fields(struct: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
-    """The fields of a struct: asking costs more than all the rest of a short mapping."""
-    return msgspec.structs.fields(struct)
-
-
-def _leaf(value: object, wanted: Any, path: str, *, loose: bool) -> object:
-    try:
-        return msgspec.convert(value, wanted, dec_hook=_parse)
-    except msgspec.ValidationError as error:
-        if loose and isinstance(value, str):
-            with_type = _from_text(value, wanted)
-            if with_type is not None:
-                return with_type
-        raise _wrong(value, wanted, path, str(error)) from None
-
-
-def _from_text(text: str, wanted: Any) -> object | None:
-    """What the text of an environment variable means as ``wanted``; None if nothing."""
-    for candidate in (text, _yaml(text)):
-        with suppress(msgspec.ValidationError):
-            found: object = msgspec.convert(candidate, wanted, strict=False, dec_hook=_parse)
-            return found
-    return None
-
-
-def _yaml(text: str) -> object:
-    try:
-        return parse_yaml(text)
-    except yaml.YAMLError:
-        return text
+    raw = {} if raw is None else raw
+    mended: set[str] = set()
+    while True:
+        try:
+            return msgspec.convert(raw, wanted, strict=strict, dec_hook=_parse)
+        except msgspec.ValidationError as error:
+            wrong = _explained(error, raw, wanted)
+            known = error.__cause__ or wrong.path in mended  # of the right type, and wrong
+            if known or not _mend(raw, wrong.path, wanted, strict):
+                raise within(path, wrong) from error.__cause__
+            mended.add(wrong.path)
 
 
 def _parse(wanted: type, value: object) -> object:
@@ -238,51 +173,113 @@ def _parse(wanted: type, value: object) -> object:
     raise NotImplementedError("not a type that settings can have")
 
 
-def _wrong(value: object, wanted: Any, path: str, problem: str) -> ConfigError:
-    """The error for a leaf; ``problem`` is msgspec's account of it."""
-    found = _WHERE.fullmatch(problem)
-    assert found is not None, problem
-    message, below = found[1], found[2] or ""
-    expected = _expected(wanted)
-    item = re.fullmatch(r"\[(\d+)\]", below)
-    if item is not None and expected is not None and is_list(value):
-        return _wrong(value[int(item[1])], get_args(wanted)[0], path + below, message)
-    if wanted is str and isinstance(value, bool | int | float):
-        hint = "expected text: put it in quotes"
-    elif message.startswith("unknown unit"):
-        hint = message
-    elif expected is not None:
-        hint = f"expected {expected}"
-        choices = [choice for choice in _choices(wanted) if isinstance(choice, str)]
-        near = get_close_matches(value, choices, n=1) if isinstance(value, str) else []
-        hint += f", did you mean {near[0]!r}?" if near else ""
+def _mend(raw: object, path: str, wanted: Any, strict: bool) -> bool:
+    """Have what is wrong at a path be what it stands for; False if it is what it is."""
+    holder, last = value_at(raw, parent(path)), _STEP.findall(path)[-1:]
+    if not last or not (is_mapping(holder) or is_list(holder)):
+        return False
+    value = _part(holder, last[0])
+    key: Any = int(last[0]) if is_list(holder) else last[0]
+    if value is None and _struct(type_at(wanted, path)):
+        holder[key] = {}
+    elif isinstance(value, str) and not strict:
+        with suppress(yaml.YAMLError):
+            holder[key] = parse_yaml(value)
     else:
-        hint = message.replace("`", "").replace("Expected", "expected", 1)
-        hint = hint.partition(", got")[0]
-    return ConfigError(shown(path, value), path=path + below, hint=hint)
+        return False
+    return True
 
 
-def _choices(wanted: Any) -> tuple[object, ...]:
-    return get_args(wanted) if get_origin(wanted) is Literal else ()
+def value_at(raw: object, path: str) -> Any:
+    """The value at a path in plain data; None if there is none."""
+    for step in _STEP.findall(path):
+        raw = _part(raw, step)
+    return raw
 
 
-def _expected(wanted: Any) -> str | None:
-    """What a type takes, in words, or None where msgspec's own account has to do."""
-    origin = get_origin(wanted)
+def _part(raw: object, step: str) -> Any:
+    if is_list(raw):
+        return raw[int(step)] if step.isdecimal() and int(step) < len(raw) else None
+    return raw.get(step) if is_mapping(raw) else None
+
+
+def type_at(wanted: Any, path: str) -> Any:
+    """The type of what stands at a path below ``wanted``; None if that is not known."""
+    for step in _STEP.findall(path):
+        inner, struct = get_args(wanted), _struct(wanted)
+        if struct is not None:
+            fields = msgspec.structs.fields(struct)
+            wanted = next((field.type for field in fields if field.encode_name == step), None)
+        elif step.isdecimal() and inner:
+            wanted = inner[0] if ... in inner or int(step) >= len(inner) else inner[int(step)]
+        else:
+            wanted = None
+    return wanted
+
+
+def _struct(wanted: Any) -> type[msgspec.Struct] | None:
+    """The struct that a type is, alone or beside None."""
+    parts = get_args(wanted) if get_origin(wanted) in {Union, types.UnionType} else (wanted,)
+    structs = (one for one in parts if isinstance(one, type) and issubclass(one, msgspec.Struct))
+    return next(structs, None)
+
+
+def _explained(error: msgspec.ValidationError, raw: object, wanted: Any) -> ConfigError:
+    """What msgspec says of plain data, as where, what and what instead."""
+    found = _PROBLEM.fullmatch(str(error))
+    assert found is not None, error
+    problem, path = found[1], (found[2] or "").partition("[...]")[0]
+    if isinstance(error.__cause__, ConfigError):  # from a __post_init__
+        return within(path, error.__cause__)
+    here = type_at(wanted, path)
+    struct = _struct(here)
+    key = _KEY.fullmatch(problem)
+    # a key is missing or unknown: msgspec names it, and the mapping that it is about
+    if key is not None:
+        where = join(path, key[2])
+        if key[1] == "contains unknown":
+            hint = nearest(key[2], keys_of(struct)) if struct else ""
+            return ConfigError("unknown key", path=where, hint=hint)
+        hint = f"expected {_expected(type_at(wanted, where)) or 'a value'}"
+        return ConfigError("missing", path=where, hint=hint)
+    # the mapping is right key by key, and wrong as a whole: its __post_init__ says how
+    if error.__cause__ is not None and struct is not None:
+        return ConfigError(masked(problem), path=path)
+    value = value_at(raw, path)
+    return ConfigError(shown(path, value), path=path, hint=_instead(value, here, problem))
+
+
+def _instead(value: object, wanted: Any, problem: str) -> str:
+    """What to write instead of a wrong value; ``problem`` is msgspec's account of it."""
+    if wanted is str and isinstance(value, bool | int | float):
+        return "expected text: put it in quotes"
+    if problem.startswith("unknown unit"):
+        return problem
+    account = problem.replace("`", "").removeprefix("Expected ").partition(", got")[0]
+    choices = [choice for choice in get_args(wanted) if isinstance(choice, str)]
+    near = get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+    also = f", did you mean {near[0]!r}?" if near else ""
+    return f"expected {_expected(wanted) or account}{also}"
+
+
+_WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def _expected(wanted: Any) -> str:
+    """What a type takes, in words; empty where msgspec's own account has to do."""
+    if isinstance(wanted, type):
+        words = "keys with values" if _struct(wanted) else _WORDS.get(wanted, "")
+        return getattr(wanted, "EXPECTED", words)
+    origin, inner = get_origin(wanted), get_args(wanted)
     if origin is Annotated:
-        meta = next((m for m in get_args(wanted)[1:] if isinstance(m, msgspec.Meta)), None)
-        return (meta and meta.description) or _expected(get_args(wanted)[0])
+        said = (m.description for m in inner[1:] if isinstance(m, msgspec.Meta))
+        return next(said, None) or _expected(inner[0])
     if origin is Literal:
-        return " or ".join(repr(choice) for choice in get_args(wanted))
+        return " or ".join(map(repr, inner))
     if origin is Union or origin is types.UnionType:
-        parts = [_expected(part) for part in get_args(wanted) if part is not types.NoneType]
-        return " or ".join(part for part in parts if part) if all(parts) else None
-    if origin is tuple:
-        each = _expected(get_args(wanted)[0])
+        parts = [_expected(part) for part in inner if part is not types.NoneType]
+        return " or ".join(parts) if all(parts) else ""
+    if origin is tuple and ... in inner:
+        each = _expected(inner[0])
         return each and f"a list, each {each}"
-    plain = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
-    if wanted in plain:
-        return plain[wanted]
-    if isinstance(wanted, type) and issubclass(wanted, Size | Duration | Share):
-        return wanted.EXPECTED
-    return None
+    return ""

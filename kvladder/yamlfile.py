@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import date
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,25 +21,30 @@ NODES_MAX = 10_000
 class _Loader(yaml.SafeLoader):
     """YAML whose errors all say where, and in which a key that is given twice is one."""
 
-    depth = 0
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+        self._weights: dict[yaml.Node, int] = {}
+        """How many values a node has, with what aliases repeat."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """As ever, but not so deep that Python gives up."""
-        if self.depth > DEPTH_MAX:
+        """As ever, but not so deep that Python gives up, nor so large that a walk never ends."""
+        if self._depth > DEPTH_MAX:
             mark = cast("Any", self).peek_event().start_mark
             problem = f"nested deeper than {DEPTH_MAX} levels"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
-        self.depth += 1
+        self._depth += 1
         node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-    def get_single_node(self) -> yaml.Node | None:
-        """As ever, but not so large that whoever walks through it never ends."""
-        node: yaml.Node | None = cast("Any", super()).get_single_node()
-        if node is not None and _weight(node, {}) > NODES_MAX:
-            problem = f"more than {NODES_MAX} values, with what aliases repeat"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        self._depth -= 1
+        if node is not None and node not in self._weights:
+            inner: Any = () if isinstance(node, yaml.ScalarNode) else node.value
+            if isinstance(node, yaml.MappingNode):
+                inner = chain.from_iterable(inner)
+            # one that holds itself has no weight yet, and cannot be constructed
+            self._weights[node] = 1 + sum(self._weights.get(part, 1) for part in inner)
+            if self._weights[node] > NODES_MAX:
+                problem = f"more than {NODES_MAX} values, with what aliases repeat"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
@@ -56,22 +62,6 @@ class _Loader(yaml.SafeLoader):
 
 
 _KINDS = {"timestamp": "a date", "int": "a number", "float": "a number"}
-
-
-def _weight(node: yaml.Node, known: dict[int, int]) -> int:
-    """How many nodes there are from here on; ``known`` has them by identity."""
-    if id(node) in known:
-        return known[id(node)]
-    known[id(node)] = 1  # of one that holds itself, which cannot be constructed
-    value: Any = node.value
-    inner = (
-        [part for pair in value for part in pair] if isinstance(node, yaml.MappingNode) else value
-    )
-    weight = 1
-    if not isinstance(node, yaml.ScalarNode):
-        weight += sum(_weight(part, known) for part in inner)
-    known[id(node)] = weight
-    return weight
 
 
 def _is_huge(value: object) -> bool:

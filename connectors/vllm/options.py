@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import msgspec
-
 from kvladder.config.settings import Count, Sections
 from kvladder.config.stack import StackConfig, load_config
 from kvladder.errors import ConfigError
-from kvladder.schema import convert, keys_of, nearest
+from kvladder.schema import Settings, convert, keys_of, nearest
 
 WHERE = "kv_connector_extra_config"
 SHORT_FORM = ("host", "files", "capacity")
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class Options(Settings, frozen=True, kw_only=True):
     """The connector's own settings; all others are those of a stack."""
 
     config: str | None = None
@@ -46,7 +44,7 @@ def parse(extra: Mapping[str, Any]) -> tuple[Options, StackConfig]:
             hint = nearest(key, [*own, *stack])
             raise ConfigError("unknown key", path=f"{WHERE}.{key}", hint=hint)
     given = {key: value for key, value in extra.items() if key in own}
-    options = convert(given, Options, WHERE, loose=lambda _: False)
+    options = convert(given, Options, WHERE)
     rest = {key: value for key, value in extra.items() if key not in own}
     if options.config is None and not rest:
         hint = 'expected "config" with the path of a stack.yaml, or "host" with a size'

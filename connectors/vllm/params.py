@@ -14,7 +14,7 @@ from kvladder.errors import ConfigError
 from kvladder.notices import Notices
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 from kvladder.policy.retention import Retention, RetentionRange
-from kvladder.schema import convert, nearest, shown
+from kvladder.schema import Settings, convert, nearest, shown
 
 WHERE = "kv_transfer_params.kvladder"
 SECONDS_MAX = 1e9
@@ -24,14 +24,14 @@ TEXT_MAX = 400
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=SECONDS_MAX, description="seconds, more than 0")]
 
 
-class Tiers(msgspec.Struct, frozen=True, kw_only=True):
+class Tiers(Settings, frozen=True, kw_only=True):
     """Levels by name; None stands for all of them."""
 
     load: tuple[str, ...] | None = None
     store: tuple[str, ...] | None = None
 
 
-class Params(msgspec.Struct, frozen=True, kw_only=True):
+class Params(Settings, frozen=True, kw_only=True):
     """The parameters as they are written."""
 
     priority: Priority | None = None
@@ -45,7 +45,7 @@ class Params(msgspec.Struct, frozen=True, kw_only=True):
     save_decode: bool | None = None
 
 
-class _Range(msgspec.Struct, frozen=True, kw_only=True):
+class _Range(Settings, frozen=True, kw_only=True):
     start: Count
     end: Count | None
     priority: Priority
@@ -126,7 +126,7 @@ class Policies:
 
     def _read(self, raw: object, mapped: int | None) -> RequestPolicy:
         _require_text_keys(raw, WHERE)
-        params = convert(raw, Params, WHERE, loose=lambda _: False)
+        params = convert(raw, Params, WHERE)
         explicit = params.priority is not None or params.decode_priority is not None
         explicit = explicit or bool(params.retention) or params.decode_duration_s is not None
         general = params.priority if params.priority is not None else mapped
@@ -162,7 +162,7 @@ def _range(raw: Sequence[Any], index: int) -> RetentionRange:
         hint = "expected [start, end or null, priority, duration_s or null]"
         raise ConfigError(f"{len(raw)} values", path=where, hint=hint)
     names = [field.name for field in msgspec.structs.fields(_Range)]
-    found = convert(dict(zip(names, raw, strict=True)), _Range, where, loose=lambda _: False)
+    found = convert(dict(zip(names, raw, strict=True)), _Range, where)
     try:
         return RetentionRange(found.start, found.end, found.priority, found.duration_s)
     except ValueError as error:

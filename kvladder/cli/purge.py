@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvladder.arena import Arena
-from kvladder.config import registry
 from kvladder.config.settings import LevelConfig
 from kvladder.config.stack import StackConfig, load_config
 from kvladder.control.sockets import NobodyThere, ask, sockets
@@ -193,7 +192,7 @@ def _at_rest(config: StackConfig, space: Namespace | None, salt: str | None) -> 
     for level in config.levels:
         if isinstance(level.options, FilesOptions):
             work.append(partial(_purge_files, level.name, level.options, space, salt))
-        elif registry.load("tiers", level.type).shared:
+        elif level.make.shared:
             if space is None:
                 hint = f"{level.name} needs it: 64 digits that an engine prints at start"
                 raise ConfigError("missing", path="--namespace", hint=hint)

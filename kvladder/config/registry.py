@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 from kvladder.errors import ConfigError
+from kvladder.policy.eviction import EvictionPolicy
 from kvladder.schema import nearest
+from kvladder.tiers.base import Tier
+from kvladder.tiers.codecs.base import Codec
 
 Group = Literal["tiers", "policies", "codecs"]
 
@@ -33,11 +36,12 @@ BUILT_IN: Final[Mapping[Group, Mapping[str, str]]] = {
 }
 """What comes with kvladder, whether it is installed or run from its source tree."""
 
-_KINDS: Final[Mapping[Group, str]] = {
-    "tiers": "tier type",
-    "policies": "policy",
-    "codecs": "codec",
+_KINDS: Final[Mapping[Group, tuple[str, type]]] = {
+    "tiers": ("tier type", Tier),
+    "policies": ("policy", EvictionPolicy),
+    "codecs": ("codec", Codec),
 }
+HOST: Final = ("tiers", "host")
 _registered: Final[dict[tuple[Group, str], Any]] = {}
 
 
@@ -49,10 +53,10 @@ def register(group: Group, name: str, thing: object) -> None:
     ConfigError
         The name is taken by something else.
     """
-    if name in _found(group):
-        raise ConfigError(f"{_KINDS[group]} {name!r} exists already", hint="choose another name")
-    if _registered.setdefault((group, name), thing) is not thing:
-        raise ConfigError(f"{_KINDS[group]} {name!r} is registered", hint="choose another name")
+    claimed = name in _found(group)
+    if claimed or _registered.setdefault((group, name), thing) is not thing:
+        what = f"{_KINDS[group][0]} {name!r} {'exists already' if claimed else 'is registered'}"
+        raise ConfigError(what, hint="choose another name")
 
 
 def names(group: Group) -> list[str]:
@@ -71,12 +75,20 @@ def load(group: Group, name: str, *, path: str = "") -> Any:
     Raises
     ------
     ConfigError
-        There is no such name (the nearest is suggested), two packages claim it, or its module
-        cannot be imported.
+        There is no such name (the nearest is suggested), two packages claim it, its module cannot
+        be imported, or what it stands for is no class of its kind.
     """
-    if (group, name) in _registered:
-        return _registered[group, name]
-    what = f"{_KINDS[group]} {name!r}"
+    thing: Any = _registered.get((group, name)) or _imported(group, name, path)
+    _, base = _KINDS[group]
+    # the host level has its name here, and is built by the stack itself
+    is_one = isinstance(thing, type) and issubclass(thing, base)
+    if not is_one and (group, name) != HOST:
+        raise ConfigError(f"{name!r} is no {base.__name__}", path=path)
+    return cast("Any", thing)
+
+
+def _imported(group: Group, name: str, path: str) -> Any:
+    what = f"{_KINDS[group][0]} {name!r}"
     claims = _found(group).get(name)
     if claims is None:
         hint = nearest(name, names(group))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, cast
 
 import msgspec
 
 from kvladder.config.sources import Source
-from kvladder.schema import cleared, is_secret, join
-from kvladder.units import Size
+from kvladder.schema import cleared, is_secret, join, value_at
+from kvladder.units import Share, Size
 
 
 class Row(NamedTuple):
@@ -24,21 +24,28 @@ class Row(NamedTuple):
     """Who set it, ``default`` where nobody did."""
 
 
-Meaning = Callable[[str, object], str]
-"""What the value at a path comes to in blocks and tokens, or nothing."""
+def rows(
+    settings: msgspec.Struct,
+    path: str,
+    source: Source,
+    means: Mapping[str, str],
+    slots: int | None,
+) -> list[Row]:
+    """Every setting in ``settings``, which stands at ``path``.
 
-
-def rows(settings: msgspec.Struct, path: str, source: Source, meaning: Meaning) -> list[Row]:
-    """Every setting in ``settings``, which stands at ``path``; a tier's options among its keys."""
+    ``means`` tells what some come to, ``slots`` is the number that shares are taken of.
+    """
     found: list[Row] = []
     for field in msgspec.structs.fields(settings):
         value: object = getattr(settings, field.name)
         where = join(path, field.encode_name)
         if isinstance(value, msgspec.Struct) and not is_secret(where):
-            inner = path if field.name == "options" else where
-            found.extend(rows(value, inner, source, meaning))
-        elif field.name != "options":
-            found.append(Row(where, text(where, value), meaning(where, value), who(where, source)))
+            found += rows(value, where, source, means, slots)
+            continue
+        meaning = means.get(where, "")
+        if isinstance(value, Share) and slots is not None:
+            meaning = f"{value.of(slots)} blocks"
+        found.append(Row(where, text(where, value), meaning, who(where, source)))
     return found
 
 
@@ -59,8 +66,9 @@ def who(path: str, source: Source) -> str:
     note = source.notes.get(path)
     if note is not None:
         return f"default: {note}"
-    origin = source.origins.get(path, "default")
-    variable = source.variables.get(path)
+    if value_at(source.raw, path) is None:
+        return "default"
+    origin, variable = source.who(path)
     return f"{origin}: {variable}" if variable else origin
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 import msgspec
 
@@ -15,7 +16,8 @@ from kvladder.policy.eviction import PRIORITY_MAX, PRIORITY_MIN, EvictionPolicy
 from kvladder.policy.offload import OffloadRule, When
 from kvladder.schema import Settings, cleared
 from kvladder.tiers.base import Tier
-from kvladder.tiers.codecs.base import Codec
+from kvladder.tiers.codecs.base import ChecksumCodec, Codec, Stage
+from kvladder.tiers.codecs.chain import CHAIN_MAX
 from kvladder.tiers.codecs.edge import scratch_blocks
 from kvladder.units import Duration, Share, Size
 
@@ -27,6 +29,13 @@ Fraction = Annotated[
 Part = Annotated[float, msgspec.Meta(gt=0, lt=1e18, description="a number above 0, below 1e18")]
 Priority = Annotated[
     int, msgspec.Meta(ge=PRIORITY_MIN, le=PRIORITY_MAX, description="a priority, 0 to 100")
+]
+Name = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"\A[A-Za-z0-9][A-Za-z0-9_-]*\Z",
+        description="letters, digits, - and _, beginning with a letter or digit",
+    ),
 ]
 
 
@@ -87,6 +96,10 @@ class FetchConfig(Settings, frozen=True, kw_only=True):
     when: Literal["faster", "always"] = "faster"
     """``faster``: only what comes sooner than computing it, as far as the engine tells."""
 
+    def __post_init__(self) -> None:
+        if not self.budget:
+            raise ConfigError(str(self.budget), path="budget", hint="expected more than 0")
+
 
 class EventsConfig(Settings, frozen=True, kw_only=True):
     """What is kept of what happened."""
@@ -101,6 +114,13 @@ class EventsConfig(Settings, frozen=True, kw_only=True):
     buffer: Positive = 10_000
     """Batches kept to be sent again."""
 
+    def __post_init__(self) -> None:
+        if self.replay is not None and self.publish is None:
+            raise ConfigError(self.replay, path="replay", hint="needs events.publish, too")
+        if self.publish is not None and not self.max:
+            hint = "events are published: expected 1 or more"
+            raise ConfigError("0", path="max", hint=hint)
+
 
 class ControlConfig(Settings, frozen=True, kw_only=True):
     """How a running cache is asked and told from outside; written as a path alone, too."""
@@ -114,6 +134,18 @@ class ControlConfig(Settings, frozen=True, kw_only=True):
             raise ConfigError(repr(self.path), path="path", hint=hint)
 
 
+class Sections(Settings, frozen=True, kw_only=True):
+    """The sections of a file, but for its list of tiers."""
+
+    model: ModelConfig = ModelConfig()
+    block: BlockConfig = BlockConfig()
+    gpu: GpuConfig = GpuConfig()
+    arena: ArenaConfig
+    fetch: FetchConfig = FetchConfig()
+    events: EventsConfig = EventsConfig()
+    control: ControlConfig = ControlConfig()
+
+
 class BreakerConfig(Settings, frozen=True, kw_only=True):
     """When a failing tier is left alone."""
 
@@ -123,40 +155,53 @@ class BreakerConfig(Settings, frozen=True, kw_only=True):
     """Until the first trial; doubled after each trial that fails."""
     retry_max_s: Duration = msgspec.field(name="retry_max", default=Duration(60))
 
-
-class TierSettings(Settings, frozen=True, kw_only=True):
-    """What every level has, the host level too."""
-
-    name: str
-    type: str
-    min_priority: Priority = PRIORITY_MIN
-    min_hits: Count = 0
-    ttl_s: Duration | None = msgspec.field(name="ttl", default=None)
-    policy: str = "prioritized-lru"
-
-    @property
-    def rule(self) -> OffloadRule:
-        """What the level takes and for how long."""
-        return OffloadRule(self.min_priority, "evict", self.min_hits, self.ttl_s)
-
-    def make_policy(self) -> EvictionPolicy:
-        """A new eviction policy for this level."""
-        policy: EvictionPolicy = registry.load("policies", self.policy)()
-        return policy
+    def __post_init__(self) -> None:
+        if self.retry_s > self.retry_max_s:
+            hint = f"expected at least breaker.retry, {self.retry_s}"
+            raise ConfigError(str(self.retry_max_s), path="retry_max", hint=hint)
 
 
-class HostConfig(TierSettings, frozen=True, kw_only=True):
-    """Level 0: blocks in the arena's slots; its capacity is the arena's size."""
+class Chosen(Settings, frozen=True, kw_only=True, dict=True):
+    """Settings of a tier or a codec, which has some of its own beside those that all have."""
+
+    make: ClassVar[Any]
+    """The class that they are for; its ``Options`` has its own."""
+
+    @classmethod
+    def of(cls, make: Any, **types: tuple[Any, Any]) -> type[Self]:
+        """The same for one class; ``types`` are types and defaults of fields that depend on it."""
+        own = msgspec.structs.fields(make.Options) if getattr(make, "Options", None) else ()
+        field: Any = msgspec.field
+        fields: list[Any] = [(name, *what) for name, what in types.items()]
+        for one in own:
+            default = {"default": one.default, "default_factory": one.default_factory}
+            fields.append((f"own_{one.name}", one.type, field(name=one.encode_name, **default)))
+        made = msgspec.defstruct(
+            cls.__name__, fields, bases=(cls,), namespace={"make": make}, kw_only=True
+        )
+        return cast("type[Self]", made)
+
+    def __post_init__(self) -> None:
+        _ = self.options  # which are checked as they are made
+
+    @cached_property
+    def options(self) -> Any:
+        """Its own settings, as its class takes them; None if it has none."""
+        wanted = getattr(self.make, "Options", None)
+        if wanted is None:
+            return None
+        names = [field.name for field in msgspec.structs.fields(wanted)]
+        return wanted(**{name: getattr(self, f"own_{name}") for name in names})
+
+    def _made(self) -> Any:
+        return self.make() if self.options is None else self.make(self.options)
 
 
-class CodecConfig(Settings, frozen=True, kw_only=True):
+class CodecConfig(Chosen, frozen=True, kw_only=True):
     """A codec of a level, and what is set of it."""
 
+    make: ClassVar[type[Codec]]
     name: str
-    allow_lossy: bool = False
-    """Of lossy codecs only, which are refused without it."""
-    options: msgspec.Struct | None = None
-    """The codec's own settings, of its class's ``Options``."""
 
     def __str__(self) -> str:
         """For people: without secrets."""
@@ -173,16 +218,63 @@ class CodecConfig(Settings, frozen=True, kw_only=True):
         values = msgspec.structs.asdict(self.options).items()
         return f"{self.name} ({', '.join(f'{key} {write(key, value)}' for key, value in values)})"
 
-    def make(self) -> Codec:
+    def make_codec(self) -> Codec:
         """A new codec, not yet opened."""
-        make = registry.load("codecs", self.name)
-        codec: Codec = make() if self.options is None else make(self.options)
+        codec: Codec = self._made()
         return codec
 
 
-class LevelConfig(TierSettings, frozen=True, kw_only=True):
+class LossyCodecConfig(CodecConfig, frozen=True, kw_only=True):
+    """A codec that changes what the engine reads."""
+
+    allow_lossy: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.allow_lossy:
+            what = f"{self.make.name!r} changes the numbers that the engine reads"
+            hint = f"if that is meant, write {{name: {self.make.name}, allow_lossy: true}}"
+            raise ConfigError(what, hint=hint)
+
+
+CHECKSUM = CodecConfig.of(ChecksumCodec)(name=ChecksumCodec.name)
+
+
+class TierSettings(Settings, frozen=True, kw_only=True):
+    """What every level has, the host level too."""
+
+    name: Name = ""
+    """By default its type."""
+    type: str
+    min_priority: Priority = PRIORITY_MIN
+    min_hits: Count = 0
+    ttl_s: Duration | None = msgspec.field(name="ttl", default=None)
+    policy: str = "prioritized-lru"
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            msgspec.structs.force_setattr(self, "name", self.type)
+        registry.load("policies", self.policy, path="policy")
+
+    @property
+    def rule(self) -> OffloadRule:
+        """What the level takes and for how long."""
+        return OffloadRule(self.min_priority, "evict", self.min_hits, self.ttl_s)
+
+    def make_policy(self) -> EvictionPolicy:
+        """A new eviction policy for this level."""
+        policy: EvictionPolicy = registry.load("policies", self.policy)()
+        return policy
+
+
+class HostConfig(TierSettings, frozen=True, kw_only=True):
+    """Level 0: blocks in the arena's slots; its capacity is the arena's size."""
+
+
+class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
     """A level below host."""
 
+    make: ClassVar[type[Tier]]
     capacity_bytes: Size = msgspec.field(name="capacity")
     when: When = "evict"
     codecs: tuple[CodecConfig, ...] = ()
@@ -190,8 +282,13 @@ class LevelConfig(TierSettings, frozen=True, kw_only=True):
     queue: Share = Share(percent=25)
     """Blocks that may wait to be written; each keeps an arena slot busy."""
     breaker: BreakerConfig = BreakerConfig()
-    options: msgspec.Struct | None = None
-    """The tier's own settings, of its class's ``Options``."""
+
+    def __post_init__(self) -> None:
+        TierSettings.__post_init__(self)
+        Chosen.__post_init__(self)
+        if not self.queue:
+            raise ConfigError(str(self.queue), path="queue", hint="expected more than 0")
+        require_chain([codec.make for codec in self.codecs], self.make)
 
     @property
     def rule(self) -> OffloadRule:
@@ -200,32 +297,30 @@ class LevelConfig(TierSettings, frozen=True, kw_only=True):
     @property
     def outlives(self) -> bool:
         """Whether what is written there outlives the engine."""
-        make = registry.load("tiers", self.type)
-        return bool(make.durable or make.shared)
+        return bool(self.make.durable or self.make.shared)
+
+    @property
+    def unchecked(self) -> bool:
+        """Whether blocks that its medium damages are served."""
+        could = self.make.checks or self.make.notes
+        return could and not any(codec.make.checks for codec in self.codecs)
 
     def make_tier(self) -> Tier:
         """A new tier for this level, not yet opened."""
-        make = registry.load("tiers", self.type)
-        tier: Tier = make() if self.options is None else make(self.options)
+        tier: Tier = self._made()
         return tier
 
     def make_codecs(self) -> tuple[Codec, ...]:
         """New codecs for this level, not yet opened, in the order in which they are applied."""
-        return tuple(codec.make() for codec in self.codecs)
+        return tuple(codec.make_codec() for codec in self.codecs)
 
     def scratch_blocks(self, layout: Layout) -> int:
         """How many slots beside the arena's own the codecs encode into."""
         return scratch_blocks(self.make_codecs(), layout.slot_bytes)
 
-    def batch_max(self) -> int:
-        """The largest batch of the tier; it is what a capacity must hold at least."""
-        batch: int = registry.load("tiers", self.type).batch_max
-        return batch
-
     def block_bytes(self, layout: Layout) -> int:
         """What one block takes of the capacity: its slot, and what the tier adds."""
-        overhead: int = registry.load("tiers", self.type).overhead_bytes
-        return layout.slot_bytes + overhead
+        return layout.slot_bytes + self.make.overhead_bytes
 
     @property
     def engines(self) -> int:
@@ -237,13 +332,25 @@ class LevelConfig(TierSettings, frozen=True, kw_only=True):
         return self.capacity_bytes // self.engines // self.block_bytes(layout)
 
 
-class Sections(Settings, frozen=True, kw_only=True):
-    """The sections of a file, but for its list of tiers."""
+_WHY_LAST = "a checksum covers what crosses the edge: it comes last"
+_WHY_BEFORE = {
+    Stage.REDUCE: "it has to see the numbers as the engine wrote them: it comes first",
+    Stage.COMPRESS: "what is encrypted does not shrink: compression comes before",
+}
 
-    model: ModelConfig
-    block: BlockConfig
-    gpu: GpuConfig
-    arena: ArenaConfig
-    fetch: FetchConfig
-    events: EventsConfig
-    control: ControlConfig
+
+def require_chain(codecs: list[type[Codec]], tier: type[Tier]) -> None:
+    """Raise ConfigError unless a tier can have these codecs, and their order makes sense."""
+    if len(codecs) > CHAIN_MAX:
+        raise ConfigError(f"{len(codecs)} codecs", path="codecs", hint=f"at most {CHAIN_MAX}")
+    for i, make in enumerate(codecs):
+        where = f"codecs[{i}]"
+        if not tier.notes and not (tier.checks and make is ChecksumCodec):
+            hint = "this tier stores blocks as they are"
+            raise ConfigError(f"{make.name!r} has no effect here", path=where, hint=hint)
+        if make in codecs[:i]:
+            raise ConfigError(f"{make.name!r} twice", path=where, hint="name it once")
+        later = next((codec for codec in codecs[:i] if codec.stage > make.stage), None)
+        if later is not None:
+            hint = _WHY_LAST if later.stage == Stage.CHECK else _WHY_BEFORE[make.stage]
+            raise ConfigError(f"{make.name!r} stands after {later.name!r}", path=where, hint=hint)

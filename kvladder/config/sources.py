@@ -6,15 +6,14 @@ What comes out is one tree of plain data in the long form, and for each place in
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from kvladder.errors import ConfigError
-from kvladder.schema import is_list, is_mapping, is_text, join, nearest, require_mapping, shown
+from kvladder.schema import is_list, is_mapping, is_text, join, nearest, parent, shown, value_at
 from kvladder.tiers.files.examine import space
-from kvladder.units import Size
 from kvladder.yamlfile import DEPTH_MAX, load_yaml
 
 Origin = Literal["default", "file", "given", "environment", "engine"]
@@ -30,38 +29,73 @@ _VARIABLE = re.compile(r"\$\$\{|\$\{(?:([A-Za-z_][A-Za-z0-9_]*)(:-[^}]*)?\})?")
 class Source:
     """Settings as plain data, and who set what."""
 
-    raw: dict[str, Any] = field(repr=False)
+    origins: dict[str, tuple[Origin, str]]
+    """Who set what is at a path, and by which environment variable; the root's is everyone's."""
     file: str = ""
     """Where they come from, if that is a file."""
-    origins: dict[str, Origin] = field(default_factory=dict[str, Origin])
-    """By path; a path that is missing was not set."""
-    variables: dict[str, str] = field(default_factory=dict[str, str])
-    """The environment variable behind a path."""
-    short: bool = False
-    """Whether they were given in the short form."""
+    raw: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
+    short: dict[str, str] = field(default_factory=dict[str, str])
+    """Of the short form: where in it a setting stands that has not been set anew."""
     notes: dict[str, str] = field(default_factory=dict[str, str])
     """How a default was found, by path."""
 
-    def loose(self, path: str) -> bool:
-        """Whether the value came from the environment, where everything is text."""
-        return self.origins.get(path) == "environment"
+    def who(self, path: str) -> tuple[Origin, str]:
+        """Who set the value at a path, and the environment variable that did, if one did."""
+        while path and path not in self.origins:
+            path = parent(path)
+        return self.origins[path]
 
     def explain(self, error: ConfigError) -> ConfigError:
         """``error``, naming who set the value: an environment variable, or the file."""
-        variable = self.variables.get(error.path)
-        if variable is not None:
+        origin, variable = self.who(error.path)
+        if variable:
             hint = f"{error.hint}; set by {variable}" if error.hint else f"set by {variable}"
             return ConfigError(error.message, path=error.path, hint=hint)
-        if self.origins.get(error.path) == "engine":
-            return error
-        return within_file(self.file, error)
+        path = self.short.get(error.path, error.path)
+        apart = origin == "engine" or error.file or path.startswith((self.file or PREFIX, PREFIX))
+        file = error.file if apart else self.file
+        return ConfigError(error.message, path=path, hint=error.hint, file=file)
+
+    def lay(self, keys: Sequence[str], value: Any, origin: Origin, variable: str = "") -> None:
+        """Lay one value over what was set before; a tier is named, wherever it stands."""
+        holder: Any = self.raw
+        path, last = "", len(keys) - 1
+        for i, key in enumerate(keys):
+            step = self._tier(key, variable) if path == "tiers" else key
+            path = f"{path}[{step}]" if path == "tiers" else join(path, key)
+            before = value_at(self.raw, path)
+            # a single value gives way to what is to be set in it, an empty section to nothing
+            if i == last and (value != {} or before is None):
+                holder[step] = value
+                self._forget(path)
+                self.origins[path] = origin, variable
+            elif not isinstance(before, dict | list):
+                holder[step] = {}
+                self.origins |= {} if before is None else {path: (origin, variable)}
+            holder = holder[step]
+
+    def _forget(self, path: str) -> None:
+        """What was known of who set it and what is in it."""
+        inside = (f"{path}.", f"{path}[")
+        self.origins = {k: who for k, who in self.origins.items() if not k.startswith(inside)}
+        self.notes.pop(path, None)
+        self.short.pop(path, None)
+
+    def _tier(self, name: str, variable: str) -> int:
+        """Where the tier of this name stands, as an environment variable writes it."""
+        listed = self.raw.get("tiers")
+        tiers = [tier if is_mapping(tier) else {} for tier in (listed if is_list(listed) else [])]
+        names = [str(tier.get("name", tier.get("type", ""))) for tier in tiers]
+        plain = [_same(name) for name in names]
+        if _same(name) not in plain:
+            where = variable or f"tiers.{name}"
+            raise ConfigError(f"no tier is named {name!r}", path=where, hint=nearest(name, names))
+        return plain.index(_same(name))
 
 
-def within_file(file: str, error: ConfigError) -> ConfigError:
-    """``error`` of settings that stand in ``file``, if there is one and it does not say so."""
-    if not file or error.file or error.path.startswith((file, PREFIX)):
-        return error
-    return ConfigError(error.message, path=error.path, hint=error.hint, file=file)
+def _same(name: str) -> str:
+    """What of a tier's name counts where an environment variable names it."""
+    return name.lower().replace("-", "_")
 
 
 def read(
@@ -88,54 +122,39 @@ def read(
         The file cannot be read or is not YAML, a variable is unset, an override names nothing.
     """
     file = "" if isinstance(source, Mapping) else str(source)
+    found = Source({"": ("file" if file else "given", "")}, file)
     try:
-        return _read(source, Source({}, file), env, overrides)
+        given = source if isinstance(source, Mapping) else load_yaml(Path(source))
+        _gather(found, given, env, overrides or {})
     except ConfigError as error:
-        raise within_file(file, error) from error.__cause__
-
-
-def _read(
-    source: str | Path | Mapping[str, Any],
-    found: Source,
-    env: Mapping[str, str],
-    overrides: Mapping[str, Any] | None,
-) -> Source:
-    if isinstance(source, Mapping):
-        origin: Origin = "given"
-        plain: Any = _plain(source, "")
-    else:
-        origin = "file"
-        plain = _plain(load_yaml(Path(source)), "")
-    expanded = _substitute(plain, "", env, found)
-    if not is_mapping(expanded) or not expanded:
-        what = "empty" if not plain else "not a mapping"
-        raise ConfigError(f"the configuration is {what}", hint="expected arena: and tiers:")
-    _mark(expanded, "", origin, found)
-    found.raw = _long_form(expanded, found)
-    _open_control(found)
-    for name in sorted(env):
-        if name.startswith(PREFIX):
-            _apply_variable(name, env[name], found)
-            _open_control(found)
-    if overrides:
-        _apply(found.raw, _plain(overrides, ""), "", "engine", found)
-        _open_control(found)
+        raise found.explain(error) from error.__cause__
     return found
 
 
-def _open_control(found: Source) -> None:
-    """``control: PATH`` written out, so that what comes over it finds a section."""
-    control = found.raw.get("control")
-    if isinstance(control, str):
-        found.raw["control"] = {"path": control}
-        found.origins["control.path"] = found.origins["control"]
-        found.variables.pop("control.path", None)
-        if "control" in found.variables:
-            found.variables["control.path"] = found.variables["control"]
+def _gather(
+    found: Source, given: object, env: Mapping[str, str], overrides: Mapping[str, Any]
+) -> None:
+    raw = _plain(given, "", found, env)
+    if not is_mapping(raw) or not raw:
+        what = "not a mapping" if raw else "empty"
+        raise ConfigError(f"the configuration is {what}", hint="expected arena: and tiers:")
+    found.raw = raw if raw.keys().isdisjoint(SHORT_KEYS) else _written_out(raw, found)
+    for name in sorted(env):
+        keys = name.removeprefix(PREFIX).lower().split("__")
+        if name.startswith(PREFIX) and not all(keys):
+            raise ConfigError("names no setting", path=name, hint="like KVLADDER__ARENA__SIZE")
+        if name.startswith(PREFIX):
+            found.lay(keys, _text(env[name], name), "environment", name)
+    for path, value in _leaves(_plain(overrides, "", found)):
+        found.lay(path, value, "engine")
+    if isinstance(found.raw.get("control"), str):
+        found.raw["control"] = {"path": found.raw["control"]}
 
 
-def _plain(value: object, path: str, depth: int = 0) -> Any:
-    """A copy made of dicts and lists only, so that overrides change nobody's data."""
+def _plain(
+    value: object, path: str, found: Source, env: Mapping[str, str] | None = None, depth: int = 0
+) -> Any:
+    """A copy made of dicts, lists and UTF-8 only, whose text ``env``, if given, is filled into."""
     if depth > DEPTH_MAX:
         raise ConfigError(f"nested deeper than {DEPTH_MAX} levels", path=path)
     if isinstance(value, Mapping):
@@ -143,114 +162,87 @@ def _plain(value: object, path: str, depth: int = 0) -> Any:
         for key, item in cast("Mapping[object, object]", value).items():
             if not isinstance(key, str):
                 raise ConfigError(f"key {key!r} is not text", path=path, hint="put it in quotes")
-            copied[key] = _plain(item, join(path, key), depth + 1)
+            copied[key] = _plain(item, join(path, key), found, env, depth + 1)
         return copied
     if isinstance(value, list | tuple):
-        items = cast("list[object]", value)
-        return [_plain(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(items)]
+        items = enumerate(cast("list[object]", value))
+        return [_plain(item, f"{path}[{i}]", found, env, depth + 1) for i, item in items]
+    if isinstance(value, str):
+        if env is not None and "${" in value:
+            value = _filled(value, path, env)
+            found.origins[path] = "environment", ""
+        return _text(value, path)
     return value
 
 
-def _substitute(value: Any, path: str, env: Mapping[str, str], found: Source) -> Any:
-    """``value`` with every ``${NAME}`` in its texts replaced."""
-    if is_mapping(value):
-        return {k: _substitute(v, join(path, k), env, found) for k, v in value.items()}
-    if is_list(value):
-        return [_substitute(v, f"{path}[{i}]", env, found) for i, v in enumerate(value)]
-    if not isinstance(value, str) or "${" not in value:
-        return value
+def _text(text: str, path: str) -> str:
+    """Digests, statistics and messages are UTF-8: refuse here what they could not hold."""
+    if not is_text(text):
+        raise ConfigError(shown(path, text), path=path, hint="expected UTF-8 text")
+    return text
+
+
+def _filled(text: str, path: str, env: Mapping[str, str]) -> str:
+    """``text`` with every ``${NAME}`` in it replaced."""
 
     def one(match: re.Match[str]) -> str:
         name, default = match[1], match[2]
         if match[0] == "$${":
             return "${"
         if name is None:
-            raise ConfigError(
-                "'${' without a name and '}'", path=path, hint="$${ writes a plain ${"
-            )
-        text = env.get(name)
+            hint = "$${ writes a plain ${"
+            raise ConfigError("'${' without a name and '}'", path=path, hint=hint)
+        found = env.get(name)
         if default is not None:
-            return text or default[2:]
-        if text is None:
+            return found or default[2:]
+        if found is None:
             hint = f"set it, or give a default: ${{{name}:-...}}"
             raise ConfigError(f"environment variable {name} is not set", path=path, hint=hint)
-        return text
+        return found
 
-    found.origins[path] = "environment"
-    return _VARIABLE.sub(one, value)
-
-
-def _mark(value: Any, path: str, origin: Origin, found: Source) -> None:
-    """Note who set ``value`` and all that is in it; what a variable filled in stays noted so."""
-    if isinstance(value, str):
-        _require_text(value, path)
-    found.origins.setdefault(path, origin)
-    if is_mapping(value):
-        for key, item in value.items():
-            _mark(item, join(path, key), origin, found)
-    elif is_list(value):
-        for i, item in enumerate(value):
-            _mark(item, f"{path}[{i}]", origin, found)
+    return _VARIABLE.sub(one, text)
 
 
-def _require_text(text: str, path: str) -> None:
-    """Digests, statistics and messages are UTF-8: refuse here what they could not hold."""
-    if not is_text(text):
-        raise ConfigError(shown(path, text), path=path, hint="expected UTF-8 text")
-
-
-def _long_form(raw: dict[str, Any], found: Source) -> dict[str, Any]:
-    """``{host: 4 GiB, files: /path, capacity: 1 TiB}`` written out; any other form as it is."""
-    if raw.keys().isdisjoint(SHORT_KEYS):
-        return raw
-    found.short = True
-    for key in ("arena", "tiers"):
-        if key in raw:
-            raise ConfigError(
-                "the short form and the long form are mixed",
-                path=key,
-                hint="host:, files: "
-                "and capacity: stand for arena: and tiers:; use one or the other",
-            )
-    rest = {key: item for key, item in raw.items() if key not in SHORT_KEYS}
-    if "host" not in raw:
-        raise ConfigError("missing", path="host", hint=f"expected {Size.EXPECTED}")
-    tiers: list[dict[str, Any]] = [{"type": "host"}]
-    moved = {"arena.size": "host"}
-    _require_size(raw, "host")
-    if "files" in raw:
-        directory = raw["files"]
-        if not isinstance(directory, str) or not directory or "\0" in directory:
-            raise ConfigError(shown("files", directory), path="files", hint="expected a directory")
-        capacity = raw.get("capacity")
-        if capacity is None:
-            capacity = room(Path(directory))
-            found.notes["tiers[1].capacity"] = (
-                f"{FREE_SHARE:.0%} of the space on the file system of {directory}"
-            )
+def _leaves(
+    tree: dict[str, Any], above: tuple[str, ...] = ()
+) -> Iterator[tuple[Sequence[str], Any]]:
+    """What is to be set, and the keys that lead there; of an empty section the section."""
+    for key, value in tree.items():
+        if is_mapping(value) and value:
+            yield from _leaves(value, (*above, key))
         else:
-            _require_size(raw, "capacity")
-            moved["tiers[1].capacity"] = "capacity"
+            yield (*above, key), value
+
+
+def _written_out(given: dict[str, Any], found: Source) -> dict[str, Any]:
+    """``{host: 4 GiB, files: /path, capacity: 1 TiB}`` in the long form."""
+    for key in ("arena", "tiers"):
+        if key in given:
+            hint = "host:, files: and capacity: stand for arena: and tiers:; use one or the other"
+            raise ConfigError("the short form and the long form are mixed", path=key, hint=hint)
+    tiers: list[dict[str, Any]] = [{"type": "host"}]
+    found.short["arena.size"] = "host"
+    if "files" in given:
+        path = given["files"]
+        if not isinstance(path, str) or not path or "\0" in path:
+            raise ConfigError(shown("files", path), path="files", hint="expected a directory")
+        tiers.append({"type": "files", "path": path, "when": "commit"})
+        found.short |= {"tiers[1].path": "files", "tiers[1].capacity": "capacity"}
         found.notes["tiers[1].when"] = "short form"
-        tiers.append({"type": "files", "path": directory, "capacity": capacity, "when": "commit"})
-        moved["tiers[1].path"] = "files"
-        moved["tiers[1].type"] = "files"
-    elif "capacity" in raw:
+        tiers[1]["capacity"] = given.get("capacity")
+        if tiers[1]["capacity"] is None:
+            tiers[1]["capacity"] = _room(Path(path))
+            share = f"{FREE_SHARE:.0%} of the space on the file system of {path}"
+            found.notes["tiers[1].capacity"] = share
+    elif "capacity" in given:
         raise ConfigError("unknown key", path="capacity", hint="it goes with files:")
-    for new, old in moved.items():
-        found.origins[new] = found.origins[old]
-    return {**rest, "arena": {"size": raw["host"]}, "tiers": tiers}
+    found.origins |= {new: found.who(old) for new, old in found.short.items()}
+    rest = {key: item for key, item in given.items() if key not in SHORT_KEYS}
+    arena = {"size": given["host"]} if "host" in given else {}
+    return {**rest, "arena": arena, "tiers": tiers}
 
 
-def _require_size(raw: dict[str, Any], key: str) -> None:
-    try:
-        Size.parse(raw[key])
-    except ValueError as error:
-        hint = str(error) if str(error).startswith("unknown") else f"expected {error}"
-        raise ConfigError(shown(key, raw[key]), path=key, hint=hint) from None
-
-
-def room(directory: Path) -> int:
+def _room(directory: Path) -> int:
     """Bytes that the short form takes there: a share of what is free or is in ``directory``.
 
     What the directory holds already counts as room, so that a restart keeps the capacity.
@@ -259,84 +251,6 @@ def room(directory: Path) -> int:
         free, held = space(directory)
     except OSError as error:
         why = error.strerror or type(error).__name__
-        raise ConfigError(
-            f"{directory}: {why}", path="files", hint="expected a directory"
-        ) from error
+        hint = "expected a directory"
+        raise ConfigError(f"{directory}: {why}", path="files", hint=hint) from error
     return max(1, int((free + held) * FREE_SHARE))
-
-
-def _apply_variable(name: str, text: str, found: Source) -> None:
-    keys = name.removeprefix(PREFIX).lower().split("__")
-    if not all(keys):
-        raise ConfigError("names no setting", path=name, hint="like KVLADDER__ARENA__SIZE")
-    _require_text(text, name)
-    tree: Any = text
-    for key in reversed(keys):
-        tree = {key: tree}
-    path = _apply(found.raw, tree, "", "environment", found, variable=name)
-    found.variables[path] = name
-
-
-def _apply(
-    raw: dict[str, Any],
-    over: dict[str, Any],
-    path: str,
-    origin: Origin,
-    found: Source,
-    *,
-    variable: str = "",
-) -> str:
-    """Lay ``over`` over ``raw``; returns the path of the value that was set last."""
-    last = path
-    for key, value in over.items():
-        where = join(path, key)
-        if not is_mapping(value):
-            _set(raw, key, value, where, origin, found)
-            last = where
-        elif where == "tiers":
-            last = _apply_tiers(raw, value, origin, found, variable=variable)
-        else:
-            if raw.get(key) is None:
-                raw[key] = {}
-            if not is_mapping(raw[key]):
-                hint = f"it has no {'.'.join(value)}"
-                raise ConfigError("is a single value", path=variable or where, hint=hint)
-            last = _apply(raw[key], value, where, origin, found, variable=variable)
-    return last
-
-
-def _set(
-    raw: dict[str, Any], key: str, value: object, path: str, origin: Origin, found: Source
-) -> None:
-    """Set one value, and forget who set it and its parts before."""
-    raw[key] = value
-    for old in list(found.origins):
-        if old == path or old.startswith((f"{path}.", f"{path}[")):
-            del found.origins[old]
-    found.notes.pop(path, None)
-    found.variables.pop(path, None)
-    _mark(value, path, origin, found)
-
-
-def _apply_tiers(
-    raw: dict[str, Any], over: dict[str, Any], origin: Origin, found: Source, *, variable: str
-) -> str:
-    """Lay settings by tier name over the list of tiers."""
-    last = "tiers"
-    listed: Any = raw.get("tiers")
-    tiers = [tier if is_mapping(tier) else {} for tier in (listed if is_list(listed) else [])]
-    names = [str(tier.get("name", tier.get("type", ""))) for tier in tiers]
-    plain = [_same(name) for name in names]
-    for name, settings in over.items():
-        where = variable or f"tiers.{name}"
-        if _same(name) not in plain:
-            raise ConfigError(f"no tier is named {name!r}", path=where, hint=nearest(name, names))
-        index = plain.index(_same(name))
-        inner = require_mapping(settings, where)
-        last = _apply(tiers[index], inner, f"tiers[{index}]", origin, found, variable=variable)
-    return last
-
-
-def _same(name: str) -> str:
-    """What of a tier's name counts where an environment variable names it."""
-    return name.lower().replace("-", "_")

@@ -7,27 +7,22 @@ Settings come from a YAML file or a mapping, the environment and the engine (see
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import yaml
 
 from kvladder.config import registry, resolved
-from kvladder.config.codecs import read_codecs
 from kvladder.config.resolved import Row
 from kvladder.config.settings import (
-    ArenaConfig,
-    BlockConfig,
-    ControlConfig,
-    EventsConfig,
-    FetchConfig,
-    GpuConfig,
+    CHECKSUM,
+    CodecConfig,
     HostConfig,
     LevelConfig,
-    ModelConfig,
+    LossyCodecConfig,
     Sections,
     TierSettings,
 )
@@ -36,37 +31,72 @@ from kvladder.errors import ConfigError
 from kvladder.gpu.requests.groups import SIZES, is_size
 from kvladder.layout import Layout
 from kvladder.metrics import SECTIONS
-from kvladder.policy.eviction import EvictionPolicy
-from kvladder.schema import convert, is_list, join, keys_of, require_known, require_mapping, shown
-from kvladder.tiers.base import Tier
-from kvladder.units import Share, Size
+from kvladder.schema import convert, is_list, is_mapping, keys_of, nearest, shown, value_at
+from kvladder.units import Size
+from kvladder.yamlfile import parse_yaml
 
 HOST: Final = "host"
 SUMMARY_LINES_MAX: Final = 10
-RESERVED_NAMES: Final = set(SECTIONS)
-"""Not for tiers: what stands beside them in the statistics."""
-_OF_LEVEL = re.compile(r"tiers\[([0-9]+)\]\.(capacity|codecs)")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
-@dataclass(frozen=True)
-class StackConfig:
+class StackConfig(Sections, frozen=True, kw_only=True):
     """A whole configuration, checked."""
 
-    model: ModelConfig
-    block: BlockConfig
-    gpu: GpuConfig
-    arena: ArenaConfig
-    fetch: FetchConfig
-    events: EventsConfig
-    control: ControlConfig
-    host: HostConfig
-    levels: tuple[LevelConfig, ...]
-    """Those below host, hottest first."""
-    warnings: tuple[str, ...]
-    """What is allowed and probably not meant, one sentence each."""
-    source: Source = field(repr=False)  # it has the secrets as they were given
+    tiers: tuple[Any, ...]
+    """The host level, then those below it, hottest first."""
+    source: Source
     """Who set what."""
+
+    def __post_init__(self) -> None:
+        self._require_names()
+        raw = self.source.raw
+        memory = self.gpu.memory_bytes
+        for where in ("gpu.fraction", "gpu.max_tokens"):
+            given = value_at(raw, where)
+            if memory is not None and given is not None:
+                hint = f"gpu.memory, {memory}, says it all: leave out one of the two"
+                raise ConfigError(str(given), path=where, hint=hint)
+        tokens = self.block.tokens
+        if "gpu" in raw and isinstance(tokens, int) and not is_size(tokens):
+            hint = f"expected {SIZES}, as pools on the device have, or auto"
+            raise ConfigError(str(tokens), path="block.tokens", hint=hint)
+
+    def _require_names(self) -> None:
+        """Each tier has a name, and each directory belongs to one of them."""
+        claims: dict[tuple[str, str], int] = {}
+        for i, tier in enumerate(self.tiers):
+            if tier.name in SECTIONS:  # what stands beside tiers in the statistics
+                hint = "choose another name"
+                raise ConfigError(f"{tier.name!r} is taken", path=f"tiers[{i}].name", hint=hint)
+            own = {"name": tier.name}
+            if tier.type == "files":  # two levels would take each other's space
+                own["path"] = os.path.realpath(tier.options.path)
+            for key, value in own.items():
+                first = claims.setdefault((key, value), i)
+                if first != i:
+                    wrong = f"{value!r} is the {key} of tiers[{first}]"
+                    hint = f"give each tier a {key} of its own"
+                    raise ConfigError(wrong, path=f"tiers[{i}].{key}", hint=hint)
+
+    @property
+    def host(self) -> HostConfig:
+        """Level 0."""
+        host: HostConfig = self.tiers[0]
+        return host
+
+    @property
+    def levels(self) -> tuple[LevelConfig, ...]:
+        """Those below host, hottest first."""
+        return self.tiers[1:]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is allowed and probably not meant, one sentence each."""
+        return tuple(
+            f"tiers[{i}].codecs: without checksum, blocks that {level.name} damaged are served"
+            for i, level in enumerate(self.levels, start=1)
+            if level.unchecked
+        )
 
     def arena_slots(self, layout: Layout) -> int:
         """How many blocks the arena holds."""
@@ -82,7 +112,7 @@ class StackConfig:
             hint = f"expected room for at least one block, {layout.slot_bytes} bytes"
             raise self._wrong("arena.size", str(self.arena.size_bytes), hint)
         for i, level in enumerate(self.levels, start=1):
-            blocks, batch = level.capacity_blocks(layout), level.batch_max()
+            blocks, batch = level.capacity_blocks(layout), level.make.batch_max
             if blocks < batch:
                 least = Size(batch * level.block_bytes(layout) * level.engines)
                 raise self._wrong(
@@ -96,43 +126,32 @@ class StackConfig:
 
     def rows(self, layout: Layout | None = None) -> list[Row]:
         """Every setting with its value and who set it, in the order of the file."""
-
-        def means(slots: int) -> str:
-            assert layout is not None
-            return f"{slots} blocks, {slots * layout.block_tokens} tokens"
-
-        def meaning(path: str, value: object) -> str:
-            if layout is None:
-                return ""
-            if path == "arena.size":
-                return means(self.arena_slots(layout))
-            if isinstance(value, Share):
-                return f"{value.of(self.arena_slots(layout))} blocks"
-            found = _OF_LEVEL.fullmatch(path)
-            if found is None:
-                return ""
-            level = self.levels[int(found[1]) - 1]
-            if found[2] == "capacity":
-                part = f" for each of {level.engines} engines" if level.engines > 1 else ""
-                return means(level.capacity_blocks(layout)) + part
-            scratch = Size(level.scratch_blocks(layout) * layout.slot_bytes)
-            return f"{scratch.about()} of scratch" if scratch else ""
-
+        slots = None if layout is None else self.arena_slots(layout)
+        means = {} if layout is None else self._means(layout)
+        told = [name for name in keys_of(Sections) if name != "gpu" or name in self.source.raw]
+        sections = [(name, getattr(self, name)) for name in told]  # an engine may have its own pool
+        tiers = [(f"tiers[{i}]", tier) for i, tier in enumerate(self.tiers)]
         found: list[Row] = []
-        for name in keys_of(Sections):
-            if name == "gpu" and name not in self.source.raw:
-                continue  # the engine brings its own pool
-            found += resolved.rows(getattr(self, name), name, self.source, meaning)
-        size = self.arena.size_bytes
-        room = Row(
-            "tiers[0].capacity",
-            resolved.text("capacity", size),
-            meaning("arena.size", size),
-            "arena.size",
-        )
-        found += [*resolved.rows(self.host, "tiers[0]", self.source, meaning), room]
+        for path, settings in [*sections, *tiers]:
+            found += resolved.rows(settings, path, self.source, means, slots)
+            if settings is self.host:
+                where, size = f"{path}.capacity", resolved.text("", self.arena.size_bytes)
+                found.append(Row(where, size, means.get("arena.size", ""), "arena.size"))
+        return found
+
+    def _means(self, layout: Layout) -> dict[str, str]:
+        """What capacities come to, by their paths."""
+
+        def blocks(count: int) -> str:
+            return f"{count} blocks, {count * layout.block_tokens} tokens"
+
+        found = {"arena.size": blocks(self.arena_slots(layout))}
         for i, level in enumerate(self.levels, start=1):
-            found += resolved.rows(level, f"tiers[{i}]", self.source, meaning)
+            part = f" for each of {level.engines} engines" if level.engines > 1 else ""
+            found[f"tiers[{i}].capacity"] = blocks(level.capacity_blocks(layout)) + part
+            scratch = level.scratch_blocks(layout) * layout.slot_bytes
+            if scratch:
+                found[f"tiers[{i}].codecs"] = f"{Size(scratch).about()} of scratch"
         return found
 
     def summary(self, layout: Layout) -> list[str]:
@@ -211,144 +230,69 @@ def load_config(
     """
     found = read(source, env=os.environ if env is None else env, overrides=overrides)
     try:
-        return _build(found)
+        return _built(found)
     except ConfigError as error:
         raise found.explain(error) from error.__cause__
 
 
-def _build(found: Source) -> StackConfig:
-    raw = found.raw
-    also = SHORT_KEYS if found.short else ()
-    require_known(raw, [*keys_of(Sections), "tiers"], "", also=also)
-    rest = {key: value for key, value in raw.items() if key != "tiers"}
-    top = convert(rest, Sections, "", loose=found.loose)
-    if not top.fetch.budget:
-        raise ConfigError(str(top.fetch.budget), path="fetch.budget", hint="expected more than 0")
-    if top.gpu.memory_bytes is not None:
-        for key in ("fraction", "max_tokens"):
-            if rest.get("gpu", {}).get(key) is not None:
-                hint = f"gpu.memory, {top.gpu.memory_bytes}, says it all: leave out one of the two"
-                raise ConfigError(f"{rest['gpu'][key]}", path=f"gpu.{key}", hint=hint)
-    tokens = top.block.tokens
-    if "gpu" in raw and isinstance(tokens, int) and not is_size(tokens):
-        hint = f"expected {SIZES}, as pools on the device have, or auto"
-        raise ConfigError(str(tokens), path="block.tokens", hint=hint)
-    events = top.events
-    if events.replay is not None and events.publish is None:
-        raise ConfigError(events.replay, path="events.replay", hint="needs events.publish, too")
-    if events.publish is not None and not events.max:
-        raise ConfigError("0", path="events.max", hint="events are published: expected 1 or more")
-    warnings: list[str] = []
-    host, levels = _tiers(raw.get("tiers"), found, warnings)
-    return StackConfig(
-        model=top.model,
-        block=top.block,
-        gpu=top.gpu,
-        arena=top.arena,
-        fetch=top.fetch,
-        events=top.events,
-        control=top.control,
-        host=host,
-        levels=tuple(levels),
-        warnings=tuple(warnings),
-        source=found,
-    )
+def _built(found: Source) -> StackConfig:
+    """The settings that plain data gives, converted to the types that its names stand for."""
+    raw, known = found.raw, [*keys_of(Sections), "tiers"]
+    for key in raw:
+        if key not in known:
+            hint = nearest(key, [*known, *(SHORT_KEYS if found.short else ())])
+            raise ConfigError("unknown key", path=key, hint=hint)
+    tiers = tuple.__class_getitem__(_tier_types(raw.get("tiers")))
+    file = msgspec.defstruct("File", [("tiers", tiers)], bases=(Sections,), kw_only=True)
+    return StackConfig(source=found, **msgspec.structs.asdict(convert(raw, file, strict=False)))
 
 
-def _tiers(raw: object, found: Source, warnings: list[str]) -> tuple[HostConfig, list[LevelConfig]]:
+def _tier_types(raw: Any) -> tuple[Any, ...]:
+    """The type of each tier's settings."""
     hint = "expected a list of tiers, hottest first, that begins with {type: host}"
-    if raw is None:
-        raise ConfigError("missing", path="tiers", hint=hint)
     if not is_list(raw) or not raw:
         what = "an empty list" if is_list(raw) else shown("tiers", raw)
-        raise ConfigError(what, path="tiers", hint=hint)
-    entries: list[dict[str, Any]] = []
-    for i, entry in enumerate(raw):
-        tier = dict(require_mapping(entry, f"tiers[{i}]"))
-        kind = tier.get("type")
-        if not isinstance(kind, str):
-            what = "missing" if kind is None else shown("type", kind)
-            known = ", ".join(registry.names("tiers"))
-            raise ConfigError(what, path=f"tiers[{i}].type", hint=f"expected one of: {known}")
-        entries.append({"name": kind, **tier})
-    for i, tier in enumerate(entries):
+        raise ConfigError("missing" if raw is None else what, path="tiers", hint=hint)
+    types: list[Any] = [HostConfig]
+    for i, tier in enumerate(raw):
+        path = f"tiers[{i}]"
+        make = _named("tiers", tier, "type", path)
         if (tier["type"] == HOST) != (i == 0):
-            where = f"tiers[{i}].type" if i else "tiers[0].type"
             wrong = "a second host level" if i else f"{tier['type']!r}, not host"
-            registry.load("tiers", tier["type"], path=where)  # a misspelling is the better error
-            raise ConfigError(wrong, path=where, hint="the first tier is the only one of type host")
-    _require_names(entries)
-    host = convert(_host_keys(entries[0]), HostConfig, "tiers[0]", loose=found.loose)
-    _require_policy(host.policy, "tiers[0]")
-    levels = [
-        _level(tier, f"tiers[{i}]", found, warnings) for i, tier in enumerate(entries[1:], start=1)
-    ]
-    return host, levels
+            hint = "the first tier is the only one of type host"
+            raise ConfigError(wrong, path=f"{path}.type", hint=hint)
+        if i:
+            types.append(_level_type(make, tier, f"{path}.codecs"))
+    for key in {*raw[0]}.intersection(keys_of(LevelConfig)).difference(keys_of(HostConfig)):
+        why = "is as large as the arena: set arena.size" if key == "capacity" else "has none"
+        raise ConfigError("unknown key", path=f"tiers[0].{key}", hint=f"the host level {why}")
+    return tuple(types)
 
 
-def _require_names(entries: list[dict[str, Any]]) -> None:
-    seen: dict[str, int] = {}
-    for i, tier in enumerate(entries):
-        name, path = tier["name"], f"tiers[{i}].name"
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            hint = "expected letters, digits, - and _, beginning with a letter or digit"
-            raise ConfigError(shown(path, name), path=path, hint=hint)
-        if name in RESERVED_NAMES:
-            raise ConfigError(f"{name!r} is taken", path=path, hint="choose another name")
-        if name in seen:
-            hint = "give each tier a name of its own"
-            raise ConfigError(f"{name!r} is the name of tiers[{seen[name]}]", path=path, hint=hint)
-        seen[name] = i
+def _named(group: registry.Group, entry: Any, key: str, path: str) -> Any:
+    """The class that the name in an entry stands for."""
+    if not is_mapping(entry):
+        raise ConfigError(shown(path, entry), path=path, hint="expected keys with values")
+    name = entry.get(key)
+    if not isinstance(name, str):
+        what = "missing" if name is None else shown(key, name)
+        hint = f"expected one of: {', '.join(registry.names(group))}"
+        raise ConfigError(what, path=f"{path}.{key}", hint=hint)
+    return registry.load(group, name, path=f"{path}.{key}")
 
 
-def _host_keys(raw: dict[str, Any]) -> dict[str, Any]:
-    """Refuse, with the reason, what only levels below host have."""
-    if "capacity" in raw:
-        hint = "the host level is as large as the arena: set arena.size"
-        raise ConfigError("unknown key", path="tiers[0].capacity", hint=hint)
-    for key in keys_of(LevelConfig):
-        if key in raw and key not in keys_of(HostConfig):
-            hint = "the host level has none: its blocks lie in the arena"
-            raise ConfigError("unknown key", path=f"tiers[0].{key}", hint=hint)
-    return raw
-
-
-def _level(raw: dict[str, Any], path: str, found: Source, warnings: list[str]) -> LevelConfig:
-    """A level below host: the common keys, and those of its tier's ``Options``."""
-    make = registry.load("tiers", raw["type"], path=f"{path}.type")
-    if not (isinstance(make, type) and issubclass(make, Tier)):
-        raise ConfigError(f"{raw['type']!r} is not a Tier", path=f"{path}.type")
-    common = [key for key in keys_of(LevelConfig) if key != "options"]
-    wanted: type[msgspec.Struct] | None = getattr(make, "Options", None)
-    own = keys_of(wanted) if wanted else []
-    require_known(raw, [*common, *own], path)
-    options = None
-    if wanted is not None:
-        given = {key: value for key, value in raw.items() if key in own}
-        options = convert(given, wanted, path, loose=found.loose)
-    codecs = read_codecs(raw.get("codecs"), make, path, found.loose)
-    level = convert(
-        {key: value for key, value in raw.items() if key in common and key != "codecs"},
-        LevelConfig,
-        path,
-        loose=found.loose,
-        preset={"options": options, "codecs": codecs},
-    )
-    _require_policy(level.policy, path)
-    if not level.queue:
-        raise ConfigError(str(level.queue), path=f"{path}.queue", hint="expected more than 0")
-    if level.breaker.retry_s > level.breaker.retry_max_s:
-        hint = f"expected at least breaker.retry, {level.breaker.retry_s}"
-        where = f"{path}.breaker.retry_max"
-        raise ConfigError(str(level.breaker.retry_max_s), path=where, hint=hint)
-    if (make.checks or make.notes) and not any(codec.checks for codec in level.make_codecs()):
-        warnings.append(
-            f"{join(path, 'codecs')}: without checksum, blocks that {level.name} damaged are served"
-        )
-    return level
-
-
-def _require_policy(name: str, path: str) -> None:
-    policy = registry.load("policies", name, path=f"{path}.policy")
-    if not (isinstance(policy, type) and issubclass(policy, EvictionPolicy)):
-        raise ConfigError(f"{name!r} is not an EvictionPolicy", path=f"{path}.policy")
+def _level_type(make: Any, raw: dict[str, Any], path: str) -> type[LevelConfig]:
+    """The type of a level below host: its tier's own settings, and those of its codecs, in it."""
+    codecs = raw.get("codecs")
+    if isinstance(codecs, str):  # of a variable
+        with suppress(yaml.YAMLError):
+            raw["codecs"] = codecs = parse_yaml(codecs)
+    if not is_list(codecs):  # and if it is not missing, wrong
+        default = (CHECKSUM,) if make.checks or make.notes else ()
+        return LevelConfig.of(make, codecs=(tuple[CodecConfig, ...], default))
+    raw["codecs"] = [{"name": one} if isinstance(one, str) else one for one in codecs]
+    types: list[Any] = []
+    for i, one in enumerate(raw["codecs"]):
+        codec = _named("codecs", one, "name", f"{path}[{i}]")
+        types.append((LossyCodecConfig if codec.lossy else CodecConfig).of(codec))
+    return LevelConfig.of(make, codecs=(tuple.__class_getitem__(tuple(types)), ()))

@@ -52,7 +52,7 @@ def test_what_a_stack_names_is_looked_at_before_the_model_is_loaded(tmp_path: Pa
 
     asked = KVLadderConnector.requires_piecewise_for_cudagraph
     assert asked({**HOST, "files": str(tmp_path / "kv"), "capacity": "1 MiB"}) is False
-    with pytest.raises(ConfigError, match=r"tiers\[1\]\.path: .*none does not exist"):
+    with pytest.raises(ConfigError, match=r"files: .*none does not exist"):
         asked({**HOST, "files": str(tmp_path / "none" / "kv"), "capacity": "1 MiB"})
     assert not list(tmp_path.iterdir())
 

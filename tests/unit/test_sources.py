@@ -99,7 +99,7 @@ def test_aliases_do_not_multiply_without_end(refusal, load):
         lines.append(f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]")
     error = refusal("\n".join(lines))
     assert "more than 10000 values, with what aliases repeat" in str(error)
-    assert "line 1, column 1" in error.path
+    assert "line 5, column 4" in error.path
     error = refusal(tiers(), env={"KVLADDER__EVENTS__MAX": "{" + ", ".join(lines) + "}"})
     assert error.path == "events.max"
     small = load(f"model: &m {{fingerprint: x}}\n{SMALL}".replace("4 GiB", "&c 4 GiB"))
@@ -213,8 +213,8 @@ def test_a_tier_is_named_in_the_environment_without_regard_to_case_and_dashes():
         ("KVLADDER__ARENA__SZE", "1", "arena.sze", "did you mean 'size'?; set by KVLADDER__ARENA"),
         ("KVLADDER__TIERS__COLT__TTL", "1 d", "KVLADDER__TIERS__COLT__TTL", "did you mean 'cold'"),
         ("KVLADDER__ARENA__", "1", "KVLADDER__ARENA__", "names no setting"),
-        ("KVLADDER__ARENA", "1", "arena", "a single value (str)"),
-        ("KVLADDER__ARENA__SIZE__X", "1", "KVLADDER__ARENA__SIZE__X", "is a single value"),
+        ("KVLADDER__ARENA", "1", "arena", "1 (expected keys with values; set by KVLADDER__ARENA)"),
+        ("KVLADDER__ARENA__SIZE__X", "1", "arena.size", "a mapping (expected a size"),
         ("KVLADDER__EVENTS__MAX", "[1", "events.max", "'[1' (expected a whole number, 0 or more"),
         ("KVLADDER__TIERS__COLD__QUEUE", "0", "tiers[1].queue", "expected more than 0; set by"),
     ],
