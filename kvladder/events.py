@@ -42,8 +42,11 @@ class Overflow:
 Event = Stored | Removed | Overflow
 
 
-class Changes:
-    """Blocks that came to a level or left one since they were taken; with the stack's lock held."""
+class Journal:
+    """Blocks that may be in no level any more: one lost them, or they did not get there.
+
+    The stack's lock is held around every call.
+    """
 
     def __init__(self) -> None:
         self._keys: dict[BlockKey, None] = {}
@@ -56,7 +59,7 @@ class Changes:
         self._keys.update(dict.fromkeys(keys))
 
     def take(self) -> Collection[BlockKey]:
-        """Each block to which something happened, once; in no time, however many there are."""
+        """Each of them once, since the last call; in no time, however many there are."""
         taken, self._keys = self._keys, {}
         return taken
 
@@ -80,7 +83,7 @@ class EventBuffer:
         self._listeners: tuple[Callable[[], object], ...] = ()
         self._telling = False
         """Whether listeners are about to be called."""
-        self._followers: tuple[Changes, ...] = ()
+        self._journals: tuple[Journal, ...] = ()
 
     def listen(self, listener: Callable[[], object]) -> None:
         """Have ``listener`` called soon after events, by ``post``: never under the lock."""
@@ -90,33 +93,37 @@ class EventBuffer:
         """Undo ``listen``."""
         self._listeners = tuple(other for other in self._listeners if other != listener)
 
-    def follow(self) -> Changes:
-        """What changes from now on, until ``unfollow``."""
-        changes = Changes()
-        self._followers = (*self._followers, changes)
-        return changes
+    def follow(self) -> Journal:
+        """What is lost or given up from now on, until ``unfollow``."""
+        journal = Journal()
+        self._journals = (*self._journals, journal)
+        return journal
 
-    def unfollow(self, changes: Changes) -> None:
+    def unfollow(self, journal: Journal) -> None:
         """Undo ``follow``; may be called again."""
-        self._followers = tuple(other for other in self._followers if other is not changes)
+        self._journals = tuple(other for other in self._journals if other is not journal)
 
     def stored(self, level: str, keys: Sequence[BlockKey]) -> None:
         """Collect a Stored, unless ``keys`` is empty."""
         if keys:
-            self._changed(keys)
+            self._wake()
             if self._max:
                 self._add(Stored(level, tuple(keys)))
 
     def removed(self, level: str, keys: Sequence[BlockKey], reason: Reason) -> None:
         """Collect a Removed, unless ``keys`` is empty."""
         if keys:
-            self._changed(keys)
+            self.given_up(keys)
+            self._wake()
             if self._max:
                 self._add(Removed(level, tuple(keys), reason))
 
-    def _changed(self, keys: Sequence[BlockKey]) -> None:
-        for changes in self._followers:
-            changes.add(keys)
+    def given_up(self, keys: Sequence[BlockKey]) -> None:
+        """A level was to get these, and does not: for journals, no event."""
+        for journal in self._journals:
+            journal.add(keys)
+
+    def _wake(self) -> None:
         if self._listeners and not self._telling:
             self._telling = True
             self._post(self._tell)

@@ -41,26 +41,15 @@ class Known(NamedTuple):
 class Taken(NamedTuple):
     """The tiers took a victim's bytes over, or had them."""
 
-    level: str
-    """Where it can be got from."""
     ticket: Ticket | None = None
     """The copy that still reads the device slot; None if the slot may be written at once."""
-
-
-class Arrival(NamedTuple):
-    """Blocks are being brought to the device."""
-
-    ticket: Ticket | None = None
-    """The copy that still writes the device slots; None if the bytes are there."""
-    kept: bool = False
-    """Whether the tiers keep their copies, so that these blocks need no offload later."""
 
 
 class Below(Protocol):
     """The tiers as a pool sees them. Every call is synchronous and returns at once.
 
-    A tier may forget, it must never lie. The answers come back by ``BlockPool.landed``,
-    ``forgotten`` and ``moved``, called on the pool's thread.
+    A tier may forget, it must never lie. The answers come back by ``BlockPool.landed`` and
+    ``forgotten``, on the pool's thread and between its calls, never during one.
     """
 
     @property
@@ -78,12 +67,12 @@ class Below(Protocol):
         """
         ...
 
-    def where(self, keys: Sequence[BlockKey]) -> Sequence[str | None]:
-        """The level that holds each of ``keys``, or None; changes nothing, promises nothing."""
+    def holds(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Whether a level holds each of ``keys``; changes nothing, promises nothing."""
         ...
 
-    def claim(self, keys: Sequence[BlockKey], salt: str = "") -> Sequence[str]:
-        """The levels of the leading ``keys`` that can be onboarded now, as many as there are.
+    def claim(self, keys: Sequence[BlockKey], salt: str = "") -> int:
+        """How many of the leading ``keys`` can be onboarded now.
 
         ``salt`` is bound into the keys. They stay until ``onboard`` or ``disclaim`` is called for
         each.
@@ -98,13 +87,11 @@ class Below(Protocol):
         """These claimed blocks are not wanted after all."""
         ...
 
-    def onboard(
-        self, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot], *, keep: bool
-    ) -> Arrival:
+    def onboard(self, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot]) -> Ticket | None:
         """Begin to copy ``keys``, which were claimed, to these device slots.
 
-        With ``keep`` the tiers must keep their copies, else they may give them up when the bytes
-        have arrived. Copies that they say they keep count as theirs if the bytes do not arrive.
+        The copy that still writes the slots, None if the bytes are there. The tiers keep theirs, or
+        say later that they do not.
         """
         ...
 

@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 from kvladder.errors import NotHeld, PoolError
 from kvladder.gpu.pool.below import Known
-from kvladder.gpu.pool.events import PoolEvents, StoredBlock
+from kvladder.gpu.pool.events import StoredBlock
 from kvladder.gpu.pool.ledger import Ledger
 from kvladder.gpu.pool.moves import Moves
 from kvladder.gpu.pool.retain import Retain, Retainer
-from kvladder.gpu.pool.stats import PoolStats
 from kvladder.gpu.tree.columns import gather
 from kvladder.gpu.tree.names import NO_NODE, NO_SLOT, TOKEN_BYTES, DeviceSlot, NodeId, Root
 from kvladder.keys import BlockKey
@@ -45,26 +44,11 @@ def token_ids(tokens: bytes) -> tuple[int, ...]:
 class Committer:
     """Enters complete blocks into the index of one pool."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        moves: Moves,
-        retainer: Retainer,
-        events: PoolEvents,
-        stats: PoolStats,
-        *,
-        group: int,
-        level: str,
-        block_tokens: int,
-    ) -> None:
+    def __init__(self, ledger: Ledger, moves: Moves, retainer: Retainer) -> None:
         self._ledger = ledger
         self._moves = moves
         self._retainer = retainer
-        self._events = events
-        self._stats = stats
-        self._group = group
-        self._level = level
-        self._block_bytes = block_tokens * TOKEN_BYTES
+        self._block_bytes = ledger.settings.block_tokens * TOKEN_BYTES
 
     def commit(
         self,
@@ -85,10 +69,10 @@ class Committer:
             result, new = list(slots), nodes
         else:
             result, nodes, new = self._one_by_one(above, slots, content, labels)
-        self._stats.stored += len(new)
+        self._ledger.stats.stored += len(new)
         if wanted is not None:
             self._retainer.apply(nodes, wanted, new=set(new))
-        if self._events.enabled:
+        if self._ledger.reports.enabled:
             self._tell(nodes, new, content)
         return result
 
@@ -139,7 +123,7 @@ class Committer:
             for at, node in enumerate(nodes, first):
                 if at in content.limits:
                     index.limits[node] = content.limits[at]
-        if not index.chained and self._events.enabled:
+        if not index.chained and self._ledger.reports.enabled:
             keys = (content.parent, *content.keys)
             for at, node in enumerate(nodes, first):
                 parent = None if keys[at] == content.root.key else keys[at]
@@ -165,7 +149,7 @@ class Committer:
                 new.append(node)
             elif ledger.nodes.slot[node] == NO_SLOT:
                 index.place(node, slot)
-                self._events.moved(self._group, key, index.colder[node], self._level)
+                ledger.reports.moved(key, off=False)
             elif ledger.nodes.slot[node] != slot:
                 slot = self._same(node, slot)
             result.append(slot)
@@ -173,20 +157,20 @@ class Committer:
             above = node if index.chained else above
         return result, nodes, new
 
-    def know(self, content: Content, at: int, level: str, known: Known) -> NodeId:
+    def know(self, content: Content, at: int, known: Known) -> NodeId:
         """Enter the block at position ``at``, which only a tier holds, behind a known one."""
         index = self._ledger.index
         parent = content.keys[at - 1] if at else content.parent
         above = index.above(parent, content.root)
         assert above is not None
         labels = self._labels(content)
-        node = index.know(above, content.keys[at], level, labels[at] if labels else b"")
+        node = index.know(above, content.keys[at], labels[at] if labels else b"")
         self._begin([node], content, at)
         index.nodes.hits[node] = known.hits
         self._retainer.recall(node, known.priority, known.until_s)
-        if self._events.enabled:
+        if labels:
             block = StoredBlock(content.keys[at], token_ids(labels[at]), index.nodes.priority[node])
-            self._store(parent, [block], content.root, level)
+            self._ledger.reports.stored(parent, [block], content.root, below=True)
         return node
 
     def _same(self, node: NodeId, slot: DeviceSlot) -> DeviceSlot:
@@ -194,7 +178,7 @@ class Committer:
 
         But while that one is still being filled, the block is in ``slot`` from now on.
         """
-        self._stats.duplicates += 1
+        self._ledger.stats.duplicates += 1
         first = self._ledger.nodes.slot[node]
         if first in self._moves.arriving:
             self._moves.supplanted.add(first)
@@ -214,7 +198,7 @@ class Committer:
 
     def _tell(self, nodes: Sequence[NodeId], new: Sequence[NodeId], content: Content) -> None:
         """Report new blocks, those that follow each other in one event."""
-        rows, size = self._ledger.nodes, self._block_bytes
+        rows, size, reports = self._ledger.nodes, self._block_bytes, self._ledger.reports
         fresh, run = set(new), list[StoredBlock]()
         parent = content.parent
         for at, (node, key) in enumerate(zip(nodes, content.keys, strict=True)):
@@ -222,10 +206,6 @@ class Committer:
                 tokens = token_ids(content.tokens[at * size : (at + 1) * size])
                 run.append(StoredBlock(key, tokens, rows.priority[node]))
             else:
-                self._store(parent, run, content.root, self._level)
+                reports.stored(parent, run, content.root)
                 run, parent = [], key
-        self._store(parent, run, content.root, self._level)
-
-    def _store(self, parent: BlockKey, run: Sequence[StoredBlock], root: Root, level: str) -> None:
-        above = None if parent == root.key else parent
-        self._events.stored(self._group, level, above, run, root)
+        reports.stored(parent, run, content.root)

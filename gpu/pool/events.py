@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Final, Literal
 
 from kvladder.gpu.tree.names import Root
 from kvladder.keys import BlockKey
 
 Why = Literal["evicted", "removed", "taken", "lost"]
 """By the cache, by the user, by a request that writes on in the block, by a failed copy."""
+BELOW: Final = "tiers"
+"""Where a block is that left the device and is not forgotten: which one has it, tiers tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class Stored:
     id: int
     group: int
     level: str
+    """The device's name, or ``BELOW``."""
     parent: BlockKey | None
     """The block before the first of them; None at the beginning of a prefix."""
     blocks: tuple[StoredBlock, ...]
@@ -51,7 +55,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """A block is in no level any more."""
+    """A block is neither on the device nor in a tier any more."""
 
     id: int
     group: int
@@ -61,7 +65,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """A block moved to another level, or got another priority: ``(old, new)``."""
+    """A block left the device for a tier, came back, or got another priority: ``(old, new)``."""
 
     id: int
     group: int
@@ -93,62 +97,23 @@ class PoolEvents:
             raise ValueError(f"{events_max} events: expected 0 or more")
         self._max = events_max
         self._events: deque[PoolEvent] = deque()
-        self._last = 0
         self._lost = 0
         self._lost_id = 0
+        self.last_id = 0
+        """The number of the newest event; a snapshot taken now includes what it tells."""
 
     @property
     def enabled(self) -> bool:
         """Whether anything is collected."""
         return self._max > 0
 
-    @property
-    def last_id(self) -> int:
-        """The number of the newest event; a snapshot taken now includes what it tells."""
-        return self._last
-
-    def _number(self) -> int:
-        self._last += 1
-        return self._last
-
-    def _add(self, event: PoolEvent) -> None:
+    def add(self, make: Callable[[int], PoolEvent]) -> None:
+        """Collect the event that ``make`` makes with its number."""
+        self.last_id += 1
         if len(self._events) >= self._max:
             self._lost_id = self._events.popleft().id
             self._lost += 1
-        self._events.append(event)
-
-    def created(self, group: int, block_tokens: int, capacities: Mapping[str, int]) -> None:
-        """Collect a Created."""
-        if self._max:
-            self._add(Created(self._number(), group, block_tokens, dict(capacities)))
-
-    def stored(
-        self,
-        group: int,
-        level: str,
-        parent: BlockKey | None,
-        blocks: Sequence[StoredBlock],
-        root: Root,
-    ) -> None:
-        """Collect a Stored, unless ``blocks`` is empty."""
-        if self._max and blocks:
-            made = tuple(blocks)
-            self._add(Stored(self._number(), group, level, parent, made, root.salt, root.lora))
-
-    def removed(self, group: int, keys: Sequence[BlockKey], why: Why) -> None:
-        """Collect one Removed per key."""
-        for key in keys if self._max else ():
-            self._add(Removed(self._number(), group, key, why))
-
-    def moved(self, group: int, key: BlockKey, old: str, new: str) -> None:
-        """Collect an Updated of a block's level, if it is another one."""
-        if self._max and old != new:
-            self._add(Updated(self._number(), group, key, level=(old, new)))
-
-    def reprioritized(self, group: int, key: BlockKey, old: int, new: int) -> None:
-        """Collect an Updated of a block's priority, if it is another one."""
-        if self._max and old != new:
-            self._add(Updated(self._number(), group, key, priority=(old, new)))
+        self._events.append(make(self.last_id))
 
     def take(self) -> list[PoolEvent]:
         """Everything collected since the last call, oldest first; an Overflow comes first."""
@@ -157,3 +122,44 @@ class PoolEvents:
         self._events.clear()
         self._lost = 0
         return taken
+
+
+class Reports:
+    """What one pool tells, if events are collected; the buffer may be shared with others."""
+
+    def __init__(self, events: PoolEvents, group: int, level: str) -> None:
+        self.enabled = events.enabled
+        self._events = events
+        self._group = group
+        self._level = level
+
+    def created(self, block_tokens: int, capacities: Mapping[str, int]) -> None:
+        """Collect a Created."""
+        if self.enabled:
+            self._events.add(lambda n: Created(n, self._group, block_tokens, dict(capacities)))
+
+    def stored(
+        self, parent: BlockKey, blocks: Sequence[StoredBlock], root: Root, *, below: bool = False
+    ) -> None:
+        """Collect a Stored, unless ``blocks`` is empty; ``parent`` may be the root's key."""
+        if blocks and self.enabled:
+            place = self._group, BELOW if below else self._level
+            above = None if parent == root.key else parent
+            made = tuple(blocks)
+            self._events.add(lambda n: Stored(n, *place, above, made, root.salt, root.lora))
+
+    def removed(self, keys: Sequence[BlockKey], why: Why) -> None:
+        """Collect one Removed per key."""
+        for key in keys if self.enabled else ():
+            self._events.add(partial(Removed, group=self._group, key=key, why=why))
+
+    def moved(self, key: BlockKey, *, off: bool) -> None:
+        """Collect an Updated: a block that a tier has went ``off`` the device, or comes to it."""
+        if self.enabled:
+            level = (self._level, BELOW) if off else (BELOW, self._level)
+            self._events.add(lambda n: Updated(n, self._group, key, level=level))
+
+    def reprioritized(self, key: BlockKey, old: int, new: int) -> None:
+        """Collect an Updated of a block's priority, which was another one."""
+        if self.enabled:
+            self._events.add(lambda n: Updated(n, self._group, key, priority=(old, new)))

@@ -1,16 +1,67 @@
-"""The books of a device pool: which slot is free, which is held, and what is cached in it."""
+"""The books of a device pool: what it is, which slot is free, which is held, what is cached."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
+from kvladder.errors import ConfigError
+from kvladder.gpu.pool.events import Reports
 from kvladder.gpu.pool.slots import FreeSlots, References
+from kvladder.gpu.pool.stats import PoolStats
+from kvladder.gpu.requests.groups import SIZES, is_size
 from kvladder.gpu.tree.columns import gather, split
 from kvladder.gpu.tree.index import PrefixIndex
 from kvladder.gpu.tree.names import NO_NODE, NO_SLOT, DeviceSlot, NodeId
 from kvladder.gpu.tree.nodes import Nodes
 from kvladder.gpu.tree.order import EvictionOrder
 from kvladder.keys import BlockKey
+from kvladder.policy.numbers import settle
+
+Partial = Literal["off", "take", "copy"]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    """What a pool is.
+
+    Parameters
+    ----------
+    blocks:
+        Device slots.
+    block_tokens:
+        Tokens per block, a power of two above 1.
+    partial:
+        What to do with a cached block of which a prompt shares only the beginning: nothing;
+        ``take`` it over, if nobody uses it and nothing follows it; or ``copy`` what is shared into
+        a block of its own.
+    chained:
+        Whether a block is only of use with all blocks before it, so that leaves are evicted
+        first. False behind a sliding window, where partial matches must be off.
+    level:
+        Name of the device in events.
+    group:
+        Number of the pool among those of a model, for events.
+    """
+
+    blocks: int
+    block_tokens: int
+    partial: Partial = "take"
+    chained: bool = True
+    level: str = "gpu"
+    group: int = 0
+
+    def __post_init__(self) -> None:
+        settle(self, "blocks", "block_tokens", "group")
+        if self.blocks < 1:
+            raise ConfigError(f"{self.blocks} blocks", path="gpu.blocks", hint="1 or more")
+        if not is_size(self.block_tokens):
+            raise ConfigError(f"{self.block_tokens} tokens", path="block.tokens", hint=SIZES)
+        if self.partial not in ("off", "take", "copy"):
+            raise ConfigError(f"{self.partial!r}", path="gpu.partial", hint="off, take or copy")
+        if not self.chained and self.partial != "off":
+            raise ConfigError("windows have no partial matches", path="gpu.partial", hint="off")
 
 
 class Ledger:
@@ -20,15 +71,22 @@ class Ledger:
     cached block is in it that nobody references.
     """
 
-    def __init__(self, slots: int, *, chained: bool, family: bool, labels: bool) -> None:
+    def __init__(self, settings: PoolSettings, reports: Reports, *, tiers: bool) -> None:
+        matches = settings.partial != "off"
+        self.settings = settings
+        self.reports = reports
+        self.stats = PoolStats()
         self.nodes = Nodes()
         self.index = PrefixIndex(
-            self.nodes, slots=slots, chained=chained, family=family, labels=labels
+            self.nodes,
+            slots=settings.blocks,
+            chained=settings.chained,
+            family=settings.chained and (matches or tiers),
+            labels=matches or reports.enabled,
         )
         self.order = EvictionOrder(self.nodes)
-        self.slots = slots
-        self.free = FreeSlots(slots)
-        self.refs = References(slots)
+        self.free = FreeSlots(settings.blocks)
+        self.refs = References(settings.blocks)
 
     @property
     def available(self) -> int:
@@ -114,6 +172,6 @@ class Ledger:
         assert not free & held.keys()
         assert not free & evictable
         assert not evictable & held.keys()
-        assert len(free) + len(held) + len(evictable) == self.slots
+        assert len(free) + len(held) + len(evictable) == self.settings.blocks
         assert all(count > 0 for count in held.values())
         assert all(self.index.node_at[slot] == NO_NODE for slot in free)

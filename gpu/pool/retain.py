@@ -7,7 +7,6 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
-from kvladder.gpu.pool.events import PoolEvents
 from kvladder.gpu.pool.ledger import Ledger
 from kvladder.gpu.tree.names import NodeId
 from kvladder.policy.eviction import PRIORITY_DEFAULT
@@ -27,12 +26,8 @@ class Retainer:
     A retention that ends leaves the default priority; expiry never promotes what is below it.
     """
 
-    def __init__(
-        self, ledger: Ledger, events: PoolEvents, *, group: int, now: Callable[[], float]
-    ) -> None:
+    def __init__(self, ledger: Ledger, now: Callable[[], float]) -> None:
         self._ledger = ledger
-        self._events = events
-        self._group = group
         self._now = now
         self._ends: list[tuple[float, NodeId]] = []
 
@@ -79,7 +74,7 @@ class Retainer:
                 self._ledger.order.reprioritized(node)
             key = rows.key[node] if tell else None
             if key is not None:
-                self._events.reprioritized(self._group, key, old, priority)
+                self._ledger.reports.reprioritized(key, old, priority)
 
     def expire(self) -> None:
         """End the retentions whose time is over."""

@@ -34,6 +34,12 @@ class PoolStats:
     lost: int = 0
     """Blocks whose copy to or from a tier failed."""
 
+    def served(self, request: RequestStats) -> None:
+        """Count what a prompt found."""
+        self.reused += request.reused
+        self.missed += request.missed
+        self.partial += request.partial_tokens > 0
+
     @property
     def hit_rate(self) -> float:
         """Reused blocks among all blocks of prompts; 0 before there are any."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import lcm
 
-from kvladder.errors import BlocksBusy, OutOfBlocks, PoolError
-from kvladder.gpu.pool.reserve import Hold, Match, Reservations
+from kvladder.errors import PoolError
+from kvladder.gpu.pool.serving import Match, reserve
 from kvladder.gpu.requests.groups import Group, holes_of, served_by_all
-from kvladder.gpu.requests.prefixes import Found
 from kvladder.gpu.requests.sequence import BlockCopy, Extra, KVSequence
-from kvladder.gpu.requests.sequences import Sequences, limits
+from kvladder.gpu.requests.sequences import Sequences
 from kvladder.gpu.tree.names import DeviceSlot
 from kvladder.policy.numbers import whole
 from kvladder.policy.retention import Retention
@@ -102,15 +101,17 @@ class Requests:
         assert len(groups) == len(sequences) > 0
         self.groups = tuple(groups)
         self.sequences = tuple(sequences)
+        self._pools = [one.pool.serving for one in sequences]
         self.reuse = reuse
         self.step = lcm(*(group.block_tokens for group in groups))
         """Cached prefixes of several groups, or of a window, end at multiples of so many tokens."""
-        self._only = sequences[0] if len(groups) == 1 and groups[0].kind == "full" else None
+        self._whole = len(groups) == 1 and groups[0].kind == "full"
+        """Whether a prompt is served block by block, and the last one in part."""
         for group, one in zip(groups, sequences, strict=True):
             settings = one.pool.settings
             assert settings.block_tokens == group.block_tokens
             assert settings.chained == (group.kind == "full")
-            assert settings.partial == "off" or self._only is not None
+            assert settings.partial == "off" or self._whole
 
     # ---- begin
 
@@ -128,45 +129,50 @@ class Requests:
     ) -> Request:
         """A request for this prompt, with slots for all of it and the cached prefix in place.
 
-        The prefix is the longest that every group can serve. For the parameters and errors see
-        ``Sequences.begin``.
+        The caller owns it until ``release``. The prefix is the longest that every group can serve:
+        at most all tokens but the last, since the logits of that one are needed; ``cached_max``
+        bounds it further.
+
+        Parameters
+        ----------
+        tokens:
+            The prompt, 1 token or more.
+        retention:
+            Priorities of its blocks. What it says of cached blocks replaces what they had.
+        salt, lora, extra:
+            What tells its content from that of others with the same tokens.
+        room:
+            Slots for so many tokens behind the cached ones; None for all. ``extend`` gets more.
+        prompt_tokens:
+            How many of the tokens are the prompt; the others were generated. None for all.
+
+        Raises
+        ------
+        OutOfBlocks, BlocksBusy
+            There is no room, or not yet; nothing is held.
+        ValueError
+            There are no tokens, or an argument is out of its range; nothing was changed.
         """
-        if not self.reuse:
-            cached_max = 0
-        if self._only is not None:
-            found = self._only.begin(
-                tokens,
-                retention=retention,
-                salt=salt,
-                lora=lora,
-                extra=extra,
-                cached_max=cached_max,
-                room=room,
-                prompt_tokens=prompt_tokens,
-            )
-            found.storing = self.reuse
-            return Request([found])
         parts = [
-            one.make(tokens, retention, salt, lora, extra, prompt_tokens) for one in self.sequences
+            one.make(tokens, retention, salt, lora, extra, prompt_tokens, storing=self.reuse)
+            for one in self.sequences
         ]
         count = len(parts[0].tokens)
-        limit, room = limits(count, cached_max, room)
-        matches = self._find(parts, limit)
-        cached = matches[0].tokens(self.groups[0].block_tokens)
-        end = min(count, cached + room)
-
-        def hold(at: int) -> Hold:
-            blocks = -(-end // self.groups[at].block_tokens)
-            return self.sequences[at].prefixes.hold(matches[at], blocks)
-
-        slots = self.settle(hold, matches)
-        for one, part, match, given in zip(self.sequences, parts, matches, slots, strict=True):
-            one.fill(part, match, given)
-            part.storing = self.reuse
+        limit = count - 1 if cached_max is None else min(count - 1, whole(cached_max, "cached_max"))
+        more = count if room is None else max(1, whole(room, "room"))
+        matches = self._find(parts, max(0, limit) if self.reuse else 0)
+        end = min(count, matches[0].tokens(self.groups[0].block_tokens) + more)
+        blocks = [-(-end // group.block_tokens) for group in self.groups]
+        got = reserve(self._pools, matches, blocks)
+        for one, part, (match, slots) in zip(self.sequences, parts, got, strict=True):
+            one.fill(part, match, slots)
         return Request(parts)
 
-    def _find(self, parts: Sequence[KVSequence], limit: int) -> list[Found]:
+    def _find(self, parts: Sequence[KVSequence], limit: int) -> list[Match]:
         """The longest prefix that all groups can serve; what only tiers hold is claimed."""
+        if self._whole:
+            [part], [pool] = parts, self._pools
+            return [pool.reach(part.content(0, limit // part.block_tokens, limit))]
         step, end = self.step, limit // self.step * self.step
         presents = [
             one.pool.present(part.keys[: end // group.block_tokens])
@@ -174,51 +180,38 @@ class Requests:
         ]
         while True:
             end = served_by_all(self.groups, [holes_of(one) for one in presents], end, step)
-            found: list[Found] = []
-            for at, (one, part, group) in enumerate(
-                zip(self.sequences, parts, self.groups, strict=True)
+            found: list[Match] = []
+            for at, (pool, part, group) in enumerate(
+                zip(self._pools, parts, self.groups, strict=True)
             ):
                 first, last = group.first(end), end // group.block_tokens
-                found.append(one.prefixes.find_span(part, first, last))
-                got = first + len(found[-1].match.nodes)
+                found.append(pool.reach(part.content(first, last), first))
+                got = first + len(found[-1].nodes)
                 if got < last:  # a tier that had it does not give it
                     presents[at][got] = False
                     break
             else:
                 return found
-            for one, match in zip(self.sequences, found, strict=False):
-                one.pool.reserve.forgo(match.match)
+            for pool, match in zip(self._pools, found, strict=False):
+                pool.forgo(match)
 
-    def settle(
-        self, hold: Callable[[int], Hold], matches: Sequence[Found] = ()
-    ) -> list[list[DeviceSlot]]:
-        """Reserve in every group, then evict in every group; or nothing in any.
+    def restore(self, parts: Sequence[KVSequence]) -> tuple[Request, list[int]]:
+        """A request whose blocks are elsewhere, with as many slots as it had.
 
-        ``hold(g)`` reserves in group ``g``; the result has the fresh slots of each. ``matches``
-        are what the holds are for.
+        And by group, how many of its first slots still hold its blocks: the others are to be
+        filled.
 
         Raises
         ------
         OutOfBlocks, BlocksBusy
-            See ``Reservations``; nothing is held.
+            There is no room, or not yet; nothing is held.
         """
-        reserves = [one.pool.reserve for one in self.sequences]
-        holds: list[Hold] = []
-        slots: list[list[DeviceSlot]] = []
-        try:
-            holds.extend(map(hold, range(len(reserves))))
-            slots.extend(map(Reservations.settle, reserves, holds))
-        except OutOfBlocks as error:
-            failed = len(slots) if isinstance(error, BlocksBusy) else len(holds)
-            for at, (reserve, held) in enumerate(zip(reserves, holds, strict=False)):
-                if at < len(slots):
-                    reserve.undo(held, slots[at])
-                elif at != failed:
-                    reserve.cancel(held)
-            for at in range(len(holds) + 1, len(matches)):
-                reserves[at].forgo(matches[at].match)
-            raise
-        return slots
+        both = list(zip(self._pools, parts, strict=True))
+        matches = [pool.match(part.keys[part.first : part.stored]) for pool, part in both]
+        got = reserve(self._pools, matches, [len(part.held) for part in parts])
+        for one, part, (match, slots) in zip(self.sequences, parts, got, strict=True):
+            one.restore(part, match, slots)
+        return Request(parts), [len(match.nodes) for match in matches]
 
     def copied(self, request: Request) -> None:
         """The engine made the copies, or ordered them before all it does from now on."""
@@ -230,7 +223,15 @@ class Requests:
     def append(self, request: Request, tokens: Sequence[int]) -> None:
         """The request goes on with ``tokens``: there are slots to write their KV to.
 
-        See ``Sequences.append``.
+        What others share or may reuse is not written: the block that is cut short becomes one of
+        the request's own first, with a copy to be made of what is in it.
+
+        Raises
+        ------
+        NotHeld, NotReady
+            The request was released, or is not ready.
+        OutOfBlocks, BlocksBusy
+            There is no room, or not yet; nothing was changed.
         """
         self._grow(request, tokens, None)
 
@@ -239,35 +240,46 @@ class Requests:
         self._grow(request, (), end)
 
     def _grow(self, request: Request, tokens: Sequence[int], end: int | None) -> None:
-        both = list(zip(self.sequences, request.parts, strict=True))
-        growths = [one.growth(part, tokens, end) for one, part in both]
-        if self._only is not None:
-            slots = [self._only.pool.allocate(growths[0].fresh)]
+        sequences, parts = self.sequences, request.parts
+        growths = [o.growth(part, tokens, end) for o, part in zip(sequences, parts, strict=True)]
+        if len(growths) == 1:
+            slots = [sequences[0].pool.allocate(growths[0].fresh)]
         else:
-            slots = self.settle(
-                lambda at: self.sequences[at].pool.reserve.hold(Match([], []), growths[at].fresh)
-            )
-        for (one, part), growth, given in zip(both, growths, slots, strict=True):
+            nothing, fresh = [Match()] * len(growths), [growth.fresh for growth in growths]
+            slots = [given for _, given in reserve(self._pools, nothing, fresh)]
+        for one, part, growth, given in zip(sequences, parts, growths, slots, strict=True):
             one.grow(part, growth, given)
 
     def commit(self, request: Request, computed: int) -> None:
         """The KV of the first ``computed`` tokens is complete: whole blocks can be reused by all.
 
         Blocks that a window has passed leave the request; they stay cached. Slots of the tables
-        may change, see ``Sequences.commit``.
+        change where others have the same content already, see ``BlockPool.commit``.
+
+        Raises
+        ------
+        NotHeld, NotReady
+            The request was released, or is not ready.
+        ValueError
+            ``computed`` is less than before, or more than there are tokens or slots for; nothing
+            was changed.
         """
-        for one, part in zip(self.sequences[1:], request.parts[1:], strict=True):
-            one.computable(part, computed)  # before the first, which asks itself, changes
         computed = whole(computed, "computed")
+        for one, part in zip(self.sequences, request.parts, strict=True):
+            one.computable(part, computed)
         for one, part, group in zip(self.sequences, request.parts, self.groups, strict=True):
             one.commit(part, computed)
             one.leave(part, group.keeps(computed))
 
     def rewind(self, request: Request, count: int) -> None:
-        """Take the last ``count`` tokens back, see ``Sequences.rewind``.
+        """Take the last ``count`` tokens back; blocks that hold none of the others are released.
 
         Raises
         ------
+        NotHeld, NotReady
+            The request was released, or is not ready.
+        ValueError
+            There are not that many; nothing was changed.
         PoolError
             A window has passed what would be read then, or a state would have to be one that is
             no checkpoint; nothing was changed.
@@ -275,21 +287,28 @@ class Requests:
         request.require_ready()
         count = whole(count, "count")
         left = len(request.tokens) - count
+        if count < 0 or left < 0:
+            raise ValueError(f"{count} tokens: expected 0 .. {len(request.tokens)}")
         for part, group in zip(request.parts, self.groups, strict=True):
-            if not 0 <= left < part.computed:
+            if left >= part.computed:
                 continue
             if group.first(left) < part.first:
                 raise PoolError(f"{group.name} keeps nothing from before token {left} any more")
             if group.kind == "state" and left % group.block_tokens:
                 raise PoolError(f"{group.name} has no state after {left} tokens")
         for one, part in zip(self.sequences, request.parts, strict=True):
-            one.rewind(part, count)
+            one.rewind(part, left)
 
     def fork(self, request: Request, count: int) -> list[Request]:
-        """``count`` more requests with the same tokens and blocks, see ``Sequences.fork``.
+        """``count`` more requests with the same tokens, which share all of its blocks.
+
+        The caller owns each. Whoever first appends to a block that is cut short gets one of its
+        own, the last to do so keeps the shared one.
 
         Raises
         ------
+        NotHeld, NotReady
+            The request was released, or is not ready.
         PoolError
             There is a state, and tokens that are not computed: whoever computed them would change
             it under the others. Nothing was changed.
@@ -298,11 +317,24 @@ class Requests:
         states = any(group.kind == "state" for group in self.groups)
         if states and request.computed < len(request.tokens):
             raise PoolError("not all of its tokens are computed, and it has a state")
-        both = zip(self.sequences, request.parts, strict=True)
-        forks = [one.fork(part, count) for one, part in both]
-        return [Request(parts) for parts in zip(*forks, strict=True)]
+        count = whole(count, "forks")
+        if count < 0:
+            raise ValueError(f"{count} forks: expected 0 or more")
+        both = list(zip(self.sequences, request.parts, strict=True))
+        return [Request([one.fork(part) for one, part in both]) for _ in range(count)]
 
     def release(self, request: Request, *, store: bool = True) -> None:
-        """The request is over: its blocks may be reused, see ``Sequences.release``."""
+        """The request is over: its blocks may be reused, the last first.
+
+        With ``store`` the block that is cut short is kept for others too, as far as it is
+        computed, unless partial matches are off. Copies that were not reported stay under way.
+
+        Raises
+        ------
+        NotHeld
+            It was released before.
+        """
+        for part in request.parts:
+            part.require_open()
         for one, part in zip(self.sequences, request.parts, strict=True):
             one.release(part, store=store)

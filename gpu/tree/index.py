@@ -47,8 +47,8 @@ class PrefixIndex:
         self.labels = labels
         self.node_at: list[NodeId] = [NO_NODE] * slots
         """By device slot, the block in it that the index knows, or ``NO_NODE``."""
-        self.colder: dict[NodeId, str] = {}
-        """The level of those that a tier holds, whether they are on the device too or not."""
+        self.colder: set[NodeId] = set()
+        """Those that a tier holds, whether they are on the device too or not."""
         self.salts: dict[NodeId, str] = {}
         """The cache salts of those that have one."""
         self.limits: dict[NodeId, int] = {}
@@ -70,6 +70,12 @@ class PrefixIndex:
     def find(self, key: BlockKey) -> NodeId | None:
         """The block's node, or None."""
         return self._node.get(key)
+
+    def key_of(self, node: NodeId) -> BlockKey:
+        """The name of a known block."""
+        key = self.nodes.key[node]
+        assert key is not None
+        return key
 
     def match(self, keys: Sequence[BlockKey]) -> list[NodeId]:
         """The longest leading run of ``keys`` that is on the device."""
@@ -204,7 +210,7 @@ class PrefixIndex:
             self._children.update(pairwise(made))
         return made
 
-    def know(self, above: NodeId, key: BlockKey, level: str, tokens: bytes) -> NodeId:
+    def know(self, above: NodeId, key: BlockKey, tokens: bytes) -> NodeId:
         """Know a block that was not known, and that only a tier holds."""
         [node] = self.nodes.take(1)
         self._node[key] = node
@@ -212,7 +218,7 @@ class PrefixIndex:
         self.nodes.slot[node] = NO_SLOT
         self.nodes.parent[node] = above
         self.nodes.tokens[node] = tokens
-        self.colder[node] = level
+        self.colder.add(node)
         if self._children is not None:
             self._adopt(above, node)
         return node
@@ -260,12 +266,10 @@ class PrefixIndex:
             for above, count in forget_single(children, gather(rows.parent, nodes)).items():
                 held = children[above]
                 assert isinstance(held, Siblings)
-                held.alive -= count  # their rows are freed before anything is asked
-                if not held.alive:
+                if not held.drop(count):  # their rows are freed before anything is asked
                     del children[above]
         if self.colder:
-            for node in nodes:
-                self.colder.pop(node, None)
+            self.colder.difference_update(nodes)
         if self.limits or self.origin or self.salts:
             for node in nodes:
                 self.salts.pop(node, None)
@@ -307,7 +311,7 @@ class PrefixIndex:
             assert (above in known or above in self._root_of) == self.chained
         for place, node in enumerate(self.node_at):
             assert node == NO_NODE or (node in known and rows.slot[node] == place)
-        assert self.colder.keys() <= known
+        assert self.colder <= known
         assert self.limits.keys() | self.origin.keys() | self.salts.keys() <= known
         for key, node in self._roots.items():
             assert rows.key[node] == key == self._root_of[node].key

@@ -42,7 +42,7 @@ class Siblings:
         self._labels: list[bytes] = []
         self._nodes: list[NodeId] = []
         self.alive = 0
-        """How many children there are. Who gives one up counts it off and frees its row."""
+        """How many children there are."""
 
     def add(self, node: NodeId) -> None:
         """Take in a child, whose row is filled in."""
@@ -55,6 +55,11 @@ class Siblings:
         else:
             self._labels.insert(at, name)
             self._nodes.insert(at, node)
+
+    def drop(self, count: int) -> int:
+        """Count children off whose rows are about to be freed; how many are left."""
+        self.alive -= count
+        return self.alive
 
     def _valid(self, at: int) -> bool:
         key = self._rows.key[self._nodes[at]]

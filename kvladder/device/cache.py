@@ -112,7 +112,7 @@ class DeviceCache:
         """
         steps = self.manager.purge(salt)
         for pool in self.pools:
-            pool.moves.purge(salt)
+            pool.purge(salt)
         for _ in steps:
             pass
 
@@ -154,10 +154,10 @@ class DeviceCache:
             while flushed():
                 leaving, room = self._leave(pool, most)
                 if not leaving:
-                    if not room and pool.ledger.order:
+                    if not room and pool.idle:
                         return False
                     break
-                while pool.moves.leaving and (left_s := end_s - clock.now()) > 0:
+                while pool.leaving and (left_s := end_s - clock.now()) > 0:
                     self.wait(left_s)
                     self.poll()
             else:

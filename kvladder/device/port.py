@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvladder.arena import Slot
 from kvladder.gpu.copy.copier import Copier, CopyJob, Direction, Finished, JobId
-from kvladder.gpu.pool.below import Arrival, Known, Taken, Victim
+from kvladder.gpu.pool.below import Known, Taken, Victim
 from kvladder.gpu.pool.pool import BlockPool
 from kvladder.gpu.tree.names import DeviceSlot, Ticket
 from kvladder.keys import BlockKey, salt_digest
@@ -72,7 +72,8 @@ class TierPort:
 
     Blocks that a pool evicts are copied into slots of the arena, as far as some level takes them,
     and committed when the copy has ended; blocks that a pool claims are fetched and copied back.
-    The tiers keep what they give, so it need not be saved again. Everything is called on the
+    What levels lose or give up is in a journal, of which the pools are told what no level has.
+    Everything is called on the
     engine's thread and returns at once; the engine calls ``poll`` once a step.
 
     Parameters
@@ -100,7 +101,7 @@ class TierPort:
         self._asking: list[Fetch] = []
         """Fetches that found nothing yet; what shared tiers answer is there for the next claim."""
         with self._ladder.lock:
-            self._changes = self._ladder.events.follow()
+            self._journal = self._ladder.events.follow()
 
     def group(self, group: int) -> GroupBelow:
         """What the pool of this group is given as ``below``."""
@@ -176,20 +177,15 @@ class TierPort:
         ladder, key = self._ladder, victim.key
         terms = self._terms(victim.salt)
         meta = Meta(victim.priority, victim.floor, victim.hits, victim.until_s, terms)
-        level = ladder.used(key, meta)
-        if level is not None:
-            return Taken(level)
+        if ladder.used(key, meta) is not None:
+            return Taken()
         _, slots = ladder.reserve([key], [meta], explicit=True)
-        if slots:
-            out.keys.append(key)
-            out.slots.extend(slots)
-            device.append(victim.slot)
-            return Taken(ladder.taker(meta), ticket)
-        level = ladder.where(key)
-        if level is None:
+        if not slots:
             return None
-        self._changes.add([key])  # it may only be on its way there
-        return Taken(level)
+        out.keys.append(key)
+        out.slots.extend(slots)
+        device.append(victim.slot)
+        return Taken(ticket)
 
     def _terms(self, salt: str) -> Terms:
         """Whose a block is, for ``CacheManager.purge``."""
@@ -208,28 +204,28 @@ class TierPort:
 
     # ---- in
 
-    def where(self, keys: Sequence[BlockKey]) -> list[str | None]:
-        """See ``Below.where``."""
-        found: list[str | None] = []
+    def holds(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See ``Below.holds``."""
+        found: list[bool] = []
         for start in range(0, len(keys), STEP):
             with self._ladder.lock:
-                found += [self._ladder.where(key) for key in keys[start : start + STEP]]
+                found += [self._ladder.where(key) is not None for key in keys[start : start + STEP]]
         return found
 
-    def claim(self, keys: Sequence[BlockKey], salt: str = "") -> list[str]:
+    def claim(self, keys: Sequence[BlockKey], salt: str = "") -> int:
         """See ``Below.claim``; what lies below host is on its way up from now on."""
         # of several groups one alone saves nothing, and what all of them save is not known here
         saves = None if len(self._pools) == 1 else ANYTHING
         fetch = self.manager.fetch(keys, salt=salt, saves=saves)
-        levels = fetch.planned
-        claim = _Claim(fetch, len(levels))
-        for at, key in enumerate(keys[: len(levels)]):
+        count = len(fetch.planned)
+        claim = _Claim(fetch, count)
+        for at, key in enumerate(keys[:count]):
             self._claims.setdefault(key, []).append((claim, at))
-        if fetch.asking and not levels:  # a shared tier answers later: for the next claim
+        if fetch.asking and not count:  # a shared tier answers later: for the next claim
             self._asking.append(fetch)
-        elif not levels:
+        elif not count:
             fetch.release()
-        return levels
+        return count
 
     def known(self, keys: Sequence[BlockKey]) -> list[Known]:
         """See ``Below.known``."""
@@ -254,12 +250,12 @@ class TierPort:
         for key in keys:
             self._unclaim(key)[0].drop()
 
-    def onboard(self, group: int, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot]) -> Arrival:
+    def onboard(self, group: int, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot]) -> Ticket:
         """See ``Below.onboard``; the copy begins when all of the blocks are in host slots."""
         ticket = Ticket(next(self._ids))
         self._in[ticket] = _In(group, slots, [self._unclaim(key) for key in keys])
         self._begin(ticket)
-        return Arrival(ticket, kept=True)
+        return ticket
 
     def _begin(self, ticket: Ticket) -> bool:
         """Copy a load whose blocks are in host slots by now; False if one of them did not come."""
@@ -305,8 +301,8 @@ class TierPort:
             return
         (self._ladder.publish if finished.ok else self._ladder.abandon)(out.keys, out.slots)
         for start in range(0, len(out.keys), BULK_STEP):
-            with self._ladder.lock:
-                self._changes.add(out.keys[start : start + BULK_STEP])
+            with self._ladder.lock:  # what nothing took after all is in no level
+                self._journal.add(out.keys[start : start + BULK_STEP])
         self._pools[out.group].landed(ticket, ok=finished.ok)
 
     def _arrived(self, ticket: Ticket, *, ok: bool, damaged: bool = False) -> None:
@@ -318,26 +314,13 @@ class TierPort:
         self._pools[arriving.group].landed(ticket, ok=ok)
 
     def _reconcile(self) -> None:
-        """Tell the pools where blocks are that came to a level or left one."""
+        """Tell the pools of blocks that are in no level any more."""
         with self._ladder.lock:
-            changed = self._changes.take()
-        indexes = [pool.ledger.index for pool in self._pools.values()]
-        held = [key for key in changed if any(key in index for index in indexes)]
-        found: dict[str | None, list[BlockKey]] = {}
-        for start in range(0, len(held), STEP):
-            with self._ladder.lock:
-                for key in held[start : start + STEP]:
-                    if self._ladder.settling(key):
-                        self._changes.add([key])  # nobody will say so if it is given up
-                    else:
-                        found.setdefault(self._ladder.where(key), []).append(key)
+            lost = self._journal.take()
         for pool in self._pools.values():
-            for level, keys in found.items():
-                known = [key for key in keys if key in pool.ledger.index]
-                if level is None:
-                    pool.forgotten(known)
-                else:
-                    pool.moved(known, level)
+            known = [key for key in lost if pool.knows(key)]
+            held = self.holds(known)
+            pool.forgotten([key for key, here in zip(known, held, strict=True) if not here])
 
     def wait(self, timeout_s: float) -> None:
         """Return when a copy ended, or soon; for an engine that has nothing else to do."""
@@ -357,12 +340,8 @@ class TierPort:
         with self._ladder.lock:
             for pool in self._pools.values():
                 pool.check()
-                index = pool.ledger.index
-                for node, level in index.colder.items():
-                    key = index.nodes.key[node]
-                    assert key is not None
-                    at = self._ladder.where(key)
-                    assert at == level or key in self._changes, (at, level)
+                for key in pool.in_tiers():
+                    assert self._ladder.where(key) is not None or key in self._journal
 
     def close(self) -> None:
         """End all copies and let everything go; may be called again."""
@@ -372,7 +351,7 @@ class TierPort:
             self._arrived(ticket, ok=False)
         self._let_go(list(self._asking))
         with self._ladder.lock:
-            self._ladder.events.unfollow(self._changes)
+            self._ladder.events.unfollow(self._journal)
 
 
 class GroupBelow:
@@ -389,10 +368,10 @@ class GroupBelow:
     def offload(self, victims: Sequence[Victim]) -> Sequence[Taken | None]:
         return self._port.offload(self._group, victims)
 
-    def where(self, keys: Sequence[BlockKey]) -> Sequence[str | None]:
-        return self._port.where(keys)
+    def holds(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        return self._port.holds(keys)
 
-    def claim(self, keys: Sequence[BlockKey], salt: str = "") -> Sequence[str]:
+    def claim(self, keys: Sequence[BlockKey], salt: str = "") -> int:
         return self._port.claim(keys, salt)
 
     def known(self, keys: Sequence[BlockKey]) -> Sequence[Known]:
@@ -401,10 +380,7 @@ class GroupBelow:
     def disclaim(self, keys: Sequence[BlockKey]) -> None:
         self._port.disclaim(keys)
 
-    def onboard(
-        self, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot], *, keep: bool
-    ) -> Arrival:
-        del keep  # always
+    def onboard(self, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot]) -> Ticket:
         return self._port.onboard(self._group, keys, slots)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:

@@ -13,10 +13,8 @@ from typing import Literal
 from kvladder.arena import Slot
 from kvladder.device.port import TierPort, blended
 from kvladder.errors import NotReady
-from kvladder.gpu.pool.reserve import Match
 from kvladder.gpu.requests.requests import Request, Requests
 from kvladder.gpu.requests.sequence import KVSequence
-from kvladder.gpu.tree.names import NO_SLOT, NodeId
 
 How = Literal["tiers", "recompute"]
 
@@ -108,7 +106,7 @@ class Preemption:
                 suspended.how = "recompute"
             if not suspended.copies_left:
                 for part in request.parts:
-                    part.waits.clear()
+                    part.settle()
                 self._requests.release(request)
                 if suspended.how == "recompute":
                     self._free(suspended)
@@ -116,7 +114,7 @@ class Preemption:
         for group, (part, count) in enumerate(zip(request.parts, counts, strict=True)):
             own, slots = slots[:count], slots[count:]
             suspended.slots.append(own)
-            part.waits.add(self._port.copy(group, "offload", part.held, own, ended))
+            part.wait([self._port.copy(group, "offload", part.held, own, ended)])
         return suspended
 
     def _free(self, suspended: Suspended) -> None:
@@ -158,38 +156,21 @@ class Preemption:
         for one, part, before in zip(
             self._requests.sequences, request.parts, suspended.parts, strict=True
         ):
-            part.storing = part.storing and not one.outdated(before)
+            if one.outdated(before):
+                part.stop_storing()
         return request
 
     def _restore(self, suspended: Suspended) -> Request:
         """What is still on the device is shared again, the rest is copied from its slots."""
-        parts = [part.copy() for part in suspended.parts]
-        pools = [one.pool for one in self._requests.sequences]
-        nodes: list[list[NodeId]] = [
-            pool.ledger.index.match(part.keys[part.first : part.stored])
-            for pool, part in zip(pools, parts, strict=True)
-        ]
-        fresh = self._requests.settle(
-            lambda at: pools[at].reserve.hold(
-                Match(nodes[at], []), len(parts[at].held) - len(nodes[at])
-            )
-        )
-        for group, (part, pool, kept, given) in enumerate(
-            zip(parts, pools, nodes, fresh, strict=True)
-        ):
-            here = [pool.ledger.nodes.slot[node] for node in kept]
-            part.table = [NO_SLOT] * part.first + here + given
-            part.stored = part.first + len(kept)
+        request, kept = self._requests.restore([part.copy() for part in suspended.parts])
+        for group, (part, count) in enumerate(zip(request.parts, kept, strict=True)):
             slots = suspended.slots[group]
-            self._port.unlease(slots[: len(kept)])
-            if given:
-                self._bring(group, part, slots[len(kept) :])
-            one = self._requests.sequences[group]
-            one.wait_for(part)  # others may still be bringing theirs
-            part.storing = part.storing and not one.outdated(part)
+            self._port.unlease(slots[:count])
+            if count < len(slots):
+                self._bring(group, part, slots[count:])
         suspended.slots = []
         self._suspended.discard(suspended)
-        return Request(parts)
+        return request
 
     def _bring(self, group: int, part: KVSequence, slots: list[Slot]) -> None:
         pool = self._requests.sequences[group].pool
@@ -197,13 +178,12 @@ class Preemption:
         pool.retain(given)  # for the copy, should the request leave before it has ended
 
         def ended(ok: bool) -> None:
-            part.waits.discard(ticket)
-            part.lost = part.lost or not ok
+            part.landed(ticket, ok=ok)
             pool.release(given)
             self._port.unlease(slots)
 
         ticket = self._port.copy(group, "onboard", given, slots, ended)
-        part.waits.add(ticket)
+        part.wait([ticket])
 
     def discard(self, suspended: Suspended) -> None:
         """A suspended request is not going to go on; once its copies have ended."""

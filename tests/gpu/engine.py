@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from math import inf
+from typing import Any
 
-from kvladder.gpu.pool.below import Arrival, Known, Taken, Victim
+from kvladder.gpu.pool.below import Known, Taken, Victim
 from kvladder.gpu.pool.events import Created, PoolEvent, PoolEvents, Removed, Stored, Updated
 from kvladder.gpu.pool.pool import BlockPool, Partial, PoolSettings
+from kvladder.gpu.requests.groups import Group
+from kvladder.gpu.requests.requests import Request, Requests
 from kvladder.gpu.requests.sequence import Extra, KVSequence
 from kvladder.gpu.requests.sequences import Sequences
 from kvladder.gpu.tree.names import DeviceSlot, Ticket
@@ -85,7 +88,7 @@ class Host:
     """The stand-in for the tiers: some host slots, least valuable block out first.
 
     Copies are done at once, or with ``delayed`` when ``complete`` is called. Unless ``inclusive``
-    a block that was onboarded is given up.
+    a block that was onboarded is given up. The pool is told of what is gone by ``report``.
     """
 
     device: Device
@@ -108,6 +111,8 @@ class Host:
         self.copied: list[Victim] = []
         """Those of them that were copied here."""
         self.brought: list[BlockKey] = []
+        self.gone: list[BlockKey] = []
+        """What the pool has yet to be told of."""
         self._stamp = 0
         self._tickets = 0
 
@@ -125,6 +130,13 @@ class Host:
         assert self.pool is not None
         self.flights.pop(ticket)(ok)
         self.pool.landed(ticket, ok=ok)
+        self.report()
+
+    def report(self) -> None:
+        """Tell the pool of blocks that are here no more."""
+        assert self.pool is not None
+        gone, self.gone = self.gone, []
+        self.pool.forgotten([key for key in gone if key not in self.blocks])
 
     def _room(self, priority: int, stamp: int) -> int | None:
         """A slot, if need be that of a less valuable block."""
@@ -138,10 +150,8 @@ class Host:
         if not loose or min(loose.values()) > (priority, stamp):
             return None
         key = min(loose, key=loose.__getitem__)
-        slot = self.blocks.pop(key).slot
-        assert self.pool is not None
-        self.pool.forgotten([key])
-        return slot
+        self.gone.append(key)
+        return self.blocks.pop(key).slot
 
     def offload(self, victims: Sequence[Victim]) -> Sequence[Taken | None]:
         self._stamp += len(victims)
@@ -156,7 +166,7 @@ class Host:
         if kept is not None:
             kept.retaken = True
             kept.priority, kept.until_s, kept.stamp = victim.priority, victim.until_s, stamp
-            return Taken(self.name)
+            return Taken()
         slot = self._room(victim.priority, stamp)
         if slot is None:
             return None
@@ -176,12 +186,13 @@ class Host:
 
         if self.delayed:
             self.written.append(kept)
-            return Taken(self.name, self._ticket(copy))
+            return Taken(self._ticket(copy))
         copy(True)
-        return Taken(self.name)
+        return Taken()
 
     def _forget(self, key: BlockKey) -> None:
         kept = self.blocks.pop(key, None)
+        self.gone.append(key)
         if kept is not None and not kept.claims and not kept.flying:
             self.free.append(kept.slot)
 
@@ -197,18 +208,16 @@ class Host:
         slots = {kept.slot for kept in (*self.blocks.values(), *self.written)} | read
         assert sorted([*slots, *self.free]) == list(range(self.slots))
 
-    def where(self, keys: Sequence[BlockKey]) -> Sequence[str | None]:
-        return [self.name if key in self.blocks else None for key in keys]
+    def holds(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        return [key in self.blocks for key in keys]
 
-    def claim(self, keys: Sequence[BlockKey], salt: str = "") -> Sequence[str]:
-        found: list[str] = []
-        for key in keys:
+    def claim(self, keys: Sequence[BlockKey], salt: str = "") -> int:
+        for at, key in enumerate(keys):
             if key not in self.blocks or self.blocks[key].flying:
-                break
+                return at
             self.blocks[key].claims += 1
             self.claimed.setdefault(key, []).append(self.blocks[key])
-            found.append(self.name)
-        return found
+        return len(keys)
 
     def known(self, keys: Sequence[BlockKey]) -> Sequence[Known]:
         held = [self.claimed[key][-1] for key in keys]
@@ -218,29 +227,24 @@ class Host:
         for key in keys:
             self._unclaim(key, self.claimed[key][-1])
 
-    def onboard(
-        self, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot], *, keep: bool
-    ) -> Arrival:
+    def onboard(self, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot]) -> Ticket | None:
         self.brought += keys
         claims = [self.claimed[key][-1] for key in keys]
 
         def copy(ok: bool) -> None:
             for key, slot, kept in zip(keys, slots, claims, strict=True):
                 self.device.kv[slot] = list(kept.kv) if ok else [b"garbage"] * len(kept.kv)
-                keeps = keep or self.inclusive or kept.retaken
+                keeps = self.inclusive or kept.retaken
                 if self.blocks.get(key) is kept and not (ok and keeps):
                     self._forget(key)
                 self._unclaim(key, kept)
-            if not ok and self.pool is not None:
-                self.pool.forgotten(keys)
 
-        kept = keep or self.inclusive
         if self.delayed:
             for slot in slots:  # what was there before is of no use to anybody
                 self.device.kv[slot] = [b"on its way"] * len(self.device.kv[slot])
-            return Arrival(self._ticket(copy), kept=kept)
+            return self._ticket(copy)
         copy(True)
-        return Arrival(kept=kept)
+        return None
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:
@@ -248,6 +252,39 @@ class Host:
 
     def clear(self) -> None:
         self.remove(list(self.blocks))
+
+
+class OneGroup:
+    """Requests over one pool, each of which is the one sequence that it consists of."""
+
+    def __init__(self, pool: BlockPool, scheme: KeyScheme) -> None:
+        group = Group("all", scheme.block_tokens)
+        self.requests = Requests([group], [Sequences(pool, scheme)])
+
+    def begin(self, tokens: Sequence[int], **options: Any) -> KVSequence:
+        [sequence] = self.requests.begin(tokens, **options).parts
+        return sequence
+
+    def append(self, sequence: KVSequence, tokens: Sequence[int]) -> None:
+        self.requests.append(Request([sequence]), tokens)
+
+    def extend(self, sequence: KVSequence, end: int) -> None:
+        self.requests.extend(Request([sequence]), end)
+
+    def commit(self, sequence: KVSequence, computed: int) -> None:
+        self.requests.commit(Request([sequence]), computed)
+
+    def rewind(self, sequence: KVSequence, count: int) -> None:
+        self.requests.rewind(Request([sequence]), count)
+
+    def fork(self, sequence: KVSequence, count: int) -> list[KVSequence]:
+        return [fork.parts[0] for fork in self.requests.fork(Request([sequence]), count)]
+
+    def copied(self, sequence: KVSequence) -> None:
+        self.requests.copied(Request([sequence]))
+
+    def release(self, sequence: KVSequence, *, store: bool = True) -> None:
+        self.requests.release(Request([sequence]), store=store)
 
 
 class Engine:
@@ -283,11 +320,12 @@ class Engine:
         )
         self.host.pool = self.pool
         self.scheme = KeyScheme(namespace({"model": "tiny"}), block_tokens=block_tokens)
-        self.sequences = Sequences(self.pool, self.scheme)
+        self.sequences = OneGroup(self.pool, self.scheme)
         self.block_tokens = block_tokens
 
     def check(self) -> None:
         """Every invariant, and that ``free + used == total``."""
+        self.host.report()
         self.pool.check()
         assert self.pool.free + self.pool.used == self.pool.blocks
         self.host.check()
@@ -318,7 +356,7 @@ class Engine:
 
     def poison(self) -> None:
         """What is in slots that nobody holds and nothing is cached in is gone."""
-        for slot in self.pool.ledger.free:
+        for slot in self.pool._ledger.free:
             self.device.kv[slot] = [b"stale"] * self.block_tokens
 
     def compute(self, sequence: KVSequence, end: int | None = None) -> None:

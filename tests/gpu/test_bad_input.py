@@ -100,7 +100,7 @@ def test_what_is_wrong_is_refused_before_anything_changed(name: str) -> None:
     pool = engine.pool
 
     def state() -> object:
-        order = pool.ledger.order.ordered()
+        order = pool._ledger.order.ordered()
         return pool.free, pool.cached, order, list(sequence.table), pool.stats.as_dict()
 
     before = state()

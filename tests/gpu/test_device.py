@@ -127,8 +127,8 @@ def test_what_the_last_level_evicts_is_removed_from_the_index() -> None:
             seen += engine.cache.take_events()
         replay(seen, index)
         pool = engine.cache.pools[0]
-        assert len(index) == len(pool.ledger.index) == 4
-        assert {level for _, level, _ in index.values()} == {"host"}
+        assert len(index) == len(pool._ledger.index) == 4
+        assert {level for _, level, _ in index.values()} == {"tiers"}
         assert engine.run([*range(200, 216), 99]) == 16
 
 

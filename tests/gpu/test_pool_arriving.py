@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvladder.errors import NotHeld
 from kvladder.gpu.pool.pool import Partial
 from kvladder.gpu.requests.sequence import KVSequence
 from kvladder.policy.offload import OffloadRule
@@ -94,11 +93,9 @@ def test_what_is_on_its_way_is_not_matched_by_whoever_cannot_wait() -> None:
     e = engine("off")
     waiting = e.sequences.begin(range(9))
     keys = e.keys(range(8))
-    assert e.pool.match(keys) == e.pool.acquire(keys) == e.pool.pin(keys) == []
+    assert e.pool.match(keys) == e.pool.acquire(keys) == []
     land(e)
-    pins = e.pool.pin(keys)
-    assert pins == waiting.table[:2]
-    e.pool.unpin(pins)
-    with pytest.raises(NotHeld):
-        e.pool.unpin(pins)
+    held = e.pool.acquire(keys)
+    assert held == waiting.table[:2]
+    e.pool.release(held)
     e.release(waiting)

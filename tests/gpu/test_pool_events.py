@@ -66,8 +66,8 @@ def test_v4_an_offload_an_onboarding_and_a_drop() -> None:
     [out, back] = engine.events.take()
     assert isinstance(out, Updated)
     assert isinstance(back, Updated)
-    assert (out.key, out.level) == (key, ("gpu", "host"))
-    assert (back.key, back.level) == (key, ("host", "gpu"))
+    assert (out.key, out.level) == (key, ("gpu", "tiers"))
+    assert (back.key, back.level) == (key, ("tiers", "gpu"))
     low = Retention((RetentionRange(0, None, 10),))
     engine.release(engine.begin([*range(4), 9], retention=low), store=False)
     [changed] = engine.events.take()
@@ -131,17 +131,14 @@ def test_v9_replaying_a_long_run_gives_the_index() -> None:
     assert index == {}
 
 
-def test_a_block_that_moves_between_colder_levels_is_reported() -> None:
+def test_where_a_block_is_below_the_device_is_for_the_levels_to_tell() -> None:
     engine = Engine(4, host=4, events_max=10)
     engine.run(range(4))
     engine.pool.evict(1)
+    assert [event.level for event in engine.pool.snapshot()] == ["tiers"]
     engine.events.take()
-    keys = engine.keys(range(4))
-    engine.pool.moved(keys, "nvme")
+    [key] = engine.keys(range(4))
+    engine.pool.forgotten([key, *engine.keys(range(50, 54))])
     [event] = engine.events.take()
-    assert isinstance(event, Updated)
-    assert event.level == ("host", "nvme")
-    engine.pool.moved(keys, "nvme")
-    engine.pool.moved(engine.keys(range(50, 54)), "nvme")
-    assert engine.events.take() == []
-    assert [event.level for event in engine.pool.snapshot()] == ["nvme"]
+    assert isinstance(event, Removed)
+    assert (event.key, event.why) == (key, "evicted")

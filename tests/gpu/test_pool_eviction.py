@@ -80,7 +80,7 @@ def test_e5_the_priority_of_the_last_retention_decides_about_the_offload() -> No
     assert not engine.host.blocks
     engine.pool.evict(8)
     assert not engine.host.blocks
-    assert len(engine.pool.ledger.index) == 0
+    assert len(engine.pool._ledger.index) == 0
 
 
 def test_e6_priority_5_goes_before_priority_80() -> None:
@@ -105,17 +105,17 @@ def test_e9_a_block_released_twice_raises_and_changes_nothing() -> None:
     engine = Engine(8)
     [slot, other] = engine.pool.allocate(2)
     engine.pool.retain([slot])
-    before = engine.pool.ledger.refs.held(), list(engine.pool.ledger.free)
+    before = engine.pool._ledger.refs.held(), list(engine.pool._ledger.free)
     with pytest.raises(NotHeld):
         engine.pool.release([other, slot, slot])
-    assert before == (engine.pool.ledger.refs.held(), list(engine.pool.ledger.free))
+    assert before == (engine.pool._ledger.refs.held(), list(engine.pool._ledger.free))
     engine.pool.release([slot, other])
     engine.pool.release([slot])
-    before = engine.pool.ledger.refs.held(), list(engine.pool.ledger.free)
+    before = engine.pool._ledger.refs.held(), list(engine.pool._ledger.free)
     for wrong in ([slot], [slot, slot], [DeviceSlot(99)], [DeviceSlot(-1)]):
         with pytest.raises(NotHeld):
             engine.pool.release(wrong)
-    assert before == (engine.pool.ledger.refs.held(), list(engine.pool.ledger.free))
+    assert before == (engine.pool._ledger.refs.held(), list(engine.pool._ledger.free))
     engine.check()
 
 
@@ -137,19 +137,19 @@ def test_e11_more_than_can_be_freed_raises_and_changes_nothing() -> None:
     engine.run(range(8))
     held = engine.pool.allocate(3)
     engine.events.take()
-    order = engine.pool.ledger.order.ordered()
-    state = engine.pool.ledger.refs.held(), list(engine.pool.ledger.free), engine.pool.snapshot()
+    order = engine.pool._ledger.order.ordered()
+    state = engine.pool._ledger.refs.held(), list(engine.pool._ledger.free), engine.pool.snapshot()
     with pytest.raises(OutOfBlocks) as caught:
         engine.pool.allocate(6)
     assert (caught.value.needed, caught.value.available) == (6, 5)
     with pytest.raises(OutOfBlocks):
         engine.begin(range(40))
     assert state == (
-        engine.pool.ledger.refs.held(),
-        list(engine.pool.ledger.free),
+        engine.pool._ledger.refs.held(),
+        list(engine.pool._ledger.free),
         engine.pool.snapshot(),
     )
-    assert engine.pool.ledger.order.ordered() == order
+    assert engine.pool._ledger.order.ordered() == order
     assert engine.events.take() == []
     engine.check()
     assert len(engine.pool.allocate(5)) == 5
@@ -162,10 +162,10 @@ def test_e11_inner_blocks_whose_children_are_held_alone_cannot_be_freed() -> Non
     keys = engine.keys(range(12))
     slots = engine.pool.acquire(keys)
     engine.pool.release(slots[:2])
-    order = engine.pool.ledger.order.ordered()
+    order = engine.pool._ledger.order.ordered()
     with pytest.raises(OutOfBlocks):
         engine.pool.allocate(2)
-    assert engine.pool.ledger.order.ordered() == order
+    assert engine.pool._ledger.order.ordered() == order
     engine.check()
     assert engine.pool.evict(9) == 0
     engine.pool.release(slots[2:])
@@ -217,10 +217,10 @@ def test_exactly_as_much_is_evicted_as_is_needed() -> None:
     assert on_device(engine, range(24)) == 3
 
 
-def test_a_pinned_block_is_not_evicted_until_it_is_unpinned() -> None:
+def test_a_block_that_is_held_is_not_evicted_until_it_is_released() -> None:
     engine = Engine(3)
     engine.run(range(8))
-    slots = engine.pool.pin(engine.keys(range(8)))
+    slots = engine.pool.acquire(engine.keys(range(8)))
     assert len(slots) == 2
     assert engine.pool.free == 1
     engine.run(range(100, 104))
@@ -229,10 +229,10 @@ def test_a_pinned_block_is_not_evicted_until_it_is_unpinned() -> None:
     assert on_device(engine, range(8)) == 2
     for wrong in ([slots[0], slots[0]], [DeviceSlot(2)]):
         with pytest.raises(NotHeld):
-            engine.pool.unpin(wrong)
-    engine.pool.unpin(slots)
+            engine.pool.release(wrong)
+    engine.pool.release(slots)
     with pytest.raises(NotHeld):
-        engine.pool.unpin(slots)
+        engine.pool.release(slots)
     assert len(engine.pool.allocate(3)) == 3
     engine.check()
 
@@ -286,14 +286,14 @@ def test_a_wrong_commit_is_refused_before_anything_changed() -> None:
         engine.pool.commit([a, b], content(one, one))
     with pytest.raises(ValueError, match="slots"):
         engine.pool.commit([a, b], content(one))
-    assert len(engine.pool.ledger.index) == 0
+    assert len(engine.pool._ledger.index) == 0
     assert engine.pool.commit([a], content(one)) == [a]
     assert engine.pool.commit([a], content(one)) == [a]
     with pytest.raises(PoolError):
         engine.pool.commit([a], content(two))
     unknown = Content([two], ROOT, BlockKey(b"9" * 32), bytes(16))
-    assert engine.pool.commit([b], unknown) == [b]
-    assert len(engine.pool.ledger.index) == 1
+    assert engine.pool.commit([b], unknown) is None
+    assert len(engine.pool._ledger.index) == 1
     engine.check()
 
 
@@ -302,11 +302,11 @@ def test_what_is_not_held_alone_or_has_followers_is_not_taken_over() -> None:
     engine.run(range(8))
     first, second = engine.keys(range(8))
     with pytest.raises(NotHeld):
-        engine.pool.take_over(second)
+        engine.pool.serving.take_over(second)
     slots = engine.pool.acquire([first, second])
     with pytest.raises(PoolError):
-        engine.pool.take_over(first)
-    assert engine.pool.take_over(second) == slots[1]
+        engine.pool.serving.take_over(first)
+    assert engine.pool.serving.take_over(second) == slots[1]
     with pytest.raises(NotHeld):
-        engine.pool.take_over(second)
+        engine.pool.serving.take_over(second)
     engine.check()

@@ -334,7 +334,7 @@ def test_what_one_group_refuses_changes_no_other(late: int) -> None:
     def state() -> list[object]:
         parts = zip(request.parts, engine.cache.pools, strict=True)
         return [
-            (len(part.tokens), part.computed, [pool.ledger.refs[slot] for slot in part.held])
+            (len(part.tokens), part.computed, [pool._ledger.refs[slot] for slot in part.held])
             for part, pool in parts
         ]
 

@@ -57,9 +57,9 @@ class PoolMachine(RuleBasedStateMachine):
         return self.engine.scheme.tail(name[whole:], parent=parent)
 
     def slot(self, name: Name) -> DeviceSlot:
-        node = self.pool.ledger.index.find(self.key(name))
+        node = self.pool._ledger.index.find(self.key(name))
         assert node is not None
-        return self.pool.ledger.nodes.slot[node]
+        return self.pool._ledger.nodes.slot[node]
 
     # ---- rules
 
@@ -149,8 +149,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.evict(count) == self.model.evict(count)
 
     @rule(tokens=TOKENS)
-    def pin(self, tokens: list[int]) -> None:
-        slots = self.pool.pin(self.engine.keys(tokens))
+    def acquire(self, tokens: list[int]) -> None:
+        slots = self.pool.acquire(self.engine.keys(tokens))
         names = self.model.prefix(tokens)
         assert len(slots) == len(names)
         if names:
@@ -159,9 +159,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.pinned)
     @rule()
-    def unpin(self) -> None:
+    def give_back(self) -> None:
         slots, _ = self.pinned.pop()
-        self.pool.unpin(slots)
+        self.pool.release(slots)
         held = self.model.pins[-len(slots) :]
         del self.model.pins[-len(slots) :]
         self.model.use(held)
@@ -181,11 +181,11 @@ class PoolMachine(RuleBasedStateMachine):
         self.engine.check()
         self.model.expire()
         names = {self.key(name): name for name in self.model.cached}
-        index = self.pool.ledger.index
+        index = self.pool._ledger.index
         assert {index.nodes.key[node] for node in index.known()} == names.keys()
         for key, name in names.items():
             assert self.pool.priority(key) == self.model.cached[name].priority
-            refs = self.pool.ledger.refs[self.slot(name)]
+            refs = self.pool._ledger.refs[self.slot(name)]
             assert refs == self.model.refs(name)
         assert self.pool.free == self.model.free()
 
@@ -193,9 +193,9 @@ class PoolMachine(RuleBasedStateMachine):
     def same_victims(self) -> None:
         if not hasattr(self, "pool"):
             return
-        victims = self.pool.ledger.order.select(2)
-        keys = [self.pool.ledger.nodes.key[node] for node in victims]
-        self.pool.ledger.order.unselect(victims)
+        victims = self.pool._ledger.order.select(2)
+        keys = [self.pool._ledger.nodes.key[node] for node in victims]
+        self.pool._ledger.order.unselect(victims)
         kept = dict(self.model.cached)
         names: list[Name] = []
         while len(names) < 2 and (name := self.model.next_victim()) is not None:

@@ -87,7 +87,7 @@ def test_o4_two_blocks_on_their_way_never_share_a_host_slot() -> None:
     flying = [kept.slot for kept in engine.host.blocks.values() if kept.flying]
     assert sorted(flying) == [0, 1]
     assert engine.pool.stats.evicted == 3
-    assert len(engine.pool.moves.leaving) == 2
+    assert len(engine.pool._moves.leaving) == 2
     land(engine)
     assert engine.pool.free == 4
     engine.check()
@@ -125,7 +125,7 @@ def test_o7_what_no_tier_takes_is_dropped_with_one_removed(host: int) -> None:
     engine.events.take()
     engine.pool.evict(1)
     assert [type(e).__name__ for e in engine.events.take()] == ["Removed"]
-    assert key not in engine.pool.ledger.index
+    assert key not in engine.pool._ledger.index
 
 
 def test_o8_a_logical_id_is_no_address_by_type() -> None:
@@ -170,7 +170,7 @@ def test_a_block_on_its_way_out_that_is_matched_stays() -> None:
     engine.pool.evict(2)
     sequence = engine.begin(range(6))
     assert sequence.cached == 4
-    assert len(engine.pool.moves.leaving) == 1
+    assert len(engine.pool._moves.leaving) == 1
     land(engine)
     engine.check()
     assert engine.pool.stats.evicted == 1
@@ -207,7 +207,7 @@ def test_a_failed_onboarding_is_a_miss_for_all_who_wait() -> None:
         with pytest.raises(NotReady, match="lost"):
             engine.sequences.commit(sequence, 9)
         engine.release(sequence)
-    assert len(engine.pool.ledger.index) == 0
+    assert len(engine.pool._ledger.index) == 0
     assert engine.run([*range(8), 50]) == 0
     engine.check()
 
@@ -236,7 +236,7 @@ def test_what_the_tiers_drop_takes_its_followers_along_each_with_its_event() -> 
     engine.pool.forgotten(first)
     assert [type(e).__name__ for e in engine.events.take()] == ["Removed"] * 3
     assert not engine.host.blocks
-    assert len(engine.pool.ledger.index) == 0
+    assert len(engine.pool._ledger.index) == 0
     engine.check()
 
 
@@ -276,7 +276,7 @@ def test_what_was_claimed_is_given_back_when_there_is_no_room() -> None:
 
 
 def test_the_tail_of_a_prompt_comes_back_without_being_given_up_below() -> None:
-    engine = Engine(4, host=4)
+    engine = Engine(4, host=4, inclusive=True)
     engine.run(range(6), [6, 7])
     engine.pool.evict(2)
     assert sorted(v.tokens for v in engine.host.offered) == [3, 4]

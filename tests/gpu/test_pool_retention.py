@@ -34,7 +34,7 @@ def test_r1_to_r4_wrong_ranges_never_reach_the_pool(ranges: list[Range]) -> None
     with pytest.raises(ValueError, match=r"range|priority"):
         engine.run(range(4), retention=retention(*ranges))
     assert engine.pool.free == 8
-    assert len(engine.pool.ledger.index) == 0
+    assert len(engine.pool._ledger.index) == 0
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_duration_begins_when_the_block_can_be_reused() -> None:
     assert (whole, tail) == (80, 80)
     assert priorities(engine) == [35, 80]
     engine.clock.now_s = 8.0
-    engine.pool.retainer.expire()
+    engine.pool._retainer.expire()
     assert priorities(engine) == [35, 35]
 
 
@@ -134,7 +134,7 @@ def test_blocks_filled_while_decoding_take_the_decode_priority_not_the_range() -
     engine.run(range(6), range(6, 18), retention=wanted)
     assert priorities(engine) == [80, 80, 20, 20, 20]
     engine.clock.now_s = 1.0
-    engine.pool.retainer.expire()
+    engine.pool._retainer.expire()
     assert priorities(engine) == [35, 35, 20, 20, 20]
     engine.check()
 

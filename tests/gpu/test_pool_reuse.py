@@ -196,7 +196,7 @@ def test_u17_after_a_reset_nothing_is_served_nor_stored_by_those_who_run() -> No
     assert engine.pool.used == 3
     engine.generate(running, range(9))
     engine.release(running)
-    assert len(engine.pool.ledger.index) == 0
+    assert len(engine.pool._ledger.index) == 0
     assert engine.run(range(9)) == 0
     assert engine.run(range(9)) == 8
 

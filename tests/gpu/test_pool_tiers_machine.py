@@ -173,7 +173,7 @@ class TiersMachine(RuleBasedStateMachine):
             return
         self.engine.check()
         self.engine.poison()
-        index = self.pool.ledger.index
+        index = self.pool._ledger.index
         colder = {index.nodes.key[node] for node in index.colder}
         assert colder <= self.host.blocks.keys()
         replay(self.engine.events.take(), self.index)
@@ -195,7 +195,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.sound()
         assert self.pool.free == self.pool.blocks
         self.pool.reset()
-        assert len(self.pool.ledger.index) == 0
+        assert len(self.pool._ledger.index) == 0
         self.engine.check()
 
 

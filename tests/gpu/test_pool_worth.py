@@ -189,7 +189,7 @@ def test_floors_follow_every_change_of_a_priority() -> None:
     for turn, (priority, block) in enumerate([(60, 0), (10, 2), (80, 2), (5, 4), (35, 0)]):
         kept = Retention((RetentionRange(4 * block, 4 * block + 1, priority),))
         e.run([*range(20), turn], retention=kept)
-        rows, found = e.pool.ledger.nodes, e.pool.ledger.index.match(e.keys(range(20)))
+        rows, found = e.pool._ledger.nodes, e.pool._ledger.index.match(e.keys(range(20)))
         assert [rows.floor(node) for node in reversed(found)][::-1] == [
             min(rows.priority[node] for node in found[: at + 1]) for at in range(len(found))
         ]
@@ -217,11 +217,11 @@ def test_an_answer_whose_request_asks_for_nothing_keeps_what_it_has() -> None:
     e = Engine(16)
     e.run(range(4), range(4, 13), retention=Retention(decode_priority=80))
     assert prios(e, range(12)) == [35, 80, 80]
-    e.pool.retain(pins := e.pool.pin(e.keys(range(12))))
+    e.pool.retain(pins := e.pool.acquire(e.keys(range(12))))
     again = e.sequences.begin(range(4), retention=Retention((RetentionRange(0, 4, 60),)))
     e.compute(again)
     e.generate(again, range(4, 13))
     e.release(again)
     assert prios(e, range(12)) == [60, 80, 80]
     e.pool.release(pins)
-    e.pool.unpin(pins)
+    e.pool.release(pins)

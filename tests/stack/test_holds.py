@@ -346,11 +346,11 @@ async def test_a_pool_on_the_device(meter: Meter) -> None:
     await cache.settle()
     meter.check("writing")
     keys = list(cache.stack.host.index)
-    assert port.where(keys) == ["host"] * BLOCKS
+    assert port.holds(keys) == [True] * BLOCKS
     assert len(port.known(keys)) == BLOCKS
     meter.check("asking")
     held = [Victim(key, DeviceSlot(0), 1, 35, 35, 0, inf, "tenant") for key in keys]
-    assert port.offload(0, held) == [Taken("host")] * BLOCKS
+    assert port.offload(0, held) == [Taken()] * BLOCKS
     meter.check("offloading what is there")
     await cache.stack.flush()
     leased = port.lease(BLOCKS)
@@ -359,7 +359,7 @@ async def test_a_pool_on_the_device(meter: Meter) -> None:
     meter.check("leasing")
     await cache.settle()
     device.poll()
-    assert port.where(keys) == ["level1"] * BLOCKS
+    assert port.holds(keys) == [True] * BLOCKS
     meter.check("telling where they went")
     port.close()
     await cache.aclose()

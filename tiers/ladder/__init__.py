@@ -73,10 +73,6 @@ class Ladder(Protocol):
         """The hottest level that holds the block or is about to; with the lock held."""
         ...
 
-    def settling(self, key: BlockKey) -> bool:
-        """Whether it is not decided yet if a level gets the block; with the lock held."""
-        ...
-
     def meta(self, key: BlockKey) -> Meta | None:
         """What the hottest level that holds the block knows of it; with the lock held."""
         ...
@@ -105,10 +101,6 @@ class Ladder(Protocol):
         Consecutive blocks of a prefix. ``explicit`` metas replace those of blocks that are here.
         Each key returned must be given to ``publish`` or ``abandon``.
         """
-        ...
-
-    def taker(self, meta: Meta) -> str:
-        """The level to which a block that is saved with this meta goes first."""
         ...
 
     def publish(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:

@@ -10,7 +10,7 @@ from kvladder.lock import BULK_STEP, STEP
 from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.tiers.base import Clock, Shared
 from kvladder.tiers.ladder.host import HostLevel
-from kvladder.tiers.ladder.index import LevelIndex, Meta
+from kvladder.tiers.ladder.index import LevelIndex
 from kvladder.tiers.ladder.level import Level
 
 
@@ -69,11 +69,3 @@ class Seam:
         for start in range(0, len(slots), BULK_STEP):
             with self.shared.lock:
                 self.shared.arena.release(slots[start : start + BULK_STEP])
-
-    def taker(self, meta: Meta) -> str:
-        """The level to which a block that is saved with this meta goes first."""
-        if not self.host.admits(meta):
-            for level in self.levels:
-                if level.admits(meta):
-                    return level.name
-        return self.host.name

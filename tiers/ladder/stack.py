@@ -119,6 +119,8 @@ class TierStack(Seam):
                 refused |= level.bit
             if refused:
                 self._refused[key] = refused
+        if not stored:
+            self.shared.events.given_up(keys)
         self.host.settled(len(keys), stored=stored)
         self._schedule()
 
@@ -394,12 +396,6 @@ class TierStack(Seam):
         if key in self.host.index:
             return self.host.name
         return next((level.name for level in self.levels if level.holds(key)), None)
-
-    def settling(self, key: BlockKey) -> bool:
-        """Whether it is not decided yet if a level gets the block; with the lock held."""
-        if key in self._saving or key in self.host.index:
-            return key in self._saving
-        return any(level.holds(key) and key not in level.index for level in self.levels)
 
     def fetch(self, fetch: Fetch) -> None:
         """See ``Loader.fetch``."""

@@ -1,0 +1,451 @@
+"""What a request gets of a pool, in steps that can be undone: reach, hold, settle, then place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from kvladder.errors import BlocksBusy, NotHeld, OutOfBlocks, PoolError
+from kvladder.gpu.pool.commit import Committer, Content
+from kvladder.gpu.pool.ledger import Ledger
+from kvladder.gpu.pool.moves import Moves
+from kvladder.gpu.pool.retain import Retain, Retainer
+from kvladder.gpu.pool.stats import RequestStats
+from kvladder.gpu.tree.columns import gather
+from kvladder.gpu.tree.names import NO_NODE, NO_SLOT, TOKEN_BYTES, DeviceSlot, NodeId, Ticket
+from kvladder.keys import BlockKey
+
+HITS_MAX = 255
+
+
+class Part(NamedTuple):
+    """A cached block of which a prompt shares the first ``tokens`` tokens."""
+
+    node: NodeId
+    tokens: int
+    taken: bool
+    """Whether the prompt writes on in its slot, instead of in a copy."""
+
+
+class Match(NamedTuple):
+    """Blocks that a request found cached. Those that only tiers hold are claimed there."""
+
+    nodes: Sequence[NodeId] = ()
+    claimed: Sequence[NodeId] = ()
+    """Those of ``nodes`` that are not on the device, in order, and then the part if it is not."""
+    part: Part | None = None
+    """Of the block behind them."""
+    first: int = 0
+    """Blocks before those that matched, which the request does not need."""
+
+    def tokens(self, block_tokens: int) -> int:
+        """How many tokens of the prompt this serves."""
+        part = 0 if self.part is None else self.part.tokens
+        return (self.first + len(self.nodes)) * block_tokens + part
+
+
+class Hold(NamedTuple):
+    """What a request is about to get: held and chosen, but nothing evicted yet."""
+
+    match: Match
+    kept: list[NodeId]
+    """What of it is on the device, and now held."""
+    idle: Sequence[NodeId]
+    """Those that nobody held before, and their places in the order of eviction."""
+    stamps: list[int]
+    victims: list[NodeId]
+    fresh: int
+    """Slots to hand out, those for what is claimed included."""
+
+
+class BlockCopy(NamedTuple):
+    """Bytes that the engine has to copy before it runs the sequence again.
+
+    Both slots are held until ``Sequences.copied`` is told.
+    """
+
+    source: DeviceSlot
+    target: DeviceSlot
+    tokens: int
+    """How many leading tokens of the block; what follows them in the target is not used."""
+    after: Ticket | None = None
+    """A copy that has to land first, since it brings the source."""
+
+
+class Served(NamedTuple):
+    """What a prompt got."""
+
+    table: list[DeviceSlot]
+    """By block, ``NO_SLOT`` for those that it does not need."""
+    copies: list[BlockCopy]
+    stored: int
+    """How many leading blocks are those that it matched."""
+    tokens: int
+    """How many of its tokens are in place, or will be."""
+    stats: RequestStats
+
+
+class Serving:
+    """Finds, holds and hands out blocks of one pool, so that several pools can serve one request.
+
+    ``reach`` comes first and claims; ``hold`` of every pool comes next and raises if there is not
+    enough; ``settle`` of every pool evicts: see ``reserve``. Until then ``cancel`` puts everything
+    back, down to the order of eviction. What was got is used by ``place``.
+    """
+
+    def __init__(
+        self, ledger: Ledger, moves: Moves, retainer: Retainer, committer: Committer
+    ) -> None:
+        self._ledger = ledger
+        self._moves = moves
+        self._retainer = retainer
+        self._committer = committer
+        self._partial = ledger.settings.partial
+        self.labels = ledger.index.labels
+        """Whether ``Content.tokens`` are used."""
+
+    # ---- find
+
+    def match(self, keys: Sequence[BlockKey]) -> Match:
+        """The longest leading run of ``keys`` that is on the device, or on its way there."""
+        return Match(self._ledger.index.match(keys))
+
+    def slots(self, match: Match) -> list[DeviceSlot]:
+        """Where its blocks are on the device."""
+        return gather(self._ledger.nodes.slot, match.nodes)
+
+    def reach(self, content: Content, first: int = 0) -> Match:
+        """The longest prefix of the content's blocks that is on the device or in a tier.
+
+        ``content`` may have tokens and limits of the block behind its keys; that one is matched in
+        part. What only tiers hold is claimed: the match must be given to ``hold`` or ``forgo``.
+        """
+        keys, index, slot = content.keys, self._ledger.index, self._ledger.nodes.slot
+        nodes, claimed, salt = index.match(keys), list[NodeId](), content.root.salt
+        while len(nodes) < len(keys) and (count := self._moves.claim(keys[len(nodes) :], salt)):
+            surplus: list[NodeId] = []
+            found = keys[len(nodes) : len(nodes) + count]
+            known = iter(self._moves.known([key for key in found if key not in index]))
+            for at, key in enumerate(found, len(nodes)):
+                node = index.find(key)
+                if node is None:
+                    node = self._committer.know(content, at, next(known))
+                (claimed if slot[node] == NO_SLOT else surplus).append(node)
+                nodes.append(node)
+            self._moves.disclaim(surplus)
+            nodes += index.match(keys[len(nodes) :])
+        part = self._part(content, nodes) if self._partial != "off" else None
+        if part is not None and slot[part.node] == NO_SLOT:
+            claimed.append(part.node)
+        return Match(nodes, claimed, part, first)
+
+    def _part(self, content: Content, nodes: Sequence[NodeId]) -> Part | None:
+        """The cached block that shares most of what follows ``nodes``, if it can be used."""
+        index, size = self._ledger.index, self._ledger.settings.block_tokens
+        begin, limits = len(nodes) * size, content.limits or {}
+        tokens = limits.get(len(nodes), size)
+        query = content.tokens[begin * TOKEN_BYTES : (begin + tokens) * TOKEN_BYTES]
+        above = nodes[-1] if nodes else index.root(content.root, create=False)
+        if above is None or not query:
+            return None
+        best: Part | None = None
+        for node, shared, tokens in index.partial(above, query):
+            if best is not None and shared <= best.tokens:
+                break
+            if tokens > (0 if best is None else best.tokens) and self._usable(node):
+                best = Part(node, tokens, self._partial == "take")
+        if best is None or self._ledger.nodes.slot[best.node] != NO_SLOT:
+            return best
+        return best if self._moves.claim([index.key_of(best.node)]) else None
+
+    def _usable(self, node: NodeId) -> bool:
+        if node in self._moves.leaving:
+            return False
+        if self._ledger.nodes.slot[node] == NO_SLOT or self._partial == "copy":
+            return True
+        return self._takeable(node)
+
+    def _takeable(self, node: NodeId) -> bool:
+        """Whether nobody holds the block, which is on the device, and nothing follows it."""
+        return node in self._ledger.order and not self._ledger.index.has_children(node)
+
+    def covers(self, content: Content) -> bool:
+        """Whether a known block begins with the tokens of this single one that tell its content."""
+        index = self._ledger.index
+        above = index.above(content.parent, content.root)
+        count = len(content.tokens) // TOKEN_BYTES
+        useful = min(count, (content.limits or {}).get(0, count))
+        if above is None or not useful:
+            return not useful
+        found = index.partial(above, content.tokens[: useful * TOKEN_BYTES])
+        return any(tokens >= useful for _, _, tokens in found)
+
+    def forgo(self, match: Match) -> None:
+        """Nothing will come of this match."""
+        self._moves.disclaim(match.claimed)
+
+    # ---- hold and settle
+
+    def _fits(self, kept: Sequence[NodeId], fresh: int) -> bool:
+        """Whether there are so many slots, now or soon, beside what is kept on the device."""
+        available = self._ledger.available - len(self._ledger.idle(kept))
+        return fresh <= available + len(self._moves.leaving.difference(kept))
+
+    def _fitting(self, match: Match, part: Part, kept: list[NodeId], fresh: int) -> Match:
+        """What of it there is room for: a part that is copied takes a slot beside its source.
+
+        Where there is none the source is taken over, or what the prompt shares with it is not used.
+        """
+        if part.taken or part.node in match.claimed or self._fits([*kept, part.node], fresh):
+            return match
+        takeable = self._takeable(part.node)
+        return match._replace(part=part._replace(taken=True) if takeable else None)
+
+    def hold(self, match: Match, blocks: int) -> Hold:
+        """Hold what a match found, and choose who gives way to the others of so many ``blocks``.
+
+        Nothing is evicted before ``settle``.
+
+        Raises
+        ------
+        OutOfBlocks
+            There are not that many; nothing was changed, and the match was forgone.
+        """
+        self._retainer.expire()
+        ledger, slot = self._ledger, self._ledger.nodes.slot
+        kept = [node for node in match.nodes if slot[node] != NO_SLOT]
+        fresh = blocks - match.first - len(kept)
+        if match.part is not None:
+            match = self._fitting(match, match.part, kept, fresh)
+        if match.part is not None and slot[match.part.node] != NO_SLOT:
+            kept.append(match.part.node)
+            fresh -= match.part.taken
+        idle = ledger.idle(kept)
+        available = ledger.available - len(idle)
+        leaving = len(self._moves.leaving.difference(kept)) if self._moves.leaving else 0
+        if fresh > available + leaving:
+            self.forgo(match)
+            raise OutOfBlocks(fresh, available)
+        stamps = ledger.order.remove(idle)
+        ledger.retain(gather(slot, kept))
+        short = max(0, fresh - len(ledger.free) - leaving)
+        victims = ledger.order.select(short)
+        hold = Hold(match, kept, idle, stamps, victims, fresh)
+        if len(victims) < short:  # something that is held keeps others from being leaves
+            self.cancel(hold)
+            raise OutOfBlocks(fresh, fresh - short + len(victims))
+        return hold
+
+    def room(self, fresh: int) -> list[DeviceSlot]:
+        """``hold`` and ``settle`` where nothing was matched.
+
+        Raises
+        ------
+        OutOfBlocks, BlocksBusy
+            See there.
+        """
+        self._retainer.expire()
+        ledger, leaving = self._ledger, len(self._moves.leaving)
+        available = ledger.available
+        if fresh > available + leaving:
+            raise OutOfBlocks(fresh, available)
+        short = max(0, fresh - len(ledger.free) - leaving)
+        victims = ledger.order.select(short)
+        if len(victims) < short:
+            ledger.order.unselect(victims)
+            raise OutOfBlocks(fresh, fresh - short + len(victims))
+        if victims:
+            self._moves.evict(victims)
+        if fresh > len(ledger.free):
+            raise BlocksBusy(fresh, len(ledger.free))
+        ledger.stats.allocated += fresh
+        return ledger.take(fresh)
+
+    def cancel(self, hold: Hold) -> None:
+        """Undo ``hold``: every block is where it was in the order, and the match is forgone."""
+        ledger = self._ledger
+        ledger.order.unselect(hold.victims)
+        for node in hold.kept:  # one by one, since a block may be held twice
+            ledger.refs.drop([ledger.nodes.slot[node]])
+        ledger.order.restore(hold.idle, hold.stamps)
+        self.forgo(hold.match)
+
+    def settle(self, hold: Hold) -> list[DeviceSlot]:
+        """Evict whom ``hold`` chose and hand the fresh slots out, one reference each.
+
+        The caller owns a reference to each block that was held.
+
+        Raises
+        ------
+        BlocksBusy
+            Some slots are still being read; nothing is held, ask again when that has landed.
+        """
+        if hold.victims:
+            self._moves.evict(hold.victims)
+        free = len(self._ledger.free)
+        if hold.fresh > free:
+            self.cancel(hold._replace(victims=[]))
+            raise BlocksBusy(hold.fresh, free)
+        self._moves.keep(hold.kept)
+        self._ledger.stats.allocated += hold.fresh
+        return self._ledger.take(hold.fresh)
+
+    def undo(self, hold: Hold, slots: Sequence[DeviceSlot]) -> None:
+        """Give back what ``settle`` gave, which was not used: the match is forgone."""
+        self._ledger.stats.allocated -= hold.fresh
+        self._ledger.release(slots)
+        self._ledger.release(gather(self._ledger.nodes.slot, hold.kept))
+        self.forgo(hold.match)
+
+    # ---- use
+
+    def place(
+        self,
+        match: Match,
+        slots: Sequence[DeviceSlot],
+        blocks: int,
+        wanted: Callable[[int, int], Sequence[Retain | None] | None],
+    ) -> Served:
+        """Bring or copy what has to be for a prompt of so many ``blocks``, which got ``slots``.
+
+        ``wanted`` is what it asks for its blocks from one number to another.
+        """
+        rows, moves, fresh = self._ledger.nodes, self._moves, iter(slots)
+        table = gather(rows.slot, match.nodes)
+        claimed = [at for at, slot in enumerate(table) if slot == NO_SLOT] if match.claimed else []
+        for at in claimed:
+            table[at] = next(fresh)
+        if claimed:
+            moves.onboard([match.nodes[at] for at in claimed], [table[at] for at in claimed])
+        if moves.below is not None:
+            for node in match.nodes:
+                rows.hits[node] = min(rows.hits[node] + 1, HITS_MAX)
+        stored = match.first + len(match.nodes)
+        retained = wanted(match.first, stored) if match.nodes else None
+        if retained is not None:
+            self._retainer.apply(match.nodes, retained, new=())
+        copies: list[BlockCopy] = []
+        if match.part is not None:
+            node, tokens, taken = match.part
+            source = rows.slot[node]
+            if source == NO_SLOT:
+                table.append(next(fresh))
+                moves.onboard([node], table[-1:], private=True)
+            elif taken:
+                table.append(self.take_over(self._ledger.index.key_of(node)))
+            else:
+                table.append(next(fresh))
+                copies.append(self.copy(source, table[-1], tokens))
+        table.extend(fresh)
+        stats = RequestStats(
+            len(match.nodes), blocks - stored, len(claimed), match.part.tokens if match.part else 0
+        )
+        self._ledger.stats.served(stats)
+        return Served(
+            [NO_SLOT] * match.first + table,
+            copies,
+            stored,
+            match.tokens(self._ledger.settings.block_tokens),
+            stats,
+        )
+
+    def copy(self, source: DeviceSlot, target: DeviceSlot, tokens: int) -> BlockCopy:
+        """Have the engine copy; takes the caller's reference to the source over."""
+        self._ledger.retain([target])
+        return BlockCopy(source, target, tokens, self._moves.arriving.get(source))
+
+    def writable(self, slot: DeviceSlot) -> bool:
+        """Whether a held slot may be written: nobody else holds or finds it."""
+        ledger = self._ledger
+        return ledger.refs[slot] == 1 and ledger.index.node_at[slot] == NO_NODE
+
+    def takeable(self, slot: DeviceSlot, fresh: int) -> BlockKey | None:
+        """The key of the block in ``slot`` if whoever holds it is to take it over.
+
+        Where ``fresh`` slots are to be had, a copy's among them, others keep a block that is to be
+        copied, or that others follow.
+        """
+        ledger = self._ledger
+        node = ledger.index.node_at[slot]
+        if node == NO_NODE or ledger.refs[slot] > 1:
+            return None
+        copied = self._partial == "copy" or ledger.index.has_children(node)
+        return None if copied and self._fits((), fresh) else ledger.nodes.key[node]
+
+    def take_over(self, key: BlockKey, *, force: bool = False) -> DeviceSlot:
+        """Whoever holds the slot of this leaf will write on in it: it is not cached here any more.
+
+        The slot is the caller's own afterwards. With ``force`` it need not be a leaf: unless a tier
+        has the block, all that follow it are forgotten.
+
+        Raises
+        ------
+        NotHeld
+            The block is not on the device, or is not held by one caller alone.
+        PoolError
+            Other blocks follow it.
+        """
+        ledger, index = self._ledger, self._ledger.index
+        node = index.find(key)
+        slot = NO_SLOT if node is None else ledger.nodes.slot[node]
+        if node is None or ledger.refs[slot] != 1:
+            raise NotHeld("the block is not held, or shared")
+        if index.has_children(node) and not force:
+            raise PoolError("other blocks follow this one")
+        if node in index.colder:
+            ledger.uncount(ledger.nodes.parent[node])
+            index.displace(node)
+            ledger.reports.moved(key, off=True)
+        else:
+            self._moves.drop([node], "taken")
+        return slot
+
+    # ---- blocks on their way here
+
+    def observe(self, observer: Callable[[Ticket, bool], None]) -> None:
+        """Have each copy to the device that is over told, and whether the bytes are there."""
+        self._moves.observers.append(observer)
+
+    def arriving(self, slots: Iterable[DeviceSlot]) -> list[Ticket]:
+        """The copies that still write some of these slots."""
+        arriving = self._moves.arriving
+        return [*{arriving[slot]: None for slot in slots if slot in arriving}] if arriving else []
+
+    def united(self, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot]) -> list[DeviceSlot]:
+        """The slots to use for these blocks, where others were complete before they arrived."""
+        moves, result = self._moves, list(slots)
+        for at, slot in enumerate(slots) if moves.supplanted else ():
+            found = self._ledger.index.match(keys[at : at + 1]) if slot in moves.supplanted else []
+            if found and self._ledger.nodes.slot[found[0]] not in moves.arriving:
+                result[at] = self._committer.share(found[0], slot)
+        return result
+
+
+def reserve(
+    pools: Sequence[Serving], matches: Sequence[Match], blocks: Sequence[int]
+) -> list[tuple[Match, list[DeviceSlot]]]:
+    """Reserve so many blocks in every pool, then evict in every pool; or nothing in any.
+
+    What to use of each match, and the fresh slots.
+
+    Raises
+    ------
+    OutOfBlocks, BlocksBusy
+        See ``Serving``; nothing is held, and every match was forgone.
+    """
+    holds: list[Hold] = []
+    slots: list[list[DeviceSlot]] = []
+    try:
+        holds.extend(map(Serving.hold, pools, matches, blocks))
+        slots.extend(map(Serving.settle, pools, holds))
+    except OutOfBlocks as error:
+        failed = len(slots) if isinstance(error, BlocksBusy) else len(holds)
+        for at, (pool, match) in enumerate(zip(pools, matches, strict=True)):
+            if at < len(slots):
+                pool.undo(holds[at], slots[at])
+            elif at < len(holds) and at != failed:
+                pool.cancel(holds[at])
+            elif at > failed:
+                pool.forgo(match)
+        raise
+    return [(hold.match, given) for hold, given in zip(holds, slots, strict=True)]
