@@ -1,11 +1,33 @@
 """A ladder of places for the KV cache of an LLM engine, below its GPU."""
 
-from kvladder.compose import open_cache as open_cache
-from kvladder.errors import ConfigError as ConfigError
-from kvladder.errors import KvladderError as KvladderError
-from kvladder.keys import BlockKey as BlockKey
-from kvladder.keys import KeyScheme as KeyScheme
-from kvladder.layout import Layout as Layout
-from kvladder.manager import CacheManager as CacheManager
-from kvladder.policy.retention import Retention as Retention
-from kvladder.policy.retention import RetentionRange as RetentionRange
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from kvladder.compose import open_cache as open_cache
+    from kvladder.errors import ConfigError as ConfigError
+    from kvladder.errors import KvladderError as KvladderError
+    from kvladder.keys import BlockKey as BlockKey
+    from kvladder.keys import KeyScheme as KeyScheme
+    from kvladder.layout import Layout as Layout
+    from kvladder.manager import CacheManager as CacheManager
+    from kvladder.policy.retention import Retention as Retention
+    from kvladder.policy.retention import RetentionRange as RetentionRange
+
+_ROOMS: Final = {
+    "errors": ("ConfigError", "KvladderError"),
+    "keys": ("BlockKey", "KeyScheme"),
+    "layout": ("Layout",),
+    "policy.retention": ("Retention", "RetentionRange"),
+    "manager": ("CacheManager",),
+    "compose": ("open_cache",),
+}
+"""Where public names are: imported when they are first used, since every module's import passes."""
+
+
+def __getattr__(name: str) -> Any:
+    for room, names in _ROOMS.items():
+        if name in names:
+            found = globals()[name] = getattr(import_module(f"kvladder.{room}"), name)
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

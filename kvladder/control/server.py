@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import select
-import socket
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -28,8 +27,6 @@ REQUEST_S: Final = 10.0
 """How long a client may take to say what it wants, and to take an answer."""
 CLOSE_S: Final = 5.0
 POLL_S: Final = 0.02
-RETRY_S: Final = 1.0
-"""Until the next try to accept clients, where that failed."""
 
 
 class Request(
@@ -75,17 +72,17 @@ class ControlServer:
     def __init__(self, path: Path, manager: CacheManager, portal: Portal) -> None:
         self._manager = manager
         self._portal = portal
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._socket = BoundSocket(path)
-        self._new: set[socket.socket] = set()
-        """Clients whose task has not begun."""
+        self._clients: set[asyncio.Task[Any]] = set()
         self._closed = False
-        portal.post(self._listen)
-
-    def _listen(self) -> None:
-        """Accept clients from now on (loop thread)."""
-        if not self._closed:
-            asyncio.get_running_loop().add_reader(self._socket.socket, self._accept)
+        self._socket = BoundSocket(path)
+        serving = asyncio.start_unix_server(
+            self._serve, sock=self._socket.socket, limit=REQUEST_BYTES_MAX
+        )
+        try:
+            self._server = portal.call(serving)
+        except BaseException:
+            self._socket.close()
+            raise
 
     def close(self) -> None:
         """Cut off every client, and remove the socket; may be called again."""
@@ -97,42 +94,30 @@ class ControlServer:
         self._socket.close()
 
     async def _stop(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._socket.socket)
-        for task in self._tasks:
+        self._server.close()
+        for task in self._clients:
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(set(self._tasks))
-        for client in self._new:
-            client.close()
-        await asyncio.sleep(0)  # the transports close what they have
+        if self._clients:
+            await asyncio.wait(set(self._clients))
 
-    def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "asyncio's server makes one for each client"
+        self._clients.add(task)
         try:
-            client, _ = self._socket.socket.accept()
-        except BlockingIOError:
-            return  # it is gone already
-        except OSError:  # e.g. there are too many open files
-            loop.remove_reader(self._socket.socket)
-            loop.call_later(RETRY_S, self._listen)
-            return
-        client.setblocking(False)
-        self._new.add(client)
-        task = loop.create_task(self._serve(client), name="kvladder-control")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            if not self._closed:
+                await self._converse(reader, writer, others=len(self._clients) - 1)
+        except (OSError, TimeoutError, asyncio.CancelledError):
+            writer.transport.abort()  # it is gone, says or takes nothing, or has to go
+        finally:
+            self._clients.discard(task)
+            writer.close()
 
-    async def _serve(self, client: socket.socket) -> None:
-        self._new.discard(client)
+    async def _converse(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, others: int
+    ) -> None:
+        """Answer line after line until the client is done or does what it may not."""
         try:
-            reader, writer = await asyncio.open_unix_connection(
-                sock=client, limit=REQUEST_BYTES_MAX
-            )
-        except BaseException:
-            client.close()
-            raise
-        try:
-            others = len(self._tasks) - 1
             while others < 2 * CLIENTS_MAX:
                 async with asyncio.timeout(REQUEST_S):
                     line = await reader.readline()
@@ -143,19 +128,11 @@ class ControlServer:
                     return
                 await _send(writer, await self._answer(line, partial(_is_gone, writer)))
         except ValueError:  # it cannot be told where the next line begins
-            with suppress(OSError, TimeoutError):
-                await _send(writer, {"error": f"a request is at most {REQUEST_BYTES_MAX} bytes"})
-                writer.write_eof()
-                async with asyncio.timeout(REQUEST_S):  # unread bytes would undo the answer
-                    while await reader.read(REQUEST_BYTES_MAX):
-                        pass
-        except (OSError, TimeoutError):
-            writer.transport.abort()  # it is gone, or does not say or take anything
-        except asyncio.CancelledError:
-            writer.transport.abort()
-            raise
-        finally:
-            writer.close()
+            await _send(writer, {"error": f"a request is at most {REQUEST_BYTES_MAX} bytes"})
+            writer.write_eof()
+            async with asyncio.timeout(REQUEST_S):  # unread bytes would undo the answer
+                while await reader.read(REQUEST_BYTES_MAX):
+                    pass
 
     async def _answer(self, line: bytes, gone: Callable[[], bool]) -> dict[str, Any]:
         try:

@@ -18,11 +18,10 @@ from kvladder.errors import ConfigError
 
 WHERE: Final = "control.path"
 MODE: Final = 0o600
-NAME_BYTES_MAX: Final = 107 - len(".new")
+NAME_BYTES_MAX: Final = 107
 """What the name of a Unix-domain socket may have."""
 REPLY_BYTES_MAX: Final = 16 << 20
 CONNECT_S: Final = 5.0
-_BACKLOG: Final = 16
 _USER_HINT: Final = "ask as the user that runs the engine, or as root"
 _OTHER_HINT: Final = "give each engine its own, for example with ${NAME}"
 _RUNNING_HINT: Final = "expected the socket of a running cache"
@@ -72,7 +71,7 @@ def require_name(path: Path) -> None:
 
 
 class BoundSocket:
-    """A listening socket at a path that is this process's alone, until ``close`` removes it.
+    """A socket at a path that is this process's alone, until ``close`` removes it.
 
     A lock beside it tells a socket that is served from one that a killed process left, which is
     replaced. Nobody but this user may connect.
@@ -119,19 +118,14 @@ class BoundSocket:
             os.close(fd)
 
     def _bound(self) -> socket.socket:
-        """It gets its name once it listens and nobody else may connect."""
-        new = self.path.with_name(self.path.name + ".new")
-        new.unlink(missing_ok=True)
+        """Who connects is refused until somebody listens: then it is this user's alone."""
+        self.path.unlink(missing_ok=True)  # what a killed process left
         bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            bound.bind(str(new))
-            new.chmod(MODE)
-            bound.listen(_BACKLOG)
-            bound.setblocking(False)
-            new.rename(self.path)
+            bound.bind(str(self.path))
+            self.path.chmod(MODE)
         except BaseException:
             bound.close()
-            new.unlink(missing_ok=True)
             raise
         return bound
 
@@ -177,7 +171,6 @@ def ask(path: Path, request: Mapping[str, Any], *, timeout_s: float = 10.0) -> A
     ConfigError
         The cache refuses the request: says why.
     """
-    data = bytearray()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
         try:
             stream.settimeout(min(CONNECT_S, timeout_s))
@@ -188,11 +181,10 @@ def ask(path: Path, request: Mapping[str, Any], *, timeout_s: float = 10.0) -> A
                 raise NobodyThere(why, path=str(path), hint=_RUNNING_HINT) from error
             stream.settimeout(timeout_s)
             stream.sendall(msgspec.json.encode(request) + b"\n")
-            while not data.endswith(b"\n"):
-                part = stream.recv(1 << 16)
-                data += part
-                if not part or len(data) > REPLY_BYTES_MAX:
-                    raise ConnectionError("it hung up, or said too much")
+            with stream.makefile("rb") as answers:
+                data = answers.readline(REPLY_BYTES_MAX)
+            if not data.endswith(b"\n"):
+                raise ConnectionError("it hung up, or said too much")
         except OSError as error:
             why = error.strerror or str(error)
             hint = _USER_HINT if isinstance(error, PermissionError) else _RUNNING_HINT

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -63,3 +65,12 @@ def test_what_does_not_fit_the_blocks_is_refused_before_anything_is_opened():
     with pytest.raises(ConfigError, match="less than one batch") as got:
         kvladder.open_cache(stack(cold), layout=LAYOUT)
     assert got.value.path == "tiers[1].capacity"
+
+
+def test_importing_the_package_imports_nothing_else():
+    """Every process of an engine imports it, for a plug-in that most of them do not use."""
+    code = "import sys, kvladder; print([m for m in sys.modules if m.startswith('kvladder.')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    with pytest.raises(AttributeError, match="no attribute 'Cache'"):
+        _ = kvladder.Cache

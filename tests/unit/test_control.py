@@ -297,7 +297,7 @@ def test_what_a_killed_process_left_is_replaced(path):
     ("name", "why"),
     [
         ("a/kv.sock", "No such file or directory"),
-        ("x" * 108, "at most 103 bytes"),
+        ("x" * 108, "at most 107 bytes"),
         ("plain", "is no socket"),
         ("folder", "is no socket"),
     ],

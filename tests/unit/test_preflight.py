@@ -95,7 +95,7 @@ def test_a_control_socket_without_a_directory(tmp_path):
 
 def test_a_control_socket_that_cannot_have_its_name(tmp_path):
     (tmp_path / "file").touch()
-    for name, says in (("x" * 120, "a socket's name has at most 103 bytes"), ("file", "no socket")):
+    for name, says in (("x" * 120, "a socket's name has at most 107 bytes"), ("file", "no socket")):
         (error,) = preflight(config(control=str(tmp_path / name))).errors
         assert error.path == "control.path"
         assert says in str(error)
