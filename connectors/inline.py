@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvladder.connectors.jobs import JobConnector
+from kvladder.connectors.base import Connector
 from kvladder.errors import LayoutError
 from kvladder.gpu.copy.copier import Copier, CopyJob, Finished, JobId
 from kvladder.gpu.copy.pages import BlockPages
@@ -15,7 +15,7 @@ from kvladder.keys import BlockKey, KeyScheme
 from kvladder.manager import CacheManager
 
 
-class InlineConnector(JobConnector):
+class InlineConnector(Connector):
     """Connects a process's own KV tensors to a cache.
 
     Parameters
@@ -57,7 +57,7 @@ class InlineConnector(JobConnector):
     def poll(self) -> list[Finished]:
         finished = self._copier.poll()
         for one in finished:
-            self._report(one.id, ok=one.ok)
+            self._report(one)
         return finished
 
     def wait(self, job: JobId | None) -> list[Finished]:

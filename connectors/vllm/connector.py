@@ -76,6 +76,9 @@ def _harmless(answer: Callable[[], object]) -> Callable[[F], F]:
     return wrap
 
 
+_nothing = _harmless(lambda: None)
+
+
 class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """The class that vLLM loads; each method is one of its hooks."""
 
@@ -161,12 +164,12 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._copies.describe()
 
-    @_harmless(lambda: None)
+    @_nothing
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if isinstance(kv_connector_metadata, Step):
             self._copies.begin(kv_connector_metadata)
 
-    @_harmless(lambda: None)
+    @_nothing
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._copies.load(self._step)
 
@@ -178,22 +181,20 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         """Whole blocks are saved after the forward pass that fills them."""
 
-    @_harmless(lambda: None)
+    @_nothing
     def wait_for_save(self) -> None:
         self._copies.save(self._step)
 
     @_harmless(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        received = self._copies.received()
-        return KVConnectorTransferResults(
-            finished_recving=received, failed_recving=self._copies.failed()
-        )
+        received, failed = self._copies.received(), self._copies.failed()
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     @_harmless(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._copies.bad_blocks()
 
-    @_harmless(lambda: None)
+    @_nothing
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._copies.report()
 
@@ -227,7 +228,6 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for described in ranks.values():
             described.taken = True
         self._decides.start(ranks)
-        self._decides.say_ready()
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._decides.bind(gpu_block_pool)
@@ -236,7 +236,7 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         _ = self._decides.connector  # raises at the first request if there is none
         self._arrived(request)
 
-    @_harmless(lambda: None)
+    @_nothing
     def _arrived(self, request: Any) -> None:
         self._decides.arrived(request)
 
@@ -246,7 +246,7 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[int | None, bool]:
         return self._decides.ask(request, num_computed_tokens)
 
-    @_harmless(lambda: None)
+    @_nothing
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._decides.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
@@ -269,7 +269,7 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return self._decides.build(scheduler_output)
 
-    @_harmless(lambda: None)
+    @_nothing
     def update_connector_output(self, connector_output: Any) -> None:
         self._decides.unfilled(connector_output.invalid_block_ids)
         report = connector_output.kv_connector_worker_meta
@@ -301,10 +301,9 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_harmless(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        events = self._decides.events
-        return () if events is None else events.take()
+        return self._decides.events.take() if self._decides.events else ()
 
-    @_harmless(lambda: None)
+    @_nothing
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self.scheduler is None or not self.scheduler.started:
             return None

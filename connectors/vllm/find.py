@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvladder.arena import Slot
 from kvladder.connectors.base import Match
 from kvladder.connectors.vllm.groups import Group, Groups
 from kvladder.keys import BlockKey
@@ -26,10 +25,6 @@ class Held:
     """Position of the first of them."""
     wanted: int
     match: Match
-
-    def slots(self, start: int, end: int) -> list[Slot]:
-        """The slots of blocks ``start <= n < end``."""
-        return self.match.slots[start - self.first : end - self.first]
 
 
 class Find:
@@ -114,9 +109,6 @@ class Find:
         self.end, self._done = self.own, True
         return taken
 
-    def _aligned(self, tokens: int) -> int:
-        return tokens // self._groups.step * self._groups.step
-
     def _begin(self) -> None:
         """Look the prefix up, and fetch it."""
         for group in self._groups.whole:
@@ -154,7 +146,7 @@ class Find:
         if start < end and group.index not in self.held:
             found = self._lookup(self._keys(group, start, end))
             if found < end - start:
-                self.end = self._aligned((start + found) * group.tokens)
+                self.end = self._groups.aligned((start + found) * group.tokens)
 
     def _settle(self) -> None:
         """Every match has its answer: take it, or look for a shorter prefix."""
@@ -162,7 +154,7 @@ class Find:
         for group in self._groups:
             held = self.held.get(group.index)
             if held is not None and held.match.blocks < held.wanted:
-                got = self._aligned((held.first + held.match.blocks) * group.tokens)
+                got = self._groups.aligned((held.first + held.match.blocks) * group.tokens)
                 self.end = max(self.own, min(self.end, got))
         if self.end == before or (self.end > self.own and not self._groups.partial):
             self._done = True

@@ -86,6 +86,10 @@ class Groups(tuple[Group, ...]):
         """Tokens between two ends of prefixes that every group can serve."""
         return lcm(*(group.tokens for group in self))
 
+    def aligned(self, tokens: int) -> int:
+        """The last such end within the first so many tokens."""
+        return tokens // self.step * self.step
+
     @cached_property
     def whole(self) -> list[Group]:
         """The groups that keep every block of a prefix."""
@@ -108,7 +112,7 @@ class Groups(tuple[Group, ...]):
         every = self.step if interval is None else interval
         if every == group.tokens:
             return lambda block: True
-        known = [] if interval is None else [end // self.step * self.step for end in ends]
+        known = [] if interval is None else [self.aligned(end) for end in ends]
 
         def wanted(block: int) -> bool:
             after = (block + 1) * group.tokens

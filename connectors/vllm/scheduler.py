@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import chain, count
 from typing import Any
 
+from kvladder.compose import open_manager
 from kvladder.config.stack import StackConfig
 from kvladder.connectors.vllm.computing import Computing
 from kvladder.connectors.vllm.find import Find
@@ -20,8 +21,8 @@ from kvladder.connectors.vllm.reports.events import KVEvents, enabled
 from kvladder.connectors.vllm.reports.log import say_ready
 from kvladder.connectors.vllm.requests import Adapters, Filling, RequestState, held_by_vllm
 from kvladder.connectors.vllm.saves import Saves, Writes
-from kvladder.connectors.vllm.start import Assembled, assemble
-from kvladder.connectors.vllm.step import Load, RankDescription, Report, Step, StepConnector
+from kvladder.connectors.vllm.start import instance_of, layout_of
+from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report, Step, StepConnector
 from kvladder.errors import ConfigError
 from kvladder.gpu.copy.copier import CopyJob, JobId
 from kvladder.metrics import Stats
@@ -67,7 +68,9 @@ class SchedulerHalf:
         self._pins = 0
         self._awaited = False
         self._pool: Any = None
-        self._parts: Assembled | None = None
+        self._attach: Attach | None = None
+        self._beside: Any = None
+        """The worker half where it is in this process."""
         self._connector: StepConnector | None = None
         self.events: KVEvents | None = None
         """There while vLLM publishes KV events."""
@@ -75,18 +78,25 @@ class SchedulerHalf:
     # ---- at start
 
     def start(self, ranks: Mapping[int, RankDescription]) -> None:
-        """Open the cache, now that every rank has described its KV tensors.
+        """Open the cache, now that every rank has described its KV tensors, and log it.
 
         Raises
         ------
         ConfigError
             It cannot be had; says where, what and what instead.
         """
-        parts = self._parts = assemble(
-            ranks, self._vllm_config, self._kv_cache_config, self._config, self._groups
+        layout, offsets = layout_of(
+            ranks,
+            self._vllm_config,
+            self._kv_cache_config,
+            self._groups,
+            fingerprint=self._config.model.fingerprint,
         )
-        self._connector = StepConnector(parts.manager, ranks=len(ranks))
-        manager = parts.manager
+        instance = instance_of(self._vllm_config.parallel_config)
+        manager = open_manager(self._config, layout, instance=instance)
+        self._attach = Attach(manager.arena.handle, offsets)
+        self._beside = ranks[0].worker if len(ranks) == 1 else None
+        self._connector = StepConnector(manager, ranks=len(ranks))
         self._computing = Computing(manager.ladder.clock.now, manager.prefilled)
         self._weights = Weights([described.weights for _, described in sorted(ranks.items())])
         self._saves = Saves(
@@ -96,7 +106,8 @@ class SchedulerHalf:
             interval=getattr(self._kv_cache_config, "prefix_cache_retention_interval", None),
         )
         if enabled(self._vllm_config):
-            self.events = KVEvents(parts.manager, self._config, self._groups, self._kv_cache_config)
+            self.events = KVEvents(manager, self._config, self._groups, self._kv_cache_config)
+        say_ready(manager, self._config)
 
     def bind(self, block_pool: Any) -> None:
         """Take vLLM's block pool, to see what it holds itself."""
@@ -136,7 +147,7 @@ class SchedulerHalf:
         if self._pins >= EARLY_SHARE * slots:
             return
         held = held_by_vllm(self._pool, request, self._groups.main, self._loadable(request))
-        self._hold(state, self._aligned(held), behind=self._computing.waiting)
+        self._hold(state, self._groups.aligned(held), behind=self._computing.waiting)
         if not state.pins:
             self._let_go(state)
 
@@ -151,12 +162,9 @@ class SchedulerHalf:
                 state.apart = True
         return state.adapter is not None and not state.apart
 
-    def _aligned(self, tokens: int) -> int:
-        return tokens // self._groups.step * self._groups.step
-
     def _loadable(self, request: Any) -> int:
         """How many of its tokens may come from the cache: one is always computed."""
-        return self._aligned(request.num_tokens - 1)
+        return self._groups.aligned(request.num_tokens - 1)
 
     def ask(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """How many tokens after ``computed`` the cache has; None: ask again in the next step.
@@ -344,7 +352,7 @@ class SchedulerHalf:
         self._computing.expect(state, 0)
         if self._named(state):
             main = self._groups.main
-            for keys in state.read(self._aligned(state.saved[main.index] * main.tokens)):
+            for keys in state.read(self._groups.aligned(state.saved[main.index] * main.tokens)):
                 self.connector.manager.touch(keys)  # saved head first: now the tail goes first
 
     # ---- a step
@@ -384,8 +392,7 @@ class SchedulerHalf:
         runs = bool(output.num_scheduled_tokens)
         self._weights.prepare(step, runs=runs, cache=self._own_cache)
         if step.loads or step.saves:
-            assert self._parts is not None
-            step.attach = self._parts.attach
+            step.attach = self._attach
         return step
 
     def _save(self, output: Any) -> None:
@@ -439,8 +446,8 @@ class SchedulerHalf:
 
     def settle(self) -> None:
         """Take in saves that ended on a worker in this process and were not reported yet."""
-        if self._parts is not None and self._parts.worker is not None:
-            self.report(self._parts.worker.saved())
+        if self._beside is not None:
+            self.report(self._beside.saved())
 
     # ---- the rest
 
@@ -470,10 +477,6 @@ class SchedulerHalf:
         self._weights.doubt()
         if self._options.on_reset == "forget":
             self.connector.manager.reset()
-
-    def say_ready(self) -> None:
-        """Log what was opened."""
-        say_ready(self.connector.manager, self._config)
 
     def stats(self) -> Stats:
         """Counters by level, of the arena, and of copies between it and vLLM's KV cache."""

@@ -1,29 +1,17 @@
-"""From what the workers described to an open cache."""
+"""From what the workers described to the layout of a cache."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvladder.compose import open_manager
-from kvladder.config.stack import StackConfig
 from kvladder.connectors.vllm.checks import this_node
 from kvladder.connectors.vllm.groups import Groups
 from kvladder.connectors.vllm.identity.fingerprint import model_fields
 from kvladder.connectors.vllm.identity.weights import combined
-from kvladder.connectors.vllm.step import Attach, RankDescription
+from kvladder.connectors.vllm.step import RankDescription
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
-from kvladder.manager import CacheManager
-
-
-class Assembled(NamedTuple):
-    """What the scheduler half works with."""
-
-    manager: CacheManager
-    attach: Attach
-    worker: Any
-    """The worker half where it is in this process, else None."""
 
 
 def layout_of(
@@ -37,7 +25,8 @@ def layout_of(
     """The layout of a slot, and by rank and group where in it a rank's bytes begin.
 
     A slot holds one block of any group: the parts of all ranks one after the other, of ranks that
-    hold the same bytes only one. It is as large as the largest group needs.
+    hold the same bytes only one. It is as large as the largest group needs. ``fingerprint`` is
+    what stands for the weights: a user's text, or "auto" for those that the ranks have in memory.
 
     Raises
     ------
@@ -73,16 +62,18 @@ def layout_of(
             ends = [end + size for end, size in zip(ends, ranks[rank].sizes, strict=True)]
         else:
             offsets.append(offsets[-1])
-    apart = len(set(offsets))
+    weights = f"given {fingerprint}"
+    if fingerprint == "auto":
+        weights = combined([described.weights for _, described in sorted(ranks.items())]).hex()
     fields = {
         **model_fields(vllm_config),
         **fields,
-        "weights": weights_of(ranks, fingerprint),
+        "weights": weights,
         "kv.groups": ";".join(
             f"{g.kind} {g.tokens} {g.reach} {size}" for g, size in zip(groups, ends, strict=True)
         ),
         "kv.layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
-        "ranks": str(apart),
+        "ranks": str(len(set(offsets))),
     }
     elements = {text for name, text in fields.items() if name.endswith("kv.element")}
     element, _, run = elements.pop().partition(" ") if len(elements) == 1 else ("", "", "0")
@@ -90,37 +81,8 @@ def layout_of(
     return layout, tuple(offsets)
 
 
-def weights_of(ranks: Mapping[int, RankDescription], fingerprint: str) -> str:
-    """What stands for the weights at start: those in memory, or a user's text."""
-    if fingerprint != "auto":
-        return f"given {fingerprint}"
-    return combined([described.weights for _, described in sorted(ranks.items())]).hex()
-
-
 def instance_of(parallel_config: Any) -> str:
     """Which of several data-parallel engines this is; each has a cache of its own."""
     # not data_parallel_rank and _size: vLLM resets them for engines that exchange nothing
     index = getattr(parallel_config, "data_parallel_index", 0)
     return f"dp{index}" if index else ""
-
-
-def assemble(
-    ranks: Mapping[int, RankDescription],
-    vllm_config: Any,
-    kv_cache_config: Any,
-    config: StackConfig,
-    groups: Groups,
-) -> Assembled:
-    """Open the cache that ``config`` describes for these ranks.
-
-    Raises
-    ------
-    ConfigError
-        It cannot be had; says where, what and what instead.
-    """
-    layout, offsets = layout_of(
-        ranks, vllm_config, kv_cache_config, groups, fingerprint=config.model.fingerprint
-    )
-    manager = open_manager(config, layout, instance=instance_of(vllm_config.parallel_config))
-    attach = Attach(manager.arena.handle, offsets)
-    return Assembled(manager, attach, ranks[0].worker if len(ranks) == 1 else None)

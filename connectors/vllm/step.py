@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvladder.arena import ArenaHandle
-from kvladder.connectors.jobs import JobConnector
+from kvladder.connectors.base import Connector, Open
 from kvladder.gpu.copy.copier import CopyJob, Finished, JobId
 from kvladder.manager import CacheManager
 
@@ -140,48 +140,43 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return self
 
 
-class StepConnector(JobConnector):
+class StepConnector(Connector):
     """Puts jobs into the step's metadata and ends them when all ranks have reported."""
 
     def __init__(self, manager: CacheManager, *, ranks: int) -> None:
         super().__init__(manager, reports=ranks)
         self._begun: list[CopyJob] = []
-        self._partial: dict[JobId, Done] = {}
         self._ended: list[Finished] = []
-        self._sources: dict[JobId, frozenset[int]] = {}
-        """By save under way, the blocks that it reads."""
         self.copied = {"offload_bytes": 0, "offload_s": 0.0, "onboard_bytes": 0, "onboard_s": 0.0}
         """What has been copied out of vLLM's KV cache, and into it."""
 
     def _start(self, job: CopyJob) -> None:
         self._begun.append(job)
-        if job.direction == "offload":
-            self._sources[job.id] = frozenset(job.blocks)
-
-    @property
-    def saving(self) -> bool:
-        """Whether any save is under way."""
-        return bool(self._sources)
 
     def take(self) -> list[CopyJob]:
         """The jobs that were begun since the last call."""
         begun, self._begun = self._begun, []
         return begun
 
+    @property
+    def saving(self) -> list[Open]:
+        """The saves under way."""
+        return [one for one in self._jobs.values() if one.job.direction == "offload"]
+
     def reading(self, blocks: Iterable[int]) -> list[JobId]:
         """The saves under way that still read any of these blocks."""
-        written = frozenset(blocks)
-        return [job_id for job_id, read in self._sources.items() if not read.isdisjoint(written)]
+        written = set(blocks)
+        return [one.job.id for one in self.saving if not written.isdisjoint(one.job.blocks)]
 
     def distrust(self) -> None:
         """The blocks that the saves under way read may hold something else than they should."""
-        for job_id in self._sources:
-            self._jobs[job_id].ok = False
+        for one in self.saving:
+            one.ok = False
 
     def excuse(self) -> None:
         """What is being loaded may not arrive, through no fault of the cache: it stays there."""
-        for job in self._jobs.values():
-            job.excused = True
+        for one in self._jobs.values():
+            one.excused = True
 
     def withdraw(self) -> list[CopyJob]:
         """No step could be made, and nothing is fenced: what is being saved may be overwritten.
@@ -192,24 +187,20 @@ class StepConnector(JobConnector):
         jobs = self.take()
         for job in jobs:
             if job.direction == "offload":
-                self.report(Report({job.id: Done(self._jobs[job.id].reports_left, False, 0, 0.0)}))
+                self._end(Finished(job.id, False, 0, 0.0), self._jobs[job.id].reports_left)
         return [job for job in jobs if job.direction == "onboard"]
 
     def report(self, report: Report) -> None:
         """Take in what workers reported."""
         for job_id, done in report.done.items():
-            if job_id not in self._jobs:  # given up, or never made
-                continue
-            partial = self._partial.pop(job_id, None)
-            total = done if partial is None else partial.plus(done)
-            job = self._report(job_id, ok=done.ok, reports=done.reports)
-            if job is None:
-                self._partial[job_id] = total
-                continue
-            self._sources.pop(job_id, None)
-            self.copied[f"{job.direction}_bytes"] += total.bytes
-            self.copied[f"{job.direction}_s"] += total.seconds
-            self._ended.append(Finished(job_id, total.ok, total.bytes, total.seconds))
+            self._end(Finished(job_id, done.ok, done.bytes, done.seconds), done.reports)
+
+    def _end(self, finished: Finished, reports: int) -> None:
+        one = self._report(finished, reports=reports)
+        if one is not None:
+            self.copied[f"{one.job.direction}_bytes"] += one.bytes
+            self.copied[f"{one.job.direction}_s"] += one.seconds
+            self._ended.append(Finished(one.job.id, one.ok, one.bytes, one.seconds))
 
     def poll(self) -> list[Finished]:
         ended, self._ended = self._ended, []

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kvladder import CacheManager, Layout, Retention, RetentionRange, open_cache
+from kvladder.connectors.base import Connector
 from kvladder.connectors.inline import InlineConnector
-from kvladder.connectors.jobs import JobConnector
 from kvladder.errors import LayoutError
 from kvladder.gpu.copy.copier import CopyJob, Finished, JobId
 from kvladder.keys import BlockKey
@@ -68,7 +68,7 @@ def test_other_salts_adapters_and_prompts_match_nothing(manager: CacheManager) -
         match = connector.match(other)
         assert match.done
         assert match.blocks == 0
-        connector.release(match)
+        match.release()
     connector.close()
 
 
@@ -94,7 +94,7 @@ def test_blocks_survive_in_files(tmp_path: Path) -> None:
     assert torch.equal(kv[[9, 8, 7, 6]], kv[:4])
 
 
-class Ranks(JobConnector):
+class Ranks(Connector):
     """Collects jobs; the test reports for each rank."""
 
     def __init__(self, manager: CacheManager, ranks: int) -> None:
@@ -106,7 +106,8 @@ class Ranks(JobConnector):
 
     def report(self, job: JobId | None, *, ok: bool = True) -> CopyJob | None:
         assert job is not None
-        return self._report(job, ok=ok)
+        ended = self._report(Finished(job, ok, 0, 0.0))
+        return None if ended is None else ended.job
 
     def poll(self) -> list[Finished]:
         return []

@@ -152,7 +152,7 @@ def test_it_is_the_longest_prefix_that_every_group_can_serve(
         wanted = needed(group, own, end)
         if end > own and wanted:
             mine = held[group.index]
-            slots = mine.slots(wanted[0][1], wanted[-1][1] + 1)
+            slots = mine.match.slots[wanted[0][1] - mine.first : wanted[-1][1] + 1 - mine.first]
             assert slots == [Slot(100 * index + block) for index, block in wanted]
     released = {id(one.match) for one in held.values()}
     assert all(match.released or id(match) in released for match in cache.matches)

@@ -330,7 +330,7 @@ def test_a_match_that_begins_before_what_vllm_has_is_loaded_from_there_on(
     assert half.ask(request, 20) == (8, True)
     find = half._states["partly"].find
     assert find is not None
-    slots = find.held[0].slots(0, 7)
+    slots = find.held[0].match.slots[:7]
     half.allocated(request, [[30, 31, 32, 33, 34, 35, 36, 37]], 8)
     assert half.sources(request) == {"host": 8}
     step = half.build(engine._output({}))
