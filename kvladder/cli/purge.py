@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -44,11 +44,8 @@ def read_salt(name: str) -> str:
     """
     where = "standard input" if name == "-" else name
     try:
-        if name == "-":
-            data = sys.stdin.buffer.read(SALT_BYTES_MAX + 1)
-        else:
-            with Path(name).open("rb") as file:
-                data = file.read(SALT_BYTES_MAX + 1)
+        with nullcontext(sys.stdin.buffer) if name == "-" else Path(name).open("rb") as file:
+            data = file.read(SALT_BYTES_MAX + 1)
         salt = data.decode().removesuffix("\n").removesuffix("\r")
     except OSError as error:
         wrong = f"{where} cannot be read: {error.strerror}"
@@ -68,6 +65,7 @@ def purge(
     *,
     namespace: str | None = None,
     salt: str | None = None,
+    salt_file: str | None = None,
     everything: bool = False,
     wait_s: float = WAIT_S,
 ) -> str:
@@ -85,6 +83,8 @@ def purge(
         running cache or, of directories, for all that are there. Servers need it.
     salt:
         Only the blocks of requests with this cache salt.
+    salt_file:
+        Where to read it instead, see ``read_salt``.
     everything:
         Whether all are meant where neither salt nor namespace is given.
     wait_s:
@@ -100,11 +100,14 @@ def purge(
     space = None if namespace is None else _space(namespace)
     if salt == "":
         raise ConfigError("empty", path="--salt", hint="leave it out to remove all")
-    if salt is None and space is None and not everything:
+    if salt is None and salt_file is None and space is None and not everything:
         hint = "--salt S, --namespace HEX, or --all for every block"
         raise ConfigError("nothing is named", path="purge", hint=f"expected {hint}")
-    if salt is not None and everything:
-        raise ConfigError("both are given", path="--salt, --all", hint="use one of them")
+    if (salt is not None) + (salt_file is not None) + everything > 1:
+        hint = "use one of them"
+        raise ConfigError("both are given", path="--salt, --salt-file, --all", hint=hint)
+    if salt_file is not None:
+        salt = read_salt(salt_file)
     if salt is not None and not is_text(salt):
         raise ConfigError("not UTF-8 text", path="--salt", hint="no request can have this salt")
     if not 0 <= wait_s <= 86400:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from threading import Event
 from typing import Any, Final
 
 import msgspec
@@ -14,21 +15,14 @@ from kvladder.control.sockets import WHERE, NobodyThere, ask, sockets
 from kvladder.errors import ConfigError
 from kvladder.tiers.ladder.gate import BREAKER_STATES
 
+WATCH_S_MAX: Final = 86400
 COLUMNS: Final = (
-    "blocks",
-    "capacity",
-    "queries",
-    "hits",
-    "stored",
-    "evicted",
-    "removed",
-    "purged",
-    "queued",
+    "blocks", "capacity", "queries", "hits", "stored", "evicted", "removed", "purged", "queued",
     "removals",
-)
+)  # fmt: skip
 
 
-def stats(target: Path, *, as_json: bool = False) -> str:
+def stats(target: Path, *, as_json: bool = False, every_s: float | None = None) -> str:
     """The statistics of every cache that ``target`` leads to, as a table or as JSON.
 
     Parameters
@@ -37,12 +31,27 @@ def stats(target: Path, *, as_json: bool = False) -> str:
         A control socket, or the YAML file of a stack whose setting ``control`` names it.
     as_json:
         Everything, in one object by socket; else what matters most.
+    every_s:
+        Print them again and again, after so many seconds each, until somebody interrupts.
 
     Raises
     ------
     ConfigError
         There is no running cache, or it does not answer.
     """
+    if every_s is not None and not 0 < every_s <= WATCH_S_MAX:
+        hint = f"expected more than 0 and at most {WATCH_S_MAX} seconds"
+        raise ConfigError(f"{every_s:g}", path="--watch", hint=hint)
+    counts = _counts(target, as_json)
+    with suppress(KeyboardInterrupt):
+        while every_s is not None:
+            print(counts, end="\n\n", flush=True)
+            Event().wait(every_s)
+            counts = _counts(target, as_json)
+    return counts
+
+
+def _counts(target: Path, as_json: bool) -> str:
     found = _ask(target, "stats")
     if as_json:
         return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()

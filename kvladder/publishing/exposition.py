@@ -15,8 +15,8 @@ PREFIX: Final = "kvladder_"
 class Metric:
     """One metric; counters end in ``_total``."""
 
-    name: str
-    kind: Literal["counter", "gauge", "histogram"]
+    short: str
+    """Its name without what all begin with."""
     help: str
     fields: Mapping[str, tuple[str, ...]]
     """From which statistics it comes, and what labels of its own each of them has."""
@@ -24,6 +24,18 @@ class Metric:
     section: str = "tier"
     le: tuple[float, ...] = ()
     """Of a histogram: the inclusive upper bounds of its buckets."""
+
+    @property
+    def name(self) -> str:
+        """As it is exposed."""
+        return PREFIX + self.short
+
+    @property
+    def kind(self) -> Literal["counter", "gauge", "histogram"]:
+        """What its values are."""
+        if self.le:
+            return "histogram"
+        return "counter" if self.short.endswith("_total") else "gauge"
 
 
 class Sample(NamedTuple):
@@ -34,228 +46,109 @@ class Sample(NamedTuple):
     value: Any
 
 
-def _tier(name: str, kind: Literal["counter", "gauge"], help_: str, field_: str) -> Metric:
-    return Metric(PREFIX + name, kind, help_, {field_: ()})
+def _tier(name: str, field: str, says: str) -> Metric:
+    return Metric(f"tier_{name}", says, {field: ()})
 
 
 _BOTH_WAYS = ("tier", "direction")
 METRICS: Final = (
-    _tier(
-        "tier_queried_blocks_total",
-        "counter",
-        "Blocks that fetches asked for and no hotter tier had",
-        "queries",
-    ),
-    _tier("tier_hit_blocks_total", "counter", "Blocks served from the tier", "hits"),
-    _tier(
-        "tier_joined_blocks_total",
-        "counter",
-        "Blocks that were on their way to host already, for another fetch",
-        "joined",
-    ),
-    _tier(
-        "tier_throttled_blocks_total",
-        "counter",
-        "Blocks not fetched because of the fetch budget or for want of slots",
-        "throttled",
-    ),
-    _tier(
-        "tier_late_blocks_total",
-        "counter",
-        "Blocks that had not arrived when their fetch was over",
-        "late",
-    ),
-    _tier(
-        "tier_slower_blocks_total",
-        "counter",
-        "Blocks not fetched since computing them is faster",
-        "slower",
+    _tier("queried_blocks_total", "queries",
+        "Blocks that fetches asked for and no hotter tier had"),
+    _tier("hit_blocks_total", "hits", "Blocks served from the tier"),
+    _tier("joined_blocks_total", "joined",
+        "Blocks that were on their way to host already, for another fetch"),
+    _tier("throttled_blocks_total", "throttled",
+        "Blocks not fetched because of the fetch budget or for want of slots"),
+    _tier("late_blocks_total", "late", "Blocks that had not arrived when their fetch was over"),
+    _tier("slower_blocks_total", "slower", "Blocks not fetched since computing them is faster"),
+    Metric(
+        "tier_transferred_blocks_total", "Blocks written to and read from the tier",
+        {"stored": ("store",), "loaded": ("load",)}, _BOTH_WAYS,
     ),
     Metric(
-        PREFIX + "tier_transferred_blocks_total",
-        "counter",
-        "Blocks written to and read from the tier",
-        {"stored": ("store",), "loaded": ("load",)},
-        _BOTH_WAYS,
+        "tier_transferred_bytes_total", "Bytes written to and read from the tier",
+        {"stored_bytes": ("store",), "loaded_bytes": ("load",)}, _BOTH_WAYS,
     ),
     Metric(
-        PREFIX + "tier_transferred_bytes_total",
-        "counter",
-        "Bytes written to and read from the tier",
-        {"stored_bytes": ("store",), "loaded_bytes": ("load",)},
-        _BOTH_WAYS,
+        "tier_transfer_seconds_total", "Seconds of calls that write to and read from the tier",
+        {"stored_s": ("store",), "loaded_s": ("load",)}, _BOTH_WAYS,
     ),
+    _tier("blocks", "blocks", "Blocks that the tier holds"),
+    _tier("capacity_blocks", "capacity", "Blocks that the tier can hold"),
+    _tier("recovered_blocks_total", "recovered", "Blocks of an earlier process found at start"),
+    _tier("server_used_bytes", "server_used_bytes", "Memory that its servers use"),
+    _tier("server_max_bytes", "server_max_bytes", "Memory that they may use"),
+    _tier("namespace_bytes", "namespace_bytes",
+        "Bytes of this namespace's blocks on its servers, whoever put them"),
+    _tier("server_evicted_blocks_total", "server_evicted",
+        "Values that its servers evicted, whoever put them"),
+    _tier("probed_blocks_total", "probed", "Blocks that a shared tier was asked for"),
+    _tier("found_blocks_total", "found",
+        "Blocks of which it turned out that others had put them into a shared tier"),
     Metric(
-        PREFIX + "tier_transfer_seconds_total",
-        "counter",
-        "Seconds of calls that write to and read from the tier",
-        {"stored_s": ("store",), "loaded_s": ("load",)},
-        _BOTH_WAYS,
-    ),
-    _tier("tier_blocks", "gauge", "Blocks that the tier holds", "blocks"),
-    _tier("tier_capacity_blocks", "gauge", "Blocks that the tier can hold", "capacity"),
-    _tier(
-        "tier_recovered_blocks_total",
-        "counter",
-        "Blocks of an earlier process found at start",
-        "recovered",
-    ),
-    _tier("tier_server_used_bytes", "gauge", "Memory that its servers use", "server_used_bytes"),
-    _tier("tier_server_max_bytes", "gauge", "Memory that they may use", "server_max_bytes"),
-    _tier(
-        "tier_namespace_bytes",
-        "gauge",
-        "Bytes of this namespace's blocks on its servers, whoever put them",
-        "namespace_bytes",
-    ),
-    _tier(
-        "tier_server_evicted_blocks_total",
-        "counter",
-        "Values that its servers evicted, whoever put them",
-        "server_evicted",
-    ),
-    _tier(
-        "tier_probed_blocks_total",
-        "counter",
-        "Blocks that a shared tier was asked for",
-        "probed",
-    ),
-    _tier(
-        "tier_found_blocks_total",
-        "counter",
-        "Blocks of which it turned out that others had put them into a shared tier",
-        "found",
-    ),
-    Metric(
-        PREFIX + "tier_removed_blocks_total",
-        "counter",
-        "Blocks that left the tier",
-        {
-            "evicted": ("evicted",),
-            "expired": ("expired",),
-            "removed": ("removed",),
-            "misses": ("lost",),
-        },
+        "tier_removed_blocks_total", "Blocks that left the tier",
+        {"evicted": ("evicted",), "expired": ("expired",), "removed": ("removed",),
+         "misses": ("lost",)},
         ("tier", "reason"),
     ),
-    _tier(
-        "tier_purged_blocks_total",
-        "counter",
-        "Blocks that purges removed from a shared tier, or overwrote",
-        "purged",
-    ),
-    _tier(
-        "tier_removal_blocks",
-        "gauge",
-        "Blocks that the tier has still to forget, and purges that are not over",
-        "removals",
-    ),
+    _tier("purged_blocks_total", "purged",
+        "Blocks that purges removed from a shared tier, or overwrote"),
+    _tier("removal_blocks", "removals",
+        "Blocks that the tier has still to forget, and purges that are not over"),
     Metric(
-        PREFIX + "tier_dropped_blocks_total",
-        "counter",
-        "Blocks that could have been kept and were not",
-        {"dropped": ()},
-        ("tier", "reason", "priority"),
+        "tier_dropped_blocks_total", "Blocks that could have been kept and were not",
+        {"dropped": ()}, ("tier", "reason", "priority"),
     ),
-    _tier(
-        "tier_corrupt_blocks_total", "counter", "Blocks whose bytes failed their check", "corrupt"
-    ),
-    _tier(
-        "tier_unreadable_blocks_total",
-        "counter",
-        "Blocks whose codecs or keys are not here",
-        "unreadable",
-    ),
-    _tier(
-        "tier_encoded_bytes_total",
-        "counter",
-        "What the blocks came to that codecs made smaller, or could not",
-        "encoded_bytes",
-    ),
-    _tier(
-        "tier_errors_total", "counter", "Calls to the tier that failed, time-outs too", "errors"
-    ),
-    _tier("tier_timeouts_total", "counter", "Calls to the tier that took too long", "timeouts"),
-    _tier("tier_queue_blocks", "gauge", "Blocks that wait to be written", "queued"),
-    _tier(
-        "tier_queue_age_seconds",
-        "gauge",
-        "How long the oldest of them has waited",
-        "queue_age_s",
-    ),
+    _tier("corrupt_blocks_total", "corrupt", "Blocks whose bytes failed their check"),
+    _tier("unreadable_blocks_total", "unreadable", "Blocks whose codecs or keys are not here"),
+    _tier("encoded_bytes_total", "encoded_bytes",
+        "What the blocks came to that codecs made smaller, or could not"),
+    _tier("errors_total", "errors", "Calls to the tier that failed, time-outs too"),
+    _tier("timeouts_total", "timeouts", "Calls to the tier that took too long"),
+    _tier("queue_blocks", "queued", "Blocks that wait to be written"),
+    _tier("queue_age_seconds", "queue_age_s", "How long the oldest of them has waited"),
     Metric(
-        PREFIX + "tier_breaker_state",
-        "gauge",
+        "tier_breaker_state",
         "Circuit breaker of a kind of call: 0 closed, 1 one call is tried, 2 none is made",
-        {"breakers": ()},
-        ("tier", "call"),
+        {"breakers": ()}, ("tier", "call"),
     ),
     Metric(
-        PREFIX + "tier_breaker_openings_total",
-        "counter",
-        "How often the circuit breaker of a kind of call has opened",
-        {"breakers_opened": ()},
-        ("tier", "call"),
+        "tier_breaker_openings_total", "How often the circuit breaker of a kind of call has opened",
+        {"breakers_opened": ()}, ("tier", "call"),
     ),
+    _tier("left_behind_calls", "calls_behind",
+        "Calls to the tier that were given up and have not ended"),
+    _tier("left_out_state", "left_out",
+        "Whether the tier has not opened, and the cache goes on without it"),
     _tier(
-        "tier_left_behind_calls",
-        "gauge",
-        "Calls to the tier that were given up and have not ended",
-        "calls_behind",
-    ),
-    _tier(
-        "tier_left_out_state",
-        "gauge",
-        "Whether the tier has not opened, and the cache goes on without it",
-        "left_out",
-    ),
-    _tier(
-        "tier_task_failures_total",
-        "counter",
-        "Tasks of the tier's level that died of an error",
-        "task_failures",
+        "task_failures_total", "task_failures", "Tasks of the tier's level that died of an error",
     ),
     Metric(
-        PREFIX + "tier_eviction_age_seconds",
-        "histogram",
-        "Seconds between the last use of a block and its eviction",
-        {"eviction_age_s": ()},
-        le=AGES_S,
+        "tier_eviction_age_seconds", "Seconds between the last use of a block and its eviction",
+        {"eviction_age_s": ()}, le=AGES_S,
     ),
     Metric(
-        PREFIX + "tier_reuse_distance_blocks",
-        "histogram",
+        "tier_reuse_distance_blocks",
         "How many blocks the tier stored or served between two uses of one block",
-        {"reuse_distance": ()},
-        le=DISTANCES,
+        {"reuse_distance": ()}, le=DISTANCES,
     ),
     Metric(
-        PREFIX + "loop_faults_total",
-        "counter",
+        "loop_faults_total",
         "Errors that reached the event loop and would have ended it or were nobody's",
-        {"faults": ()},
-        (),
-        "loop",
+        {"faults": ()}, (), section="loop",
     ),
-    Metric(PREFIX + "arena_slots", "gauge", "Host slots for blocks", {"slots": ()}, (), "arena"),
+    Metric("arena_slots", "Host slots for blocks", {"slots": ()}, (), section="arena"),
+    Metric("arena_free_slots", "Host slots not in use", {"free": ()}, (), section="arena"),
     Metric(
-        PREFIX + "arena_free_slots", "gauge", "Host slots not in use", {"free": ()}, (), "arena"
-    ),
-    Metric(
-        PREFIX + "copied_bytes_total",
-        "counter",
+        "copied_bytes_total",
         "Bytes copied out of (offload) and into (onboard) the engine's KV cache",
         {"offload_bytes": ("offload",), "onboard_bytes": ("onboard",)},
-        ("direction",),
-        "copies",
+        ("direction",), section="copies",
     ),
     Metric(
-        PREFIX + "copy_seconds_total",
-        "counter",
-        "Seconds of those copies",
+        "copy_seconds_total", "Seconds of those copies",
         {"offload_s": ("offload",), "onboard_s": ("onboard",)},
-        ("direction",),
-        "copies",
+        ("direction",), section="copies",
     ),
 )  # fmt: skip
 

@@ -183,6 +183,7 @@ def test_an_engine_without_a_control_socket_is_in_the_way(tmp_path, capsys):
         ([], "nothing is named (expected --salt S, --namespace HEX, or --all"),
         (["--salt", ""], "--salt: empty"),
         (["--salt", "a", "--all"], "both are given"),
+        (["--salt", "a", "--salt-file", "-"], "both are given"),
         (["--namespace", "beef"], "--namespace: 'beef' (expected 64 hexadecimal digits"),
         (["--all", "--wait", "-1"], "--wait: -1"),
         (["--all", "--wait", "nan"], "--wait: nan"),
