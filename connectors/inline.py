@@ -9,8 +9,8 @@ import torch
 from kvladder.connectors.base import Connector
 from kvladder.errors import LayoutError
 from kvladder.gpu.copy.copier import Copier, CopyJob, Finished, JobId
+from kvladder.gpu.copy.cuda import copier_for
 from kvladder.gpu.copy.pages import BlockPages
-from kvladder.gpu.copy.select import copier_for
 from kvladder.keys import BlockKey, KeyScheme
 from kvladder.manager import CacheManager
 

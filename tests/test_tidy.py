@@ -188,6 +188,38 @@ def test_who_catches_everything_exists():
     assert set(CATCHES_ALL) <= set(PRODUCT)
 
 
+def set_from_outside(module):
+    """Attributes that a module sets of objects whose class it does not define.
+
+    Counters are: whoever sees something happen counts it in the ``stats``.
+    """
+    stores = [
+        node
+        for node in ast.walk(module)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    ]
+    own = {node.attr for node in stores if dotted(node.value) == "self"}
+    fields = [node.target for node in ast.walk(module) if isinstance(node, ast.AnnAssign)]
+    own |= {field.id for field in fields if isinstance(field, ast.Name)}
+    for node in stores:
+        owner = dotted(node.value)
+        if node.attr not in own and owner.rsplit(".", 1)[-1].lstrip("_") != "stats":
+            yield f"line {node.lineno} sets {ast.unparse(node)}"
+
+
+def test_what_sets_attributes_from_outside_is_found():
+    code = "a.b = 1\nself.a.b += 1\nc, a.b = 1, 2\nself.a, a.stats.b, c.a = 1, 2, 3\na.b[0] = a.c"
+    found = list(set_from_outside(ast.parse(code)))
+    assert found == ["line 1 sets a.b", "line 2 sets self.a.b", "line 3 sets a.b"]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in PRODUCT if name.startswith(("gpu/", "kvladder/device/"))]
+)
+def test_objects_are_changed_by_their_own_methods(name):
+    assert not list(set_from_outside(tree(name)))
+
+
 # ---- words
 
 

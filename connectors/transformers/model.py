@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from kvladder.connectors.parameters import model_digest
 from kvladder.device.cache import DeviceCache, DeviceGroup, open_device
 from kvladder.errors import LayoutError
+from kvladder.gpu.copy.pages import copy_tokens
 from kvladder.gpu.requests.groups import Group
 from kvladder.gpu.requests.requests import Request
 
@@ -229,8 +230,10 @@ class PooledModel:
             for group, copy in request.copies:
                 for layer in self._layers:
                     if layer.group == group:
-                        source = layer.memory[copy.source, :, : copy.tokens]
-                        layer.memory[copy.target, :, : copy.tokens] = source
+                        source, target, tokens, _ = copy
+                        copy_tokens(
+                            layer.memory, source=source, target=target, tokens=tokens, axis=2
+                        )
             self.requests.copied(request)
         return request.ready
 

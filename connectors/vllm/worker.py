@@ -18,8 +18,8 @@ from kvladder.connectors.vllm.identity.loaded import Loaded
 from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report, Seen, Step
 from kvladder.errors import LayoutError
 from kvladder.gpu.copy.copier import Copier, CopyJob, Finished, JobId
+from kvladder.gpu.copy.cuda import copier_for
 from kvladder.gpu.copy.pages import BlockPages, Part
-from kvladder.gpu.copy.select import copier_for
 from kvladder.notices import Notices
 
 REST_S = 0.001

@@ -78,15 +78,13 @@ class Copier(ABC):
         """End what was submitted, then all threads; ``poll`` still reports. May be called again."""
 
 
+@dataclass(slots=True)
 class Task:
     """A job under way."""
 
-    __slots__ = ("begun_s", "job", "steps")
-
-    def __init__(self, job: CopyJob, steps: Iterator[None]) -> None:
-        self.job = job
-        self.steps = steps
-        self.begun_s: float | None = None
+    job: CopyJob
+    steps: Iterator[None]
+    begun_s: float | None = None
 
 
 class ThreadedCopier(Copier):

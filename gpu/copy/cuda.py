@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from math import gcd
 from time import perf_counter
 from typing import Any, Protocol
@@ -13,7 +13,9 @@ from typing import Any, Protocol
 import torch
 
 from kvladder.arena import Arena
+from kvladder.errors import LayoutError
 from kvladder.gpu.copy.copier import (
+    Copier,
     CopyJob,
     Direction,
     Finished,
@@ -21,6 +23,7 @@ from kvladder.gpu.copy.copier import (
     ThreadedCopier,
     require_places,
 )
+from kvladder.gpu.copy.cpu import CpuCopier
 from kvladder.gpu.copy.pages import BlockPages, Page, Parts, by_group
 
 logger = logging.getLogger("kvladder")
@@ -101,36 +104,6 @@ class CudaDevice:
 
     def unpin(self, address: int) -> None:
         self._cuda.cudart().cudaHostUnregister(address)
-
-
-class HostDevice:
-    """Main memory as a device whose every operation is over when it returns; for tests."""
-
-    def new_stream(self) -> Any:
-        return "beside the engine"
-
-    def use(self, stream: Any) -> AbstractContextManager[Any]:
-        return nullcontext(stream)
-
-    def mark(self, stream: Any = None) -> Event:
-        return _Past()
-
-    def after(self, stream: Any, event: Event) -> None:
-        event.synchronize()
-
-    def pin(self, address: int, size: int) -> bool:
-        return address > 0 and size > 0
-
-    def unpin(self, address: int) -> None:
-        assert address > 0
-
-
-class _Past:
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        return None
 
 
 class StreamCopier(ThreadedCopier):
@@ -305,3 +278,21 @@ def _wide(page: Page, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     unit = gcd(unit, rows.stride(0))
     dtype = {8: torch.int64, 4: torch.int32, 2: torch.int16}.get(unit, torch.uint8)
     return page.view.view(dtype), part.view(dtype)
+
+
+def copier_for(parts: Parts, arena: Arena) -> Copier:
+    """The copier that fits a device: between these pages and the slots of ``arena``.
+
+    The arena outlives it.
+
+    Raises
+    ------
+    LayoutError
+        The tensors are on a device that there is no copier for.
+    """
+    device = next(iter(by_group(parts).values())).pages.device
+    if device.type == "cpu":
+        return CpuCopier(parts, arena)
+    if device.type == "cuda":
+        return StreamCopier(parts, arena)
+    raise LayoutError(f"KV tensors on {device}", hint="expected cpu or cuda")

@@ -202,3 +202,27 @@ def _require_apart(pages: Sequence[Page], blocks: int) -> None:
             raise LayoutError(
                 f"{one.names[0]} and {two.names[0]} overlap", hint="expected one place per tensor"
             )
+
+
+def copy_tokens(memory: torch.Tensor, *, source: int, target: int, tokens: int, axis: int) -> None:
+    """Copy the KV of the first ``tokens`` tokens from slot ``source`` to slot ``target``.
+
+    Parameters
+    ----------
+    memory:
+        Changed in place; the first dimension counts slots.
+    tokens:
+        0 to the tokens of a block.
+    axis:
+        The dimension that counts tokens, 1 or more.
+
+    Raises
+    ------
+    ValueError
+        ``axis`` or ``tokens`` is out of its range; nothing was changed.
+    """
+    if not 1 <= axis < memory.dim():
+        raise ValueError(f"axis {axis}: expected 1 .. {memory.dim() - 1}")
+    if not 0 <= tokens <= memory.shape[axis]:
+        raise ValueError(f"{tokens} tokens: expected 0 .. {memory.shape[axis]}")
+    memory[target].narrow(axis - 1, 0, tokens).copy_(memory[source].narrow(axis - 1, 0, tokens))

@@ -58,8 +58,7 @@ class Retainer:
 
     def _until(self, node: NodeId, until_s: float) -> None:
         rows = self._ledger.nodes
-        rows.special = True  # whoever frees the row has to look for it
-        rows.until[node] = until_s
+        rows.set_until(node, until_s)
         heappush(self._ends, (until_s, node))
         if len(self._ends) > 2 * len(rows.until) + 64:
             held = rows.until

@@ -159,11 +159,8 @@ class Serving:
         return best if self._moves.claim([index.key_of(best.node)]) else None
 
     def _usable(self, node: NodeId) -> bool:
-        if node in self._moves.leaving:
-            return False
-        if self._ledger.nodes.slot[node] == NO_SLOT or self._partial == "copy":
-            return True
-        return self._takeable(node)
+        copied = self._ledger.nodes.slot[node] == NO_SLOT or self._partial == "copy"
+        return node not in self._moves.leaving and (copied or self._takeable(node))
 
     def _takeable(self, node: NodeId) -> bool:
         """Whether nobody holds the block, which is on the device, and nothing follows it."""

@@ -98,6 +98,11 @@ class Nodes:
         if node in self.floors:
             self.floors.clear()
 
+    def set_until(self, node: NodeId, until_s: float) -> None:
+        """Note when the priority of a row reverts to the default."""
+        self.special = True  # whoever frees the row has to look for it
+        self.until[node] = until_s
+
     def floor(self, node: NodeId) -> int:
         """The lowest priority among the block and its ancestors; a step per ancestor at first."""
         if not self.special:

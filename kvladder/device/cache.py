@@ -15,8 +15,8 @@ from kvladder.config.stack import StackConfig, load_config
 from kvladder.device.port import TierPort
 from kvladder.device.preempt import Preemption, Suspended
 from kvladder.errors import ConfigError, LayoutError, PlanError
+from kvladder.gpu.copy.cuda import copier_for
 from kvladder.gpu.copy.pages import BlockPages, Part, common_element
-from kvladder.gpu.copy.select import copier_for
 from kvladder.gpu.pool.events import PoolEvent, PoolEvents, Stored
 from kvladder.gpu.pool.pool import BlockPool, Partial, PoolSettings
 from kvladder.gpu.requests.groups import Group

@@ -6,6 +6,7 @@ The one place beside the manager that has both the device and the tiers in view.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
@@ -51,14 +52,6 @@ class _Claim:
             self.fetch.release()
 
 
-class _Out(NamedTuple):
-    """An offload under way: blocks on their way into leased slots."""
-
-    group: int
-    keys: list[BlockKey]
-    slots: list[Slot]
-
-
 class _In(NamedTuple):
     """An onboarding under way: where each block comes from, once its fetch is done."""
 
@@ -73,8 +66,8 @@ class TierPort:
     Blocks that a pool evicts are copied into slots of the arena, as far as some level takes them,
     and committed when the copy has ended; blocks that a pool claims are fetched and copied back.
     What levels lose or give up is in a journal, of which the pools are told what no level has.
-    Everything is called on the
-    engine's thread and returns at once; the engine calls ``poll`` once a step.
+    Everything is called on the engine's thread and returns at once; the engine calls ``poll`` once
+    a step.
 
     Parameters
     ----------
@@ -92,10 +85,9 @@ class TierPort:
         self._pools: dict[int, BlockPool] = {}
         self._ids = count(1)
         self._claims: dict[BlockKey, list[tuple[_Claim, int]]] = {}
-        self._out: dict[Ticket, _Out] = {}
         self._in: dict[Ticket, _In] = {}
-        self._own: dict[Ticket, Callable[[bool], None]] = {}
-        self._copying: dict[Ticket, Direction] = {}
+        self._copying: dict[Ticket, tuple[Direction, Callable[[bool], None]]] = {}
+        """Copies under way, and what is called when they have ended."""
         self.byte_s: dict[Direction, float] = {}
         """Seconds per byte of recent copies."""
         self._asking: list[Fetch] = []
@@ -142,14 +134,13 @@ class TierPort:
     ) -> Ticket:
         """Copy between held device slots and leased ones; ``poll`` calls ``ended(ok)``."""
         ticket = Ticket(next(self._ids))
-        self._own[ticket] = ended
-        self._copy(ticket, group, direction, blocks, slots)
+        self._copy(ticket, group, direction, blocks, slots, ended)
         return ticket
 
     @property
     def busy(self) -> bool:
         """Whether a copy is under way or waits for a tier."""
-        return bool(self._out or self._in or self._own)
+        return bool(self._in or self._copying)
 
     @property
     def capacities(self) -> Mapping[str, int]:
@@ -162,34 +153,40 @@ class TierPort:
         """See ``Below.offload``; one copy for all that is taken and was not there."""
         ticket = Ticket(next(self._ids))
         taken: list[Taken | None] = []
-        out, device = _Out(group, [], []), list[int]()
+        keys, slots, device = list[BlockKey](), list[Slot](), list[DeviceSlot]()
         for start in range(0, len(victims), STEP):
             with self._ladder.lock:
-                part = victims[start : start + STEP]
-                taken += [self._take(victim, ticket, out, device) for victim in part]
-        if out.keys:
-            self._out[ticket] = out
-            self._copy(ticket, group, "offload", device, out.slots)
+                for victim in victims[start : start + STEP]:
+                    meta = self._meta(victim)
+                    if self._ladder.used(victim.key, meta) is not None:
+                        taken.append(Taken())
+                        continue
+                    _, leased = self._ladder.reserve([victim.key], [meta], explicit=True)
+                    taken.append(Taken(ticket) if leased else None)
+                    if leased:
+                        keys.append(victim.key)
+                        slots += leased
+                        device.append(victim.slot)
+        if keys:
+            ended = partial(self._saved, group, ticket, keys, slots)
+            self._copy(ticket, group, "offload", device, slots, ended)
         return taken
 
-    def _take(self, victim: Victim, ticket: Ticket, out: _Out, device: list[int]) -> Taken | None:
-        """Take a block over, to be copied with ``out`` if it is not there; with the lock held."""
-        ladder, key = self._ladder, victim.key
-        terms = self._terms(victim.salt)
-        meta = Meta(victim.priority, victim.floor, victim.hits, victim.until_s, terms)
-        if ladder.used(key, meta) is not None:
-            return Taken()
-        _, slots = ladder.reserve([key], [meta], explicit=True)
-        if not slots:
-            return None
-        out.keys.append(key)
-        out.slots.extend(slots)
-        device.append(victim.slot)
-        return Taken(ticket)
+    def _saved(
+        self, group: int, ticket: Ticket, keys: list[BlockKey], slots: list[Slot], ok: bool
+    ) -> None:
+        """Blocks were copied into leased slots, or were not."""
+        (self._ladder.publish if ok else self._ladder.abandon)(keys, slots)
+        for start in range(0, len(keys), BULK_STEP):
+            with self._ladder.lock:  # what nothing took after all is in no level
+                self._journal.add(keys[start : start + BULK_STEP])
+        self._pools[group].landed(ticket, ok=ok)
 
-    def _terms(self, salt: str) -> Terms:
-        """Whose a block is, for ``CacheManager.purge``."""
-        return Terms(salt=salt_digest(self.manager.namespace, salt)) if salt else NO_TERMS
+    def _meta(self, victim: Victim) -> Meta:
+        """What a level is told of it; whose it is, for ``CacheManager.purge``."""
+        salt = victim.salt
+        terms = Terms(salt=salt_digest(self.manager.namespace, salt)) if salt else NO_TERMS
+        return Meta(victim.priority, victim.floor, victim.hits, victim.until_s, terms)
 
     def _copy(
         self,
@@ -198,8 +195,9 @@ class TierPort:
         direction: Direction,
         blocks: Sequence[int],
         slots: Sequence[Slot],
+        ended: Callable[[bool], None],
     ) -> None:
-        self._copying[ticket] = direction
+        self._copying[ticket] = direction, ended
         self.copier.submit(CopyJob(JobId(ticket), direction, tuple(blocks), tuple(slots), group))
 
     # ---- in
@@ -266,7 +264,11 @@ class TierPort:
             return False
         held = {claim: claim.fetch.slots for claim, _ in arriving.sources}
         slots = [held[claim][at] for claim, at in arriving.sources]
-        self._copy(ticket, arriving.group, "onboard", arriving.slots, slots)
+
+        def ended(ok: bool) -> None:
+            self._arrived(ticket, ok=ok, damaged=not ok)
+
+        self._copy(ticket, arriving.group, "onboard", arriving.slots, slots, ended)
         return True
 
     # ---- what came of it
@@ -288,22 +290,11 @@ class TierPort:
 
     def _ended(self, finished: Finished) -> None:
         ticket = Ticket(finished.id)
-        direction = self._copying.pop(ticket)
+        direction, ended = self._copying.pop(ticket)
         if finished.bytes:
             per_byte_s = finished.seconds / finished.bytes
             self.byte_s[direction] = blended(self.byte_s.get(direction), per_byte_s)
-        if ticket in self._own:
-            self._own.pop(ticket)(finished.ok)
-            return
-        out = self._out.pop(ticket, None)
-        if out is None:
-            self._arrived(ticket, ok=finished.ok, damaged=not finished.ok)
-            return
-        (self._ladder.publish if finished.ok else self._ladder.abandon)(out.keys, out.slots)
-        for start in range(0, len(out.keys), BULK_STEP):
-            with self._ladder.lock:  # what nothing took after all is in no level
-                self._journal.add(out.keys[start : start + BULK_STEP])
-        self._pools[out.group].landed(ticket, ok=finished.ok)
+        ended(finished.ok)
 
     def _arrived(self, ticket: Ticket, *, ok: bool, damaged: bool = False) -> None:
         arriving = self._in.pop(ticket)
@@ -332,7 +323,6 @@ class TierPort:
     def check(self) -> None:
         """Assert that both sides agree on what is under way, and the manager's own invariants."""
         self.manager.check()
-        assert self._copying.keys() <= self._out.keys() | self._in.keys() | self._own.keys()
         claims = [claim for held in self._claims.values() for claim, _ in held]
         claims += [claim for arriving in self._in.values() for claim, _ in arriving.sources]
         for claim in set(claims):

@@ -2,7 +2,9 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ from kvladder.arena import Arena, Slot
 from kvladder.errors import LayoutError
 from kvladder.gpu.copy.copier import Copier, CopyJob, Direction, JobId, ThreadedCopier
 from kvladder.gpu.copy.cpu import CpuCopier
-from kvladder.gpu.copy.cuda import HostDevice, StreamCopier
-from kvladder.gpu.copy.pages import BlockPages, Part
+from kvladder.gpu.copy.cuda import Event, StreamCopier
+from kvladder.gpu.copy.pages import BlockPages, Part, copy_tokens
 from tests.patience import PATIENCE_S
 
 BLOCKS, LAYERS, HEADS, TOKENS, WIDTH = 12, 3, 2, 8, 16
@@ -57,6 +59,38 @@ SHAPES = [
     layers_outside, blocks_outside, tokens_before_heads, separate, kernel_blocks, uneven,
 ]  # fmt: skip
 Make = Callable[[BlockPages, Arena, int], Copier]
+
+
+class HostDevice:
+    """Main memory as a device whose every operation is over when it returns."""
+
+    def new_stream(self) -> Any:
+        return "beside the engine"
+
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext(stream)
+
+    def mark(self, stream: Any = None) -> Event:
+        return Past()
+
+    def after(self, stream: Any, event: Event) -> None:
+        event.synchronize()
+
+    def pin(self, address: int, size: int) -> bool:
+        return address > 0 and size > 0
+
+    def unpin(self, address: int) -> None:
+        assert address > 0
+
+
+class Past:
+    """An event that is over."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
 
 
 def on_cpu(pages: BlockPages, arena: Arena, offset: int) -> Copier:
@@ -355,3 +389,24 @@ def test_what_a_block_consists_of_is_told_if_it_is_the_same_everywhere() -> None
     assert BlockPages.of(across, blocks=4).element == ("float32", 0)
     mixed = {**heads, "state": torch.zeros(4, 8, dtype=torch.bfloat16)}
     assert BlockPages.of(mixed, blocks=4).element == ("", 0)
+
+
+@pytest.mark.parametrize("bits", [8, 16, 32, 64])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 4])
+def test_u19_a_partial_copy_writes_the_first_tokens_alone(bits: int, tokens: int) -> None:
+    kind = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}[bits]
+    memory = torch.full((3, 2, 4, 5), 0x5A, dtype=kind)
+    source = torch.arange(40, dtype=kind).reshape(2, 4, 5)
+    memory[1] = source
+    copy_tokens(memory, source=1, target=2, tokens=tokens, axis=2)
+    assert (memory[2, :, :tokens] == source[:, :tokens]).all()
+    assert (memory[2, :, tokens:] == 0x5A).all()
+    assert (memory[1] == source).all()
+    assert (memory[0] == 0x5A).all()
+
+
+@pytest.mark.parametrize(("tokens", "axis"), [(-1, 2), (5, 2), (1, 0), (1, 4)])
+def test_u19_a_wrong_partial_copy_is_refused(tokens: int, axis: int) -> None:
+    memory = torch.zeros((3, 2, 4, 5))
+    with pytest.raises(ValueError, match="expected"):
+        copy_tokens(memory, source=1, target=2, tokens=tokens, axis=axis)

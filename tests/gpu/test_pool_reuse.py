@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kvladder.errors import ConfigError, NotHeld, NotReady, OutOfBlocks
-from kvladder.gpu.copy.parts import copy_tokens
 from kvladder.gpu.pool.pool import Partial
 from kvladder.gpu.requests.sequences import Sequences
 from kvladder.keys import KeyScheme, namespace
@@ -199,28 +198,6 @@ def test_u17_after_a_reset_nothing_is_served_nor_stored_by_those_who_run() -> No
     assert len(engine.pool._ledger.index) == 0
     assert engine.run(range(9)) == 0
     assert engine.run(range(9)) == 8
-
-
-@pytest.mark.parametrize("code", ["B", "H", "I", "Q"])
-@pytest.mark.parametrize("tokens", [0, 1, 3, 4])
-def test_u19_a_partial_copy_writes_the_first_tokens_alone(code: str, tokens: int) -> None:
-    numpy = pytest.importorskip("numpy")
-    store = numpy.full((3, 2, 4, 5), 0x5A, dtype=code)
-    source = numpy.arange(40, dtype=code).reshape(2, 4, 5)
-    store[1] = source
-    copy_tokens(store, source=1, target=2, tokens=tokens, axis=2)
-    assert (store[2, :, :tokens] == source[:, :tokens]).all()
-    assert (store[2, :, tokens:] == 0x5A).all()
-    assert (store[1] == source).all()
-    assert (store[0] == 0x5A).all()
-
-
-@pytest.mark.parametrize(("tokens", "axis"), [(-1, 2), (5, 2), (1, 0), (1, 4)])
-def test_u19_a_wrong_partial_copy_is_refused(tokens: int, axis: int) -> None:
-    numpy = pytest.importorskip("numpy")
-    store = numpy.zeros((3, 2, 4, 5))
-    with pytest.raises(ValueError, match="expected"):
-        copy_tokens(store, source=1, target=2, tokens=tokens, axis=axis)
 
 
 # ---- further of the same kind
