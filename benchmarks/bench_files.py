@@ -36,7 +36,7 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.runtime import SystemClock
 from kvladder.testing.sim import inline_blocking
 from kvladder.tiers.base import Item, Shared, TierContext
-from kvladder.tiers.files.disk import OsDisk
+from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.header import HEADER_BYTES
 from kvladder.tiers.files.log import PUT, IndexLog
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
@@ -281,7 +281,7 @@ def prepare(path: Path, count: int, *, dead: bool) -> None:
     for segment in range(1, -(-whole // segment_bytes)):  # without space on the disk
         with (home / f"seg-{segment:05d}").open("wb") as file:
             file.truncate(min(segment_bytes, whole - segment * segment_bytes))
-    log = IndexLog(OsDisk(), home, LAYOUT.namespace(), places_max=count, slack_records=0)
+    log = IndexLog(Disk(), home, LAYOUT.namespace(), places_max=count, slack_records=0)
     log.load()
     for first in (count, 0) if dead else (0,):
         for start in range(0, count, 128):

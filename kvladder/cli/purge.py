@@ -19,7 +19,7 @@ from kvladder.layout import PAGE_BYTES, Layout
 from kvladder.runtime import Runtime, SystemClock
 from kvladder.schema import is_text
 from kvladder.tiers.base import TierContext
-from kvladder.tiers.files.disk import OsDisk
+from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.purge import purge_files
 from kvladder.tiers.files.tier import FilesOptions
 
@@ -222,7 +222,7 @@ def _purge_files(
 ) -> list[str]:
     path, bar = Path(options.path), _bar(name, "places")
     try:
-        done = purge_files(OsDisk(), path, space=space, salt=salt, progress=bar, others=processes)
+        done = purge_files(Disk(), path, space=space, salt=salt, progress=bar, others=processes)
     except ConfigError as error:
         raise ConfigError(error.message, path=name, hint=error.hint) from error
     if not done and not processes:

@@ -19,7 +19,7 @@ from kvladder.runtime import SystemClock
 from kvladder.testing.sim import inline_blocking
 from kvladder.tiers.base import Item, TierContext
 from kvladder.tiers.files.directory import leases
-from kvladder.tiers.files.disk import OsDisk
+from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
 from kvladder.units import Size
 
@@ -95,7 +95,7 @@ async def open_beside(path: Path, arena: Arena, process: int) -> None:
     tier = await open_tier(path, arena)
     home = LAYOUT.namespace().hex()[:16]
     assert tier.describe()["directory"] == f"{home}.1"
-    assert {lease.home.name: lease.owner for lease in leases(OsDisk(), path)} == {
+    assert {lease.home.name: lease.owner for lease in leases(Disk(), path)} == {
         home: str(process),
         f"{home}.1": str(os.getpid()),
     }

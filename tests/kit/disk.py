@@ -236,6 +236,9 @@ class FakeDisk(Disk):
 
     # ---- the port
 
+    def examine(self, path: Path, *_: object) -> dict[str, str]:
+        return {}
+
     def open(self, path: Path, flags: int) -> int:
         name = str(path)
         self._call("open", name)

@@ -16,7 +16,7 @@ from kvladder.testing.fixtures import Blocks, MakeTier
 from kvladder.testing.tiers import TierTests
 from kvladder.tiers.base import Item, Tier, TierContext
 from kvladder.tiers.files import tier as files
-from kvladder.tiers.files.disk import OsDisk
+from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
 from kvladder.units import Size
 from tests.kit.disk import FakeDisk, InlinePool
@@ -62,7 +62,7 @@ class FilesTests(TierTests):
         self.flip(path, offset + HEADER)
 
 
-class StuckDisk(OsDisk):
+class StuckDisk(Disk):
     """Reads that hang until they are let go."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from kvladder.errors import TierError
 from kvladder.testing.fixtures import Blocks
 from kvladder.testing.sim import SimClock, inline_blocking
 from kvladder.tiers.base import TierContext
-from kvladder.tiers.files.disk import OsDisk
+from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
 from tests.crash.harness import CAPACITY, LAYOUT, STRIDE, Machine, key, new_disk
 from tests.kit.disk import FakeDisk, InlinePool
@@ -143,7 +143,7 @@ async def test_a_key_at_two_places_is_recovered_once(machine: Machine) -> None:
 # ---- on real files, with a device that misbehaves
 
 
-class BadDisk(OsDisk):
+class BadDisk(Disk):
     """Sectors that cannot be used, and calls that do less than they could."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from kvladder.layout import Layout
 from kvladder.manager import CacheManager
 from kvladder.runtime import SystemClock
 from kvladder.tiers.files import segments
-from kvladder.tiers.files.disk import OsDisk
+from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.purge import purge_files
 from tests.patience import PATIENCE_S
 
@@ -171,13 +171,13 @@ def test_nothing_of_one_block_is_stored_behind_another(tmp_path) -> None:
 def test_a_disk_that_fails_is_tried_again(tmp_path, monkeypatch) -> None:
     failing = iter([errno.EIO, errno.EIO])
 
-    class Worn(OsDisk):
+    class Worn(Disk):
         def pwritev(self, fd, buffers, offset):
             if not bytes(buffers[0][:4096]).strip(b"\0") and (code := next(failing, 0)):
                 raise OSError(code, os.strerror(code))
             return super().pwritev(fd, buffers, offset)
 
-    monkeypatch.setattr("kvladder.tiers.files.tier.OsDisk", Worn)
+    monkeypatch.setattr("kvladder.tiers.files.tier.Disk", Worn)
     breaker = {"failures": 3, "retry": "10 ms"}
     with open_cache(stack(tmp_path / "kv", breaker=breaker), layout=LAYOUT) as cache:
         red = save(cache, "red")
@@ -212,13 +212,13 @@ def test_a_directory_at_rest_on_a_real_disk(tmp_path) -> None:
     with open_cache(stack(path), layout=LAYOUT) as cache:
         red, blue = save(cache, "red"), save(cache, "blue")
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} .*control"):
-            purge_files(OsDisk(), path, space=None, salt="red", progress=lambda *_: None)
+            purge_files(Disk(), path, space=None, salt="red", progress=lambda *_: None)
     told: list[tuple[int, ...]] = []
 
     def progress(*numbers: int) -> None:
         told.append(numbers)
 
-    (done,) = purge_files(OsDisk(), path, space=None, salt="red", progress=progress)
+    (done,) = purge_files(Disk(), path, space=None, salt="red", progress=progress)
     assert (done.removed, done.erased) == (20, 20)
     assert told[-1][0] == told[-1][1] > 40
     assert (seen(path, red), seen(path, blue)) == (0, 20)

@@ -16,7 +16,7 @@ from kvladder.layout import Layout
 from kvladder.runtime import SystemClock
 from kvladder.testing.sim import inline_blocking
 from kvladder.tiers.base import Item, TierContext
-from kvladder.tiers.files.disk import OsDisk
+from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.log import PUT, REMOVE, IndexLog
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
 
@@ -38,7 +38,7 @@ async def test_recovers_a_million_blocks(tmp_path: Path) -> None:
     for segment in range(1, -(-COUNT // PLACES)):  # without space on the disk
         with (home / f"seg-{segment:05d}").open("wb") as file:
             file.truncate(min(PLACES, COUNT - segment * PLACES) * STRIDE)
-    log = IndexLog(OsDisk(), home, layout.namespace(), places_max=COUNT, slack_records=0)
+    log = IndexLog(Disk(), home, layout.namespace(), places_max=COUNT, slack_records=0)
     log.load()
     for start in range(0, COUNT, 250):
         keys = [hashlib.sha256(b"%d" % n).digest() for n in range(start, start + 250)]

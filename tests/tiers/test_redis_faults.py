@@ -87,8 +87,8 @@ def stored(cache, wanted):
 
 def forgotten(cache, wanted):
     """Have the host level forget blocks, so that they have to come from below."""
-    with cache.stack.lock:
-        cache.stack.host.remove(wanted)
+    with cache._stack.lock:
+        cache._stack.host.remove(wanted)
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def settled(*caches):
     """Wait until the first recount is over: what is written meanwhile may count twice."""
     for cache in caches:
         load(cache, flat(10**9))  # a call that has it begin
-        tier = cache.stack.levels[0].tier
+        tier = cache._stack.levels[0].tier
         wait_for(lambda tier=tier: tier._asking is None)
 
 
@@ -64,8 +64,8 @@ def salted(cache, wanted, salt):
             cache.arena.view(slot)[: LAYOUT.block_bytes] = payload(key)
         saving.commit()
         wait_for(cache.idle)
-    with cache.stack.lock:
-        return sum(key in cache.stack.levels[0].index for key in wanted)
+    with cache._stack.lock:
+        return sum(key in cache._stack.levels[0].index for key in wanted)
 
 
 def flat(*numbers):
@@ -130,7 +130,7 @@ def test_a_damaged_block_that_is_replaced_counts_once(server):
         settled(cache)
         wanted = flat(1, 2)
         assert salted(cache, wanted, "tenant") == 2
-        name = key_of(cache.stack.levels[0].tier, Item(wanted[0], 0))
+        name = key_of(cache._stack.levels[0].tier, Item(wanted[0], 0))
         server.run("SETRANGE", name, VALUE - 1, b"?")
         forgotten(cache, wanted)
         assert [load(cache, [key])[0] for key in wanted] == [0, 1]

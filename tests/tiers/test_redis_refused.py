@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 
@@ -191,7 +192,10 @@ def test_a_sentinel_taken_for_a_server_and_the_reverse(server, tmp_path):
 
 
 class Scripted:
-    """A server that answers each command with the next of its replies, and then hangs up."""
+    """A server that answers what it is sent with the next of its replies, and then hangs up.
+
+    It echoes what it is asked to.
+    """
 
     def __init__(self, *replies):
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -208,8 +212,8 @@ class Scripted:
             taken, _ = self._socket.accept()
             with taken:
                 for reply in replies:
-                    taken.recv(65536)
-                    taken.sendall(reply)
+                    echo = re.search(rb"ECHO\r\n(.*\r\n)", taken.recv(65536), re.DOTALL)
+                    taken.sendall(reply + (echo[1] if echo else b""))
                 taken.recv(65536)
 
     def __exit__(self, *_):
@@ -245,8 +249,7 @@ def test_a_server_too_old_for_us():
 def test_a_server_that_answers_a_question_about_its_settings_as_it_likes(reply):
     info = b"redis_version:7.2.0\r\nredis_mode:standalone\r\n"
     login = [HELLO, b"+OK\r\n", b"+OK\r\n+OK\r\n"]
-    replies = [*login, b"$%d\r\n%b\r\n" % (len(info), info)], [*login, reply]
-    with Scripted(*replies) as odd:
+    with Scripted([*login, b"$%d\r\n%b\r\n" % (len(info), info), reply]) as odd:
         source = stack(url=f"redis://127.0.0.1:{odd.port}", required=True)
         with kvladder.open_cache(source, layout=LAYOUT) as cache:
             told = cache._stack.levels[0].tier.describe()["value"]

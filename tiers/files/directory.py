@@ -14,7 +14,7 @@ import msgspec
 
 from kvladder.errors import ConfigError
 from kvladder.keys import Namespace
-from kvladder.tiers.files.disk import Disk, read_file, sync_directory, write_all
+from kvladder.tiers.files.disk import Disk, opened, read_file, sync_directory, write_all
 from kvladder.tiers.files.meta import (
     ASIDE,
     LOCK_NAME,
@@ -55,8 +55,7 @@ def exclusive(disk: Disk, path: Path) -> Generator[None]:
     lock = path / LOCK_NAME
     with suppress(FileNotFoundError):
         require_safe(disk, lock, directory=False)
-    fd = disk.open(lock, os.O_RDWR | os.O_CREAT)
-    try:
+    with opened(disk, lock, os.O_RDWR | os.O_CREAT) as fd:
         tries = int(LOCK_WAIT_S / _LOCK_STEP_S)
         while not disk.lock(fd):
             tries -= 1
@@ -64,8 +63,6 @@ def exclusive(disk: Disk, path: Path) -> Generator[None]:
                 raise OSError(errno.EAGAIN, "another process keeps it locked", str(lock))
             Event().wait(_LOCK_STEP_S)
         yield
-    finally:
-        disk.close(fd)
 
 
 class Lease(NamedTuple):
@@ -174,7 +171,7 @@ class FilesDirectory:
                 fd = self._lock(home)
                 if fd is not None:
                     taken[number] = fd, 0
-                    taken[number] = fd, self._segment_bytes(home)
+                    taken[number] = fd, _segment_bytes(self._disk, home)
             if not taken:
                 number = next(n for n in range(len(numbers) + 1) if n not in numbers)
                 if number >= LEASES_MAX:
@@ -303,12 +300,8 @@ class FilesDirectory:
                     used_ns = 0  # META is damaged
                 else:
                     continue
-                found.append((used_ns, Lease(home, self._segment_bytes(home), None)))
+                found.append((used_ns, Lease(home, _segment_bytes(self._disk, home), None)))
         return [lease for _, lease in sorted(found)]
-
-    def _segment_bytes(self, home: Path) -> int:
-        names = filter(_is_segment, self._disk.listdir(home))
-        return sum(self._disk.stat(home / name).size for name in names)
 
     def _delete(self, home: Path) -> None:
         self._delete_files(home)
@@ -344,9 +337,7 @@ def leases(disk: Disk, path: Path) -> list[Lease]:
         home = path / name
         with suppress(FileNotFoundError, NotADirectoryError):
             if home_number(name) is not None and read_meta(disk, home) is not None:
-                names = filter(_is_segment, disk.listdir(home))
-                size = sum(disk.stat(home / segment).size for segment in names)
-                found.append(Lease(home, size, _held_by(disk, home)))
+                found.append(Lease(home, _segment_bytes(disk, home), _held_by(disk, home)))
     return found
 
 
@@ -374,14 +365,13 @@ def look(disk: Disk, path: Path) -> dict[str, str]:
 
 
 def _held_by(disk: Disk, home: Path) -> str | None:
-    try:
-        fd = disk.open(home / LOCK_NAME, os.O_RDWR)
-    except FileNotFoundError:
-        return None
-    try:
+    with suppress(FileNotFoundError), opened(disk, home / LOCK_NAME, os.O_RDWR) as fd:
         return None if disk.lock(fd) else owner(disk, home)
-    finally:
-        disk.close(fd)
+    return None
+
+
+def _segment_bytes(disk: Disk, home: Path) -> int:
+    return sum(disk.stat(home / name).size for name in filter(_is_segment, disk.listdir(home)))
 
 
 def _is_segment(name: str) -> bool:

@@ -16,7 +16,7 @@ from kvladder.arena import Arena
 from kvladder.layout import PAGE_BYTES, align
 from kvladder.tiers.base import Item, Outcome
 from kvladder.tiers.files.directory import FilesDirectory, Lent, is_full
-from kvladder.tiers.files.disk import Disk
+from kvladder.tiers.files.disk import Disk, opened
 from kvladder.tiers.files.header import HEADER_BYTES, BlockHeader, Told
 from kvladder.tiers.files.meta import LOG_NAME, segment_name, segment_number
 
@@ -95,29 +95,31 @@ class Segments:
 
     # ---- space
 
+    def _files(self) -> Iterator[tuple[int, Path, int]]:
+        """The segments that are there: number, file and bytes."""
+        for name in self._disk.listdir(self._directory.home):
+            segment, path = segment_number(name), self._directory.home / name
+            if segment is not None:
+                yield segment, path, self._disk.stat(path).size
+
     def find(self) -> None:
         """Find the segments that are there."""
-        for name in self._disk.listdir(self._directory.home):
-            segment = segment_number(name)
-            if segment is not None and self.geometry.size(segment):
-                self._sizes[segment] = self._disk.stat(self._directory.home / name).size
+        found = {segment: size for segment, _, size in self._files()}
+        self._sizes = {segment: n for segment, n in found.items() if self.geometry.size(segment)}
 
     def take_stock(self) -> None:
         """Find the segments that are there, and cut off what is above the capacity.
 
         In the directory's ``exclusive``.
         """
-        for name in self._disk.listdir(self._directory.home):
-            segment = segment_number(name)
-            if segment is None:
-                continue
-            path = self._directory.home / name
-            size, limit = self._disk.stat(path).size, self.geometry.size(segment)
+        for segment, path, size in list(self._files()):
+            limit = self.geometry.size(segment)
             if limit == 0:
                 self._disk.unlink(path)
                 continue
             if size > limit:
-                self._truncate(path, limit)
+                with opened(self._disk, path, os.O_RDWR) as fd:
+                    self._disk.truncate(fd, limit)
             self._sizes[segment] = min(size, limit)
         self._directory.make_room(self._total(), self.geometry.budget_bytes)
 
@@ -128,19 +130,12 @@ class Segments:
         """
         page = memoryview(mmap.mmap(-1, HEADER_BYTES))
         guess = 0
-        for name in self._disk.listdir(self._directory.home):
-            segment = segment_number(name)
-            if segment is None:
-                continue
-            path = self._directory.home / name
+        for segment, path, size in self._files():
             if segment == 0:
-                guess = self._disk.stat(path).size // self.geometry.stride
+                guess = size // self.geometry.stride
                 continue
-            fd = self._disk.open(path, os.O_RDONLY)
-            try:
+            with opened(self._disk, path, os.O_RDONLY) as fd:
                 whole = self._disk.preadv(fd, [page], 0) == HEADER_BYTES
-            finally:
-                self._disk.close(fd)
             told = self._header.told(page) if whole else None
             if told is not None and told.place % segment == 0:
                 return told.place // segment
@@ -160,13 +155,6 @@ class Segments:
                     if told is not None and told.place == place:
                         found.append(told)
         return found
-
-    def _truncate(self, path: Path, size: int) -> None:
-        fd = self._disk.open(path, os.O_RDWR)
-        try:
-            self._disk.truncate(fd, size)
-        finally:
-            self._disk.close(fd)
 
     def there(self, place: int) -> bool:
         """Whether a place has space on the disk."""
@@ -216,8 +204,7 @@ class Segments:
 
     def _grow(self, segment: int, size: int, wanted: int) -> None:
         path = self._directory.home / segment_name(segment)
-        fd = self._disk.open(path, os.O_RDWR | os.O_CREAT)
-        try:
+        with opened(self._disk, path, os.O_RDWR | os.O_CREAT) as fd:
             while True:
                 try:
                     self._disk.fallocate(fd, size, wanted - size)
@@ -231,30 +218,20 @@ class Segments:
                         else:
                             self._disk.truncate(fd, size)
                     raise
-        finally:
-            self._disk.close(fd)
         self._sizes[segment] = wanted
 
     def probe_direct(self) -> bool:
         """Whether the file system allows O_DIRECT with our alignment: by a segment, or the log."""
         there = [segment for segment, size in sorted(self._sizes.items()) if size]
-        name = segment_name(there[0]) if there else LOG_NAME
-        path = self._directory.home / name
+        path = self._directory.home / (segment_name(there[0]) if there else LOG_NAME)
+        page = memoryview(mmap.mmap(-1, HEADER_BYTES))
         try:
-            fd = self._disk.open(path, os.O_RDWR | os.O_DIRECT)
+            with opened(self._disk, path, os.O_RDWR | os.O_DIRECT) as fd:
+                return self._disk.preadv(fd, [page], HEADER_BYTES) == HEADER_BYTES
         except OSError as error:
             if error.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
                 return False
             raise
-        try:
-            page = memoryview(mmap.mmap(-1, HEADER_BYTES))
-            return self._disk.preadv(fd, [page], HEADER_BYTES) == HEADER_BYTES
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                return False
-            raise
-        finally:
-            self._disk.close(fd)
 
     # ---- blocks
 
@@ -390,7 +367,5 @@ class Segments:
 
     def close(self) -> None:
         """Close the files; no call is under way."""
-        fds = list(self._fds.values())
-        self._fds.clear()
-        for fd in fds:
-            self._disk.close(fd)
+        while self._fds:
+            self._disk.close(self._fds.popitem()[1])

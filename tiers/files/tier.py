@@ -18,7 +18,7 @@ from kvladder.keys import BlockKey
 from kvladder.schema import Settings
 from kvladder.tiers.base import Item, Outcome, Tier, TierContext
 from kvladder.tiers.files.directory import is_full, look
-from kvladder.tiers.files.disk import Disk, OsDisk
+from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.header import HEADER_BYTES
 from kvladder.tiers.files.log import RECORD_BYTES, REMOVE, items_of, tag_of
 from kvladder.tiers.files.store import SEGMENTS_MIN, FileStore, PutBatch, config_error
@@ -104,7 +104,7 @@ class FilesTier(Tier):
         segments_min: int = SEGMENTS_MIN,
     ) -> None:
         self.options = options
-        self._disk = disk or OsDisk()
+        self._disk = disk or Disk()
         self._given_pool = pool
         self._slack = log_slack_records
         self._segments_min = segments_min

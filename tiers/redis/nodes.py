@@ -1,27 +1,24 @@
-"""The servers of a Redis tier: connections to each, and which of them has a key."""
+"""A server of a Redis tier: how to get in, and the connections to it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from ssl import SSLError
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import redis.asyncio as client
 from redis.asyncio.sentinel import Sentinel
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from kvladder.errors import TierError
-from kvladder.tiers.redis.resp import Part, Reply, Target, Wire, encode
+from kvladder.tiers.redis.resp import Part, Reply, ReplyError, Target, Wire, encode
 from kvladder.tiers.redis.url import Address, RedisOptions
 
 OLDEST_HINT = "expected Redis 6.2, Valkey 7.2 or later"
 STEP_BYTES = 1 << 20
 """Values are asked for in steps of so much: a server first copies all it was asked for, and memory
 that is not in a cache costs it more than a wait."""
-HEAD_START_S = 0.05
-"""How long a server that is asked what others know as well is waited for alone."""
-T = TypeVar("T")
 
 
 class Command(NamedTuple):
@@ -58,56 +55,6 @@ class Closed(TierError):
         super().__init__("the Redis tier is closed", temporary=False)
 
 
-class Asking:
-    """Asks servers of which any may answer: first the one that answered last, soon the next."""
-
-    def __init__(self) -> None:
-        self._last: Address | None = None
-
-    async def first(
-        self, addresses: Iterable[Address], ask: Callable[[Address], Coroutine[Any, Any, T]]
-    ) -> T:
-        """The first answer there is.
-
-        Raises
-        ------
-        TierError
-            There is none; what each of them said, or that one of them is Unfit.
-        """
-        left = sorted(addresses, key=lambda address: address != self._last)
-        asked: dict[asyncio.Task[T], Address] = {}
-        failures: list[TierError] = []
-        waiting: set[asyncio.Task[T]] = set()
-        try:
-            while left or waiting:
-                if left:
-                    address = left.pop(0)
-                    task = asyncio.create_task(ask(address))
-                    asked[task] = address
-                    waiting.add(task)
-                done, waiting = await asyncio.wait(
-                    waiting,
-                    timeout=HEAD_START_S if left else None,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                for task in done:
-                    try:
-                        answer = task.result()
-                    except TierError as error:
-                        failures.append(error)
-                    else:
-                        self._last = asked[task]
-                        return answer
-        finally:
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
-        for failure in failures:
-            if isinstance(failure, Unfit):
-                raise failure
-        raise TierError("; ".join(map(str, failures)) or "there is no server")
-
-
 class Entrance:
     """Connects to servers and logs in, by means of redis-py."""
 
@@ -116,7 +63,6 @@ class Entrance:
         self._url = url = options.parsed
         self.limit_s = float(options.connect_timeout)
         """To connect and log in, and for the reply to a command of its own."""
-        self._sentinels = Asking()
         self._tls: dict[str, Any] = {}
         if url.tls:
             self._tls = {
@@ -127,8 +73,10 @@ class Entrance:
                 "ssl_check_hostname": True,
             }
 
-    async def connect(self, address: Address) -> Any:
-        """A connection of redis-py's that is logged in and has chosen its database.
+    async def wire(self, address: Address) -> tuple[Wire, dict[str, str]]:
+        """A new connection for exchanges, which is logged in and has chosen its database.
+
+        And what the server says of itself.
 
         Raises
         ------
@@ -150,14 +98,22 @@ class Entrance:
         try:
             async with asyncio.timeout(self.limit_s):
                 await connection.connect()
+                await connection.send_command("INFO", "server")
+                info = parse_info(await connection.read_response())
         except BaseException as error:
-            await hang_up(connection)
-            if isinstance(error, RedisError | OSError):
+            if connection._writer is not None:  # at once: TLS would want to say goodbye, later
+                connection._writer.transport.abort()
+            await connection.disconnect(nowait=True)
+            if isinstance(error, RedisError | OSError | ValueError):  # the latter of a host's name
                 raise self._explained(error, address) from error
             raise
-        return connection
+        # redis-py has nothing under way on it and is told that it has no connection any more
+        wire = Wire()
+        wire.take_over(connection._writer)
+        connection._reader = connection._writer = None
+        return wire, info
 
-    def _explained(self, error: RedisError | OSError, address: Address) -> TierError:
+    def _explained(self, error: Exception, address: Address) -> TierError:
         causes = [error, error.__cause__, error.__context__]
         if any(isinstance(cause, SSLError) for cause in causes):
             hint = "a server that speaks TLS, and in ca the certificates that it is checked with"
@@ -172,50 +128,30 @@ class Entrance:
             return TierError(f"{what}; does it speak TLS?" if self._url.tls else what)
         return TierError(f"{address}: {error}")
 
-    async def wire(self, address: Address) -> tuple[Wire, Client]:
-        """A new connection for exchanges, and what the server knows it by."""
-        connection = await self.connect(address)
-        wire = Wire()
-        try:
-            number = await self.reply(connection, "CLIENT", "ID")
-            info = parse_info(await self.reply(connection, "INFO", "server"))
-        except BaseException:
-            await hang_up(connection)
-            raise
-        # redis-py has nothing under way on it and is told that it has no connection any more
-        wire.take_over(connection._writer)
-        connection._reader = connection._writer = None
-        return wire, Client(int(number), info.get("run_id", ""))
-
-    async def ask(self, address: Address, *arguments: str | int | bytes) -> Any:
+    async def ask(self, address: Address, *arguments: bytes | int) -> Any:
         """The reply of a server to one command, over a connection of its own."""
-        connection = await self.connect(address)
+        wire, _ = await self.wire(address)
         try:
-            return await self.reply(connection, *arguments)
+            return await self.reply(wire, *arguments)
         finally:
-            await hang_up(connection)
+            wire.abort()
 
-    async def reply(self, connection: Any, *arguments: str | int | bytes) -> Any:
-        """The reply to one command on a connection of redis-py's."""
+    async def reply(self, wire: Wire, *arguments: bytes | int) -> Any:
+        """The reply to one command; a TierError if that is an error, or does not come in time."""
+        name = str(arguments[0], "ascii") if isinstance(arguments[0], bytes) else ""
         try:
             async with asyncio.timeout(self.limit_s):
-                await connection.send_command(*arguments)
-                return await connection.read_response()
+                (reply,) = await exchange(wire, [Command(b"", encode(*arguments))])
         except TimeoutError as error:
-            raise TierError(f"{arguments[0]!s}: no answer in {self.limit_s:g} s") from error
-        except (RedisError, OSError) as error:
-            raise TierError(f"{arguments[0]!s}: {error}") from error
+            raise TierError(f"{name}: no answer in {self.limit_s:g} s") from error
+        except OSError as error:
+            raise TierError(f"{name}: {error}") from error
+        if isinstance(reply, ReplyError):
+            raise TierError(f"{name}: {reply}")
+        return reply
 
-    async def master(self) -> Address:
-        """Where the Sentinels say that the master is."""
-        name = self._options.sentinel
-        try:
-            return await self._sentinels.first(self._url.addresses, self._master)
-        except TierError as error:
-            raise TierError(f"no Sentinel knows a master {name!r}: {error}") from error
-
-    async def _master(self, address: Address) -> Address:
-        """Where one of the Sentinels says that it is."""
+    async def master(self, address: Address) -> Address:
+        """Where the Sentinel at this address says that the master is."""
         options = self._options
         login = {"username": options.sentinel_username, "password": options.sentinel_password}
         arguments = {**self._tls, **{k: v for k, v in login.items() if v}}
@@ -236,13 +172,6 @@ class Entrance:
         return Address(str(host), int(port))
 
 
-async def hang_up(connection: Any) -> None:
-    """Close a connection of redis-py's at once: TLS would want to say goodbye, later."""
-    if connection._writer is not None:
-        connection._writer.transport.abort()
-    await connection.disconnect(nowait=True)
-
-
 class Node:
     """The connections to one server: each exchange has one for itself.
 
@@ -250,15 +179,14 @@ class Node:
     is told to drop that before it is told anything else.
     """
 
-    def __init__(
-        self, connect: Callable[[], Awaitable[tuple[Wire, Client]]], connections_max: int
-    ) -> None:
-        self._connect = connect
+    def __init__(self, entrance: Entrance, address: Address, connections_max: int) -> None:
+        self._entrance = entrance
+        self._address = address
         self._gate = asyncio.Semaphore(connections_max)
         self._idle: list[tuple[Wire, Client]] = []
         self._busy: set[Wire] = set()
         self._orphans: list[Client] = []
-        self.closed = False
+        self._closed = False
 
     async def exchange(self, commands: Sequence[Command]) -> list[Reply]:
         """The replies to ``commands``; a connection that turns out to be broken is replaced once.
@@ -270,7 +198,9 @@ class Node:
         """
         async with self._gate:
             while True:
-                wire, client, is_new = await self._take()
+                is_new = not self._idle
+                wire, client = await self._connected() if is_new else self._idle.pop()
+                self._busy.add(wire)
                 orphans = list(self._orphans)
                 kills = [
                     Command(b"", encode(b"CLIENT", b"KILL", b"ID", orphan.number))
@@ -295,21 +225,20 @@ class Node:
                 self._orphans = [orphan for orphan in self._orphans if orphan not in orphans]
                 return replies[len(kills) :]
 
-    async def _take(self) -> tuple[Wire, Client, bool]:
-        """A connection, and whether it is a new one."""
-        while self._idle:
-            wire, client = self._idle.pop()
-            if not wire.closed:
-                self._busy.add(wire)
-                return wire, client, False
-        if self.closed:
+    async def _connected(self) -> tuple[Wire, Client]:
+        """A new connection, and what the server knows it by."""
+        if self._closed:
             raise Closed
-        wire, client = await self._connect()
-        if self.closed:
+        wire, info = await self._entrance.wire(self._address)
+        try:
+            number: int = await self._entrance.reply(wire, b"CLIENT", b"ID")
+        except BaseException:
+            wire.abort()
+            raise
+        if self._closed:
             wire.abort()
             raise Closed
-        self._busy.add(wire)
-        return wire, client, True
+        return wire, Client(number, info.get("run_id", ""))
 
     def drop_idle(self) -> None:
         """Close the connections that nobody uses: others would be found broken as well."""
@@ -319,7 +248,7 @@ class Node:
 
     def close(self) -> None:
         """Break every connection; exchanges under way fail."""
-        self.closed = True
+        self._closed = True
         self.drop_idle()
         for wire in list(self._busy):
             wire.cut()

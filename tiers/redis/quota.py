@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from math import inf
 from typing import Any
 
-from kvladder.errors import ConfigError, TierFull
-from kvladder.tiers.redis.nodes import Command, Entrance, exchange, hang_up
-from kvladder.tiers.redis.resp import Target, encode
+from kvladder.errors import ConfigError, TierError, TierFull
+from kvladder.tiers.redis.nodes import Command, Entrance, exchange
+from kvladder.tiers.redis.resp import Target, Wire, encode
 from kvladder.tiers.redis.servers import Outcome, Servers
 from kvladder.tiers.redis.url import Address, QuotaOptions
 from kvladder.tiers.redis.value import HEADER_BYTES, salt_and_length
@@ -20,15 +20,16 @@ STEP_KEYS = 1000
 Run = Callable[[Sequence[Command]], Awaitable[Sequence[Outcome]]]
 
 
-async def scan(entrance: Entrance, connection: Any, prefix: bytes) -> AsyncIterator[list[bytes]]:
-    """The keys of a namespace's blocks and of their parts, step by step, some steps empty.
-
-    ``connection`` is one of redis-py's.
-    """
-    cursor: int | bytes = -1
-    while int(cursor):
-        step = (max(0, int(cursor)), "MATCH", prefix + b"{*", "COUNT", STEP_KEYS)
-        cursor, names = await entrance.reply(connection, "SCAN", *step)
+async def scan(entrance: Entrance, wire: Wire, prefix: bytes) -> AsyncIterator[list[bytes]]:
+    """The keys of a namespace's blocks and of their parts, step by step, some steps empty."""
+    cursor = -1
+    while cursor:
+        step = (max(0, cursor), b"MATCH", prefix + b"{*", b"COUNT", STEP_KEYS)
+        found = await entrance.reply(wire, b"SCAN", *step)
+        try:
+            cursor, names = int(found[0]), [bytes(name) for name in found[1]]
+        except (TypeError, ValueError, IndexError) as error:
+            raise TierError("SCAN: the reply is no step of a scan") from error
         yield names
 
 
@@ -214,30 +215,30 @@ class Quotas:
 
         Raises
         ------
-        TierError, OSError
-            A server could not be asked; the counters are as they were, and somebody may try again
-            after ``RETRY_MS``.
+        TierError, OSError, TypeError
+            A server could not be asked, or did not say what was asked; the counters are as they
+            were, and somebody may try again after ``RETRY_MS``.
         """
         period_ms = int(self._options.recount * 1000)
-        turn = encode(b"SET", self.turn, b"1", b"NX", b"PX", period_ms)
-        async with asyncio.timeout(entrance.limit_s):
-            (mine,) = await servers.run([Command(self.turn, turn)])
-        if mine != b"OK":
+
+        async def ask(name: bytes, key: bytes, *arguments: bytes | int) -> Any:
+            async with asyncio.timeout(entrance.limit_s):
+                (outcome,) = await servers.run([Command(key, encode(name, key, *arguments))])
+            return outcome
+
+        if await ask(b"SET", self.turn, b"1", b"NX", b"PX", period_ms) != b"OK":
             return
         try:
-            await self._recount(entrance, servers)
+            told = iter(await ask(b"HGETALL", self.counters))
+            await self._recount(entrance, servers, dict(zip(told, told, strict=True)))
         except Exception:
-            turn = encode(b"SET", self.turn, b"1", b"PX", min(period_ms, RETRY_MS))
-            async with asyncio.timeout(entrance.limit_s):
-                await servers.run([Command(self.turn, turn)])
+            await ask(b"SET", self.turn, b"1", b"PX", min(period_ms, RETRY_MS))
             raise
 
-    async def _recount(self, entrance: Entrance, servers: Servers) -> None:
-        connection = await entrance.connect(await servers.where(self.counters))
-        try:
-            counted = await entrance.reply(connection, "HGETALL", self.counters)
-        finally:
-            await hang_up(connection)
+    async def _recount(
+        self, entrance: Entrance, servers: Servers, counted: Mapping[bytes, bytes]
+    ) -> None:
+        """Make the counters what is found, from what they were."""
         found: Counter[bytes] = Counter()
         self._fresh = set()  # what is added from now on is not in these counters
         try:
@@ -245,30 +246,19 @@ class Quotas:
                 await self._count(entrance, address, self._fresh, found)
         finally:
             self._fresh = None
-        async with asyncio.timeout(entrance.limit_s):
-            await self._correct(servers, found, counted)
-
-    async def _correct(
-        self, servers: Servers, found: Counter[bytes], counted: Mapping[bytes, bytes]
-    ) -> None:
-        """Make the counters what was found, from what they were."""
         for field in found.keys() | counted.keys():
             self._owed[field] += found[field] - int(counted.get(field, 0))
-        await self.settle(servers)
         dead = [field for field, count in counted.items() if not found[field] and not int(count)]
-        if dead:  # salts come and go
-            await servers.run([Command(self.counters, encode(b"HDEL", self.counters, *dead))])
+        async with asyncio.timeout(entrance.limit_s):
+            await self.settle(servers)
+            if dead:  # salts come and go
+                await servers.run([Command(self.counters, encode(b"HDEL", self.counters, *dead))])
 
     async def _count(
         self, entrance: Entrance, address: Address, fresh: set[bytes], found: Counter[bytes]
     ) -> None:
         """Add what lies on one server and is not fresh."""
-        connection = await entrance.connect(address)
-        try:
-            wire, _ = await entrance.wire(address)
-        except BaseException:
-            await hang_up(connection)
-            raise
+        wire, _ = await entrance.wire(address)
 
         async def run(commands: Sequence[Command]) -> Sequence[Outcome]:
             async with asyncio.timeout(entrance.limit_s):
@@ -277,11 +267,10 @@ class Quotas:
         try:
             # newer servers can be asked not to take blocks that are looked at for used
             await run([Command(b"", encode(b"CLIENT", b"NO-TOUCH", b"ON"))])
-            async for names in scan(entrance, connection, self._prefix):
+            async for names in scan(entrance, wire, self._prefix):
                 whole = [name for name in names if name.endswith(b"}") and name not in fresh]
                 for salt, length in (await heads(whole, run)).values():
                     size = HEADER_BYTES + length
                     found.update({field: size for field in (ALL, salt) if field})
         finally:
             wire.abort()
-            await hang_up(connection)

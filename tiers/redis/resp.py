@@ -27,9 +27,13 @@ costs less than a system call."""
 BUFFERS_MAX = 1024
 """How many parts a system call takes."""
 
+VALUE_MAX = 64 << 20
+"""The longest value that is taken without a target."""
+
 _BULK = b"$%d\r\n%b\r\n"
 _NOTHING = memoryview(b"")
-_INTEGER, _VALUE, _SIMPLE, _ERROR, _NULL = b":$+-_"
+_INTEGER, _VALUE, _TEXT, _SIMPLE, _ERROR, _NULL, _MAP = b":$=+-_%"
+_ARRAYS = b"*~%"
 
 
 class ReplyError(Exception):
@@ -40,8 +44,9 @@ class ReplyError(Exception):
         self.code = text.partition(" ")[0]
 
 
-Reply = int | bytes | None | ReplyError
-"""Of a value that was read into a target, its whole length in bytes, however long the target is."""
+Reply = int | bytes | None | ReplyError | list["Reply"]
+"""Of a value that was read into a target, its whole length in bytes, however long the target is.
+A map is a list of its keys, each followed by what it has."""
 
 
 class Target(NamedTuple):
@@ -122,9 +127,13 @@ class Wire(asyncio.BufferedProtocol):
         self._targets: Sequence[Target | None] = ()
         self._replies: list[Reply] = []
         self._fills: list[memoryview] = []
+        self._is_large = False
+        """Whether what fills those may be a large value."""
         self._skip = 0
         """How much of a value is still to come after what fills those."""
         self._ended: Callable[[], object] | None = None
+        self._arrays: list[tuple[list[Reply], int]] = []
+        """Arrays of which not all has come, each within the one before, and how long they get."""
         self._is_direct = False
         """Whether what comes next is received where it goes."""
         self._done: asyncio.Future[list[Reply]] | None = None
@@ -223,7 +232,7 @@ class Wire(asyncio.BufferedProtocol):
 
     def abort(self) -> None:
         """Close at once; targets are not touched any more. May be called again."""
-        self._targets, self._fills, self._ended = (), [], None
+        self._targets, self._fills, self._ended, self._arrays = (), [], None, []
         if self._transport is not None:
             self._transport.abort()
             self._transport = self._writer = None
@@ -260,7 +269,7 @@ class Wire(asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go: into a large value that is being read, else into the scratch."""
         del sizehint
-        if self._fills and self._is_large(len(self._replies) - 1):
+        if self._fills and self._is_large:
             self._is_direct = True
             return self._fills[0]
         self._is_direct = False
@@ -270,13 +279,12 @@ class Wire(asyncio.BufferedProtocol):
         elif self._end == SCRATCH_BYTES:
             self._scratch[:left] = bytes(self._scratch[self._start : self._end])
             self._start, self._end = 0, left
-        most = LINE_BYTES if self._is_large(len(self._replies)) else SCRATCH_BYTES
-        return self._scratch[self._end : self._end + most]
-
-    def _is_large(self, number: int) -> bool:
-        """Whether the value of this reply may be a large one."""
+        number = len(self._replies)
         target = self._targets[number] if number < len(self._targets) else None
-        return target is not None and len(target.body) > LARGE_BYTES
+        may_be_large = target is not None and len(target.body) > LARGE_BYTES
+        return self._scratch[
+            self._end : self._end + (LINE_BYTES if may_be_large else SCRATCH_BYTES)
+        ]
 
     def buffer_updated(self, nbytes: int) -> None:
         """So many bytes have come."""
@@ -330,8 +338,8 @@ class Wire(asyncio.BufferedProtocol):
             if self._skip:
                 return False
         if self._ended is not None:
-            self._ended()
-            self._ended = None
+            ended, self._ended = self._ended, None
+            ended()
         return True
 
     def _read_line(self) -> bool:
@@ -344,30 +352,56 @@ class Wire(asyncio.BufferedProtocol):
         kind, rest = self._buffer[self._start], bytes(self._scratch[self._start + 1 : end])
         self._start = end + 2
         if kind == _INTEGER:
-            self._replies.append(_number(rest))
-        elif kind == _VALUE:
+            self._take(_number(rest))
+        elif kind in (_VALUE, _TEXT):
             self._begin_value(_number(rest))
         elif kind == _SIMPLE:
-            self._replies.append(rest)
+            self._take(rest)
         elif kind == _ERROR:
-            self._replies.append(ReplyError(rest.decode(errors="replace")))
+            self._take(ReplyError(rest.decode(errors="replace")))
         elif kind == _NULL:
-            self._replies.append(None)
+            self._take(None)
+        elif kind in _ARRAYS:
+            self._begin_array(_number(rest) * (2 if kind == _MAP else 1))
         else:
             raise ValueError(f"a reply of type {chr(kind)!r}")
         return True
 
+    def _take(self, reply: Reply) -> None:
+        """A whole reply has come, or the next part of an array."""
+        while self._arrays:
+            array, wanted = self._arrays[-1]
+            array.append(reply)
+            if len(array) < wanted:
+                return
+            reply, _ = self._arrays.pop()
+        self._replies.append(reply)
+
+    def _begin_array(self, length: int) -> None:
+        if length > 0:
+            self._arrays.append(([], length))
+        else:
+            self._take([] if length == 0 else None)
+
     def _begin_value(self, length: int) -> None:
         if length < 0:
-            self._replies.append(None)
+            self._take(None)
             return
-        target = self._targets[len(self._replies)]
+        # what is in an array has no target
+        target = None if self._arrays else self._targets[len(self._replies)]
+        self._skip, self._is_large = 2, target is not None and len(target.body) > LARGE_BYTES
+        if target is None:
+            if length > VALUE_MAX:
+                raise ValueError("a value that nobody asked for")
+            value = bytearray(length)
+            self._fills = [memoryview(value)] if value else []
+            self._ended = lambda: self._take(bytes(value))
+            return
         self._replies.append(length)
-        if target is None or length > len(target.head) + len(target.body):
-            self._skip = length + 2
+        if length > len(target.head) + len(target.body):
+            self._skip += length
             return
         head = target.head[:length]
         self._fills = [view for view in (head, target.body[: length - len(head)]) if view]
-        self._skip = 2
         if target.whole is not None:
             self._ended = partial(target.whole, length)

@@ -3,104 +3,59 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from itertools import chain
+from typing import Any, TypeVar
 
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+from redis.exceptions import AskError
 
 from kvladder.errors import TierError
-from kvladder.tiers.redis.nodes import Asking, Client, Closed, Command, Entrance, Node
-from kvladder.tiers.redis.resp import Reply, ReplyError, Wire, encode
+from kvladder.tiers.redis.nodes import Closed, Command, Entrance, Node, Unfit
+from kvladder.tiers.redis.resp import Reply, ReplyError, encode
 from kvladder.tiers.redis.url import Address, RedisOptions
 
 ROUNDS_MAX = 5
 """How often a command is sent again because a cluster moved its key."""
+HEAD_START_S = 0.05
+"""How much later each of several servers is asked that may all answer."""
 SILENT_S = 1.0
 """How long a server that did not answer in time is not asked again."""
 UNSERVED = "no server of the cluster serves its slot"
+ASKING = Command(b"", encode(b"ASKING"))
 Outcome = Reply | TierError
 """What came of a command; an error of one server does not hide what the others say."""
+T = TypeVar("T")
 
 
-class Servers(ABC):
-    """Sends commands where they belong."""
+class _Errand:
+    """Commands on their way to their servers, named by their numbers."""
+
+    def __init__(self, commands: Sequence[Command]) -> None:
+        self.commands = commands
+        self.slots = [key_slot(command.key) for command in commands]
+        self.outcomes: list[Outcome] = [TierError("its key is moved about")] * len(commands)
+        self.left: Sequence[int] = range(len(commands))
+        """Those that have to be sent, perhaps once more."""
+        self.asked: dict[int, Address] = {}
+        """Where to ask for those whose slot is just being moved."""
+        self.gone: set[Address] = set()
+        """Servers that failed: they are not sent anything again."""
+
+
+class Servers:
+    """Sends commands where they belong.
+
+    Keys lie in slots, of which a cluster has many, anything else has one. Who owns a slot is learnt
+    where it is not known, and forgotten where a server fails: another may have taken its place.
+    """
 
     def __init__(self, options: RedisOptions, entrance: Entrance) -> None:
         self._options = options
         self._entrance = entrance
-
-    @abstractmethod
-    async def run(
-        self, commands: Sequence[Command], limit_s: float | None = None
-    ) -> Sequence[Outcome]:
-        """One outcome per command, in their order; one pipelined batch per server.
-
-        What one server of several has not answered after ``limit_s`` has failed.
-        """
-
-    @abstractmethod
-    async def addresses(self) -> list[Address]:
-        """Where the servers are that take writes.
-
-        Raises
-        ------
-        TierError
-            That cannot be found out.
-        """
-
-    @abstractmethod
-    async def where(self, key: bytes) -> Address:
-        """The server that has this key; raises as ``addresses`` does."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Break every connection."""
-
-
-class OneServer(Servers):
-    """A standalone server, or the master that Sentinels name whenever a connection is made."""
-
-    def __init__(self, options: RedisOptions, entrance: Entrance) -> None:
-        super().__init__(options, entrance)
-        self._node = Node(self._connect, options.connections)
-
-    async def _connect(self) -> tuple[Wire, Client]:
-        (address,) = await self.addresses()
-        return await self._entrance.wire(address)
-
-    async def addresses(self) -> list[Address]:
-        if self._options.sentinel:
-            return [await self._entrance.master()]
-        return list(self._options.parsed.addresses)
-
-    async def where(self, key: bytes) -> Address:
-        return (await self.addresses())[0]
-
-    async def run(
-        self, commands: Sequence[Command], limit_s: float | None = None
-    ) -> Sequence[Outcome]:
-        del limit_s  # if it does not answer, nobody does
-        try:
-            replies = await self._node.exchange(commands)
-            if self._options.sentinel and any(_says(reply, "READONLY") for reply in replies):
-                self._node.drop_idle()  # it is the master no longer
-                replies = await self._node.exchange(commands)
-        except TierError as error:
-            return [error] * len(commands)
-        return replies
-
-    def close(self) -> None:
-        self._node.close()
-
-
-class ClusterServers(Servers):
-    """The primaries of a cluster; which of them has a slot is learnt from them, and learnt anew."""
-
-    def __init__(self, options: RedisOptions, entrance: Entrance) -> None:
-        super().__init__(options, entrance)
         self._nodes: dict[Address, Node] = {}
-        self._owners: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
-        self._asking = Asking()
+        slots = REDIS_CLUSTER_HASH_SLOTS if options.cluster else 1
+        self._owners: list[Address | None] = [None] * slots
         self._learning: asyncio.Task[None] | None = None
         self._silent: dict[Address, float] = {}
         """When to ask those again that did not answer in time."""
@@ -109,152 +64,149 @@ class ClusterServers(Servers):
     async def run(
         self, commands: Sequence[Command], limit_s: float | None = None
     ) -> Sequence[Outcome]:
-        end_s = None if limit_s is None else asyncio.get_running_loop().time() + limit_s
-        outcomes: list[Outcome] = [TierError("its key is moved about")] * len(commands)
-        slots = [key_slot(command.key) for command in commands]
-        left: Sequence[int] = range(len(commands))
-        asked: dict[int, Address] = {}
-        lost: set[int] = set()
+        """One outcome per command, in their order; one pipelined batch per server.
+
+        What one server of several has not answered after ``limit_s`` has failed.
+        """
+        if not self._options.cluster:
+            return await self._run_alone(commands)
+        now = asyncio.get_running_loop().time
+        end_s = None if limit_s is None else now() + limit_s
+        errand = _Errand(commands)
         for _ in range(ROUNDS_MAX):
-            batches: dict[Address, list[int]] = {}
-            unserved = TierError(UNSERVED)
-            if any(self._owners[slots[i]] is None for i in left if i not in asked):
-                try:
-                    await self._learnt()
-                except TierError as error:
-                    unserved = error
-            for i in left:
-                owner = asked.get(i) or self._owners[slots[i]]
-                if owner is None:
-                    outcomes[i] = unserved
-                else:
-                    batches.setdefault(owner, []).append(i)
-            await self._send(commands, batches, asked, outcomes, end_s)
-            asked = {}
-            left = [
+            batches = await self._batches(errand)
+            if len(batches) == 1:
+                ((owner, batch),) = batches.items()
+                await self._send(errand, owner, batch, end_s)
+            else:
+                async with asyncio.TaskGroup() as group:
+                    for owner, batch in batches.items():
+                        group.create_task(self._send(errand, owner, batch, end_s))
+            errand.asked = {}
+            errand.left = [
                 i
                 for owner, batch in batches.items()
                 for i in batch
-                if self._again(i, slots[i], owner, outcomes[i], asked, lost)
+                if self._again(errand, i, owner)
             ]
-            if not left or (end_s is not None and asyncio.get_running_loop().time() >= end_s):
+            if not errand.left or self._closed or (end_s is not None and now() >= end_s):
                 break
-        return outcomes
+        return errand.outcomes
 
-    def _again(
-        self,
-        i: int,
-        slot: int,
-        owner: Address,
-        outcome: Outcome,
-        asked: dict[int, Address],
-        lost: set[int],
-    ) -> bool:
-        """Whether to send a command again, because its key is elsewhere or its server gone."""
-        if isinstance(outcome, TierError):
-            if self._owners[slot] == owner:
-                self._forget(owner)
-            is_first = i not in lost
-            lost.add(i)
-            return is_first and not self._closed
-        if isinstance(outcome, ReplyError) and outcome.code in {"MOVED", "ASK"}:
-            host, _, port = str(outcome).split(" ")[2].rpartition(":")
-            there = Address(host or owner.host, int(port))
-            if outcome.code == "ASK":
-                asked[i] = there
-            else:
-                self._owners[slot] = there
-            return True
-        return False
-
-    def _forget(self, owner: Address) -> None:
-        """Learn anew who has the slots of a server that does not answer."""
-        self._owners = [None if known == owner else known for known in self._owners]
-
-    async def _send(
-        self,
-        commands: Sequence[Command],
-        batches: dict[Address, list[int]],
-        asked: dict[int, Address],
-        outcomes: list[Outcome],
-        end_s: float | None,
-    ) -> None:
-        """Send each server its batch, all at once, and note the outcomes."""
-
-        async def send(owner: Address, batch: list[int]) -> None:
-            wanted: list[Command] = []
-            for i in batch:
-                if i in asked:
-                    wanted.append(ASKING)
-                wanted.append(commands[i])
+    async def _run_alone(self, commands: Sequence[Command]) -> Sequence[Outcome]:
+        """``run`` where one server has all keys: if it does not answer, nobody does."""
+        tried: Address | None = None
+        outcomes: Sequence[Outcome] = []
+        for _ in range(2):
+            owner = self._owners[0]
             try:
-                async with asyncio.timeout_at(end_s):
-                    replies: Sequence[Outcome] = await self._node(owner).exchange(wanted)
+                if owner is None:
+                    (owner,) = await self.addresses()
+                if owner == tried:
+                    return outcomes
+                outcomes = await self._node(owner).exchange(commands)
+                if not (self._options.sentinel and any(map(_is_read_only, outcomes))):
+                    return outcomes
+                self._node(owner).drop_idle()
             except TierError as error:
-                replies = [error] * len(wanted)
-            except TimeoutError:
-                self._silent[owner] = asyncio.get_running_loop().time() + SILENT_S
-                replies = [TierError(f"{owner} does not answer")] * len(wanted)
+                outcomes = [error] * len(commands)
+                if owner is None:
+                    return outcomes
             except asyncio.CancelledError:
                 self._forget(owner)
                 raise
-            answers = [r for r, command in zip(replies, wanted, strict=True) if command != ASKING]
-            for i, answer in zip(batch, answers, strict=True):
-                outcomes[i] = answer
+            self._forget(owner)  # another may be the master by now
+            tried = owner
+        return outcomes
 
-        if len(batches) == 1:
-            await send(*next(iter(batches.items())))
-            return
-        async with asyncio.TaskGroup() as group:
-            for owner, batch in batches.items():
-                group.create_task(send(owner, batch))
+    async def _batches(self, errand: _Errand) -> dict[Address, list[int]]:
+        """Which of the commands that are left to send to whom; those that nobody takes fail."""
+        unserved = TierError(UNSERVED)
+        if any(self._owners[errand.slots[i]] is None for i in errand.left if i not in errand.asked):
+            try:
+                await self._learnt()
+            except TierError as error:
+                unserved = error
+        batches: dict[Address, list[int]] = {}
+        for i in errand.left:
+            owner = errand.asked.get(i) or self._owners[errand.slots[i]]
+            if owner is None:
+                errand.outcomes[i] = unserved
+            elif owner not in errand.gone:
+                batches.setdefault(owner, []).append(i)
+        return batches
+
+    def _again(self, errand: _Errand, i: int, owner: Address) -> bool:
+        """Whether to send a command again: its key is elsewhere, or its server failed."""
+        outcome = errand.outcomes[i]
+        if isinstance(outcome, TierError):
+            if owner not in errand.gone:
+                errand.gone.add(owner)
+                self._forget(owner)
+            return True
+        if not isinstance(outcome, ReplyError) or outcome.code not in {"MOVED", "ASK"}:
+            return False
+        try:
+            move: Any = AskError(str(outcome).removeprefix(outcome.code).strip())
+            there = _address(move.host, move.port, owner)
+        except ValueError:
+            return False
+        if outcome.code == "ASK":
+            errand.asked[i] = there
+        else:
+            self._owners[errand.slots[i]] = there
+        return True
+
+    def _forget(self, owner: Address | None) -> None:
+        """Have it learnt anew who has the slots of a server that does not answer."""
+        self._owners = [None if known == owner else known for known in self._owners]
+
+    async def _send(
+        self, errand: _Errand, owner: Address, batch: Sequence[int], end_s: float | None
+    ) -> None:
+        """Send a server its batch, and note the outcomes."""
+        wanted = [errand.commands[i] for i in batch]
+        if errand.asked:
+            asking = (
+                [ASKING, errand.commands[i]] if i in errand.asked else [errand.commands[i]]
+                for i in batch
+            )
+            wanted = list(chain.from_iterable(asking))
+        try:
+            async with asyncio.timeout_at(end_s):
+                replies: Sequence[Outcome] = await self._node(owner).exchange(wanted)
+        except TierError as error:
+            replies = [error] * len(wanted)
+        except TimeoutError:
+            self._silent[owner] = asyncio.get_running_loop().time() + SILENT_S
+            replies = [TierError(f"{owner} does not answer")] * len(wanted)
+        except asyncio.CancelledError:
+            self._forget(owner)
+            raise
+        if errand.asked:
+            replies = [r for r, one in zip(replies, wanted, strict=True) if one is not ASKING]
+        for i, reply in zip(batch, replies, strict=True):
+            errand.outcomes[i] = reply
 
     def _node(self, address: Address) -> Node:
         if asyncio.get_running_loop().time() < self._silent.get(address, 0.0):
             raise TierError(f"{address} did not answer in time")
-        node = self._nodes.get(address)
-        if node is None:
-            if self._closed:
-                raise Closed
-            node = Node(lambda: self._entrance.wire(address), self._options.connections)
-            self._nodes[address] = node
-        return node
-
-    async def _learnt(self) -> None:
-        """Wait until the owners are learnt anew, which goes on if whoever waits gives up."""
         if self._closed:
             raise Closed
-        if self._learning is None:
-            self._learning = asyncio.create_task(self._learn(), name="kvladder-redis-slots")
-            self._learning.add_done_callback(self._has_learnt)
-        learning = self._learning
-        await asyncio.wait({learning})
-        if learning.cancelled():
-            raise Closed
-        learning.result()
+        if address not in self._nodes:
+            self._nodes[address] = Node(self._entrance, address, self._options.connections)
+        return self._nodes[address]
 
-    def _has_learnt(self, learning: asyncio.Task[None]) -> None:
-        self._learning = None
-        if not learning.cancelled():
-            learning.exception()  # seen: asyncio must not report it as lost
-
-    async def _learn(self) -> None:
-        """Ask the servers which of them serves which slots."""
-
-        async def ask(address: Address) -> list[tuple[int, int, Address]]:
-            ranges = await self._entrance.ask(address, "CLUSTER", "SLOTS")
-            return [
-                (first, last, Address((primary[0] or address.host.encode()).decode(), primary[1]))
-                for first, last, primary, *_ in ranges
-            ]
-
-        known = dict.fromkeys([*self._nodes, *self._options.parsed.addresses])
-        ranges = await self._asking.first(known, ask)
-        self._owners = [None] * REDIS_CLUSTER_HASH_SLOTS
-        for first, last, owner in ranges:
-            self._owners[first : last + 1] = [owner] * (last + 1 - first)
+    # ---- who owns which slots
 
     async def addresses(self) -> list[Address]:
+        """Where the servers are that take writes.
+
+        Raises
+        ------
+        TierError
+            That cannot be found out.
+        """
         if None in self._owners:  # those of a server that did not answer are not known
             await self._learnt()
         owners = {owner for owner in self._owners if owner is not None}
@@ -262,16 +214,43 @@ class ClusterServers(Servers):
             raise TierError("no server of the cluster serves a slot")
         return sorted(owners)
 
-    async def where(self, key: bytes) -> Address:
-        slot = key_slot(key)
-        if self._owners[slot] is None:
-            await self._learnt()
-        owner = self._owners[slot]
-        if owner is None:
-            raise TierError(UNSERVED)
-        return owner
+    async def _learnt(self) -> None:
+        """Wait until the owners are learnt anew, which goes on if whoever waits gives up."""
+        if self._closed:
+            raise Closed
+        if self._learning is None or self._learning.done():
+            self._learning = asyncio.create_task(self._learn(), name="kvladder-redis-slots")
+            # seen: asyncio must not report it as lost
+            self._learning.add_done_callback(lambda task: task.cancelled() or task.exception())
+        learning = self._learning
+        await asyncio.wait({learning})
+        if learning.cancelled():
+            raise Closed
+        learning.result()
+
+    async def _learn(self) -> None:
+        addresses, master = self._options.parsed.addresses, self._options.sentinel
+        if self._options.cluster:
+            known = dict.fromkeys([*addresses, *self._nodes])
+            self._owners = await _first(known, self._table)
+        elif master:
+            try:
+                self._owners = [await _first(addresses, self._entrance.master)]
+            except TierError as error:
+                raise TierError(f"no Sentinel knows a master {master!r}: {error}") from error
+        else:
+            self._owners = [addresses[0]]
+
+    async def _table(self, address: Address) -> list[Address | None]:
+        """Who owns which slots, as a node of the cluster says."""
+        told = await self._entrance.ask(address, b"CLUSTER", b"SLOTS")
+        try:
+            return _owners(told, address)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise TierError(f"{address}: what it says of its slots makes no sense") from error
 
     def close(self) -> None:
+        """Break every connection."""
         self._closed = True
         if self._learning is not None:
             self._learning.cancel()
@@ -279,8 +258,55 @@ class ClusterServers(Servers):
             node.close()
 
 
-ASKING = Command(b"", encode(b"ASKING"))
+def _is_read_only(outcome: Outcome) -> bool:
+    """Whether this is said by a server that was the master and is none any more."""
+    return isinstance(outcome, ReplyError) and outcome.code == "READONLY"
 
 
-def _says(outcome: Outcome, code: str) -> bool:
-    return isinstance(outcome, ReplyError) and outcome.code == code
+def _address(host: str, port: int, teller: Address) -> Address:
+    """Where a server says that another is; where it is itself if it leaves out the host."""
+    if not 0 < port < 1 << 16:
+        raise ValueError("there is no such port")
+    return Address(host or teller.host, port)
+
+
+def _owners(told: Any, teller: Address) -> list[Address | None]:
+    """By slot, its owner, as CLUSTER SLOTS tells; raises what comes of an answer without sense."""
+    owners: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
+    for first, last, (host, port, *_), *_ in told:
+        if not 0 <= first <= last < REDIS_CLUSTER_HASH_SLOTS:
+            raise ValueError("there is no such slot")
+        owner = _address((host or b"").decode(), port, teller)
+        owners[first : last + 1] = [owner] * (last + 1 - first)
+    return owners
+
+
+async def _first(
+    addresses: Iterable[Address], ask: Callable[[Address], Coroutine[Any, Any, T]]
+) -> T:
+    """The first answer of servers that may all know it.
+
+    Raises
+    ------
+    TierError
+        There is none; what each of them said, or that one of them is Unfit.
+    """
+
+    async def later(number: int, address: Address) -> T:
+        await asyncio.sleep(number * HEAD_START_S)
+        return await ask(address)
+
+    asking = [asyncio.create_task(later(*one)) for one in enumerate(addresses)]
+    failures: list[TierError] = []
+    try:
+        for answer in asyncio.as_completed(asking):
+            try:
+                return await answer
+            except TierError as error:
+                failures.append(error)
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+    unfit = (failure for failure in failures if isinstance(failure, Unfit))
+    raise next(unfit, TierError("; ".join(map(str, failures))))

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 from kvladder.errors import ConfigError, TierError, TierFull
 from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.tiers.base import Item, Progress, Tier, TierContext
-from kvladder.tiers.redis.nodes import Closed, Command, Entrance, Unfit, hang_up, parse_info
+from kvladder.tiers.redis.nodes import Closed, Command, Entrance, Unfit, parse_info
 from kvladder.tiers.redis.quota import STEP_KEYS, Quotas, heads, scan
 from kvladder.tiers.redis.resp import Part, ReplyError, Target, encode, encode_around
-from kvladder.tiers.redis.servers import ClusterServers, OneServer, Outcome, Servers
-from kvladder.tiers.redis.url import RedisOptions
+from kvladder.tiers.redis.servers import Outcome, Servers
+from kvladder.tiers.redis.url import Address, RedisOptions
 from kvladder.tiers.redis.value import (
     HEADER_BYTES,
     ValueHeader,
@@ -68,8 +68,7 @@ class RedisTier(Tier):
         self.probe_timeout_s = options.probe_timeout
         self.probe_cache_s = options.probe_cache
         self._entrance = Entrance(options)
-        kind = ClusterServers if options.cluster else OneServer
-        self._servers: Servers = kind(options, self._entrance)
+        self._servers = Servers(options, self._entrance)
         self._fit = False
         self._fitting = asyncio.Lock()
         self._version = "not known yet"
@@ -87,7 +86,7 @@ class RedisTier(Tier):
         try:
             await self._reached()
             for address in await self._servers.addresses():
-                info = parse_info(await self._entrance.ask(address, "INFO"))
+                info = parse_info(await self._entrance.ask(address, b"INFO"))
                 used += int(info.get("used_memory", "0"))
                 most += int(info.get("maxmemory", "0"))
         except TierError as error:
@@ -147,31 +146,40 @@ class RedisTier(Tier):
                 self._fit = True
 
     async def _check_servers(self) -> None:
-        ask, options = self._entrance.ask, self.options
+        options = self.options
         where = options.parsed.addresses
         address = where[0] if options.cluster else (await self._servers.addresses())[0]
-        info = parse_info(await ask(address, "INFO", "server"))
+        wire, info = await self._entrance.wire(address)
+        try:
+            self._check_server(address, info)
+            # a user without this right, or a service without this command or with an answer of
+            # its own
+            with suppress(TierError, TypeError, ValueError):
+                name = b"proto-max-bulk-len"
+                found: Any = await self._entrance.reply(wire, b"CONFIG", b"GET", name)
+                told = dict(zip(found[::2], found[1::2], strict=False))
+                self._value_max = max(int(told.get(name, VALUE_BYTES_MAX)), VALUE_BYTES_MIN)
+        finally:
+            wire.abort()
+
+    def _check_server(self, address: Address, info: Mapping[str, str]) -> None:
+        """Raise Unfit unless what a server says of itself is what the settings say."""
         self._version = info.get("redis_version", "")
         if "valkey_version" in info:
             self._version = f"Valkey {info['valkey_version']}"
         numbers = tuple(int(n) for n in info.get("redis_version", "0").split(".") if n.isdecimal())
+        mode = info.get("server_mode") or info.get("redis_mode", "standalone")
         if numbers < OLDEST:
             raise Unfit(
                 f"{address} is Redis {self._version}", hint="Redis 6.2, Valkey 7.2 or later"
             )
-        mode = info.get("server_mode") or info.get("redis_mode", "standalone")
         if mode == "sentinel":
             raise Unfit(f"{address} is a Sentinel", hint="set sentinel to the master's name")
-        if mode == "cluster" and not options.cluster:
+        if mode == "cluster" and not self.options.cluster:
             raise Unfit(f"{address} is a node of a cluster", hint="set cluster: true")
-        if mode != "cluster" and options.cluster:
+        if mode != "cluster" and self.options.cluster:
             hint = "leave out cluster: true"
             raise Unfit(f"{address} is a standalone server", path="cluster", hint=hint)
-        # a user without this right, or a service without this command or with an answer of its own
-        with suppress(TierError, TypeError, ValueError):
-            found: Any = await ask(address, "CONFIG", "GET", "proto-max-bulk-len")
-            told = int(dict(found).get(b"proto-max-bulk-len", VALUE_BYTES_MAX))
-            self._value_max = max(told, VALUE_BYTES_MIN)
 
     # ---- commands
 
@@ -248,7 +256,7 @@ class RedisTier(Tier):
         found = dict.fromkeys(GAUGES, 0)
         try:
             for address in await self._servers.addresses():
-                info = parse_info(await self._entrance.ask(address, "INFO"))
+                info = parse_info(await self._entrance.ask(address, b"INFO"))
                 for name, field in GAUGES.items():
                     found[name] += int(info.get(field, "0"))
             self._gauges = found
@@ -256,7 +264,7 @@ class RedisTier(Tier):
                 async with asyncio.timeout(self._entrance.limit_s):
                     await self._quotas.refresh(self._servers)
                 await self._quotas.recount(self._entrance, self._servers)
-        except (TierError, OSError, ValueError):
+        except (TierError, OSError, ValueError, TypeError):
             pass  # the old ones have to do
         finally:
             self._asking = None
@@ -407,17 +415,17 @@ class RedisTier(Tier):
     async def purge(self, salt: bytes | None, progress: Progress) -> int:
         await self._require_fit()
         seen = removed = 0
-        connections = [await self._entrance.connect(a) for a in await self._servers.addresses()]
-        try:
-            total = sum([int(await self._entrance.reply(c, "DBSIZE")) for c in connections])
-            for connection in connections:
-                async for names in scan(self._entrance, connection, self._prefix):
+        addresses = await self._servers.addresses()
+        total = sum([int(await self._entrance.ask(a, b"DBSIZE")) for a in addresses])
+        for address in addresses:
+            wire, _ = await self._entrance.wire(address)
+            try:
+                async for names in scan(self._entrance, wire, self._prefix):
                     removed += await self._purge(names, salt)
                     seen += STEP_KEYS
                     progress(min(seen, total), total)
-        finally:
-            for connection in connections:
-                await hang_up(connection)
+            finally:
+                wire.abort()
         if salt is None:  # nothing is left to be counted
             self._quotas.forget()
             await self._unlink({self._quotas.counters: 1, self._quotas.turn: 1}, {})
