@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from packaging.requirements import Requirement
 
+from kvladder.arena import memory_available
 from kvladder.config.settings import LevelConfig
 from kvladder.config.stack import StackConfig
 from kvladder.control.sockets import require_name
@@ -26,7 +27,7 @@ from kvladder.units import Size
 T = TypeVar("T")
 ANY = Layout(block_tokens=16, block_bytes=4096)
 """Blocks of some size: what a codec needs beside them does not depend on it."""
-_MEMORY = Path("/proc/meminfo")
+_ROOT = Path("/")
 
 
 class Findings(NamedTuple):
@@ -69,8 +70,10 @@ def _preflight(config: StackConfig) -> Findings:
                 _try(found, config, f"{where}.codecs", opening)
         if facts:
             found.facts[level.name] = facts
-    available = _available_bytes()
-    if available is not None and config.arena.size_bytes > available:
+    available = 0
+    with suppress(OSError):  # not every system tells
+        available = memory_available(_ROOT)
+    if 0 < available < config.arena.size_bytes:
         found.warnings.append(
             f"arena.size is {config.arena.size_bytes}, and this machine has"
             f" {Size(available).about()} of memory left"
@@ -123,15 +126,6 @@ def _socket(path: Path) -> None:
     if not os.access(path.parent, os.W_OK | os.X_OK):
         hint = "expected a directory that exists and can be written"
         raise ConfigError(str(path.parent), path="control.path", hint=hint)
-
-
-def _available_bytes() -> int | None:
-    """How much memory can be taken without making others give theirs up; None if unknown."""
-    with suppress(OSError, ValueError, StopIteration):
-        lines = _MEMORY.read_text().splitlines()
-        text = next(line for line in lines if line.startswith("MemAvailable:"))
-        return int(text.split()[1]) * 1024
-    return None
 
 
 def _libraries(extras: Iterable[str], errors: list[ConfigError]) -> Iterator[tuple[str, str]]:

@@ -219,12 +219,6 @@ class BlockPool:
         """
         return self._committer.commit(slots, content, retain)
 
-    def priority(self, key: BlockKey) -> int | None:
-        """The priority that a known block has now, or None."""
-        self._retainer.expire()
-        node = self._ledger.index.find(key)
-        return None if node is None else self._ledger.nodes.priority[node]
-
     def remove(self, keys: Sequence[BlockKey]) -> None:
         """Forget these blocks here and in the tiers, and all that follow them.
 

@@ -63,7 +63,6 @@ class BlockConfig(Settings, frozen=True, kw_only=True):
 class GpuConfig(Settings, frozen=True, kw_only=True):
     """The device's block pools, for engines that bring none of their own."""
 
-    policy: Literal["prioritized-lru"] = "prioritized-lru"
     memory_bytes: Size | None = msgspec.field(name="memory", default=None)
     """For all pools; None takes a fraction of what is free."""
     fraction: Fraction = 0.9

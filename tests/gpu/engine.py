@@ -51,6 +51,13 @@ def replay(events: list[PoolEvent], index: Indexed) -> None:
             assert isinstance(event, Created)
 
 
+def priority_of(pool: BlockPool, key: BlockKey) -> int | None:
+    """The priority that a known block has now, or None."""
+    pool._retainer.expire()
+    node = pool._ledger.index.find(key)
+    return None if node is None else pool._ledger.nodes.priority[node]
+
+
 class Clock:
     """Time that passes when it is told to."""
 

@@ -192,7 +192,6 @@ def test_every_setting_of_the_section_is_shown_and_has_its_effect() -> None:
 @pytest.mark.parametrize(
     ("gpu", "path"),
     [
-        ({"policy": "lru"}, "gpu.policy"),
         ({"fraction": 1.0}, "gpu.fraction"),
         ({"fraction": 0}, "gpu.fraction"),
         ({"memory": 0}, "gpu.memory"),

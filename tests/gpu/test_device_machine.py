@@ -361,6 +361,25 @@ TestDeviceMachine = pytest.mark.slow(DeviceMachine.TestCase)
 TestDeviceMachine.settings = profile(max_examples=150, stateful_step_count=40, deadline=None)
 
 
+def test_a_pool_hears_of_writes_that_are_given_up() -> None:
+    machine = DeviceMachine()
+    machine.start(MODELS[0], blocks=6, slots=6, thresholds=(40, 0), below=True, seed=0)
+    request = machine.requests.begin([0] * 12)
+    machine.requests.commit(request, 12)
+    machine.requests.release(request)
+    [pool] = machine.cache.pools
+    assert pool.evict(3) == 3
+    machine.copier.end(machine.copier.jobs[0])
+    machine.poll()
+    assert len(pool.in_tiers()) == 3  # host does not take them, and the level below is about to
+    machine.tier.script.append(Fail())
+    machine.wait(3.0)
+    machine.sound()
+    machine.poll()
+    assert pool.in_tiers() == []
+    machine.teardown()
+
+
 async def test_what_others_put_into_a_shared_tier_is_found_by_the_next_claim() -> None:
     tier = SharedFakeTier()
     keys = SimCache.keys(1, 2, 3)

@@ -11,7 +11,7 @@ from kvladder.gpu.tree.names import DeviceSlot
 from kvladder.keys import BlockKey
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.retention import Retention, RetentionRange
-from tests.gpu.engine import Engine
+from tests.gpu.engine import Engine, priority_of
 
 
 def at(priority: int, duration_s: float | None = None) -> Retention:
@@ -95,9 +95,9 @@ def test_e7_80_for_a_millisecond_is_35_two_milliseconds_later() -> None:
     engine = Engine(8)
     engine.run(range(4), retention=at(80, 0.001))
     [key] = engine.keys(range(4))
-    assert engine.pool.priority(key) == 80
+    assert priority_of(engine.pool, key) == 80
     engine.clock.now_s = 0.002
-    assert engine.pool.priority(key) == 35
+    assert priority_of(engine.pool, key) == 35
     engine.check()
 
 

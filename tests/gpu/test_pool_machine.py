@@ -18,7 +18,7 @@ from kvladder.gpu.requests.sequence import KVSequence
 from kvladder.gpu.tree.names import DeviceSlot
 from kvladder.keys import BlockKey
 from kvladder.policy.retention import Retention, RetentionRange
-from tests.gpu.engine import Engine, Indexed, replay
+from tests.gpu.engine import Engine, Indexed, priority_of, replay
 from tests.gpu.model import Name, PoolModel, Private, Run
 
 TOKENS = st.integers(1, 14).map(lambda n: [0] * n) | st.lists(
@@ -184,7 +184,7 @@ class PoolMachine(RuleBasedStateMachine):
         index = self.pool._ledger.index
         assert {index.nodes.key[node] for node in index.known()} == names.keys()
         for key, name in names.items():
-            assert self.pool.priority(key) == self.model.cached[name].priority
+            assert priority_of(self.pool, key) == self.model.cached[name].priority
             refs = self.pool._ledger.refs[self.slot(name)]
             assert refs == self.model.refs(name)
         assert self.pool.free == self.model.free()

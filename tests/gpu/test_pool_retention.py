@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvladder.policy.retention import Retention, RetentionRange
-from tests.gpu.engine import Engine
+from tests.gpu.engine import Engine, priority_of
 
 Range = tuple[int, int | None, int]
 
@@ -81,9 +81,9 @@ def test_r18_a_duration_survives_offload_and_plain_reuse_and_ends_on_time() -> N
     assert engine.host.brought == [key]
     engine.clock.now_s = 0.004
     assert engine.run(range(5)) == 4
-    assert engine.pool.priority(key) == 80
+    assert priority_of(engine.pool, key) == 80
     engine.clock.now_s = 0.005
-    assert engine.pool.priority(key) == 35
+    assert priority_of(engine.pool, key) == 35
     engine.check()
 
 
@@ -92,7 +92,7 @@ def test_r18_what_is_below_the_default_stays_there_when_it_expires() -> None:
     engine.run(range(4), retention=retention((0, None, 10), duration_s=0.005))
     [key] = engine.keys(range(4))
     engine.clock.now_s = 1.0
-    assert engine.pool.priority(key) == 10
+    assert priority_of(engine.pool, key) == 10
 
 
 def test_only_a_new_explicit_retention_arms_the_duration_again() -> None:
@@ -102,13 +102,13 @@ def test_only_a_new_explicit_retention_arms_the_duration_again() -> None:
     engine.clock.now_s = 0.9
     engine.run(range(5), retention=retention((4, None, 60)))
     engine.clock.now_s = 1.0
-    assert engine.pool.priority(key) == 35
+    assert priority_of(engine.pool, key) == 35
     engine.run(range(5), retention=retention((0, None, 70), duration_s=1.0))
     engine.clock.now_s = 1.9
-    assert engine.pool.priority(key) == 70
+    assert priority_of(engine.pool, key) == 70
     engine.run(range(5), retention=retention((0, None, 90)))
     engine.clock.now_s = 99.0
-    assert engine.pool.priority(key) == 90
+    assert priority_of(engine.pool, key) == 90
 
 
 def test_a_duration_begins_when_the_block_can_be_reused() -> None:
@@ -120,7 +120,7 @@ def test_a_duration_begins_when_the_block_can_be_reused() -> None:
     engine.clock.now_s = 7.0
     engine.release(sequence)
     whole, tail = priorities(engine)
-    assert engine.pool.priority(engine.keys(range(4))[0]) == 35
+    assert priority_of(engine.pool, engine.keys(range(4))[0]) == 35
     assert (whole, tail) == (80, 80)
     assert priorities(engine) == [35, 80]
     engine.clock.now_s = 8.0

@@ -9,7 +9,7 @@ from kvladder.gpu.pool.pool import Partial
 from kvladder.gpu.requests.sequences import Sequences
 from kvladder.keys import KeyScheme, namespace
 from kvladder.policy.retention import Retention
-from tests.gpu.engine import Engine
+from tests.gpu.engine import Engine, priority_of
 
 PARTIAL = pytest.mark.parametrize("partial", ["take", "copy"])
 
@@ -298,6 +298,6 @@ def test_the_best_of_many_children_is_found() -> None:
 def test_a_retention_by_default_reaches_the_blocks_no_range_names() -> None:
     engine = Engine(8)
     engine.run(range(8), retention=Retention(default=60))
-    assert [engine.pool.priority(key) for key in engine.keys(range(8))] == [60, 60]
+    assert [priority_of(engine.pool, key) for key in engine.keys(range(8))] == [60, 60]
     engine.run(range(9), retention=Retention(default=10))
-    assert [engine.pool.priority(key) for key in engine.keys(range(8))] == [60, 60]
+    assert [priority_of(engine.pool, key) for key in engine.keys(range(8))] == [60, 60]

@@ -14,7 +14,7 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.policy.retention import Retention, RetentionRange
 from kvladder.tiers.ladder.index import Meta
 from tests.gpu.device import FULL, Model
-from tests.gpu.engine import Engine
+from tests.gpu.engine import Engine, priority_of
 
 ANY = OffloadRule(min_priority=0)
 
@@ -24,7 +24,7 @@ def at(priority: int, duration_s: float | None = None) -> Retention:
 
 
 def prios(engine: Engine, tokens: Sequence[int]) -> list[int | None]:
-    return [engine.pool.priority(key) for key in engine.keys(tokens)]
+    return [priority_of(engine.pool, key) for key in engine.keys(tokens)]
 
 
 def model(*, blocks: int = 4, slots: int = 8, host: Any = (), tiers: Sequence[Any] = ()) -> Model:
@@ -140,7 +140,7 @@ def test_a_restart_keeps_the_priority_of_what_files_hold(tmp_path: Path) -> None
     m.close()
     m = opened()
     assert m.run([*range(4), 1]) == 4
-    assert m.cache.pools[0].priority(key(m, range(4))) == 90
+    assert priority_of(m.cache.pools[0], key(m, range(4))) == 90
     [stored] = [e for e in m.cache.snapshot() if e.blocks[0].key == key(m, range(4))]
     assert stored.blocks[0].priority == 90
     m.settle()

@@ -17,6 +17,7 @@ from kvladder.gpu.requests.requests import Request
 from kvladder.keys import BlockKey
 from kvladder.policy.retention import Retention, RetentionRange
 from tests.gpu.device import FULL, Model
+from tests.gpu.engine import priority_of
 
 NEAR = Group("near", 4, "window", 8)
 STATE = Group("state", 4, "state")
@@ -136,7 +137,7 @@ def test_what_it_generated_keeps_its_priority_if_it_is_recomputed(
         engine.requests.append(request, [token])
     engine.compute(request)
     keys, pools = list(request.parts[0].keys), engine.cache.pools
-    assert [pools[0].priority(key) for key in keys] == [80, 80, 5, 5]
+    assert [priority_of(pools[0], key) for key in keys] == [80, 80, 5, 5]
     suspended = engine.cache.preemption.suspend(request, "recompute")
     if forgotten:
         for pool in pools:
@@ -147,7 +148,7 @@ def test_what_it_generated_keeps_its_priority_if_it_is_recomputed(
     request = back(engine, suspended)
     assert (request.cached == 0) == forgotten
     engine.compute(request)
-    assert [pools[0].priority(key) for key in keys] == [80, 80, 5, 5]
+    assert [priority_of(pools[0], key) for key in keys] == [80, 80, 5, 5]
     assert request.parts[0].prompt_tokens == 8
     engine.requests.release(request)
     engine.close()

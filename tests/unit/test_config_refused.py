@@ -37,8 +37,8 @@ def cold(**settings):
         ("arena: {size: 1 GiB}\ntiers: [{type: 5}]", "tiers[0].type", "5 (expected one of:"),
         ("arenas: {size: 1 GiB}\ntiers: []", "arenas", "unknown key (did you mean 'arena'?)"),
         (
-            "gpu: {policy: x}\narena: {size: 1 GiB}\ntiers: [{type: host}]",
-            "gpu.policy",
+            "gpu: {partial: x}\narena: {size: 1 GiB}\ntiers: [{type: host}]",
+            "gpu.partial",
             "'x' (expected",
         ),
         ("pool: {}\narena: {size: 1 GiB}", "pool", "unknown key (expected one of: model"),

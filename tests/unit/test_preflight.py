@@ -48,8 +48,9 @@ def test_a_capacity_that_the_disk_does_not_have(tmp_path):
 
 
 def test_an_arena_that_the_machine_does_not_have(monkeypatch, tmp_path):
-    meminfo = tmp_path / "meminfo"
-    monkeypatch.setattr(module, "_MEMORY", meminfo)
+    (tmp_path / "proc").mkdir()
+    monkeypatch.setattr(module, "_ROOT", tmp_path)
+    meminfo = tmp_path / "proc" / "meminfo"
     for text, warnings in (
         ("MemTotal: 9 kB\nMemAvailable:    512 kB\n", 1),
         ("MemTotal: 9 kB\nMemAvailable:    4096 kB\n", 0),
