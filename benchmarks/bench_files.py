@@ -40,7 +40,8 @@ from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.header import HEADER_BYTES
 from kvladder.tiers.files.log import PUT, IndexLog
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
-from kvladder.tiers.ladder.level import Level, LevelSettings
+from kvladder.tiers.ladder.door import LevelSettings, LevelSpec
+from kvladder.tiers.ladder.stack import HostSettings, TierStack
 from kvladder.units import Size
 
 MIB = 1 << 20
@@ -311,22 +312,25 @@ def recover(path: Path) -> None:
         notices = Notices(clock.now)
         events = EventBuffer(1000, post=asyncio.get_running_loop().call_soon)
         shared = Shared(arena, lock, clock, events, notices, LAYOUT.block_bytes)
-        level = Level(
-            "nvme",
-            FilesTier(FilesOptions(path=str(path))),
-            OffloadRule(),
+        spec = LevelSpec(
+            name="nvme",
+            tier=FilesTier(FilesOptions(path=str(path))),
+            rule=OffloadRule(),
             capacity_blocks=RECOVERED,
             policy=PrioritizedLRU(),
             settings=LevelSettings(),
-            shared=shared,
         )
+        host = HostSettings("host", OffloadRule(), PrioritizedLRU(), reserve_blocks=0)
+        post = asyncio.get_running_loop().call_soon
+        stack = TierStack(host, [spec], shared, post=post, fetch_blocks_max=1)
+        (level,) = stack.levels
         before = resident_bytes()
         began = time.perf_counter()
-        await level.open(LAYOUT, LAYOUT.namespace(), threads=lambda _: inline_blocking)
+        await stack.open(LAYOUT, LAYOUT.namespace(), lambda _: inline_blocking)
         seconds = time.perf_counter() - began
         assert len(level.index) == RECOVERED
         grown = resident_bytes() - before
-        await level.aclose()
+        await stack.aclose(flush_timeout_s=1.0)
         return seconds, grown / RECOVERED
 
     seconds, index_bytes = asyncio.run(whole_level())

@@ -22,11 +22,11 @@ from kvladder.manager import CacheManager, ManagerSettings
 from kvladder.notices import Notices
 from kvladder.policy.worth import Worth
 from kvladder.runtime import Runtime, SystemClock
-from kvladder.schema import within
 from kvladder.tiers.base import Shared
 from kvladder.tiers.codecs.edge import EdgeSettings
+from kvladder.tiers.ladder.door import LevelSettings, LevelSpec
 from kvladder.tiers.ladder.gate import BreakerSettings, GateSettings
-from kvladder.tiers.ladder.level import Level, LevelSettings
+from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.stack import HostSettings, TierStack
 
 if TYPE_CHECKING:
@@ -76,7 +76,10 @@ def open_manager(
         aside = [arena.set_aside(count) for count in scratch]
         stack = _stack(config, layout, arena, runtime, list(zip(edges, aside, strict=True)))
         publisher = _publisher(config, layout, stack)
-        _open_levels(stack, config, layout, space, runtime)
+        try:
+            runtime.call(stack.open(layout, space, runtime.threads))
+        except ConfigError as error:
+            raise config.source.explain(error) from error
         in_effect = "\n".join(map(_in_effect, stack.levels))
         if publisher is not None:
             publisher.start()
@@ -110,9 +113,9 @@ def open_manager(
 
 def _in_effect(level: Level) -> str:
     """What a level's tier says of itself, now that it is open."""
-    if level.gate.absent:
+    if level.door.absent:
         return f"{level.name}: not open at start"
-    told = ", ".join(f"{name} {value}" for name, value in level.gate.describe(level.tier).items())
+    told = ", ".join(f"{name} {value}" for name, value in level.door.describe().items())
     return f"{level.name}: {told or 'open'}"
 
 
@@ -171,7 +174,7 @@ def _stack(
         reserve_blocks=config.arena.reserve.of(arena.slots),
     )
     levels = [
-        _level(level, layout, shared, edge, scratch)
+        _spec(level, layout, shared, edge, scratch)
         for level, (edge, scratch) in zip(config.levels, edges, strict=True)
     ]
     return TierStack(
@@ -184,47 +187,27 @@ def _stack(
     )
 
 
-def _level(
+def _spec(
     config: LevelConfig,
     layout: Layout,
     shared: Shared,
     edge: EdgeSettings,
     scratch: Sequence[Slot],
-) -> Level:
-    tier = config.make_tier()
+) -> LevelSpec:
+    """A level below host, with a tier that is not opened yet."""
     breaker = config.breaker
     gate = GateSettings(
         timeout_s=config.timeout_s,
         breaker=BreakerSettings(breaker.failures, breaker.retry_s, breaker.retry_max_s),
     )
-    return Level(
-        config.name,
-        tier,
-        config.rule,
+    queue = max(1, config.queue.of(shared.arena.slots))
+    return LevelSpec(
+        name=config.name,
+        tier=config.make_tier(),
+        rule=config.rule,
         capacity_blocks=config.capacity_blocks(layout),
         policy=config.make_policy(),
-        settings=LevelSettings(
-            gate, queue_blocks=max(1, config.queue.of(shared.arena.slots)), edge=edge
-        ),
-        shared=shared,
+        settings=LevelSettings(gate, queue_blocks=queue, edge=edge),
+        verify=any(codec.checks for codec in config.make_codecs()),
         scratch=scratch,
     )
-
-
-def _open_levels(
-    stack: TierStack, config: StackConfig, layout: Layout, space: Namespace, runtime: Runtime
-) -> None:
-    """Open the levels one after the other; if one refuses, close those that are open."""
-    opened: list[Level] = []
-    try:
-        for i, (level, settings) in enumerate(zip(stack.levels, config.levels, strict=True), 1):
-            verify = any(codec.checks for codec in settings.make_codecs())
-            opened.append(level)
-            try:
-                runtime.call(level.open(layout, space, threads=runtime.threads, verify=verify))
-            except ConfigError as error:  # a tier knows its keys, but not where it stands
-                raise config.source.explain(within(f"tiers[{i}]", error)) from error
-    except BaseException:
-        for level in opened:
-            runtime.call(level.aclose())
-        raise

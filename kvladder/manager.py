@@ -19,10 +19,11 @@ from kvladder.policy.retention import checked_duration, checked_priority
 from kvladder.policy.worth import Saves
 from kvladder.tiers.base import ANYWHERE, Terms
 from kvladder.tiers.ladder import Ladder
-from kvladder.tiers.ladder.gate import BREAKER_STATES, KINDS, Said
+from kvladder.tiers.ladder.door import CALLS_TIMEOUT_S, Said
+from kvladder.tiers.ladder.door import CLOSE_TIMEOUT_S as TIER_CLOSE_TIMEOUT_S
+from kvladder.tiers.ladder.gate import BREAKER_STATES, KINDS
 from kvladder.tiers.ladder.index import Meta
-from kvladder.tiers.ladder.level import CALLS_TIMEOUT_S, Level
-from kvladder.tiers.ladder.level import CLOSE_TIMEOUT_S as TIER_CLOSE_TIMEOUT_S
+from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.fetch import Fetch
 from kvladder.tiers.ladder.stack import Post, TierStack
 
@@ -336,7 +337,7 @@ class CacheManager:
     def stats(self) -> Stats:
         """Counters and occupancy by level, hottest first, and of the arena; plain data."""
         stack = self._stack
-        said = [level.gate.said(level.tier) for level in stack.levels]  # theirs: without the lock
+        said = [level.door.said() for level in stack.levels]  # theirs: without the lock
         with stack.lock:
             host = {**stack.host.stats.as_dict(), **stack.host.index.as_dict()}
             host["capacity"] = self.arena.slots
@@ -354,7 +355,7 @@ class CacheManager:
 
     def describe(self) -> str:
         """The resolved configuration, for people, and which levels are left out now."""
-        out = [(lv.name, lv.opening.why) for lv in self._stack.levels if lv.gate.absent]
+        out = [(lv.name, lv.door.why) for lv in self._stack.levels if lv.door.absent]
         return "\n".join([self._description, *(f"{name} is left out: {why}" for name, why in out)])
 
     def idle(self) -> bool:
@@ -402,7 +403,7 @@ class CacheManager:
         if self._publisher is not None:
             self._publisher.close()
         self._portal.close()
-        behind = sum(level.gate.behind for level in self._stack.levels)
+        behind = sum(level.door.behind for level in self._stack.levels)
         if not self.arena.close() and behind:
             what = f"{behind} calls to tiers have not ended: the arena stays mapped until they do"
             self._stack.shared.notices.say("arena", what)
@@ -410,9 +411,9 @@ class CacheManager:
 
 def level_counts(level: Level, said: Said) -> dict[str, Any]:
     """Counters and occupancy of a level below host, and what its tier said; with the lock held."""
-    gate, edge = level.gate, level.edge
-    states = {kind: BREAKER_STATES.index(state) for kind, state in gate.states.items()}
-    opened = {kind: breaker.opened for kind, breaker in gate.breakers.items()}
+    door, edge = level.door, level.door.edge
+    states = {kind: BREAKER_STATES.index(state) for kind, state in door.states.items()}
+    opened = {kind: breaker.opened for kind, breaker in door.breakers.items()}
     return {
         **said.gauges,
         **level.stats.as_dict(),
@@ -424,11 +425,11 @@ def level_counts(level: Level, said: Said) -> dict[str, Any]:
         "corrupt": said.corrupt_blocks + edge.corrupt,
         "unreadable": edge.unreadable,
         "encoded_bytes": edge.encoded_bytes,
-        "calls_behind": gate.behind,
+        "calls_behind": door.behind,
         "breakers": states,
         "breakers_opened": opened,
         "breaker": max(states.values()),
-        "breaker_open": int(any(not gate.open(kind) for kind in KINDS)),
+        "breaker_open": int(any(not door.open(kind) for kind in KINDS)),
         "breaker_opened": sum(opened.values()),
-        "left_out": int(gate.absent),
+        "left_out": int(door.absent),
     }

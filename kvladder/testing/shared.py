@@ -50,6 +50,7 @@ class SharedFakeTier(FakeTier):
         wanted = [item for item in items if not (self.was_full or self.removable(item.key))]
         self._require(not wanted, "a block is removed that others may use")
         await super().remove(items)
+        self.others_remove([item.key for item in items])  # expired ones, too
 
     def others_put(self, blocks: Mapping[BlockKey, bytes]) -> None:
         """Another engine stores blocks."""

@@ -20,7 +20,8 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.testing.sim import EPOCH_S, SimClock, inline_blocking
 from kvladder.tiers.base import Shared, Tier
 from kvladder.tiers.codecs.edge import scratch_blocks
-from kvladder.tiers.ladder.level import Level, LevelSettings, Threads
+from kvladder.tiers.ladder.door import LevelSettings, Threads
+from kvladder.tiers.ladder.door import LevelSpec as Spec
 from kvladder.tiers.ladder.stack import HostSettings, Post, TierStack
 
 T = TypeVar("T")
@@ -72,11 +73,11 @@ class SimCache:
     is left behind.
     """
 
-    def __init__(self, manager: CacheManager, stack: TierStack, levels: Sequence[Level]) -> None:
+    def __init__(self, manager: CacheManager, stack: TierStack) -> None:
         self.manager = manager
         self.stack = stack
         self.arena = manager.arena
-        self.levels = levels
+        self.levels = stack.levels
 
     @classmethod
     async def open(
@@ -110,33 +111,31 @@ class SimCache:
             notices=Notices(clock.now, held=lock.held, post=loop.call_soon),
             block_bytes=layout.block_bytes,
         )
-        opened = [
-            Level(
-                f"level{position}",
-                spec.tier,
-                spec.rule,
+        made = [
+            Spec(
+                name=f"level{position}",
+                tier=spec.tier,
+                rule=spec.rule,
                 capacity_blocks=spec.capacity_blocks,
                 policy=PrioritizedLRU(),
                 settings=spec.settings,
-                shared=shared,
                 scratch=aside[position - 1],
             )
             for position, spec in enumerate(levels, start=1)
         ]
         stack = TierStack(
             HostSettings("host", host or OffloadRule(), PrioritizedLRU(), reserve_blocks),
-            opened,
+            made,
             shared,
             post=loop.call_soon,
             fetch_blocks_max=slots if fetch_blocks_max is None else fetch_blocks_max,
         )
         space = layout.namespace()
-        for level in opened:
-            try:
-                await level.open(layout, space, threads=threads)
-            except BaseException:
-                arena.close()
-                raise
+        try:
+            await stack.open(layout, space, threads)
+        except BaseException:
+            arena.close()
+            raise
         manager = CacheManager(
             layout=layout,
             namespace=space,
@@ -145,7 +144,7 @@ class SimCache:
             portal=LoopPortal(loop),
             settings=settings,
         )
-        return cls(manager, stack, opened)
+        return cls(manager, stack)
 
     @staticmethod
     def keys(*path: int) -> list[BlockKey]:

@@ -10,8 +10,8 @@ from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.policy.offload import OffloadRule
 from kvladder.tiers.codecs.base import ChecksumCodec
 from kvladder.tiers.codecs.edge import EdgeSettings
+from kvladder.tiers.ladder.door import LevelSettings
 from kvladder.tiers.ladder.gate import BreakerSettings, GateSettings
-from kvladder.tiers.ladder.level import LevelSettings
 from tests.kit.mirror import MirrorCodec
 
 Kind = Literal["plain", "coded", "shared", "wishing", "unruly"]

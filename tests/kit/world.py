@@ -17,7 +17,8 @@ from kvladder.testing.sim import SimLoop, SimThreads, inline_blocking, where
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.testing.steps import misbehaviours, troubles
 from kvladder.tiers.base import Blocking
-from kvladder.tiers.ladder.gate import BEHIND_CALLS_MAX, KINDS
+from kvladder.tiers.ladder.door import BEHIND_CALLS_MAX
+from kvladder.tiers.ladder.gate import KINDS
 from kvladder.tiers.ladder.level import Level
 from tests.kit.knobs import Knobs
 from tests.kit.model import NOTHING, Model, Replay, Request, must_survive
@@ -299,7 +300,7 @@ class World:
         self.requests.clear()
         clean = not crash and not any(tier.script or tier.held for tier in self.tiers)
         levels = self.cache.levels
-        clean &= all(lv.gate.open(kind) and not lv.left_behind for lv in levels for kind in KINDS)
+        clean &= all(lv.door.open(kind) and not lv.left_behind for lv in levels for kind in KINDS)
         self._purge.give_up()
         kept = must_survive(self.cache, self.loop.time())
         errors = self._errors()
@@ -399,7 +400,7 @@ class World:
             assert not stats.task_failures, "a task died"
         for number, level in enumerate(levels):
             at_once = level.settings.reads_max + 2
-            assert level.gate.behind <= BEHIND_CALLS_MAX + at_once, "too much is left behind"
+            assert level.door.behind <= BEHIND_CALLS_MAX + at_once, "too much is left behind"
             if number not in self._troubled and self.knobs.levels[number].mean_s <= 0.01:
                 assert not level.stats.errors, f"a call to {level.name} failed, which is well"
 

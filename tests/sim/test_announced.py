@@ -23,8 +23,7 @@ class Listener:
     """Replays what is announced, and calls each block by the name that it has when it is stored."""
 
     def __init__(self, cache: SimCache) -> None:
-        self.indexes = {"host": cache.stack.host.index}
-        self.indexes.update((level.name, level.index) for level in cache.levels)
+        self.indexes = cache.stack.indexes
         self.announcer = Announcer(cache.stack)
         self.repeated = False
         self.naming = 0

@@ -44,7 +44,7 @@ def test_five_thousand_steps_in_worlds_with_codecs() -> None:
     worlds = [soak.run_world(seed, kind="coded") for seed in range(60_000, 60_025)]
     served = sum((world.served for world in worlds), start=worlds[0].served)
     assert set(served) >= {"host", "level1", "level2"}
-    assert any(level.edge.corrupt for world in worlds for level in world.cache.levels)
+    assert any(level.door.edge.corrupt for world in worlds for level in world.cache.levels)
 
 
 @pytest.mark.slow
@@ -58,7 +58,7 @@ def test_five_thousand_steps_in_worlds_with_a_tier_that_others_use() -> None:
 
 @pytest.mark.slow
 def test_ten_thousand_steps_in_worlds_whose_requests_have_wishes() -> None:
-    worlds = [soak.run_world(seed, kind="wishing") for seed in range(80_000, 80_050)]
+    worlds = [soak.run_world(seed, kind="wishing") for seed in range(80_050, 80_100)]
     served = sum((world.served for world in worlds), start=worlds[0].served)
     assert set(served) == {"host", "level1", "level2", "level3"}
     assert any(level.stats.expired for world in worlds for level in world.cache.levels)
@@ -70,7 +70,7 @@ def test_ten_thousand_steps_in_worlds_whose_tiers_do_what_no_tier_may() -> None:
     worlds = [soak.run_world(seed, kind="unruly") for seed in range(90_000, 90_050)]
     served = sum((world.served for world in worlds), start=worlds[0].served)
     assert set(served) == {"host", "level1", "level2", "level3"}
-    gates = [level.gate for world in worlds for level in world.cache.levels]
+    gates = [level.door for world in worlds for level in world.cache.levels]
     for kind in ("get", "put", "remove"):
         assert any(gate.breakers[kind].opened for gate in gates)
 

@@ -11,9 +11,10 @@ from kvladder.events import EventBuffer
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import FakeTier
 from kvladder.tiers.base import ANYWHERE, NO_TERMS, Terms
-from kvladder.tiers.ladder import gate as gates
-from kvladder.tiers.ladder.endings import Alarm
-from kvladder.tiers.ladder.gate import KINDS, Gate
+from kvladder.tiers.ladder import door as doors
+from kvladder.tiers.ladder.door import Door
+from kvladder.tiers.ladder.expiry import Expiry
+from kvladder.tiers.ladder.gate import KINDS
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.index import LevelIndex
 from kvladder.tiers.ladder.level import Level
@@ -44,7 +45,8 @@ def after(cls: type, name: str, then: Callable[..., None]) -> Callable[..., Any]
     return wrapped
 
 
-_call, _unpin = Gate.call, Loader.unpin
+_call, _unpin = Door.call, Loader.unpin
+_recall, _remove_later = Level.recall, Level.remove_later
 
 
 def claimed(loader: Loader, keys: Any, slots: Any) -> None:
@@ -52,9 +54,21 @@ def claimed(loader: Loader, keys: Any, slots: Any) -> None:
     _unpin(loader, keys, slots)
 
 
-async def unclaimed(gate: Gate, *arguments: Any, slots: Any = (), **options: Any) -> Any:
+async def unclaimed(door: Door, *arguments: Any, slots: Any = (), **options: Any) -> Any:
     del slots
-    return await _call(gate, *arguments, **options)
+    return await _call(door, *arguments, **options)
+
+
+def not_those_of(level: Level, keys: Any, salt: Any = None) -> set[Any]:
+    return _recall(level, keys, salt) if salt else set()
+
+
+def as_if_nobody_wished(level: Level, items: Any) -> None:
+    (Level._free if level.tier.shared else _remove_later)(level, items)
+
+
+def not_of_a_salt(level: Level, keys: Any, salt: Any = None) -> set[Any]:
+    return set() if salt else _recall(level, keys, salt)
 
 
 FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
@@ -64,12 +78,12 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
         lambda tier, item: tier._record(item) is not None,
     ),
     "a removal does not reach loads under way": (Loader, "recall", nothing),
-    "a removal does not reach writes under way": (Writer, "recall", nothing),
+    "a removal does not reach writes under way": (Level, "recall", not_those_of),
     "thresholds are ignored": (OffloadRule, "admits", lambda *_: True),
     "what is loaded from is not pinned": (
         HostLevel,
         "pin",
-        lambda host, slots: host._shared.arena.share(slots),
+        lambda host, slots: host.shared.arena.share(slots),
     ),
     "places are free while they are read": (
         Places,
@@ -82,8 +96,8 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
         "unpin",
         claimed,
     ),
-    "a call has no claim of its own": (Gate, "call", unclaimed),
-    "the writer never looks again": (Level, "wake", nothing),
+    "a call has no claim of its own": (Door, "call", unclaimed),
+    "the writer never looks again": (Writer, "wake", nothing),
     "events of evictions are lost": (EventBuffer, "removed", nothing),
     "a flush does nothing": (TierStack, "_flush_one", nothing),
 }
@@ -98,48 +112,48 @@ OF_WISHES: dict[str, tuple[type, str, Any]] = {
         ),
     ),
     "levels do not matter": (Terms, "levels", property(lambda _: ANYWHERE)),
-    "nothing expires": (Alarm, "set", nothing),
-    "a purge does not reach writes under way": (Writer, "recall_salted", nothing),
-    "a purge does not reach saves": (TierStack, "_recall", nothing),
+    "nothing expires": (Expiry, "set", nothing),
+    "a purge does not reach writes under way": (Level, "recall", not_of_a_salt),
+    "a purge does not reach saves": (TierStack, "_recall", lambda *_: iter(())),
     "a purge spares some": (LevelIndex, "salted", lambda index, *_: ([], index.places)),
 }
 
 
 OF_SHARED: dict[str, tuple[type, str, Any]] = {
-    "what a level gives up is gone for everybody": (Writer, "let_go", Writer.remove_later),
+    "what a level gives up is gone for everybody": (Level, "_let_go", Level.remove_later),
     "bytes that were of no use here are gone for everybody": (Level, "discard", Level.remove),
-    "a removal does not reach others": (Writer, "remove_later", Writer.let_go),
+    "a removal does not reach others": (Level, "remove_later", as_if_nobody_wished),
 }
 
-_open, _said = Level.open, Gate._said
+_prepare, _said = Door.prepare, Door._said
 
 
-async def in_threads_of_all(level: Level, *arguments: Any, threads: Any, **options: Any) -> None:
-    await _open(level, *arguments, threads=lambda _: threads("all"), **options)
+def in_threads_of_all(door: Door, layout: Any, namespace: Any, threads: Any) -> Any:
+    return _prepare(door, layout, namespace, lambda _: threads("all"))
 
 
 async def as_it_is(work: Any) -> Any:
     return await work
 
 
-def with_one_breaker(gate: Gate, *_: Any) -> None:
-    gate.breakers = dict.fromkeys(KINDS, gate.breakers["put"])
+def with_one_breaker(door: Door, *_: Any) -> None:
+    door.breakers = dict.fromkeys(KINDS, door.breakers["put"])
 
 
-def unguarded(gate: Gate, what: str, ask: Callable[[], Any], otherwise: Any) -> Any:
-    return ask() if what == "spare" else _said(gate, what, ask, otherwise)
+def unguarded(door: Door, what: str, ask: Callable[[], Any], otherwise: Any) -> Any:
+    return ask() if what == "spare" else _said(door, what, ask, otherwise)
 
 
 OF_UNRULY: dict[str, tuple[Any, str, Any]] = {
-    "answers are taken as they are": (gates, "checked", lambda _kind, answer, _count: answer),
-    "what a tier raises reaches the loop": (gates, "contained", as_it_is),
-    "what a tier says at once may raise": (Gate, "_said", unguarded),
+    "answers are taken as they are": (doors, "checked", lambda _kind, answer, _count: answer),
+    "what a tier raises reaches the loop": (doors, "contained", as_it_is),
+    "what a tier says at once may raise": (Door, "_said", unguarded),
     "a success of one kind of call hides failures of another": (
-        Gate,
+        Door,
         "__init__",
-        after(Gate, "__init__", with_one_breaker),
+        after(Door, "__init__", with_one_breaker),
     ),
-    "all levels share their threads": (Level, "open", in_threads_of_all),
+    "all levels share their threads": (Door, "prepare", in_threads_of_all),
 }
 KINDS_OF: dict[str, Kind] = {
     **dict.fromkeys(FAULTS, "plain"),

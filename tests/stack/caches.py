@@ -9,8 +9,8 @@ from typing import Any
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import FakeStore, FakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.tiers.ladder.door import LevelSettings
 from kvladder.tiers.ladder.gate import BreakerSettings, GateSettings
-from kvladder.tiers.ladder.level import LevelSettings
 
 COMMIT = OffloadRule(when="commit")
 QUICK = LevelSettings(

@@ -12,7 +12,7 @@ from kvladder.tiers.codecs.aesgcm import AesGcmCodec
 from kvladder.tiers.codecs.base import ChecksumCodec, Codec
 from kvladder.tiers.codecs.edge import EdgeSettings
 from kvladder.tiers.codecs.zstd import ZstdCodec
-from kvladder.tiers.ladder.level import LevelSettings
+from kvladder.tiers.ladder.door import LevelSettings
 
 
 def level(tier: FakeTier, *codecs: Codec) -> LevelSpec:

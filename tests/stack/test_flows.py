@@ -11,7 +11,7 @@ from kvladder.events import Removed
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import Delay, FakeStore, FakeTier, Hold
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers.ladder.level import LevelSettings
+from kvladder.tiers.ladder.door import LevelSettings
 from tests.stack.caches import COMMIT, cache_of, flushed
 
 
@@ -235,7 +235,7 @@ async def test_those_who_want_a_block_that_is_on_its_way_share_its_load() -> Non
 async def test_a_clear_goes_in_steps_and_nothing_is_saved_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvladder.tiers.ladder.endings.STEP", 2)
+    monkeypatch.setattr("kvladder.tiers.ladder.index.STEP", 2)
     async with cache_of(LevelSpec(FakeTier(), COMMIT), slots=8) as cache:
         old = cache.keys(1, 2, 3, 4, 5)
         cache.save(old)

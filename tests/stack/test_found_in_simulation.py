@@ -10,8 +10,8 @@ from typing import Any
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import Fail, FakeStore, FakeTier, Full, Hang, Hold
 from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.tiers.ladder.door import LevelSettings
 from kvladder.tiers.ladder.gate import BreakerSettings, GateSettings
-from kvladder.tiers.ladder.level import LevelSettings
 
 COMMIT = OffloadRule(when="commit")
 QUICK = LevelSettings(
@@ -202,11 +202,15 @@ async def test_demotion_goes_on_when_host_holds_every_slot() -> None:
     async with cache_of(
         LevelSpec(first, capacity_blocks=2), LevelSpec(second), slots=4, reserve_blocks=2
     ) as cache:
+        written, free = list[int](), list[int]()
         for number in range(12):
             cache.save(cache.keys(number))
             await asyncio.sleep(1.0)
-        assert cache.arena.free == 0
-        assert len(second.records) >= 6
+            written.append(len(second.records))
+            free.append(cache.arena.free)
+        was_full = free.index(0)
+        assert written[was_full] == 0
+        assert written[-1] >= 6
         assert await cache.load(cache.keys(0)) == ["level2"]
 
 
@@ -215,8 +219,9 @@ async def test_a_writer_that_is_woken_and_cancelled_at_once_ends() -> None:
     async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
         cache.save(cache.keys(1))
         await asyncio.sleep(1.0)
-        cache.levels[0].wake()
-        await cache.levels[0].aclose()
+        (keeper,) = cache.stack._keepers
+        keeper.writer.wake()
+        await keeper.aclose()
 
 
 async def test_a_removal_under_way_is_waited_for_when_the_cache_closes() -> None:
@@ -246,7 +251,7 @@ async def test_nothing_is_remembered_of_blocks_that_left_while_a_tier_was_down()
             cache.save(cache.keys(n, 1, 2, 3))
             await asyncio.sleep(0.01)
         assert cache.manager.stats()["level1"]["breaker_open"]
-        (waiting,) = cache.stack._backlog.values()
+        (waiting,) = cache.stack.host._backlog.values()
         assert 0 < len(waiting) <= 8
         await asyncio.sleep(6.0)
         cache.save(cache.keys(99))
@@ -261,7 +266,7 @@ async def test_only_what_is_here_is_known_to_have_been_refused() -> None:
         for n in range(20):
             cache.save(cache.keys(n, 1, 2))
             await cache.settle()
-        assert cache.stack._refused.keys() <= {*cache.stack.host.index}
+        assert cache.stack.host._refused.keys() <= {*cache.stack.host.index}
         (key,) = cache.keys(0)
         assert cache.manager.lookup([key]).total == 0
         cache.save([key])  # it was given up before, and that is forgotten

@@ -32,8 +32,8 @@ from kvladder.policy.worth import Saves
 from kvladder.publishing.announcer import Announcer
 from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
 from kvladder.tiers.base import Item, Tier, TierContext
+from kvladder.tiers.ladder.door import LevelSettings
 from kvladder.tiers.ladder.index import LevelIndex
-from kvladder.tiers.ladder.level import LevelSettings
 from kvladder.tiers.ladder.queue import Inbox
 from kvladder.tiers.ladder.saving import Saving
 

@@ -16,8 +16,13 @@ from kvladder.tiers.base import Item
 from kvladder.tiers.codecs.base import ChecksumCodec
 from kvladder.tiers.codecs.edge import EdgeSettings
 from kvladder.tiers.ladder import gate
-from kvladder.tiers.ladder.gate import BEHIND_CALLS_MAX
-from kvladder.tiers.ladder.level import CALLS_TIMEOUT_S, CLOSE_TIMEOUT_S, LevelSettings
+from kvladder.tiers.ladder.door import (
+    BEHIND_CALLS_MAX,
+    CALLS_TIMEOUT_S,
+    CLOSE_TIMEOUT_S,
+    LevelSettings,
+)
+from kvladder.tiers.ladder.reader import read
 from tests.kit.mirror import MirrorCodec
 from tests.stack.caches import COMMIT, QUICK, cache_of, flushed
 
@@ -109,12 +114,12 @@ async def test_a_trial_that_is_cancelled_is_made_again() -> None:
             assert place is not None
             level.places.begin_reads([place])
             slots = cache.arena.lease(1) or []
-        trial = asyncio.create_task(level.read([Item(keys[0], place, slots[0])]))
+        trial = asyncio.create_task(read(level, [Item(keys[0], place, slots[0])]))
         await asyncio.sleep(0.1)
-        assert level.gate.states["get"] == "trial"
+        assert level.door.states["get"] == "trial"
         trial.cancel()
         await asyncio.sleep(0.1)
-        assert level.gate.states["get"] == "open"
+        assert level.door.states["get"] == "open"
         assert await cache.load(keys) == ["level1"]
         cache.arena.release(slots)
 
@@ -197,17 +202,17 @@ async def test_writes_that_keep_failing_open_their_breaker_though_removals_work(
         level = cache.levels[0]
         assert len(tier.batches("put")) < 6
         assert len(tier.batches("remove")) > 1
-        assert level.gate.states | {"put": "open"} == level.gate.states
+        assert level.door.states | {"put": "open"} == level.door.states
         assert counts(cache)["breakers"] == {"get": 0, "put": 2, "remove": 0, "contains": 0}
         assert counts(cache)["breakers_opened"]["put"] >= 2
         assert await cache.load(cache.keys(1)) == ["level1"], "what it has is still served"
-        assert level.gate.states["put"] == "open", "a success of another kind tells nothing"
+        assert level.door.states["put"] == "open", "a success of another kind tells nothing"
         tier.heal()
         await asyncio.sleep(60.0)
         cache.save(cache.keys(9))
         await cache.settle()
         assert tier.stored(cache.keys(9)[0])
-        assert level.gate.states["put"] == "closed"
+        assert level.door.states["put"] == "closed"
 
 
 async def test_reads_that_keep_failing_open_theirs_though_writes_work() -> None:

@@ -15,8 +15,8 @@ from kvladder.testing.fakes import Block, Fail, FakeTier, Hang, Hold, Raise
 from kvladder.testing.sim import SimThreads
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.base import NO_SLOT, Item
-from kvladder.tiers.ladder.level import CALLS_TIMEOUT_S, CLOSE_TIMEOUT_S
-from kvladder.tiers.ladder.opening import OPEN_TIMEOUT_S
+from kvladder.tiers.ladder.door import CALLS_TIMEOUT_S, CLOSE_TIMEOUT_S
+from kvladder.tiers.ladder.keeper import OPEN_TIMEOUT_S
 from tests.stack.caches import COMMIT, cache_of, flushed
 
 TROUBLES = {

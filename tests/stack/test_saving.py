@@ -53,7 +53,7 @@ def test_what_was_removed_meanwhile_and_is_saved_anew_stays() -> None:
     saving = Saving()
     reserved(saving, range(3))
     saving.publish(key(0))
-    saving.discard(key(1))
+    saving.discard([key(1)])
     saving.put([key(1)], [Slot(7)], [META])
     assert forgotten(saving) == 1
     assert saving.pop(key(1), Slot(7)) == META

@@ -16,8 +16,8 @@ from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.codecs.base import ChecksumCodec
 from kvladder.tiers.codecs.edge import EdgeSettings
+from kvladder.tiers.ladder.door import LevelSettings
 from kvladder.tiers.ladder.index import Meta
-from kvladder.tiers.ladder.level import LevelSettings
 from tests.kit.mirror import MirrorCodec
 from tests.stack.caches import COMMIT, QUICK, cache_of
 

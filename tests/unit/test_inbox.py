@@ -25,7 +25,7 @@ def arena() -> Iterator[Arena]:
 def add(inbox: Inbox, arena: Arena, name: str, priority: int) -> Slot:
     leased = arena.lease(1)
     assert leased is not None
-    inbox.add(BlockKey(name.encode()), leased[0], Meta(priority, priority), 0.0)
+    inbox.add([BlockKey(name.encode())], leased, [Meta(priority, priority)], 0.0)
     arena.release(leased)
     return leased[0]
 
@@ -39,7 +39,7 @@ def test_is_first_in_first_out_and_hands_its_claims_on(arena: Arena) -> None:
     assert [pending.slot for pending in taken.values()] == slots[:2]
     inbox.check()
     arena.release(slots[:2])
-    inbox.remove(BlockKey(b"c"))
+    inbox.remove([BlockKey(b"c")])
     assert len(inbox) == 0
     assert arena.free == 8
 
@@ -52,15 +52,15 @@ def test_the_youngest_of_the_lowest_priority_gives_way(arena: Arena) -> None:
     assert inbox.full
     assert inbox.loser(20) is None, "nothing is worth less"
     assert inbox.loser(21) == b"c"
-    inbox.remove(BlockKey(b"c"))
-    inbox.remove(BlockKey(b"b"))
+    inbox.remove([BlockKey(b"c")])
+    inbox.remove([BlockKey(b"b")])
     add(inbox, arena, "d", 50)
     add(inbox, arena, "e", 50)
     assert inbox.loser(36) == b"a"
     assert BlockKey(b"a") in inbox
     assert list(inbox) == [b"a", b"d", b"e"]
     for name in "ade":
-        inbox.remove(BlockKey(name.encode()))
+        inbox.remove([BlockKey(name.encode())])
 
 
 def test_those_above_what_their_salt_has_to_spare(arena: Arena) -> None:
@@ -68,7 +68,7 @@ def test_those_above_what_their_salt_has_to_spare(arena: Arena) -> None:
     for number, salt in enumerate(("a", "b", "a", "", "a", "b")):
         slots = arena.lease(1) or []
         meta = Meta(35, 35, terms=Terms(salt=salt.encode()))
-        inbox.add(BlockKey(b"%d" % number), slots[0], meta, 0.0)
+        inbox.add([BlockKey(b"%d" % number)], slots, [meta], 0.0)
         arena.release(slots)
     spare = {b"": inf, b"a": 1, b"b": 0}
     keys = list(inbox)
@@ -76,4 +76,4 @@ def test_those_above_what_their_salt_has_to_spare(arena: Arena) -> None:
     assert inbox.above(keys[:2], spare) == [b"1"]
     assert inbox.above(keys[:2], {b"a": 1}) == [b"1"], "nobody said that there may be one"
     for key in list(inbox):
-        inbox.remove(key)
+        inbox.remove([key])

@@ -18,10 +18,10 @@ def key(number: int) -> BlockKey:
     return BlockKey(hashlib.sha256(b"%d" % number).digest())
 
 
-def index_of(*priorities: int, ttl: bool = False) -> LevelIndex:
-    index = LevelIndex(PrioritizedLRU(), ttl=ttl)
+def index_of(*priorities: int, ttl: bool = False) -> LevelIndex[int]:
+    index = LevelIndex[int](PrioritizedLRU(), ttl=ttl)
     for place, priority in enumerate(priorities):
-        index.insert(key(place), place, Meta(priority, priority))
+        index.insert([key(place)], [place], Meta(priority, priority))
     return index
 
 
@@ -40,37 +40,37 @@ def test_victims_are_the_lowest_priority_then_the_least_recent() -> None:
     index = index_of(80, 5, 35, 35)
     index.touch([2])
     assert list(index.victims()) == [1, 3, 2, 0]
-    assert index.drop(key(1)) == 1
+    assert index.drop([key(1)]) == [1]
     assert list(index.victims()) == [3, 2, 0]
     index.check(3)
 
 
 def test_a_pinned_block_is_no_victim_and_comes_back_as_the_most_recent() -> None:
     index = index_of(35, 35)
-    index.pin(0)
-    index.pin(0)
+    index.pin([0])
+    index.pin([0])
     index.touch([0, 1])
     assert list(index.victims()) == [1]
-    index.unpin(0)
+    index.unpin([0])
     assert index.pins(0) == 1
     assert list(index.victims()) == [1]
-    index.unpin(0)
+    index.unpin([0])
     assert list(index.victims()) == [1, 0]
     index.check(2)
 
 
 def test_a_dropped_pinned_block_leaves_nothing_behind() -> None:
     index = index_of(35)
-    index.pin(0)
-    assert index.drop(key(0)) == 0
-    index.insert(key(7), 0, Meta())
+    index.pin([0])
+    assert index.drop([key(0)]) == [0]
+    index.insert([key(7)], [0], Meta())
     assert list(index.victims()) == [0]
     index.check(1)
 
 
 def test_e_7_a_priority_of_one_millisecond_reverts_to_the_default() -> None:
-    index = LevelIndex(PrioritizedLRU())
-    index.insert(key(0), 0, Meta(80, 80, until_s=0.001))
+    index = LevelIndex[int](PrioritizedLRU())
+    index.insert([key(0)], [0], Meta(80, 80, until_s=0.001))
     index.revert(0.0)
     assert index.meta(0).priority == 80
     index.revert(0.002)
@@ -79,56 +79,57 @@ def test_e_7_a_priority_of_one_millisecond_reverts_to_the_default() -> None:
 
 
 def test_r_18_expiry_never_promotes() -> None:
-    index = LevelIndex(PrioritizedLRU())
-    index.insert(key(0), 0, Meta(10, 10, until_s=0.005))
+    index = LevelIndex[int](PrioritizedLRU())
+    index.insert([key(0)], [0], Meta(10, 10, until_s=0.005))
     index.revert(1.0)
     assert index.meta(0).priority == 10
 
 
 def test_a_new_retention_replaces_the_one_before() -> None:
-    index = LevelIndex(PrioritizedLRU())
-    index.insert(key(0), 0, Meta(80, 80, until_s=1.0))
-    index.set_priority(key(0), Meta(90, 90, until_s=5.0))
+    index = LevelIndex[int](PrioritizedLRU())
+    index.insert([key(0)], [0], Meta(80, 80, until_s=1.0))
+    index.note(key(0), Meta(90, 90, until_s=5.0))
     index.revert(2.0)
     assert index.meta(0).priority == 90
     index.revert(5.0)
     assert index.meta(0).priority == PRIORITY_DEFAULT
-    index.set_priority(key(0), Meta(60, 60))
+    index.note(key(0), Meta(60, 60))
     index.revert(100.0)
     assert index.meta(0).priority == 60
     index.check(1)
 
 
 def test_a_retention_of_a_place_does_not_reach_its_next_block() -> None:
-    index = LevelIndex(PrioritizedLRU())
-    index.insert(key(0), 0, Meta(80, 80, until_s=1.0))
-    index.drop(key(0))
-    index.insert(key(1), 0, Meta(80, 80))
+    index = LevelIndex[int](PrioritizedLRU())
+    index.insert([key(0)], [0], Meta(80, 80, until_s=1.0))
+    index.drop([key(0)])
+    index.insert([key(1)], [0], Meta(80, 80))
     index.revert(2.0)
     assert index.meta(0).priority == 80
 
 
 def test_a_pinned_block_reverts_too() -> None:
-    index = LevelIndex(PrioritizedLRU())
-    index.insert(key(0), 0, Meta(80, 80, until_s=1.0), pins=1)
+    index = LevelIndex[int](PrioritizedLRU())
+    index.insert([key(0)], [0], Meta(80, 80, until_s=1.0), pins=1)
     index.revert(1.0)
-    index.unpin(0)
-    index.insert(key(1), 1, Meta(40, 40))
+    index.unpin([0])
+    index.insert([key(1)], [1], Meta(40, 40))
     assert list(index.victims()) == [0, 1]
 
 
 def test_hits_are_counted_up_to_their_maximum() -> None:
     index = index_of(35)
-    assert [index.hit(0, 0.0) for _ in range(3)] == [1, 2, 3]
+    index.hit([0, 0, 0])
+    assert index.meta(0).hits == 3
     for _ in range(HITS_MAX):
-        index.hit(0, 0.0)
+        index.hit([0])
     assert index.meta(0).hits == HITS_MAX
 
 
 def test_expiry_times_are_kept_only_where_there_is_a_ttl() -> None:
     with_ttl, without = index_of(ttl=True), index_of()
     for index in (with_ttl, without):
-        index.insert(key(0), 0, Meta(), expires_s=4.0)
+        index.insert([key(0)], [0], Meta(), expires_s=4.0)
     assert with_ttl.expires_s(0) == 4.0
     assert without.expires_s(0) == inf
 
@@ -138,7 +139,7 @@ def test_what_was_recovered_is_held_as_if_it_were_inserted() -> None:
         Item(key(0), 5, priority=80, floor=40),
         Item(key(1), 0, priority=35, floor=35, expires_wall_s=1010.0),
     ]
-    index = LevelIndex(PrioritizedLRU(), ttl=True)
+    index = LevelIndex[int](PrioritizedLRU(), ttl=True)
     index.fill(items, behind_s=-1000.0, here=2)
     index.fill([], behind_s=0.0, here=2)
     assert [index.place(key(n)) for n in range(2)] == [5, 0]
@@ -153,7 +154,7 @@ def test_what_was_recovered_is_held_as_if_it_were_inserted() -> None:
 
 def test_equals_a_sorted_list() -> None:
     rng = random.Random(7)
-    index, model = LevelIndex(PrioritizedLRU()), dict[int, tuple[int, int]]()
+    index, model = LevelIndex[int](PrioritizedLRU()), dict[int, tuple[int, int]]()
     for step in range(3000):
         number = rng.randrange(40)
         if number in model:
@@ -161,11 +162,11 @@ def test_equals_a_sorted_list() -> None:
                 index.touch([number])
                 model[number] = (model[number][0], step)
             else:
-                assert index.drop(key(number)) == number
+                assert index.drop([key(number)]) == [number]
                 del model[number]
         else:
             priority = rng.choice([0, 35, 35, 100])
-            index.insert(key(number), number, Meta(priority, priority))
+            index.insert([key(number)], [number], Meta(priority, priority))
             model[number] = (priority, step)
         assert list(index.victims()) == sorted(model, key=model.__getitem__)
     index.check(40)
@@ -173,18 +174,18 @@ def test_equals_a_sorted_list() -> None:
 
 def test_age_and_reuse_distance_are_observed() -> None:
     now = 100.0
-    index = LevelIndex(PrioritizedLRU(), now=lambda: now)
+    index = LevelIndex[int](PrioritizedLRU(), now=lambda: now)
     for place in range(20):
-        index.insert(key(place), place, Meta())
-    index.hit(0, now)  # 20 uses after its insertion, itself included
-    index.hit(0, now)
+        index.insert([key(place)], [place], Meta())
+    index.hit([0])  # 20 uses after its insertion, itself included
+    index.hit([0])
     assert index.distances.as_dict()["counts"][:3] == [1, 1, 0]
     assert index.distances.sum == 21
     now = 107.0
     index.touch([1])
-    assert index.evict(key(0), 110.0) == 0
-    assert index.evict(key(1), 110.0) == 1
-    index.drop(key(2))
+    assert index.drop([key(0)], evicted_s=110.0) == [0]
+    assert index.drop([key(1)], evicted_s=110.0) == [1]
+    index.drop([key(2)])
     assert index.ages.as_dict()["counts"][:3] == [0, 1, 1]
     assert index.ages.sum == pytest.approx(10 + 3)
     assert index.as_dict()["blocks"] == 17

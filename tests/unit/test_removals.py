@@ -6,7 +6,7 @@ from collections import Counter
 
 from kvladder.keys import BlockKey
 from kvladder.tiers.base import Item
-from kvladder.tiers.ladder.queue import Removals
+from kvladder.tiers.ladder.queue import Leaving
 
 
 def items(*numbers: int) -> list[Item]:
@@ -14,11 +14,11 @@ def items(*numbers: int) -> list[Item]:
 
 
 def test_a_removal_counts_until_it_has_ended() -> None:
-    removals = Removals()
+    removals = Leaving()
     one, two, three = items(1, 2, 3)
     removals.add([one, two, one])
     assert removals.take(8) == [one, two], "no block twice"
-    removals.begun([three])
+    removals.begin([three])
     assert (len(removals), bool(removals)) == (4, True)
     removals.ended([one, two])
     assert one.key in removals, "its second removal waits"
@@ -31,7 +31,7 @@ def test_a_removal_counts_until_it_has_ended() -> None:
 
 
 def test_the_end_of_a_removal_does_not_look_at_the_others(monkeypatch) -> None:
-    removals = Removals()
+    removals = Leaving()
     waiting = [Item(BlockKey(n.to_bytes(32)), n) for n in range(1000)]
     removals.add(waiting)
     looked: list[object] = []
@@ -45,7 +45,7 @@ def test_the_end_of_a_removal_does_not_look_at_the_others(monkeypatch) -> None:
             looked.append(None)
             return super().items()
 
-    monkeypatch.setattr(removals, "_keys", Watched(removals._keys))
+    monkeypatch.setattr(removals, "_removals", Watched(removals._removals))
     looked.clear()
     for item in removals.take(1000):
         removals.ended([item])

@@ -120,9 +120,9 @@ def test_both_answers_agree_with_a_list_of_tokens(cuts: list[int], block: int, t
 # ---- how long it lasts: the index of a level is what keeps it
 
 
-def index_with(priority: int, until_s: float) -> LevelIndex:
-    index = LevelIndex(PrioritizedLRU())
-    index.insert(BlockKey(b"k"), 0, Meta(priority, priority, until_s=until_s))
+def index_with(priority: int, until_s: float) -> LevelIndex[int]:
+    index = LevelIndex[int](PrioritizedLRU())
+    index.insert([BlockKey(b"k")], [0], Meta(priority, priority, until_s=until_s))
     return index
 
 
@@ -140,10 +140,10 @@ def test_r18_expiry_never_promotes_and_survives_moving_and_reuse() -> None:
     assert index.meta(0).priority == 10
     host = index_with(80, 5.0)
     host.touch([0])
-    host.pin(0)
-    host.unpin(0)
-    below = LevelIndex(PrioritizedLRU())
-    below.insert(BlockKey(b"k"), 3, host.meta(0))
+    host.pin([0])
+    host.unpin([0])
+    below = LevelIndex[int](PrioritizedLRU())
+    below.insert([BlockKey(b"k")], [3], host.meta(0))
     below.revert(4.9)
     assert below.meta(3).priority == 80
     below.revert(5.0)

@@ -17,7 +17,7 @@ from kvladder.config import registry
 from kvladder.errors import ClosedError
 from kvladder.runtime import THREADS, BlockingPool, Runtime
 from kvladder.tiers.base import TierContext
-from kvladder.tiers.ladder import opening
+from kvladder.tiers.ladder import keeper
 from kvladder.tiers.memory import MemoryTier
 
 LAYOUT = kvladder.Layout(block_tokens=4, block_bytes=4096, fields={"model": "m"})
@@ -199,7 +199,7 @@ def test_a_cache_starts_without_a_tier_that_exits(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_cache_closes_though_a_tier_hangs_in_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "OPEN_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(keeper, "OPEN_TIMEOUT_S", 0.05)
     with open_rogue("hang at open", monkeypatch) as cache:
         assert cache.stats()["rogue"]["left_out"] == 1
 

@@ -111,7 +111,7 @@ class Ladder(Protocol):
         """These reserved blocks will not be filled: their slots are free again."""
         ...
 
-    def clear(self, *, erase: bool = False) -> Iterator[None]:
+    def clear(self, *, erase: bool = False) -> Iterator[object]:
         """Forget every block, step by step; ``erase`` has tiers overwrite what they keep.
 
         Nothing is stored until the iteration is over or closed.

@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
 from itertools import islice
 from math import inf
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple
 
 from kvladder.arena import Slot
 from kvladder.events import Reason
 from kvladder.keys import BlockKey
 from kvladder.lock import STEP
-from kvladder.metrics import LevelStats
 from kvladder.policy.eviction import EvictionPolicy
 from kvladder.policy.offload import OffloadRule
-from kvladder.tiers.base import HOST, Shared
-from kvladder.tiers.ladder.index import LevelIndex, Meta
+from kvladder.tiers.base import HOST, Shared, Terms
+from kvladder.tiers.ladder.index import Meta
+from kvladder.tiers.ladder.level import Level
+from kvladder.tiers.ladder.shelf import Shelf
 
 CLEAN_MAX = 4 * STEP
 """Blocks, next to go, that are written below while loads wait for their slots."""
 SCAN_MAX = STEP
 """How far past a block that may not go yet the search for one that may goes on."""
 
-
-class Target(Protocol):
-    """A level below that still has to get a block."""
-
-    def queue_all(
-        self, keys: Sequence[BlockKey], slots: Sequence[Slot], metas: Sequence[Meta]
-    ) -> bool:
-        """See ``Level.queue_all``."""
-        ...
-
-
-Route = Callable[[Sequence[BlockKey], Sequence[Meta]], Sequence[Target | None]]
-"""Where each block has to be written before it may go; None if a level has it, or none would."""
+Admitting = dict[tuple[int, int, Terms], Level | None]
+"""The hottest level that admits blocks of a floor, so many hits and terms, if one does."""
 
 
 class HostSettings(NamedTuple):
@@ -47,112 +38,57 @@ class HostSettings(NamedTuple):
     """Slots kept free or clean in the background, so that a save finds room at once."""
 
 
-class HostLevel:
-    """Level 0: its places are arena slots, so nothing moves when a block comes or goes.
+class HostLevel(Shelf[Slot]):
+    """Level 0: a shelf whose places are arena slots, so nothing moves when a block comes or goes.
 
-    All methods are sync and called with the stack's lock held. The level holds one claim on the
-    slot of each block; whoever loads from a slot holds another and pins the block.
+    Every call has the stack's lock held. The level holds one claim on the slot of each block;
+    whoever loads from a slot holds another and pins the block. ``below`` are the other levels,
+    hottest first.
     """
 
     medium = "CPU"
 
-    def __init__(
-        self,
-        name: str,
-        rule: OffloadRule,
-        *,
-        policy: EvictionPolicy,
-        reserve_blocks: int,
-        shared: Shared,
-        router: Callable[[], Route],
-        left: Callable[[Sequence[BlockKey]], object],
-    ) -> None:
-        self.name = name
-        self.rule = rule
-        self.reserve_blocks = reserve_blocks
-        self.demand_blocks = 0
-        """Slots that loads wait for, on top of the reserve."""
-        self.stats = LevelStats()
-        self.index = LevelIndex(policy, ttl=rule.ttl_s is not None, now=shared.clock.now)
-        self._shared = shared
-        self._may_go = inf
-        """At most so many blocks may go now, as far as is known since room was short."""
+    def __init__(self, settings: HostSettings, shared: Shared, below: Sequence[Level]) -> None:
+        super().__init__(settings.name, settings.rule, settings.policy, shared, bit=HOST)
+        self.reserve_blocks = settings.reserve_blocks
         self.has_looked = False
         """Whether ``clean`` did not go by what it had found before."""
+        self._below = below
+        self._demand_blocks = 0
+        self._may_go = inf
+        """At most so many blocks may go now, as far as is known since room was short."""
         self._ahead = 0
         """So many of the next to go were found to need nothing, or to be on their way below."""
-        self._router = router
-        """Makes a ``Route`` that holds until the lock is released."""
-        self._left = left
-        """Told of blocks that are not here any more."""
+        self._refused: dict[BlockKey, int] = {}
+        """Which levels did not take a block of this one, or gave it up again: their bits."""
+        self._backlog: dict[Level, OrderedDict[BlockKey, None]] = {
+            level: OrderedDict() for level in below if level.rule.when == "commit"
+        }
+        """Per write-through level, blocks of this one that its queue had no room for."""
+        self.writes_through = bool(self._backlog)
+        self._open: list[bool] = []
+        """Which levels took calls when the next to go were looked at."""
 
-    def admits(self, meta: Meta) -> bool:
-        """Whether a block of this meta would be taken now."""
-        return (
-            self.rule.admits(meta.floor, meta.hits)
-            and bool(meta.terms.levels & HOST)
-            and not self._shared.refuses(meta.terms.salt)
-            and meta.terms.last(self._shared.clock)
-        )
+    # ---- who comes and goes
 
-    def find(self, key: BlockKey) -> Slot | None:
-        """The block's slot, or None; a block whose time has come is expired instead."""
-        place = self.index.place(key)
-        if place is None:
-            return None
-        end_s = self.index.expires_s(place)
-        if end_s == inf or end_s > self._shared.clock.now():
-            return Slot(place)
-        self._expire([key])
-        return None
+    def _freed(self, keys: Sequence[BlockKey], places: Sequence[Slot], reason: Reason) -> None:
+        self._on_drop(keys)
+        self._ahead -= len(keys)
+        self.shared.arena.release(places)
 
-    def expire(self, now_s: float, count_max: int) -> None:
-        """Forget blocks, at most so many, whose request wanted them to expire by now."""
-        self._expire(self.index.due(now_s, count_max))
-
-    def _expire(self, keys: Sequence[BlockKey]) -> None:
-        """Forget these; who has pinned one goes on with its slot."""
-        self.stats.expired += len(keys)
-        self._forget(keys, "expired")
-
-    def _forget(self, keys: Sequence[BlockKey], reason: Reason) -> None:
-        self._shared.events.removed(self.name, keys, reason)
-        self._shared.arena.release([self.drop(key) for key in keys])
-
-    def refuse(self, key: BlockKey) -> None:
-        """Do not hold ``key`` any more, which is worth less than what is admitted here."""
-        self.stats.evicted += 1
-        self._forget([key], "evicted")
-
-    def drop(self, key: BlockKey) -> Slot:
-        """Do not hold ``key`` any more; the level's claim on its slot becomes the caller's."""
-        self._left([key])
-        self._ahead -= 1
-        return Slot(self.index.drop(key))
-
-    def insert(self, key: BlockKey, slot: Slot, meta: Meta, *, pins: int = 0) -> None:
-        """Hold ``key`` in ``slot``; the caller's claim on it becomes the level's."""
-        assert meta.floor >= self.rule.min_priority
-        assert meta.terms.levels & HOST
-        ttl_s = self.rule.ttl_s
-        expires_s = inf if ttl_s is None else self._shared.clock.now() + ttl_s
-        self.index.insert(key, slot, meta, expires_s=expires_s, pins=pins)
-
-    def insert_all(
-        self, keys: Sequence[BlockKey], slots: Sequence[Slot], meta: Meta, *, pins: int = 0
-    ) -> None:
-        """``insert`` them all, in that order."""
-        assert meta.floor >= self.rule.min_priority
-        assert meta.terms.levels & HOST
-        ttl_s = self.rule.ttl_s
-        expires_s = inf if ttl_s is None else self._shared.clock.now() + ttl_s
-        self.index.insert_all(keys, slots, meta, expires_s=expires_s, pins=pins)
+    def _on_drop(self, keys: Sequence[BlockKey]) -> None:
+        """Blocks left the level: nothing is remembered of them."""
+        for key in keys if self._refused else ():
+            self._refused.pop(key, None)
+        for waiting in self._backlog.values():
+            for key in keys if waiting else ():
+                waiting.pop(key, None)
 
     def pin(self, slots: Sequence[Slot]) -> None:
         """Keep these blocks, and claim their slots once more."""
-        self._shared.arena.share(slots)
+        self.shared.arena.share(slots)
         self._ahead -= len(slots)
-        self.index.pin_all(slots)
+        self.index.pin(slots)
 
     def unpin(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """Undo ``pin``, tail first, so that a prefix outlives what follows it.
@@ -161,15 +97,8 @@ class HostLevel:
         """
         self._may_go += len(slots)
         pairs = zip(slots[::-1], self.index.places_of(keys[::-1]), strict=True)
-        self.index.unpin_all([slot for slot, place in pairs if slot == place])
-        self._shared.arena.release(slots)
-
-    def remove(self, keys: Iterable[BlockKey]) -> int:
-        """Forget the blocks; slots are free once nobody loads from them. How many were here."""
-        held = [key for key in keys if key in self.index]
-        self.stats.removed += len(held)
-        self._forget(held, "removed")
-        return len(held)
+        self.index.unpin([slot for slot, place in pairs if slot == place])
+        self.shared.arena.release(slots)
 
     def room(self, count: int, priority: int) -> list[Slot]:
         """Lease up to ``count`` slots for blocks of this priority, evicting exactly as needed.
@@ -177,46 +106,118 @@ class HostLevel:
         Never waits, and never evicts what is worth more than the newcomers or is still to be
         written to a level below: then there are fewer slots than asked for.
         """
-        arena = self._shared.arena
-        now = self._shared.clock.now()
+        arena = self.shared.arena
+        now = self.shared.clock.now()
         self.index.revert(now)
         missing = count - arena.free
         if missing > 0:
             gone = self._evictable(missing, priority)
             self._may_go = 0.0 if len(gone) < missing else max(0.0, self._may_go - missing)
             self._ahead -= len(gone)
-            self._left(gone)
-            arena.release(cast("list[Slot]", self.index.evict_all(gone, now)))
+            self._on_drop(gone)
+            arena.release(self.index.drop(gone, evicted_s=now))
             self.stats.evicted += len(gone)
-            self._shared.events.removed(self.name, gone, "evicted")
+            self.shared.events.removed(self.name, gone, "evicted")
         return arena.lease(min(count, arena.free)) or []
 
     @property
     def room_max(self) -> float:
         """For more blocks than that it is not worth to ask for room again."""
-        return self._shared.arena.free + max(0.0, self._may_go)
+        return self.shared.arena.free + max(0.0, self._may_go)
 
-    def settled(self, count: int, *, stored: bool) -> None:
-        """A level took some of these blocks, or gave them up: they may go."""
-        self._may_go += count
+    # ---- where its blocks still have to be written
+
+    def targets(
+        self, keys: Sequence[BlockKey], metas: Sequence[Meta], admitting: Admitting
+    ) -> list[Level | None]:
+        """Where each block has to be written before it may go.
+
+        None if the hottest level that admits it has it, or did not take it, or if none does.
+        ``admitting`` holds as long as the lock is not released, empty at first.
+        """
+        found: list[Level | None] = []
+        refused = self._refused
+        last: Meta | None = None
+        level: Level | None = None
+        held: Collection[BlockKey] = ()
+        for key, meta in zip(keys, metas, strict=True):
+            if meta is not last:  # mostly it is: see ``LevelIndex.metas``
+                last, kind = meta, (meta.floor, meta.hits, meta.terms)
+                if kind not in admitting:
+                    admitting[kind] = next((lv for lv in self._below if lv.admits(meta)), None)
+                level = admitting[kind]
+                held = () if level is None else level.index.keys()
+            if level is None or key in held or (refused and refused.get(key, 0) & level.bit):
+                found.append(None)
+            else:
+                found.append(level)
+        return found
+
+    def settled(self, level: Level, keys: Sequence[BlockKey], *, stored: bool) -> None:
+        """A level took these blocks, or gave them up: those that are here may go."""
+        for key in keys if self._refused or not stored else ():
+            refused = self._refused.pop(key, 0) & ~level.bit
+            if not stored and key in self.index:
+                refused |= level.bit
+            if refused:
+                self._refused[key] = refused
+        self._may_go += len(keys)
         if not stored:
             self.doubt()
+
+    def write_through(self, keys: Sequence[BlockKey]) -> bool:
+        """Queue new blocks, head first, where they are written on commit; whether some wait."""
+        for waiting in self._backlog.values():
+            waiting.update(dict.fromkeys(keys))
+        return self.catch_up()
+
+    def catch_up(self) -> bool:
+        """Offer write-through levels what they had no room for, oldest first; if there is more.
+
+        A step of blocks for each level.
+        """
+        is_behind = False
+        for level, waiting in self._backlog.items():
+            count = min(len(waiting), STEP, level.inbox.room)
+            if count and level.writable:
+                keys: list[BlockKey] = []
+                slots: list[Slot] = []
+                for _ in range(count):
+                    key, _ = waiting.popitem(last=False)
+                    slot = self.find(key)
+                    if slot is not None:
+                        keys.append(key)
+                        slots.append(slot)
+                level.offer(keys, slots, self.index.metas(slots))
+                is_behind |= bool(waiting) and not level.inbox.full
+        return is_behind
+
+    @property
+    def waits(self) -> bool:
+        """Whether a write-through level takes blocks and has not been offered all of them."""
+        return any(waiting and level.writable for level, waiting in self._backlog.items())
+
+    def demand(self, blocks: int) -> None:
+        """Loads wait for so many slots, on top of the reserve."""
+        self._demand_blocks = blocks
 
     def _evictable(self, count: int, priority: int) -> list[BlockKey]:
         chosen: list[BlockKey] = []
         passed = seen = 0
-        index, route = self.index, self._router()
+        index, admitting = self.index, Admitting()
         victims = index.victims()
         while len(chosen) < count and passed < SCAN_MAX:
-            places = cast("list[Slot]", list(islice(victims, count - len(chosen))))
+            places = list(islice(victims, count - len(chosen)))
             if not places:
                 break
             before = len(chosen)
             passed += len(places)
             # the others are being written, or read by a call left behind
-            places = self._shared.arena.unshared(places)
+            places = self.shared.arena.unshared(places)
             keys, metas = index.keys_at(places), index.metas(places)
-            for key, meta, target in zip(keys, metas, route(keys, metas), strict=True):
+            for key, meta, target in zip(
+                keys, metas, self.targets(keys, metas, admitting), strict=True
+            ):
                 if meta.priority > priority:
                     return chosen
                 if target is None:
@@ -232,27 +233,30 @@ class HostLevel:
 
         Of a wide window, what needed nothing is not looked at again until most of it has gone.
         """
-        short = self.reserve_blocks + self.demand_blocks - self._shared.arena.free
+        takes = [level.writable for level in self._below]
+        if takes != self._open:
+            self._open = takes
+            self.doubt()
+        short = self.reserve_blocks + self._demand_blocks - self.shared.arena.free
         window = min(short, CLEAN_MAX)
         self.has_looked = self._ahead <= max(window // 4, min(window, STEP) - 1)
         if short <= 0 or not self.has_looked:
             return
-        index, route = self.index, self._router()
+        index = self.index
         self._ahead = 0
-        places = cast("list[Slot]", list(islice(index.victims(), window)))
-        staying = self._shared.arena.unshared(places)  # others are on their way
+        places = list(islice(index.victims(), window))
+        staying = self.shared.arena.unshared(places)  # others are on their way
         passed = places.index(staying[STEP]) if len(staying) > STEP else len(places)
         del staying[STEP:]
         keys, metas = index.keys_at(staying), index.metas(staying)
-        going: dict[Target, list[tuple[BlockKey, Slot, Meta]]] = {}
-        for block, target in zip(
-            zip(keys, staying, metas, strict=True), route(keys, metas), strict=True
-        ):
+        going: dict[Level, list[tuple[BlockKey, Slot, Meta]]] = {}
+        targets = self.targets(keys, metas, {})
+        for block, target in zip(zip(keys, staying, metas, strict=True), targets, strict=True):
             if target is not None:
                 going.setdefault(target, []).append(block)
         for target, blocks in going.items():
             named, slots, known = zip(*blocks, strict=True)
-            if not target.queue_all(named, slots, known):
+            if not target.offer(named, slots, known, stay=True):
                 return  # the queue is full: again when it has room
         self._ahead = passed
 
@@ -263,8 +267,9 @@ class HostLevel:
 
     def check(self) -> None:
         """Assert that the index is sound and holds claims on its slots; O(n), for tests."""
-        self.index.check(self._shared.arena.slots)
+        self.index.check(self.shared.arena.slots)
         for key in self.index:
             place = self.index.place(key)
             assert place is not None
-            assert self._shared.arena.claims(Slot(place)) >= 1 + self.index.pins(place)
+            assert self.shared.arena.claims(place) >= 1 + self.index.pins(place)
+        assert self._refused.keys() <= self.index.keys()

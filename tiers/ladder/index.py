@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
 from math import inf
 from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ from kvladder.metrics import AGES_S, DISTANCES, Histogram
 from kvladder.policy.eviction import BULK_MIN, PRIORITY_DEFAULT, EvictionPolicy
 from kvladder.tiers.base import NO_TERMS, Deadlines, Item, Terms, TermsByPlace
 
+P = TypeVar("P", bound=int)
+"""A place in a level: a small non-negative int, of host a slot."""
 HITS_MAX = 255
 _MASK = 0xFFFFFFFF
 
@@ -40,7 +42,7 @@ def alike(metas: Sequence[Meta]) -> bool:
     return bool(metas) and metas.count(metas[0]) == len(metas)
 
 
-class LevelIndex:
+class LevelIndex(Generic[P]):
     """Keys, places and the order of eviction of the blocks that one level holds.
 
     A place is a small non-negative int that the level gives out, at most one block in each.
@@ -68,7 +70,7 @@ class LevelIndex:
         self._used = array("I")
         """Per place, ``_uses`` when its block was used last."""
         self._used_s = array("f")
-        self._place: dict[BlockKey, int] = {}
+        self._place: dict[BlockKey, P] = {}
         self._key: list[BlockKey | None] = []
         self._priority = bytearray()
         self._floor = bytearray()
@@ -101,23 +103,26 @@ class LevelIndex:
             "reuse_distance": self.distances.as_dict(),
         }
 
-    def place(self, key: BlockKey) -> int | None:
+    def place(self, key: BlockKey) -> P | None:
         """The block's place, or None if it is not held."""
         return self._place.get(key)
 
-    def places_of(self, keys: Iterable[BlockKey]) -> Iterator[int | None]:
+    def places_of(self, keys: Iterable[BlockKey]) -> Iterator[P | None]:
         """``place`` of each of ``keys``; do not change the index meanwhile."""
         return map(self._place.get, keys)
 
-    def lasting(self, keys: Sequence[BlockKey]) -> Sequence[int] | None:
-        """The places of ``keys``, two or more, if all are held and nothing here ever expires."""
+    def lasting(self, keys: Sequence[BlockKey]) -> Sequence[P] | None:
+        """The places of ``keys``, two or more, if all are held and nothing here ever expires.
+
+        None, too, where a key is named twice.
+        """
         if self._expires is not None or self.next_end_s != inf:
             return None
         try:
-            places: tuple[int, ...] = itemgetter(*keys)(self._place)
+            places: tuple[P, ...] = itemgetter(*keys)(self._place)
         except KeyError:
             return None
-        return places
+        return places if len({*places}) == len(places) else None
 
     def prefix(self, keys: Sequence[BlockKey]) -> int:
         """How many leading ``keys`` are held."""
@@ -147,7 +152,7 @@ class LevelIndex:
 
     def metas(self, places: Sequence[int]) -> list[Meta]:
         """What is known of the blocks at ``places``; those that are alike share an object."""
-        if self._until or self._terms:
+        if self._until or self._terms or len(places) == 1:
             return [self.meta(place) for place in places]
         columns = [
             bytes(map(column.__getitem__, places))
@@ -170,48 +175,55 @@ class LevelIndex:
         return own_s if self._expires is None else min(own_s, self._expires[place])
 
     def insert(
-        self, key: BlockKey, place: int, meta: Meta, *, expires_s: float = inf, pins: int = 0
-    ) -> None:
-        """Hold ``key`` at ``place``; both are new here. With ``pins`` it starts pinned.
-
-        ``expires_s`` is when it expires here if not before, by its terms.
-        """
-        assert key not in self._place
-        self._grow(place)
-        assert self._key[place] is None, f"place {place} is taken"
-        self._place[key] = place
-        self._key[place] = key
-        self._priority[place] = meta.priority
-        self._floor[place] = meta.floor
-        self._hits[place] = min(meta.hits, HITS_MAX)
-        self._uses = uses = self._uses + 1 & _MASK
-        self._used[place] = uses
-        self._used_s[place] = self._now() - self._began_s
-        if self._expires is not None:
-            self._expires[place] = expires_s
-        if meta.terms != NO_TERMS:
-            self._terms.put(place, meta.terms)
-        if meta.until_s != inf:
-            self._until.put(place, meta.until_s)
-        if pins:
-            self._pins[place] = pins
-        else:
-            self.policy.push(place, meta.priority)
-
-    def insert_all(
         self,
         keys: Sequence[BlockKey],
-        places: Sequence[int],
+        places: Sequence[P],
         meta: Meta,
         *,
         expires_s: float = inf,
         pins: int = 0,
     ) -> None:
-        """``insert`` each of ``keys`` at its place, all with one ``meta``, in that order."""
-        if len(keys) < BULK_MIN or meta.until_s != inf or meta.terms != NO_TERMS:
-            for key, place in zip(keys, places, strict=True):
-                self.insert(key, place, meta, expires_s=expires_s, pins=pins)
+        """Hold ``keys`` at these places, in that order; all of both are new here.
+
+        With ``pins`` they start pinned. ``expires_s`` is when they expire here if not before, by
+        their terms.
+        """
+        if len(keys) >= BULK_MIN and meta.until_s == inf and meta.terms == NO_TERMS:
+            self._insert_bulk(keys, places, meta, expires_s, pins)
             return
+        now_s = self._now() - self._began_s
+        for key, place in zip(keys, places, strict=True):
+            assert key not in self._place, "a key is held already"
+            self._grow(place)
+            assert self._key[place] is None, f"place {place} is taken"
+            self._place[key] = place
+            self._key[place] = key
+            self._priority[place] = meta.priority
+            self._floor[place] = meta.floor
+            self._hits[place] = min(meta.hits, HITS_MAX)
+            self._uses = uses = self._uses + 1 & _MASK
+            self._used[place] = uses
+            self._used_s[place] = now_s
+            if self._expires is not None:
+                self._expires[place] = expires_s
+            if meta.terms != NO_TERMS:
+                self._terms.put(place, meta.terms)
+            if meta.until_s != inf:
+                self._until.put(place, meta.until_s)
+            if pins:
+                self._pins[place] = pins
+            else:
+                self.policy.push(place, meta.priority)
+
+    def _insert_bulk(
+        self,
+        keys: Sequence[BlockKey],
+        places: Sequence[P],
+        meta: Meta,
+        expires_s: float,
+        pins: int,
+    ) -> None:
+        """``insert`` many of which nothing special was said."""
         self._grow(max(places))
         held = len(self._place) + len(keys)
         self._place.update(zip(keys, places, strict=True))
@@ -254,8 +266,13 @@ class LevelIndex:
         due = self._terms.ends.due(now_s, count_max)
         return [key for place in due if (key := self._key[place]) is not None]
 
-    def salted(self, salt: bytes, start: int) -> tuple[list[BlockKey], int]:
-        """Some of the blocks of a salt at places from ``start`` on, and where to go on."""
+    def salted(self, salt: bytes | None, start: int) -> tuple[list[BlockKey], int]:
+        """Some of the blocks of a salt, None for any, at places from ``start`` on; where to go on.
+
+        Not more than ``STEP``.
+        """
+        if salt is None:
+            return self.held(start, start + STEP), start + STEP
         found: list[BlockKey] = []
         end, terms = min(start + BULK_STEP, len(self._key)), self._terms.get
         for place in range(start, end):
@@ -284,7 +301,7 @@ class LevelIndex:
             return
         self._grow(max(item.place for item in items))
         held = len(self._place) + len(items)
-        self._place.update([(item.key, item.place) for item in items])
+        self._place.update([(item.key, cast("P", item.place)) for item in items])
         assert len(self._place) == held, "a key is recovered twice"
         keys, priorities, floors, push = self._key, self._priority, self._floor, self.policy.push
         for key, place, _, priority, floor, wall_s, salt, terms, *_ in items:
@@ -314,36 +331,30 @@ class LevelIndex:
         if self._expires is not None:
             self._expires.extend(array("d", [inf]) * more)
 
-    def evict(self, key: BlockKey, now_s: float) -> int:
-        """``drop``, because of others that need the room."""
-        place = self.drop(key)
-        self.ages.observe(now_s - self._began_s - self._used_s[place])
-        return place
+    def drop(self, keys: Sequence[BlockKey], *, evicted_s: float | None = None) -> list[P]:
+        """Forget ``keys``, pinned or not, and return their places.
 
-    def evict_all(self, keys: Sequence[BlockKey], now_s: float) -> list[int]:
-        """``evict`` each of ``keys``, none of which is pinned."""
-        if len(keys) < BULK_MIN:
-            return [self.evict(key, now_s) for key in keys]
+        ``evicted_s`` is the loop time if they go because others need the room; then none is pinned.
+        """
         places = [*map(self._place.pop, keys)]
         for place in places:
             self._key[place] = None
         for place in places if self._until or self._terms else ():
             self._until.drop(place)
             self._terms.drop(place)
-        self.policy.remove_all(array("i", places))
-        used_s = np.frombuffer(self._used_s, np.float32)[places]
-        self.ages.observe_all(now_s - self._began_s - used_s)
+        pins = self._pins
+        unpinned = [place for place in places if not pins.pop(place, 0)] if pins else places
+        if len(unpinned) == 1:
+            self.policy.remove(unpinned[0])
+        else:
+            self.policy.remove_all(unpinned)
+        if evicted_s is not None and len(places) >= BULK_MIN:
+            used_s = np.frombuffer(self._used_s, np.float32)[places]
+            self.ages.observe_all(evicted_s - self._began_s - used_s)
+        elif evicted_s is not None:
+            for place in places:
+                self.ages.observe(evicted_s - self._began_s - self._used_s[place])
         return places
-
-    def drop(self, key: BlockKey) -> int:
-        """Forget ``key``, pinned or not, and return its place."""
-        place = self._place.pop(key)
-        self._key[place] = None
-        if self._pins.pop(place, 0) == 0:
-            self.policy.remove(place)
-        self._until.drop(place)
-        self._terms.drop(place)
-        return place
 
     def touch(self, places: Sequence[int]) -> None:
         """Make these the most recently used; the last of ``places`` ends up the most recent."""
@@ -360,27 +371,21 @@ class LevelIndex:
             if place not in self._pins:
                 self.policy.touch(place)
 
-    def hit(self, place: int, now_s: float) -> int:
-        """Count one more use of the block at ``place`` and return the count."""
-        hits = min(self._hits[place] + 1, HITS_MAX)
-        self._hits[place] = hits
-        self._uses = uses = self._uses + 1 & _MASK
-        self.distances.observe(uses - self._used[place] & _MASK)
-        self._used[place] = uses
-        self._used_s[place] = now_s - self._began_s
-        return hits
-
-    def hit_all(self, places: Sequence[int]) -> None:
-        """``hit`` each of ``places``, which differ, in that order."""
-        if len(places) < BULK_MIN:
-            now_s = self._now()
-            for place in places:
-                self.hit(place, now_s)
+    def hit(self, places: Sequence[int]) -> None:
+        """Count one more use of the blocks at ``places``, in that order."""
+        if len(places) >= BULK_MIN and len({*places}) == len(places):
+            at = np.frombuffer(array("i", places), np.intc)
+            hits = np.frombuffer(self._hits, np.uint8)
+            hits[at] = np.minimum(hits[at], HITS_MAX - 1) + 1
+            self.distances.observe_all(self._use_all(at))
             return
-        at = np.frombuffer(array("i", places), np.intc)
-        hits = np.frombuffer(self._hits, np.uint8)
-        hits[at] = np.minimum(hits[at], HITS_MAX - 1) + 1
-        self.distances.observe_all(self._use_all(at))
+        now_s = self._now() - self._began_s
+        for place in places:
+            self._hits[place] = min(self._hits[place] + 1, HITS_MAX)
+            self._uses = uses = self._uses + 1 & _MASK
+            self.distances.observe(uses - self._used[place] & _MASK)
+            self._used[place] = uses
+            self._used_s[place] = now_s
 
     def _use_all(self, at: NDArray[np.intc]) -> NDArray[np.int64]:
         """These places are used now, in that order; how long ago each was before, in uses."""
@@ -391,61 +396,47 @@ class LevelIndex:
         np.frombuffer(self._used_s, np.float32)[at] = self._now() - self._began_s
         return distances
 
-    def pin(self, place: int) -> None:
-        """Take the block at ``place`` out of eviction, once more."""
-        pins = self._pins.get(place, 0)
-        if pins == 0:
-            self.policy.remove(place)
-        self._pins[place] = pins + 1
-
-    def pin_all(self, places: Sequence[int]) -> None:
-        """``pin`` each of ``places``."""
-        alone = dict.fromkeys(reversed(places), 1)
-        if len(alone) == len(places) and self._pins.keys().isdisjoint(alone):
+    def pin(self, places: Sequence[int]) -> None:
+        """Take the blocks at ``places`` out of eviction, once more for each time it is named."""
+        pins, alone = self._pins, dict.fromkeys(reversed(places), 1)
+        if len(alone) == len(places) and pins.keys().isdisjoint(alone):
             self.policy.remove_all(array("i", alone))  # a prefix lies there with its tail first
-            self._pins.update(alone)
-        else:
-            for place in places:
-                self.pin(place)
+            pins.update(alone)
+            return
+        for place in places:
+            if place not in pins:
+                self.policy.remove(place)
+            pins[place] = pins.get(place, 0) + 1
 
-    def unpin_all(self, places: Sequence[int]) -> None:
-        """``unpin`` each of ``places``, in that order."""
+    def unpin(self, places: Sequence[int]) -> None:
+        """Undo one pin of each; after the last a block is the most recent of its priority."""
+        pins = self._pins
         if len(places) >= BULK_MIN:
             chain = array("i", places)
             priorities = np.frombuffer(self._priority, np.uint8)[np.frombuffer(chain, np.intc)]
-            alone = itemgetter(*places)(self._pins).count(1) == len(places)
+            alone = itemgetter(*places)(pins).count(1) == len(places)
             if alone and (priorities == priorities[0]).all() and len({*places}) == len(places):
                 for place in places:
-                    del self._pins[place]
+                    del pins[place]
                 self.policy.push_all(chain, int(priorities[0]))
                 return
         for place in places:
-            self.unpin(place)
-
-    def unpin(self, place: int) -> None:
-        """Undo one pin; after the last the block is the most recently used of its priority."""
-        pins = self._pins[place] - 1
-        if pins:
-            self._pins[place] = pins
-        else:
-            del self._pins[place]
-            self.policy.push(place, self._priority[place])
+            if pins[place] == 1:
+                del pins[place]
+                self.policy.push(place, self._priority[place])
+            else:
+                pins[place] -= 1
 
     def pins(self, place: int) -> int:
         """How often the block at ``place`` is pinned."""
         return self._pins.get(place, 0)
 
-    def set_priority(self, key: BlockKey, meta: Meta) -> None:
-        """Give a held block a new priority, floor and time of reversion."""
+    def note(self, key: BlockKey, meta: Meta) -> None:
+        """A held block was used elsewhere, and is worth this now; its terms stay."""
         place = self._place[key]
         self._floor[place] = meta.floor
         self._until.put(place, meta.until_s)
         self._reprioritize(place, meta.priority)
-
-    def note(self, key: BlockKey, meta: Meta) -> None:
-        """A held block was used elsewhere, and is worth this now; its terms stay."""
-        self.set_priority(key, meta)
-        place = self._place[key]
         self._hits[place] = max(self._hits[place], min(meta.hits, HITS_MAX))
         self.touch([place])
 
@@ -466,13 +457,13 @@ class LevelIndex:
         for place in self._until.due(now_s, STEP):
             self._reprioritize(place, min(self._priority[place], PRIORITY_DEFAULT))
 
-    def victims(self) -> Iterator[int]:
+    def victims(self) -> Iterator[P]:
         """Places in the order of eviction; do not change the index meanwhile."""
-        return iter(self.policy)
+        return cast("Iterator[P]", iter(self.policy))
 
     def check(self, capacity: int) -> None:
         """Assert that keys, places, pins and policy agree; O(n), for tests."""
-        held = {place: key for key, place in self._place.items()}
+        held: dict[int, BlockKey] = {place: key for key, place in self._place.items()}
         assert len(held) == len(self._place) <= capacity, (len(self._place), capacity)
         for place, key in enumerate(self._key):
             assert held.get(place) == key

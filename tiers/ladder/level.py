@@ -1,248 +1,189 @@
-"""A level: everything that stands around a tier, written once instead of once per tier."""
+"""A level below host: everything that is known of it, and what becomes of each block there.
+
+Who holds a claim on a block's slot, and who its place, in each state of a block:
+
+===========  ==============  ======================  ===========================  ===============
+state        where           slot                    place                        then
+===========  ==============  ======================  ===========================  ===============
+waits        ``inbox``       the inbox               none yet                     written, given up
+written      ``_writing``    the level and the call  taken, once there is room    held, leaving,
+                                                                                  behind, given up
+held         ``index``       nobody                  the index                    read, leaving
+read         ``index``       whoever reads it        kept by ``places`` until     held, leaving
+                                                     the read has ended
+leaving      ``_leaving``    nobody                  taken until the tier has     gone, behind
+                                                     forgotten the block
+behind       ``_leaving``    the call, until it has  taken until then             leaving, gone
+                             really ended
+given up or  nowhere         nobody                  free                         waits
+gone
+===========  ==============  ======================  ===========================  ===============
+
+A block that is removed while it is written gets a tombstone: it is leaving as soon as it is stored.
+One that is behind is unwanted then. From a shared tier only what a user removed is leaving;
+anything else goes at once, since there a place is no address.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
-from typing import Protocol
 
 from kvladder.arena import Slot
-from kvladder.errors import ConfigError
 from kvladder.events import Reason
-from kvladder.keys import BlockKey, Namespace
-from kvladder.layout import Layout
+from kvladder.keys import BlockKey
 from kvladder.lock import STEP
-from kvladder.metrics import LevelStats
-from kvladder.policy.eviction import PRIORITY_DEFAULT, EvictionPolicy
-from kvladder.policy.offload import OffloadRule
+from kvladder.metrics import DropReason
+from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.policy.worth import Pace
-from kvladder.tiers.base import NO_PLACE, Blocking, Item, Shared, Terms, Tier, TierContext
-from kvladder.tiers.codecs.edge import Edge, EdgeSettings
-from kvladder.tiers.ladder.gate import Gate, GateSettings, contained
-from kvladder.tiers.ladder.index import LevelIndex, Meta
-from kvladder.tiers.ladder.opening import Opening
+from kvladder.tiers.base import NO_PLACE, NO_TERMS, Item, Shared, Terms, Tier
+from kvladder.tiers.ladder.door import Answer, Door, LevelSpec
+from kvladder.tiers.ladder.gate import Results
+from kvladder.tiers.ladder.index import Meta, alike
 from kvladder.tiers.ladder.places import Places
-from kvladder.tiers.ladder.queue import Purges
-from kvladder.tiers.ladder.writer import Writer
+from kvladder.tiers.ladder.queue import Inbox, Leaving, Pending
+from kvladder.tiers.ladder.shelf import Above, Shelf
 
-CLOSE_TIMEOUT_S = 5.0
-"""How long a tier may take to close, if it is not to be left behind."""
-CALLS_TIMEOUT_S = 1.0
-"""How long its calls are waited for, once they are cancelled before and after that."""
-
-Threads = Callable[[str], Blocking]
-"""Makes a few threads of this name for blocking calls."""
+LOST_MAX = 4096
+"""Of how many blocks it is remembered that what a shared tier has of them is of no use."""
+FULL_RETRY_S = 60.0
+"""After a full disk, how long a level works within the places it has before it tries for more."""
 
 
-@dataclass(frozen=True, slots=True)
-class LevelSettings:
-    """How a level treats its tier."""
+class Level(Shelf[int]):
+    """A tier's place in the stack: rule, index, exact capacity, what waits, statistics.
 
-    gate: GateSettings = field(default_factory=GateSettings)
-    queue_blocks: int = 256
-    """Blocks that may wait to be written; each keeps an arena slot busy."""
-    reads_max: int = 4
-    """Reads under way at once."""
-    edge: EdgeSettings = field(default_factory=EdgeSettings)
-
-
-class Observer(Protocol):
-    """Told, with the lock held, that blocks offered to the level were stored or given up."""
-
-    def __call__(self, level: Level, keys: Sequence[BlockKey], *, stored: bool) -> None: ...
-
-
-class Level:
-    """A tier's place in the stack: rule, index, exact capacity, one writer, breaker, statistics.
-
-    Sync methods are called with the stack's lock held, from any thread, and never wait; coroutines
-    run on the loop thread and take the lock only between their awaits. Whatever the tier does,
-    the level answers with a miss or a drop.
+    Every call has the stack's lock held and never waits; what awaits the tier is behind ``door``.
+    Whatever the tier does, the level answers with a miss or a drop.
     """
 
-    def __init__(
-        self,
-        name: str,
-        tier: Tier,
-        rule: OffloadRule,
-        *,
-        capacity_blocks: int,
-        policy: EvictionPolicy,
-        settings: LevelSettings,
-        shared: Shared,
-        scratch: Sequence[Slot] = (),
-    ) -> None:
-        self.name = name
-        self.tier = tier
-        self.edge = Edge(tier, settings.edge, scratch)
-        self.rule = rule
-        self.settings = settings
-        self.capacity_blocks = capacity_blocks
-        self.stats = LevelStats()
-        self.index = LevelIndex(policy, ttl=rule.ttl_s is not None, now=shared.clock.now)
-        self.gate = Gate(name, settings.gate, shared, self.stats, wake=self._uncrowded)
-        self.bit = 0
-        """Which of the levels in a block's terms it is; set by the stack."""
-        self.below: Sequence[Level] = ()
-        self.observer: Observer | None = None
-        self.stir: Callable[[], None] = lambda: None
-        """Has the loop thread wake this level soon; set by the stack."""
-        self.room: Callable[[int, int], list[Slot]] = lambda count, _: (
-            shared.arena.lease(count) or []
-        )
-        """Leases slots for so many blocks of a priority; the stack's may evict for it."""
-        self.places = Places(capacity_blocks)
+    def __init__(self, spec: LevelSpec, shared: Shared, above: Above, *, bit: int) -> None:
+        super().__init__(spec.name, spec.rule, spec.policy, shared, bit=bit)
+        self.tier: Tier = spec.tier
+        self.settings = spec.settings
+        self.capacity_blocks = spec.capacity_blocks
+        self.door = Door(spec, shared, self.stats, on_calm=above.wake)
+        self.batch_max = min(spec.tier.batch_max, STEP)
+        """The largest batch that is given to the tier, so that its bookkeeping stays short."""
+        self.places = Places(spec.capacity_blocks)
         self.pace = Pace()
-        """How long reads take, with the stack's lock held."""
-        self.shared = shared
-        self.opening = Opening(self)
-        self.purges = Purges(tier, self.gate, self.stats, shared)
-        self._writer = Writer(self)
-        self._read_gate = asyncio.Semaphore(settings.reads_max)
+        """How long reads take."""
+        self.inbox = Inbox(shared.arena, blocks_max=spec.settings.queue_blocks)
+        self._above = above
+        self._writing: dict[BlockKey, Pending] = {}
+        self._tombstones: set[BlockKey] = set()
+        self._leaving = Leaving()
+        self._lost: dict[BlockKey, None] = {}
+        """Blocks that a shared tier did not deliver, or damaged: to be replaced there."""
+        self._full_until_s = -inf
+        self._purges: list[tuple[bytes | None, int]] = []
+        """Salts, None for everything, whose blocks the tier is to remove or erase, one after the
+        other; and from which place on that is still to be done."""
+        self._erases_later = False
+        self.missed: set[BlockKey | bytes | None] = set()
+        """What was removed while the tier was not open: blocks, salts, or None for all."""
 
-    # ---- sync, with the lock held
+    # ---- what may be done now
 
     def admits(self, meta: Meta) -> bool:
-        """Whether a block of this meta would be taken now."""
-        return (
-            self.rule.admits(meta.floor, meta.hits)
-            and bool(meta.terms.levels & self.bit)
-            and not self.shared.refuses(meta.terms.salt)
-            and meta.terms.last(self.shared.clock)
-            and self.writable
-        )
+        return super().admits(meta) and self.writable
 
     @property
     def writable(self) -> bool:
         """Whether blocks may be put now; into a shared tier not while it cannot be purged."""
-        if self.purges and self.tier.shared and not self.gate.open("remove"):
+        if self._purges and self.tier.shared and not self.door.open("remove"):
             return False
-        return self.gate.open("put")
+        return self.door.open("put")
 
     @property
     def readable(self) -> bool:
         """Whether blocks may be got now."""
-        return self.gate.open("get")
+        return self.door.open("get")
 
     @property
-    def batch_max(self) -> int:
-        """The largest batch that is given to the tier, so that its bookkeeping stays short."""
-        return min(self.tier.batch_max, STEP)
+    def answers(self) -> bool:
+        """Whether a shared tier can be asked now what others put there."""
+        return self.readable and self.door.open("contains") and not self._purges
 
     @property
     def outlives(self) -> bool:
         """Whether what is written here outlives the engine."""
         return self.tier.durable or self.tier.shared
 
+    # ---- what comes
+
     def holds(self, key: BlockKey) -> bool:
         """Whether the block is here or on its way."""
-        return key in self.index or key in self._writer
+        return key in self.index or key in self.inbox or key in self._writing
 
-    def offer(self, key: BlockKey, slot: Slot, meta: Meta, *, stays: bool = False) -> bool:
-        """Queue the block in ``slot`` to be written, with a claim of the level's own.
-
-        False, and nothing changed, if the level has it, does not admit it, or is so far behind that
-        something less valuable would have to give way and there is none. That is counted as a drop
-        unless the block ``stays`` where it is and is going to be offered again.
-        """
-        return self.admits(meta) and self.queue(key, slot, meta, stays=stays)
-
-    def queue(self, key: BlockKey, slot: Slot, meta: Meta, *, stays: bool = False) -> bool:
-        """``offer``, of a block that is admitted."""
-        if self.holds(key):
-            return False
-        taken = self._writer.offer(key, slot, meta, stays=stays)
-        if taken:
-            self.stir()
-        return taken
-
-    def queue_all(
-        self, keys: Sequence[BlockKey], slots: Sequence[Slot], metas: Sequence[Meta]
+    def offer(
+        self,
+        keys: Sequence[BlockKey],
+        slots: Sequence[Slot],
+        metas: Sequence[Meta],
+        *,
+        stay: bool = False,
     ) -> bool:
-        """``queue`` each, of blocks that stay where they are; False if one was not taken."""
-        if self.index.disjoint(keys) and self._writer.offer_all(keys, slots, metas):
-            self.stir()
-            return True
-        blocks = zip(keys, slots, metas, strict=True)
-        return all(self.queue(key, slot, meta, stays=True) for key, slot, meta in blocks)
+        """Queue blocks to be written, with claims of the level's own on their slots.
 
-    def settled(self, keys: Sequence[BlockKey], *, stored: bool) -> None:
-        """Blocks that were offered are stored or given up: tell the stack."""
-        if self.observer is not None and keys:
-            self.observer(self, keys, stored=stored)
-
-    def find(self, key: BlockKey) -> int | None:
-        """The block's place, or None; a block whose time has come is expired instead."""
-        place = self.index.place(key)
-        if place is None:
-            return None
-        end_s = self.index.expires_s(place)
-        if end_s == inf or end_s > self.shared.clock.now():
-            return place
-        self._forget([key], "expired")
-        return None
-
-    def expire(self, now_s: float, count_max: int) -> None:
-        """Forget blocks, at most so many, whose request wanted them to expire by now."""
-        self._forget(self.index.due(now_s, count_max), "expired")
-
-    def discard(self, keys: Sequence[BlockKey]) -> None:
-        """``remove`` what is of no use here; a shared tier keeps it, for others it may be."""
-        if self.tier.shared:
-            self._forget([key for key in keys if key in self.index], "lost")
-        else:
-            self.remove(keys)
-
-    def remove(self, keys: Iterable[BlockKey]) -> int:
-        """Forget the blocks; no transfer that began before brings one back. How many were here.
-
-        A shared tier forgets them for everybody.
+        False if some were not taken: the level has them, does not admit them, or is so far behind
+        that something less valuable would have to give way and there is none. The latter is counted
+        as a drop, unless blocks ``stay`` where they are and are going to be offered again.
         """
-        held: list[BlockKey] = []
-        foreign: list[Item] = []
-        for key in keys:
-            if self.gate.absent:
-                self.opening.unwanted.add(key)
-            is_recalled = self._writer.recall(key)
-            if key in self.index:
-                held.append(key)
-            elif self.tier.shared and not is_recalled:  # others may have put it there
-                foreign.append(Item(key, NO_PLACE))
-        self._forget(held, "removed")
-        if foreign:
-            self._writer.remove_later(foreign)
-            self.stir()
-        return len(held)
+        now_s = self.shared.clock.now()
+        kinds = metas if len(metas) == 1 else {id(meta): meta for meta in metas}.values()
+        if (
+            self.inbox.fits(keys)
+            and self.index.disjoint(keys)
+            and self._writing.keys().isdisjoint(keys)
+            and self._leaving.behind.keys().isdisjoint(keys)
+            and all(map(self.admits, kinds))
+        ):
+            self.inbox.add(keys, slots, metas, now_s)
+            self._above.wake()
+            return True
+        taken = 0
+        for key, slot, meta in zip(keys, slots, metas, strict=True):
+            if self.holds(key) or not self.admits(meta):
+                continue
+            loser = self.inbox.loser(meta.priority)
+            if key in self._leaving.behind:  # a call that has not ended could undo the write
+                self._above.settled(self, [key], stored=False)
+            elif loser is not None or not self.inbox.full:
+                self._lose("queue", [] if loser is None else [loser])
+                self.inbox.add([key], [slot], [meta], now_s)
+                taken += 1
+            elif not stay:
+                self.stats.drop("queue", meta.priority)
+        self._above.wake()
+        return taken == len(keys)
 
-    @property
-    def answers(self) -> bool:
-        """Whether a shared tier can be asked now what others put there."""
-        return self.readable and self.gate.open("contains") and not self.purges
+    def coming(self) -> list[BlockKey]:
+        """Every block that waits to be written or is being written."""
+        return [*self.inbox, *self._writing]
 
-    def died(self, error: BaseException) -> None:
-        """A task of the level died of an error; it is started again."""
-        self.stats.task_failures += 1
-        self.shared.notices.say(
-            f"{self.name} task", f"a task of level {self.name} died and is started again: {error!r}"
-        )
+    def recall(self, keys: Iterable[BlockKey], salt: bytes | None = None) -> set[BlockKey]:
+        """Those of ``keys``, of a salt if there is one, are not written, or removed after that.
 
-    def leaving(self, key: BlockKey) -> bool:
-        """Whether the tier has still to forget the block, or may still come to store it."""
-        return self._writer.leaving(key)
-
-    def forget_later(self, salt: bytes | None) -> None:
-        """Blocks of a salt, or all, are being removed: also what it has and has not yet said."""
-        if self.gate.absent:
-            self.opening.unwanted.add(salt)
-
-    def purge(self, salt: bytes | None) -> None:
-        """Have the writer purge a shared tier of a salt, or all; one that keeps bytes erases."""
-        self.purges.add(salt)
-        self._writer.purged(salt)
-        self.stir()
+        Returns those that may still come to be stored.
+        """
+        found: set[BlockKey] = set()
+        under_way = self.inbox or self._writing or self._leaving.behind
+        for key in keys if under_way else ():
+            if salt is not None:
+                pending = self.inbox.get(key) or self._writing.get(key)
+                if pending is None or pending.meta.terms.salt != salt:
+                    continue
+            if key in self.inbox:
+                self._give_up([key])
+            if key in self._writing:
+                self._tombstones.add(key)
+                found.add(key)
+            if self._leaving.recall(key):
+                found.add(key)
+        return found
 
     def adopt(self, keys: Sequence[BlockKey], salt: bytes, spare: AbstractSet[BlockKey]) -> None:
         """Hold blocks of a salt that others put into a shared tier, as many as can be, head first.
@@ -258,282 +199,402 @@ class Level:
                 break
             wanted.append(key)
         lowest = max(PRIORITY_DEFAULT, self.rule.min_priority)
+        self._make_way(len(wanted) - self.places.free, lowest, spare)
         places = self.places.take(len(wanted))
-        if len(places) < len(wanted):
-            self._make_way(len(wanted) - len(places), lowest, spare)
-            places += self.places.take(len(wanted) - len(places))
-        ttl_s, now = self.rule.ttl_s, self.shared.clock.now()
-        expires_s = inf if ttl_s is None else now + ttl_s
         adopted, meta = wanted[: len(places)], Meta(lowest, lowest, terms=Terms(salt=salt))
-        for key, place in zip(reversed(adopted), reversed(places), strict=True):
-            self.index.insert(key, place, meta, expires_s=expires_s)
+        self.hold(adopted[::-1], places[::-1], meta)
         self.stats.found += len(adopted)
         self.shared.events.stored(self.name, adopted)
 
     def _make_way(self, count: int, priority: int, spare: AbstractSet[BlockKey]) -> None:
         """Free up to ``count`` places of a shared tier, where they are no addresses, at once."""
-        gone: list[tuple[BlockKey, int]] = []
+        gone: list[BlockKey] = []
         for place in self.index.victims():
-            if len(gone) == count or self.index.priority(place) > priority:
+            if len(gone) >= count or self.index.priority(place) > priority:
                 break
-            key = self.index.key_at(place)
-            if key is not None and key not in spare and not self.places.being_read(place):
-                gone.append((key, place))
-        for key, _ in gone:
-            self.index.evict(key, self.shared.clock.now())
-        self.places.give([place for _, place in gone])
-        self.evicted([key for key, _ in gone])
+            (key,) = self.index.keys_at([place])
+            if key not in spare and not self.places.being_read(place):
+                gone.append(key)
+        self.places.give(self._evict(gone))
 
-    def evicted(self, keys: Sequence[BlockKey]) -> None:
-        """Tell everybody; host need not write them again: they would come and go for ever."""
+    # ---- what goes
+
+    def leaving(self, key: BlockKey) -> bool:
+        """Whether the tier has still to forget the block, or may still come to store it."""
+        return key in self._leaving
+
+    def discard(self, keys: Sequence[BlockKey]) -> None:
+        """``remove`` what is of no use here; a shared tier keeps it, for others it may be."""
+        if self.tier.shared:
+            self.forget([key for key in keys if key in self.index], "lost")
+        else:
+            self.remove(keys)
+
+    def remove(self, keys: Sequence[BlockKey]) -> int:
+        """Forget the blocks; no transfer that began before brings one back. How many were here.
+
+        A shared tier forgets them for everybody.
+        """
+        if self.door.absent:
+            self.missed.update(keys)
+        recalled = self.recall(keys)
+        if self.tier.shared:  # others may have put it there
+            foreign = [key for key in keys if key not in self.index and key not in recalled]
+            self.remove_later([Item(key, NO_PLACE) for key in foreign])
+        return super().remove(keys)
+
+    def _freed(self, keys: Sequence[BlockKey], places: Sequence[int], reason: Reason) -> None:
+        items = [*map(Item, keys, places)]
+        if reason == "removed":
+            self.remove_later(items)
+        else:
+            self._let_go(items)
+        if reason == "lost" and self.tier.shared:
+            self._lost.update(dict.fromkeys(keys))
+            for key in list(islice(self._lost, max(0, len(self._lost) - LOST_MAX))):
+                del self._lost[key]
+        self._above.wake()
+
+    def remove_later(self, items: Sequence[Item]) -> None:
+        """Have the tier forget blocks that have left the index; their places are free after it."""
+        if items:
+            self._leaving.add(items)
+            self._above.wake()
+
+    def _let_go(self, items: Sequence[Item]) -> None:
+        """Blocks have left the index, by no user's wish: others may use what a shared tier has."""
+        if self.tier.shared:
+            self._free(items)
+        else:
+            self.remove_later(items)
+
+    def _free(self, items: Sequence[Item]) -> None:
+        self.places.give([item.place for item in items if item.place != NO_PLACE])
+
+    def _evict(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Others need the room; host need not write them again: they would come and go for ever."""
+        places = self.index.drop(keys, evicted_s=self.shared.clock.now())
         self.stats.evicted += len(keys)
         self.shared.events.removed(self.name, keys, "evicted")
-        self.settled(keys, stored=False)
+        self._above.settled(self, keys, stored=False)
+        return places
 
-    def refuse(self, key: BlockKey) -> None:
-        """Do not hold ``key`` any more, which is worth less than what is admitted here."""
-        self.stats.evicted += 1
-        self._forget([key], "evicted")
+    def _lose(self, reason: DropReason, keys: Sequence[BlockKey]) -> None:
+        """These do not wait any longer: they would only keep slots from others."""
+        for key in keys:
+            self.stats.drop(reason, self.inbox[key].meta.priority)
+        self._give_up(keys)
 
-    def coming(self) -> list[BlockKey]:
-        """Every block that waits to be written or is being written."""
-        return self._writer.keys()
+    def _give_up(self, keys: Sequence[BlockKey]) -> None:
+        if keys:
+            self.inbox.remove(keys)
+            self._above.settled(self, keys, stored=False)
 
-    def recall_all(self) -> Iterator[None]:
-        """Have nothing come that is on its way here, in steps; nothing is offered meanwhile.
+    def lose_some(self) -> bool:
+        """A step of what waits does not wait any longer; whether more does."""
+        self._lose("breaker", list(islice(self.inbox, STEP)))
+        return bool(self.inbox)
 
-        Called without the lock.
+    # ---- purges
+
+    def condemn(self, salt: bytes | None) -> None:
+        """Blocks of a salt, or all, are being removed: also what it has and has not yet said."""
+        if self.door.absent:
+            self.missed.add(salt)
+
+    def purge(self, salt: bytes | None) -> None:
+        """Have the tier purged of a salt, or all, if it is shared; one that keeps bytes erases.
+
+        A shared tier is purged before anything else is done with it, and is not asked until then:
+        what comes there of this salt meanwhile goes again. Another one erases step by step, once
+        all is forgotten, between the writes. What fails is still to be done.
         """
-        return self._writer.recall_all()
+        self._purges.append((salt, 0))
+        if self.tier.shared:
+            writing = ((key, one.meta.terms.salt) for key, one in self._writing.items())
+            self._tombstones.update(key for key, its in writing if salt in {None, its})
+            self._leaving.purge(salt)
+        self._above.wake()
 
-    def recall(self, keys: Iterable[BlockKey], salt: bytes) -> None:
-        """Those of ``keys`` that are on their way here and of this salt do not come."""
-        self._writer.recall_salted(keys, salt)
+    def erase_later(self, *, later: bool) -> None:
+        """Whether erasing has to wait for what is more urgent."""
+        self._erases_later = later
 
-    def _forget(self, keys: Sequence[BlockKey], reason: Reason) -> None:
-        """Drop held blocks from the index; their places are free once the tier knows, if it has to.
+    @property
+    def next_purge(self) -> tuple[bytes | None, int] | None:
+        """The purge that may go on now, if one may, and from which place on.
 
-        A shared one is told what a user removes, and nothing else.
+        Erasing waits until no call is left that may write.
         """
-        if not keys:
-            return
-        items = [Item(key, self.index.drop(key)) for key in keys]
-        if reason == "removed":
-            self._writer.remove_later(items)
+        is_due = self.tier.shared or not (self._leaving.behind or self._erases_later)
+        return self._purges[0] if self._purges and is_due else None
+
+    def purged(self, blocks: int, following: int | None) -> None:
+        """A step of the first purge is over: where it goes on, None at its end."""
+        self.stats.purged += blocks
+        salt, _ = self._purges[0]
+        self._purges[:1] = [] if following is None else [(salt, following)]
+
+    # ---- what its writer and its readers do, step by step
+
+    def take_removals(self) -> list[Item]:
+        """Begin with the oldest removals, a batch, if the tier may be told of them now."""
+        return self._leaving.take(self.batch_max) if self.door.open("remove") else []
+
+    def forgotten(self, items: Sequence[Item], answer: Answer) -> None:
+        """The removal of these is over: their places are free, or it is tried again later."""
+        self._leaving.ended(items)
+        if answer.results is not None:
+            self._free(items)
+        elif answer.quiet:
+            self.remove_later(items)
         else:
-            self._writer.let_go(items)
-        if reason == "lost":
-            self._writer.lost(keys)
-        elif reason == "expired":
-            self.stats.expired += len(keys)
-        elif reason == "removed":
-            self.stats.removed += len(keys)
-        self.shared.events.removed(self.name, keys, reason)
-        self.stir()
+            self._leaving.leave_behind(items)  # what came back meanwhile cannot stay
+            self._give_up(self.inbox.among(item.key for item in items))
+
+    def forgotten_late(self, items: Sequence[Item]) -> None:
+        """A removal that was left behind has ended: it is done again."""
+        self._leaving.come_back(items)
+        self.remove_later(items)
+
+    def next_batch(self) -> dict[BlockKey, bytes]:
+        """The oldest that wait, a batch, and their salts."""
+        inbox = self.inbox
+        return {key: inbox[key].meta.terms.salt for key in islice(inbox, self.batch_max)}
+
+    def begin(self, oldest: Iterable[BlockKey], spare: Mapping[bytes, float]) -> list[int]:
+        """Begin to write those of a batch that wait still; their priorities, the highest first.
+
+        ``spare`` says how many more blocks of each salt there may be.
+        """
+        # a removal that has to wait must not meet the block that is written after it
+        self._lose("breaker", self._leaving.among(self.inbox.among(oldest)))
+        if min(spare.values(), default=inf) < inf:
+            self._lose("quota", self.inbox.above(self.inbox.among(oldest), spare))
+        self._writing = self.inbox.take(self.inbox.among(oldest))
+        priorities = [pending.meta.priority for pending in self._writing.values()]
+        if len({*priorities}) > 1:
+            ranked = sorted(self._writing.items(), key=lambda one: -one[1].meta.priority)
+            self._writing = dict(ranked)
+            priorities.sort(reverse=True)
+        return priorities
+
+    @property
+    def _tells(self) -> bool:
+        """Whether the tier is told what is evicted.
+
+        Of a shared one, room in the index is one thing, and room on a full medium another.
+        """
+        return not self.tier.shared or self.places.limited
+
+    def victims(self, priorities: Sequence[int]) -> tuple[list[tuple[Item, Meta]], DropReason]:
+        """Who gives way to blocks of these priorities, the highest first, in the order of eviction.
+
+        Exactly as many as are needed, none that is being read or worth more than its newcomer; and
+        why newcomers without a place get none: others are worth more, stay for now, or are busy.
+        """
+        now_s = self.shared.clock.now()
+        if self.places.limited and now_s >= self._full_until_s:
+            self.places.unlimit()
+        self.index.revert(now_s)
+        if self._tells and not self.door.open("remove"):
+            return [], "breaker"
+        newcomers, chosen = priorities[self.places.free :], list[int]()
+        reason: DropReason = "busy"
+        for place in self.index.victims():
+            if len(chosen) == len(newcomers):
+                break
+            if self.places.being_read(place):
+                continue
+            if self.index.priority(place) > newcomers[len(chosen)]:
+                reason = "outranked"
+                break
+            chosen.append(place)
+        if not chosen:
+            return [], reason
+        items = map(Item, self.index.keys_at(chosen), chosen)
+        return [*zip(items, self.index.metas(chosen), strict=True)], reason
+
+    def evict(self, victims: Sequence[Item]) -> list[Item]:
+        """Those of the victims go that nobody reads; what the tier has to be told."""
+        gone = [
+            item
+            for item in victims
+            if self.index.place(item.key) == item.place and not self.places.being_read(item.place)
+        ]
+        self._evict([item.key for item in gone])
+        if self._tells:
+            self._leaving.begin(gone)
+            return gone
+        self._free(gone)
+        return []
+
+    def placed(self, reason: DropReason) -> list[Item]:
+        """What is written, at which places; what gets none is dropped for this reason."""
+        places = self.places.take(len(self._writing))
+        reason = "full" if self.places.limited else reason
+        for pending in list(self._writing.values())[len(places) :]:
+            self.stats.drop(reason, pending.meta.priority)
+        ttl_s, clock, lost = self.rule.ttl_s, self.shared.clock, self._lost
+        return [
+            pending.item(key, place, ttl_s=ttl_s, clock=clock, replace=key in lost)
+            for place, (key, pending) in zip(places, self._writing.items(), strict=False)
+        ]
+
+    def settle(self, items: Sequence[Item], answer: Answer, took_s: float) -> None:
+        """End the write under way: publish what was stored, free the rest, tell the stack."""
+        self.stats.stored_s += took_s
+        if answer.full:
+            self._full(items)
+        elif answer.results is None:
+            self._drop("failed", items)
+            unwanted = self._tombstones.copy()
+            if answer.quiet:
+                self._unstored(items, unwanted)
+            else:
+                self._leaving.leave_behind(items, unwanted)
+        else:
+            self._publish(items, answer.results)
+        writing, self._writing = self._writing, {}
+        self.shared.arena.release([pending.slot for pending in writing.values()])
+        stored = [*filter(self.index.keys().__contains__, writing)]
+        self._above.settled(self, stored, stored=True)
+        if len(stored) < len(writing):
+            lost = [key for key in writing if key not in self.index]
+            self._above.settled(self, lost, stored=False)
+        self._tombstones.clear()
+
+    def stored_late(self, items: Sequence[Item]) -> None:
+        """A write that was left behind has ended."""
+        self._unstored(items, self._leaving.come_back(items))
+        self._above.wake()
+
+    def _unstored(self, items: Sequence[Item], unwanted: AbstractSet[BlockKey]) -> None:
+        """A write failed or has ended late: some of it may be there.
+
+        A tier of our own has to forget it. In a shared one it is as good as any block, but for
+        what a user had removed or purged meanwhile, which is ``unwanted``.
+        """
+        self.remove_later([item for item in items if item.key in unwanted])
+        self._let_go([item for item in items if item.key not in unwanted])
+
+    def _publish(self, items: Sequence[Item], results: Results) -> None:
+        stored: list[BlockKey] = []
+        metas = [self._writing[item.key].meta for item in items]
+        if all(results) and alike(metas) and metas[0].terms == NO_TERMS and not self._tombstones:
+            stored = [item.key for item in reversed(items)]
+            self.hold(stored, [item.place for item in reversed(items)], metas[0])
+            items, results, metas = (), (), []
+        for item, kept, meta in zip(
+            reversed(items), reversed(results), reversed(metas), strict=True
+        ):
+            if not kept:
+                self._free([item])
+                self._drop("refused", [item])
+            elif item.key in self._tombstones:
+                self.remove_later([item])
+            elif not meta.terms.last(self.shared.clock):
+                self._let_go([item])
+            else:
+                self.hold([item.key], [item.place], meta)
+                stored.append(item.key)
+        for key in self._lost.keys() & stored:
+            del self._lost[key]
+        self.stats.stored += len(stored)
+        self.stats.stored_bytes += len(stored) * self.shared.block_bytes
+        self.shared.events.stored(self.name, stored[::-1])
+
+    def _drop(self, reason: DropReason, items: Sequence[Item]) -> None:
+        for item in items:
+            self.stats.drop(reason, self._writing[item.key].meta.priority)
+
+    def _full(self, items: Sequence[Item]) -> None:
+        """The medium is full: work within the places in use, try for more after a while."""
+        self._drop("full", items)
+        self.places.withhold([item.place for item in items])
+        if self.tier.shared:  # a place that was free is not room that is kept for us
+            self.places.withhold_free()
+        self._full_until_s = self.shared.clock.now() + FULL_RETRY_S
+        held = f"{len(self.index)} of {self.capacity_blocks} blocks"
+        what = f"its medium is full with {held}; older blocks give way from now on"
+        self.shared.notices.say(f"{self.name} full", f"tier {self.name}: {what}")
+
+    def read_ended(self, items: Sequence[Item]) -> None:
+        """Nobody reads these any more: places that were given up meanwhile are free."""
+        self.places.end_reads([item.place for item in items])
+
+    # ---- what the tier has at its start
+
+    def recovered(self, places: Sequence[int]) -> None:
+        """The tier has said all that it has: these places are taken."""
+        self.places.occupy(places)
+        self.stats.recovered = len(self.index)
+
+    def unrecovered(self, keys: Sequence[BlockKey]) -> None:
+        """Know nothing of blocks that the tier will tell of again."""
+        self.index.drop(keys)
+        self._leaving = Leaving()
+
+    def opened(self) -> None:
+        """The tier is open, now or late: the level is there."""
+        self.door.opened()
+        self.missed.clear()
+        self._above.wake()
+
+    # ---- what is there
 
     @property
     def pending(self) -> bool:
-        """Whether the writer has something to do."""
-        return self._writer.pending
+        """Whether there is something left to do."""
+        return bool(self.inbox or self._writing or self._leaving.removing or self.next_purge)
 
     @property
     def due(self) -> bool:
-        """Whether the writer has something to do that it may do now."""
-        return self._writer.due
+        """Whether there is something to do that may be done now."""
+        if self.inbox and self.writable:
+            return True
+        return bool(self._leaving.removing or self.next_purge) and self.door.open("remove")
 
     @property
-    def queue_full(self) -> bool:
-        """Whether what is offered now would have to displace something."""
-        return self._writer.full
+    def may_erase(self) -> bool:
+        """Whether a step of erasing may be done now."""
+        is_due = not self._leaving.removing and self.next_purge is not None
+        return is_due and self.door.open("remove")
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a write is under way."""
+        return bool(self._writing)
 
     @property
     def queued(self) -> int:
         """Blocks that wait to be written or are being written."""
-        return len(self._writer)
+        return len(self.inbox) + len(self._writing)
 
     @property
     def queue_age_s(self) -> float:
         """How long the oldest of them has waited; 0 without any."""
-        return self._writer.oldest_s()
+        waiting = [*self._writing.values(), *self.inbox.oldest()]
+        now = self.shared.clock.now()
+        return max((now - pending.since_s for pending in waiting), default=0.0)
 
     @property
     def removals(self) -> int:
         """Blocks that the tier still has to forget, and purges of it that are not over."""
-        return self._writer.removals + len(self.purges)
+        return len(self._leaving) + len(self._tombstones) + len(self._purges)
 
     @property
     def left_behind(self) -> int:
-        """Blocks of writes and removals that were left behind and have not ended yet."""
-        return self._writer.left_behind
-
-    def target(self, key: BlockKey, meta: Meta) -> Level | None:
-        """The level below that should get this block when it leaves here, if it lacks it."""
-        for level in self.below:
-            if level.admits(meta):
-                return None if level.holds(key) else level
-        return None
+        """Blocks of calls that were left behind and have not ended yet."""
+        return len(self._leaving.behind)
 
     def check(self) -> None:
         """Assert capacity, places and claims; O(n), for tests."""
         self.index.check(self.capacity_blocks)
-        self._writer.check()
+        self.inbox.check()
         self.places.check()
+        assert self._tombstones <= self._writing.keys()
+        self._leaving.check()
+        claims = self.shared.arena.claims
+        assert all(claims(pending.slot) > 0 for pending in self._writing.values())
         assert len(self.index) <= self.places.taken <= self.capacity_blocks
-
-    # ---- on the loop
-
-    def _uncrowded(self) -> None:
-        """So many calls that were left behind have ended that others may begin again."""
-        with self.shared.lock:
-            self.stir()  # others may have something for it again
-        self.wake()
-
-    def wake(self) -> None:
-        """Have the writer look at what waits."""
-        self._writer.wake()
-
-    async def open(
-        self, layout: Layout, namespace: Namespace, *, threads: Threads, verify: bool = True
-    ) -> None:
-        """Open the tier, take back what it recovered and start the writer: see ``Opening``.
-
-        The tier gets ``threads`` of its own and its codecs others, so that what hangs there holds
-        up nobody else.
-        """
-        if self.tier.batch_max < 1:
-            raise ConfigError(f"batch_max is {self.tier.batch_max}", hint="expected 1 or more")
-        context = TierContext(
-            arena=self.shared.arena,
-            layout=layout,
-            namespace=namespace,
-            capacity_blocks=self.capacity_blocks,
-            clock=self.shared.clock,
-            run_blocking=threads(self.name),
-            verify=verify,
-            timeout_s=self.settings.gate.timeout_s,
-            say=self._say,
-        )
-        self.edge.open(context, threads(f"{self.name}-codecs"))
-        await self.opening.begin(context)
-
-    def take(self, places: Sequence[int], gone: Sequence[Item]) -> None:
-        """The tier has said all that it has: these places are taken, those blocks have to go."""
-        self.places.occupy(places)
-        for start in range(0, len(gone), STEP):
-            with self.shared.lock:
-                self._writer.remove_later(gone[start : start + STEP])
-        self.stats.recovered = len(self.index)
-
-    def drop(self, keys: Sequence[BlockKey]) -> None:
-        """Know nothing of blocks that the tier will tell of again."""
-        for key in keys:
-            self.index.drop(key)
-        self._writer.begin_anew()
-
-    def opened(self) -> None:
-        """The tier is open, now or late: the level is there."""
-        self._writer.start()
-        self._writer.wake()  # what was recovered and is not to be held has to be removed
-        with self.shared.lock:
-            self.gate.absent = False
-            self.opening.unwanted.clear()
-            self.stir()
-
-    def _say(self, text: str) -> None:
-        self.shared.notices.say(text, f"tier {self.name}: {text}")
-
-    async def probe(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Whether a shared tier says that it has these blocks; False if it says nothing in time."""
-        items = [Item(key, NO_PLACE) for key in keys]
-        if not self.answers:
-            return [False] * len(keys)
-        answer = await self.gate.call(
-            "contains",
-            lambda: self.tier.contains(items),
-            lambda: None,
-            expected=len(items),
-            timeout_s=self.tier.probe_timeout_s,
-        )
-        self.stats.probed += len(keys)
-        if answer.results is None:
-            return [False] * len(keys)
-        return [*map(bool, answer.results)]
-
-    async def read(self, items: Sequence[Item]) -> Sequence[bool]:
-        """Fill the items' slots; False where that failed, for whatever reason.
-
-        The caller called ``places.begin_reads``, which this ends, and holds its own
-        claims on the slots. A block that the tier turns out not to have leaves the index.
-        """
-        results: list[bool] = []
-        begun = 0
-        try:
-            async with self._read_gate:
-                while begun < len(items):
-                    batch = items[begun : begun + self.batch_max]
-                    begun += len(batch)
-                    results += await self._read_batch(batch)
-        finally:
-            with self.shared.lock:
-                self.places.end_reads([item.place for item in items[begun:]])
-        return results
-
-    async def _read_batch(self, items: Sequence[Item]) -> Sequence[bool]:
-        def ended() -> None:
-            self.places.end_reads([item.place for item in items])
-
-        now = self.shared.clock.now()
-        slots = [item.slot for item in items]
-        answer = await self.gate.call(
-            "get", lambda: self.edge.get(items), ended, slots=slots, expected=len(items)
-        )
-        with self.shared.lock:
-            self.stats.loaded_s += self.shared.clock.now() - now
-            if answer.quiet:
-                ended()
-            if answer.results is None:
-                return [False] * len(items)
-            used: list[int] = []
-            for item, ok in zip(reversed(items), reversed(answer.results), strict=True):
-                held = self.index.place(item.key) == item.place
-                if ok and held:
-                    used.append(item.place)
-                elif held and ok is not None:
-                    self.stats.misses += 1
-                    self._forget([item.key], "lost")
-            self.index.touch(used)
-            self.stats.errors += None in answer.results
-            found = [*map(bool, answer.results)]
-            self.stats.loaded += sum(found)
-            self.stats.loaded_bytes += sum(found) * self.shared.block_bytes
-        return found
-
-    async def drain(self, *, erased: bool = False) -> None:
-        """Wait until everything offered was written or given up; then for purges, if ``erased``."""
-        self.purges.paused = not erased
-        await self._writer.drain()
-
-    async def stop(self) -> None:
-        """Stop the writer and give up what waits; may be called again."""
-        await self._writer.aclose()
-
-    async def aclose(self) -> None:
-        """Stop, and close the tier; may be called again.
-
-        Whatever the tier does, this ends within ``CLOSE_TIMEOUT_S`` and twice ``CALLS_TIMEOUT_S``,
-        thrice if it was not open yet.
-        """
-        await self.opening.aclose(timeout_s=CALLS_TIMEOUT_S)
-        await self.stop()
-        await self.gate.aclose(timeout_s=CALLS_TIMEOUT_S)
-        closing = asyncio.ensure_future(contained(self.tier.aclose()))
-        await asyncio.wait({closing}, timeout=CLOSE_TIMEOUT_S)
-        if not closing.done():
-            closing.cancel()
-            closing.add_done_callback(lambda task: task.cancelled() or task.exception())
-            what = f"tier {self.name} has not closed within {CLOSE_TIMEOUT_S:g} s: left behind"
-            self.shared.notices.say(f"{self.name} close", what)
-        elif not closing.cancelled() and closing.exception() is not None:
-            what = f"tier {self.name} failed to close: {closing.exception()!r}"
-            self.shared.notices.say(f"{self.name} close", what)
-        await self.gate.aclose(timeout_s=CALLS_TIMEOUT_S)  # what only its end could end

@@ -1,20 +1,18 @@
-"""What waits for a level's tier: blocks to be written, keys to be removed, purges that are due."""
+"""What waits for a level's tier: blocks to be written, and blocks to be removed."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice, repeat
+from collections.abc import Set as AbstractSet
+from itertools import islice
 from math import inf
 from typing import NamedTuple
 
 from kvladder.arena import Arena, Slot
-from kvladder.errors import TierError
 from kvladder.keys import BlockKey
-from kvladder.metrics import LevelStats
 from kvladder.policy.eviction import PRIORITY_DEFAULT
-from kvladder.tiers.base import NO_TERMS, Clock, Item, Shared, Tier
-from kvladder.tiers.ladder.gate import Gate
+from kvladder.tiers.base import NO_TERMS, Clock, Item
 from kvladder.tiers.ladder.index import Meta
 
 
@@ -96,49 +94,32 @@ class Inbox:
         """What has waited longest, if anything does."""
         return list(islice(self._blocks.values(), 1))
 
-    def add(self, key: BlockKey, slot: Slot, meta: Meta, now_s: float) -> None:
-        """Queue a block and take a claim on its slot; there is room."""
-        assert not self.full
-        assert key not in self._blocks
-        self._arena.share([slot])
-        self._blocks[key] = Pending(slot, meta, now_s)
-        self._by_priority.setdefault(meta.priority, {})[key] = None
-
-    def add_all(
-        self, keys: Sequence[BlockKey], slots: Sequence[Slot], metas: Sequence[Meta], now_s: float
-    ) -> None:
-        """``add`` all of them, in that order."""
-        assert len(self._blocks) + len(keys) <= self._max
-        assert self._blocks.keys().isdisjoint(keys)
-        self._arena.share(slots)
-        self._blocks.update(zip(keys, map(Pending, slots, metas, repeat(now_s)), strict=True))
-        for key, meta in zip(keys, metas, strict=True):
-            self._by_priority.setdefault(meta.priority, {})[key] = None
-
     @property
     def room(self) -> int:
         """How many more may wait."""
         return self._max - len(self._blocks)
 
-    def disjoint(self, keys: Iterable[BlockKey]) -> bool:
-        """Whether none of ``keys`` waits."""
-        return self._blocks.keys().isdisjoint(keys)
+    def fits(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether there is room for all of ``keys``, none of which waits."""
+        return len(self._blocks) + len(keys) <= self._max and self._blocks.keys().isdisjoint(keys)
+
+    def add(
+        self, keys: Sequence[BlockKey], slots: Sequence[Slot], metas: Sequence[Meta], now_s: float
+    ) -> None:
+        """Queue blocks, in that order, and take a claim on their slots; they fit."""
+        assert len(keys) + len(self._blocks) <= self._max
+        self._arena.share(slots)
+        for key, slot, meta in zip(keys, slots, metas, strict=True):
+            self._blocks[key] = Pending(slot, meta, now_s)
+            self._by_priority.setdefault(meta.priority, {})[key] = None
 
     def among(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
         """Those of ``keys`` that wait."""
         return [*filter(self._blocks.__contains__, keys)]
 
-    def remove(self, key: BlockKey) -> None:
-        """Give a block up and release its slot."""
-        self._arena.release([self._pop(key).slot])
-
-    def _pop(self, key: BlockKey) -> Pending:
-        pending = self._blocks.pop(key)
-        alike = self._by_priority[pending.meta.priority]
-        del alike[key]
-        if not alike:
-            del self._by_priority[pending.meta.priority]
-        return pending
+    def remove(self, keys: Iterable[BlockKey]) -> None:
+        """Give blocks up and release their slots."""
+        self._arena.release([pending.slot for pending in self.take(keys).values()])
 
     def above(self, keys: Sequence[BlockKey], spare: Mapping[bytes, float]) -> list[BlockKey]:
         """Those of ``keys`` for which their salt has nothing to spare.
@@ -157,10 +138,10 @@ class Inbox:
     def take(self, keys: Iterable[BlockKey]) -> dict[BlockKey, Pending]:
         """These blocks; the claims on their slots go to the caller."""
         taken = {key: self._blocks.pop(key) for key in keys}
-        for priority, alike in list(self._by_priority.items()):
-            for key in filter(alike.__contains__, taken):
-                del alike[key]
-            if not alike:
+        for priority, same in list(self._by_priority.items()):
+            for key in filter(same.__contains__, taken):
+                del same[key]
+            if not same:
                 del self._by_priority[priority]
         return taken
 
@@ -177,34 +158,42 @@ class Inbox:
         assert all(self._arena.claims(p.slot) > 0 for p in self._blocks.values())
 
 
-class Removals:
-    """First in, first out. A block is in it until its removal has ended; the lock guards it."""
+class Leaving:
+    """What a tier has still to forget, and what calls left behind may still store or undo.
+
+    Removals are first in, first out. A block is in it until its removal, or the call, has ended.
+    The stack's lock guards every call.
+    """
 
     def __init__(self) -> None:
+        self.removing = 0
+        """Removals that have not ended, whether or not they have begun."""
         self._waiting: deque[Item] = deque()
-        self._keys: Counter[BlockKey] = Counter()
-        self._count = 0
+        self._removals: Counter[BlockKey] = Counter()
+        self.behind: dict[BlockKey, bytes] = {}
+        """Blocks of a write or removal that was left behind and has not ended; their salts."""
+        self._unwanted: set[BlockKey] = set()
+        """Those of them that a user has had removed meanwhile, or purged."""
 
     def __len__(self) -> int:
-        """How many have not ended, whether or not they have begun."""
-        return self._count
+        return self.removing + len(self.behind)
 
     def __contains__(self, key: BlockKey) -> bool:
-        return key in self._keys
+        return key in self._removals or key in self.behind
 
     def among(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
-        """Those of ``keys`` that are in it."""
-        return [*filter(self._keys.__contains__, keys)]
+        """Those of ``keys`` that are being removed."""
+        return [*filter(self._removals.__contains__, keys)]
 
-    def add(self, items: Iterable[Item]) -> None:
+    def add(self, items: Sequence[Item]) -> None:
         """Have these removed."""
-        self._waiting += self.begun(list(items))
+        self.begin(items)
+        self._waiting += items
 
-    def begun(self, items: Sequence[Item]) -> Sequence[Item]:
+    def begin(self, items: Sequence[Item]) -> None:
         """The removal of these begins without having waited."""
-        self._keys.update(item.key for item in items)
-        self._count += len(items)
-        return items
+        self._removals.update(item.key for item in items)
+        self.removing += len(items)
 
     def take(self, count: int) -> list[Item]:
         """Begin with the oldest, at most ``count``, no block twice."""
@@ -215,69 +204,41 @@ class Removals:
         return list(taken.values())
 
     def ended(self, items: Sequence[Item]) -> None:
-        """The removal of these has ended, well or not."""
-        self._count -= len(items)
+        """The removal of these has ended, well or not, or was left behind."""
+        self.removing -= len(items)
         for item in items:
-            if self._keys[item.key] == 1:
-                del self._keys[item.key]
+            if self._removals[item.key] == 1:
+                del self._removals[item.key]
             else:
-                self._keys[item.key] -= 1
+                self._removals[item.key] -= 1
 
+    def leave_behind(
+        self, items: Sequence[Item], unwanted: AbstractSet[BlockKey] = frozenset()
+    ) -> None:
+        """A call about these was left behind, some of which are unwanted by now."""
+        self.behind.update((item.key, item.salt) for item in items)
+        self._unwanted |= unwanted & self.behind.keys()
 
-PURGE_TIMEOUT_S = 600.0
+    def recall(self, key: BlockKey) -> bool:
+        """The block was removed; whether a call that was left behind may still store it."""
+        if key in self.behind:
+            self._unwanted.add(key)
+        return key in self.behind
 
+    def purge(self, salt: bytes | None) -> None:
+        """``recall`` all that are of a salt, or all."""
+        self._unwanted.update(key for key, its in self.behind.items() if salt in {None, its})
 
-class Purges:
-    """Salts, None for everything, whose blocks a tier is to remove or erase, one after the other.
+    def come_back(self, items: Sequence[Item]) -> AbstractSet[BlockKey]:
+        """A call about these that was left behind has ended; which of them are unwanted."""
+        keys = {item.key for item in items}
+        for key in keys:
+            self.behind.pop(key, None)
+        unwanted = self._unwanted & keys
+        self._unwanted -= keys
+        return unwanted
 
-    A shared tier is purged before anything else is done with it, and is not asked until then. One
-    that keeps the bytes of what it forgot erases them step by step, once all is forgotten, between
-    the writes. What fails is still to be done. ``add`` is called with the stack's lock held.
-    """
-
-    def __init__(self, tier: Tier, gate: Gate, stats: LevelStats, shared: Shared) -> None:
-        self._tier = tier
-        self._gate = gate
-        self._stats = stats
-        self._shared = shared
-        self.paused = False
-        """Whether erasing has to wait for what is more urgent."""
-        self._waiting: list[bytes | None] = []
-        self._start = 0
-        """From which place on the first of them is still to be erased."""
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def due(self, *, quiet: bool) -> bool:
-        """Whether there is something to do; erasing waits until no call is left that may write."""
-        return bool(self._waiting) and (self._tier.shared or (quiet and not self.paused))
-
-    def add(self, salt: bytes | None) -> None:
-        """Begin with this salt after those that wait."""
-        self._waiting.append(salt)
-
-    async def step(self) -> None:
-        """Do what is to be done next; a writer calls neither ``put`` nor ``remove`` meanwhile."""
-        salt, start = self._waiting[0], self._start
-        done, following = 0, None
-
-        async def purging() -> Sequence[bool]:
-            nonlocal done, following
-            if self._tier.shared:
-                done = int(await self._tier.purge(salt, lambda _done, _total: None))
-            else:
-                done, following = await self._tier.erase(salt, start)
-                if following is not None and following <= start:
-                    raise TierError(f"erasing goes on at place {following} after {start}")
-            return ()
-
-        timeout_s = PURGE_TIMEOUT_S if self._tier.shared else None
-        answer = await self._gate.call("remove", purging, lambda: None, timeout_s=timeout_s)
-        if answer.results is None:
-            return
-        with self._shared.lock:
-            self._stats.purged += done
-            self._start = following or 0
-            if following is None:
-                del self._waiting[0]
+    def check(self) -> None:
+        """Assert that counts agree; for tests."""
+        assert self._unwanted <= self.behind.keys()
+        assert self._removals.total() == self.removing >= len(self._waiting)

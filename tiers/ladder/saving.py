@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
@@ -24,6 +24,14 @@ class _Lot:
         """Whether all of it is there still, each block of it once."""
         self.published = False
         self._by_key: dict[BlockKey, tuple[Slot, Meta]] = {}
+
+    def tear(self) -> None:
+        """Some of it is not there any more, or was named twice."""
+        self.whole = False
+
+    def publish(self) -> None:
+        """All of it is hits."""
+        self.published = True
 
     def __getitem__(self, key: BlockKey) -> tuple[Slot, Meta]:
         if not self._by_key:
@@ -60,28 +68,24 @@ class Saving:
         """These blocks are going to be filled; none is here yet."""
         lot, before = _Lot(keys, slots, metas), len(self._lots)
         self._lots.update(dict.fromkeys(keys, lot))
-        lot.whole = len(self._lots) == before + len(keys)
+        if len(self._lots) < before + len(keys):
+            lot.tear()
 
     def pop(self, key: BlockKey, slot: Slot) -> Meta | None:
         """End one block's; None if it was removed, or removed and saved anew, meanwhile."""
         lot = self._lots.get(key)
         if lot is None or lot[key][0] != slot:
             return None
-        self.discard(key)
+        self.discard([key])
         return lot[key][1]
 
-    def discard(self, key: BlockKey) -> None:
-        """Forget a block, if it is there."""
-        lot = self._lots.pop(key, None)
-        if lot is not None:
-            lot.whole = False
-
-    def discard_if(self, keys: Iterable[BlockKey], judge: Callable[[Meta], bool]) -> None:
-        """Forget those of ``keys`` of which it holds."""
+    def discard(self, keys: Iterable[BlockKey], salt: bytes | None = None) -> None:
+        """Forget those of ``keys`` that are there, and of this salt if there is one."""
         for key in keys:
             lot = self._lots.get(key)
-            if lot is not None and judge(lot[key][1]):
-                self.discard(key)
+            if lot is not None and (salt is None or lot[key][1].terms.salt == salt):
+                del self._lots[key]
+                lot.tear()
 
     def metas(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> Sequence[Meta] | None:
         """What goes with them, if they were reserved in one step and nothing happened since."""
@@ -103,7 +107,7 @@ class Saving:
         They count as being saved until ``forget``, so that a prompt's are forgotten together.
         """
         lot = self._lots[key]
-        lot.published = True
+        lot.publish()
         self._published.append(lot)
 
     def forget(self) -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from kvladder.arena import Slot
 from kvladder.events import EventBuffer
-from kvladder.lock import BULK_STEP, STEP
+from kvladder.keys import BlockKey
+from kvladder.lock import BULK_STEP, STEP, StackLock
 from kvladder.policy.eviction import PRIORITY_MAX
-from kvladder.tiers.base import Clock, Shared
+from kvladder.tiers.base import ANYWHERE, HOST, Clock, Shared
 from kvladder.tiers.ladder.host import HostLevel
-from kvladder.tiers.ladder.index import LevelIndex
+from kvladder.tiers.ladder.index import LevelIndex, Meta
 from kvladder.tiers.ladder.level import Level
 
 
@@ -20,6 +22,9 @@ class Seam:
     host: HostLevel
     levels: list[Level]
     shared: Shared
+    lock: StackLock
+    _shelves: Sequence[HostLevel | Level]
+    """All of them, hottest first."""
 
     @property
     def clock(self) -> Clock:
@@ -32,10 +37,9 @@ class Seam:
         return self.shared.events
 
     @property
-    def indexes(self) -> dict[str, LevelIndex]:
+    def indexes(self) -> dict[str, LevelIndex[Any]]:
         """What each level holds, by name, hottest first."""
-        below = {level.name: level.index for level in self.levels}
-        return {self.host.name: self.host.index, **below}
+        return {shelf.name: shelf.index for shelf in self._shelves}
 
     @property
     def media(self) -> dict[str, str]:
@@ -69,3 +73,57 @@ class Seam:
         for start in range(0, len(slots), BULK_STEP):
             with self.shared.lock:
                 self.shared.arena.release(slots[start : start + BULK_STEP])
+
+    def lookup(self, keys: Sequence[BlockKey], levels: int = ANYWHERE) -> tuple[int, int]:
+        """How many leading ``keys`` the host level holds, and how many one of ``levels`` does."""
+        if len(keys) <= BULK_STEP:
+            with self.lock:
+                return self._lookup(keys, levels)
+        host = total = 0
+        while total < len(keys):
+            part = keys[total : total + BULK_STEP]
+            with self.lock:
+                here, found = self._lookup(part, levels)
+            host += here if host == total else 0
+            total += found
+            if found < len(part):
+                break
+        return host, total
+
+    def _lookup(self, keys: Sequence[BlockKey], levels: int) -> tuple[int, int]:
+        host = self.host.index.prefix(keys) if levels & HOST else 0
+        if host == len(keys):
+            return host, host
+        in_host = self.host.index.keys()
+        below = [lv.index.keys() for lv in self.levels if lv.bit & levels and lv.readable]
+        for index in range(host, len(keys)):
+            key = keys[index]
+            if key in in_host:
+                if levels & HOST:
+                    continue
+                return host, index
+            for held in below:
+                if key in held:
+                    break
+            else:
+                return host, index
+        return host, len(keys)
+
+    def meta(self, key: BlockKey) -> Meta | None:
+        """What the hottest level that holds the block knows of it; with the lock held."""
+        for shelf in self._shelves:
+            place = shelf.index.place(key)
+            if place is not None:
+                return shelf.index.meta(place)
+        return None
+
+    def where(self, key: BlockKey) -> str | None:
+        """The hottest level that holds the block or is about to; with the lock held."""
+        if key in self.host.index:
+            return self.host.name
+        return next((level.name for level in self.levels if level.holds(key)), None)
+
+    def bits(self, names: Collection[str]) -> int:
+        """The levels of these names as a mask; KeyError if there is none of a name."""
+        known = {shelf.name: shelf.bit for shelf in self._shelves}
+        return sum(known[name] for name in set(names))

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from itertools import islice
 from math import inf
 from typing import Any, Protocol
 
 from kvladder.arena import Slot
-from kvladder.errors import ClosedError
-from kvladder.keys import BlockKey
+from kvladder.errors import ClosedError, ConfigError
+from kvladder.keys import BlockKey, Namespace
+from kvladder.layout import Layout
 from kvladder.lock import BULK_STEP, STEP
 from kvladder.policy.worth import Worth
-from kvladder.tiers.base import ANYWHERE, HOST, NO_TERMS, Shared
-from kvladder.tiers.ladder.alike import all_new, publish_alike, route_of
-from kvladder.tiers.ladder.endings import Alarm, clear, purge, sweep
+from kvladder.schema import within
+from kvladder.tiers.base import ANYWHERE, EVERYTHING, HOST, NO_TERMS, Shared
+from kvladder.tiers.ladder.door import LevelSpec, Threads
+from kvladder.tiers.ladder.expiry import Expiry
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.host import HostSettings as HostSettings
 from kvladder.tiers.ladder.index import Meta, alike
+from kvladder.tiers.ladder.keeper import Keeper
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.fetch import Fetch
 from kvladder.tiers.ladder.loading.loader import Loader
@@ -50,37 +51,25 @@ class TierStack(Seam):
     def __init__(
         self,
         host: HostSettings,
-        levels: Sequence[Level],
+        levels: Sequence[LevelSpec],
         shared: Shared,
         *,
         post: Post,
         fetch_blocks_max: int,
         worth: Worth | None = None,
     ) -> None:
-        self.levels = list(levels)
         self.shared = shared
         self.lock = shared.lock
-        self.host = HostLevel(
-            host.name,
-            host.rule,
-            policy=host.policy,
-            reserve_blocks=host.reserve_blocks,
-            shared=shared,
-            router=lambda: route_of(self.levels, self._refused),
-            left=self._left,
-        )
+        self.levels = [
+            Level(spec, shared, self, bit=HOST << number) for number, spec in enumerate(levels, 1)
+        ]
+        self.host = HostLevel(host, shared, self.levels)
+        self._shelves: Sequence[HostLevel | Level] = (self.host, *self.levels)
+        self._keepers = [Keeper(level, self) for level in self.levels]
         self._post = post
         self._saving = Saving()
-        self._refused: dict[BlockKey, int] = {}
-        """Blocks of the host level: which levels did not take them, or gave them up again."""
-        self._backlog: dict[Level, OrderedDict[BlockKey, None]] = {
-            level: OrderedDict() for level in levels if level.rule.when == "commit"
-        }
-        """Per write-through level, blocks of the host level that its queue had no room for."""
-        self._gates: list[bool] = []
-        """Which levels took calls when the next to go were looked at."""
         self._scheduled = False
-        self._resetting: Generator[None] | None = None
+        self._resetting: Generator[object] | None = None
         self._closed = False
         self.worth = worth or Worth()
         self.loader = Loader(
@@ -89,51 +78,53 @@ class TierStack(Seam):
             shared,
             post=post,
             blocks_max=fetch_blocks_max,
-            landed=self._schedule,
+            landed=self.wake,
             discard=partial(self.remove, for_all=False),
             worth=self.worth,
         )
-        self._alarm = Alarm((self.host, *self.levels), shared)
-        for position, level in enumerate(self.levels):
-            level.bit = HOST << (position + 1)
-            level.below = self.levels[position + 1 :]
-            level.observer = self._written
-            level.stir = self._schedule
-            level.room = self.host.room
+        self._expiry = Expiry(self._shelves, shared)
 
-    # ---- where blocks go when they leave the host level
+    async def open(self, layout: Layout, namespace: Namespace, threads: Threads) -> None:
+        """Open the levels one after the other; if one refuses, those that are open are closed.
 
-    def _target(self, key: BlockKey, meta: Meta) -> Level | None:
-        """The level that a block of the host level still has to be written to, if any."""
-        for level in self.levels:
-            if level.admits(meta):
-                refused = self._refused.get(key, 0) & level.bit
-                return None if refused or key in level.index else level
+        Raises
+        ------
+        ConfigError
+            A tier cannot work as configured; its path begins with its place in the stack.
+        """
+        for number, keeper in enumerate(self._keepers, 1):
+            try:
+                await keeper.open(layout, namespace, threads)
+            except BaseException as error:
+                for opened in self._keepers[:number]:
+                    await opened.aclose()
+                if isinstance(error, ConfigError):  # it knows its keys, but not where it stands
+                    raise within(f"tiers[{number}]", error) from error
+                raise
+
+    # ---- what levels need of it, see ``Above``; with the lock held
+
+    def room(self, count: int, priority: int) -> list[Slot]:
+        """Lease slots for up to so many blocks of a priority."""
+        return self.host.room(count, priority)
+
+    def below(self, level: Level, key: BlockKey, meta: Meta) -> Level | None:
+        """The level below this one that should get the block when it leaves there."""
+        for lower in self.levels[self.levels.index(level) + 1 :]:
+            if lower.admits(meta):
+                return None if lower.holds(key) else lower
         return None
 
-    def _written(self, level: Level, keys: Sequence[BlockKey], *, stored: bool) -> None:
-        """A level settled blocks: if it did not take them, host need not wait for it."""
-        for key in keys if self._refused or not stored else ():
-            refused = self._refused.pop(key, 0) & ~level.bit
-            if not stored and key in self.host.index:
-                refused |= level.bit
-            if refused:
-                self._refused[key] = refused
-        if not stored:
-            self.shared.events.given_up(keys)
-        self.host.settled(len(keys), stored=stored)
-        self._schedule()
+    def settled(self, level: Level, keys: Sequence[BlockKey], *, stored: bool) -> None:
+        """Blocks that were offered to the level are stored, or given up: host need not wait."""
+        if keys:
+            self.host.settled(level, keys, stored=stored)
+            if not stored:
+                self.shared.events.given_up(keys)
+            self.wake()
 
-    def _left(self, keys: Sequence[BlockKey]) -> None:
-        """Blocks left the host level: nothing is remembered of them."""
-        for key in keys if self._refused else ():
-            self._refused.pop(key, None)
-        for waiting in self._backlog.values():
-            for key in keys if waiting else ():
-                waiting.pop(key, None)
-
-    def _schedule(self) -> None:
-        """Have the loop thread look after the levels soon, once; with the lock held."""
+    def wake(self) -> None:
+        """Have the loop thread look after the levels soon, once."""
         if not self._scheduled and (self.levels or self.host.index.next_end_s != inf):
             self._scheduled = True
             self._post(self._tidy)
@@ -142,35 +133,18 @@ class TierStack(Seam):
         """Write the next victims of the host level before their slots are needed (loop thread)."""
         if self._closed:
             return
-        is_behind = False
-        for level, keys in self._backlog.items():
-            with self.lock:
-                is_behind |= self._catch_up(level, keys)
         with self.lock:
-            gates = [level.writable for level in self.levels]
-            if gates != self._gates:
-                self.host.doubt()
-            self._gates = gates
+            is_behind = self.host.catch_up()
+        with self.lock:
             self.host.clean()
-            self._alarm.set()
+            self._expiry.set()
             self._scheduled = False  # what was offered just now need not be looked at again
             if is_behind:
-                self._schedule()
-        for level in self.levels:
+                self.wake()
+        for level, keeper in zip(self.levels, self._keepers, strict=True):
             if level.due:
-                level.wake()
+                keeper.writer.wake()
         self.loader.resume()
-
-    def _catch_up(self, level: Level, keys: OrderedDict[BlockKey, None]) -> bool:
-        """Offer a write-through level what it had no room for, oldest first; if there is more."""
-        for _ in range(STEP):
-            if not keys or level.queue_full or not level.writable:
-                return False
-            key, _ = keys.popitem(last=False)
-            slot = self.host.find(key)
-            if slot is not None:
-                level.offer(key, slot, self.host.index.meta(slot))
-        return True
 
     # ---- save
 
@@ -221,8 +195,8 @@ class TierStack(Seam):
             step = BULK_STEP if has_room else EVICT_STEP
             end = min(end, start + (step if is_plain else STEP))
             part, said = keys[start:end], metas[start:end]
-        new = alike(said) and all_new(part, self.host, self.loader, self._saving)
-        if new and self._admitted(first):
+        is_new = self.host.index.disjoint(part) and self._saving.disjoint(part)
+        if is_new and alike(said) and self.loader.disjoint(part) and self._admitted(first):
             return range(start, end), end
         wanted: list[int] = []
         if end > start + STEP:
@@ -247,7 +221,7 @@ class TierStack(Seam):
         some = wanted[:1] if isinstance(wanted, range) else wanted
         slots = self.host.room(len(wanted), min(metas[index].priority for index in some))
         if len(slots) < len(wanted):
-            self._schedule()
+            self.wake()
         return slots
 
     def _admitted(self, meta: Meta) -> bool:
@@ -263,7 +237,7 @@ class TierStack(Seam):
                 if len(keys) > STEP:
                     start = max(0, end - self._saving.together(keys[end - 1], STEP))
                     part, places = keys[start:end], slots[start:end]
-                if publish_alike(part, places, self.host, self.loader, self._saving):
+                if self._publish_bulk(part, places):
                     stored = part
                 else:
                     if len(part) > STEP:
@@ -273,16 +247,35 @@ class TierStack(Seam):
                 self.host.stats.stored += len(stored)
                 self.host.stats.stored_bytes += len(stored) * self.shared.block_bytes
                 self.shared.events.stored(self.host.name, stored)
-                self._schedule()
+                self.wake()
                 goes_on = not start and self._saving.forget()
             parts.append(stored)
             end = start
         while goes_on:
             with self.lock:
                 goes_on = self._saving.forget()
-        for stored in reversed(parts) if self._backlog else ():
+        for stored in reversed(parts) if self.host.writes_through else ():
             with self.lock:
-                self._write_through(stored)
+                if self.host.write_through(stored):
+                    self.wake()
+
+    def _publish_bulk(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> bool:
+        """Hold all of these in host, the tail first, if nothing happened to any of them meanwhile.
+
+        They are published in ``_saving`` then; else nothing has changed, and False is returned.
+        """
+        metas = self._saving.metas(keys, slots)
+        if (
+            metas is None
+            or not alike(metas)
+            or not self.host.admits(metas[0])
+            or not self.host.index.disjoint(keys)
+            or not self.loader.disjoint(keys)
+        ):
+            return False
+        self._saving.publish(keys[0])
+        self.host.hold(keys[::-1], slots[::-1], metas[0])
+        return True
 
     def _publish_each(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> list[BlockKey]:
         """Publish blocks one by one, the tail first; those that are in host now."""
@@ -293,21 +286,19 @@ class TierStack(Seam):
                 # removed or saved anew meanwhile, or a level below had it after all
                 self.shared.arena.release([slot])
             elif self.host.admits(meta):
-                self.host.insert(key, slot, meta)
+                self.host.hold([key], [slot], meta)
                 stored.append(key)
             else:
-                if (target := self._target(key, meta)) is not None:
-                    target.offer(key, slot, meta)
+                self._send_down(key, slot, meta)
                 self.shared.arena.release([slot])
         stored.reverse()
         return stored
 
-    def _write_through(self, keys: Sequence[BlockKey]) -> None:
-        """Queue new blocks of the host level, head first, where they are written on commit."""
-        for level, waiting in self._backlog.items():
-            waiting.update(dict.fromkeys(keys))
-            if self._catch_up(level, waiting):
-                self._schedule()
+    def _send_down(self, key: BlockKey, slot: Slot, meta: Meta) -> None:
+        """Offer a block that host does not hold to the level that should get it, if one should."""
+        (target,) = self.host.targets([key], [meta], {})
+        if target is not None:
+            target.offer([key], [slot], [meta])
 
     def abandon(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """These reserved blocks will not be filled: their slots are free again."""
@@ -320,55 +311,12 @@ class TierStack(Seam):
 
     # ---- load
 
-    def lookup(self, keys: Sequence[BlockKey], levels: int = ANYWHERE) -> tuple[int, int]:
-        """How many leading ``keys`` the host level holds, and how many one of ``levels`` does."""
-        if len(keys) <= BULK_STEP:
-            with self.lock:
-                return self._lookup(keys, levels)
-        host = total = 0
-        while total < len(keys):
-            part = keys[total : total + BULK_STEP]
-            with self.lock:
-                here, found = self._lookup(part, levels)
-            host += here if host == total else 0
-            total += found
-            if found < len(part):
-                break
-        return host, total
-
-    def _lookup(self, keys: Sequence[BlockKey], levels: int) -> tuple[int, int]:
-        host = self.host.index.prefix(keys) if levels & HOST else 0
-        if host == len(keys):
-            return host, host
-        in_host = self.host.index.keys()
-        below = [lv.index.keys() for lv in self.levels if lv.bit & levels and lv.readable]
-        for index in range(host, len(keys)):
-            key = keys[index]
-            if key in in_host:
-                if levels & HOST:
-                    continue
-                return host, index
-            for held in below:
-                if key in held:
-                    break
-            else:
-                return host, index
-        return host, len(keys)
-
     def reach(self, keys: Sequence[BlockKey], levels: int = ANYWHERE) -> int:
         """How many leading ``keys`` it is worth to fetch: all, if a shared tier has to be asked."""
         _, total = self.lookup(keys, levels)
         with self.lock:
             asks = total < len(keys) and self.loader.prober.may_know(keys[total], levels)
         return len(keys) if asks else total
-
-    def meta(self, key: BlockKey) -> Meta | None:
-        """What the hottest level that holds the block knows of it; with the lock held."""
-        for index in (self.host.index, *(level.index for level in self.levels)):
-            place = index.place(key)
-            if place is not None:
-                return index.meta(place)
-        return None
 
     def used(self, key: BlockKey, meta: Meta) -> str | None:
         """A block that was used elsewhere is worth ``meta`` now; with the lock held.
@@ -381,31 +329,19 @@ class TierStack(Seam):
             self.host.index.note(key, meta)
             self.host.doubt()
             if meta.floor < self.host.rule.min_priority:
-                if (target := self._target(key, self.host.index.meta(slot))) is not None:
-                    target.offer(key, slot, meta)
-                self.host.refuse(key)
+                self._send_down(key, slot, meta)
+                self.host.forget([key], "evicted")
         for level in self.levels:
             if level.find(key) is not None:
                 level.index.note(key, meta)
                 if meta.floor < level.rule.min_priority:
-                    level.refuse(key)
+                    level.forget([key], "evicted")
         return self.where(key)
-
-    def where(self, key: BlockKey) -> str | None:
-        """The hottest level that holds the block or is about to; with the lock held."""
-        if key in self.host.index:
-            return self.host.name
-        return next((level.name for level in self.levels if level.holds(key)), None)
 
     def fetch(self, fetch: Fetch) -> None:
         """See ``Loader.fetch``."""
         self._require_open()
         self.loader.fetch(fetch)
-
-    def bits(self, names: Collection[str]) -> int:
-        """The levels of these names as a mask; KeyError if there is none of a name."""
-        known = {level.name: level.bit for level in self.levels} | {self.host.name: HOST}
-        return sum(known[name] for name in set(names))
 
     # ---- everything else
 
@@ -415,26 +351,26 @@ class TierStack(Seam):
         for start in range(0, len(unique), STEP):
             part = unique[start : start + STEP]
             with self.lock:
-                for key in part:
-                    self._saving.discard(key)
-                    self.loader.recall(key)
+                self._saving.discard(part)
+                self.loader.recall(part)
                 self.host.remove(part)
                 for level in self.levels:
                     (level.remove if for_all else level.discard)(part)
 
-    def clear(self, *, erase: bool = False) -> Iterator[None]:
+    def clear(self, *, erase: bool = False) -> Iterator[object]:
         """Forget every block; ``erase`` has tiers overwrite what they keep.
 
         In steps, as with ``purge``: nothing is stored until the iteration is over or closed.
         """
-        recall = self._recall_answers
-        return clear([self.host, *self.levels], self.shared, recall=recall, erase=erase)
+        return self._forget(self.levels, None, erase=erase)
 
-    def _recall_answers(self) -> Iterator[None]:
-        """``_recall_all``, and what shared tiers are being asked for."""
-        with self.lock:
-            self.loader.prober.void()
-        return self._recall_all()
+    def purge(self, salt: bytes) -> Iterator[dict[str, int]]:
+        """Forget every block of a salt: after each step, how many by level so far.
+
+        Nothing of this salt is stored until the iteration is over or closed. No step holds the
+        lock for long; steps may be taken by any thread.
+        """
+        return self._forget(self.levels, salt, erase=True)
 
     def reset(self) -> None:
         """Forget what no other engine has: blocks of the host level and of private tiers.
@@ -446,7 +382,7 @@ class TierStack(Seam):
             if self._resetting is not None:
                 return
             private = [level for level in self.levels if not level.tier.shared]
-            self._resetting = sweep([self.host, *private], self.shared, recall=self._recall_all)
+            self._resetting = self._forget(private, None, erase=False)
         self._reset_on(RESET_STEPS)
 
     @property
@@ -465,40 +401,64 @@ class TierStack(Seam):
                 return
         self._post(self._reset_on)
 
-    def _recall_all(self) -> Iterator[None]:
-        """Nothing that is under way gets anywhere, in steps; nothing is taken meanwhile."""
-        while self._saving:
-            with self.lock:
-                for key in list(islice(self._saving, STEP)):
-                    self._saving.discard(key)
-            yield
-        yield from self.loader.recall_all()
+    def _forget(
+        self, levels: Sequence[Level], salt: bytes | None, *, erase: bool
+    ) -> Generator[dict[str, int]]:
+        """Forget host's and these levels' blocks of a salt, None for all, in steps.
 
-    def purge(self, salt: bytes) -> Iterator[dict[str, int]]:
-        """Forget every block of a salt: after each step, how many by level so far.
-
-        Nothing of this salt is stored until the iteration is over or closed. No step holds the
-        lock for long; steps may be taken by any thread.
+        Meanwhile no level takes anything of the salt, so what moves between them cannot slip
+        through. Shared ones are purged, also of what others put. After each step, how many are
+        gone by level.
         """
-        return purge([self.host, *self.levels], self.shared, salt, recall=self._recall)
+        refused = EVERYTHING if salt is None else salt
+        shelves: Sequence[HostLevel | Level] = (self.host, *levels)
+        counts = {shelf.name: 0 for shelf in shelves}
+        with self.lock:
+            self.shared.purging[refused] += 1
+            for level in levels:
+                level.condemn(salt)
+                if level.tier.shared:
+                    level.purge(salt)
+        try:
+            for _ in self._recall(levels, salt):
+                yield dict(counts)
+            for shelf in shelves:
+                start = 0
+                while start < shelf.index.places:
+                    with self.lock:
+                        held, start = shelf.index.salted(salt, start)
+                        counts[shelf.name] += shelf.remove(held)
+                    yield dict(counts)
+            yield counts
+        finally:
+            for _ in self._recall(levels, salt):  # what came up while it was still below
+                pass
+            with self.lock:
+                for level in levels:
+                    if erase and level.tier.erases:
+                        level.purge(salt)
+                self.shared.purging[refused] -= 1
+                if not self.shared.purging[refused]:
+                    del self.shared.purging[refused]
 
-    def _recall(self, salt: bytes) -> None:
-        """What is under way of a salt does not get anywhere."""
+    def _recall(self, levels: Sequence[Level], salt: bytes | None) -> Iterator[None]:
+        """What is under way of a salt, None for any, gets nowhere; in steps."""
         with self.lock:
             self.loader.prober.void()
             coming = list(self._saving)
         with self.lock:
             coming += self.loader.keys()
-        for level in self.levels:
+        for level in levels:
             with self.lock:
                 coming += level.coming()
         for start in range(0, len(coming), STEP):
             part = coming[start : start + STEP]
             with self.lock:
-                self._saving.discard_if(part, lambda meta: meta.terms.salt == salt)
-                self.loader.recall_salted(part, salt)
-                for level in self.levels:
+                self._saving.discard(part, salt)
+                self.loader.recall(part, salt)
+                for level in levels:
                     level.recall(part, salt)
+            yield
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """These blocks were used, by whichever way: they are the most recent, the head last."""
@@ -508,9 +468,10 @@ class TierStack(Seam):
         batch = keys[-STEP:]
         del keys[-STEP:]
         with self.lock:
-            for index in (self.host.index, *(level.index for level in self.levels)):
-                places = map(index.place, reversed([*dict.fromkeys(batch)]))
-                index.touch([place for place in places if place is not None])
+            recent = [*dict.fromkeys(batch)][::-1]
+            for shelf in self._shelves:
+                places = shelf.index.places_of(recent)
+                shelf.index.touch([place for place in places if place is not None])
         if keys:
             self._post(self._touch, keys)
 
@@ -522,18 +483,19 @@ class TierStack(Seam):
         """Write what only the host level holds to the levels that outlive it and admit it."""
         left: list[BlockKey] = []
         durable = [level for level in self.levels if level.outlives]
+        keepers = [keeper for keeper in self._keepers if keeper.level.outlives]
         for start in range(0, self.host.index.places if durable else 0, BULK_STEP):
             with self.lock:
                 left += self.host.index.held(start, start + BULK_STEP)
         step = min([STEP, *(level.settings.queue_blocks for level in durable)])
         for start in range(0, len(left) + step if durable else 0, step):
-            for level in durable:  # so that its queue has room
-                await level.drain()
+            for keeper in keepers:  # so that its queue has room
+                await keeper.drain()
             with self.lock:
                 for key in left[start : start + step]:
                     self._flush_one(durable, key)
-        for level in durable:
-            await level.drain(erased=True)
+        for keeper in keepers:
+            await keeper.drain(erased=True)
 
     def _flush_one(self, durable: Sequence[Level], key: BlockKey) -> None:
         slot = self.host.find(key)
@@ -541,7 +503,7 @@ class TierStack(Seam):
             return
         meta = self.host.index.meta(slot)
         for level in durable:
-            if level.offer(key, slot, meta):
+            if level.offer([key], [slot], [meta]):
                 return
 
     async def aclose(self, *, flush_timeout_s: float) -> None:
@@ -550,7 +512,7 @@ class TierStack(Seam):
             return
         with self.lock:
             self._closed = True
-            self._alarm.cancel()
+            self._expiry.cancel()
         flushing = asyncio.ensure_future(self.flush())
         _, late = await asyncio.wait({flushing}, timeout=flush_timeout_s)
         if late:
@@ -559,20 +521,18 @@ class TierStack(Seam):
         flushing.cancel()
         await asyncio.wait({flushing})
         await self.loader.aclose()
-        for level in self.levels:  # hot to cold, as their writers hand blocks over
-            await level.stop()
-        await asyncio.gather(*(level.aclose() for level in self.levels))
+        for keeper in self._keepers:  # hot to cold, as their writers hand blocks over
+            await keeper.writer.aclose()
+        await asyncio.gather(*(keeper.aclose() for keeper in self._keepers))
         for start in range(0, self.host.index.places, STEP):
             with self.lock:
-                for key in self.host.index.held(start, start + STEP):
-                    self.shared.arena.release([self.host.drop(key)])
+                held = self.host.index.held(start, start + STEP)
+                self.shared.arena.release(self.host.index.drop(held))
 
     @property
     def pending(self) -> bool:
         """Whether a level has something left to write."""
-        return any(level.pending for level in self.levels) or any(
-            waiting and level.writable for level, waiting in self._backlog.items()
-        )
+        return self.host.waits or any(level.pending for level in self.levels)
 
     def check(self) -> None:
         """Assert every invariant that can be seen from here; O(n), for tests."""

@@ -22,16 +22,23 @@ if TYPE_CHECKING:
 class Arrival:
     """A block on its way from a colder level into a slot; at most one per key (single flight)."""
 
-    __slots__ = ("bit", "dead", "level", "meta", "slot", "waiters")
+    __slots__ = ("dead", "level", "meta", "slot", "waiters")
 
-    def __init__(self, slot: Slot, meta: Meta, level: str, bit: int) -> None:
+    def __init__(self, slot: Slot, meta: Meta, level: Level) -> None:
         self.slot = slot
         self.meta = meta
         self.level = level
-        self.bit = bit
         self.waiters: list[tuple[Fetch, int]] = []
         self.dead = False
         """Whether the key was removed meanwhile: what arrives is thrown away."""
+
+    def recall(self) -> None:
+        """The key was removed."""
+        self.dead = True
+
+    def reroute(self, slot: Slot, level: Level) -> None:
+        """The block comes from another level, into another slot."""
+        self.slot, self.level = slot, level
 
 
 class Want(NamedTuple):
@@ -168,6 +175,10 @@ class Fetch:
         """Whether it is still being asked how the prefix goes on."""
         self._asking = asking
         self._notify()
+
+    def be_patient(self, patience: Patience) -> None:
+        """Wait as long as that is worth it, but not beyond the deadline."""
+        self.patience = patience
 
     @property
     def length(self) -> int:

@@ -85,10 +85,10 @@ class Judge:
             return Cut(end)
         first = runs[0].first
         keep, expected_s = stake.choose(parts, end - start, now_s)
-        if fetch.patience is None:
-            fetch.patience = stake.patience(start + first, len(fetch.keys), now_s)
+        patience = fetch.patience or stake.patience(start + first, len(fetch.keys), now_s)
         if expected_s is not None:
-            fetch.patience = stake.trusting(fetch.patience, keep - first, expected_s, now_s)
+            patience = stake.trusting(patience, keep - first, expected_s, now_s)
+        fetch.be_patient(patience)
         if start + keep == end:
             return Cut(end)
         # whichever is the slow one: a level that others hide would never be tried again
@@ -113,11 +113,10 @@ class Judge:
                 _extend(runs, Run(wants[0].position, len(wants), wants[0].level.pace))
             return
         coming = {want.position: want.level for want in wants}
-        by_bit = {level.bit: level for level in self._levels}
         for at, (key, slot) in enumerate(zip(keys, found, strict=False), first):
             if slot == NO_SLOT:
                 new = at in coming
-                level = coming[at] if new else by_bit[self._arrivals[key].bit]
+                level = coming[at] if new else self._arrivals[key].level
                 _extend(runs, Run(at, int(new), level.pace))
 
     def asks(self, fetch: Fetch, start: int) -> Asking:
@@ -138,7 +137,7 @@ class Judge:
         else:
             due = [pace.spurn() for pace in slow]
             return "try" if any(due) else "leave"
-        if fetch.patience is None:
-            fetch.patience = stake.patience(start, len(fetch.keys), now_s)
+        patience = fetch.patience or stake.patience(start, len(fetch.keys), now_s)
+        fetch.be_patient(patience)
         answer_s = self._questions.seconds(1, now_s) or 0.0
-        return "wait" if now_s + answer_s <= fetch.patience.until_s else "aside"
+        return "wait" if now_s + answer_s <= patience.until_s else "aside"

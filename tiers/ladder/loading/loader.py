@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, KeysView, Mapping, Sequence
 from functools import partial, reduce
 from itertools import count, islice
 from operator import attrgetter
@@ -17,9 +17,10 @@ from kvladder.lock import BULK_STEP, STEP
 from kvladder.policy.eviction import BULK_MIN
 from kvladder.policy.worth import TRIAL_BLOCKS, Mark, Run, Worth, stretches
 from kvladder.tiers.base import HOST, NO_SLOT, Item, Shared
-from kvladder.tiers.ladder.alike import land_alike, serve_alike, wants_alike
+from kvladder.tiers.ladder import reader
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
+from kvladder.tiers.ladder.loading.bulk import land_bulk, wants_bulk
 from kvladder.tiers.ladder.loading.fetch import Arrival, Fetch, Want, among, check_arrivals, source
 from kvladder.tiers.ladder.loading.judge import Judge
 from kvladder.tiers.ladder.loading.probe import Prober
@@ -80,6 +81,8 @@ class Loader:
         self._numbers = count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._wanting = [lv for lv in levels if lv.rule.when == "commit" and lv.rule.min_hits]
+        """Levels that want blocks which were hit so often."""
         self.prober = Prober(levels, shared, self._known, self._grow)
         self._judge = Judge(worth, levels, shared, self._arrivals, self.prober.pace)
 
@@ -90,29 +93,17 @@ class Loader:
         """The blocks that are on their way."""
         return self._arrivals.keys()
 
-    def recall(self, key: BlockKey) -> None:
-        """The block was removed: what arrives under this key is thrown away."""
-        self.prober.recall(key)
-        arrival = self._arrivals.get(key)
-        if arrival is not None:
-            arrival.dead = True
+    def disjoint(self, keys: Iterable[BlockKey]) -> bool:
+        """Whether none of ``keys`` is on its way."""
+        return self._arrivals.keys().isdisjoint(keys)
 
-    def recall_salted(self, keys: Iterable[BlockKey], salt: bytes) -> None:
-        """``recall`` for those of ``keys`` that are of this salt."""
+    def recall(self, keys: Sequence[BlockKey], salt: bytes | None = None) -> None:
+        """Blocks were removed: what arrives of them, if it is of this salt, is thrown away."""
+        self.prober.recall(keys)
         for key in keys:
             arrival = self._arrivals.get(key)
-            if arrival is not None and arrival.meta.terms.salt == salt:
-                arrival.dead = True
-
-    def recall_all(self) -> Iterator[None]:
-        """``recall`` for every block, in steps, without the lock; others' are still asked for."""
-        with self._lock:
-            coming = list(self._arrivals.values())
-        for start in range(0, len(coming), STEP):
-            with self._lock:
-                for arrival in coming[start : start + STEP]:
-                    arrival.dead = True
-            yield
+            if arrival is not None and (salt is None or arrival.meta.terms.salt == salt):
+                arrival.recall()
 
     def fetch(self, fetch: Fetch) -> None:
         """Pin the longest prefix of its keys and begin to bring up what is not in host slots.
@@ -144,13 +135,18 @@ class Loader:
 
     def _serve(self, fetch: Fetch, *, new: bool) -> bool:
         """Take a step of blocks that are all in host; whether there may be more."""
-        start, end = fetch.length, len(fetch.keys)
-        if end - start < BULK_MIN or not fetch.asking:
+        start, end, host = fetch.length, len(fetch.keys), self._host
+        is_short = end - start < BULK_MIN or not fetch.asking
+        if is_short or self._wanting or not fetch.levels & HOST:
             return False
-        keys = fetch.keys[start : start + BULK_STEP]
-        if not serve_alike(fetch, keys, self._host, self._levels):
+        slots = host.index.lasting(fetch.keys[start : start + BULK_STEP])
+        if slots is None:
             return False
-        self.count(len(keys) if new else 0, len(keys) if new else 0, 0, {})
+        host.pin(slots)
+        host.index.hit(slots)
+        fetch.fill(slots, host.name)
+        if new:
+            self.count(len(slots), len(slots), 0, {})
         fetch.ask(asking=fetch.length < end)
         return fetch.length < end
 
@@ -279,7 +275,7 @@ class Loader:
         bound = max(0, self._shared.arena.slots - len(self._parked))
         later = {start + want.position: want for want in wants[:bound]}
         self._parked.extend((fetch, position, want.key) for position, want in later.items())
-        self._host.demand_blocks = len(self._parked)
+        self._host.demand(len(self._parked))
         return later
 
     def resume(self) -> None:
@@ -302,7 +298,7 @@ class Loader:
             elif stuck and self._parked:  # nothing is under way that could make room
                 self._host.stats.throttled += self._drop_parked()
                 self._post(self.resume)
-            self._host.demand_blocks = len(self._parked)
+            self._host.demand(len(self._parked))
         for read in reads:
             self._start(read)
 
@@ -333,7 +329,7 @@ class Loader:
             if fetch.queues_for([position], self._shared.clock.now()):
                 if slot is None and (arrival is None or arrival.dead):
                     return False
-                if not fetch.levels & (HOST if arrival is None else arrival.bit):
+                if not fetch.levels & (HOST if arrival is None else arrival.level.bit):
                     fetch.failed(position)
                 elif arrival is not None:
                     arrival.waiters.append((fetch, position))
@@ -355,7 +351,7 @@ class Loader:
         if len({fetch for fetch, _, _ in due}) == 1:
             first, at, _ = due[0]
             of_one = among(levels, first.levels)
-            found = wants_alike([key for _, _, key in due], at, self._host, arrivals, of_one)
+            found = wants_bulk([key for _, _, key in due], at, self._host, arrivals, of_one)
             if found and first.queues_for([position for _, position, _ in due], now_s):
                 return found
         wants: list[Want] = []
@@ -382,7 +378,7 @@ class Loader:
         found: list[Slot] = []
         wants: list[Want] = []
         levels = among([level for level in self._levels if level.readable], mask)
-        alike = wants_alike(keys, first, self._host, self._arrivals, levels)
+        alike = wants_bulk(keys, first, self._host, self._arrivals, levels)
         if alike is not None:
             return [NO_SLOT] * len(keys), alike
         host_find, arrivals = self._host.find, self._arrivals
@@ -396,7 +392,7 @@ class Loader:
                     if want is None:
                         break
                     wants.append(want)
-                elif arrival.dead or not arrival.bit & mask:
+                elif arrival.dead or not arrival.level.bit & mask:
                     break
             elif not mask & HOST:
                 break
@@ -419,9 +415,9 @@ class Loader:
         for level, items in batches.items():
             places = [item.place for item in items]
             level.places.begin_reads(places)
-            level.index.hit_all(places)
+            level.index.hit(places)
             for item, meta in zip(items, level.index.metas(places), strict=True):
-                self._arrivals[item.key] = Arrival(item.slot, meta, level.name, level.bit)
+                self._arrivals[item.key] = Arrival(item.slot, meta, level)
         return self._reads(batches)
 
     def _reads(self, batches: dict[Level, list[Item]]) -> list[Read]:
@@ -438,20 +434,23 @@ class Loader:
         self, fetch: Fetch, found: Sequence[Slot], later: dict[int, Want]
     ) -> tuple[int, int]:
         """Fill ``fetch`` and have it wait; its blocks in the host level, and on their way."""
-        hits, sources = 0, list[str]()
-        now, first = self._shared.clock.now(), fetch.length
+        sources, host = list[str](), self._host.name
+        first = fetch.length
         keys = fetch.keys[first : first + len(found)]
         for index, (key, slot) in enumerate(zip(keys, found, strict=True), first):
             if index in later:
                 sources.append(later[index].level.name)
             elif slot == NO_SLOT:
                 arrival = self._arrivals[key]
-                sources.append(arrival.level)
+                sources.append(arrival.level.name)
                 arrival.waiters.append((fetch, index))
             else:
-                sources.append(self._host.name)
-                hits += 1
-                self._write_on_hit(key, slot, self._host.index.hit(slot, now))
+                sources.append(host)
+        here = [slot for slot in found if slot != NO_SLOT]
+        hits = len(here)
+        if here:
+            self._host.index.hit(here)
+            self._write_on_hit(here)
         fetch.extend(found, sources)
         return hits, len(found) - hits - len(later)
 
@@ -460,26 +459,28 @@ class Loader:
 
         ``there`` says how many blocks each level has.
         """
-        host = self._host.stats
-        host.queries += asked
-        host.hits += hits
-        host.joined += joined
+        stats = self._host.stats
+        stats.queries += asked
+        stats.hits += hits
+        stats.joined += joined
         asked = max(0, asked - hits - joined)  # 0 of a fetch that was counted and has grown
         for level in self._levels:
             if level.readable:
                 level.stats.queries += asked
                 asked = max(0, asked - there.get(level, 0))
 
-    def _write_on_hit(self, key: BlockKey, slot: Slot, hits: int) -> None:
-        """Offer a block to a write-through level that asks for just this many hits."""
-        for level in self._levels:
-            if level.rule.when == "commit" and 0 < level.rule.min_hits == hits:
-                level.offer(key, slot, self._host.index.meta(slot), stays=True)
+    def _write_on_hit(self, slots: Sequence[Slot]) -> None:
+        """Offer blocks to the write-through levels that ask for just as many hits as they have."""
+        index = self._host.index
+        for level in self._wanting:
+            for key, slot in zip(index.keys_at(slots), slots, strict=True):
+                meta = index.meta(slot)
+                if meta.hits == level.rule.min_hits:
+                    level.offer([key], [slot], [meta], stay=True)
 
     def _start(self, read: Read) -> None:
         """Begin to read a batch from a level (loop thread)."""
         self._run(partial(self._bring, read), f"kvladder-read-{read.level.name}")
-        read.level.wake()
 
     async def _bring(self, read: Read) -> None:
         """Read a batch, publish what came, look further down for what did not."""
@@ -487,7 +488,7 @@ class Loader:
         del self._unread[number]
         found: Sequence[bool] = [False] * len(batch)
         try:
-            found = await level.read(batch)
+            found = await reader.read(level, batch)
         finally:
             with self._lock:
                 level.pace.came(mark, len(batch), self._shared.clock.now(), found=any(found))
@@ -501,7 +502,7 @@ class Loader:
     ) -> dict[Level, list[Item]]:
         """End these arrivals, tail first; what is to be read from levels below instead."""
         retries: dict[Level, list[Item]] = {}
-        if all(found) and land_alike(level, batch, self._host, self._shared, self._arrivals):
+        if all(found) and land_bulk(level, batch, self._host, self._shared, self._arrivals):
             return retries
         here: list[BlockKey] = []
         for item, ok in zip(reversed(batch), reversed(found), strict=True):
@@ -536,11 +537,11 @@ class Loader:
         self._shared.arena.share([slot] * len(wanted))
         is_taken = self._host.admits(arrival.meta)
         if is_taken:
-            self._host.insert(key, slot, arrival.meta, pins=len(wanted))
+            self._host.hold([key], [slot], arrival.meta, pins=len(wanted))
         else:
             self._shared.arena.release([slot])
         for fetch, index in wanted:
-            fetch.arrived(index, slot, arrival.level)
+            fetch.arrived(index, slot, arrival.level.name)
         return is_taken
 
     def _reroute(
@@ -548,13 +549,13 @@ class Loader:
     ) -> tuple[Level, Item] | None:
         """Have a block that ``level`` did not deliver come from below it, into another slot."""
         mask = reduce(int.__or__, [fetch.levels for fetch, _ in wanted])
-        below = among([lower for lower in level.below if lower.readable], mask)
+        below = among([lv for lv in self._levels if lv.bit > level.bit and lv.readable], mask)
         want = source(below, 0, key)
         slots = [] if want is None else self._host.room(1, arrival.meta.priority)
         if want is None or not slots:
             return None
         want.level.places.begin_reads([want.place])
-        arrival.slot, arrival.level, arrival.bit = slots[0], want.level.name, want.level.bit
+        arrival.reroute(slots[0], want.level)
         item = Item(key, want.place, slots[0])
         return want.level, item
 
@@ -590,7 +591,7 @@ class Loader:
         while self._unread:
             with self._lock:
                 _, (_, level, batch, _) = self._unread.popitem()
-                level.places.end_reads([item.place for item in batch])
+                level.read_ended(batch)
                 self._land(level, batch, [False] * len(batch))
 
     def check(self) -> None:

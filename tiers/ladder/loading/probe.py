@@ -12,6 +12,7 @@ from kvladder.policy.worth import Pace
 from kvladder.tiers.base import Shared
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.fetch import Fetch, among
+from kvladder.tiers.ladder.reader import ask
 
 ABSENT_MAX = 4096
 """How many prefixes are remembered to end somewhere."""
@@ -26,6 +27,10 @@ class Question:
     """Whether everything was removed meanwhile."""
     removed: set[BlockKey] = field(default_factory=set[BlockKey])
     """What was removed meanwhile: it may be gone by now, whatever the answer says."""
+
+    def void(self) -> None:
+        """Everything was removed."""
+        self.is_void = True
 
 
 class Prober:
@@ -65,15 +70,15 @@ class Prober:
             return False
         return self._absent.get(key, 0.0) <= self._shared.clock.now()
 
-    def recall(self, key: BlockKey) -> None:
-        """The block was removed: no answer to an earlier question brings it back."""
+    def recall(self, keys: Sequence[BlockKey]) -> None:
+        """Blocks were removed: no answer to an earlier question brings one back."""
         for question in self._questions.values():
-            question.removed.add(key)
+            question.removed.update(keys)
 
     def void(self) -> None:
         """Everything was removed: the answers to earlier questions are of no use."""
         for question in self._questions.values():
-            question.is_void = True
+            question.void()
 
     async def follow(self, fetch: Fetch) -> None:
         """Ask, and have ``fetch`` go on, as long as that brings it further."""
@@ -126,7 +131,7 @@ class Prober:
         for start in range(0, len(unknown), step):
             left = unknown[start : start + step]
             for level in self._levels:
-                answers = await level.probe(left)
+                answers = await ask(level, left)
                 found.update((key, level) for key, ok in zip(left, answers, strict=True) if ok)
                 left = [key for key in left if key not in found]
                 if not left:

@@ -1,4 +1,4 @@
-"""The start of a level: its tier is opened and says what it has, at once or in the background."""
+"""The start of a level, at once or in the background, and its end."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from types import NoneType
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from kvladder.errors import ConfigError, TierError
-from kvladder.keys import KEY_BYTES, SALT_BYTES, BlockKey
+from kvladder.keys import KEY_BYTES, SALT_BYTES, BlockKey, Namespace
+from kvladder.layout import Layout
 from kvladder.lock import STEP
 from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.tiers.base import Item, TierContext
+from kvladder.tiers.ladder.door import CALLS_TIMEOUT_S, Threads
 from kvladder.tiers.ladder.gate import contained
-
-if TYPE_CHECKING:
-    from kvladder.tiers.ladder.level import Level
+from kvladder.tiers.ladder.level import Level
+from kvladder.tiers.ladder.shelf import Above
+from kvladder.tiers.ladder.writer import Writer
 
 OPEN_TIMEOUT_S = 30.0
 """How long the start of a cache waits for a tier: after it, the cache goes on without the level."""
@@ -24,35 +26,33 @@ TERMS_MAX = 7
 _ENDS = {NoneType, int, float}
 
 
-class Opening:
-    """Has the tier of a level opened and takes back what it recovers.
+class Keeper:
+    """Keeps a level: opens its tier, has its writer work, and closes it. All on the loop.
 
-    Only settings that are wrong are an error. A tier that raises anything else, or takes too long,
-    leaves its level out: that is said once, and the level comes in when its tier is open. What has
-    failed is tried again, with the pauses of a breaker; what hangs is waited for. All on the loop.
+    Only settings that are wrong are an error. A tier that raises anything else, or takes too long
+    to open, leaves its level out: that is said once, and the level comes in when its tier is open.
+    What has failed is tried again, with the pauses of a breaker; what hangs is waited for.
     """
 
-    def __init__(self, level: Level) -> None:
-        self._level = level
+    def __init__(self, level: Level, above: Above) -> None:
+        self.writer = Writer(level, above)
+        self.level = level
+        self._door = level.door
         self._call: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_late = False
-        self.why = ""
-        """Why the level is left out now; empty if it is not."""
-        self.unwanted: set[BlockKey | bytes | None] = set()
-        """What a user had removed meanwhile: blocks, salts, or None for all; with the lock held."""
 
-    async def begin(self, context: TierContext) -> None:
-        """Wait until the level is open, or left out.
+    async def open(self, layout: Layout, namespace: Namespace, threads: Threads) -> None:
+        """Wait until the level is open and has taken back what its tier recovered, or left out.
 
         Raises
         ------
         ConfigError
             The tier cannot work as configured.
         """
-        self._level.gate.absent = True
+        context = self._door.prepare(layout, namespace, threads)
         first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        name = f"kvladder-open-{self._level.name}"
+        name = f"kvladder-open-{self.level.name}"
         self._task = asyncio.create_task(self._open(context, first), name=name)
         await asyncio.wait({first}, timeout=OPEN_TIMEOUT_S)
         self._is_late = True
@@ -60,10 +60,10 @@ class Opening:
             first.result()
         else:
             first.cancel()
-            self._leave_out(f"it has not opened within {OPEN_TIMEOUT_S:g} s")
+            self._door.leave_out(f"it has not opened within {OPEN_TIMEOUT_S:g} s")
 
     async def _open(self, context: TierContext, first: asyncio.Future[None]) -> None:
-        tier, settings = self._level.tier, self._level.settings.gate.breaker
+        tier, settings = self.level.tier, self._door.settings.breaker
         steps: list[Callable[[], Awaitable[None]]] = [lambda: tier.open(context), self._recover]
         pause_s = settings.retry_s
         while steps:
@@ -76,15 +76,16 @@ class Opening:
                 first.set_exception(error)
                 return
             verb = "open" if len(steps) > 1 else "say what it has"
-            self._leave_out(f"it failed to {verb}: {error!r}")
+            self._door.leave_out(f"it failed to {verb}: {error!r}")
             if not first.done():
                 first.set_result(None)
             if is_final:  # to try again is no use
                 return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, settings.retry_max_s)
-        self.why = ""
-        self._level.opened()
+        self.writer.start()
+        with self.level.shared.lock:
+            self.level.opened()
         if not first.done():
             first.set_result(None)
 
@@ -94,30 +95,35 @@ class Opening:
         async def trying() -> None:
             await contained(step())
 
-        self._call = asyncio.create_task(trying(), name=f"kvladder-call-{self._level.name}")
+        self._call = asyncio.create_task(trying(), name=f"kvladder-call-{self.level.name}")
         self._call.add_done_callback(lambda call: call.cancelled() or call.exception())
         await asyncio.wait({self._call})
         if self._call.cancelled():
             return TierError("it cancelled the call")
         return self._call.exception()
 
-    def _leave_out(self, why: str) -> None:
-        if not self.why:
-            name = self._level.name
-            then = "the cache goes on without it, and takes it when it is open"
-            self._level.shared.notices.say(
-                f"{name} open", f"tier {name} is left out: {why}: {then}"
-            )
-        self.why = why
+    async def drain(self, *, erased: bool = False) -> None:
+        """Wait until everything offered was written or given up; then for purges, if ``erased``."""
+        with self.level.shared.lock:
+            self.level.erase_later(later=not erased)
+        await self.writer.drain()
 
-    async def aclose(self, *, timeout_s: float) -> None:
-        """Give up; what hangs is waited for so long, and left behind."""
+    async def aclose(self) -> None:
+        """Stop the writer, and close the tier; may be called again.
+
+        Whatever the tier does, this ends within ``CLOSE_TIMEOUT_S`` and twice ``CALLS_TIMEOUT_S``,
+        thrice if it was not open yet.
+        """
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
         if self._call is not None and not self._call.done():
             self._call.cancel()
-            await asyncio.wait({self._call}, timeout=timeout_s)
+            await asyncio.wait({self._call}, timeout=CALLS_TIMEOUT_S)
+        await self.writer.aclose()
+        await self._door.end_calls()
+        await self._door.aclose()
+        await self._door.end_calls()  # what only its end could end
 
     # ---- what is there
 
@@ -127,7 +133,7 @@ class Opening:
         A block that expired while no process ran must not come back with a clock that is set back,
         and its bytes must be found by a purge. What cannot be a block is passed over.
         """
-        level = self._level
+        level, lock = self.level, self.level.shared.lock
         if not level.tier.durable:
             return
         taken, gone, places = bytearray(level.capacity_blocks), list[Item](), list[int]()
@@ -147,23 +153,26 @@ class Opening:
         except BaseException:
             self._drop()
             raise
-        level.take(places, gone)
+        level.recovered(places)
+        for start in range(0, len(gone), STEP):
+            with lock:
+                level.remove_later(gone[start : start + STEP])
         if strange:
             what = f"{strange} of the blocks that tier {level.name} said it has cannot be blocks"
             level.shared.notices.say(f"{level.name} recover", f"{what}, and are passed over")
 
     def _hold(self, items: Sequence[Item]) -> list[Item]:
         """Hold those that are to be held, and return the others."""
-        level, clock = self._level, self._level.shared.clock
+        level, clock = self.level, self.level.shared.clock
         least, wall_s = level.rule.min_priority, clock.wall()
         with level.shared.lock:
-            unwanted = self.unwanted
+            missed = level.missed
             kept = [
                 item
                 for item in items
                 if item.floor >= least
                 and (item.expires_wall_s is None or item.expires_wall_s > wall_s)
-                and not (unwanted and unwanted & {None, item.salt or item.key, item.key})
+                and not (missed and missed & {None, item.salt or item.key, item.key})
             ]
             level.index.fill(kept, clock.now() - wall_s, level.bit)
             if self._is_late:  # before that, whoever listens asks what is there
@@ -175,11 +184,11 @@ class Opening:
 
     def _drop(self) -> None:
         """Hold nothing of what was recovered before it failed: it will be told again."""
-        level = self._level
+        level = self.level
         for start in range(0, level.index.places, STEP):
             with level.shared.lock:
                 keys = level.index.held(start, start + STEP)
-                level.drop(keys)
+                level.unrecovered(keys)
                 if self._is_late:
                     level.shared.events.removed(level.name, keys, "lost")
 
@@ -198,7 +207,7 @@ class Opening:
                 and len({*keys}) == len(keys) == len({*places})
                 and min(places) >= 0
                 and not any(map(taken.__getitem__, places))
-                and self._level.index.disjoint(keys)
+                and self.level.index.disjoint(keys)
             ):
                 for place in places:
                     taken[place] = 1

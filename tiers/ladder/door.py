@@ -1,0 +1,433 @@
+"""The door to a tier: all that awaits it, with deadlines and breakers; a failure is a miss."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isnan
+from typing import NamedTuple, TypeVar
+
+from kvladder.arena import Slot
+from kvladder.errors import ConfigError, TierError, TierFull
+from kvladder.keys import BlockKey, Namespace
+from kvladder.layout import Layout
+from kvladder.metrics import LevelStats
+from kvladder.policy.eviction import EvictionPolicy
+from kvladder.policy.offload import OffloadRule
+from kvladder.tiers.base import NO_PLACE, Blocking, Item, Shared, Tier, TierContext
+from kvladder.tiers.codecs.edge import Edge, EdgeSettings
+from kvladder.tiers.ladder.gate import (
+    KINDS,
+    Breaker,
+    GateSettings,
+    Kind,
+    Results,
+    State,
+    checked,
+    contained,
+    wrong,
+)
+
+T = TypeVar("T")
+Threads = Callable[[str], Blocking]
+"""Makes a few threads of this name for blocking calls."""
+Operation = Callable[[], Awaitable[object]]
+
+CLOSE_TIMEOUT_S = 5.0
+"""How long a tier may take to close, if it is not to be left behind."""
+CALLS_TIMEOUT_S = 1.0
+"""How long its calls are waited for, once they are cancelled before and after that."""
+PURGE_TIMEOUT_S = 600.0
+BEHIND_CALLS_MAX = 8
+"""Calls left behind and not ended yet from which on a tier is not called at all."""
+BEHIND_SLOTS_SHARE = 4
+"""The same for the slots that they keep: from one in so many of the arena's on."""
+BEHIND_AFTER_S = 0.1
+"""Within this time a call that was cancelled may end before it counts for that."""
+_VERBS: Mapping[Kind, str] = {
+    "get": "read",
+    "put": "write",
+    "remove": "remove",
+    "contains": "answer what it has",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LevelSettings:
+    """How a level treats its tier."""
+
+    gate: GateSettings = field(default_factory=GateSettings)
+    queue_blocks: int = 256
+    """Blocks that may wait to be written; each keeps an arena slot busy."""
+    reads_max: int = 4
+    """Reads under way at once."""
+    edge: EdgeSettings = field(default_factory=EdgeSettings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelSpec:
+    """A level below host, before the stack makes it."""
+
+    name: str
+    tier: Tier
+    rule: OffloadRule
+    capacity_blocks: int
+    policy: EvictionPolicy
+    settings: LevelSettings
+    verify: bool = True
+    """Whether the tier checks the bytes that it reads."""
+    scratch: Sequence[Slot] = ()
+    """Slots of the arena that are for its codecs alone."""
+
+
+class Answer(NamedTuple):
+    """What came of a call."""
+
+    results: Results | None
+    """What the tier returned; None if it failed, hung or was not called."""
+    quiet: bool = True
+    """Whether the tier no longer touches the slots and places of the call."""
+    full: bool = False
+    """Whether it failed because the medium is full."""
+
+
+class Said(NamedTuple):
+    """What a tier says of itself, for statistics."""
+
+    gauges: dict[str, int]
+    corrupt_blocks: int
+
+
+class Door:
+    """Calls a tier, through its codecs, so that nothing it does reaches further than a None.
+
+    A claim on each slot is held until the tier no longer touches it. A call that is not over at
+    its deadline is cancelled and left behind, its slots quarantined until it has really ended. Each
+    kind of call has a breaker; and when too many calls are left behind, none begins until they end.
+    The door knows no index, and not what becomes of a place. Coroutines run on the loop thread.
+
+    Parameters
+    ----------
+    on_calm:
+        Called with the stack's lock held when a tier that had too many calls left behind has fewer.
+    """
+
+    def __init__(
+        self, spec: LevelSpec, shared: Shared, stats: LevelStats, on_calm: Callable[[], None]
+    ) -> None:
+        self.tier = spec.tier
+        self.edge = Edge(spec.tier, spec.settings.edge, spec.scratch)
+        self.breakers = {kind: Breaker(spec.settings.gate.breaker) for kind in KINDS}
+        self.reads = asyncio.Semaphore(spec.settings.reads_max)
+        """Whoever reads holds it, so that not too many reads are under way at once."""
+        self.settings = spec.settings.gate
+        self.why = ""
+        """Why the tier is left out now; empty if it is not."""
+        self._spec = spec
+        self._name = spec.name
+        self._shared = shared
+        self._stats = stats
+        self._on_calm = on_calm
+        self._calls: set[asyncio.Task[Results]] = set()
+        self._behind: dict[asyncio.Task[Results], int] = {}
+        """Calls left behind that have not ended, and how many slots each keeps."""
+        self.crowded = False
+        """Whether too many calls are left behind for another one to begin."""
+        self.absent = True
+        """Whether the tier is not open (yet): it is called for nothing."""
+        self._closing = False
+
+    # ---- what is known of the tier
+
+    @property
+    def behind(self) -> int:
+        """Calls that were left behind and have not ended."""
+        return len(self._behind)
+
+    def open(self, kind: Kind) -> bool:
+        """Whether the tier may be called in this way now."""
+        if self.crowded or self.absent:
+            return False
+        breaker = self.breakers[kind]  # asked for each block: the clock takes the longest
+        return breaker.state == "closed" or breaker.allows(self._shared.clock.now())
+
+    def ill(self, *kinds: Kind) -> bool:
+        """Whether the last that is known of one of these kinds is that it failed too often."""
+        return (
+            self.crowded
+            or self.absent
+            or any(self.breakers[kind].state != "closed" for kind in kinds)
+        )
+
+    def retry_in_s(self, *kinds: Kind) -> float | None:
+        """Seconds until one of these kinds, which may not be called now, may be; None if all may.
+
+        None, too, while calls that were left behind are in the way: ``wake`` tells when they end.
+        """
+        now = self._shared.clock.now()
+        shut = [self.breakers[kind] for kind in kinds if not self.breakers[kind].allows(now)]
+        if self.crowded or self.absent or not shut:
+            return None
+        limit_s = self.settings.timeout_s  # by then a trial is over
+        return min(limit_s if b.state == "trial" else b.retry_in_s(now) for b in shut)
+
+    @property
+    def states(self) -> dict[Kind, State]:
+        """The state of the breaker of each kind of call."""
+        return {kind: self.breakers[kind].state for kind in KINDS}
+
+    # ---- the start of a tier, and its end
+
+    def prepare(self, layout: Layout, namespace: Namespace, threads: Threads) -> TierContext:
+        """Open the codecs; returns what the tier is to be opened with.
+
+        The tier gets ``threads`` of its own and its codecs others, so that what hangs there holds
+        up nobody else.
+
+        Raises
+        ------
+        ConfigError
+            A codec cannot work as configured, or the tier can take no batch.
+        """
+        if self.tier.batch_max < 1:
+            raise ConfigError(f"batch_max is {self.tier.batch_max}", hint="expected 1 or more")
+        context = TierContext(
+            arena=self._shared.arena,
+            layout=layout,
+            namespace=namespace,
+            capacity_blocks=self._spec.capacity_blocks,
+            clock=self._shared.clock,
+            run_blocking=threads(self._name),
+            verify=self._spec.verify,
+            timeout_s=self.settings.timeout_s,
+            say=lambda text: self._shared.notices.say(text, f"tier {self._name}: {text}"),
+        )
+        self.edge.open(context, threads(f"{self._name}-codecs"))
+        return context
+
+    def leave_out(self, why: str) -> None:
+        """The tier is not called until it is ``opened``; the first reason is told."""
+        if not self.why:
+            then = "the cache goes on without it, and takes it when it is open"
+            what = f"tier {self._name} is left out: {why}: {then}"
+            self._shared.notices.say(f"{self._name} open", what)
+        self.why = why
+
+    def opened(self) -> None:
+        """The tier is open, and has said what it has: from now on it is called."""
+        self.why, self.absent = "", False
+
+    async def aclose(self) -> None:
+        """Close the tier; what does not end within ``CLOSE_TIMEOUT_S`` is left behind."""
+        closing = asyncio.ensure_future(contained(self.tier.aclose()))
+        await asyncio.wait({closing}, timeout=CLOSE_TIMEOUT_S)
+        what = ""
+        if not closing.done():
+            closing.cancel()
+            closing.add_done_callback(lambda task: task.cancelled() or task.exception())
+            what = f"has not closed within {CLOSE_TIMEOUT_S:g} s: left behind"
+        elif not closing.cancelled() and closing.exception() is not None:
+            what = f"failed to close: {closing.exception()!r}"
+        if what:
+            self._shared.notices.say(f"{self._name} close", f"tier {self._name} {what}")
+
+    async def end_calls(self) -> None:
+        """Cancel what is under way and wait for it, but not longer than ``CALLS_TIMEOUT_S``."""
+        self._closing = True
+        for task in self._calls:
+            task.cancel()
+        if self._calls:
+            await asyncio.wait(set(self._calls), timeout=CALLS_TIMEOUT_S)
+
+    # ---- calls
+
+    async def get(self, items: Sequence[Item], late: Callable[[], None]) -> Answer:
+        """Fill the items' slots; see ``call``."""
+        slots = [item.slot for item in items]
+        get = self.edge.get
+        return await self.call("get", lambda: get(items), late, slots=slots, expected=len(items))
+
+    async def put(self, items: Sequence[Item], late: Callable[[], None]) -> Answer:
+        """Store what is in the items' slots; see ``call``."""
+        slots = [item.slot for item in items]
+        put = self.edge.put
+        return await self.call("put", lambda: put(items), late, slots=slots, expected=len(items))
+
+    async def remove(self, items: Sequence[Item], late: Callable[[], None]) -> Answer:
+        """Have the tier forget these; see ``call``."""
+        return await self.call("remove", lambda: self.tier.remove(items), late)
+
+    async def contains(self, keys: Sequence[BlockKey]) -> Answer:
+        """Whether a shared tier has these blocks; see ``call``."""
+        items = [Item(key, NO_PLACE) for key in keys]
+        return await self.call(
+            "contains",
+            lambda: self.tier.contains(items),
+            lambda: None,
+            expected=len(items),
+            timeout_s=self.tier.probe_timeout_s,
+        )
+
+    async def purge(self, salt: bytes | None, start: int) -> tuple[int, int | None] | None:
+        """Purge a shared tier of a salt, None for all, or take a step of erasing in another one.
+
+        ``start`` is where erasing begins. Returns how many blocks are gone and where to go on, None
+        at the end; nothing where it failed. Neither ``put`` nor ``remove`` is called meanwhile.
+        """
+        done, following = 0, None
+
+        async def purging() -> Sequence[bool]:
+            nonlocal done, following
+            if self.tier.shared:
+                done = int(await self.tier.purge(salt, lambda _done, _total: None))
+            else:
+                done, following = await self.tier.erase(salt, start)
+                if following is not None and following <= start:
+                    raise TierError(f"erasing goes on at place {following} after {start}")
+            return ()
+
+        timeout_s = PURGE_TIMEOUT_S if self.tier.shared else None
+        answer = await self.call("remove", purging, lambda: None, timeout_s=timeout_s)
+        return None if answer.results is None else (done, following)
+
+    async def call(
+        self,
+        kind: Kind,
+        operation: Operation,
+        late: Callable[[], None],
+        *,
+        slots: Sequence[Slot] = (),
+        expected: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        """Call the tier; a call that does not return ``expected`` booleans has failed.
+
+        If it is left behind, ``late`` runs under the lock when it has ended. None for ``expected``
+        takes any answer for none.
+        """
+        shared, breaker = self._shared, self.breakers[kind]
+        timeout_s = self.settings.timeout_s if timeout_s is None else timeout_s
+        if self.crowded or self.absent or not breaker.begin(shared.clock.now()):
+            return Answer(None)
+        shared.arena.share(slots)
+
+        async def calling() -> Results:
+            answer = await contained(operation())
+            return () if expected is None else checked(kind, answer, expected)
+
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(calling(), name=f"kvladder-call-{self._name}")
+        over: asyncio.Future[None] = loop.create_future()
+        has_ended = left_behind = False
+
+        def settle() -> None:
+            if not over.done():
+                over.set_result(None)
+
+        def quiet(task: asyncio.Task[Results]) -> None:
+            nonlocal has_ended
+            has_ended = True
+            self._calls.discard(task)
+            with shared.lock:
+                shared.arena.release(slots)
+                if left_behind:
+                    late()
+            if self._behind.pop(task, None) is not None:
+                self._recount()
+            if not task.cancelled():
+                task.exception()  # seen: asyncio must not report it as lost
+            settle()
+
+        self._calls.add(task)
+        task.add_done_callback(quiet)
+        timer, decided = loop.call_later(timeout_s, settle), False
+        try:
+            await over  # in less time than ``asyncio.wait`` takes
+            decided = True
+        finally:
+            timer.cancel()
+            left_behind = not has_ended
+            if left_behind:
+                self._behind[task] = len(slots)
+                loop.call_later(BEHIND_AFTER_S, self._recount)
+                task.cancel()
+            if not decided:  # cancelled: the cache closes, and the tier has failed at nothing
+                breaker.give_up()
+        if left_behind:
+            self._failed(kind, f"no answer within {timeout_s:g} s")
+            self._stats.timeouts += 1
+            return Answer(None, quiet=False)
+        return self._answer(kind, task)
+
+    def _recount(self) -> None:
+        """Calls were left behind or have ended: see whether others may begin."""
+        was_crowded, kept = self.crowded, sum(self._behind.values())
+        slots_max = max(1, self._shared.arena.slots // BEHIND_SLOTS_SHARE)
+        self.crowded = len(self._behind) >= BEHIND_CALLS_MAX or kept >= slots_max
+        if was_crowded and not self.crowded:
+            with self._shared.lock:
+                self._on_calm()
+        elif self.crowded and not (was_crowded or self._closing):
+            what = f"{self.behind} calls to tier {self._name} have not ended, with {kept} slots"
+            what += ": it is left alone until some do"
+            self._shared.notices.say(f"{self._name} behind", what)
+
+    def _answer(self, kind: Kind, task: asyncio.Task[Results]) -> Answer:
+        if task.cancelled():
+            self._failed(kind, "it cancelled the call")
+            return Answer(None)
+        error = task.exception()
+        # a removal that finds no room has failed, or it would be tried again at once
+        if error is None or (kind == "put" and isinstance(error, TierFull)):
+            self.breakers[kind].success()
+            return Answer(None, full=True) if error else Answer(task.result())
+        self._failed(kind, str(error) if isinstance(error, TierError) else repr(error))
+        return Answer(None)
+
+    def _failed(self, kind: Kind, why: str) -> None:
+        if self._closing:
+            return
+        self._stats.errors += 1
+        breaker = self.breakers[kind]
+        breaker.failure(self._shared.clock.now())
+        then = " and is not asked to for a while" if breaker.state == "open" else ""
+        what = f"tier {self._name} failed to {_VERBS[kind]}{then}: {why}"
+        self._shared.notices.say(f"{self._name} {kind}", what)
+
+    # ---- what a tier says of itself at once, without the lock
+
+    def spare(self, salt: bytes) -> float:
+        """``Tier.spare``; 0 if it fails at that, since there may be a quota."""
+
+        def ask() -> float:
+            spare = float(self.tier.spare(salt))
+            return wrong("a number", spare) if isnan(spare) else spare
+
+        return self._said("spare", ask, 0.0)
+
+    def said(self) -> Said:
+        """``Tier.gauges`` and ``corrupt_blocks``; none and 0 if it fails at that."""
+        none: dict[str, int] = {}
+        return Said(
+            self._said("gauges", lambda: {k: int(v) for k, v in self.tier.gauges().items()}, none),
+            self._said("corrupt_blocks", lambda: int(self.tier.corrupt_blocks()), 0),
+        )
+
+    def describe(self) -> dict[str, str]:
+        """``Tier.describe``; nothing if it fails at that."""
+        none: dict[str, str] = {}
+        told = self._said("settings", lambda: dict(self.tier.describe()), none)
+        return {str(name): str(value) for name, value in told.items()}
+
+    def _said(self, what: str, ask: Callable[[], T], otherwise: T) -> T:
+        if self.absent:
+            return otherwise
+        try:
+            return ask()
+        except BaseException as error:  # noqa: BLE001 - whatever a plug-in raises, the level lives
+            with self._shared.lock:
+                self._stats.errors += 1
+            message = f"tier {self._name} failed to say its {what}: {error!r}"
+            self._shared.notices.say(f"{self._name} {what}", message)
+            return otherwise
