@@ -190,7 +190,7 @@ class Connector(ABC):
         self._start(job)
         return job.id
 
-    def _report(self, finished: Finished, *, reports: int = 1) -> Open | None:
+    def _report(self, finished: Finished) -> Open | None:
         """Somebody's part of a job is over; the job with all its parts, if it was the last one."""
         entry = self._jobs.get(finished.id)
         if entry is None:  # given up by close
@@ -198,7 +198,7 @@ class Connector(ABC):
         entry.ok = entry.ok and finished.ok
         entry.bytes += finished.bytes
         entry.seconds = max(entry.seconds, finished.seconds)
-        entry.reports_left -= reports
+        entry.reports_left -= 1
         assert entry.reports_left >= 0
         if entry.reports_left:
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -97,45 +97,21 @@ class Seen:
     step: int
 
 
-class Done(NamedTuple):
-    """The ends of one job that were reported so far."""
-
-    reports: int
-    ok: bool
-    bytes: int
-    seconds: float
-
-    def plus(self, other: Done) -> Done:
-        """The reports of two workers together."""
-        return Done(
-            self.reports + other.reports,
-            self.ok and other.ok,
-            self.bytes + other.bytes,
-            max(self.seconds, other.seconds),
-        )
-
-
 @dataclass
 class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """The jobs that ended on one worker since its last report, or on all workers together."""
+    """What ended on one worker since its last report, or on all workers together."""
 
-    done: dict[JobId, Done] = field(default_factory=dict[JobId, Done])
+    ended: list[Finished] = field(default_factory=list[Finished])
+    """Parts of jobs, one for each worker that has a part in one."""
     step: int = 0
     """The number of the step that has ended."""
     seen: dict[int, Seen] = field(default_factory=dict[int, Seen])
     """By rank, where there is news of its weights."""
 
-    def add(self, finished: Finished) -> None:
-        """Report a job that ended here."""
-        done = Done(1, finished.ok, finished.bytes, finished.seconds)
-        self.done[finished.id] = done
-
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, Report)
+        self.ended += other.ended
         self.step = max(self.step, other.step)
-        for job_id, done in other.done.items():
-            mine = self.done.get(job_id)
-            self.done[job_id] = done if mine is None else mine.plus(done)
         self.seen.update(other.seen)
         return self
 
@@ -187,20 +163,18 @@ class StepConnector(Connector):
         jobs = self.take()
         for job in jobs:
             if job.direction == "offload":
-                self._end(Finished(job.id, False, 0, 0.0), self._jobs[job.id].reports_left)
+                self._jobs[job.id].reports_left = 1
+                self.report(Report([Finished(job.id, False, 0, 0.0)]))
         return [job for job in jobs if job.direction == "onboard"]
 
     def report(self, report: Report) -> None:
         """Take in what workers reported."""
-        for job_id, done in report.done.items():
-            self._end(Finished(job_id, done.ok, done.bytes, done.seconds), done.reports)
-
-    def _end(self, finished: Finished, reports: int) -> None:
-        one = self._report(finished, reports=reports)
-        if one is not None:
-            self.copied[f"{one.job.direction}_bytes"] += one.bytes
-            self.copied[f"{one.job.direction}_s"] += one.seconds
-            self._ended.append(Finished(one.job.id, one.ok, one.bytes, one.seconds))
+        for finished in report.ended:
+            one = self._report(finished)
+            if one is not None:
+                self.copied[f"{one.job.direction}_bytes"] += one.bytes
+                self.copied[f"{one.job.direction}_s"] += one.seconds
+                self._ended.append(Finished(one.job.id, one.ok, one.bytes, one.seconds))
 
     def poll(self) -> list[Finished]:
         ended, self._ended = self._ended, []

@@ -78,8 +78,8 @@ class WorkerHalf:
         self._distrusted: set[JobId] = set()
         self._spoiled = False
         self._resting = threading.Event()
-        self._loaded = Report()
-        self._saved = Report()
+        self._loaded: list[Finished] = []
+        self._saved: list[Finished] = []
         self._number = 0
         self._received: set[str] = set()
         groups = groups_of(kv_cache_config, model=str(vllm_config.model_config.model))
@@ -240,20 +240,18 @@ class WorkerHalf:
 
     def report(self) -> Report | None:
         """The jobs that ended since the last report, the step if it is to be, news of weights."""
-        report = Report(self._loaded.done | self._saved.done, self._number)
-        if self._news:
-            report.seen[self._rank] = self._seen
-        self._loaded, self._saved, self._number = Report(), Report(), 0
-        self._news = False
-        return report if report.done or report.step or report.seen else None
+        seen = {self._rank: self._seen} if self._news else {}
+        report = Report(self._loaded + self._saved, self._number, seen)
+        self._loaded, self._saved, self._number, self._news = [], [], 0, False
+        return report if report.ended or report.step or seen else None
 
     # ---- any time
 
     def saved(self) -> Report:
         """The saves that ended, not to be reported again: for a scheduler half beside this one."""
         self._poll()
-        report, self._saved = self._saved, Report()
-        return report
+        saved, self._saved = self._saved, []
+        return Report(saved)
 
     def detach(self) -> None:
         """Let go of the KV tensors' memory: what was begun has ended. May be called again."""
@@ -308,9 +306,9 @@ class WorkerHalf:
             self._distrusted.discard(finished.id)
             finished = replace(finished, ok=False)
         if load is None:
-            self._saved.add(finished)
+            self._saved.append(finished)
             return
-        self._loaded.add(finished)
+        self._loaded.append(finished)
         if not finished.ok and not self._by_block:  # blocks before it may be null, or another's
             self._failed.add(load.request_id)
         elif not finished.ok:

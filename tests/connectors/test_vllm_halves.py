@@ -432,7 +432,7 @@ def test_adapters_with_other_weights_share_nothing(engines: list[Engine], tmp_pa
 def test_an_adapter_is_read_beside_the_engine_and_computed_without_a_cache_until_then(
     engines: list[Engine], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvladder.connectors.vllm import requests as vllm_requests
+    from kvladder.connectors.vllm.identity import adapters
 
     engine = Engine(HOST)
     engines.append(engine)
@@ -444,7 +444,7 @@ def test_an_adapter_is_read_beside_the_engine_and_computed_without_a_cache_until
         assert go.wait(60)
         return weights_digest(path)
 
-    monkeypatch.setattr(vllm_requests, "weights_digest", slowly)
+    monkeypatch.setattr(adapters, "weights_digest", slowly)
     for name in ("first", "second"):
         with_adapter(engine, name, tmp_path)
         engine.run()
@@ -470,7 +470,7 @@ def test_an_adapter_is_read_beside_the_engine_and_computed_without_a_cache_until
 def test_an_adapter_that_is_loaded_anew_while_it_is_read_is_read_once_more(
     engines: list[Engine], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvladder.connectors.vllm import requests as vllm_requests
+    from kvladder.connectors.vllm.identity import adapters
 
     engine = Engine(HOST)
     engines.append(engine)
@@ -482,7 +482,7 @@ def test_an_adapter_that_is_loaded_anew_while_it_is_read_is_read_once_more(
         assert go.acquire(timeout=60)
         return weights_digest(path)
 
-    monkeypatch.setattr(vllm_requests, "weights_digest", slowly)
+    monkeypatch.setattr(adapters, "weights_digest", slowly)
     with_adapter(engine, "first", tmp_path)
     assert begun.acquire(timeout=60)
     with_adapter(engine, "anew", tmp_path)

@@ -117,9 +117,8 @@ def test_a_rank_copies_what_it_has_and_reports_the_rest_as_done() -> None:
         worker.close()
         report = worker.report()
         assert report is not None
-        assert {job: done.ok for job, done in report.done.items()} == dict.fromkeys(
-            (1, 2, 3, 4), True
-        )
+        assert {one.id: one.ok for one in report.ended} == dict.fromkeys((1, 2, 3, 4), True)
+        assert len(report.ended) == 4
         assert (worker.received(), worker.failed()) == ({"r"}, set())
     assert arena.view(Slot(0))[0] == 7  # the first one's
     arena.close()

@@ -40,6 +40,10 @@ class Known(NamedTuple):
     lora: tuple[int | None, str | None]
 
 
+UNKNOWN: Final = Known(Name(b""), None, array("i"), (None, None))
+"""What is told of a block that no request is known to have."""
+
+
 class Kind(NamedTuple):
     """What is told of each block of a group."""
 
@@ -158,64 +162,45 @@ class KVEvents:
             found += self._stored(event) if isinstance(event, Stored) else self._removed(event)
         return found
 
-    def _named(self, key: BlockKey) -> tuple[Known | None, Name]:
-        """Who has a block, and its name in vLLM.
+    def _named(self, key: BlockKey) -> Known:
+        """What is told of a block, and its name in vLLM.
 
         Of a block that no request is known to have the name is the key: that is vLLM's hash unless
         other weights, another group or a LoRA adapter are bound into it.
         """
         known = self._known.get(key)
-        if known is not None:
-            return known, known.name
-        return None, Name(marked([key], self._mark)[0])
+        return known or UNKNOWN._replace(name=Name(marked([key], self._mark)[0]))
 
     def _stored(self, event: Stored) -> list[KVCacheEvent]:
-        """One event for each run of blocks that follow each other."""
-        found: list[KVCacheEvent] = []
-        run: list[tuple[Known | None, Name]] = []
+        """One event for each run of blocks that follow each other, or of which nothing is known."""
+        runs: list[list[Known]] = []
         for key in event.keys:
-            known, name = self._named(key)
-            if name != (key, 0):
-                self._names[event.level, key] = name
-            if run:
-                before, last = run[-1]
-                if known is None or before is None:
-                    follows = known is before
-                else:
-                    follows = (known.parent, known.name.group) == last
-                    follows = follows and known.lora == before.lora
-                if not follows:
-                    found.append(self._block_stored(event.level, run))
-                    run = []
-            run.append((known, name))
-        found.append(self._block_stored(event.level, run))
-        return found
+            known = self._named(key)
+            if known.name != (key, 0):
+                self._names[event.level, key] = known.name
+            last = runs[-1][-1] if runs else None
+            if last is not None and last.tokens:
+                follows = (known.parent, known.name.group) == last.name and known.lora == last.lora
+            else:
+                follows = last is not None and not known.tokens
+            if follows:
+                runs[-1].append(known)
+            else:
+                runs.append([known])
+        return [self._block_stored(event.level, run) for run in runs]
 
-    def _block_stored(self, level: str, run: Sequence[tuple[Known | None, Name]]) -> KVCacheEvent:
-        """One event for blocks that follow each other, or of which only the names are known."""
-        hashes = [external(name.hash) for _, name in run]
-        begin, (_, group) = run[0]
-        if begin is None:
-            return BlockStored(
-                block_hashes=hashes,
-                parent_block_hash=None,
-                token_ids=[],
-                block_size=0,
-                lora_id=None,
-                lora_name=None,
-                group_idx=group,
-                **self._where[level],
-            )
-        kind, parent = self._kinds[group], begin.parent
+    def _block_stored(self, level: str, run: Sequence[Known]) -> KVCacheEvent:
+        begin, group = run[0], run[0].name.group
+        kind = self._kinds[group]
         return BlockStored(
-            block_hashes=hashes,
-            parent_block_hash=None if parent is None else external(parent),
-            token_ids=[token for known, _ in run if known is not None for token in known.tokens],
-            block_size=kind.tokens,
+            block_hashes=[external(one.name.hash) for one in run],
+            parent_block_hash=None if begin.parent is None else external(begin.parent),
+            token_ids=[token for one in run for token in one.tokens],
+            block_size=kind.tokens if begin.tokens else 0,
             lora_id=begin.lora[0],
             lora_name=begin.lora[1],
             group_idx=group,
-            **kind.fields,
+            **(kind.fields if begin.tokens else {}),
             **self._where[level],
         )
 
