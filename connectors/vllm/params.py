@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import isfinite
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import msgspec
 
@@ -14,7 +14,7 @@ from kvladder.errors import ConfigError
 from kvladder.notices import Notices
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 from kvladder.policy.retention import Retention, RetentionRange
-from kvladder.schema import Settings, convert, nearest, shown
+from kvladder.schema import Settings, convert, is_mapping, nearest, shown
 
 WHERE = "kv_transfer_params.kvladder"
 SECONDS_MAX = 1e9
@@ -104,7 +104,7 @@ class Policies:
         Never raises because of what a request says.
         """
         given: object = getattr(request, "kv_transfer_params", None)
-        raw = cast("Mapping[Any, object]", given).get("kvladder") if _is_mapping(given) else None
+        raw: object = given.get("kvladder") if is_mapping(given) else None
         mapped = self._mapped(getattr(request, "priority", 0))
         if mapped not in self._plain:
             self._plain[mapped] = self._read(None, mapped)
@@ -127,11 +127,10 @@ class Policies:
     def _read(self, raw: object, mapped: int | None) -> RequestPolicy:
         _require_text_keys(raw, WHERE)
         params = convert(raw, Params, WHERE)
-        explicit = params.priority is not None or params.decode_priority is not None
-        explicit = explicit or bool(params.retention) or params.decode_duration_s is not None
-        general = params.priority if params.priority is not None else mapped
+        general = mapped if params.priority is None else params.priority
+        said = (general, params.decode_priority, params.decode_duration_s, params.retention or None)
         retention = None
-        if explicit or general is not None:
+        if any(one is not None for one in said):
             default = PRIORITY_DEFAULT if general is None else general
             decode = default if params.decode_priority is None else params.decode_priority
             ranges = [_range(one, i) for i, one in enumerate(params.retention)]
@@ -169,14 +168,11 @@ def _range(raw: Sequence[Any], index: int) -> RetentionRange:
         raise ConfigError(str(error), path=where) from error
 
 
-def _is_mapping(thing: object) -> bool:
-    return isinstance(thing, Mapping)
-
-
 def _require_text_keys(raw: object, path: str) -> None:
     """Refuse what cannot come from JSON, before anybody looks closer."""
-    if _is_mapping(raw):
-        for key, value in cast("Mapping[object, object]", raw).items():
+    if is_mapping(raw):
+        keyed: dict[Any, object] = raw  # whatever its keys are
+        for key, value in keyed.items():
             if not isinstance(key, str):
                 raise ConfigError(shown(path, key), path=path, hint="expected keys that are text")
             _require_text_keys(value, f"{path}.{key}")

@@ -81,7 +81,7 @@ def stretches(
         yield above, run
 
 
-class Saves:
+class Saver:
     """Begins to save what a step completes.
 
     Parameters

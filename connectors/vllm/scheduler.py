@@ -21,7 +21,7 @@ from kvladder.connectors.vllm.params import Policies
 from kvladder.connectors.vllm.reports.events import KVEvents, enabled
 from kvladder.connectors.vllm.reports.log import say_ready
 from kvladder.connectors.vllm.requests import Filling, RequestState, held_by_vllm
-from kvladder.connectors.vllm.saves import Saves, Writes
+from kvladder.connectors.vllm.saves import Saver, Writes
 from kvladder.connectors.vllm.start import instance_of, layout_of
 from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report, Step, StepConnector
 from kvladder.errors import ConfigError
@@ -100,7 +100,7 @@ class SchedulerHalf:
         self._connector = StepConnector(manager, ranks=len(ranks))
         self._computing = Computing(manager.ladder.clock.now, manager.prefilled)
         self._weights = Weights([described.weights for _, described in sorted(ranks.items())])
-        self._saves = Saves(
+        self._saver = Saver(
             self._groups,
             self._connector,
             decode=self._options.save_decode,
@@ -173,43 +173,45 @@ class SchedulerHalf:
         Asked in every step in which the request could run, so the answer is kept.
         """
         state = self._states.get(request.request_id)
-        if state is None:
-            return 0, False
+        found = 0 if state is None else self._answer(state, computed)
+        self._awaited = self._awaited or found is None
+        return found, bool(found) and self._options.load == "async"
+
+    def _answer(self, state: RequestState, computed: int) -> int | None:
         state.own = computed
+        # Other weights made what vLLM has of it: what follows that is of no weights' name.
         if computed and self._weights.outdated(self._own_cache):
             state.apart = True
-        if state.computes or request.skip_reading_prefix_cache:
-            return 0, False
+        if state.computes or state.request.skip_reading_prefix_cache:
+            return 0
+        # Its blocks have no names before its adapter's weights are known; it waits some steps.
         if not self._named(state):
             state.waited += 1
-            if state.apart or state.waited > ADAPTER_STEPS:
-                return 0, False
-            self._awaited = True
-            return None, False
+            return 0 if state.apart or state.waited > ADAPTER_STEPS else None
         if computed % self._groups.step:
-            return 0, False
+            return 0
+        # No name is used before all ranks have looked at their weights.
         if not self._weights.known:
             self._weights.awake()
-            self._awaited = self._weights.patient
-            return (None if self._weights.patient else 0), False
+            return None if self._weights.patient else 0
         if not self._usable:
-            return 0, False
+            return 0
         if state.loading:
-            return None, False
+            return None
+        # It was not asked before, or vLLM has another part of it by now.
         if state.answer is None or state.answer[0] != computed:
             found = self._find(state, computed)
             if found is None:
-                self._awaited = True
-                return None, False
+                return None
             state.answer = (computed, found)
             self.connector.manager.missed(state.unasked // self._groups.main.tokens)
         found = state.answer[1]
+        # Where another request's load is filling its first block, vLLM will have it itself.
         if found and self._filling:
             main, first = self._groups.main, computed // self._groups.main.tokens
             if self._filling.has(state.keys(main, first, first + 1)):
-                self._awaited = True
-                return None, False
-        return found, found > 0 and self._options.load == "async"
+                return None
+        return found
 
     @property
     def _usable(self) -> bool:
@@ -403,8 +405,8 @@ class SchedulerHalf:
             if state is not None and self._named(state):
                 computed = state.request.num_computed_tokens + scheduled
                 if computed >= state.due:
-                    self._saves.full(state, output, computed)
-        self._saves.handed(self._states, output)
+                    self._saver.full(state, output, computed)
+        self._saver.handed(self._states, output)
 
     def unfilled(self, blocks: Collection[int]) -> None:
         """These were to be loaded and were not: what is saved of a step that read them is wrong."""

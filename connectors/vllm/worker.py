@@ -74,7 +74,8 @@ class WorkerHalf:
         self._arena: Arena | None = None
         self._copier: Copier | None = None
         self._loads: dict[JobId, Load] = {}
-        self._parts: Counter[str] = Counter()
+        self._loading: Counter[str] = Counter()
+        """By request, its copies under way between steps."""
         self._distrusted: set[JobId] = set()
         self._spoiled = False
         self._resting = threading.Event()
@@ -184,21 +185,13 @@ class WorkerHalf:
     def load(self, step: Step) -> None:
         """Begin the step's loads; those that its forward pass reads have ended on return."""
         self._number = step.number
-        waiting = list(step.loads)
-        self._parts.update(load.request_id for load in waiting if not load.sync)
-        try:
-            while waiting and not self._stale:
-                self._loads[waiting[0].job.id] = waiting[0]
-                self._submit(step, waiting[0].job)
-                del waiting[0]
-            sync = [load.job.id for load in step.loads if load.sync]
-            if sync and self._copier is not None:
-                self._copier.wait(sync)
-                self._poll()
-        finally:
-            for load in waiting:
-                self._loads[load.job.id] = load
-                self._ended(Finished(load.job.id, False, 0, 0.0, self._why()))
+        self._loading.update(load.request_id for load in step.loads if not load.sync)
+        self._loads.update((load.job.id, load) for load in step.loads)
+        self._submit_all(step, [load.job for load in step.loads], go=not self._stale)
+        sync = [load.job.id for load in step.loads if load.sync]
+        if sync and self._copier is not None:
+            self._copier.wait(sync)
+            self._poll()
 
     def save(self, step: Step) -> None:
         """After the forward pass: begin the step's saves, unless it computed on garbage.
@@ -206,21 +199,23 @@ class WorkerHalf:
         In a step without one, in which requests only wait, other threads get their turn: a loop
         that asks again at once would keep them from the interpreter.
         """
-        waiting = list(step.saves)
-        try:
-            while waiting and not (self._spoiled or self._stale):
-                self._submit(step, waiting[0])
-                del waiting[0]
-        finally:
-            for job in waiting:
-                self._ended(Finished(job.id, False, 0, 0.0, self._why()))
+        self._submit_all(step, step.saves, go=not (self._spoiled or self._stale))
         if step.idle and self._copier is not None and self._loads:
             self._copier.rest(REST_S)
         elif step.idle:
             self._resting.wait(REST_S)
 
-    def _why(self) -> str:
-        return "the weights have changed" if self._stale else "not begun"
+    def _submit_all(self, step: Step, jobs: Sequence[CopyJob], *, go: bool) -> None:
+        """Begin jobs, or have them fail: all if ``go`` is false, else from one on that raises."""
+        begun = 0
+        try:
+            for job in jobs if go else ():
+                self._submit(step, job)
+                begun += 1
+        finally:
+            why = "the weights have changed" if self._stale else "not begun"
+            for job in jobs[begun:]:
+                self._ended(Finished(job.id, False, 0, 0.0, why))
 
     def received(self) -> set[str]:
         """Requests whose async loads ended since the last call, well or not."""
@@ -284,13 +279,13 @@ class WorkerHalf:
 
     def _attach(self, attach: Attach | None) -> Copier:
         """The copier; made when the arena is named for the first time."""
-        if self._copier is None:
+        if self._arena is None:
             assert attach is not None
-            if self._arena is None:
-                self._arena = Arena.attach(attach.arena)
-                offsets = attach.offsets[self._rank]
-                self._pieces = {i: Part(pages, offsets[i]) for i, pages in self._pages.items()}
-            self._copier = self._make_copier(self._pieces, self._arena)
+            self._arena = Arena.attach(attach.arena)
+            offsets = attach.offsets[self._rank]
+            self._pieces = {i: Part(pages, offsets[i]) for i, pages in self._pages.items()}
+        self.restore()
+        assert self._copier is not None
         return self._copier
 
     def _poll(self) -> None:
@@ -315,9 +310,9 @@ class WorkerHalf:
             self._bad_blocks.update(load.job.blocks)
             self._spoiled = self._spoiled or load.sync
         if not load.sync:
-            self._parts[load.request_id] -= 1
-            if not self._parts[load.request_id]:
-                del self._parts[load.request_id]
+            self._loading[load.request_id] -= 1
+            if not self._loading[load.request_id]:
+                del self._loading[load.request_id]
                 self._received.add(load.request_id)
 
 

@@ -299,7 +299,7 @@ def test_a_step_that_could_not_be_made_loses_its_saves_only(
     engine.add(prompt(1))
     engine.add(prompt(2))
     last = engine.add(prompt(3))
-    original = half._saves.full
+    original = half._saver.full
 
     def save(state: Any, *arguments: Any) -> None:
         if state.request is last:
@@ -307,7 +307,7 @@ def test_a_step_that_could_not_be_made_loses_its_saves_only(
         original(state, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(half._saves, "full", save)
+        patch.setattr(half._saver, "full", save)
         with pytest.raises(RuntimeError, match="boom"):
             engine.step(100)
     assert not half.connector.saving  # too late for the second one's blocks

@@ -124,7 +124,7 @@ def test_a_step_that_cannot_be_made_fences_nothing_and_so_nothing_is_stored(
 
     engine.add([100 + n for n in range(32)], length=33)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.half._saves, "full", fails)
+        patch.setattr(engine.half._saver, "full", fails)
         patch.setattr(engine.half, "build", harmless)
         engine.step(32)
     ended(engine)
