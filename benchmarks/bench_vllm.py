@@ -93,10 +93,11 @@ class Ours:
         self._end()
 
     def _end(self) -> None:
-        from kvladder.connectors.vllm.step import Done, Report
+        from kvladder.connectors.vllm.step import Report
+        from kvladder.gpu.copy.copier import Finished
 
         self.connector.take()
-        self.half.report(Report({self._job: Done(1, True, 0, 0.0)}))
+        self.half.report(Report([Finished(self._job, True, 0, 0.0)]))
 
     def poll(self) -> None:
         for _ in range(1000):

@@ -194,7 +194,7 @@ class SchedulerHalf:
         if not self._weights.known:
             self._weights.awake()
             return None if self._weights.patient else 0
-        if not self._usable:
+        if self.connector.manager.resetting:
             return 0
         if state.loading:
             return None
