@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import pytest
+
 from kvladder.events import Removed, Stored
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import Delay, Fail, FakeStore, FakeTier, Full, Hang, Hold, ShortRead
@@ -124,6 +126,23 @@ async def test_a_full_medium_keeps_working_with_what_it_has() -> None:
         cache.save(cache.keys(7))
         await cache.settle()
         assert cache.manager.stats()["level1"]["blocks"] == 3, "and tries for more after a while"
+
+
+async def test_a_full_medium_is_said_once_until_it_has_room(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tier = FakeTier()
+    async with cache_of(LevelSpec(tier, COMMIT), slots=32) as cache:
+        full = [False, True, True, True, False, True, True]
+        said: list[int] = []
+        for number, is_full in enumerate(full):
+            tier.script.extend([Full(times=1)] if is_full else [])
+            cache.save(cache.keys(number))
+            await cache.settle()
+            said.append(caplog.text.count("its medium is full"))
+            await asyncio.sleep(61)
+        assert cache.manager.stats()["level1"]["dropped_full"] == sum(full)
+        assert said == [0, 1, 1, 1, 1, 2, 2]
 
 
 async def test_a_removed_block_is_not_brought_back() -> None:

@@ -381,10 +381,7 @@ class Level(Shelf[int]):
 
     @property
     def _tells(self) -> bool:
-        """Whether the tier is told what is evicted.
-
-        Of a shared one, room in the index is one thing, and room on a full medium another.
-        """
+        """Whether the tier is told what is evicted: a shared one if its medium is full, too."""
         return not self.tier.shared or self.places.limited
 
     def victims(self, priorities: Sequence[int]) -> tuple[list[tuple[Item, Meta]], DropReason]:
@@ -500,6 +497,8 @@ class Level(Shelf[int]):
                 stored.append(item.key)
         for key in self._lost.keys() & stored:
             del self._lost[key]
+        if stored and not self.places.limited:
+            self._full_until_s = -inf
         self.stats.stored += len(stored)
         self.stats.stored_bytes += len(stored) * self.shared.block_bytes
         self.shared.events.stored(self.name, stored[::-1])
@@ -514,10 +513,11 @@ class Level(Shelf[int]):
         self.places.withhold([item.place for item in items])
         if self.tier.shared:  # a place that was free is not room that is kept for us
             self.places.withhold_free()
+        if self._full_until_s == -inf:  # it is said once until there is room again
+            held = f"{len(self.index)} of {self.capacity_blocks} blocks"
+            what = f"its medium is full with {held}; older blocks give way from now on"
+            self.shared.notices.say(f"{self.name} full", f"tier {self.name}: {what}")
         self._full_until_s = self.shared.clock.now() + FULL_RETRY_S
-        held = f"{len(self.index)} of {self.capacity_blocks} blocks"
-        what = f"its medium is full with {held}; older blocks give way from now on"
-        self.shared.notices.say(f"{self.name} full", f"tier {self.name}: {what}")
 
     def read_ended(self, items: Sequence[Item]) -> None:
         """Nobody reads these any more: places that were given up meanwhile are free."""
