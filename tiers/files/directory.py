@@ -205,14 +205,13 @@ class FilesDirectory:
         with suppress(FileNotFoundError):
             require_safe(self._disk, lock, directory=False)
         fd = self._disk.open(lock, os.O_RDWR | os.O_CREAT)
+        kept = False
         try:
-            if self._disk.lock(fd):
-                return fd
-        except OSError:
-            self._disk.close(fd)
-            raise
-        self._disk.close(fd)
-        return None
+            kept = self._disk.lock(fd)
+        finally:
+            if not kept:
+                self._disk.close(fd)
+        return fd if kept else None
 
     def hold(self, home: Path, hint: str) -> None:
         """Take one directory, while no process has it; in ``exclusive``.

@@ -10,6 +10,7 @@ from functools import partial
 from math import inf
 from operator import attrgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,6 +25,9 @@ from kvladder.tiers.files.log import PUT, REMOVE, Found, IndexLog, items_of
 from kvladder.tiers.files.meta import SEGMENTS_MAX, Meta, write_meta
 from kvladder.tiers.files.segments import Geometry, Segments
 
+if TYPE_CHECKING:
+    from kvladder.tiers.files.tier import FilesOptions
+
 SEGMENTS_MIN = 16
 """A segment is at most this part of the capacity: another model's first block takes a whole one."""
 LOG_BATCH = 4096
@@ -33,28 +37,18 @@ SEGMENTS_WANTED_MAX = SEGMENTS_MAX // 4
 
 def config_error(path: Path, error: OSError) -> ConfigError:
     """What to tell somebody whose directory cannot be used."""
-    if error.errno == errno.EROFS:
-        return ConfigError(
-            f"{path} is on a read-only file system", path="path", hint="expected a writable one"
-        )
-    if error.errno in {errno.EACCES, errno.EPERM}:
-        return ConfigError(
-            f"{path} is not writable: {error.strerror}",
-            path="path",
-            hint="give it to the user that runs the engine, mode 0700",
-        )
-    if is_full(error):
-        return ConfigError(
-            f"{path} has no room for one segment: {error.strerror}",
-            path="path",
-            hint="free some space, or set a smaller capacity or segment",
-        )
     where = f" ({error.filename})" if error.filename else ""
-    return ConfigError(
-        f"{path} cannot be used: {error.strerror or error}{where}",
-        path="path",
-        hint="expected a directory on a local disk",
-    )
+    what = f"cannot be used: {error.strerror or error}{where}"
+    hint = "expected a directory on a local disk"
+    if error.errno == errno.EROFS:
+        what, hint = "is on a read-only file system", "expected a writable one"
+    elif error.errno in {errno.EACCES, errno.EPERM}:
+        what = f"is not writable: {error.strerror}"
+        hint = "give it to the user that runs the engine, mode 0700"
+    elif is_full(error):
+        what = f"has no room for one segment: {error.strerror}"
+        hint = "free some space, or set a smaller capacity or segment"
+    return ConfigError(f"{path} {what}", path="path", hint=hint)
 
 
 class FileStore:
@@ -85,23 +79,20 @@ class FileStore:
     def open(
         cls,
         disk: Disk,
-        path: Path,
+        options: FilesOptions,
         context: TierContext,
         *,
-        direct: bool | None,
-        segment_bytes: int,
         slack_records: int,
         segments_min: int,
-        engines: int,
     ) -> FileStore:
-        """Take a directory below ``path``, read its index log and preallocate the first segment.
+        """Take a directory below the path, read its index log, preallocate the first segment.
 
         Raises
         ------
         ConfigError
             The path cannot be used as configured.
         """
-        layout, space = context.layout, context.namespace
+        layout, space, path = context.layout, context.namespace, Path(options.path)
         directory = FilesDirectory(disk, path, space)
         store: FileStore | None = None
         log: IndexLog | None = None
@@ -110,9 +101,12 @@ class FileStore:
             directory.make()
             header = BlockHeader(space, layout.block_bytes, verify=context.verify)
             with directory.exclusive():
-                wanted = _wanted(context, segment_bytes, segments_min)
+                wanted = _wanted(context, options.segment, segments_min)
                 geometry = Geometry(
-                    layout.slot_bytes, wanted.segment_places, wanted.capacity_blocks, engines
+                    layout.slot_bytes,
+                    wanted.segment_places,
+                    wanted.capacity_blocks,
+                    options.engines,
                 )
                 segments = Segments(disk, directory, geometry, header=header, arena=context.arena)
                 meta = directory.open(wanted)
@@ -131,7 +125,7 @@ class FileStore:
             )
             found = log.load(anew=segments.end == 0)
             store = FileStore(directory, segments, log, found, Eraser(disk, segments, header))
-            store._start(direct)
+            store._start(options.direct)
             opened = True
         except OSError as error:
             raise config_error(path, error) from error

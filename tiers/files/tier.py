@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -110,7 +110,7 @@ class FilesTier(Tier):
         self._segments_min = segments_min
         self._pool: Pool | None = None
         self._store: FileStore | None = None
-        self._compacting: asyncio.Task[None] | None = None
+        self._compacting: asyncio.Task[Any] | None = None
         self._tags = array("I")
         """By place: some bytes of the key that is stored there, 0 if none is."""
         self._sure = bytearray()
@@ -133,19 +133,15 @@ class FilesTier(Tier):
         self.context = context
         fitting = BATCH_BYTES // context.layout.slot_bytes
         self.batch_max = max(1, min(BATCH_BLOCKS_MAX, fitting, context.capacity_blocks))
-        if self._given_pool is not None:
-            self._pool = self._given_pool
-            await self._pool.run([self._open])
-            await self._restore()
-            return
-        starter = IoPool(1)
+        starter = self._given_pool or IoPool(1)
         try:
             await starter.run([self._open])
         finally:
-            await starter.aclose(lambda: None, timeout_s=CLOSE_TIMEOUT_S)
+            if self._given_pool is None:
+                await starter.aclose(lambda: None, timeout_s=CLOSE_TIMEOUT_S)
         assert self._store is not None
         kind = IoPool if self._store.segments.direct else BufferedPool
-        self._pool = kind(self.options.threads)
+        self._pool = self._given_pool or kind(self.options.threads)
         await self._restore()
 
     async def _restore(self) -> None:
@@ -187,17 +183,10 @@ class FilesTier(Tier):
             )
 
     def _open(self) -> None:
-        store = FileStore.open(
-            self._disk,
-            Path(self.options.path),
-            self.context,
-            direct=self.options.direct,
-            segment_bytes=self.options.segment,
-            slack_records=self._slack,
-            segments_min=self._segments_min,
-            engines=self.options.engines,
+        slack, least = self._slack, self._segments_min
+        self._store = FileStore.open(
+            self._disk, self.options, self.context, slack_records=slack, segments_min=least
         )
-        self._store = store
 
     def _opened(self) -> tuple[FileStore, Pool]:
         if self._store is None or self._pool is None or self._closing:
@@ -341,14 +330,12 @@ class FilesTier(Tier):
         """Have the index log compacted in the background if most of it is dead."""
         store, _ = self._opened()
         if self._compacting is None and store.log.is_long(self._blocks):
-            self._compacting = asyncio.create_task(self._compact(store), name="kvladder-compact")
+            # a failure is not worth an error: the log stays as it is, and is tried again later
+            compact = self._run([lambda: store.log.compact(lambda: self._closing)])
+            self._compacting = asyncio.create_task(compact, name="kvladder-compact")
             self._compacting.add_done_callback(self._compacted)
 
-    async def _compact(self, store: FileStore) -> None:
-        # a failure is not worth an error: the log stays as it is, and is tried again later
-        await self._run([lambda: store.log.compact(lambda: self._closing)])
-
-    def _compacted(self, task: asyncio.Task[None]) -> None:
+    def _compacted(self, task: asyncio.Task[Any]) -> None:
         self._compacting = None
         if not task.cancelled():
             task.exception()
