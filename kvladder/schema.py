@@ -25,7 +25,7 @@ _SECRET_WORDS = {
 }  # fmt: skip
 _USER = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://).*@", re.DOTALL)
 _QUERY = re.compile(r"([?&][^=&\s]*(?:password|secret|token|key)[^=&\s]*=)[^&]*", re.IGNORECASE)
-_PROBLEM = re.compile(r"(.*?)(?: - at `\$\.?(.*)`)?", re.DOTALL)
+_PROBLEM = re.compile(r"(.*?)(?: - at (?:`key` in )?`\$\.?(.*)`)?", re.DOTALL)
 """What msgspec says: what is wrong, and where."""
 _KEY = re.compile(r"Object (missing required|contains unknown) field `(.*)`", re.DOTALL)
 _STEP = re.compile(r"[^.\[\]]+")

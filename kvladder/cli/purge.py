@@ -114,12 +114,11 @@ def purge(
         raise ConfigError(f"{wait_s:g}", path="--wait", hint="expected 0 to 86400 seconds")
     found = load_config(config)
     lines, processes = _running(found, space, salt, wait_s)
-    if not lines:
-        return "\n".join(_at_rest(found, space, salt))
-    try:
-        lines += _left_over(found, space, salt, processes)
-    except ConfigError as error:
-        raise _after(lines, error) from error
+    for purging in _at_rest(found, space, salt, processes):
+        try:
+            lines += purging()
+        except ConfigError as error:
+            raise _after(lines, error) from error
     return "\n".join(lines)
 
 
@@ -171,17 +170,6 @@ def _running(
     return lines, processes
 
 
-def _left_over(
-    config: StackConfig, space: Namespace | None, salt: str | None, processes: set[str]
-) -> list[str]:
-    """Purge the directories that ``processes``, which purged their own, do not have."""
-    lines: list[str] = []
-    for level in config.levels:
-        if isinstance(level.options, FilesOptions):
-            lines += _purge_files(level.name, level.options, space, salt, processes)
-    return lines
-
-
 def _after(lines: list[str], error: ConfigError, *others: ConfigError) -> ConfigError:
     """All errors in one, saying what was done all the same."""
     done = [f"done all the same: {'; '.join(lines)}"] if lines else []
@@ -189,28 +177,27 @@ def _after(lines: list[str], error: ConfigError, *others: ConfigError) -> Config
     return ConfigError(message, path=error.path, hint=error.hint)
 
 
-def _at_rest(config: StackConfig, space: Namespace | None, salt: str | None) -> list[str]:
-    """Purge level after level, none if one of them cannot be purged."""
+def _at_rest(
+    config: StackConfig, space: Namespace | None, salt: str | None, processes: set[str]
+) -> list[Callable[[], list[str]]]:
+    """What is to be purged level by level, nothing if one of them cannot be.
+
+    Where caches run, their ``processes`` have purged servers and the directories that they have.
+    """
     work: list[Callable[[], list[str]]] = []
     for level in config.levels:
         if isinstance(level.options, FilesOptions):
-            work.append(partial(_purge_files, level.name, level.options, space, salt))
-        elif level.make.shared:
+            work.append(partial(_purge_files, level.name, level.options, space, salt, processes))
+        elif level.make.shared and not processes:
             if space is None:
                 hint = f"{level.name} needs it: 64 digits that an engine prints at start"
                 raise ConfigError("missing", path="--namespace", hint=hint)
             digest = None if salt is None else salt_digest(space, salt)
             work.append(partial(_purge_shared, level, space, digest))
-    if not work:
+    if not work and not processes:
         hint = "what other tiers keep ends with an engine"
         raise ConfigError("no tier outlives an engine", path="tiers", hint=hint)
-    lines: list[str] = []
-    for purging in work:
-        try:
-            lines += purging()
-        except ConfigError as error:
-            raise _after(lines, error) from error
-    return lines
+    return work
 
 
 def _purge_files(
@@ -218,7 +205,7 @@ def _purge_files(
     options: FilesOptions,
     space: Namespace | None,
     salt: str | None,
-    processes: Collection[str] = (),
+    processes: Collection[str],
 ) -> list[str]:
     path, bar = Path(options.path), _bar(name, "places")
     try:

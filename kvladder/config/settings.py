@@ -199,6 +199,7 @@ class Chosen(Settings, frozen=True, kw_only=True, dict=True):
 class CodecConfig(Chosen, frozen=True, kw_only=True):
     """A codec of a level, and what is set of it."""
 
+    EXPECTED: ClassVar = "a name, or keys with values"
     make: ClassVar[type[Codec]]
     name: str
 

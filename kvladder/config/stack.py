@@ -24,7 +24,6 @@ from kvladder.config.settings import (
     LevelConfig,
     LossyCodecConfig,
     Sections,
-    TierSettings,
 )
 from kvladder.config.sources import SHORT_KEYS, Source, read
 from kvladder.errors import ConfigError
@@ -156,25 +155,15 @@ class StackConfig(Sections, frozen=True, kw_only=True):
 
     def summary(self, layout: Layout) -> list[str]:
         """What it comes to in at most ``SUMMARY_LINES_MAX`` lines: the blocks, then the levels."""
-
-        def says(level: TierSettings, capacity: Size, blocks: int) -> str:
-            rule = level.rule
-            found = [level.type, str(capacity), f"{blocks} blocks"]
-            if isinstance(level, LevelConfig):
-                found.append(f"when: {rule.when}")
-            if rule.min_priority:
-                found.append(f"min_priority: {rule.min_priority}")
-            return f"{level.name}: {', '.join(found)}"
-
         slot = Size(layout.slot_bytes)
-        lines = [
-            f"a block is {layout.block_tokens} tokens, {slot.about()}",
-            says(self.host, self.arena.size_bytes, self.arena_slots(layout)),
-            *(
-                says(level, level.capacity_bytes, level.capacity_blocks(layout))
-                for level in self.levels
-            ),
-        ]
+        lines = [f"a block is {layout.block_tokens} tokens, {slot.about()}"]
+        for level in self.tiers:
+            whole = level is self.host
+            capacity = self.arena.size_bytes if whole else level.capacity_bytes
+            blocks = self.arena_slots(layout) if whole else level.capacity_blocks(layout)
+            when = "" if whole else f", when: {level.when}"
+            least = f", min_priority: {level.min_priority}" if level.min_priority else ""
+            lines.append(f"{level.name}: {level.type}, {capacity}, {blocks} blocks{when}{least}")
         if len(lines) > SUMMARY_LINES_MAX:
             more = len(lines) - SUMMARY_LINES_MAX + 1
             lines[-more:] = [f"and {more} levels more"]

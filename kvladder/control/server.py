@@ -27,6 +27,8 @@ REQUEST_S: Final = 10.0
 """How long a client may take to say what it wants, and to take an answer."""
 CLOSE_S: Final = 5.0
 POLL_S: Final = 0.02
+ACCEPTING_TURNS: Final = 5
+"""Of the loop, until whoever was accepted is served: asyncio takes three."""
 
 
 class Request(
@@ -94,6 +96,10 @@ class ControlServer:
         self._socket.close()
 
     async def _stop(self) -> None:
+        # asyncio's server forgets, and leaves open, whom it accepted just before it is closed
+        asyncio.get_running_loop().remove_reader(self._socket.socket)
+        for _ in range(ACCEPTING_TURNS):
+            await asyncio.sleep(0)
         self._server.close()
         for task in self._clients:
             task.cancel()

@@ -8,13 +8,15 @@ import random
 import socket
 import stat
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from kvladder import open_cache
 from kvladder.control import server as control
-from kvladder.control.server import CLIENTS_MAX, REQUEST_BYTES_MAX
+from kvladder.control.server import CLIENTS_MAX, REQUEST_BYTES_MAX, ControlServer
 from kvladder.control.sockets import (
     BoundSocket,
     NobodyThere,
@@ -26,6 +28,7 @@ from kvladder.control.sockets import (
 from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
+from kvladder.runtime import Runtime
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
@@ -230,6 +233,23 @@ def test_nobody_else_may_connect_and_nothing_stays(path):
     later.close()
     assert list(path.parent.iterdir()) == []
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_whoever_comes_while_it_closes_is_cut_off(path):
+    """A client that was accepted a moment before has no task yet that could be ended."""
+    runtime, nobody = Runtime(), cast("Any", None)  # which is asked nothing
+    for _ in range(100):
+        server = ControlServer(path, nobody, runtime)
+        clients = [socket.socket(socket.AF_UNIX) for _ in range(6)]
+        for client in clients:
+            client.settimeout(PATIENCE_S)
+            client.connect(str(path))
+        server.close()
+        for client in clients:
+            with suppress(ConnectionResetError):  # it was not accepted
+                assert client.recv(1) == b""
+            client.close()
+    runtime.close()
 
 
 def test_a_purge_that_waits_does_not_keep_the_cache_from_closing(path, monkeypatch):
