@@ -232,6 +232,28 @@ async def test_those_who_want_a_block_that_is_on_its_way_share_its_load() -> Non
         assert sum(tier.batches("get")) == 3, "each block is read once"
 
 
+async def test_what_comes_up_while_a_cache_is_cleared_does_not_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvladder.tiers.ladder.index.STEP", 1)
+    reading = Hold(on="get", after=True)
+    tier = FakeTier([reading], store=await flushed((1,), (2,)), durable=True)
+    async with cache_of(LevelSpec(tier)) as cache:
+        steps = cache.stack.clear()
+        next(steps)
+        (left,) = [
+            key for key in cache.keys(1) + cache.keys(2) if cache.manager.lookup([key]).total
+        ]
+        fetch = cache.manager.fetch([left])
+        await reading.reached()
+        list(steps)
+        reading.let_go()
+        await cache.settle()
+        assert (fetch.done, fetch.blocks) == (True, 0)
+        fetch.release()
+        assert cache.manager.lookup([left]) == (0, 0)
+
+
 async def test_a_clear_goes_in_steps_and_nothing_is_saved_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -325,9 +325,9 @@ async def test_what_arrives_pays_for_its_time_as_soon_as_it_leads() -> None:
         fetch.extend([NO_SLOT] * 4, ["level1"] * 4)
     await asyncio.sleep(0.3)
     with shared.lock:
-        fetch.arrived(1, slots[1], "level1")
+        fetch.arrived([1], [slots[1]], "level1")
         assert not fetch.queues_for([2], patience.end_s(0)), "of no use before the first is here"
-        fetch.arrived(0, slots[0], "level1")
+        fetch.arrived([0], [slots[0]], "level1")
     await asyncio.sleep(2.0)
     assert not fetch.done
     await asyncio.sleep(patience.end_s(2) - engine.now)

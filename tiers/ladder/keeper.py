@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from types import NoneType
 from typing import cast
 
@@ -192,38 +191,31 @@ class Keeper:
                 if self._is_late:
                     level.shared.events.removed(level.name, keys, "lost")
 
-    def _sound(self, items: Sequence[Item], taken: bytearray) -> Sequence[Item]:
+    def _sound(self, items: Sequence[Item], taken: bytearray) -> list[Item]:
         """Those of a batch that are blocks, each key and each place once; marks their places."""
-        with suppress(TypeError, ValueError, AttributeError, IndexError):
-            keys, places, _, priorities, floors, ends_s, salts, terms, *_ = zip(*items, strict=True)
-            if (
-                {*map(type, items)} == {Item}
-                and {*map(type, keys)} == {bytes}
-                and {*map(len, keys)} == {KEY_BYTES}
-                and {*map(type, ends_s)} <= _ENDS
-                and all(type(salt) is bytes and len(salt) in {0, SALT_BYTES} for salt in {*salts})
-                and all(_whole(said, PRIORITY_MAX) for said in {*priorities, *floors})
-                and all(_whole(said, TERMS_MAX) for said in {*terms})
-                and len({*keys}) == len(keys) == len({*places})
-                and min(places) >= 0
-                and not any(map(taken.__getitem__, places))
-                and self.level.index.disjoint(keys)
-            ):
-                for place in places:
-                    taken[place] = 1
-                return items
-        return self._some(items, taken) if len(items) > 1 else []
-
-    def _some(self, items: Sequence[Item], taken: bytearray) -> list[Item]:
-        """Those of a batch that are blocks, where not all are."""
         found: dict[BlockKey, Item] = {}
         for item in items:
-            if self._sound([item], taken):
-                if item.key in found:
-                    taken[item.place] = 0
-                else:
-                    found[item.key] = item
+            is_free = _is_block(item, len(taken)) and not taken[item.place]
+            if is_free and item.key not in found and item.key not in self.level.index:
+                found[item.key] = item
+                taken[item.place] = 1
         return list(found.values())
+
+
+def _is_block(item: object, places: int) -> bool:
+    """Whether a plug-in may have meant a block by it, at one of so many places."""
+    return (
+        type(item) is Item
+        and type(item.key) is bytes
+        and len(item.key) == KEY_BYTES
+        and _whole(item.place, places - 1)
+        and _whole(item.priority, PRIORITY_MAX)
+        and _whole(item.floor, PRIORITY_MAX)
+        and _whole(item.terms, TERMS_MAX)
+        and type(item.expires_wall_s) in _ENDS
+        and type(item.salt) is bytes
+        and len(item.salt) in {0, SALT_BYTES}
+    )
 
 
 def _whole(said: object, most: int) -> bool:

@@ -196,7 +196,7 @@ class TierStack(Seam):
             end = min(end, start + (step if is_plain else STEP))
             part, said = keys[start:end], metas[start:end]
         is_new = self.host.index.disjoint(part) and self._saving.disjoint(part)
-        if is_new and alike(said) and self.loader.disjoint(part) and self._admitted(first):
+        if is_new and alike(said) and self.loader.keys().isdisjoint(part) and self._admitted(first):
             return range(start, end), end
         wanted: list[int] = []
         if end > start + STEP:
@@ -270,7 +270,7 @@ class TierStack(Seam):
             or not alike(metas)
             or not self.host.admits(metas[0])
             or not self.host.index.disjoint(keys)
-            or not self.loader.disjoint(keys)
+            or not self.loader.keys().isdisjoint(keys)
         ):
             return False
         self._saving.publish(keys[0])

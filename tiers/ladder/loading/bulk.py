@@ -66,7 +66,7 @@ def land_bulk(
         if one.dead or len(one.waiters) != 1 or one.waiters[0][0] is not fetch:
             return False
         positions.append(one.waiters[0][1])
-    if fetch is None or not fetch.waits_for_all(positions):
+    if fetch is None or not fetch.waits_for(positions):
         return False
     if not alike([one.meta for one in came]) or not host.admits(came[0].meta):
         return False
@@ -75,7 +75,7 @@ def land_bulk(
     slots = [item.slot for item in batch]
     shared.arena.share(slots)
     host.hold(keys[::-1], slots[::-1], came[0].meta, pins=1)
-    fetch.all_arrived(positions, slots, level.name)
+    fetch.arrived(positions, slots, level.name)
     level.stats.hits += len(keys)
     shared.events.stored(host.name, keys)
     return True

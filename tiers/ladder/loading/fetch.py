@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kvladder.arena import Arena, Slot
+from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.policy.worth import Patience, Saves
 from kvladder.tiers.base import ANYWHERE, NO_SLOT, Shared
 from kvladder.tiers.ladder.index import Meta
 
 if TYPE_CHECKING:
-    from kvladder.tiers.ladder.host import HostLevel
     from kvladder.tiers.ladder.level import Level
 
 
@@ -62,18 +61,6 @@ def source(levels: Sequence[Level], position: int, key: BlockKey) -> Want | None
         if place is not None:
             return Want(position, key, level, place)
     return None
-
-
-def check_arrivals(
-    arrivals: Mapping[BlockKey, Arrival], host: HostLevel, arena: Arena, count_max: int
-) -> None:
-    """Assert what must hold of every arrival; for tests."""
-    assert len(arrivals) <= count_max
-    assert len({arrival.slot for arrival in arrivals.values()}) == len(arrivals)
-    for key, arrival in arrivals.items():
-        assert arena.claims(arrival.slot) >= 1
-        assert key not in host.index
-        assert host.index.key_at(arrival.slot) is None
 
 
 class Pins(Protocol):
@@ -148,12 +135,8 @@ class Fetch:
         self._slots += slots
         self._sources += [source] * len(slots)
 
-    def arrived(self, index: int, slot: Slot, source: str) -> None:
-        """The block at ``index``, which is waited for, is pinned in ``slot``."""
-        self.all_arrived([index], [slot], source)
-
-    def all_arrived(self, indices: Sequence[int], slots: Sequence[Slot], source: str) -> None:
-        """``arrived`` for each of ``indices``."""
+    def arrived(self, indices: Sequence[int], slots: Sequence[Slot], source: str) -> None:
+        """The blocks at ``indices``, which are waited for, are pinned in ``slots``."""
         for index, slot in zip(indices, slots, strict=True):
             self._slots[index] = slot
             self._sources[index] = source
@@ -190,17 +173,13 @@ class Fetch:
         """Whether the answer to that would still be used."""
         return self._asking and not self._answered
 
-    def waits_for(self, index: int) -> bool:
-        """Whether the block at ``index`` would still be used."""
-        return index in self._waiting
-
-    def waits_for_all(self, indices: Sequence[int]) -> bool:
-        """``waits_for`` each of them."""
+    def waits_for(self, indices: Sequence[int]) -> bool:
+        """Whether the blocks at ``indices`` would all still be used."""
         return self._waiting.issuperset(indices)
 
     def queues_for(self, indices: Sequence[int], now_s: float) -> bool:
         """Whether it is worth to begin with the blocks at ``indices``, which waited for room."""
-        return self._waiting.issuperset(indices) and now_s < self._end_s
+        return self.waits_for(indices) and now_s < self._end_s
 
     @property
     def _end_s(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, KeysView, Mapping, Sequence
+from collections.abc import Callable, Coroutine, KeysView, Mapping, Sequence
 from functools import partial, reduce
 from itertools import count, islice
 from operator import attrgetter
@@ -21,7 +21,7 @@ from kvladder.tiers.ladder import reader
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.bulk import land_bulk, wants_bulk
-from kvladder.tiers.ladder.loading.fetch import Arrival, Fetch, Want, among, check_arrivals, source
+from kvladder.tiers.ladder.loading.fetch import Arrival, Fetch, Want, among, source
 from kvladder.tiers.ladder.loading.judge import Judge
 from kvladder.tiers.ladder.loading.probe import Prober
 
@@ -92,10 +92,6 @@ class Loader:
     def keys(self) -> KeysView[BlockKey]:
         """The blocks that are on their way."""
         return self._arrivals.keys()
-
-    def disjoint(self, keys: Iterable[BlockKey]) -> bool:
-        """Whether none of ``keys`` is on its way."""
-        return self._arrivals.keys().isdisjoint(keys)
 
     def recall(self, keys: Sequence[BlockKey], salt: bytes | None = None) -> None:
         """Blocks were removed: what arrives of them, if it is of this salt, is thrown away."""
@@ -335,7 +331,7 @@ class Loader:
                     arrival.waiters.append((fetch, position))
                 elif slot is not None:
                     self._host.pin([slot])
-                    fetch.arrived(position, slot, self._host.name)
+                    fetch.arrived([position], [slot], self._host.name)
                     self._host.stats.hits += 1
             self._parked.popleft()
             return True
@@ -507,7 +503,7 @@ class Loader:
         here: list[BlockKey] = []
         for item, ok in zip(reversed(batch), reversed(found), strict=True):
             arrival = self._arrivals[item.key]
-            wanted = [(f, i) for f, i in arrival.waiters if f.waits_for(i)]
+            wanted = [(f, i) for f, i in arrival.waiters if f.waits_for([i])]
             if ok and not arrival.dead:
                 if self._arrived(item.key, arrival, wanted):
                     here.append(item.key)
@@ -541,7 +537,7 @@ class Loader:
         else:
             self._shared.arena.release([slot])
         for fetch, index in wanted:
-            fetch.arrived(index, slot, arrival.level.name)
+            fetch.arrived([index], [slot], arrival.level.name)
         return is_taken
 
     def _reroute(
@@ -596,4 +592,8 @@ class Loader:
 
     def check(self) -> None:
         """Assert what must hold of every arrival; for tests."""
-        check_arrivals(self._arrivals, self._host, self._shared.arena, self._max)
+        slots = [arrival.slot for arrival in self._arrivals.values()]
+        assert len({*slots}) == len(slots) <= self._max
+        assert self._host.index.disjoint(self._arrivals)
+        assert not any(map(self._host.index.key_at, slots))
+        assert all(map(self._shared.arena.claims, slots))
