@@ -77,7 +77,16 @@ def test_a_block_is_known_within_what_carries_it(shape: Any) -> None:
     crossing.key = key
     for carrier in (key, [1, key], [(key, 1)], {key: 1}, {1: [key]}, SimpleNamespace(keys=[key])):
         assert crossing._carries(carrier)
-    for other in (b"o" * 32, 1, None, [1, 2], {}, SimpleNamespace(keys=[]), SimpleNamespace()):
+    others: list[object] = [
+        b"o" * 32,
+        1,
+        None,
+        [1, 2],
+        {},
+        SimpleNamespace(keys=[]),
+        SimpleNamespace(),
+    ]
+    for other in others:
         assert not crossing._carries(other)
 
 

@@ -78,7 +78,7 @@ async def test_a_tier_that_hangs_is_a_miss_and_its_slots_wait_until_it_is_quiet(
 
 
 async def test_a_failing_tier_is_left_alone_and_found_again() -> None:
-    trial = Hold(on="get", after=2)
+    trial = Hold(on="get")
     tier = FakeTier([Fail(on="get", times=2), trial], store=await flushed((1,)), durable=True)
     async with cache_of(LevelSpec(tier, settings=QUICK)) as cache:
         keys = cache.keys(1)
