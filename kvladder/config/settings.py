@@ -167,9 +167,21 @@ class Chosen(Settings, frozen=True, kw_only=True, dict=True):
     """The class that they are for; its ``Options`` has its own."""
 
     @classmethod
-    def of(cls, make: Any, **types: tuple[Any, Any]) -> type[Self]:
-        """The same for one class; ``types`` are types and defaults of fields that depend on it."""
+    def of(cls, make: Any, path: str = "", /, **types: tuple[Any, Any]) -> type[Self]:
+        """The same for one class; ``types`` are types and defaults of fields that depend on it.
+
+        The class is named at ``path``.
+
+        Raises
+        ------
+        ConfigError
+            The class has a setting by the name of one that all have.
+        """
         own = msgspec.structs.fields(make.Options) if getattr(make, "Options", None) else ()
+        common = {field.encode_name for field in msgspec.structs.fields(cls)}
+        for name in common.intersection(one.encode_name for one in own):
+            what = f"{make.__name__} has a setting {name!r} of its own, and all have one"
+            raise ConfigError(what, path=path, hint="give it another name in its Options")
         field: Any = msgspec.field
         fields: list[Any] = [(name, *what) for name, what in types.items()]
         for one in own:

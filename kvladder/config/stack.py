@@ -251,7 +251,7 @@ def _tier_types(raw: Any) -> tuple[Any, ...]:
             hint = "the first tier is the only one of type host"
             raise ConfigError(wrong, path=f"{path}.type", hint=hint)
         if i:
-            types.append(_level_type(make, tier, f"{path}.codecs"))
+            types.append(_level_type(make, tier, path))
     for key in {*raw[0]}.intersection(keys_of(LevelConfig)).difference(keys_of(HostConfig)):
         why = "is as large as the arena: set arena.size" if key == "capacity" else "has none"
         raise ConfigError("unknown key", path=f"tiers[0].{key}", hint=f"the host level {why}")
@@ -278,10 +278,13 @@ def _level_type(make: Any, raw: dict[str, Any], path: str) -> type[LevelConfig]:
             raw["codecs"] = codecs = parse_yaml(codecs)
     if not is_list(codecs):  # and if it is not missing, wrong
         default = (CHECKSUM,) if make.checks or make.notes else ()
-        return LevelConfig.of(make, codecs=(tuple[CodecConfig, ...], default))
+        return LevelConfig.of(make, f"{path}.type", codecs=(tuple[CodecConfig, ...], default))
     raw["codecs"] = [{"name": one} if isinstance(one, str) else one for one in codecs]
     types: list[Any] = []
     for i, one in enumerate(raw["codecs"]):
-        codec = _named("codecs", one, "name", f"{path}[{i}]")
-        types.append((LossyCodecConfig if codec.lossy else CodecConfig).of(codec))
-    return LevelConfig.of(make, codecs=(tuple.__class_getitem__(tuple(types)), ()))
+        where = f"{path}.codecs[{i}]"
+        codec = _named("codecs", one, "name", where)
+        kind = LossyCodecConfig if codec.lossy else CodecConfig
+        types.append(kind.of(codec, f"{where}.name"))
+    chain = tuple.__class_getitem__(tuple(types))
+    return LevelConfig.of(make, f"{path}.type", codecs=(chain, ()))

@@ -150,6 +150,17 @@ def test_a_tier_without_options_takes_no_more_keys(refusal):
     assert str(error).startswith("tiers[1].path: unknown key (expected one of: name, type")
 
 
+def test_a_setting_that_all_tiers_have_is_no_plug_ins_own(refusal, monkeypatch):
+    class Late(MemoryTier):
+        class Options(msgspec.Struct, frozen=True):
+            timeout: int = 3
+
+    monkeypatch.setitem(registry._registered, ("tiers", "late"), Late)
+    error = refusal(tiers({"type": "late", "capacity": "1 GiB"}))
+    assert error.path == "tiers[1].type"
+    assert "Late has a setting 'timeout' of its own, and all have one" in str(error)
+
+
 @pytest.mark.parametrize("kind", ["odd", "plain"])
 def test_what_is_registered_must_be_of_its_kind(refusal, monkeypatch, kind):
     monkeypatch.setitem(registry._registered, ("tiers", "odd"), dict)
