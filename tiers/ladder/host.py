@@ -72,11 +72,11 @@ class HostLevel(Shelf[Slot]):
     # ---- who comes and goes
 
     def _freed(self, keys: Sequence[BlockKey], places: Sequence[Slot], reason: Reason) -> None:
-        self._on_drop(keys)
+        self.on_drop(keys)
         self._ahead -= len(keys)
         self.shared.arena.release(places)
 
-    def _on_drop(self, keys: Sequence[BlockKey]) -> None:
+    def on_drop(self, keys: Sequence[BlockKey]) -> None:
         """Blocks left the level: nothing is remembered of them."""
         for key in keys if self._refused else ():
             self._refused.pop(key, None)
@@ -114,7 +114,7 @@ class HostLevel(Shelf[Slot]):
             gone = self._evictable(missing, priority)
             self._may_go = 0.0 if len(gone) < missing else max(0.0, self._may_go - missing)
             self._ahead -= len(gone)
-            self._on_drop(gone)
+            self.on_drop(gone)
             arena.release(self.index.drop(gone, evicted_s=now))
             self.stats.evicted += len(gone)
             self.shared.events.removed(self.name, gone, "evicted")

@@ -527,6 +527,7 @@ class TierStack(Seam):
         for start in range(0, self.host.index.places, STEP):
             with self.lock:
                 held = self.host.index.held(start, start + STEP)
+                self.host.on_drop(held)
                 self.shared.arena.release(self.host.index.drop(held))
 
     @property
