@@ -26,6 +26,7 @@ CATCHES_ALL = {
     "kvladder/runtime.py": "hands it to whoever awaits the call",
     "tiers/files/threads.py": "hands it to whoever awaits the batch",
     "gpu/copy/copier.py": "reports it with the job whose copy failed",
+    "kvladder/planning/models.py": "names it as why the rules were asked",
 }
 ENGINE_EDGE = re.compile(r"connectors/vllm\w*/.*\.py")  # an engine must outlive its connector
 

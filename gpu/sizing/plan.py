@@ -224,7 +224,7 @@ class CachePlan:
         """Whether it is a convolution without a state whose pool it joins."""
         states = [each for each in self.states if isinstance(each, State)]
         return isinstance(one, ConvState) and not any(
-            _fits(one.conv_dim, each.heads, each.head_dim, each.d_state) for each in states
+            fits(one.conv_dim, each.heads, each.head_dim, each.d_state) for each in states
         )
 
     @property
@@ -301,7 +301,7 @@ class CachePlan:
                 shapes.setdefault(shape, []).append(one.name)
         for conv in self.resources:
             if isinstance(conv, ConvState):
-                fitting = next((s for s in shapes if _fits(conv.conv_dim, *s[:3])), None)
+                fitting = next((s for s in shapes if fits(conv.conv_dim, *s[:3])), None)
                 if fitting is not None:
                     shapes[fitting].append(conv.name)
                 else:
@@ -397,7 +397,7 @@ class CachePlan:
         return "\n".join(lines)
 
 
-def _fits(conv_dim: int, heads: int, head_dim: int, d_state: int) -> bool:
+def fits(conv_dim: int, heads: int, head_dim: int, d_state: int) -> bool:
     """Whether a convolution's inputs are those of such a state: values, and two of each group."""
     rest = conv_dim - head_dim * heads
     return rest >= 0 and rest % (2 * d_state) == 0

@@ -11,7 +11,7 @@ from kvladder.gpu.requests.groups import Layer
 from kvladder.gpu.sizing.divide import blocks_of, divide, needed
 from kvladder.gpu.sizing.plan import CachePlan
 from kvladder.layout import Layout
-from kvladder.planning.models import ModelConfig
+from kvladder.planning.models import kept_by
 from kvladder.units import Size
 
 STEP: Final = 8192
@@ -58,9 +58,9 @@ def size(
     room = _room(memory)
     step = min(_tokens("--step", step), _tokens("--context", context))
     hint = "kvladder.gpu.sizing.plan.CachePlan sizes layers that you name"
-    found = ModelConfig(model, dtype=dtype, hint=hint)
+    found = kept_by(model, dtype=dtype, hint=hint)
     plan = CachePlan(
-        found.resources(),
+        found.resources,
         block_tokens=block_tokens,
         max_tokens=context,
         step=step,
@@ -75,7 +75,10 @@ def size(
         hint = f"one takes {Size(one).about()}"
         raise PlanError(f"{room} holds no sequence of {context} tokens", path="--memory", hint=hint)
     division = divide(pairs, room - sequences * alone, context=context, step=step)
-    lines = [f"{found.file}: {len(found.kinds())} layers, {found.dtype}", *_kept(plan)]
+    lines = [
+        f"{found.model.file}: {found.layers} layers, {found.model.dtype}, {found.how}",
+        *_kept(plan),
+    ]
     lines.append(
         f"a sequence of {context} tokens, computed {step} at a time, takes {Size(one).about()}"
     )

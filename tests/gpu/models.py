@@ -109,8 +109,8 @@ NEMOTRON_H_8B: dict[str, Any] = {
 FALCON_H1: dict[str, Any] = {
     "model_type": "falcon_h1", "num_hidden_layers": 36, "num_attention_heads": 8,
     "num_key_value_heads": 2, "hidden_size": 2048, "head_dim": 64, "mamba_n_heads": 48,
-    "mamba_d_head": 64, "mamba_d_state": 256, "mamba_n_groups": 1, "mamba_d_conv": 4,
-    "torch_dtype": "bfloat16",
+    "mamba_d_head": 64, "mamba_d_ssm": 3072, "mamba_d_state": 256, "mamba_n_groups": 1,
+    "mamba_d_conv": 4, "torch_dtype": "bfloat16",
 }  # fmt: skip
 CODESTRAL_MAMBA: dict[str, Any] = {
     "model_type": "mamba2", "num_hidden_layers": 64, "hidden_size": 4096, "num_heads": 128,

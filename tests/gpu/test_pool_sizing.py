@@ -14,7 +14,7 @@ from kvladder.errors import PlanError
 from kvladder.gpu.requests.groups import Group, Layer
 from kvladder.gpu.sizing.divide import blocks_of, divide, kv_bytes_per_token, needed, pool_bytes
 from kvladder.gpu.sizing.plan import CachePlan, ConvState
-from kvladder.planning.models import ModelConfig
+from kvladder.planning.models import kept_by
 from tests.gpu import models
 from tests.gpu.engine import Engine
 
@@ -170,7 +170,7 @@ def config(name: str, folder: Path) -> Path:
 @pytest.mark.parametrize("name", KINDS)
 def test_real_models(name: str, tmp_path: Path) -> None:
     count, token_bytes, windows, state_bytes = KINDS[name]
-    found = ModelConfig(config(name, tmp_path)).resources()
+    found = kept_by(config(name, tmp_path)).resources
     layers = [one for one in found if isinstance(one, Layer)]
     assert len(layers) == count
     assert sum(layer.token_bytes for layer in layers) == token_bytes
@@ -197,7 +197,7 @@ def test_convolutions_without_states_are_by_themselves(tmp_path: Path, capsys: A
 @pytest.mark.parametrize("name", ["QWEN3_NEXT", "NEMOTRON_H_8B", "JAMBA", "LFM2_1B"])
 def test_convolutions_keep_the_type_of_the_model(name: str, tmp_path: Path) -> None:
     def convolutions(dtype: str | None) -> list[int]:
-        found = ModelConfig(config(name, tmp_path), dtype=dtype).resources()
+        found = kept_by(config(name, tmp_path), dtype=dtype).resources
         return [one.bytes for one in found if isinstance(one, ConvState)]
 
     assert convolutions("fp8") == convolutions(None) != []

@@ -167,13 +167,8 @@ def test_bytes_per_token(model, content, expected):
         ({**LLAMA, "torch_dtype": "int3"}, "dtype 'int3'"),
         ({**LLAMA, "layer_types": ["odd"] * 32}, "not all layers keep KV: odd"),
         ({**LLAMA, "layer_types": ["attention"]}, "1 kinds for 32 layers"),
-        ({**LLAMA, "mamba_d_state": 16}, "the file does not say which"),
-        (
-            {**LLAMA, "mamba_d_state": 16, "attn_layer_period": 8},
-            "not all layers keep KV: some keep a state",
-        ),
-        ({**LLAMA, "full_attention_interval": 4}, "linear_num_value_heads: missing"),
-        ({**LLAMA, "hybrid_override_pattern": "M?"}, "not all layers keep KV"),
+        ({**LLAMA, "mamba_d_state": 16}, "mamba_d_state: what layers keep of it is not known"),
+        ({"model_type": "mamba", "dtype": "float32"}, "not all layers keep KV: some keep a state"),
     ],
 )
 def test_a_layout_is_not_guessed(model, content, says):

@@ -1,18 +1,23 @@
-"""What a config.json says, with the defaults of its class, and what is refused."""
+"""What a config.json says: one token run through every type of model, and rules that read files."""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvladder import planning
 from kvladder.cli import main
-from kvladder.errors import ConfigError
+from kvladder.errors import ConfigError, LayoutError
 from kvladder.gpu.requests.groups import Layer
-from kvladder.planning.defaults import DEFAULTS, REFUSED_KEYS, REFUSED_TYPES
-from kvladder.planning.models import ModelConfig, bytes_per_token
+from kvladder.planning import rules
+from kvladder.planning.models import bytes_per_token, kept_by
+from kvladder.planning.reading import ModelFile
+from kvladder.planning.rules import REFUSED_KEYS, REFUSED_TYPES, STATED
 from tests.gpu import models
 
 BASE: dict[str, Any] = {
@@ -20,38 +25,170 @@ BASE: dict[str, Any] = {
     "hidden_size": 1024, "torch_dtype": "bfloat16",
 }  # fmt: skip
 
+RUNNABLE: dict[str, dict[str, Any]] = {
+    "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
+    "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["mamba", "attention"] * 2},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
+}
+"""What a class's own defaults lack for a model that can be made of them."""
+
+LAYERS = 8
+"""Enough to see which layers have windows, and few enough to be made in a moment."""
+DEEP = ("gemma3n_text", "gpt_neo", "prophetnet", "zamba", "zamba2")
+"""Types whose other defaults are for another number of layers."""
+
+NOT_RUN = {
+    "blt": "made of several models, each with a cache",
+    "cohere_compass_text": "its class's own defaults lack rotary embeddings of each kind of layer",
+    "dbrx": "its class refuses what it writes itself",
+    "deepseek_v4": "its layers compress what they keep as it grows",
+    "gemma4_assistant": "reads the cache of another model",
+    "gemma4_unified_assistant": "reads the cache of another model",
+    "jetmoe": "asks for as many numbers as it has experts",
+    "marian": "its class has no vocabulary by itself",
+    "minimax": "its states are in a cache of its own",
+    "musicgen": "made of three models, none by itself",
+    "musicgen_melody": "made of three models, none by itself",
+    "openai-gpt": "its class caches nothing",
+    "qwen4_exp": "its class's own defaults lack sizes that depend on each other",
+    "qwen4_exp_text": "its class's own defaults lack sizes that depend on each other",
+    "reformer": "keeps buckets instead of keys and values",
+    "rwkv": "keeps a state in a cache of its own",
+    "xlm": "its class caches nothing",
+    "xlnet": "computes in float32 alone",
+    "xlstm": "keeps states in a cache of its own",
+    "xmod": "wants to be told a language",
+}
+"""Why no token can be run through a model of a class's own defaults."""
+
+
+def all_types() -> list[str]:
+    try:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except ImportError:
+        return []
+    return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+
 
 def written(folder: Path, values: dict[str, Any]) -> Path:
     (folder / "config.json").write_text(json.dumps(values))
     return folder
 
 
+def shapes(layers: list[Layer]) -> list[tuple[int, int | None]]:
+    return [(layer.token_bytes, layer.window) for layer in layers]
+
+
+class Asked(dict[str, Any]):
+    """A file's values, and which of them were asked for."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.keys_asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.keys_asked.add(key)
+        return super().get(key, default)
+
+
+def read(
+    folder: Path, values: dict[str, Any], asked: set[str] | None = None
+) -> list[tuple[int, int | None]] | None:
+    """What the rules say; None if they refuse. Adds to ``asked`` the keys that they read."""
+    model = ModelFile(written(folder, values), dtype="bfloat16", hint="")
+    model.values = seen = Asked(model.values)
+    try:
+        return shapes(rules.layers(model))
+    except LayoutError:
+        return None
+    finally:
+        if asked is not None:
+            asked |= seen.keys_asked
+
+
 def windows(folder: Path, values: dict[str, Any]) -> list[int | None]:
-    found = ModelConfig(written(folder, values)).resources()
+    found = kept_by(written(folder, values)).resources
     return [one.window for one in found if isinstance(one, Layer)]
 
 
+@pytest.fixture
+def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "kvladder.planning.running", raising=False)
+    monkeypatch.delattr(planning, "running", raising=False)
+
+
+# ---- every type of model that transformers knows
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DEFAULTS)
-def test_the_defaults_are_those_of_the_classes(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", all_types())
+def test_rules_and_one_token_agree(name: str, tmp_path: Path) -> None:
+    """Rules say of each type what one token shows, or refuse, whatever the file leaves out."""
+    from transformers import AutoConfig
+
+    if name.startswith("musicgen"):
+        assert name in NOT_RUN
+        return
+    depth = {} if name in DEEP else {"num_hidden_layers": LAYERS}
+    config = AutoConfig.for_model(name, **depth | RUNNABLE.get(name, {}))
+    whole: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    asked: set[str] = set()
+    ruled = read(tmp_path, whole, asked)
+    try:
+        found = kept_by(written(tmp_path, whole), dtype="bfloat16")
+    except LayoutError:
+        assert name in NOT_RUN
+        assert ruled is None
+        return
+    if name in NOT_RUN:
+        assert found.how.startswith("by the keys of the file")
+    else:
+        assert found.how.startswith("by one token through")
+        layers = [one for one in found.resources if isinstance(one, Layer)]
+        assert ruled in (None, shapes(layers))
+        assert ruled is None or len(layers) == len(found.resources)
+    inner = whole.get("text_config")
+    text: dict[str, Any] = inner if isinstance(inner, dict) else whole
+    sizes = {*rules._LAYERS, *rules._HEADS, *rules._HIDDEN}  # which every file has
+    for key in (text.keys() & asked) - sizes - {"model_type"}:
+        rest = {each: value for each, value in text.items() if each != key}
+        left = read(tmp_path, rest if text is whole else {**whole, "text_config": rest})
+        assert ruled is None or left in (None, ruled), f"{key} is left out"
+
+
+def test_there_are_no_exceptions_of_types_that_are_gone() -> None:
+    types = all_types()
+    if not types:
+        pytest.skip("there is no transformers")
+    named = {name for names in STATED.values() for name in names.split()}
+    assert {*RUNNABLE, *DEEP, *NOT_RUN, *named, *REFUSED_TYPES} <= set(types)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("gemma4_unified_text", 143_360), ("gemma4_text", 143_360), ("deepseek_v32", 85_888)],
+)
+def test_bytes_that_no_rule_tells(name: str, size: int, tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("transformers")
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    given = {"hidden_size": 2560, "num_hidden_layers": 54}
-    theirs: Any = CONFIG_MAPPING[name](**given)
-    ours = ModelConfig(written(tmp_path, {"model_type": name, **given, "dtype": "bfloat16"}))
-    for key, value in DEFAULTS[name].items():
-        if hasattr(theirs, key):
-            assert value == getattr(theirs, key), key
-    listed = getattr(theirs, "layer_types", None)
-    if listed is not None and name not in ("bamba", "lfm2", "zamba2"):  # these files have lists
-        read = {"window": "sliding_attention", "section": "chunked_attention"}
-        read |= {"mamba": "linear_attention", "linear": "linear_attention"}
-        shared = getattr(theirs, "num_kv_shared_layers", 0)
-        kinds = [read.get(kind, "full_attention") for kind in ours.kinds()]
-        assert kinds[: 54 - shared] == list(listed)[: 54 - shared]
+    folder = written(tmp_path, {"model_type": name, "dtype": "bfloat16"})
+    assert bytes_per_token(folder) == size
+    assert main(["size", "--model", str(folder), "--memory", "80GiB", "--context", "4096"]) == 0
+    assert "bfloat16, by one token through" in capsys.readouterr().out
 
 
+# ---- without transformers, and models that it does not know
+
+
+@pytest.mark.usefixtures("without_transformers")
 @pytest.mark.parametrize("key", REFUSED_KEYS)
 def test_what_is_not_understood_is_refused_by_name(key: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"config.json: {key}: what layers keep"):
@@ -60,71 +197,114 @@ def test_what_is_not_understood_is_refused_by_name(key: str, tmp_path: Path) -> 
         assert bytes_per_token(written(tmp_path, {**BASE, key: none})) == 8 * 2 * 2 * 128 * 2
 
 
+@pytest.mark.usefixtures("without_transformers")
 @pytest.mark.parametrize("name", REFUSED_TYPES)
 def test_a_type_that_is_not_understood_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="model_type: what layers of"):
         bytes_per_token(written(tmp_path, {**BASE, "model_type": name}))
 
 
+@pytest.mark.usefixtures("without_transformers")
+@pytest.mark.parametrize("key", STATED)
+def test_what_only_a_class_knows_is_asked_for(key: str, tmp_path: Path) -> None:
+    stated = {**BASE, **dict.fromkeys(STATED, 1), "layer_types": ["full_attention"] * 8}
+    for name in STATED[key].split():
+        values = {each: value for each, value in stated.items() if each != key}
+        values["model_type"] = name
+        with pytest.raises(ConfigError, match=rf"{key}: missing.*kvladder\[transformers\]"):
+            bytes_per_token(written(tmp_path, values))
+
+
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"attn_type_list": [0, 1] * 4}, "attn_type_list: not all layers"),
-        ({"attn_layer_period": 0, "mamba_d_state": 16}, "attn_layer_period: 0"),
-        ({"attn_layer_period": 4, "attn_layer_offset": 4}, "attn_layer_period: 4, and 4 is"),
-        ({"attn_layer_period": 4, "attn_layer_offset": "x"}, "attn_layer_period: 4, and 'x' is"),
-        ({"full_attention_interval": 0}, "full_attention_interval: 0"),
-        ({"sliding_window": 64, "sliding_window_pattern": "LLLG"}, "sliding_window_pattern: 'LL"),
-        ({"sliding_window": 64, "sliding_window_pattern": 0}, "sliding_window_pattern: 0"),
-        ({"sliding_window": 64, "use_sliding_window": True}, "max_window_layers: None"),
-        ({"num_kv_shared_layers": 8}, "num_kv_shared_layers: 8 of 8 layers"),
-        ({"num_kv_shared_layers": "x"}, "num_kv_shared_layers: 'x' of 8 layers"),
-        ({"attention_chunk_size": 64}, "no_rope_layer_interval: missing"),
-        ({"attention_chunk_size": 64, "no_rope_layers": [1]}, r"no_rope_layers: \[1\] for 8"),
+        ({"attn_type_list": [0, 1] * 4}, "attn_type_list: what layers keep"),
+        ({"sliding_window": 64, "sliding_window_pattern": "LLLG"}, "sliding_window_pattern: not"),
+        ({"sliding_window": 64, "_sliding_window_pattern": 6}, "_sliding_window_pattern: not all"),
+        ({"sliding_window": 64, "use_sliding_window": True}, "layer_types: missing"),
+        ({"attention_chunk_size": 64}, "layer_types: missing"),
         ({"v_head_dim": 64}, "v_head_dim: 64, keys have 128"),
         ({"multi_query_attention": True}, "multi_query_group_num: missing"),
-        ({"mamba_d_state": 16}, "the file does not say which"),
-        ({"model_type": "zamba", "attn_layer_period": 6, "mamba_d_state": 16}, "does not say"),
+        ({"layer_types": ["sliding_attention"] * 8}, "sliding_window: missing"),
+        ({"model_type": "zamba", "mamba_d_state": 16, "num_hidden_layers": "x"}, "'x'|not known"),
     ],
 )
-def test_wrong_rules_are_named(values: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_wrong_files_are_refused(values: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=says):
-        ModelConfig(written(tmp_path, {**BASE, **values})).resources()
+        kept_by(written(tmp_path, {**BASE, **values}))
 
 
+WINDOWS: list[tuple[dict[str, Any], list[int | None]]] = [
+    ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False}, [None] * 8),
+    ({"model_type": "qwen2_vl", "sliding_window": 64, "use_sliding_window": False}, [None] * 8),
+    ({"model_type": "mistral", "sliding_window": 4096}, [4096] * 8),
+    ({"model_type": "mistral", "sliding_window": None}, [None] * 8),
+]
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["with", "without"])
+@pytest.mark.parametrize(("values", "expected"), WINDOWS)
+def test_windows_that_files_state(
+    values: dict[str, Any],
+    expected: list[int | None],
+    there: bool,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    if not there:
+        request.getfixturevalue("without_transformers")
+    assert windows(tmp_path, {**BASE, **values}) == expected
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"model_type": "qwen2", "sliding_window": 64}, [None] * 8),
-        ({"model_type": "qwen2_vl", "sliding_window": 64}, [None] * 8),
         (
             {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}
             | {"max_window_layers": 6},
             [None] * 6 + [64] * 2,
         ),
         ({"model_type": "mistral"}, [4096] * 8),
-        ({"model_type": "mistral", "sliding_window": None}, [None] * 8),
         ({"model_type": "gemma2"}, [4096, None] * 4),
-        ({"model_type": "gemma3"}, [4096] * 5 + [None] + [4096] * 2),
+        ({"model_type": "gemma3_text"}, [4096] * 5 + [None] + [4096] * 2),
         ({"model_type": "exaone4", "sliding_window_pattern": 2}, [4096, None] * 4),
-        ({"model_type": "llama4", "no_rope_layers": [1, 0] * 4}, [8192, None] * 4),
-        ({"attn_type_list": [1] * 8}, [None] * 8),
+        ({"model_type": "llama4_text", "no_rope_layers": [1, 0] * 4}, [8192, None] * 4),
     ],
 )
 def test_windows_where_the_class_has_them(
     values: dict[str, Any], expected: list[int | None], tmp_path: Path
 ) -> None:
+    pytest.importorskip("transformers")
     assert windows(tmp_path, {**BASE, **values}) == expected
 
 
-@pytest.mark.parametrize("name", ["JAMBA", "BAMBA_9B", "FALCON_H1", "ZAMBA_2_7B"])
-def test_states_that_newer_files_call_linear_attention(name: str, tmp_path: Path) -> None:
-    values: dict[str, Any] = getattr(models, name)
-    one = ModelConfig(written(tmp_path, values))
-    newer = {"full": "full_attention", "mamba": "linear_attention", "both": "hybrid"}
-    listed = {"layer_types": [newer[kind] for kind in one.kinds()], "layers_block_type": None}
-    again = ModelConfig(written(tmp_path, {**values, **listed}))
-    assert again.resources() == one.resources()
+@pytest.mark.usefixtures("without_transformers")
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("LLAMA_3_70B", 327_680),
+        ("MISTRAL_7B", 131_072),
+        ("QWEN2_7B", 57_344),
+        ("FALCON_7B", 8_192),
+        ("GPT2", 73_728),
+        ("DEEPSEEK_V3", 70_272),
+    ],
+)
+def test_real_models_without_transformers(name: str, size: int, tmp_path: Path) -> None:
+    found = kept_by(written(tmp_path, getattr(models, name)))
+    layers = [one for one in found.resources if isinstance(one, Layer)]
+    assert sum(layer.token_bytes for layer in layers) == size
+    assert found.how.startswith("by the keys of the file (ModuleNotFoundError")
+
+
+def test_a_model_that_transformers_does_not_know_is_read(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    values = {"model_type": "chatglm", "num_layers": 4, "num_attention_heads": 8}
+    values |= {"kv_channels": 128, "multi_query_attention": True, "multi_query_group_num": 2}
+    found = kept_by(written(tmp_path, {**values, "dtype": "float16"}))
+    assert [one.token_bytes for one in found.resources if isinstance(one, Layer)] == [1024] * 4
+    assert "does not know 'chatglm'" in found.how
 
 
 def test_nothing_is_asked_to_be_left_out_that_is_required(tmp_path: Path, capsys: Any) -> None:

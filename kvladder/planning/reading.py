@@ -1,0 +1,72 @@
+"""A model's ``config.json``: its values, the types of what it keeps, and errors that name it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvladder.errors import ConfigError, LayoutError
+from kvladder.gpu.requests.groups import ITEM_BYTES
+from kvladder.schema import is_mapping
+
+
+class ModelFile:
+    """A model's configuration; what is missing or wrong raises LayoutError naming the file.
+
+    ``dtype`` is that of its KV cache, None the model's; ``hint`` what to do where the file does
+    not do.
+    """
+
+    def __init__(self, path: Path, *, dtype: str | None, hint: str) -> None:
+        self.file = path / "config.json" if path.is_dir() else path
+        self.whole: Mapping[str, Any] = _read(self.file)
+        """All that the file says."""
+        text = self.whole.get("text_config")
+        self.values = {**self.whole, **text} if is_mapping(text) else self.whole
+        """What it says of the language model, which a multimodal model has within."""
+        self.hint = hint
+        said = ("dtype", "torch_dtype")
+        own: Any = self.get(*said) or next(filter(None, map(self.whole.get, said)), None)
+        name = dtype or own
+        if name not in ITEM_BYTES:
+            hint = f"--dtype with one of: {', '.join(ITEM_BYTES)}"
+            raise self.wrong(f"dtype {name!r}", hint=hint)
+        self.dtype: str = name
+        """Of the KV cache."""
+        self.conv_dtype: str = own if own in ITEM_BYTES else "float32"
+        """Of the inputs that convolutions keep: the model's own."""
+        state: Any = self.get("mamba_ssm_dtype")
+        self.state_dtype: str = state if state in ITEM_BYTES else self.conv_dtype
+
+    def wrong(self, what: str, *, hint: str | None = None) -> LayoutError:
+        """An error that names the file."""
+        return LayoutError(what, path=str(self.file), hint=self.hint if hint is None else hint)
+
+    def get(self, *names: str) -> Any:
+        """The first of these keys that has a value, or None."""
+        return next((self.values[n] for n in names if self.values.get(n) is not None), None)
+
+    def number(self, *names: str, default: int | None = None) -> int:
+        """The same, as a number of 1 or more; without a default it must be there."""
+        value = self.get(*names)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            what = "missing" if value is None else repr(value)
+            raise self.wrong(f"{names[0]}: {what}")
+        return value
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found: object = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+        raise ConfigError(why, path=str(file), hint="expected a model's config.json") from error
+    except ValueError as error:
+        raise ConfigError(f"not JSON: {error}", path=str(file)) from error
+    if not is_mapping(found):
+        raise ConfigError("not a JSON object", path=str(file), hint="a model's config.json")
+    return found
