@@ -218,7 +218,7 @@ def behind_a_slow_link(model: Path, folder: Path) -> Row:
         ours=ours_s * 1e3,
         goal="ratio <= 1.1",
         note="from the third request on that finds its blocks there; the limit is vLLM without a"
-        " connector, whose heap may be given back in each step (decision 26)",
+        " connector, whose heap may be given back in each step (decision 30)",
     )
 
 

@@ -118,3 +118,8 @@ def test_every_metric_is_explained_and_no_other():
 def test_every_reason_for_a_drop_is_explained():
     named = set(get_args(DropReason))
     assert {reason for reason, *_ in rows("metrics.md", "Why blocks are dropped")} == named
+
+
+def test_decisions_have_numbers_of_their_own():
+    pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    assert [path.name[:4] for path in pages] == [f"{n:04d}" for n in range(1, len(pages) + 1)]
