@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 
 from kvladder.arena import Slot
@@ -16,7 +17,7 @@ from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.sim import SimLoop, SimThreads, inline_blocking, where
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.testing.steps import misbehaviours, troubles
-from kvladder.tiers.base import Blocking
+from kvladder.tiers.base import NO_SLOT, Blocking
 from kvladder.tiers.ladder.door import BEHIND_CALLS_MAX
 from kvladder.tiers.ladder.gate import KINDS
 from kvladder.tiers.ladder.level import Level
@@ -146,7 +147,7 @@ class World:
         """Each request does what it can do next; which one is first is random."""
         if self._purge.step():
             self.note("purged")
-            self.model.removed([*self._salted])
+            self._removed([*self._salted])
         for request in self.random.sample(self.requests, len(self.requests)):
             if request.save is not None:
                 self._end(request)
@@ -220,7 +221,7 @@ class World:
                 if request.save is not None:
                     request.save.abort()
                 if not any(tier.shared for tier in self.tiers):  # others may find them good
-                    self.model.removed(request.keys[: request.fetch.blocks])
+                    self._removed(request.keys[: request.fetch.blocks])
                 request.fetch.forget()
                 self.requests.remove(request)
 
@@ -230,6 +231,15 @@ class World:
         self.note(f"remove {number}/{length}")
         self._condemned.update(keys)
         self.manager.remove(keys)
+        self._removed(keys)
+
+    def _removed(self, keys: Sequence[BlockKey]) -> None:
+        """Nobody may have these blocks any more but the requests that have pinned them."""
+        for request in self.requests:
+            for key, slot in zip(request.keys, request.fetch._slots, strict=False):
+                if slot != NO_SLOT:
+                    right = request.expected.get(key, NOTHING) | self.model.may_be(key)
+                    request.expected[key] = right
         self.model.removed(keys)
 
     def clear(self) -> None:
@@ -237,7 +247,7 @@ class World:
         self.note("clear")
         self._condemned.update(self.model.floors)
         self.manager.clear()
-        self.model.removed([*self.model.floors])
+        self._removed([*self.model.floors])
 
     def purge(self) -> None:
         """The user begins to remove everything of one salt."""
