@@ -6,14 +6,16 @@ The tier of each test calls every other removal a broken rule, which ends the te
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
+from kvladder.errors import TierFull
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import Fail, Full, Hang, Hold, Wrong
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.tiers.base import Item
 from kvladder.tiers.codecs.base import ChecksumCodec
 from kvladder.tiers.codecs.edge import EdgeSettings
 from kvladder.tiers.ladder.door import LevelSettings
@@ -125,6 +127,36 @@ async def test_a_write_left_behind_brings_nothing_back_that_a_user_removed(purge
         await asyncio.sleep(10.0)
         assert cache.manager.removals == 0
         assert [tier.stored(key) is not None for key in (*mine, *cache.keys(2))] == [False, True]
+
+
+class Refusing(SharedFakeTier):
+    """Takes no block, or has no room for one, and says so late."""
+
+    is_full = False
+
+    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
+        await asyncio.sleep(1.0)
+        if self.is_full:
+            raise TierFull("no room")
+        return [False] * len(items)
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+async def test_what_a_user_removes_while_it_is_refused_goes_for_the_others_too(
+    is_full: bool,
+) -> None:
+    tier = Refusing()
+    tier.is_full = is_full
+    async with cache_of(LevelSpec(tier, COMMIT)) as cache:
+        mine = cache.keys(1)
+        tier.removable = {*mine}.__contains__
+        tier.others_put({key: cache.payload(key) for key in cache.keys(1, 2)})
+        cache.save(cache.keys(1, 2))
+        await asyncio.sleep(0.5)
+        cache.manager.remove(mine)
+        await cache.settle()
+        assert cache.manager.removals == 0
+        assert [tier.at(key, 0) is not None for key in cache.keys(1, 2)] == [False, True]
 
 
 @pytest.mark.parametrize("after_s", [0.5, 1.5])

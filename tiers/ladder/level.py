@@ -47,7 +47,7 @@ from kvladder.tiers.ladder.queue import Inbox, Leaving, Pending
 from kvladder.tiers.ladder.shelf import Above, Shelf
 
 LOST_MAX = 4096
-"""Of how many blocks it is remembered that what a shared tier has of them is of no use."""
+"""Of how many blocks it is known that what a shared tier has is of no use."""
 FULL_RETRY_S = 60.0
 """After a full disk, how long a level works within the places it has before it tries for more."""
 
@@ -170,8 +170,7 @@ class Level(Shelf[int]):
         Returns those that may still come to be stored.
         """
         found: set[BlockKey] = set()
-        under_way = self.inbox or self._writing or self._leaving.behind
-        for key in keys if under_way else ():
+        for key in keys if self.inbox or self._writing or self._leaving.behind else ():
             if salt is not None:
                 pending = self.inbox.get(key) or self._writing.get(key)
                 if pending is None or pending.meta.terms.salt != salt:
@@ -445,7 +444,8 @@ class Level(Shelf[int]):
             self._full(items)
         elif answer.results is None:
             self._drop("failed", items)
-            unwanted = self._tombstones.copy()
+            unwanted = self._tombstones.intersection(item.key for item in items)
+            self._tombstones -= unwanted
             if answer.quiet:
                 self._unstored(items, unwanted)
             else:
@@ -459,6 +459,8 @@ class Level(Shelf[int]):
         if len(stored) < len(writing):
             lost = [key for key in writing if key not in self.index]
             self._above.settled(self, lost, stored=False)
+        if self.tier.shared:  # what was not stored others may have put there
+            self.remove_later([Item(key, NO_PLACE) for key in self._tombstones])
         self._tombstones.clear()
 
     def stored_late(self, items: Sequence[Item]) -> None:
@@ -482,13 +484,12 @@ class Level(Shelf[int]):
             stored = [item.key for item in reversed(items)]
             self.hold(stored, [item.place for item in reversed(items)], metas[0])
             items, results, metas = (), (), []
-        for item, kept, meta in zip(
-            reversed(items), reversed(results), reversed(metas), strict=True
-        ):
+        for item, kept, meta in zip(items[::-1], results[::-1], metas[::-1], strict=True):
             if not kept:
                 self._free([item])
                 self._drop("refused", [item])
             elif item.key in self._tombstones:
+                self._tombstones.remove(item.key)
                 self.remove_later([item])
             elif not meta.terms.last(self.shared.clock):
                 self._let_go([item])
@@ -574,9 +575,8 @@ class Level(Shelf[int]):
     @property
     def queue_age_s(self) -> float:
         """How long the oldest of them has waited; 0 without any."""
-        waiting = [*self._writing.values(), *self.inbox.oldest()]
-        now = self.shared.clock.now()
-        return max((now - pending.since_s for pending in waiting), default=0.0)
+        since_s = [one.since_s for one in (*self._writing.values(), *self.inbox.oldest())]
+        return self.shared.clock.now() - min(since_s) if since_s else 0.0
 
     @property
     def removals(self) -> int:
