@@ -14,7 +14,8 @@ def expected(tree: Path) -> set[str]:
     """The files of the packages, by their path in the wheel."""
     settings = tomllib.loads((tree / "pyproject.toml").read_text())["tool"]["setuptools"]
     directories = settings["package-dir"]
-    files = {"kvladder/py.typed"}
+    data = settings["package-data"]
+    files = {f"{package.replace('.', '/')}/{name}" for package in data for name in data[package]}
     for package in settings["packages"]:
         inside = package.replace(".", "/")
         folder = tree / directories.get(package, inside)
