@@ -356,18 +356,23 @@ class Serving:
         ledger = self._ledger
         return ledger.refs[slot] == 1 and ledger.index.node_at[slot] == NO_NODE
 
-    def takeable(self, slot: DeviceSlot, fresh: int) -> BlockKey | None:
-        """The key of the block in ``slot`` if whoever holds it is to take it over.
+    def takeable(self, slots: Sequence[DeviceSlot], fresh: int) -> list[BlockKey | None]:
+        """The keys of the blocks in ``slots`` that whoever holds them is to take over, else None.
 
-        Where ``fresh`` slots are to be had, a copy's among them, others keep a block that is to be
-        copied, or that others follow.
+        Where ``fresh`` slots are to be had, a copy's among them, others keep all of several, and a
+        block that is to be copied, or that others follow.
         """
-        ledger = self._ledger
-        node = ledger.index.node_at[slot]
-        if node == NO_NODE or ledger.refs[slot] > 1:
-            return None
-        copied = self._partial == "copy" or ledger.index.has_children(node)
-        return None if copied and self._fits((), fresh) else ledger.nodes.key[node]
+        ledger, rows = self._ledger, self._ledger.nodes
+        has_room = bool(slots) and self._fits((), fresh)
+        keys: list[BlockKey | None] = []
+        for slot in slots:
+            node = ledger.index.node_at[slot]
+            is_own = node != NO_NODE and ledger.refs[slot] == 1
+            if is_own and has_room:
+                copied = self._partial == "copy" or ledger.index.has_children(node)
+                is_own = len(slots) == 1 and not copied
+            keys.append(rows.key[node] if is_own else None)
+        return keys
 
     def take_over(self, key: BlockKey, *, force: bool = False) -> DeviceSlot:
         """Whoever holds the slot of this leaf will write on in it: it is not cached here any more.

@@ -24,8 +24,8 @@ class Growth(NamedTuple):
     tokens: array[int]
     shared: list[int]
     """Blocks of its table that it may not write, each of which is replaced by a fresh slot."""
-    taken: BlockKey | None
-    """The block that it takes over instead."""
+    taken: list[BlockKey]
+    """The blocks that it takes over instead."""
     fresh: int
     """Slots to be allocated."""
 
@@ -147,17 +147,16 @@ class Sequences:
         shared = [at for at in range(first, len(table)) if not writable(table[at])]
         count = len(sequence.tokens) + len(added)
         more = max(0, -(-(count if end is None else min(end, count)) // size) - len(table))
-        taken = None
-        if len(shared) == 1:
-            taken = self._serving.takeable(table[shared[0]], more + 1)
-        if taken is not None:
-            shared = []
+        keys = self._serving.takeable([table[at] for at in shared], more + len(shared))
+        taken = [key for key in keys if key is not None]
+        shared = [at for at, key in zip(shared, keys, strict=True) if key is None]
         return Growth(added, shared, taken, more + len(shared))
 
     def grow(self, sequence: KVSequence, growth: Growth, slots: list[DeviceSlot]) -> None:
         """Append with the slots that ``growth`` asked for."""
-        if growth.taken is not None and self.pool.knows(growth.taken):
-            self._serving.take_over(growth.taken, force=True)
+        for key in growth.taken:
+            if self.pool.knows(key):  # to take one over may forget those that follow it
+                self._serving.take_over(key, force=True)
         for at in growth.shared:
             old, new = sequence.table[at], slots.pop()
             sequence.exchange(at, [new])

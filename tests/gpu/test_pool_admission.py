@@ -68,6 +68,24 @@ def test_the_only_request_rewinds_in_a_pool_that_it_fills(
 
 
 @PARTIALS
+@pytest.mark.parametrize("host", [0, 1])
+def test_what_a_fork_computed_is_no_bar_to_the_only_request_in_a_pool_that_it_fills(
+    partial: Partial, host: int
+) -> None:
+    e = Engine(3, partial=partial, host=host, rule=OffloadRule(min_priority=0))
+    only = e.sequences.begin([0] * 9)
+    [other] = e.sequences.fork(only, 1)
+    e.compute(other)
+    e.check()
+    e.release(other)
+    e.sequences.append(only, [0])
+    e.check()
+    e.compute(only)
+    e.verify(only)
+    e.release(only)
+
+
+@PARTIALS
 def test_a_rewound_block_that_others_hold_is_never_written(partial: Partial) -> None:
     e = Engine(2, partial=partial)
     one = e.begin(range(8))

@@ -39,6 +39,8 @@ RUNNABLE: dict[str, dict[str, Any]] = {
 }
 """What a class's own defaults lack for a model that can be made of them."""
 
+REVIEWED = "5.19."
+"""The version of transformers whose types the tables here and in the rules were read for."""
 LAYERS = 8
 """Enough to see which layers have windows, and few enough to be made in a moment."""
 DEEP = ("gemma3n_text", "gpt_neo", "prophetnet", "zamba", "zamba2")
@@ -71,10 +73,11 @@ NOT_RUN = {
 
 def all_types() -> list[str]:
     try:
+        from transformers import __version__
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError:
         return []
-    return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES] if __version__.startswith(REVIEWED) else []
 
 
 def written(folder: Path, values: dict[str, Any]) -> Path:
@@ -167,7 +170,7 @@ def test_rules_and_one_token_agree(name: str, tmp_path: Path) -> None:
 def test_there_are_no_exceptions_of_types_that_are_gone() -> None:
     types = all_types()
     if not types:
-        pytest.skip("there is no transformers")
+        pytest.skip("the tables are of another version of transformers, or there is none")
     named = {name for names in STATED.values() for name in names.split()}
     assert {*RUNNABLE, *DEEP, *NOT_RUN, *named, *REFUSED_TYPES} <= set(types)
 
