@@ -168,8 +168,16 @@ class Entrance:
             raise TierError(f"{address}: {error}") from error
         finally:
             for one in sentinel.sentinels:
-                await one.aclose()
+                hang_up(one.connection_pool)
         return Address(str(host), int(port))
+
+
+def hang_up(pool: Any) -> None:
+    """End the connections of a pool of redis-py's at once: to wait for that may be cancelled."""
+    for connection in [*pool._available_connections, *pool._in_use_connections]:
+        if connection._writer is not None:
+            connection._writer.transport.abort()
+        connection._reader = connection._writer = None
 
 
 class Node:
