@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, cast, get_args, get_origin
@@ -17,6 +17,7 @@ from kvladder.units import Duration, Share, Size
 from kvladder.yamlfile import parse_yaml
 
 T = TypeVar("T")
+Loose = Callable[[str], bool]
 
 MASK = "***"
 _SECRET_WORDS = {
@@ -134,20 +135,21 @@ def is_list(value: object) -> TypeGuard[list[Any]]:
     return isinstance(value, list)
 
 
-def convert(raw: object, wanted: type[T], path: str = "", *, strict: bool = True) -> T:
+def convert(raw: object, wanted: type[T], path: str = "", *, loose: Loose = lambda _: False) -> T:
     """What plain data says, as a value of type ``wanted``.
 
     Parameters
     ----------
     raw:
         Mappings, lists and single values. What is mended is replaced in place: sections without
-        content and, unless ``strict``, YAML in a text.
+        content, and text that stands for something else, where it is ``loose``.
     wanted:
         A msgspec struct, whose fields may be structs.
     path:
         Where ``raw`` is, for errors.
-    strict:
-        Whether text stands for nothing but text: not so where an environment variable may hold it.
+    loose:
+        Whether the text at a path may stand for a number, a truth value or YAML: so where an
+        environment variable said it, and nowhere else.
 
     Raises
     ------
@@ -158,11 +160,11 @@ def convert(raw: object, wanted: type[T], path: str = "", *, strict: bool = True
     mended: set[str] = set()
     while True:
         try:
-            return msgspec.convert(raw, wanted, strict=strict, dec_hook=_parse)
+            return msgspec.convert(raw, wanted, dec_hook=_parse)
         except msgspec.ValidationError as error:
             wrong = _explained(error, raw, wanted)
             known = error.__cause__ or wrong.path in mended  # of the right type, and wrong
-            if known or not _mend(raw, wrong.path, wanted, strict):
+            if known or not _mend(raw, wrong.path, wanted, loose):
                 raise within(path, wrong) from error.__cause__
             mended.add(wrong.path)
 
@@ -173,7 +175,7 @@ def _parse(wanted: type, value: object) -> object:
     raise NotImplementedError("not a type that settings can have")
 
 
-def _mend(raw: object, path: str, wanted: Any, strict: bool) -> bool:
+def _mend(raw: object, path: str, wanted: Any, loose: Loose) -> bool:
     """Have what is wrong at a path be what it stands for; False if it is what it is."""
     holder, last = value_at(raw, parent(path)), _STEP.findall(path)[-1:]
     if not last or not (is_mapping(holder) or is_list(holder)):
@@ -182,12 +184,20 @@ def _mend(raw: object, path: str, wanted: Any, strict: bool) -> bool:
     key: Any = int(last[0]) if is_list(holder) else last[0]
     if value is None and _struct(type_at(wanted, path)):
         holder[key] = {}
-    elif isinstance(value, str) and not strict:
-        with suppress(yaml.YAMLError):
-            holder[key] = parse_yaml(value)
+    elif isinstance(value, str) and loose(path):
+        holder[key] = from_text(value, type_at(wanted, path))
     else:
         return False
     return True
+
+
+def from_text(text: str, wanted: Any) -> object:
+    """What the text of a variable means: a single value of the type, else what it is as YAML."""
+    with suppress(msgspec.ValidationError):
+        return cast("object", msgspec.convert(text, wanted, strict=False, dec_hook=_parse))
+    with suppress(yaml.YAMLError):
+        return parse_yaml(text)
+    return text
 
 
 def value_at(raw: object, path: str) -> Any:

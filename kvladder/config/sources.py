@@ -45,6 +45,10 @@ class Source:
             path = parent(path)
         return self.origins[path]
 
+    def loose(self, path: str) -> bool:
+        """Whether a variable of the environment said the value at a path, where all is text."""
+        return self.who(path)[0] == "environment"
+
     def explain(self, error: ConfigError) -> ConfigError:
         """``error``, naming who set the value: an environment variable, or the file."""
         origin, variable = self.who(error.path)

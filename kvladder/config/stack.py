@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import yaml
 
 from kvladder.config import registry, resolved
 from kvladder.config.resolved import Row
@@ -30,9 +28,17 @@ from kvladder.errors import ConfigError
 from kvladder.gpu.requests.groups import SIZES, is_size
 from kvladder.layout import Layout
 from kvladder.metrics import SECTIONS
-from kvladder.schema import convert, is_list, is_mapping, keys_of, nearest, shown, value_at
+from kvladder.schema import (
+    convert,
+    from_text,
+    is_list,
+    is_mapping,
+    keys_of,
+    nearest,
+    shown,
+    value_at,
+)
 from kvladder.units import Size
-from kvladder.yamlfile import parse_yaml
 
 HOST: Final = "host"
 SUMMARY_LINES_MAX: Final = 10
@@ -231,12 +237,13 @@ def _built(found: Source) -> StackConfig:
         if key not in known:
             hint = nearest(key, [*known, *(SHORT_KEYS if found.short else ())])
             raise ConfigError("unknown key", path=key, hint=hint)
-    tiers = tuple.__class_getitem__(_tier_types(raw.get("tiers")))
+    tiers = tuple.__class_getitem__(_tier_types(raw.get("tiers"), found))
     file = msgspec.defstruct("File", [("tiers", tiers)], bases=(Sections,), kw_only=True)
-    return StackConfig(source=found, **msgspec.structs.asdict(convert(raw, file, strict=False)))
+    settings = convert(raw, file, loose=found.loose)
+    return StackConfig(source=found, **msgspec.structs.asdict(settings))
 
 
-def _tier_types(raw: Any) -> tuple[Any, ...]:
+def _tier_types(raw: Any, found: Source) -> tuple[Any, ...]:
     """The type of each tier's settings."""
     hint = "expected a list of tiers, hottest first, that begins with {type: host}"
     if not is_list(raw) or not raw:
@@ -251,7 +258,7 @@ def _tier_types(raw: Any) -> tuple[Any, ...]:
             hint = "the first tier is the only one of type host"
             raise ConfigError(wrong, path=f"{path}.type", hint=hint)
         if i:
-            types.append(_level_type(make, tier, path))
+            types.append(_level_type(make, tier, path, found))
     for key in {*raw[0]}.intersection(keys_of(LevelConfig)).difference(keys_of(HostConfig)):
         why = "is as large as the arena: set arena.size" if key == "capacity" else "has none"
         raise ConfigError("unknown key", path=f"tiers[0].{key}", hint=f"the host level {why}")
@@ -270,12 +277,11 @@ def _named(group: registry.Group, entry: Any, key: str, path: str) -> Any:
     return registry.load(group, name, path=f"{path}.{key}")
 
 
-def _level_type(make: Any, raw: dict[str, Any], path: str) -> type[LevelConfig]:
+def _level_type(make: Any, raw: dict[str, Any], path: str, found: Source) -> type[LevelConfig]:
     """The type of a level below host: its tier's own settings, and those of its codecs, in it."""
     codecs = raw.get("codecs")
-    if isinstance(codecs, str):  # of a variable
-        with suppress(yaml.YAMLError):
-            raw["codecs"] = codecs = parse_yaml(codecs)
+    if isinstance(codecs, str) and found.loose(f"{path}.codecs"):
+        raw["codecs"] = codecs = from_text(codecs, tuple)
     if not is_list(codecs):  # and if it is not missing, wrong
         default = (CHECKSUM,) if make.checks or make.notes else ()
         return LevelConfig.of(make, f"{path}.type", codecs=(tuple[CodecConfig, ...], default))

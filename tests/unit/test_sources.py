@@ -200,6 +200,17 @@ def test_the_environment_is_above_the_file_and_the_engine_above_both(load):
     assert origins["tiers[1].timeout"] == "default"
 
 
+@pytest.mark.parametrize("text", ["true", "yes", "1"])
+def test_text_stands_for_a_truth_value_in_a_variable_alone(refusal, tmp_path, text):
+    files = {"name": "f", "type": "files", "path": str(tmp_path), "capacity": "1 GiB"}
+    config = load_config(tiers(files), env={"KVLADDER__TIERS__F__DIRECT": text})
+    assert config.levels[0].options.direct is True
+    config = load_config(tiers({**files, "direct": "${D}"}), env={"D": text})
+    assert config.levels[0].options.direct is True
+    error = refusal(tiers({**files, "direct": text}))
+    assert (error.path, error.message) == ("tiers[1].direct", repr(text))
+
+
 def test_a_tier_is_named_in_the_environment_without_regard_to_case_and_dashes():
     env = {"KVLADDER__TIERS__FAR_COLD__MIN_PRIORITY": "9"}
     config = load_config(tiers(cold(name="Far-Cold")), env=env)
