@@ -61,7 +61,7 @@ class Hold(NamedTuple):
 class BlockCopy(NamedTuple):
     """Bytes that the engine has to copy before it runs the sequence again.
 
-    Both slots are held until ``Sequences.copied`` is told.
+    Both slots are held until ``KVSequence.copied`` is told.
     """
 
     source: DeviceSlot

@@ -8,8 +8,7 @@ from math import lcm
 from kvladder.errors import PoolError
 from kvladder.gpu.pool.serving import Match, reserve
 from kvladder.gpu.requests.groups import Group, holes_of, served_by_all
-from kvladder.gpu.requests.sequence import BlockCopy, Extra, KVSequence
-from kvladder.gpu.requests.sequences import Sequences
+from kvladder.gpu.requests.sequence import BlockCopy, Extra, KVSequence, Sequences
 from kvladder.gpu.tree.names import DeviceSlot
 from kvladder.policy.numbers import whole
 from kvladder.policy.retention import Retention
@@ -101,7 +100,7 @@ class Requests:
         assert len(groups) == len(sequences) > 0
         self.groups = tuple(groups)
         self.sequences = tuple(sequences)
-        self._pools = [one.pool.serving for one in sequences]
+        self._pools = [one.serving for one in sequences]
         self.reuse = reuse
         self.step = lcm(*(group.block_tokens for group in groups))
         """Cached prefixes of several groups, or of a window, end at multiples of so many tokens."""
@@ -164,8 +163,8 @@ class Requests:
         end = min(count, matches[0].tokens(self.groups[0].block_tokens) + more)
         blocks = [-(-end // group.block_tokens) for group in self.groups]
         got = reserve(self._pools, matches, blocks)
-        for one, part, (match, slots) in zip(self.sequences, parts, got, strict=True):
-            one.fill(part, match, slots)
+        for part, (match, slots) in zip(parts, got, strict=True):
+            part.fill(match, slots)
         return Request(parts)
 
     def _find(self, parts: Sequence[KVSequence], limit: int) -> list[Match]:
@@ -209,14 +208,14 @@ class Requests:
         both = list(zip(self._pools, parts, strict=True))
         matches = [pool.match(part.keys[part.first : part.stored]) for pool, part in both]
         got = reserve(self._pools, matches, [len(part.held) for part in parts])
-        for one, part, (match, slots) in zip(self.sequences, parts, got, strict=True):
-            one.restore(part, match, slots)
+        for part, (match, slots) in zip(parts, got, strict=True):
+            part.restore(match, slots)
         return Request(parts), [len(match.nodes) for match in matches]
 
     def copied(self, request: Request) -> None:
         """The engine made the copies, or ordered them before all it does from now on."""
-        for one, part in zip(self.sequences, request.parts, strict=True):
-            one.copied(part)
+        for part in request.parts:
+            part.copied()
 
     # ---- run
 
@@ -240,15 +239,14 @@ class Requests:
         self._grow(request, (), end)
 
     def _grow(self, request: Request, tokens: Sequence[int], end: int | None) -> None:
-        sequences, parts = self.sequences, request.parts
-        growths = [o.growth(part, tokens, end) for o, part in zip(sequences, parts, strict=True)]
+        growths = [part.growth(tokens, end) for part in request.parts]
         if len(growths) == 1:
-            slots = [sequences[0].pool.allocate(growths[0].fresh)]
+            slots = [self.sequences[0].pool.allocate(growths[0].fresh)]
         else:
             nothing, fresh = [Match()] * len(growths), [growth.fresh for growth in growths]
             slots = [given for _, given in reserve(self._pools, nothing, fresh)]
-        for one, part, growth, given in zip(sequences, parts, growths, slots, strict=True):
-            one.grow(part, growth, given)
+        for part, growth, given in zip(request.parts, growths, slots, strict=True):
+            part.grow(growth, given)
 
     def commit(self, request: Request, computed: int) -> None:
         """The KV of the first ``computed`` tokens is complete: whole blocks can be reused by all.
@@ -265,11 +263,11 @@ class Requests:
             was changed.
         """
         computed = whole(computed, "computed")
-        for one, part in zip(self.sequences, request.parts, strict=True):
-            one.computable(part, computed)
-        for one, part, group in zip(self.sequences, request.parts, self.groups, strict=True):
-            one.commit(part, computed)
-            one.leave(part, group.keeps(computed))
+        for part in request.parts:
+            part.require_computable(computed)
+        for part, group in zip(request.parts, self.groups, strict=True):
+            part.commit(computed)
+            part.leave(group.keeps(computed))
 
     def rewind(self, request: Request, count: int) -> None:
         """Take the last ``count`` tokens back; blocks that hold none of the others are released.
@@ -296,8 +294,8 @@ class Requests:
                 raise PoolError(f"{group.name} keeps nothing from before token {left} any more")
             if group.kind == "state" and left % group.block_tokens:
                 raise PoolError(f"{group.name} has no state after {left} tokens")
-        for one, part in zip(self.sequences, request.parts, strict=True):
-            one.rewind(part, left)
+        for part in request.parts:
+            part.rewind(left)
 
     def fork(self, request: Request, count: int) -> list[Request]:
         """``count`` more requests with the same tokens, which share all of its blocks.
@@ -320,8 +318,7 @@ class Requests:
         count = whole(count, "forks")
         if count < 0:
             raise ValueError(f"{count} forks: expected 0 or more")
-        both = list(zip(self.sequences, request.parts, strict=True))
-        return [Request([one.fork(part) for one, part in both]) for _ in range(count)]
+        return [Request([part.fork() for part in request.parts]) for _ in range(count)]
 
     def release(self, request: Request, *, store: bool = True) -> None:
         """The request is over: its blocks may be reused, the last first.
@@ -336,5 +333,5 @@ class Requests:
         """
         for part in request.parts:
             part.require_open()
-        for one, part in zip(self.sequences, request.parts, strict=True):
-            one.release(part, store=store)
+        for part in request.parts:
+            part.release(store=store)

@@ -1,59 +1,133 @@
-"""A sequence: the tokens of a running request, and the blocks of one pool that hold their KV."""
+"""Running sequences: the tokens of a request, and the blocks of one pool that hold their KV."""
 
 from __future__ import annotations
 
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import chain
+from typing import NamedTuple
 
-from kvladder.errors import NotHeld, NotReady
+from kvladder.errors import ConfigError, NotHeld, NotReady
 from kvladder.gpu.pool.commit import Content
+from kvladder.gpu.pool.pool import BlockPool
 from kvladder.gpu.pool.retain import Retain
 from kvladder.gpu.pool.serving import BlockCopy as BlockCopy
-from kvladder.gpu.pool.serving import Served
+from kvladder.gpu.pool.serving import Match
 from kvladder.gpu.pool.stats import RequestStats
 from kvladder.gpu.tree.names import NO_SLOT, DeviceSlot, Root, Ticket
 from kvladder.keys import BlockKey, KeyScheme
 from kvladder.policy.eviction import PRIORITY_DEFAULT
+from kvladder.policy.numbers import whole
 from kvladder.policy.retention import Retention
 
 Extra = Sequence[tuple[int, bytes]]
 """``(token offset, content digest)`` of what tokens alone do not tell, see ``KeyScheme.chain``."""
 
 
+class Sequences:
+    """What the running sequences of one pool share. Calls come from the pool's thread.
+
+    Parameters
+    ----------
+    pool:
+        Whose blocks they use.
+    scheme:
+        Makes the keys; its blocks have the pool's size.
+    """
+
+    def __init__(self, pool: BlockPool, scheme: KeyScheme) -> None:
+        if scheme.block_tokens != pool.settings.block_tokens:
+            raise ConfigError(
+                f"keys of {scheme.block_tokens} tokens for blocks of {pool.settings.block_tokens}",
+                path="block.tokens",
+            )
+        self.pool = pool
+        self.serving = pool.serving
+        self.scheme = scheme
+        self._waiting: dict[Ticket, list[KVSequence]] = {}
+        self.serving.observe(self._landed)
+
+    def make(
+        self,
+        tokens: Sequence[int],
+        retention: Retention | None,
+        salt: str,
+        lora: str,
+        extra: Extra,
+        prompt_tokens: int | None,
+        *,
+        storing: bool,
+    ) -> KVSequence:
+        """A sequence that has its keys and no blocks yet."""
+        if not len(tokens):
+            raise ValueError("no tokens: expected 1 or more")
+        extra = [(whole(at, "offset"), content) for at, content in extra]
+        root, ids = Root(self.scheme.root(salt=salt, lora=lora), salt, lora), as_tokens(tokens)
+        prompt = len(ids) if prompt_tokens is None else whole(prompt_tokens, "prompt_tokens")
+        if not 0 <= prompt <= len(ids):
+            raise ValueError(f"prompt of {prompt}: expected 0 .. {len(ids)}")
+        return KVSequence(self, ids, root, retention, extra, prompt, storing=storing)
+
+    def arriving(self, sequence: KVSequence) -> list[Ticket]:
+        """The copies that still write blocks of a sequence, which is told when each is over."""
+        sources = (copy.source for copy in sequence.copies)
+        tickets = self.serving.arriving(chain(sequence.held, sources))
+        for ticket in tickets:
+            self._waiting.setdefault(ticket, []).append(sequence)
+        return tickets
+
+    def _landed(self, ticket: Ticket, ok: bool) -> None:
+        for one in self._waiting.pop(ticket, ()):
+            one.landed(ticket, ok=ok)
+            one.unite()
+
+
+class Growth(NamedTuple):
+    """What a sequence needs to go on."""
+
+    tokens: array[int]
+    shared: list[int]
+    """Blocks of its table that it may not write, each of which is replaced by a fresh slot."""
+    taken: list[BlockKey]
+    """The blocks that it takes over instead."""
+    fresh: int
+    """Slots to be allocated."""
+
+
 class KVSequence:
-    """One running sequence. ``Sequences`` alone calls what changes it; others read it."""
+    """One running sequence; ``Requests`` says what each call does, and alone makes it."""
 
     __slots__ = (
-        "block_tokens", "cached", "closed", "computed", "copies", "epoch", "extra", "first", "keys",
-        "lost", "prompt_tokens", "retention", "root", "said", "stats", "stored", "storing", "table",
-        "tokens", "waits",
+        "_of", "_pool", "_said", "_serving", "block_tokens", "cached", "closed", "computed",
+        "copies", "epoch", "extra", "first", "keys", "lost", "prompt_tokens", "retention", "root",
+        "stats", "stored", "storing", "table", "tokens", "waits",
     )  # fmt: skip
 
     def __init__(
         self,
+        of: Sequences,
         tokens: array[int],
         root: Root,
-        block_tokens: int,
-        epoch: tuple[int, int],
-        keys: list[BlockKey],
-        *,
         retention: Retention | None,
         extra: Extra,
         prompt_tokens: int,
+        *,
         storing: bool,
     ) -> None:
+        self._of, self._pool, self._serving = of, of.pool, of.serving
+        self.block_tokens = of.scheme.block_tokens
+        self.epoch = of.pool.epoch
+        """Of its pool when it began, see ``BlockPool.epoch``."""
         self.tokens = tokens
         """All tokens, those included whose KV is not there yet."""
         self.root = root
-        self.block_tokens = block_tokens
-        self.epoch = epoch
-        """Of its pool when it began, see ``BlockPool.epoch``."""
         self.retention = retention
-        self.said: list[int | None] = []
+        self._said: list[int | None] = []
         """What the retention names for each block of the prompt."""
         if retention is not None:
-            self.said = retention.explicit(block_tokens, prompt_tokens)
+            self._said = retention.explicit(self.block_tokens, prompt_tokens)
         self.extra = extra
         self.prompt_tokens = prompt_tokens
         self.table: list[DeviceSlot] = []
@@ -67,7 +141,7 @@ class KVSequence:
         """How many tokens of the prompt were served from the cache."""
         self.computed = 0
         """How many leading tokens have their KV in the blocks."""
-        self.keys = keys
+        self.keys = of.scheme.chain(tokens, parent=root.key, extra=extra)
         """Of its whole blocks; those after the prompt's as far as they were stored."""
         self.stored = 0
         """How many leading blocks can be reused by others."""
@@ -84,20 +158,11 @@ class KVSequence:
 
     def copy(self) -> KVSequence:
         """Another sequence with the same state; the caller sees to the references."""
-        other = KVSequence(
-            self.tokens[:],
-            self.root,
-            self.block_tokens,
-            self.epoch,
-            self.keys[:],
-            retention=None,
-            extra=self.extra,
-            prompt_tokens=self.prompt_tokens,
-            storing=self.storing,
-        )
-        for name in ("retention", "said", "first", "cached", "computed", "stored", "stats"):
+        other = KVSequence.__new__(KVSequence)
+        for name in self.__slots__:
             setattr(other, name, getattr(self, name))
-        other.table = self.table[:]
+        other.tokens, other.keys, other.table = self.tokens[:], self.keys[:], self.table[:]
+        other.copies, other.waits = [], set()
         return other
 
     @property
@@ -125,22 +190,22 @@ class KVSequence:
 
     # ---- what its blocks are
 
-    def name(self, scheme: KeyScheme, end: int) -> None:
+    def _name(self, end: int) -> None:
         """Make the keys of those whole blocks before block ``end`` that have none yet."""
         have, size = len(self.keys), self.block_tokens
         if have < end:
-            self.keys += scheme.chain(
+            self.keys += self._of.scheme.chain(
                 self.tokens[have * size : end * size],
                 parent=self.keys[-1] if have else self.root.key,
                 extra=self._extra(have * size, end * size),
             )
 
-    def tail(self, scheme: KeyScheme) -> Content:
+    def _tail(self) -> Content:
         """The block that is cut short, as far as it is computed; those before it have keys."""
         at, end = self.computed // self.block_tokens, self.computed
         begin, parent = at * self.block_tokens, self.keys[at - 1] if at else self.root.key
         tokens, extra = self.tokens[begin:end], self._extra(begin, end)
-        key = scheme.tail(tokens, parent=parent, extra=extra)
+        key = self._of.scheme.tail(tokens, parent=parent, extra=extra)
         return Content([key], self.root, parent, packed(tokens), self._limits(at, at))
 
     def _extra(self, begin: int, end: int) -> Extra:
@@ -175,7 +240,7 @@ class KVSequence:
                 limits.setdefault(block - first, within)
         return limits
 
-    def wanted(self, first: int, end: int, *, cached: bool = False) -> list[Retain | None] | None:
+    def _wanted(self, first: int, end: int, *, cached: bool = False) -> list[Retain | None] | None:
         """What it asks for its blocks; of ``cached`` ones only what it says itself."""
         if self.retention is None:
             return None
@@ -184,69 +249,45 @@ class KVSequence:
         )
         wanted: list[Retain | None] = []
         for block, (priority, duration_s) in enumerate(asked, first):
-            if block < len(self.said):
-                silent = self.said[block] is None
+            if block < len(self._said):
+                silent = self._said[block] is None
                 silent = silent and (cached or priority == PRIORITY_DEFAULT)
             else:
                 silent = priority == PRIORITY_DEFAULT and duration_s is None
             wanted.append(None if silent else Retain(priority, duration_s))
         return wanted
 
-    # ---- what becomes of it
+    # ---- get blocks
 
-    def serve(self, served: Served) -> None:
-        """Begin with what was cached, and the slots for the rest."""
+    def fill(self, match: Match, slots: Sequence[DeviceSlot]) -> None:
+        """Begin with what was reserved for a match."""
+        blocks = -(-len(self.tokens) // self.block_tokens)
+        served = self._serving.place(match, slots, blocks, partial(self._wanted, cached=True))
         self.table, self.copies, self.stored, self.cached, self.stats = served
         self.computed = self.cached
         self.first = self.stored - self.stats.reused
+        self.wait(self._of.arriving(self))
 
-    def restore(self, here: Sequence[DeviceSlot], given: Sequence[DeviceSlot]) -> None:
+    def restore(self, match: Match, given: Sequence[DeviceSlot]) -> None:
         """Have other slots from now on: some that still hold its blocks, the rest to be filled."""
+        here = self._serving.slots(match)
         self.table = [NO_SLOT] * self.first + [*here, *given]
         self.stored = self.first + len(here)
+        self.wait(self._of.arriving(self))  # others may still be bringing theirs
+        self.storing = self.storing and not self.outdated
 
-    def grow(self, tokens: array[int], slots: Iterable[DeviceSlot]) -> None:
-        """Go on with these tokens, in slots behind the others."""
-        self.table.extend(slots)
-        self.tokens.extend(tokens)
+    @property
+    def outdated(self) -> bool:
+        """Whether blocks were removed, or all of them, since it began.
 
-    def exchange(self, first: int, slots: Sequence[DeviceSlot]) -> None:
-        """Have its blocks from ``first`` on in these slots."""
-        self.table[first : first + len(slots)] = slots
-
-    def advance(self, computed: int) -> None:
-        """So many leading tokens are computed."""
-        self.computed = computed
-
-    def store(self, end: int) -> None:
-        """Blocks up to ``end`` can be reused by others."""
-        self.stored = end
+        If its bytes come back from where no pool knew of them, nothing of it may be stored: what
+        was removed may be among it.
+        """
+        return self.epoch != self._pool.epoch
 
     def stop_storing(self) -> None:
         """Offer no block to others any more."""
         self.storing = False
-
-    def rewind(self, left: int) -> list[DeviceSlot]:
-        """Keep the first ``left`` tokens; the slots that hold none of them."""
-        blocks, places = left // self.block_tokens, -(-left // self.block_tokens)
-        assert places >= self.first, "a window has passed it"
-        surplus = self.table[places:]
-        del self.tokens[left:], self.table[places:], self.keys[blocks:]
-        self.prompt_tokens = min(self.prompt_tokens, left)
-        self.said = self.said[:places]  # forks share the list
-        self.computed = min(self.computed, left)
-        self.cached = min(self.cached, left)
-        self.stored = min(self.stored, blocks)
-        self.extra = [(at, content) for at, content in self.extra if at < left]
-        return surplus
-
-    def leave(self, first: int) -> list[DeviceSlot]:
-        """Hold no blocks before ``first`` any more; their slots."""
-        first = max(self.first, min(first, len(self.table)))
-        passed = self.table[self.first : first]
-        self.table[self.first : first] = [NO_SLOT] * len(passed)
-        self.first = first
-        return passed
 
     def wait(self, tickets: Iterable[Ticket]) -> None:
         """Copies still write its blocks, or read them."""
@@ -257,22 +298,136 @@ class KVSequence:
         self.waits.discard(ticket)
         self.lost = self.lost or not ok
 
+    def unite(self) -> None:
+        """Use the slots of others where theirs were complete before its own arrived."""
+        if not (self.lost or self.closed):
+            own = slice(self.first, self.stored)
+            self.table[own] = self._serving.united(self.keys[own], self.table[own])
+
     def settle(self) -> None:
         """No copy touches its blocks any more."""
         self.waits.clear()
 
-    def order(self, copy: BlockCopy) -> None:
-        """Have the engine copy before it runs on."""
-        self.copies.append(copy)
+    def copied(self) -> None:
+        """The engine made its copies, or ordered them before all it does from now on.
 
-    def copied(self) -> list[BlockCopy]:
-        """Its copies, which the engine has made."""
+        May be called again, and after the sequence was released.
+        """
         copies, self.copies = self.copies, []
-        return copies
+        for copy in copies:
+            self._pool.release([copy.source])
+            self._pool.release([copy.target])
 
-    def close(self) -> None:
-        """It was released."""
+    # ---- run
+
+    def growth(self, tokens: Sequence[int], end: int | None = None) -> Growth:
+        """What ``grow`` will need; changes nothing.
+
+        ``end`` is how many tokens there are to be slots for; None for all.
+
+        Raises
+        ------
+        NotHeld, NotReady
+            The sequence was released, or is not ready.
+        ValueError
+            What was given are no token ids.
+        """
+        self.require_ready()
+        added = as_tokens(tokens)
+        end = None if end is None else whole(end, "end")
+        table, size, writable = self.table, self.block_tokens, self._serving.writable
+        first = self.computed // size
+        shared = [at for at in range(first, len(table)) if not writable(table[at])]
+        count = len(self.tokens) + len(added)
+        more = max(0, -(-(count if end is None else min(end, count)) // size) - len(table))
+        keys = self._serving.takeable([table[at] for at in shared], more + len(shared))
+        taken = [key for key in keys if key is not None]
+        shared = [at for at, key in zip(shared, keys, strict=True) if key is None]
+        return Growth(added, shared, taken, more + len(shared))
+
+    def grow(self, growth: Growth, slots: list[DeviceSlot]) -> None:
+        """Go on with these tokens, in the slots that ``growth`` asked for."""
+        for key in growth.taken:
+            if self._pool.knows(key):  # to take one over may forget those that follow it
+                self._serving.take_over(key, force=True)
+        for at in growth.shared:
+            old, self.table[at] = self.table[at], slots.pop()
+            filled = self.computed - at * self.block_tokens
+            if filled > 0:
+                self.copies.append(self._serving.copy(old, self.table[at], filled))
+            else:
+                self._pool.release([old])
+        self.table.extend(slots)
+        self.tokens.extend(growth.tokens)
+
+    def require_computable(self, computed: int) -> None:
+        """Raise as ``Requests.commit`` does."""
+        self.require_ready()
+        most = min(len(self.tokens), len(self.table) * self.block_tokens)
+        if not self.computed <= computed <= most:
+            raise ValueError(f"{computed} tokens computed: expected {self.computed} .. {most}")
+
+    def commit(self, computed: int) -> None:
+        """The KV of the first ``computed`` tokens is complete, as ``require_computable`` allows."""
+        self.computed = computed
+        first, end = self.stored, computed // self.block_tokens
+        if end > first and self._stores():
+            self._name(end)
+            content = self.content(first, end, labels=self._serving.labels)
+            wanted = self._wanted(first, end)
+            slots = self._pool.commit(self.table[first:end], content, retain=wanted)
+            if slots is None:  # what comes before was removed
+                self.storing = False
+            else:
+                self.table[first:end] = slots
+                self.stored = end
+
+    def _stores(self) -> bool:
+        return self.storing and self.epoch[0] == self._pool.epoch[0]
+
+    def rewind(self, left: int) -> None:
+        """Keep the first ``left`` tokens; blocks that hold none of them are released."""
+        blocks, places = left // self.block_tokens, -(-left // self.block_tokens)
+        assert places >= self.first, "a window has passed it"
+        surplus = self.table[places:]
+        del self.tokens[left:], self.table[places:], self.keys[blocks:]
+        self.prompt_tokens = min(self.prompt_tokens, left)
+        self._said = self._said[:places]  # forks share the list
+        self.computed = min(self.computed, left)
+        self.cached = min(self.cached, left)
+        self.stored = min(self.stored, blocks)
+        self.extra = [(at, content) for at, content in self.extra if at < left]
+        self._pool.release(surplus)
+
+    def leave(self, first: int) -> None:
+        """It does not read blocks before ``first`` any more; others may."""
+        first = min(first, len(self.table))
+        if first > self.first:
+            passed = self.table[self.first : first]
+            self.table[self.first : first] = [NO_SLOT] * len(passed)
+            self.first = first
+            self._pool.release(passed)
+
+    def fork(self) -> KVSequence:
+        """Another sequence with the same tokens, which shares all of its blocks."""
+        self._pool.retain(self.held)
+        return self.copy()
+
+    def release(self, *, store: bool) -> None:
+        """It is over: its blocks may be reused, the last first.
+
+        With ``store`` the block that is cut short is committed too, unless others write it, partial
+        matches are off, or a known block covers it.
+        """
+        whole, rest = divmod(self.computed, self.block_tokens)
+        partial = self._pool.settings.partial != "off" and rest and self.stored >= whole
+        if store and partial and self.ready and self._stores():
+            self._name(whole)
+            slot, tail = self.table[whole], self._tail()
+            if self._serving.writable(slot) and not self._serving.covers(tail):
+                self._pool.commit([slot], tail, retain=self._wanted(whole, whole + 1))
         self.closed = True
+        self._pool.release(self.held)
 
 
 def packed(tokens: array[int]) -> bytes:

@@ -21,7 +21,7 @@ from kvladder.gpu.pool.events import PoolEvent, PoolEvents, Stored
 from kvladder.gpu.pool.pool import BlockPool, Partial, PoolSettings
 from kvladder.gpu.requests.groups import Group
 from kvladder.gpu.requests.requests import Request, Requests
-from kvladder.gpu.requests.sequences import Sequences
+from kvladder.gpu.requests.sequence import Sequences
 from kvladder.gpu.sizing.divide import Division, blocks_of, divide, pool_bytes
 from kvladder.keys import KeyScheme, namespace
 from kvladder.layout import Layout

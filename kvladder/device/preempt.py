@@ -153,10 +153,8 @@ class Preemption:
             room=room,
             prompt_tokens=old.prompt_tokens,
         )
-        for one, part, before in zip(
-            self._requests.sequences, request.parts, suspended.parts, strict=True
-        ):
-            if one.outdated(before):
+        for part, before in zip(request.parts, suspended.parts, strict=True):
+            if before.outdated:
                 part.stop_storing()
         return request
 

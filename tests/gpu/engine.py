@@ -13,8 +13,7 @@ from kvladder.gpu.pool.events import Created, PoolEvent, PoolEvents, Removed, St
 from kvladder.gpu.pool.pool import BlockPool, Partial, PoolSettings
 from kvladder.gpu.requests.groups import Group
 from kvladder.gpu.requests.requests import Request, Requests
-from kvladder.gpu.requests.sequence import Extra, KVSequence
-from kvladder.gpu.requests.sequences import Sequences
+from kvladder.gpu.requests.sequence import Extra, KVSequence, Sequences
 from kvladder.gpu.tree.names import DeviceSlot, Ticket
 from kvladder.keys import BlockKey, KeyScheme, namespace
 from kvladder.policy.offload import OffloadRule

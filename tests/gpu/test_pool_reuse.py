@@ -6,7 +6,7 @@ import pytest
 
 from kvladder.errors import ConfigError, NotHeld, NotReady, OutOfBlocks
 from kvladder.gpu.pool.pool import Partial
-from kvladder.gpu.requests.sequences import Sequences
+from kvladder.gpu.requests.sequence import Sequences
 from kvladder.keys import KeyScheme, namespace
 from kvladder.policy.retention import Retention
 from tests.gpu.engine import Engine, priority_of
