@@ -46,7 +46,7 @@ class Taken(NamedTuple):
 
 
 class Below(Protocol):
-    """The tiers as a pool sees them. Every call is synchronous and returns at once.
+    """The tiers as the pools of an engine see them. Every call is synchronous and returns at once.
 
     A tier may forget, it must never lie. The answers come back by ``BlockPool.landed`` and
     ``forgotten``, on the pool's thread and between its calls, never during one.
@@ -57,8 +57,8 @@ class Below(Protocol):
         """Blocks per level, hottest first."""
         ...
 
-    def offload(self, victims: Sequence[Victim]) -> Sequence[Taken | None]:
-        """These leave the device: take them over, as far as rules and room allow; an answer each.
+    def offload(self, group: int, victims: Sequence[Victim]) -> Sequence[Taken | None]:
+        """These leave a pool: take them over, as far as rules and room allow; an answer each.
 
         What is held already was used on the device and may have been retained anew: it gets the
         victim's priority, floor, time and hits, is the most recently used, and leaves the levels
@@ -87,7 +87,9 @@ class Below(Protocol):
         """These claimed blocks are not wanted after all."""
         ...
 
-    def onboard(self, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot]) -> Ticket | None:
+    def onboard(
+        self, group: int, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot]
+    ) -> Ticket | None:
         """Begin to copy ``keys``, which were claimed, to these device slots.
 
         The copy that still writes the slots, None if the bytes are there. The tiers keep theirs, or

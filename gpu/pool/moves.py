@@ -61,7 +61,8 @@ class Moves:
         ledger = self._ledger
         victims = [self._victim(node) for node in nodes]
         refused: list[NodeId] = []
-        for node, victim, taken in zip(nodes, victims, below.offload(victims), strict=True):
+        answers = below.offload(ledger.settings.group, victims)
+        for node, victim, taken in zip(nodes, victims, answers, strict=True):
             if taken is None:
                 refused.append(node)
             elif taken.ticket is None:
@@ -144,7 +145,7 @@ class Moves:
         ledger, index = self._ledger, self._ledger.index
         assert self.below is not None
         keys = [index.key_of(node) for node in nodes]
-        ticket = self.below.onboard(keys, slots)
+        ticket = self.below.onboard(ledger.settings.group, keys, slots)
         ledger.stats.onboarded += len(keys)
         for node, key, slot in zip(nodes, keys, slots, strict=True) if not private else ():
             ledger.reports.moved(key, off=False)

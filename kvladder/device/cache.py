@@ -280,7 +280,7 @@ def make_pools(
         pool = BlockPool(
             PoolSettings(share.blocks, group.block_tokens, partial, chained=chained, group=at),
             now=now,
-            below=port.group(at),
+            below=port,
             events=events,
         )
         port.attach(at, pool)

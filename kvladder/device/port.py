@@ -61,7 +61,7 @@ class _In(NamedTuple):
 
 
 class TierPort:
-    """Stands between the block pools of one engine, a group each, and a cache manager.
+    """Stands between the block pools of one engine, a group each, and a cache manager: ``Below``.
 
     Blocks that a pool evicts are copied into slots of the arena, as far as some level takes them,
     and committed when the copy has ended; blocks that a pool claims are fetched and copied back.
@@ -94,10 +94,6 @@ class TierPort:
         """Fetches that found nothing yet; what shared tiers answer is there for the next claim."""
         with self._ladder.lock:
             self._journal = self._ladder.events.follow()
-
-    def group(self, group: int) -> GroupBelow:
-        """What the pool of this group is given as ``below``."""
-        return GroupBelow(self, group)
 
     def attach(self, group: int, pool: BlockPool) -> None:
         """Tell this pool what becomes of its blocks."""
@@ -225,6 +221,14 @@ class TierPort:
             fetch.release()
         return count
 
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        """See ``Below.remove``."""
+        self.manager.remove(keys)
+
+    def clear(self) -> None:
+        """See ``Below.clear``."""
+        self.manager.clear()
+
     def known(self, keys: Sequence[BlockKey]) -> list[Known]:
         """See ``Below.known``."""
         found: list[Known] = []
@@ -342,39 +346,3 @@ class TierPort:
         self._let_go(list(self._asking))
         with self._ladder.lock:
             self._ladder.events.unfollow(self._journal)
-
-
-class GroupBelow:
-    """``Below`` for the pool of one group."""
-
-    def __init__(self, port: TierPort, group: int) -> None:
-        self._port = port
-        self._group = group
-
-    @property
-    def capacities(self) -> Mapping[str, int]:
-        return self._port.capacities
-
-    def offload(self, victims: Sequence[Victim]) -> Sequence[Taken | None]:
-        return self._port.offload(self._group, victims)
-
-    def holds(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        return self._port.holds(keys)
-
-    def claim(self, keys: Sequence[BlockKey], salt: str = "") -> int:
-        return self._port.claim(keys, salt)
-
-    def known(self, keys: Sequence[BlockKey]) -> Sequence[Known]:
-        return self._port.known(keys)
-
-    def disclaim(self, keys: Sequence[BlockKey]) -> None:
-        self._port.disclaim(keys)
-
-    def onboard(self, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot]) -> Ticket:
-        return self._port.onboard(self._group, keys, slots)
-
-    def remove(self, keys: Sequence[BlockKey]) -> None:
-        self._port.manager.remove(keys)
-
-    def clear(self) -> None:
-        self._port.manager.clear()

@@ -159,7 +159,7 @@ class Host:
         self.gone.append(key)
         return self.blocks.pop(key).slot
 
-    def offload(self, victims: Sequence[Victim]) -> Sequence[Taken | None]:
+    def offload(self, group: int, victims: Sequence[Victim]) -> Sequence[Taken | None]:
         self._stamp += len(victims)
         self.offered += victims
         return [self._take(victim, self._stamp - at) for at, victim in enumerate(victims)]
@@ -233,7 +233,9 @@ class Host:
         for key in keys:
             self._unclaim(key, self.claimed[key][-1])
 
-    def onboard(self, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot]) -> Ticket | None:
+    def onboard(
+        self, group: int, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot]
+    ) -> Ticket | None:
         self.brought += keys
         claims = [self.claimed[key][-1] for key in keys]
 

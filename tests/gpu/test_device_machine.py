@@ -386,7 +386,7 @@ async def test_what_others_put_into_a_shared_tier_is_found_by_the_next_claim() -
     async with cache_of(LevelSpec(tier)) as cache:
         tier.others_put({key: SimCache.payload(key) for key in keys})
         port = TierPort(cache.manager, LateCopier(cache, []))
-        below = port.group(0)
+        below = port
         assert below.claim(keys) == 0
         await asyncio.sleep(1.0)
         port.poll()
