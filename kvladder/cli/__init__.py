@@ -1,22 +1,29 @@
-"""The command line: ``kvladder check``, ``size``, ``stats``, ``purge`` and ``--version``."""
+"""The command line: ``kvladder check``, ``size``, ``stats``, ``describe``, ``purge``.
+
+Each command is a function: its parameters are the arguments, and its docstring is what ``--help``
+says of it and of them.
+"""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any, Final
+from inspect import Parameter, getdoc, signature
+from typing import Final, get_args
 
 from kvladder.cli.check import check
-from kvladder.cli.purge import WAIT_S, purge
-from kvladder.cli.size import STEP, size
+from kvladder.cli.purge import purge
+from kvladder.cli.size import size
 from kvladder.cli.stats import describe, stats
 from kvladder.errors import ConfigError
-from kvladder.gpu.requests.groups import ITEM_BYTES
 
-EXIT_CONFIG = 2
+EXIT_CONFIG: Final = 2
+COMMANDS: Final = (check, size, stats, describe, purge)
+_SAID = re.compile(r"^(\w+):\n((?:    .*\n?)+)", re.MULTILINE)
+"""What a docstring says of one parameter."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,104 +40,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _argument(name: str, says: str, **more: Any) -> tuple[str, dict[str, Any]]:
-    return name, {"help": says, **more}
-
-
-_CONFIG = _argument("config", "the YAML file", type=Path)
-_TARGET = _argument("target", "a control socket, or the YAML file that names it", type=Path)
-_MODEL = "a model's config.json (or its folder)"
-_DTYPE = _argument(
-    "--dtype", "dtype of the KV cache (default: the model's)", choices=sorted(ITEM_BYTES)
-)
-_SALT = (
-    "only blocks of requests with this cache salt; others on this machine can read it in the list "
-    "of processes"
-)
-_WAIT = f"how long a running cache may take (default {WAIT_S:g} seconds)"
-_KEPT = "tokens between kept states of a hybrid model (default 0: none are kept)"
-_STEP = f"tokens computed at a time, as with chunked prefill (default {STEP})"
-_COMMANDS: Final = {
-    check: (
-        "check a configuration and print the resolved stack",
-        (
-            "Check a configuration and print the resolved stack: every setting, what it comes to, "
-            "and who set it; and look whether the directories, servers, keys and libraries that it "
-            "names are there. Exits with 2 and the reasons if a cache would not open."
-        ),
-        [
-            _CONFIG,
-            _argument("--model", f"{_MODEL}, to print blocks and tokens", type=Path),
-            _DTYPE,
-            _argument("--block-tokens", "tokens per block of the engine", type=int, metavar="N"),
-            _argument(
-                "--offline", "do not look at the paths and servers it names", action="store_true"
-            ),
-        ],
-    ),
-    size: (
-        "how many blocks and sequences of a model fit into a memory",
-        (
-            "Print the bytes of a token, the pools that the layers make, and how many blocks and "
-            "sequences fit into a device's memory and into each tier of a stack."
-        ),
-        [
-            _argument("--model", _MODEL, type=Path, required=True),
-            _argument("--memory", "for example 40GiB", required=True, metavar="SIZE"),
-            _argument("--context", "tokens of a sequence", type=int, required=True, metavar="N"),
-            _argument("--step", _STEP, type=int, default=STEP, metavar="N"),
-            _DTYPE,
-            _argument("--block-tokens", "default 16", type=int, default=16, metavar="N"),
-            _argument("--checkpoint-tokens", _KEPT, type=int, default=0, metavar="N"),
-            _argument("--stack", "a stack whose tiers to size", type=Path, metavar="YAML"),
-        ],
-    ),
-    stats: (
-        "what a running cache counts, asked at its control socket",
-        None,
-        [
-            _TARGET,
-            _argument("--json", "everything, as JSON", action="store_true", dest="as_json"),
-            _argument("--watch", "again every S seconds", type=float, metavar="S", dest="every_s"),
-        ],
-    ),
-    describe: ("the resolved configuration of a running cache", None, [_TARGET]),
-    purge: (
-        "remove blocks from every tier, and overwrite them",
-        (
-            "Remove the blocks of a cache salt, of a namespace, or all: from a running cache that "
-            "answers at its control socket, else from directories and servers of the "
-            "configuration. Their bytes in files are overwritten. Exits with 2 if it is not done."
-        ),
-        [
-            _CONFIG,
-            _argument("--salt", _SALT),
-            _argument(
-                "--salt-file",
-                "the same, as the only line of a file; - for standard input",
-                metavar="FILE",
-            ),
-            _argument("--namespace", "as an engine prints it at start", metavar="HEX"),
-            _argument("--all", "every block, whosesoever", action="store_true", dest="everything"),
-            _argument("--wait", _WAIT, type=float, default=WAIT_S, metavar="S", dest="wait_s"),
-        ],
-    ),
-}
-"""By the function that takes what the arguments say, and whose name is the command's."""
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvladder", description="A ladder of places for the KV cache of an LLM engine."
     )
     parser.add_argument("--version", action="version", version=f"kvladder {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for run, (says, more, arguments) in _COMMANDS.items():
-        command = commands.add_parser(run.__name__, help=says, description=more)
-        for name, settings in arguments:
-            command.add_argument(name, **settings)
+    for run in COMMANDS:
+        says, _, more = (getdoc(run) or "").partition("\n\nParameters\n----------\n")
+        command = commands.add_parser(
+            run.__name__, help=says.partition(".\n")[0].rstrip("."), description=says
+        )
+        said = dict(_SAID.findall(more))
+        for one in signature(run, eval_str=True).parameters.values():
+            _add(command, one, " ".join(said.get(one.name, "").split()))
         command.set_defaults(run=run)
     return parser
+
+
+def _add(command: argparse.ArgumentParser, one: Parameter, says: str) -> None:
+    """An argument for one of a command's parameters; of ``wait_s`` it is ``--wait``."""
+    kind = next(iter(get_args(one.annotation)), one.annotation)  # of one that may be None
+    flag = "--" + one.name.removesuffix("_s").rstrip("_").replace("_", "-")
+    if one.kind is not one.KEYWORD_ONLY:
+        command.add_argument(one.name, type=kind, help=says)
+    elif kind is bool:
+        command.add_argument(flag, dest=one.name, action="store_true", help=says)
+    else:
+        required = one.default is one.empty
+        command.add_argument(
+            flag,
+            dest=one.name,
+            type=kind,
+            required=required,
+            default=None if required else one.default,
+            metavar="N" if kind in {int, float} else None,
+            help=says,
+        )
 
 
 def _version() -> str:

@@ -22,20 +22,23 @@ def check(
     block_tokens: int | None = None,
     offline: bool = False,
 ) -> str:
-    """The resolved stack as text; in blocks and tokens, too, if a model is named.
+    """Check a configuration and print the resolved stack.
+
+    Every setting, what it comes to, and who set it; and whether the directories, servers, keys and
+    libraries that it names are there. Exits with 2 and the reasons if a cache would not open.
 
     Parameters
     ----------
     config:
-        The YAML file.
+        the YAML file
     model:
-        A model's ``config.json`` or its folder.
+        a model's config.json (or its folder), to print blocks and tokens
     dtype:
-        Of the KV cache; None takes the model's.
+        of the KV cache, such as fp8 (default: the model's)
     block_tokens:
-        Tokens per block of the engine; None takes the file's, or assumes 16.
+        tokens per block of the engine (default: the file's, or 16)
     offline:
-        Whether to believe what the file names, paths and servers, instead of looking there.
+        do not look at the paths and servers that it names
 
     Raises
     ------

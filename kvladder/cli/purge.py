@@ -66,29 +66,31 @@ def purge(
     namespace: str | None = None,
     salt: str | None = None,
     salt_file: str | None = None,
-    everything: bool = False,
+    all_: bool = False,
     wait_s: float = WAIT_S,
 ) -> str:
-    """Remove the blocks and say how many went; a progress line goes to the terminal's stderr.
+    """Remove blocks from every tier, and overwrite them.
 
-    Caches that run and answer at the configuration's control socket do it themselves. Otherwise
-    directories and servers are purged without an engine.
+    Those of a cache salt, of a namespace, or all: by the running caches that answer at the control
+    socket of the configuration, else from the directories and servers that it names. Their bytes in
+    files are overwritten. Exits with 2 if it is not done. How far it is goes to the terminal.
 
     Parameters
     ----------
     config:
-        The YAML file.
+        the YAML file
     namespace:
-        64 hexadecimal digits, as an engine prints them when it starts; None stands for that of the
-        running cache or, of directories, for all that are there. Servers need it.
+        64 hexadecimal digits, as an engine prints them at start (default: that of the running cache
+        or, of directories, all that are there); servers need it
     salt:
-        Only the blocks of requests with this cache salt.
+        only blocks of requests with this cache salt; others on this machine can read it in the list
+        of processes
     salt_file:
-        Where to read it instead, see ``read_salt``.
-    everything:
-        Whether all are meant where neither salt nor namespace is given.
+        the same, as the only line of a file; - for standard input
+    all_:
+        every block, whosesoever
     wait_s:
-        How long a running cache is waited for.
+        how many seconds a running cache may take (default %(default)g)
 
     Raises
     ------
@@ -100,10 +102,10 @@ def purge(
     space = None if namespace is None else _space(namespace)
     if salt == "":
         raise ConfigError("empty", path="--salt", hint="leave it out to remove all")
-    if salt is None and salt_file is None and space is None and not everything:
+    if salt is None and salt_file is None and space is None and not all_:
         hint = "--salt S, --namespace HEX, or --all for every block"
         raise ConfigError("nothing is named", path="purge", hint=f"expected {hint}")
-    if (salt is not None) + (salt_file is not None) + everything > 1:
+    if (salt is not None) + (salt_file is not None) + all_ > 1:
         hint = "use one of them"
         raise ConfigError("both are given", path="--salt, --salt-file, --all", hint=hint)
     if salt_file is not None:

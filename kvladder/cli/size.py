@@ -18,11 +18,12 @@ STEP: Final = 8192
 """Tokens of a prompt that engines compute at a time unless they are told otherwise."""
 FLAGS: Final = {"block_tokens": "--block-tokens", "checkpoint_tokens": "--checkpoint-tokens"}
 """What sets a number of the plan."""
+_HINT: Final = "kvladder.gpu.sizing.plan.CachePlan sizes layers that you name"
 
 
 def size(
-    model: Path,
     *,
+    model: Path,
     memory: str,
     context: int,
     step: int = STEP,
@@ -31,34 +32,33 @@ def size(
     checkpoint_tokens: int = 0,
     stack: Path | None = None,
 ) -> str:
-    """Bytes per token, blocks and concurrent sequences, as text.
+    """Print how many blocks and sequences of a model fit into a memory.
+
+    Beside them the bytes of a token, the pools that the layers make, and what each tier holds.
+    Exits with 2 if an argument or a file is wrong, or not even one sequence fits.
 
     Parameters
     ----------
     model:
-        A model's ``config.json`` or its folder.
+        a model's config.json (or its folder)
     memory:
-        Device memory for the cache, such as ``40 GiB``.
+        device memory for the cache, for example 40GiB
     context:
-        Tokens of a sequence.
+        tokens of a sequence
     step:
-        Tokens computed at a time (chunked prefill): what a window holds beside what it reads.
+        tokens computed at a time, as with chunked prefill (default %(default)s)
     dtype:
-        Of the KV cache; None takes the model's.
-    block_tokens, checkpoint_tokens:
-        Tokens per block, and between kept states of a hybrid model (0: none are kept).
+        of the KV cache, such as fp8 (default: the model's)
+    block_tokens:
+        default %(default)s
+    checkpoint_tokens:
+        tokens between kept states of a hybrid model (default %(default)s: none are kept)
     stack:
-        A YAML file whose tiers are sized as well.
-
-    Raises
-    ------
-    ConfigError
-        An argument or a file is wrong, or not even one sequence fits.
+        a YAML file whose tiers are sized, too
     """
     room = _room(memory)
     step = min(_tokens("--step", step), _tokens("--context", context))
-    hint = "kvladder.gpu.sizing.plan.CachePlan sizes layers that you name"
-    found = kept_by(model, dtype=dtype, hint=hint)
+    found = kept_by(model, dtype=dtype, hint=_HINT)
     plan = CachePlan(
         found.resources,
         block_tokens=block_tokens,
@@ -70,22 +70,22 @@ def size(
     pairs = [(pool.group, pool.block_bytes) for pool in plan.pools]
     alone = sum(one.bytes for one in plan.alone)
     one = sum(needed(group, context, step) * each for group, each in pairs) + alone
-    sequences = room // one
-    if sequences < 1:
+    if room < one:
         hint = f"one takes {Size(one).about()}"
         raise PlanError(f"{room} holds no sequence of {context} tokens", path="--memory", hint=hint)
+    sequences = room // one
     division = divide(pairs, room - sequences * alone, context=context, step=step)
     lines = [
         f"{found.model.file}: {found.layers} layers, {found.model.dtype}, {found.how}",
         *_kept(plan),
-    ]
-    lines.append(
-        f"a sequence of {context} tokens, computed {step} at a time, takes {Size(one).about()}"
-    )
-    lines += ["", f"{Size(room)}: {min(sequences, division.sequences)} sequences", str(division)]
-    lines += [
-        f"  {each.name}: {each.bytes} bytes a sequence, by itself: {each.why}"
-        for each in plan.alone
+        f"a sequence of {context} tokens, computed {step} at a time, takes {Size(one).about()}",
+        "",
+        f"{Size(room)}: {min(sequences, division.sequences)} sequences",
+        str(division),
+        *(
+            f"  {each.name}: {each.bytes} bytes a sequence, by itself: {each.why}"
+            for each in plan.alone
+        ),
     ]
     if stack is not None:
         lines += ["", *_tiers(stack, plan, context)]

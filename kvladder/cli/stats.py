@@ -22,32 +22,32 @@ COLUMNS: Final = (
 )  # fmt: skip
 
 
-def stats(target: Path, *, as_json: bool = False, every_s: float | None = None) -> str:
-    """The statistics of every cache that ``target`` leads to, as a table or as JSON.
+def stats(target: Path, *, json: bool = False, watch_s: float | None = None) -> str:
+    """Print what a running cache counts, asked at its control socket.
 
     Parameters
     ----------
     target:
-        A control socket, or the YAML file of a stack whose setting ``control`` names it.
-    as_json:
-        Everything, in one object by socket; else what matters most.
-    every_s:
-        Print them again and again, after so many seconds each, until somebody interrupts.
+        a control socket, or the YAML file that names it
+    json:
+        everything, in one object by socket, as JSON; else a table of what matters most
+    watch_s:
+        again after so many seconds each, until somebody interrupts
 
     Raises
     ------
     ConfigError
         There is no running cache, or it does not answer.
     """
-    if every_s is not None and not 0 < every_s <= WATCH_S_MAX:
+    if watch_s is not None and not 0 < watch_s <= WATCH_S_MAX:
         hint = f"expected more than 0 and at most {WATCH_S_MAX} seconds"
-        raise ConfigError(f"{every_s:g}", path="--watch", hint=hint)
-    counts = _counts(target, as_json)
+        raise ConfigError(f"{watch_s:g}", path="--watch", hint=hint)
+    counts = _counts(target, json)
     with suppress(KeyboardInterrupt):
-        while every_s is not None:
+        while watch_s is not None:
             print(counts, end="\n\n", flush=True)
-            Event().wait(every_s)
-            counts = _counts(target, as_json)
+            Event().wait(watch_s)
+            counts = _counts(target, json)
     return counts
 
 
@@ -59,7 +59,13 @@ def _counts(target: Path, as_json: bool) -> str:
 
 
 def describe(target: Path) -> str:
-    """The resolved configuration of every cache that ``target`` leads to; see ``stats``."""
+    """Print the resolved configuration of a running cache.
+
+    Parameters
+    ----------
+    target:
+        a control socket, or the YAML file that names it
+    """
     found = _ask(target, "describe")
     return "\n\n".join(f"{path}\n{text}" for path, text in found.items())
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.metadata import PackageNotFoundError
+from inspect import signature
 
 import pytest
 
-from kvladder.cli import main
+from kvladder.cli import COMMANDS, main
 from kvladder.errors import ConfigError, LayoutError
 from kvladder.planning.models import bytes_per_token
 
@@ -91,6 +93,24 @@ def test_wrong_arguments_exit_with_2(stack, capsys, arguments, says):
     assert captured.out == ""
 
 
+def test_an_unknown_dtype_exits_with_2_and_names_those_that_are_known(stack, model, capsys):
+    arguments = ["check", str(stack), "--model", str(model(LLAMA)), "--dtype", "fp3"]
+    assert main(arguments) == 2
+    assert "dtype 'fp3' (--dtype with one of: bfloat16, float16," in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("run", COMMANDS)
+def test_help_explains_every_argument(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit) as got:
+        main([run.__name__, "--help"])
+    assert got.value.code == 0
+    said = re.findall(
+        r"^  (?:--)?(\w[\w-]*)(?: [A-Z_]+)?\s+\w", capsys.readouterr().out, re.MULTILINE
+    )
+    assert len(said) == len(signature(run).parameters)
+
+
 def test_a_wrong_file_exits_with_2_and_says_where(stack, capsys):
     stack.write_text(STACK.replace("capacity", "capasity"))
     assert main(["check", str(stack)]) == 2
@@ -119,7 +139,7 @@ def test_version(capsys, monkeypatch, told):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["check"], ["chekc", "x"], ["check", "x", "--dtype", "x"]]
+    "arguments", [[], ["check"], ["chekc", "x"], ["check", "x", "--block-tokens", "x"]]
 )
 def test_usage_errors_exit_with_2(capsys, arguments):
     with pytest.raises(SystemExit) as got:
