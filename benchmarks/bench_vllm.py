@@ -28,9 +28,9 @@ class Ours:
 
     def __init__(self) -> None:
         from kvladder.config.stack import load_config
-        from kvladder.connectors.vllm.checks import this_node
         from kvladder.connectors.vllm.options import Options
         from kvladder.connectors.vllm.scheduler import SchedulerHalf
+        from kvladder.connectors.vllm.start import this_node
         from kvladder.connectors.vllm.step import RankDescription
         from kvladder.notices import Notices
 

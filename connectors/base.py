@@ -10,50 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
 
-from kvladder.arena import Slot
 from kvladder.gpu.copy.copier import CopyJob, Finished, JobId
 from kvladder.keys import BlockKey
-from kvladder.manager import CacheManager, Save
+from kvladder.manager import CacheManager, Fetch, Save
 from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.policy.worth import Saves
-
-
-class Match(Protocol):
-    """The longest prefix of some keys that the cache can give, pinned until it is let go."""
-
-    @property
-    def done(self) -> bool:
-        """Whether the answer is final: at the fetch deadline, or when computing is faster."""
-        ...
-
-    @property
-    def blocks(self) -> int:
-        """How many leading blocks there are; 0 until ``done``."""
-        ...
-
-    @property
-    def slots(self) -> list[Slot]:
-        """The slots that hold them."""
-        ...
-
-    @property
-    def sources(self) -> list[str]:
-        """The level that each of them came from."""
-        ...
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Return when ``done``, or after ``timeout_s``; the one call that waits for a tier."""
-        ...
-
-    def release(self) -> None:
-        """Unpin; the blocks stay cached. May be called again."""
-        ...
-
-    def forget(self) -> None:
-        """Release, and remove the blocks everywhere: their bytes could not be used."""
-        ...
 
 
 @dataclass(slots=True)
@@ -61,7 +23,7 @@ class Open:
     """A job that has not been reported by everybody who copies a part of it."""
 
     job: CopyJob
-    holds: Match | Save
+    holds: Fetch | Save
     reports_left: int
     ok: bool = True
     excused: bool = False
@@ -121,17 +83,17 @@ class Connector(ABC):
         levels: Collection[str] | None = None,
         salt: str = "",
         saves: Saves | None = None,
-    ) -> Match:
+    ) -> Fetch:
         """Pin the longest cached prefix of ``keys`` and begin to bring up what lies below host.
 
         Only ``levels`` are read, by name, None for all. ``salt`` is bound into the keys. ``saves``
         is what the engine need not compute if all of it comes, None for the tokens of the blocks.
 
-        Ask ``Match.done`` as often as you like; then give the match to ``load`` or release it.
+        Ask ``Fetch.done`` as often as you like; then give the match to ``load`` or release it.
         """
         return self.manager.fetch(keys, levels=levels, salt=salt, saves=saves)
 
-    def load(self, match: Match, blocks: Sequence[int], *, first: int = 0, group: int = 0) -> JobId:
+    def load(self, match: Fetch, blocks: Sequence[int], *, first: int = 0, group: int = 0) -> JobId:
         """Begin to copy the matched blocks from ``first`` on into ``blocks``.
 
         ``first + len(blocks) <= match.blocks``. Takes the match over: it is released when the copy
@@ -185,7 +147,7 @@ class Connector(ABC):
         job = CopyJob(JobId(next(self._ids)), "offload", chosen, tuple(save.slots), group)
         return self._begin(job, save)
 
-    def _begin(self, job: CopyJob, holds: Match | Save) -> JobId:
+    def _begin(self, job: CopyJob, holds: Fetch | Save) -> JobId:
         self._jobs[job.id] = Open(job, holds, self._reports)
         self._start(job)
         return job.id

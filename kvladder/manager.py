@@ -24,7 +24,7 @@ from kvladder.tiers.ladder.door import CLOSE_TIMEOUT_S as TIER_CLOSE_TIMEOUT_S
 from kvladder.tiers.ladder.gate import BREAKER_STATES, KINDS
 from kvladder.tiers.ladder.index import Meta
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.loading.fetch import Fetch
+from kvladder.tiers.ladder.loading.fetch import Fetch as Fetch
 from kvladder.tiers.ladder.stack import Post, TierStack
 
 T = TypeVar("T")

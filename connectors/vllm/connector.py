@@ -32,17 +32,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kvladder.connectors.vllm.checks import (
-    check_engine,
-    check_features,
-    check_groups,
-    vllm_version,
-)
+from kvladder.connectors.vllm.identity.fingerprint import vllm_version
 from kvladder.connectors.vllm.options import parse
 from kvladder.connectors.vllm.plugin import register
 from kvladder.connectors.vllm.reports.log import logger, route, warn
 from kvladder.connectors.vllm.reports.metrics import Changes, KVLadderStats, PromMetrics
 from kvladder.connectors.vllm.scheduler import SchedulerHalf
+from kvladder.connectors.vllm.start import check_engine, check_features, check_groups
 from kvladder.connectors.vllm.step import RankDescription, Report, Step
 from kvladder.connectors.vllm.worker import WorkerHalf
 from kvladder.errors import ConfigError

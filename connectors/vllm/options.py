@@ -1,14 +1,20 @@
-"""What may stand in vLLM's ``kv_connector_extra_config``."""
+"""What users say: of the connector when an engine starts, and of its blocks with a request."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import Annotated, Any, Literal
 
-from kvladder.config.settings import Count, Sections
+import msgspec
+
+from kvladder.config.settings import Count, Priority, Sections
 from kvladder.config.stack import StackConfig, load_config
 from kvladder.errors import ConfigError
-from kvladder.schema import Settings, convert, keys_of, nearest
+from kvladder.notices import Notices
+from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
+from kvladder.policy.retention import Retention, RetentionRange
+from kvladder.schema import Settings, convert, is_mapping, keys_of, nearest, shown
 
 WHERE = "kv_connector_extra_config"
 SHORT_FORM = ("host", "files", "capacity")
@@ -57,3 +63,167 @@ def parse(extra: Mapping[str, Any]) -> tuple[Options, StackConfig]:
         hint = "vLLM publishes KV events itself: use --kv-events-config"
         raise ConfigError(config.events.publish, path="events.publish", hint=hint)
     return options, config
+
+
+REQUEST = "kv_transfer_params.kvladder"
+SECONDS_MAX = 1e9
+TEXT_MAX = 400
+"""Characters of a warning: what is wrong comes from outside."""
+
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=SECONDS_MAX, description="seconds, more than 0")]
+
+
+class Tiers(Settings, frozen=True, kw_only=True):
+    """Levels by name; None stands for all of them."""
+
+    load: tuple[str, ...] | None = None
+    store: tuple[str, ...] | None = None
+
+
+class Params(Settings, frozen=True, kw_only=True):
+    """The parameters as they are written."""
+
+    priority: Priority | None = None
+    decode_priority: Priority | None = None
+    decode_duration_s: Seconds | None = None
+    retention: tuple[tuple[Any, ...], ...] = ()
+    """``[start, end or null, priority, duration in seconds or null]``, in tokens of the prompt."""
+    ttl_s: Seconds | None = None
+    tiers: Tiers = Tiers()
+    save: bool = True
+    save_decode: bool | None = None
+
+
+class _Range(Settings, frozen=True, kw_only=True):
+    start: Count
+    end: Count | None
+    priority: Priority
+    duration_s: Seconds | None
+
+
+class RequestPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """What is done to the blocks of one request."""
+
+    retention: Retention | None = None
+    """None: nothing was said, so blocks get the default and those that are cached keep theirs."""
+    ttl_s: float | None = None
+    load: frozenset[str] | None = None
+    """The levels that are read, None for all."""
+    store: frozenset[str] | None = None
+    save: bool = True
+    save_decode: bool | None = None
+    """None takes the connector's setting."""
+
+    def priorities(
+        self, first_block: int, blocks: int, *, block_tokens: int, prompt_tokens: int
+    ) -> list[tuple[int, float | None]] | None:
+        """Priority and its duration in seconds of consecutive blocks; None: nothing was said."""
+        if self.retention is None:
+            return None
+        wanted = range(first_block, first_block + blocks)
+        return self.retention.of_blocks(
+            wanted, block_tokens=block_tokens, prompt_tokens=prompt_tokens
+        )
+
+
+NO_POLICY = RequestPolicy()
+
+
+class Policies:
+    """Reads the parameters of requests for one stack.
+
+    Parameters
+    ----------
+    map_priority:
+        How many points of our priority one step of vLLM's is worth; 0 leaves it out.
+    notices:
+        Says what is wrong with parameters, once a minute: a client may send them with each request.
+    """
+
+    def __init__(self, config: StackConfig, *, map_priority: int, notices: Notices) -> None:
+        self._levels = [config.host.name, *(level.name for level in config.levels)]
+        self._map = map_priority
+        self._notices = notices
+        self._plain: dict[int | None, RequestPolicy] = {}
+        """Of requests that say nothing, by vLLM's priority as ours."""
+
+    def of(self, request: Any) -> RequestPolicy:
+        """The policy of a vLLM request; if its parameters are wrong, a notice and none of them.
+
+        Never raises because of what a request says.
+        """
+        given: object = getattr(request, "kv_transfer_params", None)
+        raw: object = given.get("kvladder") if is_mapping(given) else None
+        mapped = self._mapped(getattr(request, "priority", 0))
+        if mapped not in self._plain:
+            self._plain[mapped] = self._read(None, mapped)
+        if raw is None:
+            return self._plain[mapped]
+        try:
+            return self._read(raw, mapped)
+        except ConfigError as error:
+            text = f"request {request.request_id}: {error}: its kvladder parameters are ignored"
+            printable = "".join(c if c.isprintable() else "?" for c in text)
+            self._notices.say("parameters", printable[:TEXT_MAX])
+            return self._plain[mapped]
+
+    def _mapped(self, priority: int) -> int | None:
+        """VLLM's priority, where lower goes first, as ours; None if it is left out."""
+        if not self._map:
+            return None
+        return max(0, min(PRIORITY_MAX, PRIORITY_DEFAULT - self._map * priority))
+
+    def _read(self, raw: object, mapped: int | None) -> RequestPolicy:
+        _require_text_keys(raw, REQUEST)
+        params = convert(raw, Params, REQUEST)
+        general = mapped if params.priority is None else params.priority
+        said = (general, params.decode_priority, params.decode_duration_s, params.retention or None)
+        retention = None
+        if any(one is not None for one in said):
+            default = PRIORITY_DEFAULT if general is None else general
+            decode = default if params.decode_priority is None else params.decode_priority
+            ranges = [_range(one, i) for i, one in enumerate(params.retention)]
+            try:
+                retention = Retention(tuple(ranges), decode, params.decode_duration_s, default)
+            except ValueError as error:
+                raise ConfigError(str(error), path=f"{REQUEST}.retention") from error
+        return RequestPolicy(
+            retention=retention,
+            ttl_s=params.ttl_s,
+            load=self._known(params.tiers.load, "load"),
+            store=self._known(params.tiers.store, "store"),
+            save=params.save,
+            save_decode=params.save_decode,
+        )
+
+    def _known(self, names: Sequence[str] | None, key: str) -> frozenset[str] | None:
+        for i, name in enumerate(names or ()):
+            if name not in self._levels:
+                where = f"{REQUEST}.tiers.{key}[{i}]"
+                raise ConfigError(repr(name), path=where, hint=nearest(name, self._levels))
+        return None if names is None else frozenset(names)
+
+
+def _range(raw: Sequence[Any], index: int) -> RetentionRange:
+    where = f"{REQUEST}.retention[{index}]"
+    if len(raw) != len(msgspec.structs.fields(_Range)):
+        hint = "expected [start, end or null, priority, duration_s or null]"
+        raise ConfigError(f"{len(raw)} values", path=where, hint=hint)
+    names = [field.name for field in msgspec.structs.fields(_Range)]
+    found = convert(dict(zip(names, raw, strict=True)), _Range, where)
+    try:
+        return RetentionRange(found.start, found.end, found.priority, found.duration_s)
+    except ValueError as error:
+        raise ConfigError(str(error), path=where) from error
+
+
+def _require_text_keys(raw: object, path: str) -> None:
+    """Refuse what cannot come from JSON, before anybody looks closer."""
+    if is_mapping(raw):
+        keyed: dict[Any, object] = raw  # whatever its keys are
+        for key, value in keyed.items():
+            if not isinstance(key, str):
+                raise ConfigError(shown(path, key), path=path, hint="expected keys that are text")
+            _require_text_keys(value, f"{path}.{key}")
+    elif isinstance(raw, float) and not isfinite(raw):
+        raise ConfigError(repr(raw), path=path, hint="expected a number")

@@ -10,17 +10,14 @@ from typing import Any
 
 from kvladder.compose import open_manager
 from kvladder.config.stack import StackConfig
-from kvladder.connectors.vllm.computing import Computing
-from kvladder.connectors.vllm.find import Find
 from kvladder.connectors.vllm.groups import groups_of
 from kvladder.connectors.vllm.identity.adapters import Adapters
 from kvladder.connectors.vllm.identity.contents import contents_of
 from kvladder.connectors.vllm.identity.weights import Weights
-from kvladder.connectors.vllm.options import Options
-from kvladder.connectors.vllm.params import Policies
+from kvladder.connectors.vllm.options import Options, Policies
 from kvladder.connectors.vllm.reports.events import KVEvents, enabled
 from kvladder.connectors.vllm.reports.log import say_ready
-from kvladder.connectors.vllm.requests import Filling, RequestState, held_by_vllm
+from kvladder.connectors.vllm.requests import Computing, Filling, Find, RequestState, held_by_vllm
 from kvladder.connectors.vllm.saves import Saver, Writes
 from kvladder.connectors.vllm.start import instance_of, layout_of
 from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report, Step, StepConnector

@@ -1,17 +1,183 @@
-"""From what the workers described to the layout of a cache."""
+"""Before the first step: is the engine one that is supported, and how do its blocks lie?"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import platform
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, Final
 
-from kvladder.connectors.vllm.checks import this_node
-from kvladder.connectors.vllm.groups import Groups
+import torch
+
+from kvladder.connectors.vllm.groups import Groups, groups_of, layer_specs
 from kvladder.connectors.vllm.identity.fingerprint import model_fields
 from kvladder.connectors.vllm.identity.weights import combined
+from kvladder.connectors.vllm.options import WHERE
 from kvladder.connectors.vllm.step import RankDescription
-from kvladder.errors import ConfigError
+from kvladder.errors import ConfigError, LayoutError
+from kvladder.gpu.copy.pages import BlockPages, common_element
 from kvladder.layout import Layout
+
+HASHES: Final = ("sha256", "sha256_cbor")
+"""vLLM's block hashes that no two prefixes share."""
+
+_FEATURES: Final = {
+    "handle_preemptions": "fencing saves before their blocks are reused",
+    "build_connector_worker_meta": "reporting finished copies to the scheduler",
+    "get_block_ids_with_load_errors": "recomputing what could not be loaded",
+    "set_xfer_handshake_metadata_pp_aware": "describing the workers' KV tensors to the scheduler",
+    "has_pending_push_work": "ending saves when no request runs",
+    "on_new_request": "fetching early",
+    "get_transfer_results": "asynchronous loads",
+}
+
+
+def check_features(base: type) -> None:
+    """Raise ConfigError unless vLLM's connector interface has all that is needed.
+
+    Parameters
+    ----------
+    base:
+        vLLM's base class of connectors.
+    """
+    for name, purpose in _FEATURES.items():
+        if not hasattr(base, name):
+            raise ConfigError(
+                f"this vLLM's connectors lack {name}, needed for {purpose}",
+                hint="use vLLM 0.32 or later",
+            )
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Raise ConfigError unless the engine is set up in a way that is supported."""
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    for option in (
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+        "nnodes",
+    ):
+        size = getattr(parallel, option, 1)
+        if size != 1:
+            flag = f"--{option.replace('_', '-')}"
+            raise ConfigError(f"{size}", path=flag, hint="kvladder supports 1")
+    role = getattr(getattr(vllm_config, "kv_transfer_config", None), "kv_role", "kv_both")
+    if role != "kv_both":
+        raise ConfigError(
+            f"{role!r}: kvladder gives back what it was given, it hands nothing over",
+            path="--kv-transfer-config kv_role",
+            hint="use kv_both",
+        )
+    algorithm = cache.prefix_caching_hash_algo
+    if algorithm not in HASHES:
+        raise ConfigError(
+            f"{algorithm!r} can give two prefixes one name",
+            path="--prefix-caching-hash-algo",
+            hint=f"expected {' or '.join(HASHES)}",
+        )
+    if getattr(cache, "calculate_kv_scales", False):
+        raise ConfigError(
+            "scales that are found at run time are not part of a block",
+            path="--calculate-kv-scales",
+            hint="use scales from the checkpoint",
+        )
+
+
+def check_groups(vllm_config: Any, kv_cache_config: Any, *, load: str) -> None:
+    """Raise LayoutError or ConfigError unless every kind of KV cache is supported."""
+    model = str(vllm_config.model_config.model)
+    groups = groups_of(kv_cache_config, model=model)
+    if load == "sync" and (len(groups) > 1 or groups.partial):
+        kinds = ", ".join(group.kind for group in groups)
+        raise ConfigError(
+            f"vLLM cannot recompute single blocks of {model}, whose KV cache is {kinds}",
+            path=f"{WHERE}.load",
+            hint="use async",
+        )
+    states = any(group.kind == "state" for group in groups)
+    if states and vllm_config.speculative_config is not None:
+        raise ConfigError(
+            f"with drafts, vLLM moves the recurrent states of {model} after they were handed over",
+            path="--speculative-config",
+            hint="leave it out for this model",
+        )
+
+
+def group_pages(
+    group: Any, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], *, blocks: int
+) -> BlockPages | None:
+    """Where the bytes of a group's blocks lie on this rank; None if it has none of the layers.
+
+    Raises
+    ------
+    LayoutError
+        There is no tensor for a layer, or it is not what vLLM's own specification says.
+    """
+    found: dict[str, torch.Tensor] = {}
+    sizes: dict[str, int] = {}
+    for name, spec in layer_specs(group).items():
+        given = tensors.get(name)
+        parts = [given] if isinstance(given, torch.Tensor) else [*(given or ())]
+        expected = _part_bytes(spec, whole=len(parts) == 1)
+        if len(parts) != len(expected):
+            raise LayoutError(
+                f"{len(parts)} KV tensors for {name}", hint=f"expected {len(expected)}"
+            )
+        for number, (part, size) in enumerate(zip(parts, expected, strict=True)):
+            key = name if len(parts) == 1 else f"{name}.{number}"
+            found[key], sizes[key] = part, size
+    return BlockPages.of(found, blocks=blocks, page_bytes=sizes) if found else None
+
+
+def _part_bytes(spec: Any, *, whole: bool) -> list[int]:
+    """Bytes that a block takes in each of a layer's tensors, padding not counted."""
+    if not hasattr(spec, "shapes"):
+        return [getattr(spec, "unpadded_page_size_bytes", spec.page_size_bytes)]
+    parts = [  # of a state, which vLLM gives as one tensor of bytes or part by part
+        prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    ]
+    return [sum(parts)] if whole else parts
+
+
+def tensor_fields(
+    vllm_config: Any, groups: Mapping[int, BlockPages], names: Sequence[str]
+) -> dict[str, str]:
+    """What of this rank's KV tensors must agree before their bytes may be shared.
+
+    ``names`` are those of its layers. On a CPU the attention kernels pack pages in an order of
+    their own, which depends on the instruction set. Devices of another kind compute otherwise.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    found = [layers[name] for name in names if name in layers]
+    backends = {layer.attn_backend.get_name() for layer in found if hasattr(layer, "attn_backend")}
+    fields = {"attention": ",".join(sorted(backends))}
+    for index, pages in groups.items():
+        fields[f"kv.pages.{index}"] = pages.describe()
+        fields[f"kv.shapes.{index}"] = ",".join(sorted(pages.shapes))
+    element, run = common_element(pages.element for pages in groups.values())
+    if any(pages.device.type == "cpu" for pages in groups.values()):
+        run = 0
+        packed = sorted({str(getattr(layer, "isa", "unknown")) for layer in found})
+        capability = torch.backends.cpu.get_cpu_capability()
+        fields["cpu"] = f"{platform.machine()} {capability} {','.join(packed)}"
+    fields["device"] = ",".join(sorted({_kind(pages.device) for pages in groups.values()}))
+    fields["kv.element"] = f"{element} {run}"
+    return fields
+
+
+def _kind(device: torch.device) -> str:
+    """What a device computes like: its type and, of a GPU, its architecture."""
+    if device.type != "cuda":
+        return device.type
+    cuda: Any = torch.cuda
+    found = cuda.get_device_properties(device)
+    return f"cuda {found.major}.{found.minor} {getattr(found, 'gcnArchName', '')}".strip()
+
+
+def this_node() -> str:
+    """Names this machine, and this boot of it: shared memory reaches no further."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{platform.node()}/{boot}"
 
 
 def layout_of(

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from kvladder.arena import Arena
-from kvladder.connectors.vllm.checks import group_pages, tensor_fields, this_node
 from kvladder.connectors.vllm.groups import groups_of
-from kvladder.connectors.vllm.identity.loaded import Loaded
+from kvladder.connectors.vllm.identity.weights import Loaded
+from kvladder.connectors.vllm.start import group_pages, tensor_fields, this_node
 from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report, Seen, Step
 from kvladder.errors import LayoutError
 from kvladder.gpu.copy.copier import Copier, CopyJob, Finished, JobId

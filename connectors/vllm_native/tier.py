@@ -14,15 +14,12 @@ blocks are copied by a thread, and what lies below host is fetched before a load
 from __future__ import annotations
 
 import platform
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from vllm.v1.kv_offload.base import (
     Locality,
@@ -34,25 +31,25 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvladder.arena import Slot
 from kvladder.compose import open_manager
 from kvladder.config.stack import load_config
-from kvladder.connectors.base import Match
-from kvladder.connectors.vllm.checks import vllm_version
+from kvladder.connectors.inline import InlineConnector
 from kvladder.connectors.vllm.groups import mark_of, marked
 from kvladder.connectors.vllm.identity.fingerprint import (
     code_fields,
     folder_fields,
     model_folder,
     prefixed,
+    switches,
+    vllm_version,
 )
-from kvladder.connectors.vllm.identity.given import switches
 from kvladder.connectors.vllm.reports.log import route, say_ready, warn
 from kvladder.connectors.weights import downloaded, weights_digest
 from kvladder.errors import ConfigError
+from kvladder.gpu.copy.copier import Finished, JobId
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
-from kvladder.manager import CacheManager
+from kvladder.manager import CacheManager, Fetch
 from kvladder.notices import Notices
 from kvladder.runtime import SystemClock
 
@@ -116,12 +113,13 @@ class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
         warn(settings, version=vllm_version())
         say_ready(self.manager, settings)
         self._notices = Notices(SystemClock().now)
-        self._rows = np.asarray(primary_kv_view).view(np.uint8)
-        self._copies = ThreadPoolExecutor(1, thread_name_prefix="kvladder-copy")
-        self._lock = threading.Lock()
-        self._fetching: deque[tuple[TransferJob, Match]] = deque()
+        self._connector = InlineConnector(
+            self.manager,
+            torch.frombuffer(primary_kv_view, dtype=torch.int8).view(-1, self.block_size_bytes),
+        )
+        self._fetching: deque[tuple[TransferJob, Fetch]] = deque()
+        self._copying: dict[JobId, TransferJob] = {}
         self._ended: list[JobResult] = []
-        self._open_jobs = 0
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
@@ -137,31 +135,20 @@ class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
         self.manager.touch([name for name in map(block_key, keys) if name is not None])
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Lease slots for what is new here; the rest is there, or is not wanted by any level."""
-        names = [block_key(key) for key in job_metadata.keys]
-        known = [(name, i) for i, name in enumerate(names) if name is not None]
-        save = self.manager.save([name for name, _ in known])
-        all_rows = rows_of(job_metadata)
-        rows = [all_rows[known[index][1]] for index in save.indices]
-
-        def copy() -> JobResult:
-            try:
-                for row, slot in zip(rows, save.slots, strict=True):
-                    np.copyto(self._slot(slot), self._rows[row])
-            except BaseException:
-                save.abort()
-                raise
-            save.commit()
-            return self._result(job_metadata, len(rows))
-
-        self._begin(job_metadata, copy)
+        """Begin to copy what is new here; the rest is there, or is not wanted by any level."""
+        pairs = zip(map(block_key, job_metadata.keys), rows_of(job_metadata), strict=True)
+        known = [(name, row) for name, row in pairs if name is not None]
+        copy = self._connector.save([name for name, _ in known], [row for _, row in known])
+        if copy is not None:
+            self._copying[copy] = job_metadata
+        else:
+            self._ended.append(self._result(job_metadata, 0))
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Pin what is there, and begin to bring up what lies below host."""
-        names = [block_key(key) for key in job_metadata.keys]
-        self._open_jobs += 1
-        wanted = [name for name in names if name is not None]
-        self._fetching.append((job_metadata, self.manager.fetch(wanted)))
+        names = map(block_key, job_metadata.keys)
+        match = self._connector.match([name for name in names if name is not None])
+        self._fetching.append((job_metadata, match))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         for _ in range(len(self._fetching)):
@@ -170,57 +157,37 @@ class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
                 self._copy_up(job, match)
             else:
                 self._fetching.append((job, match))
-        with self._lock:
-            ended, self._ended = self._ended, []
-        self._open_jobs -= len(ended)
+        self._end(self._connector.poll())
+        ended, self._ended = self._ended, []
         return ended
 
-    def _copy_up(self, job: TransferJob, match: Match) -> None:
-        found, slots = match.blocks, match.slots
-        rows = rows_of(job)[:found]
+    def _copy_up(self, job: TransferJob, match: Fetch) -> None:
+        rows = rows_of(job)[: match.blocks]
+        if rows:
+            self._copying[self._connector.load(match, rows)] = job
+        else:
+            match.release()
+            self._ended.append(self._result(job, 0))
 
-        def copy() -> JobResult:
-            try:
-                for row, slot in zip(rows, slots, strict=True):
-                    np.copyto(self._rows[row], self._slot(slot))
-            finally:
-                match.release()
-            return self._result(job, found, loaded=list(job.keys)[:found])
+    def _end(self, copies: Iterable[Finished]) -> None:
+        for one in copies:
+            if not one.ok:
+                self._notices.say("copy", f"blocks could not be copied: {one.error}")
+            self._ended.append(self._result(self._copying.pop(one.id), one.bytes, ok=one.ok))
 
-        self._open_jobs -= 1
-        self._begin(job, copy)
-
-    def _begin(self, job: TransferJob, copy: Callable[[], JobResult]) -> None:
-        self._open_jobs += 1
-
-        def run() -> None:
-            try:
-                result = copy()
-            except Exception as error:  # noqa: BLE001 - a tier may forget, the engine goes on
-                self._notices.say("copy", f"blocks could not be copied: {error!r}")
-                result = JobResult(job.job_id, success=False)
-            with self._lock:
-                self._ended.append(result)
-
-        self._copies.submit(run)
-
-    def _result(
-        self, job: TransferJob, blocks: int, *, loaded: Sequence[OffloadKey] | None = None
-    ) -> JobResult:
+    def _result(self, job: TransferJob, size: int, *, ok: bool = True) -> JobResult:
+        """What became of a job, which has copied so many bytes: of a load, the first blocks."""
+        loaded = [*job.keys][: size // self.block_size_bytes] if job.is_promotion else None
         return JobResult(
             job.job_id,
-            success=loaded is None or len(loaded) == len(job.keys),
+            success=ok and (loaded is None or len(loaded) == len(job.keys)),
             successful_keys=loaded or None,
             transfer_time=time.monotonic() - job.submit_time,
-            transfer_bytes=blocks * self.block_size_bytes,
+            transfer_bytes=size,
         )
 
-    def _slot(self, slot: Slot) -> Any:
-        view = self.manager.arena.view(slot)[: self.block_size_bytes]
-        return np.frombuffer(view, dtype=np.uint8)
-
     def has_pending_work(self) -> bool:
-        return self._open_jobs > 0
+        return bool(self._fetching or self._copying or self._ended)
 
     def drain_jobs(self) -> None:
         """Return when every job has ended; a fetch ends at its deadline at the latest."""
@@ -228,11 +195,12 @@ class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
             job, match = self._fetching.popleft()
             match.wait()
             self._copy_up(job, match)
-        self._copies.submit(int).result()  # one thread: what was submitted before is through
+        for copy in [*self._copying]:
+            self._end(self._connector.wait(copy))
 
     def shutdown(self) -> None:
         self.drain_jobs()
-        self._copies.shutdown()
+        self._connector.close()
         self.manager.close()
 
 

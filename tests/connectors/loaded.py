@@ -7,7 +7,7 @@ from typing import Any
 
 
 class FakeLoaded:
-    """What a rank has in memory, as ``vllm_loaded.Loaded`` tells it."""
+    """What a rank has in memory, as ``weights.Loaded`` tells it."""
 
     def __init__(self, content: bytes = b"first", *, failing: Exception | None = None) -> None:
         self.content = content

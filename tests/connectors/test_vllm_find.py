@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvladder.arena import Slot
-from kvladder.connectors.vllm.find import ROUNDS_MAX, Find
 from kvladder.connectors.vllm.groups import Group, Groups, Kind
+from kvladder.connectors.vllm.requests import ROUNDS_MAX, Find
 from kvladder.keys import BlockKey
 from kvladder.policy.worth import Saves
 
@@ -82,7 +83,8 @@ class FakeCache:
         def keys(group: Group, start: int, end: int) -> list[BlockKey]:
             return [key(group.index, block) for block in range(start, end)]
 
-        return Find(groups, keys, match=self.match, lookup=self.lookup, own=own, limit=limit)
+        match: Any = self.match  # what it uses of a Fetch
+        return Find(groups, keys, match=match, lookup=self.lookup, own=own, limit=limit)
 
     def answered(self, find: Find) -> int:
         for _ in range(100):

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvladder.connectors.vllm.find import Find
+from kvladder.connectors.vllm.requests import Find
 from kvladder.connectors.weights import weights_digest
 from tests.connectors.scripted import TOKENS, Engine, Entry, Request
 

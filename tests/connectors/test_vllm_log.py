@@ -14,7 +14,7 @@ import pytest
 
 from kvladder.compose import open_manager
 from kvladder.config.stack import SUMMARY_LINES_MAX, load_config
-from kvladder.connectors.vllm.params import Policies
+from kvladder.connectors.vllm.options import Policies
 from kvladder.connectors.vllm.reports import log as vllm_log
 from kvladder.layout import Layout
 from kvladder.notices import Notices
@@ -205,7 +205,7 @@ def test_the_versions_that_are_tested_are_those_that_are_told() -> None:
 
 def test_the_version_that_runs_is_the_one_that_is_meant() -> None:
     pytest.importorskip("vllm", exc_type=ImportError)
-    from kvladder.connectors.vllm.checks import vllm_version
+    from kvladder.connectors.vllm.identity.fingerprint import vllm_version
 
     assert vllm_log.untested(vllm_version()) == ""
     for folder in newer_vllm():

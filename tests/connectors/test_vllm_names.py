@@ -19,11 +19,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvladder.connectors.vllm.checks import tensor_fields
 from kvladder.connectors.vllm.identity import fingerprint as vllm_fingerprint
-from kvladder.connectors.vllm.identity import given as vllm_given
-from kvladder.connectors.vllm.identity.fingerprint import folder_fields, model_fields
-from kvladder.connectors.vllm.identity.given import LEFT_OUT, left_out
+from kvladder.connectors.vllm.identity.fingerprint import (
+    LEFT_OUT,
+    folder_fields,
+    left_out,
+    model_fields,
+)
+from kvladder.connectors.vllm.start import tensor_fields
 from kvladder.connectors.weights import SUFFIXES
 from kvladder.gpu.copy.pages import BlockPages
 from tests.connectors.arguments import ELSEWHERE
@@ -100,7 +103,9 @@ class Color(Enum):
 
 def test_values_of_every_kind_are_written_alike_in_every_process(tmp_path: Path) -> None:
     def text(value: Any) -> str:
-        return vllm_given.settings(SimpleNamespace(part=SimpleNamespace(one=value)))["part.one"]
+        return vllm_fingerprint.settings(SimpleNamespace(part=SimpleNamespace(one=value)))[
+            "part.one"
+        ]
 
     kinds: list[Any] = [
         None, True, 1, 0.5, "x", b"x", Color.RED, torch.float16, torch.device("cpu"), [1, [2]],
@@ -285,11 +290,11 @@ def test_each_field_of_vllms_configuration_names_the_blocks_or_is_left_out() -> 
         above = whole if part is whole else parent
         if kind == "ModelConfig":  # which is asked for more than its fields
             part.__dict__.update({field.name: None for field in fields(part)})
-        plain = vllm_given.settings(above)
+        plain = vllm_fingerprint.settings(above)
         for field in fields(part):
             before, there = getattr(part, field.name, None), field.name in vars(part)
             object.__setattr__(part, field.name, SimpleNamespace(method="changed"))
-            bound = vllm_given.settings(above) != plain
+            bound = vllm_fingerprint.settings(above) != plain
             if there:
                 object.__setattr__(part, field.name, before)
             else:
@@ -310,18 +315,18 @@ def test_each_switch_of_the_environment_names_the_blocks_or_is_left_out(
 ) -> None:
     from vllm.envs import environment_variables
 
-    plain = vllm_given.switches()
+    plain = vllm_fingerprint.switches()
     assert set(plain) == (
-        set(environment_variables) - set(SWITCHES) | set(vllm_given.LIBRARIES_SWITCHES)
+        set(environment_variables) - set(SWITCHES) | set(vllm_fingerprint.LIBRARIES_SWITCHES)
     )
     assert set(SWITCHES) - NEWER <= set(environment_variables), "what is left out is there"
     for name in environment_variables:
         with monkeypatch.context() as patch:
             patch.setitem(environment_variables, name, lambda: "changed")
-            assert (vllm_given.switches() != plain) == (name not in SWITCHES), name
-    for name in vllm_given.LIBRARIES_SWITCHES:
+            assert (vllm_fingerprint.switches() != plain) == (name not in SWITCHES), name
+    for name in vllm_fingerprint.LIBRARIES_SWITCHES:
         monkeypatch.setenv(name, "changed")
-        assert vllm_given.switches()[name] != plain[name]
+        assert vllm_fingerprint.switches()[name] != plain[name]
 
 
 def test_each_list_gives_a_reason_once() -> None:

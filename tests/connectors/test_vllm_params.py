@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvladder.config.stack import load_config
-from kvladder.connectors.vllm.params import NO_POLICY, Policies, RequestPolicy
+from kvladder.connectors.vllm.options import NO_POLICY, Policies, RequestPolicy
 from kvladder.notices import Notices
 
 SOURCE = {

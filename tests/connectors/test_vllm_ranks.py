@@ -24,8 +24,7 @@ if importlib.util.find_spec("vllm") is None:
 
 with warnings.catch_warnings():  # whatever vLLM warns of when it is imported
     warnings.simplefilter("ignore")
-    from kvladder.connectors.vllm.checks import this_node
-    from kvladder.connectors.vllm.start import instance_of, layout_of
+    from kvladder.connectors.vllm.start import instance_of, layout_of, this_node
     from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Step
     from kvladder.connectors.vllm.worker import WorkerHalf
 

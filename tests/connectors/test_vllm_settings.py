@@ -17,13 +17,13 @@ import torch
 from kvladder.connectors import weights
 from kvladder.connectors.vllm import groups as vllm_groups
 from kvladder.connectors.vllm import plugin as vllm_plugin
-from kvladder.connectors.vllm.checks import (
+from kvladder.connectors.vllm.options import Options, parse
+from kvladder.connectors.vllm.start import (
     check_engine,
     check_features,
     check_groups,
     group_pages,
 )
-from kvladder.connectors.vllm.options import Options, parse
 from kvladder.connectors.weights import weights_digest
 from kvladder.errors import ConfigError, LayoutError
 from kvladder.notices import Notices

@@ -1,13 +1,239 @@
-"""Which weights blocks are named after: those that the ranks have in memory."""
+"""The weights that a rank computes with, and which weights blocks are named after."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import sys
 from collections import deque
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from functools import wraps
+from types import MappingProxyType
+from typing import Any, Final
 
+import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from kvladder.connectors.parameters import digest
 from kvladder.connectors.vllm.step import Report, Step
+from kvladder.errors import ConfigError
+
+Module = torch.nn.Module
+
+PROBES: Final = 128
+"""How many inputs a layer whose weights cannot be seen is asked about, in each of two ways."""
+_PASSING: Final = "_non_persistent_buffers_set"
+LOAD: Final = "load_weights"
+"""The method of vLLM's models that takes the tensors of a checkpoint."""
+OFFLOADER: Final = "vllm.model_executor.offloader"
+
+
+class Loaded:
+    """The models of one rank that have layers whose KV is kept: the model, and one for drafts.
+
+    vLLM shows a connector no models, only layers; those above them are found once, at start, among
+    all modules of the process. ``close`` undoes what watches them.
+
+    Parameters
+    ----------
+    layers:
+        vLLM's layers by name, those with KV among them.
+
+    Raises
+    ------
+    ConfigError
+        None of them is a module, so nothing can be known of the weights.
+    """
+
+    def __init__(self, layers: Mapping[str, Any]) -> None:
+        self._models = models_of(layers)
+        if not self._models:
+            raise ConfigError(
+                "the model that computes the KV is not found in this process",
+                hint="use a version of vLLM that docs/vllm.md names",
+            )
+        self._modules = {id(one) for model in self._models.values() for one in model.modules()}
+        self._touched = False
+        self._parameters: list[torch.nn.Parameter] = []
+        self._versions = 0
+        self._registering = register_module_parameter_registration_hook(self._registered)
+        for model in self._models.values():
+            self._watch(model)
+
+    def _registered(self, module: Module, name: str, parameter: Any) -> None:
+        """PyTorch calls this whenever a module of the process is given a parameter."""
+        if id(module) in self._modules:
+            self._touched = True
+
+    def _watch(self, model: Module) -> None:
+        """Notice when this model is asked to load weights, by whomever."""
+        load: Any = getattr(model, LOAD, None)
+        if load is None:
+            return
+
+        @wraps(load)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._touched = True
+            return load(*args, **kwargs)
+
+        setattr(model, LOAD, watched)
+
+    def touched(self) -> bool:
+        """Whether anything is known to have written to the weights since ``fingerprint``.
+
+        That is: tensors were loaded into a model, a parameter was replaced, or one was changed in
+        place. What writes to ``parameter.data`` itself is not seen. Takes 60 ns a parameter.
+        """
+        return self._touched or self._count() != self._versions
+
+    def _count(self) -> int:
+        return sum([one._version for one in self._parameters])
+
+    def fingerprint(self) -> bytes:
+        """Digest of all parameters, and of the buffers that a checkpoint would have.
+
+        Computed where they lie, or where they are brought to compute with; reads all of them.
+
+        Raises
+        ------
+        RuntimeError
+            They cannot be read, or are half loaded; they count as touched until they can.
+        """
+        self._touched = True
+        self._parameters = [
+            one
+            for model in self._models.values()
+            for one in model.parameters()
+            if not one.is_inference()
+        ]
+        self._versions = self._count()
+        stored = prefetched()
+        state = hashlib.sha256(b"kvladder weights in memory 1")
+        with torch.inference_mode():
+            for where, model in self._models.items():
+                device = device_of(model)
+                for name, tensor in sorted(tensors_of(model, stored), key=lambda pair: pair[0]):
+                    shape = tuple(tensor.shape)
+                    state.update(f"{where} {name} {tensor.dtype} {shape}\n".encode())
+                    if tensor.is_meta:
+                        raise RuntimeError(f"{name} is not in memory: a reload is not over")
+                    state.update(digest(tensor, device))
+        self._touched = False
+        return state.digest()
+
+    def close(self) -> None:
+        """Let go of the models. May be called again."""
+        self._registering.remove()
+        for model in self._models.values():
+            vars(model).pop(LOAD, None)
+        self._models, self._parameters = {}, []
+        self._modules.clear()
+
+
+def models_of(layers: Mapping[str, Any]) -> dict[str, Module]:
+    """The outermost modules around these layers, each by the name of its first layer."""
+    above: dict[int, list[Module]] = {}
+    for one in gc.get_objects():
+        if issubclass(type(one), Module):  # isinstance would ask objects that only pose as others
+            for part in one._modules.values():
+                above.setdefault(id(part), []).append(one)
+    found: dict[int, tuple[str, Module]] = {}
+    for name in sorted(layers):
+        if not isinstance(layers[name], Module):
+            continue
+        waiting, seen = [layers[name]], set[int]()
+        while waiting:
+            module = waiting.pop()
+            parents = above.get(id(module), ())
+            if not parents:
+                found.setdefault(id(module), (name, module))
+            waiting += [one for one in parents if id(one) not in seen]
+            seen.update(id(one) for one in parents)
+    return dict(found.values())
+
+
+def device_of(model: Any) -> torch.device:
+    """Where a model computes: some of its weights may lie in host memory all the same."""
+    devices = [one.device for one in model.parameters() if not one.is_meta]
+    return next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
+
+
+def prefetched() -> dict[int, torch.Tensor]:
+    """By the parameter's identity, weights that vLLM brings in layer by layer, where they stay.
+
+    The parameters are buffers on the device that layers share: they have what was needed last.
+
+    Raises
+    ------
+    RuntimeError
+        There are some, and this vLLM does not tell where.
+    """
+    offloader: Any = sys.modules.get(OFFLOADER)  # vLLM imported it if it offloads anything
+    try:
+        layers = getattr(offloader.get_offloader(), "module_offloaders", []) if offloader else []
+        kept = [one for layer in layers for one in layer._param_offloaders.values()]
+        return {id(one._param): one._cpu_storage.detach() for one in kept}
+    except AttributeError as error:
+        raise RuntimeError(f"they are prefetched from where nobody can look: {error}") from error
+
+
+def tensors_of(
+    model: Any, stored: Mapping[int, torch.Tensor] = MappingProxyType({})
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a model computes with, by name, whether or not its layers are made for adapters.
+
+    ``stored`` is what ``prefetched`` found.
+    """
+    device = device_of(model)
+    modules: Iterator[tuple[str, Any]] = model.named_modules()
+    for prefix, module in modules:
+        where = prefix.replace(".base_layer", "")
+        parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        passing: set[str] = getattr(module, _PASSING)  # they follow from the configuration
+        buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
+        own = parameters | {name: one for name, one in buffers.items() if name not in passing}
+        held = [
+            part
+            for name, one in own.items()
+            for part in _parts(f"{where}.{name}", stored.get(id(one), one))
+        ]
+        yield from held
+        if not any(one.numel() and one.dim() > 1 for _, one in held):
+            yield from _answers(where, module, device)
+
+
+def _parts(name: str, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that hold the bytes of one: those of quantized and shared ones lie within."""
+    partitions: Mapping[Any, Any] | None = getattr(tensor, "partitions", None)
+    if partitions is not None:
+        for index, one in partitions.items():
+            yield from _parts(f"{name}.{index}", one)
+    elif is_traceable_wrapper_subclass(tensor):
+        for part in tensor.__tensor_flatten__()[0]:
+            yield from _parts(f"{name}.{part}", getattr(tensor, part))
+    else:
+        yield name, tensor.data
+
+
+def _answers(name: str, module: Any, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a linear layer makes of certain inputs: vLLM on a CPU packs weights out of sight.
+
+    Each input adds up the columns of its group, two groupings of them, so every weight counts
+    twice, among others. Of a layer with few inputs the answers are the weights, exactly.
+    """
+    apply = getattr(getattr(module, "quant_method", None), "apply", None)
+    width = getattr(module, "input_size_per_partition", 0)
+    dtype = getattr(module, "params_dtype", None)
+    if apply is None or dtype is None or not width:
+        return
+    columns = torch.arange(width, device=device)
+    rows = min(width, PROBES)
+    for kind, group in (("apart", columns % rows), ("together", columns * rows // width)):
+        inputs = torch.zeros(rows, width, dtype=dtype, device=device)
+        inputs[group, columns] = 1
+        yield f"{name} {kind}", apply(module, inputs, None)
+
 
 PATIENCE: Final = 1000
 """Steps after which requests do not wait any more for ranks that do not answer."""
