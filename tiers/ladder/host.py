@@ -243,11 +243,13 @@ class HostLevel(Shelf[Slot]):
         if short <= 0 or not self.has_looked:
             return
         index = self.index
-        self._ahead = 0
-        places = list(islice(index.victims(), window))
-        staying = self.shared.arena.unshared(places)  # others are on their way
-        passed = places.index(staying[STEP]) if len(staying) > STEP else len(places)
-        del staying[STEP:]
+        # loads ask ``room`` for the first ones next, which notes if they are not as they were
+        passed = self._ahead = max(0, self._ahead) if window > STEP else 0
+        staying: list[Slot] = []
+        victims = islice(index.victims(), passed, window)
+        while len(staying) < STEP and (places := list(islice(victims, STEP - len(staying)))):
+            passed += len(places)
+            staying += self.shared.arena.unshared(places)  # others are on their way
         keys, metas = index.keys_at(staying), index.metas(staying)
         going: dict[Level, list[tuple[BlockKey, Slot, Meta]]] = {}
         targets = self.targets(keys, metas, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
+from itertools import takewhile
 from math import inf
 from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -126,11 +127,7 @@ class LevelIndex(Generic[P]):
 
     def prefix(self, keys: Sequence[BlockKey]) -> int:
         """How many leading ``keys`` are held."""
-        held = self._place
-        for count, key in enumerate(keys):
-            if key not in held:
-                return count
-        return len(keys)
+        return len([*takewhile(self._place.__contains__, keys)])
 
     def key_at(self, place: int) -> BlockKey | None:
         """The key of the block at ``place``, or None."""
@@ -152,13 +149,11 @@ class LevelIndex(Generic[P]):
 
     def metas(self, places: Sequence[int]) -> list[Meta]:
         """What is known of the blocks at ``places``; those that are alike share an object."""
-        if self._until or self._terms or len(places) == 1:
+        if len(places) < 2 or self._until or self._terms:
             return [self.meta(place) for place in places]
-        columns = [
-            bytes(map(column.__getitem__, places))
-            for column in (self._priority, self._floor, self._hits)
-        ]
-        if places and all(column.count(column[0]) == len(column) for column in columns):
+        at = itemgetter(*places)
+        columns = [bytes(at(column)) for column in (self._priority, self._floor, self._hits)]
+        if all(column.count(column[0]) == len(column) for column in columns):
             priority, floor, hits = [column[0] for column in columns]
             return [Meta(priority, floor, hits)] * len(places)
         kinds = [*zip(*columns, strict=True)]
@@ -342,8 +337,9 @@ class LevelIndex(Generic[P]):
         for place in places if self._until or self._terms else ():
             self._until.drop(place)
             self._terms.drop(place)
-        pins = self._pins
-        unpinned = [place for place in places if not pins.pop(place, 0)] if pins else places
+        pins, unpinned = self._pins, places
+        if pins and evicted_s is None:
+            unpinned = [place for place in places if not pins.pop(place, 0)]
         if len(unpinned) == 1:
             self.policy.remove(unpinned[0])
         else:
@@ -360,10 +356,11 @@ class LevelIndex(Generic[P]):
         """Make these the most recently used; the last of ``places`` ends up the most recent."""
         now_s = self._now() - self._began_s
         if len(places) >= BULK_MIN and self._pins.keys().isdisjoint(places):
-            at = np.asarray(places, np.intc)
+            chain = array("i", places)
+            at = np.frombuffer(chain, np.intc)
             np.frombuffer(self._used, np.uint32)[at] = self._uses
             np.frombuffer(self._used_s, np.float32)[at] = now_s
-            self.policy.touch_all(places)
+            self.policy.touch_all(chain)
             return
         for place in places:
             self._used[place] = self._uses

@@ -358,8 +358,7 @@ class Level(Shelf[int]):
 
     def next_batch(self) -> dict[BlockKey, bytes]:
         """The oldest that wait, a batch, and their salts."""
-        inbox = self.inbox
-        return {key: inbox[key].meta.terms.salt for key in islice(inbox, self.batch_max)}
+        return {key: one.meta.terms.salt for key, one in self.inbox.oldest(self.batch_max)}
 
     def begin(self, oldest: Iterable[BlockKey], spare: Mapping[bytes, float]) -> list[int]:
         """Begin to write those of a batch that wait still; their priorities, the highest first.
@@ -575,7 +574,8 @@ class Level(Shelf[int]):
     @property
     def queue_age_s(self) -> float:
         """How long the oldest of them has waited; 0 without any."""
-        since_s = [one.since_s for one in (*self._writing.values(), *self.inbox.oldest())]
+        oldest = [one for _, one in self.inbox.oldest(1)]
+        since_s = [one.since_s for one in (*self._writing.values(), *oldest)]
         return self.shared.clock.now() - min(since_s) if since_s else 0.0
 
     @property

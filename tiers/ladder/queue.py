@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import islice
+from itertools import islice, repeat
 from math import inf
 from typing import NamedTuple
 
@@ -90,9 +90,9 @@ class Inbox:
         """The block, if it waits."""
         return self._blocks.get(key)
 
-    def oldest(self) -> list[Pending]:
-        """What has waited longest, if anything does."""
-        return list(islice(self._blocks.values(), 1))
+    def oldest(self, count: int) -> Iterable[tuple[BlockKey, Pending]]:
+        """What has waited longest, at most so many; do not change the inbox meanwhile."""
+        return islice(self._blocks.items(), count)
 
     @property
     def room(self) -> int:
@@ -109,8 +109,8 @@ class Inbox:
         """Queue blocks, in that order, and take a claim on their slots; they fit."""
         assert len(keys) + len(self._blocks) <= self._max
         self._arena.share(slots)
-        for key, slot, meta in zip(keys, slots, metas, strict=True):
-            self._blocks[key] = Pending(slot, meta, now_s)
+        self._blocks.update(zip(keys, map(Pending, slots, metas, repeat(now_s)), strict=True))
+        for key, meta in zip(keys, metas, strict=True):
             self._by_priority.setdefault(meta.priority, {})[key] = None
 
     def among(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
@@ -192,7 +192,9 @@ class Leaving:
 
     def begin(self, items: Sequence[Item]) -> None:
         """The removal of these begins without having waited."""
-        self._removals.update(item.key for item in items)
+        removals = self._removals  # ``update`` takes longer for a few
+        for item in items:
+            removals[item.key] = removals.get(item.key, 0) + 1
         self.removing += len(items)
 
     def take(self, count: int) -> list[Item]:

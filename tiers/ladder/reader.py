@@ -45,15 +45,14 @@ def _settle(level: Level, items: Sequence[Item], results: Results | None) -> lis
     """What was read is used, the tail first; what the tier has no longer leaves the index."""
     if results is None:
         return [False] * len(items)
-    used: list[int] = []
-    for item, ok in zip(reversed(items), reversed(results), strict=True):
-        is_held = level.index.place(item.key) == item.place
-        if ok and is_held:
-            used.append(item.place)
-        elif is_held and ok is not None:  # None: it may be there later
-            level.stats.misses += 1
-            level.forget([item.key], "lost")
-    level.index.touch(used)
+    places = level.index.places_of([item.key for item in items])
+    both = zip(items, results, places, strict=True)
+    held = [(item, ok) for item, ok, place in both if place == item.place]
+    held.reverse()
+    lost = [item.key for item, ok in held if ok is False]  # None: it may be there later
+    level.stats.misses += len(lost)
+    level.forget(lost, "lost")
+    level.index.touch([item.place for item, ok in held if ok])
     level.stats.errors += None in results
     found = [*map(bool, results)]
     level.stats.loaded += sum(found)

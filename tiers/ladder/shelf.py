@@ -94,7 +94,8 @@ class Shelf(ABC, Generic[P]):
 
     def remove(self, keys: Sequence[BlockKey]) -> int:
         """Forget the blocks, by a user's wish; how many were here."""
-        held = [*filter(self.index.keys().__contains__, keys)]
+        known = self.index.keys()
+        held = [key for key in keys if key in known]
         self.forget(held, "removed")
         return len(held)
 

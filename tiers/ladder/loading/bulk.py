@@ -38,7 +38,8 @@ def wants_bulk(
         places = level.index.lasting(keys)
         if places is not None:
             positions = range(first, first + len(keys))
-            return [*map(Want._make, zip(positions, keys, repeat(level), places, strict=False))]
+            wants = zip(positions, keys, repeat(level), places, strict=False)
+            return [*map(tuple.__new__, repeat(Want), wants)]  # Want._make, in C
         if not level.index.disjoint(keys):
             return None
     return None

@@ -417,8 +417,7 @@ class Loader:
         return self._reads(batches)
 
     def _reads(self, batches: dict[Level, list[Item]]) -> list[Read]:
-        now_s = self._shared.clock.now()
-        reads: list[Read] = []
+        now_s, reads = self._shared.clock.now(), list[Read]()
         for level, items in batches.items():
             mark, step = level.pace.asked(len(items), now_s), level.batch_max
             parts = [items[start : start + step] for start in range(0, len(items), step)]
@@ -443,12 +442,11 @@ class Loader:
             else:
                 sources.append(host)
         here = [slot for slot in found if slot != NO_SLOT]
-        hits = len(here)
         if here:
             self._host.index.hit(here)
             self._write_on_hit(here)
         fetch.extend(found, sources)
-        return hits, len(found) - hits - len(later)
+        return len(here), len(found) - len(here) - len(later)
 
     def count(self, asked: int, hits: int, joined: int, there: Mapping[Level, int]) -> None:
         """Count a fetch, with the lock held: a level is asked for what no hotter one has.
@@ -488,8 +486,12 @@ class Loader:
         finally:
             with self._lock:
                 level.pace.came(mark, len(batch), self._shared.clock.now(), found=any(found))
+                was_full, free = len(self._arrivals) >= self._max, self._shared.arena.free
                 reads = self._reads(self._land(level, batch, found))
-                self._landed()
+                goes_on = self._arrivals or any(level.queued for level in self._levels)
+                # what came is pinned: who waits for room has it from writes, which say so
+                if was_full or self._shared.arena.free > free or not goes_on:
+                    self._landed()
         for retry in reads:
             self._start(retry)
 
@@ -552,8 +554,7 @@ class Loader:
             return None
         want.level.places.begin_reads([want.place])
         arrival.reroute(slots[0], want.level)
-        item = Item(key, want.place, slots[0])
-        return want.level, item
+        return want.level, Item(key, want.place, slots[0])
 
     # ---- for Fetch
 
