@@ -59,11 +59,9 @@ def weights_digest(path: Path, *, cache: Path | None = None) -> str:
                 whole.update(f"{file.name}\0{digest}\0".encode())
         known.write()
     except OSError as error:
-        raise ConfigError(
-            f"{error.filename or path}: {error.strerror}",
-            path="model.fingerprint",
-            hint="expected weights that can be read",
-        ) from error
+        what = f"{error.filename or path}: {error.strerror}"
+        where = "model.fingerprint"
+        raise ConfigError(what, path=where, hint="expected weights that can be read") from error
     return whole.hexdigest()
 
 

@@ -127,11 +127,8 @@ class Arena:
             The memory is not there: the message says what would fit.
         """
         if slots < 1:
-            raise ConfigError(
-                f"{slots} slots of {slot_bytes} bytes",
-                path="arena.size",
-                hint=f"expected room for at least one block, {slot_bytes} bytes",
-            )
+            hint = f"expected room for at least one block, {slot_bytes} bytes"
+            raise ConfigError(f"{slots} slots of {slot_bytes} bytes", path="arena.size", hint=hint)
         if slot_bytes < PAGE_BYTES or slot_bytes % PAGE_BYTES:
             raise ConfigError(f"slots of {slot_bytes} bytes", hint="a multiple of 4096")
         size = align(slots * slot_bytes, HUGE_PAGE_BYTES)
@@ -162,11 +159,9 @@ class Arena:
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
-            raise ConfigError(
-                f"{size} bytes of shared memory cannot be had: {error.strerror}",
-                path="arena.size",
-                hint="a smaller arena, or a higher memory limit",
-            ) from error
+            what = f"{size} bytes of shared memory cannot be had: {error.strerror}"
+            hint = "a smaller arena, or a higher memory limit"
+            raise ConfigError(what, path="arena.size", hint=hint) from error
         arena._populate()
         return arena
 

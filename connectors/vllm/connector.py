@@ -210,17 +210,13 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if isinstance(described, RankDescription)
         }
         if metadata and not ranks:  # MultiConnector hands on the first answer of its connectors
-            raise ConfigError(
-                "another connector described its KV tensors instead of this one",
-                path="kv_connector_extra_config.connectors",
-                hint="vLLM hands on one description only: leave the other connector out",
-            )
+            what = "another connector described its KV tensors instead of this one"
+            hint = "vLLM hands on one description only: leave the other connector out"
+            raise ConfigError(what, path="kv_connector_extra_config.connectors", hint=hint)
         if any(described.taken for described in ranks.values()):
-            raise ConfigError(
-                "KVLadderConnector is there twice",
-                path="kv_connector_extra_config.connectors",
-                hint="give one of them the tiers of both",
-            )
+            what = "KVLadderConnector is there twice"
+            where = "kv_connector_extra_config.connectors"
+            raise ConfigError(what, path=where, hint="give one of them the tiers of both")
         for described in ranks.values():
             described.taken = True
         self._decides.start(ranks)

@@ -142,10 +142,8 @@ def groups_of(kv_cache_config: Any, *, model: str) -> Groups:
         spec, kind = _kind(group, model)
         tokens: int = group.kv_cache_spec.block_size
         if tokens % hashed:
-            raise LayoutError(
-                f"{model}: vLLM hashes every {hashed} tokens, but blocks have {tokens}",
-                hint="leave --prefix-match-unit unset",
-            )
+            what = f"{model}: vLLM hashes every {hashed} tokens, but blocks have {tokens}"
+            raise LayoutError(what, hint="leave --prefix-match-unit unset")
         reach, handed = 0, False
         if kind == "window":
             reach = spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0)
@@ -185,10 +183,8 @@ def _kind(group: Any, model: str) -> tuple[Any, Kind]:
     first = specs[0]
     where = f"{model}: {', '.join(group.layer_names[:3])} ..."
     if len({KINDS.get(name) for name in names}) > 1 or names[0] not in KINDS:
-        raise LayoutError(
-            f"{where} has KV cache of kind {', '.join(names)}",
-            hint=f"kvladder supports {', '.join(KINDS)}",
-        )
+        what = f"{where} has KV cache of kind {', '.join(names)}"
+        raise LayoutError(what, hint=f"kvladder supports {', '.join(KINDS)}")
     kept = getattr(group, "enable_kv_transfer", True) and getattr(first, "prefix_cacheable", True)
     if not kept or int(getattr(first, "prefix_replay_tokens", 0)):
         raise LayoutError(
@@ -196,8 +192,6 @@ def _kind(group: Any, model: str) -> tuple[Any, Kind]:
             hint="kvladder supports models all of whose layers can be cached by prefix",
         )
     if getattr(first, "mamba_cache_mode", "align") not in ("align", "all"):
-        raise LayoutError(
-            f"{where} has states that vLLM does not keep at block boundaries",
-            hint="use --enable-prefix-caching and --mamba-cache-mode align",
-        )
+        what = f"{where} has states that vLLM does not keep at block boundaries"
+        raise LayoutError(what, hint="use --enable-prefix-caching and --mamba-cache-mode align")
     return first, KINDS[names[0]]

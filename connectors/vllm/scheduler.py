@@ -115,10 +115,8 @@ class SchedulerHalf:
     def connector(self) -> StepConnector:
         """The loads and saves; there once all workers described their KV tensors."""
         if self._connector is None:
-            raise ConfigError(
-                "this vLLM has not handed over what its workers described",
-                hint="use vLLM 0.32 or later",
-            )
+            what = "this vLLM has not handed over what its workers described"
+            raise ConfigError(what, hint="use vLLM 0.32 or later")
         return self._connector
 
     # ---- a request's way

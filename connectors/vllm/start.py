@@ -43,10 +43,8 @@ def check_features(base: type) -> None:
     """
     for name, purpose in _FEATURES.items():
         if not hasattr(base, name):
-            raise ConfigError(
-                f"this vLLM's connectors lack {name}, needed for {purpose}",
-                hint="use vLLM 0.32 or later",
-            )
+            what = f"this vLLM's connectors lack {name}, needed for {purpose}"
+            raise ConfigError(what, hint="use vLLM 0.32 or later")
 
 
 def check_engine(vllm_config: Any) -> None:
@@ -63,24 +61,16 @@ def check_engine(vllm_config: Any) -> None:
             raise ConfigError(f"{size}", path=flag, hint="kvladder supports 1")
     role = getattr(getattr(vllm_config, "kv_transfer_config", None), "kv_role", "kv_both")
     if role != "kv_both":
-        raise ConfigError(
-            f"{role!r}: kvladder gives back what it was given, it hands nothing over",
-            path="--kv-transfer-config kv_role",
-            hint="use kv_both",
-        )
+        what = f"{role!r}: kvladder gives back what it was given, it hands nothing over"
+        raise ConfigError(what, path="--kv-transfer-config kv_role", hint="use kv_both")
     algorithm = cache.prefix_caching_hash_algo
     if algorithm not in HASHES:
-        raise ConfigError(
-            f"{algorithm!r} can give two prefixes one name",
-            path="--prefix-caching-hash-algo",
-            hint=f"expected {' or '.join(HASHES)}",
-        )
+        what = f"{algorithm!r} can give two prefixes one name"
+        where = "--prefix-caching-hash-algo"
+        raise ConfigError(what, path=where, hint=f"expected {' or '.join(HASHES)}")
     if getattr(cache, "calculate_kv_scales", False):
-        raise ConfigError(
-            "scales that are found at run time are not part of a block",
-            path="--calculate-kv-scales",
-            hint="use scales from the checkpoint",
-        )
+        what = "scales that are found at run time are not part of a block"
+        raise ConfigError(what, path="--calculate-kv-scales", hint="use scales from the checkpoint")
 
 
 def check_groups(vllm_config: Any, kv_cache_config: Any, *, load: str) -> None:
@@ -89,11 +79,8 @@ def check_groups(vllm_config: Any, kv_cache_config: Any, *, load: str) -> None:
     groups = groups_of(kv_cache_config, model=model)
     if load == "sync" and (len(groups) > 1 or groups.partial):
         kinds = ", ".join(group.kind for group in groups)
-        raise ConfigError(
-            f"vLLM cannot recompute single blocks of {model}, whose KV cache is {kinds}",
-            path=f"{WHERE}.load",
-            hint="use async",
-        )
+        what = f"vLLM cannot recompute single blocks of {model}, whose KV cache is {kinds}"
+        raise ConfigError(what, path=f"{WHERE}.load", hint="use async")
     states = any(group.kind == "state" for group in groups)
     if states and vllm_config.speculative_config is not None:
         raise ConfigError(
@@ -209,17 +196,13 @@ def layout_of(
     fields: dict[str, str] = {}
     for rank, described in sorted(ranks.items()):
         if described.node != this_node():
-            raise ConfigError(
-                f"rank {rank} runs on {described.node.partition('/')[0]}",
-                hint="kvladder supports ranks on one machine",
-            )
+            what = f"rank {rank} runs on {described.node.partition('/')[0]}"
+            raise ConfigError(what, hint="kvladder supports ranks on one machine")
         stage = f"stage.{rank // width}." if rank >= width else ""
         for name, value in described.fields.items():
             if fields.setdefault(f"{stage}{name}", value) != value:
-                raise ConfigError(
-                    f"rank {rank} has {name} {value!r}",
-                    hint=f"rank {rank // width * width} has {fields[f'{stage}{name}']}",
-                )
+                hint = f"rank {rank // width * width} has {fields[f'{stage}{name}']}"
+                raise ConfigError(f"rank {rank} has {name} {value!r}", hint=hint)
     ends = [0] * len(groups)
     offsets: list[tuple[int, ...]] = []
     for rank in range(count):

@@ -99,11 +99,8 @@ class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
         if config is not None and stack:
-            raise ConfigError(
-                "stands beside config",
-                path=f"secondary_tiers.{next(iter(stack))}",
-                hint=f"put it into {config}",
-            )
+            where = f"secondary_tiers.{next(iter(stack))}"
+            raise ConfigError("stands beside config", path=where, hint=f"put it into {config}")
         route()
         settings = load_config(stack if config is None else config)
         layout = layout_of(

@@ -95,10 +95,8 @@ class BlockPages:
             view = _view(name, tensor, blocks)
             expected = view.shape[1] if page_bytes is None else page_bytes[name]
             if view.shape[1] != expected:
-                raise LayoutError(
-                    f"{name}: a block takes {view.shape[1]} bytes in the tensor",
-                    hint=f"the engine's own specification says {expected}",
-                )
+                what = f"{name}: a block takes {view.shape[1]} bytes in the tensor"
+                raise LayoutError(what, hint=f"the engine's own specification says {expected}")
             key = (view.data_ptr(), view.stride(0), view.shape[1])
             views.setdefault(key, ([], view))[0].append(name)
         pages: list[Page] = []

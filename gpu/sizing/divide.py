@@ -194,8 +194,6 @@ def divide(
         explicit=bool(shares),
     )
     if found.sequences < 1:
-        raise PlanError(
-            f"{memory} bytes do not hold one sequence of {context} tokens",
-            hint=f"{sum(bytes_each)} bytes do, or fewer tokens at a time",
-        )
+        what = f"{memory} bytes do not hold one sequence of {context} tokens"
+        raise PlanError(what, hint=f"{sum(bytes_each)} bytes do, or fewer tokens at a time")
     return found

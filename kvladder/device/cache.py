@@ -335,10 +335,8 @@ def _allocate(
         tensors.append(allocate(at, share.blocks))
         pages = BlockPages.of(tensors[-1], blocks=share.blocks)
         if pages.block_bytes != one.block_bytes:
-            raise LayoutError(
-                f"{one.group.name}: a block takes {pages.block_bytes} bytes in the tensors",
-                hint=f"the group says {one.block_bytes}",
-            )
+            what = f"{one.group.name}: a block takes {pages.block_bytes} bytes in the tensors"
+            raise LayoutError(what, hint=f"the group says {one.block_bytes}")
         parts[at] = Part(pages)
     return tensors, parts
 

@@ -49,10 +49,8 @@ class Loaded:
     def __init__(self, layers: Mapping[str, Any]) -> None:
         self._models = models_of(layers)
         if not self._models:
-            raise ConfigError(
-                "the model that computes the KV is not found in this process",
-                hint="use a version of vLLM that docs/vllm.md names",
-            )
+            what = "the model that computes the KV is not found in this process"
+            raise ConfigError(what, hint="use a version of vLLM that docs/vllm.md names")
         self._modules = {id(one) for model in self._models.values() for one in model.modules()}
         self._touched = False
         self._parameters: list[torch.nn.Parameter] = []
