@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from math import isfinite
 from typing import Annotated, Any, Literal
 
@@ -80,8 +81,15 @@ class Tiers(Settings, frozen=True, kw_only=True):
     store: tuple[str, ...] | None = None
 
 
-class Params(Settings, frozen=True, kw_only=True):
-    """The parameters as they are written."""
+class _Range(Settings, frozen=True, kw_only=True):
+    start: Count
+    end: Count | None
+    priority: Priority
+    duration_s: Seconds | None
+
+
+class RequestPolicy(Settings, frozen=True, kw_only=True, dict=True):
+    """What a request says, and so what is done to its blocks."""
 
     priority: Priority | None = None
     decode_priority: Priority | None = None
@@ -92,41 +100,50 @@ class Params(Settings, frozen=True, kw_only=True):
     tiers: Tiers = Tiers()
     save: bool = True
     save_decode: bool | None = None
-
-
-class _Range(Settings, frozen=True, kw_only=True):
-    start: Count
-    end: Count | None
-    priority: Priority
-    duration_s: Seconds | None
-
-
-class RequestPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """What is done to the blocks of one request."""
-
-    retention: Retention | None = None
-    """None: nothing was said, so blocks get the default and those that are cached keep theirs."""
-    ttl_s: float | None = None
-    load: frozenset[str] | None = None
-    """The levels that are read, None for all."""
-    store: frozenset[str] | None = None
-    save: bool = True
-    save_decode: bool | None = None
     """None takes the connector's setting."""
+
+    def __post_init__(self) -> None:
+        _ = self.retained  # which is checked as it is made
+
+    @cached_property
+    def retained(self) -> Retention | None:
+        """None if nothing was said: new blocks get the default, cached ones keep theirs."""
+        said = (self.priority, self.decode_priority, self.decode_duration_s, self.retention or None)
+        if all(one is None for one in said):
+            return None
+        default = PRIORITY_DEFAULT if self.priority is None else self.priority
+        decode = default if self.decode_priority is None else self.decode_priority
+        ranges = tuple(_range(one, f"retention[{i}]") for i, one in enumerate(self.retention))
+        try:
+            return Retention(ranges, decode, self.decode_duration_s, default)
+        except ValueError as error:
+            raise ConfigError(str(error), path="retention") from error
 
     def priorities(
         self, first_block: int, blocks: int, *, block_tokens: int, prompt_tokens: int
     ) -> list[tuple[int, float | None]] | None:
         """Priority and its duration in seconds of consecutive blocks; None: nothing was said."""
-        if self.retention is None:
+        if self.retained is None:
             return None
         wanted = range(first_block, first_block + blocks)
-        return self.retention.of_blocks(
+        return self.retained.of_blocks(
             wanted, block_tokens=block_tokens, prompt_tokens=prompt_tokens
         )
 
 
 NO_POLICY = RequestPolicy()
+
+
+def _range(raw: Sequence[Any], where: str) -> RetentionRange:
+    names = [field.name for field in msgspec.structs.fields(_Range)]
+    if len(raw) != len(names):
+        hint = "expected [start, end or null, priority, duration_s or null]"
+        raise ConfigError(f"{len(raw)} values", path=where, hint=hint)
+    found = convert(dict(zip(names, raw, strict=True)), _Range, where)
+    try:
+        return RetentionRange(found.start, found.end, found.priority, found.duration_s)
+    except ValueError as error:
+        raise ConfigError(str(error), path=where) from error
 
 
 class Policies:
@@ -175,46 +192,16 @@ class Policies:
 
     def _read(self, raw: object, mapped: int | None) -> RequestPolicy:
         _require_text_keys(raw, REQUEST)
-        params = convert(raw, Params, REQUEST)
-        general = mapped if params.priority is None else params.priority
-        said = (general, params.decode_priority, params.decode_duration_s, params.retention or None)
-        retention = None
-        if any(one is not None for one in said):
-            default = PRIORITY_DEFAULT if general is None else general
-            decode = default if params.decode_priority is None else params.decode_priority
-            ranges = [_range(one, i) for i, one in enumerate(params.retention)]
-            try:
-                retention = Retention(tuple(ranges), decode, params.decode_duration_s, default)
-            except ValueError as error:
-                raise ConfigError(str(error), path=f"{REQUEST}.retention") from error
-        return RequestPolicy(
-            retention=retention,
-            ttl_s=params.ttl_s,
-            load=self._known(params.tiers.load, "load"),
-            store=self._known(params.tiers.store, "store"),
-            save=params.save,
-            save_decode=params.save_decode,
-        )
-
-    def _known(self, names: Sequence[str] | None, key: str) -> frozenset[str] | None:
-        for i, name in enumerate(names or ()):
-            if name not in self._levels:
-                where = f"{REQUEST}.tiers.{key}[{i}]"
-                raise ConfigError(repr(name), path=where, hint=nearest(name, self._levels))
-        return None if names is None else frozenset(names)
-
-
-def _range(raw: Sequence[Any], index: int) -> RetentionRange:
-    where = f"{REQUEST}.retention[{index}]"
-    if len(raw) != len(msgspec.structs.fields(_Range)):
-        hint = "expected [start, end or null, priority, duration_s or null]"
-        raise ConfigError(f"{len(raw)} values", path=where, hint=hint)
-    names = [field.name for field in msgspec.structs.fields(_Range)]
-    found = convert(dict(zip(names, raw, strict=True)), _Range, where)
-    try:
-        return RetentionRange(found.start, found.end, found.priority, found.duration_s)
-    except ValueError as error:
-        raise ConfigError(str(error), path=where) from error
+        said: object = {} if raw is None else raw
+        if mapped is not None and is_mapping(said) and said.get("priority") is None:
+            raw = {**said, "priority": mapped}
+        policy = convert(raw, RequestPolicy, REQUEST)
+        for key in keys_of(Tiers):
+            for i, name in enumerate(getattr(policy.tiers, key) or ()):
+                if name not in self._levels:
+                    where = f"{REQUEST}.tiers.{key}[{i}]"
+                    raise ConfigError(repr(name), path=where, hint=nearest(name, self._levels))
+        return policy
 
 
 def _require_text_keys(raw: object, path: str) -> None:

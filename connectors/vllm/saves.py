@@ -166,7 +166,7 @@ class Saver:
                 [blocks[i] for i in part],
                 priorities=None if wanted is None else [wanted[first - begin + i] for i in part],
                 parent_floor=above,
-                levels=policy.store,
+                levels=policy.tiers.store,
                 ttl_s=policy.ttl_s,
                 salt=state.salt,
                 group=group.index,

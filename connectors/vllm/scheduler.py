@@ -248,9 +248,9 @@ class SchedulerHalf:
             self._groups,
             state.keys,
             match=lambda keys, saves: self.connector.match(
-                keys, levels=state.policy.load, salt=state.salt, saves=saves
+                keys, levels=state.policy.tiers.load, salt=state.salt, saves=saves
             ),
-            lookup=lambda keys: self.connector.manager.reach(keys, levels=state.policy.load),
+            lookup=lambda keys: self.connector.manager.reach(keys, levels=state.policy.tiers.load),
             own=own,
             limit=self._loadable(state.request),
             behind=behind,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvladder.config.stack import load_config
-from kvladder.connectors.vllm.options import NO_POLICY, Policies, RequestPolicy
+from kvladder.connectors.vllm.options import NO_POLICY, Policies, RequestPolicy, Tiers
 from kvladder.notices import Notices
 
 SOURCE = {
@@ -53,7 +53,7 @@ def test_everything_at_once() -> None:
     ]  # fmt: skip
     assert of_blocks(policy, 4, 5) == [(20, 2.5)] * 2
     assert (policy.ttl_s, policy.save, policy.save_decode) == (600.0, False, True)
-    assert (policy.load, policy.store) == ({"host", "nvme"}, {"host"})
+    assert policy.tiers == Tiers(load=("host", "nvme"), store=("host",))
 
 
 def test_who_says_nothing_changes_nothing() -> None:
@@ -113,5 +113,9 @@ def test_vllms_priority_is_mapped_where_it_is_wanted(step: int, priority: int, o
     mapping = policies(map_priority=step)
     assert of_blocks(mapping.of(request(None, priority=priority)), 0) == [(ours, None)]
     assert of_blocks(mapping.of(request({"priority": 7}, priority=priority)), 0) == [(7, None)]
+    assert of_blocks(mapping.of(request({"priority": 0}, priority=priority)), 0) == [(0, None)]
+    assert of_blocks(mapping.of(request({"priority": None}, priority=priority)), 0) == [
+        (ours, None)
+    ]
     assert of_blocks(mapping.of(request({"priority": -7}, priority=priority)), 0) == [(ours, None)]
     assert policies().of(request(None, priority=priority)) == NO_POLICY

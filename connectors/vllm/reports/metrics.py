@@ -26,6 +26,11 @@ EVERY_S: Final = 1.0
 Values = dict[str, dict[str, Any]]
 """By metric and by its labels, joined by commas: a number, or of a histogram its sum and counts."""
 
+_MADE_OF: Final[dict[str, tuple[Any, dict[str, Any]]]] = {
+    "counter": (Counter, {}),
+    "gauge": (Gauge, {"multiprocess_mode": "mostrecent"}),
+    "histogram": (Histogram, {}),
+}
 _KINDS = {metric.name: metric.kind for metric in METRICS}
 _BOUNDS = {metric.name: metric.le for metric in METRICS}
 _LOGGED = ("queried", "hit", "late", "dropped", "corrupt")
@@ -117,39 +122,26 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, Any] = {}
-        self._children: dict[tuple[int, str, str], Any] = {}
         for metric in METRICS:
-            name, labels = VLLM_PREFIX + metric.name, [*labelnames, *metric.labels]
-            if metric.kind == "counter":
-                made = metric_types[Counter](name, metric.help, labelnames=labels)
-            elif metric.kind == "gauge":
-                made = metric_types[Gauge](
-                    name, metric.help, labelnames=labels, multiprocess_mode="mostrecent"
-                )
-            else:
-                made = metric_types[Histogram](
-                    name, metric.help, labelnames=labels, buckets=list(metric.le)
-                )
-            self._metrics[metric.name] = made
+            kind, more = _MADE_OF[metric.kind]
+            if metric.le:
+                more = {"buckets": list(metric.le)}
+            names = [*labelnames, *metric.labels]
+            self._metrics[metric.name] = metric_types[kind](
+                VLLM_PREFIX + metric.name, metric.help, labelnames=names, **more
+            )
 
     def observe(self, transfer_stats_data: Values, engine_idx: int = 0) -> None:
+        engine = self.per_engine_labelvalues[engine_idx]
         for name, values in transfer_stats_data.items():
             for labels, value in values.items():
-                child = self._child(engine_idx, name, labels)
+                child = self._metrics[name].labels(*engine, *(labels.split(",") if labels else ()))
                 if _KINDS[name] == "gauge":
                     child.set(value)
                 elif _KINDS[name] == "counter":
                     child.inc(value)
                 else:
                     _add(child, _BOUNDS[name], value)
-
-    def _child(self, engine_idx: int, name: str, labels: str) -> Any:
-        place = (engine_idx, name, labels)
-        if place not in self._children:
-            own = labels.split(",") if labels else []
-            engine = self.per_engine_labelvalues[engine_idx]
-            self._children[place] = self._metrics[name].labels(*engine, *own)
-        return self._children[place]
 
 
 def _add(child: Any, le: tuple[float, ...], value: list[float]) -> None:
