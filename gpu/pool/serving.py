@@ -170,12 +170,15 @@ class Serving:
         """Whether a known block begins with the tokens of this single one that tell its content."""
         index = self._ledger.index
         above = index.above(content.parent, content.root)
-        count = len(content.tokens) // TOKEN_BYTES
-        useful = min(count, (content.limits or {}).get(0, count))
+        useful = len(content.tokens) // TOKEN_BYTES
+        if content.limits:
+            useful = min(useful, content.limits.get(0, useful))
         if above is None or not useful:
             return not useful
-        found = index.partial(above, content.tokens[: useful * TOKEN_BYTES])
-        return any(tokens >= useful for _, _, tokens in found)
+        for _, _, tokens in index.partial(above, content.tokens[: useful * TOKEN_BYTES]):
+            if tokens >= useful:
+                return True
+        return False
 
     def forgo(self, match: Match) -> None:
         """Nothing will come of this match."""

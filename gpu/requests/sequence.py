@@ -46,6 +46,8 @@ class Sequences:
         self.pool = pool
         self.serving = pool.serving
         self.scheme = scheme
+        self._root = Root(scheme.root())
+        """Of most requests; to make its key takes long."""
         self._waiting: dict[Ticket, list[KVSequence]] = {}
         self.serving.observe(self._landed)
 
@@ -64,7 +66,9 @@ class Sequences:
         if not len(tokens):
             raise ValueError("no tokens: expected 1 or more")
         extra = [(whole(at, "offset"), content) for at, content in extra]
-        root, ids = Root(self.scheme.root(salt=salt, lora=lora), salt, lora), as_tokens(tokens)
+        root, ids = self._root, as_tokens(tokens)
+        if salt or lora:
+            root = Root(self.scheme.root(salt=salt, lora=lora), salt, lora)
         prompt = len(ids) if prompt_tokens is None else whole(prompt_tokens, "prompt_tokens")
         if not 0 <= prompt <= len(ids):
             raise ValueError(f"prompt of {prompt}: expected 0 .. {len(ids)}")
@@ -200,13 +204,11 @@ class KVSequence:
                 extra=self._extra(have * size, end * size),
             )
 
-    def _tail(self) -> Content:
-        """The block that is cut short, as far as it is computed; those before it have keys."""
-        at, end = self.computed // self.block_tokens, self.computed
-        begin, parent = at * self.block_tokens, self.keys[at - 1] if at else self.root.key
-        tokens, extra = self.tokens[begin:end], self._extra(begin, end)
-        key = self._of.scheme.tail(tokens, parent=parent, extra=extra)
-        return Content([key], self.root, parent, packed(tokens), self._limits(at, at))
+    def _tail_key(self, parent: BlockKey) -> BlockKey:
+        """Of the block that is cut short, as far as it is computed."""
+        begin, end = self.computed // self.block_tokens * self.block_tokens, self.computed
+        extra = self._extra(begin, end)
+        return self._of.scheme.tail(self.tokens[begin:end], parent=parent, extra=extra)
 
     def _extra(self, begin: int, end: int) -> Extra:
         """What there is at tokens ``[begin, end)``, counted from ``begin``."""
@@ -340,6 +342,8 @@ class KVSequence:
         shared = [at for at in range(first, len(table)) if not writable(table[at])]
         count = len(self.tokens) + len(added)
         more = max(0, -(-(count if end is None else min(end, count)) // size) - len(table))
+        if not shared:
+            return Growth(added, [], [], more)
         keys = self._serving.takeable([table[at] for at in shared], more + len(shared))
         taken = [key for key in keys if key is not None]
         shared = [at for at, key in zip(shared, keys, strict=True) if key is None]
@@ -423,8 +427,9 @@ class KVSequence:
         partial = self._pool.settings.partial != "off" and rest and self.stored >= whole
         if store and partial and self.ready and self._stores():
             self._name(whole)
-            slot, tail = self.table[whole], self._tail()
+            slot, tail = self.table[whole], self.content(whole, whole, self.computed)
             if self._serving.writable(slot) and not self._serving.covers(tail):
+                tail = Content([self._tail_key(tail.parent)], *tail[1:])
                 self._pool.commit([slot], tail, retain=self._wanted(whole, whole + 1))
         self.closed = True
         self._pool.release(self.held)
