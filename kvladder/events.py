@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvladder.keys import BlockKey
 
 Reason = Literal["evicted", "removed", "expired", "lost"]
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """These blocks can be got from ``level`` from now on."""
 
     level: str
     keys: tuple[BlockKey, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(NamedTuple):
     """These blocks cannot be got from ``level`` any more.
 
     Evicted by the cache, removed by the user, expired by time, or lost by the tier.

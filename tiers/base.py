@@ -82,9 +82,10 @@ class Deadlines:
     """By place, the loop time at which something happens to its block, for those that have one."""
 
     def __init__(self) -> None:
-        self._of: dict[int, float] = {}
+        self.of: dict[int, float] = {}
+        """For others to see whether there is any, in less time than a method takes."""
         self._heap: list[tuple[float, int]] = []
-        self.get = self._of.get
+        self.get = self.of.get
         """When it happens to the block at a place; none if never, or if ``due`` has told it."""
 
     def put(self, place: int, at_s: float) -> None:
@@ -92,18 +93,15 @@ class Deadlines:
         if at_s == inf:
             self.drop(place)
             return
-        self._of[place] = at_s
+        self.of[place] = at_s
         heapq.heappush(self._heap, (at_s, place))
-        if len(self._heap) > 64 + 2 * len(self._of):  # mostly of blocks that are gone
-            self._heap = [(at_s, place) for place, at_s in self._of.items()]
+        if len(self._heap) > 64 + 2 * len(self.of):  # mostly of blocks that are gone
+            self._heap = [(at_s, place) for place, at_s in self.of.items()]
             heapq.heapify(self._heap)
 
     def drop(self, place: int) -> None:
         """There is no block at ``place`` any more."""
-        self._of.pop(place, None)
-
-    def __len__(self) -> int:
-        return len(self._of)
+        self.of.pop(place, None)
 
     @property
     def next_s(self) -> float:
@@ -115,48 +113,46 @@ class Deadlines:
         found: list[int] = []
         while self.next_s <= now_s and len(found) < count_max:
             at_s, place = heapq.heappop(self._heap)
-            if self._of.get(place) == at_s:
-                del self._of[place]
+            if self.of.get(place) == at_s:
+                del self.of[place]
                 found.append(place)
         return found
 
     def check(self, places: Collection[int]) -> None:
         """Assert that these are of blocks that are held, and that none is missed; for tests."""
-        assert all(place in places for place in self._of)
-        assert {(at_s, place) for place, at_s in self._of.items()} <= {*self._heap}
-        assert len(self._heap) <= 64 + 2 * len(self._of) + len(places)
+        assert all(place in places for place in self.of)
+        assert {(at_s, place) for place, at_s in self.of.items()} <= {*self._heap}
+        assert len(self._heap) <= 64 + 2 * len(self.of) + len(places)
 
 
 class TermsByPlace:
     """The terms of those of a level's blocks whose requests said anything."""
 
     def __init__(self) -> None:
-        self._terms: dict[int, Terms] = {}
+        self.of: dict[int, Terms] = {}
+        """As with ``Deadlines``."""
         self.ends = Deadlines()
         """When those expire that do."""
         self._alike: dict[Terms, Terms] = {}
         """Equal terms are one object, since the collector of garbage goes through all there are."""
-        self.get = self._terms.get
+        self.get = self.of.get
         """The terms of the block at a place; none if nothing was said of it."""
-
-    def __len__(self) -> int:
-        return len(self._terms)
 
     def put(self, place: int, terms: Terms) -> None:
         """The block at ``place`` has these from now on."""
         if len(self._alike) >= ALIKE_MAX:
             self._alike.clear()
-        self._terms[place] = self._alike.setdefault(terms, terms)
+        self.of[place] = self._alike.setdefault(terms, terms)
         self.ends.put(place, terms.expires_s)
 
     def drop(self, place: int) -> None:
         """There is no block at ``place`` any more."""
-        if self._terms.pop(place, None) is not None:
+        if self.of.pop(place, None) is not None:
             self.ends.drop(place)
 
     def check(self, places: Collection[int]) -> None:
         """Assert that these are of blocks that are held; for tests."""
-        assert all(place in places for place in self._terms)
+        assert all(place in places for place in self.of)
         self.ends.check(places)
 
 

@@ -168,7 +168,8 @@ class HostLevel(Shelf[Slot]):
     def write_through(self, keys: Sequence[BlockKey]) -> bool:
         """Queue new blocks, head first, where they are written on commit; whether some wait."""
         for waiting in self._backlog.values():
-            waiting.update(dict.fromkeys(keys))
+            for key in keys:
+                waiting[key] = None
         return self.catch_up()
 
     def catch_up(self) -> bool:

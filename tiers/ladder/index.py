@@ -149,7 +149,7 @@ class LevelIndex(Generic[P]):
 
     def metas(self, places: Sequence[int]) -> list[Meta]:
         """What is known of the blocks at ``places``; those that are alike share an object."""
-        if len(places) < 2 or self._until or self._terms:
+        if len(places) < 2 or self._until.of or self._terms.of:
             return [self.meta(place) for place in places]
         at = itemgetter(*places)
         columns = [bytes(at(column)) for column in (self._priority, self._floor, self._hits)]
@@ -334,7 +334,7 @@ class LevelIndex(Generic[P]):
         places = [*map(self._place.pop, keys)]
         for place in places:
             self._key[place] = None
-        for place in places if self._until or self._terms else ():
+        for place in places if self._until.of or self._terms.of else ():
             self._until.drop(place)
             self._terms.drop(place)
         pins, unpinned = self._pins, places

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import islice, repeat
+from itertools import islice
 from math import inf
 from typing import NamedTuple
 
@@ -109,8 +109,8 @@ class Inbox:
         """Queue blocks, in that order, and take a claim on their slots; they fit."""
         assert len(keys) + len(self._blocks) <= self._max
         self._arena.share(slots)
-        self._blocks.update(zip(keys, map(Pending, slots, metas, repeat(now_s)), strict=True))
-        for key, meta in zip(keys, metas, strict=True):
+        for key, slot, meta in zip(keys, slots, metas, strict=True):
+            self._blocks[key] = Pending(slot, meta, now_s)
             self._by_priority.setdefault(meta.priority, {})[key] = None
 
     def among(self, keys: Iterable[BlockKey]) -> list[BlockKey]:

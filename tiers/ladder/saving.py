@@ -113,7 +113,7 @@ class Saving:
     def forget(self) -> bool:
         """Forget a step of what was published, or all at once; whether some of it is left."""
         lots = self._published
-        if sum(len(lot.keys) for lot in lots if lot.whole) == len(self._lots):
+        if sum([len(lot.keys) for lot in lots if lot.whole]) == len(self._lots):
             self._lots.clear()
             lots.clear()
         elif lots:

@@ -96,7 +96,8 @@ class Shelf(ABC, Generic[P]):
         """Forget the blocks, by a user's wish; how many were here."""
         known = self.index.keys()
         held = [key for key in keys if key in known]
-        self.forget(held, "removed")
+        if held:
+            self.forget(held, "removed")
         return len(held)
 
     def forget(self, keys: Sequence[BlockKey], reason: Reason) -> None:
