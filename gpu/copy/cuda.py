@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from math import gcd
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,77 +32,53 @@ STAGING_BYTES = 64 << 20
 """Device memory per direction for gathering pages into blocks."""
 
 
-class Event(Protocol):
-    """A point in a stream's work."""
-
-    def query(self) -> bool:
-        """Whether the device is past it."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until the device is past it."""
-        ...
-
-
-class Device(Protocol):
-    """The few things a copier needs of a device. ``None`` stands for the engine's own stream."""
-
-    def new_stream(self) -> Any:
-        """A stream that runs beside the engine's."""
-        ...
-
-    def use(self, stream: Any) -> AbstractContextManager[Any]:
-        """What is told to the device in this context goes to ``stream``."""
-        ...
-
-    def mark(self, stream: Any = None) -> Event:
-        """An event at the present end of a stream."""
-        ...
-
-    def after(self, stream: Any, event: Event) -> None:
-        """What ``stream`` is told from now on happens after ``event``."""
-        ...
-
-    def pin(self, address: int, size: int) -> bool:
-        """Register host memory, so that the device copies from and to it directly.
-
-        False if that cannot be had: copies work, more slowly.
-        """
-        ...
-
-    def unpin(self, address: int) -> None:
-        """Undo ``pin``."""
-        ...
+Event = Any
+"""A point in a stream's work, which can be asked and waited for: ``torch.cuda.Event``."""
 
 
 class CudaDevice:
-    """CUDA through torch; also what torch calls CUDA on other makers' devices."""
+    """The few things a copier needs of CUDA, or of what torch calls CUDA on others' devices.
+
+    ``None`` stands for the engine's own stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cuda: Any = torch.cuda  # its annotations are incomplete
 
     def new_stream(self) -> Any:
+        """A stream that runs beside the engine's."""
         return self._cuda.Stream(self._device)
 
     def use(self, stream: Any) -> AbstractContextManager[Any]:
+        """What is told to the device in this context goes to ``stream``."""
         used: AbstractContextManager[Any] = self._cuda.stream(stream)
         return used
 
+    def _stream(self, stream: Any) -> Any:
+        return self._cuda.current_stream(self._device) if stream is None else stream
+
     def mark(self, stream: Any = None) -> Event:
-        event: Event = self._cuda.Event()
-        (self._cuda.current_stream(self._device) if stream is None else stream).record_event(event)
+        """An event at the present end of a stream."""
+        event = self._cuda.Event()
+        self._stream(stream).record_event(event)
         return event
 
     def after(self, stream: Any, event: Event) -> None:
-        (self._cuda.current_stream(self._device) if stream is None else stream).wait_event(event)
+        """What ``stream`` is told from now on happens after ``event``."""
+        self._stream(stream).wait_event(event)
 
     def pin(self, address: int, size: int) -> bool:
+        """Register host memory, so that the device copies from and to it directly.
+
+        False if that cannot be had: copies work, more slowly.
+        """
         with self._cuda.device(self._device):
             error = self._cuda.cudart().cudaHostRegister(address, size, 0)
         return int(error) == 0
 
     def unpin(self, address: int) -> None:
+        """Undo ``pin``."""
         self._cuda.cudart().cudaHostUnregister(address)
 
 
@@ -129,7 +105,7 @@ class StreamCopier(ThreadedCopier):
         parts: Parts,
         arena: Arena,
         *,
-        device: Device | None = None,
+        device: CudaDevice | None = None,
         staging_bytes: int = STAGING_BYTES,
         now: Callable[[], float] = perf_counter,
     ) -> None:
@@ -172,10 +148,7 @@ class StreamCopier(ThreadedCopier):
                 blocks = job.blocks[start : start + batch]
                 slots = [slots_of_group[slot] for slot in job.slots[start : start + batch]]
                 with self._device.use(stream):
-                    if job.direction == "offload":
-                        self._offload(pages, blocks, slots)
-                    else:
-                        self._onboard(pages, blocks, slots)
+                    self._move(job.direction, pages, blocks, slots)
         return
         yield  # launching is quick: a job is one step
 
@@ -193,36 +166,33 @@ class StreamCopier(ThreadedCopier):
             )
         return self._staging[direction][: count * pages.block_bytes].view(count, -1)
 
-    def _ids(self, blocks: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(blocks, dtype=torch.int64).to(self._torch_device)
-
-    def _offload(
-        self, pages: BlockPages, blocks: Sequence[int], slots: Sequence[torch.Tensor]
+    def _move(
+        self,
+        direction: Direction,
+        pages: BlockPages,
+        blocks: Sequence[int],
+        slots: Sequence[torch.Tensor],
     ) -> None:
+        """Copy blocks to slots, by rows of the staging buffer that hold a block each, or back."""
+        out = direction == "offload"
+        page = pages.pages[0].view
         if len(pages.pages) == 1:  # the engine keeps a block's layers together
             for block, slot in zip(blocks, slots, strict=True):
-                slot.copy_(pages.pages[0].view[block], non_blocking=True)
+                source, target = (page[block], slot) if out else (slot, page[block])
+                target.copy_(source, non_blocking=True)
             return
-        rows, ids = self._room("offload", pages, len(blocks)), self._ids(blocks)
-        for page in pages.pages:
-            source, target = _wide(page, rows)
-            target.copy_(source.index_select(0, ids))
-        for row, slot in zip(rows, slots, strict=True):
-            slot.copy_(row, non_blocking=True)
-
-    def _onboard(
-        self, pages: BlockPages, blocks: Sequence[int], slots: Sequence[torch.Tensor]
-    ) -> None:
-        if len(pages.pages) == 1:
-            for block, slot in zip(blocks, slots, strict=True):
-                pages.pages[0].view[block].copy_(slot, non_blocking=True)
-            return
-        rows, ids = self._room("onboard", pages, len(blocks)), self._ids(blocks)
-        for row, slot in zip(rows, slots, strict=True):
+        rows = self._room(direction, pages, len(blocks))
+        ids = torch.tensor(blocks, dtype=torch.int64).to(self._torch_device)
+        for row, slot in zip(rows, slots, strict=True) if not out else ():
             row.copy_(slot, non_blocking=True)
-        for page in pages.pages:
-            target, source = _wide(page, rows)
-            target.index_copy_(0, ids, source)
+        for one in pages.pages:
+            mine, theirs = _wide(one, rows)
+            if out:
+                theirs.copy_(mine.index_select(0, ids))
+            else:
+                mine.index_copy_(0, ids, theirs)
+        for row, slot in zip(rows, slots, strict=True) if out else ():
+            slot.copy_(row, non_blocking=True)
 
     def _through(self, job: CopyJob, begun_s: float) -> None:
         done = self._device.mark(self._streams[job.direction])

@@ -13,7 +13,7 @@ from kvladder.arena import Arena, Slot
 from kvladder.errors import LayoutError
 from kvladder.gpu.copy.copier import Copier, CopyJob, Direction, JobId, ThreadedCopier
 from kvladder.gpu.copy.cpu import CpuCopier
-from kvladder.gpu.copy.cuda import Event, StreamCopier
+from kvladder.gpu.copy.cuda import CudaDevice, StreamCopier
 from kvladder.gpu.copy.pages import BlockPages, Part, copy_tokens
 from tests.patience import PATIENCE_S
 
@@ -61,8 +61,11 @@ SHAPES = [
 Make = Callable[[BlockPages, Arena, int], Copier]
 
 
-class HostDevice:
+class HostDevice(CudaDevice):
     """Main memory as a device whose every operation is over when it returns."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
 
     def new_stream(self) -> Any:
         return "beside the engine"
@@ -70,10 +73,10 @@ class HostDevice:
     def use(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext(stream)
 
-    def mark(self, stream: Any = None) -> Event:
+    def mark(self, stream: Any = None) -> Any:
         return Past()
 
-    def after(self, stream: Any, event: Event) -> None:
+    def after(self, stream: Any, event: Any) -> None:
         event.synchronize()
 
     def pin(self, address: int, size: int) -> bool:
@@ -275,6 +278,7 @@ class Timeline(HostDevice):
     """A device whose copies end when the test says so."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.over = threading.Event()
         self.fenced = 0
         self.pins: list[int] = []
