@@ -112,6 +112,7 @@ class Connector(ABC):
         keys: Sequence[BlockKey],
         blocks: Sequence[int],
         *,
+        only: Sequence[int] | None = None,
         priorities: Sequence[tuple[int, float | None]] | None = None,
         parent_floor: int = PRIORITY_MAX,
         levels: Collection[str] | None = None,
@@ -133,6 +134,7 @@ class Connector(ABC):
         said = priorities is not None
         save = self.manager.save(
             keys,
+            only=only,
             parent_floor=parent_floor,
             priorities=[priority for priority, _ in priorities or ()] if said else None,
             durations_s=[duration_s for _, duration_s in priorities or ()] if said else None,

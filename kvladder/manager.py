@@ -89,14 +89,13 @@ class Save:
     def __init__(
         self,
         stack: TierStack,
-        keys: Sequence[BlockKey],
+        keys: list[BlockKey],
         indices: list[int],
         slots: list[Slot],
         floor: int,
     ) -> None:
         self._stack = stack
-        whole = len(indices) == len(keys)
-        self._keys = list(keys) if whole else [keys[index] for index in indices]
+        self._keys = keys
         self.indices = indices
         """Positions of these blocks in the keys that were given, ascending."""
         self.slots = slots
@@ -220,6 +219,7 @@ class CacheManager:
         self,
         keys: Sequence[BlockKey],
         *,
+        only: Sequence[int] | None = None,
         parent_floor: int = PRIORITY_MAX,
         priorities: Sequence[int] | None = None,
         durations_s: Sequence[float | None] | None = None,
@@ -233,6 +233,9 @@ class CacheManager:
         ----------
         keys:
             Consecutive blocks of one prefix.
+        only:
+            Positions of those that are to be saved, ascending; None for all. The others count for
+            the floors of those after them.
         parent_floor:
             ``Save.floor`` of the blocks before them; 100 at the start of a prefix.
         priorities, durations_s:
@@ -276,8 +279,13 @@ class CacheManager:
             lasts_s = checked_duration(duration_s)
             until_s = inf if lasts_s is None else now + lasts_s
             metas.append(Meta(priority, floor, 0, until_s, terms))
+        if only is not None:
+            keys, metas = [keys[at] for at in only], [metas[at] for at in only]
         indices, slots = self._stack.reserve(keys, metas, explicit=explicit)
-        return Save(self._stack, keys, indices, slots, floor)
+        kept = list(keys) if len(indices) == len(keys) else [keys[at] for at in indices]
+        if only is not None:
+            indices = [only[at] for at in indices]
+        return Save(self._stack, kept, indices, slots, floor)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """The blocks of a prefix were used: none of them is the next to go, its tail first."""

@@ -53,34 +53,6 @@ def written(groups: Groups, output: Any) -> Iterator[int]:
         yield copy.dst_block_id
 
 
-def stretches(
-    floor: int, said: Sequence[int], chosen: Sequence[int]
-) -> Iterator[tuple[int, Sequence[int]]]:
-    """The ``chosen`` of consecutive blocks, as few runs as have their floors right.
-
-    ``floor`` is the lowest priority before them, ``said`` their own, empty if nothing was said of
-    any. Each run comes with the floor before its first block; within it only its own count.
-    """
-    if not said:
-        yield floor, chosen
-        return
-    run: list[int] = []
-    above = reached = floor
-    following = 0
-    for i in chosen:
-        floor = min([floor, *said[following:i]])
-        if run and floor < reached:
-            yield above, run
-            run = []
-        if not run:
-            above = floor
-        run.append(i)
-        floor = reached = min(floor, said[i])
-        following = i + 1
-    if run:
-        yield above, run
-
-
 class Saver:
     """Begins to save what a step completes.
 
@@ -123,13 +95,15 @@ class Saver:
                 assert tables is not None
             blocks, keys = tables[group.index][start:full], state.keys(group, start, full)
             if group.kind == "full":
-                if 0 in blocks:  # vLLM's null block: nothing is kept from there on
-                    blocks = blocks[: blocks.index(0)]
-                self._save(state, group, start, keys, blocks, range(len(blocks)))
-                continue
-            ends = (request.num_prompt_tokens - 1, getattr(request, "shared_prefix_boundary", 0))
-            useful = self._groups.useful(group, self._interval, ends)
-            chosen = [i for i, block in enumerate(blocks) if block and useful(start + i)]
+                # vLLM's null block: nothing is kept from there on
+                chosen: Sequence[int] = range(blocks.index(0) if 0 in blocks else len(blocks))
+            else:
+                ends = (
+                    request.num_prompt_tokens - 1,
+                    getattr(request, "shared_prefix_boundary", 0),
+                )
+                useful = self._groups.useful(group, self._interval, ends)
+                chosen = [i for i, block in enumerate(blocks) if block and useful(start + i)]
             self._save(state, group, start, keys, blocks, chosen)
 
     def _decodes(self, state: RequestState) -> bool:
@@ -160,17 +134,17 @@ class Saver:
         floor = state.floors[group.index] if begin else PRIORITY_MAX
         said = [] if wanted is None else [priority for priority, _ in wanted]
         said, before = said[first - begin :], said[: first - begin]
-        for above, part in stretches(min([floor, *before]), said, chosen):
-            self._connector.save(
-                [keys[i] for i in part],
-                [blocks[i] for i in part],
-                priorities=None if wanted is None else [wanted[first - begin + i] for i in part],
-                parent_floor=above,
-                levels=policy.tiers.store,
-                ttl_s=policy.ttl_s,
-                salt=state.salt,
-                group=group.index,
-            )
+        self._connector.save(
+            keys,
+            blocks,
+            only=None if len(chosen) == len(keys) else chosen,
+            priorities=None if wanted is None else wanted[first - begin :],
+            parent_floor=min([floor, *before]),
+            levels=policy.tiers.store,
+            ttl_s=policy.ttl_s,
+            salt=state.salt,
+            group=group.index,
+        )
         state.floors[group.index] = min([floor, *before, *(said or [PRIORITY_DEFAULT])])
 
     def handed(self, states: Mapping[str, RequestState], output: Any) -> None:
@@ -189,4 +163,5 @@ class Saver:
                     continue
                 last = end // group.tokens - 1
                 keys = state.keys(group, last, last + 1)
-                self._save(state, group, last, keys, [block], range(len(keys)))
+                if keys:
+                    self._save(state, group, last, keys, [block], range(1))

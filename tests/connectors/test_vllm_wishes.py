@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
-from random import Random
 from typing import Any
 
 import pytest
@@ -65,25 +64,6 @@ def test_later_blocks_have_the_floor_of_earlier_ones() -> None:
     metas = [index.meta(index.place(key)) for key in index]
     assert {meta.floor for meta in metas if meta.priority == 80} == {10}
     engine.close()
-
-
-def test_blocks_that_are_not_kept_count_for_the_floor_of_those_after_them() -> None:
-    from kvladder.connectors.vllm.saves import stretches
-
-    draw = Random(1)
-    for _ in range(300):
-        count = draw.randrange(1, 12)
-        said = [draw.choice([10, 35, 80]) for _ in range(count)]
-        chosen = sorted(draw.sample(range(count), draw.randrange(count + 1)))
-        before = draw.choice([5, 35, 100])
-        found: dict[int, int] = {}
-        for above, run in stretches(before, said, chosen):
-            floor = above
-            for i in run:  # as CacheManager.save reckons
-                floor = found[i] = min(floor, said[i])
-        assert found == {i: min([before, *said[: i + 1]]) for i in chosen}
-    assert list(stretches(7, [], [2, 3])) == [(7, [2, 3])]
-    assert list(stretches(100, [80] * 9, [1, 5, 6])) == [(80, [1, 5, 6])]
 
 
 def test_wrong_parameters_do_not_fail_a_request(caplog: pytest.LogCaptureFixture) -> None:

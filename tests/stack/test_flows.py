@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from random import Random
 from typing import Any
 
 import pytest
@@ -126,6 +127,28 @@ async def test_e_12_a_threshold_is_inclusive_and_ends_the_prefix() -> None:
         save = cache.manager.save(cache.keys(7), parent_floor=34, priorities=[90])
         assert save.floor == 34
         save.abort()
+
+
+async def test_blocks_that_are_not_saved_count_for_the_floor_of_those_after_them() -> None:
+    draw = Random(1)
+    async with cache_of(slots=16) as cache:
+        for _ in range(100):
+            count = draw.randrange(1, 12)
+            said = [draw.choice([10, 35, 80]) for _ in range(count)]
+            only = sorted(draw.sample(range(count), draw.randrange(count + 1)))
+            before = draw.choice([5, 35, 100])
+            keys = cache.keys(*range(count))
+            save = cache.manager.save(keys, only=only, parent_floor=before, priorities=said)
+            assert (save.indices, save.floor) == (only, min(before, *said))
+            save.commit()
+            index = cache.stack.host.index
+            places = {at: index.place(key) for at, key in enumerate(keys)}
+            found = {at: index.meta(p).floor for at, p in places.items() if p is not None}
+            assert found == {at: min([before, *said[: at + 1]]) for at in only}
+            again = cache.manager.save(keys, only=range(count), priorities=said)
+            assert again.indices == [at for at in range(count) if at not in only]
+            again.abort()
+            cache.manager.clear()
 
 
 async def test_what_is_said_of_a_save_is_said_of_each_block() -> None:
