@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvladder.arena import Arena, Slot
-from kvladder.config.codecs import finder
+from kvladder.config.registry import finder
 from kvladder.config.settings import LevelConfig
 from kvladder.config.stack import StackConfig, load_config
 from kvladder.control.server import ControlServer

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from kvladder.connectors.parameters import model_digest
+from kvladder.connectors.weights import model_digest
 from kvladder.device.cache import DeviceCache, DeviceGroup, open_device
 from kvladder.errors import LayoutError
 from kvladder.gpu.copy.pages import copy_tokens

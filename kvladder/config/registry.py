@@ -1,17 +1,22 @@
 """Names to classes: what comes with kvladder, what other packages add, what a process registers.
 
 A package adds a tier by an entry point in the group ``kvladder.tiers`` (or ``.policies``,
-``.codecs``); its module is imported when the name is first used.
+``.codecs``); its module is imported when the name is first used. Codecs are found by ids, too,
+for blocks that others have stored with other settings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, Literal, cast
 
 from kvladder.errors import ConfigError
+from kvladder.keys import Namespace
+from kvladder.layout import Layout
 from kvladder.policy.eviction import EvictionPolicy
 from kvladder.schema import nearest
 from kvladder.tiers.base import Tier
@@ -118,3 +123,35 @@ def _found(group: Group) -> Mapping[str, list[EntryPoint]]:
 
 def _owner(point: EntryPoint) -> str:
     return point.dist.name if point.dist is not None else "kvladder"
+
+
+_OWN = {1: "checksum", 2: "zstd", 4: "aes-gcm"}
+"""By id, so that the modules of others are imported for their own ids only."""
+
+
+def finder(layout: Layout, namespace: Namespace) -> Callable[[int], Codec | None]:
+    """Finds codecs by id, made with their defaults: for blocks that others have stored.
+
+    Codecs that are lossy, or cannot be used here, are not found.
+    """
+    found: dict[int, Codec | None] = {}
+    lock = threading.Lock()
+
+    def find(wanted: int) -> Codec | None:
+        with lock:  # whoever asks second waits for the import
+            if wanted not in found:
+                found[wanted] = _made(wanted, layout, namespace)
+            return found[wanted]
+
+    return find
+
+
+def _made(wanted: int, layout: Layout, namespace: Namespace) -> Codec | None:
+    for name in [_OWN[wanted]] if wanted in _OWN else names("codecs"):
+        with suppress(Exception):  # it cannot be loaded, lacks its key or its settings, or is ill
+            make = load("codecs", name)
+            if make.id == wanted and not make.lossy:
+                codec: Codec = make() if make.Options is None else make(make.Options())
+                codec.open(layout, namespace)
+                return codec
+    return None

@@ -12,9 +12,19 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from kvladder.errors import ConfigError
-from kvladder.schema import is_list, is_mapping, is_text, join, nearest, parent, shown, value_at
+from kvladder.schema import (
+    DEPTH_MAX,
+    is_list,
+    is_mapping,
+    is_text,
+    join,
+    load_yaml,
+    nearest,
+    parent,
+    shown,
+    value_at,
+)
 from kvladder.tiers.files.examine import space
-from kvladder.yamlfile import DEPTH_MAX, load_yaml
 
 Origin = Literal["default", "file", "given", "environment", "engine"]
 

@@ -7,14 +7,13 @@ Settings come from a YAML file or a mapping, the environment and the engine (see
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 
-from kvladder.config import registry, resolved
-from kvladder.config.resolved import Row
+from kvladder.config import registry
 from kvladder.config.settings import (
     CHECKSUM,
     CodecConfig,
@@ -29,16 +28,93 @@ from kvladder.gpu.requests.groups import SIZES, is_size
 from kvladder.layout import Layout
 from kvladder.metrics import SECTIONS
 from kvladder.schema import (
+    cleared,
     convert,
     from_text,
     is_list,
     is_mapping,
+    is_secret,
+    join,
     keys_of,
     nearest,
     shown,
     value_at,
 )
-from kvladder.units import Size
+from kvladder.units import Share, Size
+
+
+class Row(NamedTuple):
+    """One setting."""
+
+    path: str
+    value: str
+    """As it would be written; secrets are masked."""
+    means: str
+    """What it comes to in blocks and tokens; empty where that says nothing or is not known."""
+    origin: str
+    """Who set it, ``default`` where nobody did."""
+
+
+def rows(
+    settings: msgspec.Struct,
+    path: str,
+    source: Source,
+    means: Mapping[str, str],
+    slots: int | None,
+) -> list[Row]:
+    """Every setting in ``settings``, which stands at ``path``.
+
+    ``means`` tells what some come to, ``slots`` is the number that shares are taken of.
+    """
+    found: list[Row] = []
+    for field in msgspec.structs.fields(settings):
+        value: object = getattr(settings, field.name)
+        where = join(path, field.encode_name)
+        if isinstance(value, msgspec.Struct) and not is_secret(where):
+            found += rows(value, where, source, means, slots)
+            continue
+        meaning = means.get(where, "")
+        if isinstance(value, Share) and slots is not None:
+            meaning = f"{value.of(slots)} blocks"
+        found.append(Row(where, text(where, value), meaning, who(where, source)))
+    return found
+
+
+def text(path: str, value: object) -> str:
+    """A value as it would be written, without secrets."""
+    if value is None or value in ("", ()):
+        return "none"
+    told = cleared(path, value)
+    if isinstance(told, Size):
+        return f"{told} ({int(told)} bytes)"
+    if isinstance(value, tuple):
+        return ", ".join(str(item) for item in cast("list[object]", told))
+    return str(told)
+
+
+def who(path: str, source: Source) -> str:
+    """Who set the value at a path, or how its default was found."""
+    note = source.notes.get(path)
+    if note is not None:
+        return f"default: {note}"
+    if value_at(source.raw, path) is None:
+        return "default"
+    origin, variable = source.who(path)
+    return f"{origin}: {variable}" if variable else origin
+
+
+def table(title: str, lines: Iterable[Row]) -> list[str]:
+    """Rows as aligned text below a title; of a path only the last part is shown."""
+    cells = [(line.path, line.value, line.means, line.origin) for line in lines]
+    widths = [max((len(row[i]) for row in cells), default=0) for i in range(3)]
+    body = [
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True) if width)
+        + f"  {row[3]}"
+        for row in cells
+    ]
+    return [title, *body]
+
 
 HOST: Final = "host"
 SUMMARY_LINES_MAX: Final = 10
@@ -138,9 +214,9 @@ class StackConfig(Sections, frozen=True, kw_only=True):
         tiers = [(f"tiers[{i}]", tier) for i, tier in enumerate(self.tiers)]
         found: list[Row] = []
         for path, settings in [*sections, *tiers]:
-            found += resolved.rows(settings, path, self.source, means, slots)
+            found += rows(settings, path, self.source, means, slots)
             if settings is self.host:
-                where, size = f"{path}.capacity", resolved.text("", self.arena.size_bytes)
+                where, size = f"{path}.capacity", text("", self.arena.size_bytes)
                 found.append(Row(where, size, means.get("arena.size", ""), "arena.size"))
         return found
 
@@ -190,11 +266,11 @@ class StackConfig(Sections, frozen=True, kw_only=True):
                 f" in a slot of {slot.about()}"
             )
         found = self.rows(layout)
-        lines += ["", *resolved.table("settings", (r for r in found if r.path[:6] != "tiers["))]
+        lines += ["", *table("settings", (r for r in found if r.path[:6] != "tiers["))]
         for i, level in enumerate((self.host, *self.levels)):
             own = f"tiers[{i}]."
             listed = [r._replace(path=r.path[len(own) :]) for r in found if r.path.startswith(own)]
-            lines += ["", *resolved.table(f"level {i}: {level.name} ({level.type})", listed)]
+            lines += ["", *table(f"level {i}: {level.name} ({level.type})", listed)]
         lines += ["", *(f"warning: {warning}" for warning in self.warnings)]
         return "\n".join(lines).rstrip()
 

@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from kvladder.connectors import parameters
-from kvladder.connectors.parameters import model_digest, on_device, on_host
+from kvladder.connectors import weights
+from kvladder.connectors.weights import model_digest, on_device, on_host
 
 Digest = Callable[[torch.Tensor], bytes]
 DTYPES = [
@@ -25,7 +25,7 @@ DTYPES = [
 @pytest.fixture(params=[on_host, on_device])
 def digest(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Digest:
     """Both ways, the second in pieces that end in the middle of a tensor."""
-    monkeypatch.setattr(parameters, "PIECE", 16)
+    monkeypatch.setattr(weights, "PIECE", 16)
     found: Digest = request.param
     return found
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvladder.compose import open_cache
 from kvladder.config import registry
-from kvladder.config.codecs import finder
+from kvladder.config.registry import finder
 from kvladder.config.stack import load_config
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout

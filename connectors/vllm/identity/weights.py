@@ -15,8 +15,8 @@ import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from kvladder.connectors.parameters import digest
 from kvladder.connectors.vllm.step import Report, Step
+from kvladder.connectors.weights import digest
 from kvladder.errors import ConfigError
 
 Module = torch.nn.Module
