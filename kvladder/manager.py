@@ -261,27 +261,15 @@ class CacheManager:
         for name, given in (("priorities", priorities), ("durations_s", durations_s)):
             if given is not None and len(given) != len(keys):
                 raise ValueError(f"{name}: {len(given)} for {len(keys)} keys, expected one each")
-        explicit = priorities is not None
-        wanted = [PRIORITY_DEFAULT] * len(keys) if priorities is None else priorities
-        durations = [None] * len(keys) if durations_s is None else durations_s
         now = self._stack.shared.clock.now()
         floor = checked_priority(parent_floor)
         expires_s = inf if (lasts_s := checked_duration(ttl_s)) is None else now + lasts_s
         terms = Terms(self._bits(levels), expires_s, self._digest(salt))
-        metas: list[Meta] = []
-        if priorities is None and durations_s is None:  # one for all of them
-            floor = min(floor, PRIORITY_DEFAULT)
-            metas = [Meta(PRIORITY_DEFAULT, floor, 0, inf, terms)] * len(keys)
-            wanted, durations = [], []
-        for priority, duration_s in zip(wanted, durations, strict=True):
-            priority = checked_priority(priority)
-            floor = min(floor, priority)
-            lasts_s = checked_duration(duration_s)
-            until_s = inf if lasts_s is None else now + lasts_s
-            metas.append(Meta(priority, floor, 0, until_s, terms))
+        metas = _metas(len(keys), priorities, durations_s, floor, now, terms)
+        floor = metas[-1].floor if metas else floor
         if only is not None:
             keys, metas = [keys[at] for at in only], [metas[at] for at in only]
-        indices, slots = self._stack.reserve(keys, metas, explicit=explicit)
+        indices, slots = self._stack.reserve(keys, metas, explicit=priorities is not None)
         kept = list(keys) if len(indices) == len(keys) else [keys[at] for at in indices]
         if only is not None:
             indices = [only[at] for at in indices]
@@ -415,6 +403,29 @@ class CacheManager:
         if not self.arena.close() and behind:
             what = f"{behind} calls to tiers have not ended: the arena stays mapped until they do"
             self._stack.shared.notices.say("arena", what)
+
+
+def _metas(
+    count: int,
+    priorities: Sequence[int] | None,
+    durations_s: Sequence[float | None] | None,
+    floor: int,
+    now: float,
+    terms: Terms,
+) -> list[Meta]:
+    """What levels are told of consecutive blocks of a prefix, ``floor`` being that before them."""
+    if priorities is None and durations_s is None:  # one for all of them
+        return [Meta(PRIORITY_DEFAULT, min(floor, PRIORITY_DEFAULT), 0, inf, terms)] * count
+    metas: list[Meta] = []
+    wanted = [PRIORITY_DEFAULT] * count if priorities is None else priorities
+    durations = [None] * count if durations_s is None else durations_s
+    for priority, duration_s in zip(wanted, durations, strict=True):
+        priority = checked_priority(priority)
+        floor = min(floor, priority)
+        lasts_s = checked_duration(duration_s)
+        until_s = inf if lasts_s is None else now + lasts_s
+        metas.append(Meta(priority, floor, 0, until_s, terms))
+    return metas
 
 
 def level_counts(level: Level, said: Said) -> dict[str, Any]:

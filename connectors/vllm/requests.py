@@ -287,35 +287,6 @@ def held_by_vllm(pool: Any, request: Any, group: Group, end: int) -> int:
     return count * group.tokens
 
 
-class Filling:
-    """Blocks that are being copied into vLLM's memory for one request.
-
-    A request that begins alike waits for that copy and finds them in vLLM's own prefix cache: they
-    are neither copied nor kept there twice. Only where vLLM has such a cache.
-    """
-
-    def __init__(self, *, cached: bool) -> None:
-        self._cached = cached
-        self._keys: dict[str, frozenset[BlockKey]] = {}
-
-    def begin(self, request_id: str, keys: Sequence[BlockKey]) -> None:
-        """These blocks are copied for the request from now on."""
-        if self._cached:
-            self._keys[request_id] = frozenset(keys)
-
-    def end(self, request_id: str) -> None:
-        """They are there, or they are not going to be."""
-        self._keys.pop(request_id, None)
-
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._keys)
-
-    def has(self, keys: Sequence[BlockKey]) -> bool:
-        """Whether the first of ``keys`` is among them."""
-        return any(keys[0] in filled for filled in self._keys.values()) if keys else False
-
-
 DECODES = 16
 """How many steps without a prompt are remembered."""
 

@@ -17,12 +17,13 @@ from kvladder.connectors.vllm.identity.weights import Weights
 from kvladder.connectors.vllm.options import Options, Policies
 from kvladder.connectors.vllm.reports.events import KVEvents, enabled
 from kvladder.connectors.vllm.reports.log import say_ready
-from kvladder.connectors.vllm.requests import Computing, Filling, Find, RequestState, held_by_vllm
+from kvladder.connectors.vllm.requests import Computing, Find, RequestState, held_by_vllm
 from kvladder.connectors.vllm.saves import Saver, Writes
 from kvladder.connectors.vllm.start import instance_of, layout_of
 from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report, Step, StepConnector
 from kvladder.errors import ConfigError
 from kvladder.gpu.copy.copier import CopyJob, JobId
+from kvladder.keys import BlockKey
 from kvladder.metrics import Stats
 from kvladder.notices import Notices
 
@@ -56,7 +57,10 @@ class SchedulerHalf:
         self._adapters = Adapters()
         self._contents = contents_of(vllm_config)
         cache = getattr(vllm_config, "cache_config", None)
-        self._filling = Filling(cached=bool(getattr(cache, "enable_prefix_caching", False)))
+        self._waits = bool(getattr(cache, "enable_prefix_caching", False))
+        """Whether requests wait for what others load: they find it in vLLM's own prefix cache."""
+        self._filling: dict[str, frozenset[BlockKey]] = {}
+        """By request, the blocks that are being copied into vLLM's memory for it."""
         self._policies = Policies(config, map_priority=options.map_priority, notices=notices)
         self._states: dict[str, RequestState] = {}
         self._loads: dict[JobId, Load] = {}
@@ -204,7 +208,8 @@ class SchedulerHalf:
         # Where another request's load is filling its first block, vLLM will have it itself.
         if found and self._filling:
             main, first = self._groups.main, computed // self._groups.main.tokens
-            if self._filling.has(state.keys(main, first, first + 1)):
+            needed = state.keys(main, first, first + 1)
+            if not all(map(frozenset(needed).isdisjoint, self._filling.values())):
                 return None
         return found
 
@@ -326,8 +331,9 @@ class SchedulerHalf:
                 state.loading.add(job_id)
                 job = CopyJob(job_id, "onboard", targets, (), group.index)
                 self._loads[job_id] = Load(job, state.request.request_id, sync)
-                if group is self._groups.main:
-                    self._filling.begin(state.request.request_id, state.keys(group, start, stop))
+                if group is self._groups.main and self._waits:
+                    keys = state.keys(group, start, stop)
+                    self._filling[state.request.request_id] = frozenset(keys)
         finally:
             for left in held.values():
                 left.match.release()
@@ -425,7 +431,7 @@ class SchedulerHalf:
             load = self._loads.pop(finished.id, None)
             state = None if load is None else self._states.get(load.request_id)
             if load is not None and (state is None or state.loading <= {finished.id}):
-                self._filling.end(load.request_id)
+                self._filling.pop(load.request_id, None)
             if state is not None:
                 state.loaded(finished.id, ok=finished.ok)
 

@@ -15,7 +15,6 @@ if importlib.util.find_spec("vllm") is None:
 
 with warnings.catch_warnings():  # whatever vLLM warns of when it is imported
     warnings.simplefilter("ignore")
-    from kvladder.connectors.vllm.requests import Filling
     from kvladder.connectors.vllm.scheduler import SchedulerHalf
 
 pytestmark = pytest.mark.slow
@@ -27,7 +26,7 @@ def test_a_request_waits_for_what_another_copies_into_vllms_own_prefix_cache() -
     engine.add(tokens)
     engine.run()
     half: SchedulerHalf = engine.half
-    half._filling = Filling(cached=True)
+    half._waits = True
     first, second, third = (Request(name, tokens) for name in ("one", "two", "three"))
     for request in (first, second):
         half.arrived(request)
