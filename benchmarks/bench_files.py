@@ -26,7 +26,6 @@ from statistics import median
 
 from benchmarks.row import Row
 from kvladder.arena import Arena
-from kvladder.events import EventBuffer
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.lock import StackLock
@@ -35,12 +34,13 @@ from kvladder.policy.eviction import PrioritizedLRU
 from kvladder.policy.offload import OffloadRule
 from kvladder.runtime import SystemClock
 from kvladder.testing.sim import inline_blocking
-from kvladder.tiers.base import Item, Shared, TierContext
+from kvladder.tiers.base import Item, TierContext
 from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.header import HEADER_BYTES
 from kvladder.tiers.files.log import PUT, IndexLog
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
 from kvladder.tiers.ladder.door import LevelSettings, LevelSpec
+from kvladder.tiers.ladder.shelf import EventBuffer, Shared
 from kvladder.tiers.ladder.stack import HostSettings, TierStack
 from kvladder.units import Size
 

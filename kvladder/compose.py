@@ -14,7 +14,6 @@ from kvladder.config.stack import StackConfig, load_config
 from kvladder.control.server import ControlServer
 from kvladder.control.sockets import socket_path
 from kvladder.errors import ConfigError
-from kvladder.events import EventBuffer
 from kvladder.keys import Namespace
 from kvladder.layout import Layout
 from kvladder.lock import StackLock
@@ -22,11 +21,11 @@ from kvladder.manager import CacheManager, ManagerSettings
 from kvladder.notices import Notices
 from kvladder.policy.worth import Worth
 from kvladder.runtime import Runtime, SystemClock
-from kvladder.tiers.base import Shared
 from kvladder.tiers.codecs.edge import EdgeSettings
 from kvladder.tiers.ladder.door import LevelSettings, LevelSpec
 from kvladder.tiers.ladder.gate import BreakerSettings, GateSettings
 from kvladder.tiers.ladder.level import Level
+from kvladder.tiers.ladder.shelf import EventBuffer, Shared
 from kvladder.tiers.ladder.stack import HostSettings, TierStack
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -14,11 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 from kvladder.arena import Arena, Slot
 from kvladder.errors import TierError
-from kvladder.events import EventBuffer
 from kvladder.keys import BlockKey, Namespace
 from kvladder.layout import Layout
-from kvladder.lock import StackLock
-from kvladder.notices import Notices
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 
 ANYWHERE = -1
@@ -250,25 +246,6 @@ class TierContext:
     """Tells who runs the engine what they should know; logged at most once a minute."""
     timeout_s: float | None = None
     """After how long the level gives up a ``get`` or ``put``, with all that has come by then."""
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What all levels of one stack have in common."""
-
-    arena: Arena
-    lock: StackLock
-    clock: Clock
-    events: EventBuffer
-    notices: Notices
-    block_bytes: int
-    purging: Counter[bytes] = field(default_factory=Counter[bytes])
-    """Salts whose blocks are being removed: nothing of theirs is taken meanwhile."""
-
-    def refuses(self, salt: bytes) -> bool:
-        """Whether no level takes blocks of this salt now."""
-        purging = self.purging
-        return bool(purging) and (salt in purging or EVERYTHING in purging)
 
 
 class Tier(ABC):

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvladder.arena import Arena
-from kvladder.events import EventBuffer
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.lock import StackLock
@@ -18,10 +17,11 @@ from kvladder.notices import Notices
 from kvladder.policy.eviction import PrioritizedLRU
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.sim import EPOCH_S, SimClock, inline_blocking
-from kvladder.tiers.base import Shared, Tier
+from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.edge import scratch_blocks
 from kvladder.tiers.ladder.door import LevelSettings, Threads
 from kvladder.tiers.ladder.door import LevelSpec as Spec
+from kvladder.tiers.ladder.shelf import EventBuffer, Shared
 from kvladder.tiers.ladder.stack import HostSettings, Post, TierStack
 
 T = TypeVar("T")

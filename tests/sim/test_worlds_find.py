@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvladder.events import EventBuffer
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import FakeTier
 from kvladder.tiers.base import ANYWHERE, NO_TERMS, Terms
@@ -21,6 +20,7 @@ from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.loader import Loader
 from kvladder.tiers.ladder.places import Places
 from kvladder.tiers.ladder.queue import Pending
+from kvladder.tiers.ladder.shelf import EventBuffer
 from kvladder.tiers.ladder.stack import TierStack
 from kvladder.tiers.ladder.writer import Writer
 from tests.kit.knobs import Kind

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from kvladder.events import EventBuffer, Overflow, Removed, Stored
+from kvladder.events import Overflow, Removed, Stored
 from kvladder.keys import BlockKey
 from kvladder.metrics import Histogram, LevelStats
 from kvladder.notices import Notices
+from kvladder.tiers.ladder.shelf import EventBuffer
 
 A, B = BlockKey(b"a" * 32), BlockKey(b"b" * 32)
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from kvladder.arena import Slot
-from kvladder.events import EventBuffer
 from kvladder.keys import BlockKey
 from kvladder.lock import StackLock
 from kvladder.tiers.base import Clock
 from kvladder.tiers.ladder.index import Meta
+from kvladder.tiers.ladder.shelf import EventBuffer
 
 
 class Holdings(Iterable[BlockKey], Protocol):

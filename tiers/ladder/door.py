@@ -15,7 +15,7 @@ from kvladder.layout import Layout
 from kvladder.metrics import LevelStats
 from kvladder.policy.eviction import EvictionPolicy
 from kvladder.policy.offload import OffloadRule
-from kvladder.tiers.base import NO_PLACE, Blocking, Item, Shared, Tier, TierContext
+from kvladder.tiers.base import NO_PLACE, Blocking, Item, Tier, TierContext
 from kvladder.tiers.codecs.edge import Edge, EdgeSettings
 from kvladder.tiers.ladder.gate import (
     KINDS,
@@ -28,6 +28,7 @@ from kvladder.tiers.ladder.gate import (
     contained,
     wrong,
 )
+from kvladder.tiers.ladder.shelf import Shared
 
 T = TypeVar("T")
 Threads = Callable[[str], Blocking]

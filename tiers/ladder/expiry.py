@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from math import inf
 
 from kvladder.lock import STEP
-from kvladder.tiers.base import Shared
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
+from kvladder.tiers.ladder.shelf import Shared
 
 
 class Expiry:

@@ -14,10 +14,10 @@ from kvladder.keys import BlockKey
 from kvladder.lock import STEP
 from kvladder.policy.eviction import EvictionPolicy
 from kvladder.policy.offload import OffloadRule
-from kvladder.tiers.base import HOST, Shared, Terms
+from kvladder.tiers.base import HOST, Terms
 from kvladder.tiers.ladder.index import Meta
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.shelf import Shelf
+from kvladder.tiers.ladder.shelf import Shared, Shelf
 
 CLEAN_MAX = 4 * STEP
 """Blocks, next to go, that are written below while loads wait for their slots."""

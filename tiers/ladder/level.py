@@ -38,13 +38,13 @@ from kvladder.lock import STEP
 from kvladder.metrics import DropReason
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.policy.worth import Pace
-from kvladder.tiers.base import NO_PLACE, NO_TERMS, Item, Shared, Terms, Tier
+from kvladder.tiers.base import NO_PLACE, NO_TERMS, Item, Terms, Tier
 from kvladder.tiers.ladder.door import Answer, Door, LevelSpec
 from kvladder.tiers.ladder.gate import Results
 from kvladder.tiers.ladder.index import Meta, alike
 from kvladder.tiers.ladder.places import Places
 from kvladder.tiers.ladder.queue import Inbox, Leaving, Pending
-from kvladder.tiers.ladder.shelf import Above, Shelf
+from kvladder.tiers.ladder.shelf import Above, Shared, Shelf
 
 LOST_MAX = 4096
 """Of how many blocks it is known that what a shared tier has is of no use."""

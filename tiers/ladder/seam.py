@@ -6,14 +6,14 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from kvladder.arena import Slot
-from kvladder.events import EventBuffer
 from kvladder.keys import BlockKey
 from kvladder.lock import BULK_STEP, STEP, StackLock
 from kvladder.policy.eviction import PRIORITY_MAX
-from kvladder.tiers.base import ANYWHERE, HOST, Clock, Shared
+from kvladder.tiers.base import ANYWHERE, HOST, Clock
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.index import LevelIndex, Meta
 from kvladder.tiers.ladder.level import Level
+from kvladder.tiers.ladder.shelf import EventBuffer, Shared
 
 
 class Seam:

@@ -15,7 +15,7 @@ from kvladder.layout import Layout
 from kvladder.lock import BULK_STEP, STEP
 from kvladder.policy.worth import Worth
 from kvladder.schema import within
-from kvladder.tiers.base import ANYWHERE, EVERYTHING, HOST, NO_TERMS, Shared
+from kvladder.tiers.base import ANYWHERE, EVERYTHING, HOST, NO_TERMS
 from kvladder.tiers.ladder.door import LevelSpec, Threads
 from kvladder.tiers.ladder.expiry import Expiry
 from kvladder.tiers.ladder.host import HostLevel
@@ -27,6 +27,7 @@ from kvladder.tiers.ladder.loading.fetch import Fetch
 from kvladder.tiers.ladder.loading.loader import Loader
 from kvladder.tiers.ladder.saving import Saving
 from kvladder.tiers.ladder.seam import Seam
+from kvladder.tiers.ladder.shelf import Shared
 
 EVICT_STEP = 4 * STEP
 """Blocks for which others leave host in one hold."""

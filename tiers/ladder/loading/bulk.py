@@ -11,11 +11,12 @@ from itertools import repeat
 
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import BULK_MIN
-from kvladder.tiers.base import Item, Shared
+from kvladder.tiers.base import Item
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.index import alike
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.fetch import Arrival, Want
+from kvladder.tiers.ladder.shelf import Shared
 
 
 def wants_bulk(

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.policy.worth import Patience, Saves
-from kvladder.tiers.base import ANYWHERE, NO_SLOT, Shared
+from kvladder.tiers.base import ANYWHERE, NO_SLOT
 from kvladder.tiers.ladder.index import Meta
+from kvladder.tiers.ladder.shelf import Shared
 
 if TYPE_CHECKING:
     from kvladder.tiers.ladder.level import Level

@@ -8,9 +8,10 @@ from typing import Literal, NamedTuple
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.policy.worth import GRACE_S, Pace, Run, Stake, Stretch, Worth
-from kvladder.tiers.base import NO_SLOT, Shared
+from kvladder.tiers.base import NO_SLOT
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.fetch import Arrival, Fetch, Want, among
+from kvladder.tiers.ladder.shelf import Shared
 
 Asking = Literal["wait", "aside", "try", "leave"]
 """Shared tiers are asked and waited for, or asked only; a trial is due, or they are too slow."""

@@ -16,7 +16,7 @@ from kvladder.keys import BlockKey
 from kvladder.lock import BULK_STEP, STEP
 from kvladder.policy.eviction import BULK_MIN
 from kvladder.policy.worth import TRIAL_BLOCKS, Mark, Run, Worth, stretches
-from kvladder.tiers.base import HOST, NO_SLOT, Item, Shared
+from kvladder.tiers.base import HOST, NO_SLOT, Item
 from kvladder.tiers.ladder import reader
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
@@ -24,6 +24,7 @@ from kvladder.tiers.ladder.loading.bulk import land_bulk, wants_bulk
 from kvladder.tiers.ladder.loading.fetch import Arrival, Fetch, Want, among, source
 from kvladder.tiers.ladder.loading.judge import Judge
 from kvladder.tiers.ladder.loading.probe import Prober
+from kvladder.tiers.ladder.shelf import Shared
 
 
 class Read(NamedTuple):
@@ -307,10 +308,7 @@ class Loader:
         return dropped
 
     def _prune(self) -> bool:
-        """Drop from the head of the queue what nobody waits for, or what is here by now.
-
-        One step; whether there may be more.
-        """
+        """Drop a step of the queue's head: nobody waits for it. Whether there may be more."""
         with self._lock:
             for _ in range(STEP):
                 if not self._prune_one():

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from kvladder.keys import BlockKey
 from kvladder.lock import STEP
 from kvladder.policy.worth import Pace
-from kvladder.tiers.base import Shared
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.fetch import Fetch, among
 from kvladder.tiers.ladder.reader import ask
+from kvladder.tiers.ladder.shelf import Shared
 
 ABSENT_MAX = 4096
 """How many prefixes are remembered to end somewhere."""
