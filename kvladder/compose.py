@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,45 +69,36 @@ def open_manager(
     edges = [EdgeSettings(level.make_codecs(), find) for level in config.levels]
     scratch = [level.scratch_blocks(layout) for level in config.levels]
     slots = config.arena_slots(layout) + sum(scratch)
-    arena = Arena.create(slots, layout.slot_bytes)
-    runtime = Runtime()
-    publisher: Publisher | None = None
-    try:
+    with config.source.explained(), ExitStack() as undo:
+        arena = Arena.create(slots, layout.slot_bytes)
+        undo.callback(arena.close)
+        runtime = Runtime()
+        undo.callback(runtime.close)
         aside = [arena.set_aside(count) for count in scratch]
         stack = _stack(config, layout, arena, runtime, list(zip(edges, aside, strict=True)))
         publisher = _publisher(config, layout, stack)
-        try:
-            runtime.call(stack.open(layout, space, runtime.threads))
-        except ConfigError as error:
-            raise config.source.explain(error) from error
+        if publisher is not None:
+            undo.callback(publisher.close)
+        runtime.call(stack.open(layout, space, runtime.threads))
         in_effect = "\n".join(map(_in_effect, stack.levels))
         if publisher is not None:
             publisher.start()
-    except BaseException:
-        if publisher is not None:
-            publisher.close()
-        runtime.close()
-        arena.close()
-        raise
-    manager = CacheManager(
-        layout=layout,
-        namespace=space,
-        arena=arena,
-        stack=stack,
-        portal=runtime,
-        settings=ManagerSettings(fetch_deadline_s=config.fetch.deadline_s),
-        description=f"{config.describe(layout)}\n\n{in_effect}\nnamespace {space.hex()}",
-        publisher=publisher,
-    )
-    if config.control.path is not None:
-        try:
+        undo.pop_all()  # they are the manager's from here on
+        manager = CacheManager(
+            layout=layout,
+            namespace=space,
+            arena=arena,
+            stack=stack,
+            portal=runtime,
+            settings=ManagerSettings(fetch_deadline_s=config.fetch.deadline_s),
+            description=f"{config.describe(layout)}\n\n{in_effect}\nnamespace {space.hex()}",
+            publisher=publisher,
+        )
+        undo.callback(manager.close)
+        if config.control.path is not None:
             path = socket_path(config.control.path, instance)
             manager.admit(ControlServer(path, manager, runtime))
-        except BaseException as error:
-            manager.close()
-            if isinstance(error, ConfigError):
-                raise config.source.explain(error) from error
-            raise
+        undo.pop_all()
     return manager
 
 
@@ -127,12 +119,8 @@ def _publisher(config: StackConfig, layout: Layout, stack: TierStack) -> Publish
         from kvladder.publishing.publisher import Publisher
     except ImportError as error:
         hint = "install kvladder[events]"
-        wrong = ConfigError(f"needs pyzmq: {error}", path="events.publish", hint=hint)
-        raise config.source.explain(wrong) from error
-    try:
-        return Publisher(events, stack, block_tokens=layout.block_tokens)
-    except ConfigError as error:
-        raise config.source.explain(error) from error
+        raise ConfigError(f"needs pyzmq: {error}", path="events.publish", hint=hint) from error
+    return Publisher(events, stack, block_tokens=layout.block_tokens)
 
 
 def _namespace(config: StackConfig, layout: Layout) -> Namespace:

@@ -6,7 +6,8 @@ What comes out is one tree of plain data in the long form, and for each place in
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -69,6 +70,14 @@ class Source:
         apart = origin == "engine" or error.file or path.startswith((self.file or PREFIX, PREFIX))
         file = error.file if apart else self.file
         return ConfigError(error.message, path=path, hint=error.hint, file=file)
+
+    @contextmanager
+    def explained(self) -> Generator[None]:
+        """Have a ConfigError name who set the value that it is about."""
+        try:
+            yield
+        except ConfigError as error:
+            raise self.explain(error) from error.__cause__
 
     def lay(self, keys: Sequence[str], value: Any, origin: Origin, variable: str = "") -> None:
         """Lay one value over what was set before; a tier is named, wherever it stands."""
@@ -137,11 +146,9 @@ def read(
     """
     file = "" if isinstance(source, Mapping) else str(source)
     found = Source({"": ("file" if file else "given", "")}, file)
-    try:
+    with found.explained():
         given = source if isinstance(source, Mapping) else load_yaml(Path(source))
         _gather(found, given, env, overrides or {})
-    except ConfigError as error:
-        raise found.explain(error) from error.__cause__
     return found
 
 

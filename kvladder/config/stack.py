@@ -300,10 +300,8 @@ def load_config(
         Anything is wrong with it; says where, what was found and what is expected.
     """
     found = read(source, env=os.environ if env is None else env, overrides=overrides)
-    try:
+    with found.explained():
         return _built(found)
-    except ConfigError as error:
-        raise found.explain(error) from error.__cause__
 
 
 def _built(found: Source) -> StackConfig:
