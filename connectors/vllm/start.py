@@ -193,6 +193,7 @@ def layout_of(
         raise ConfigError(
             f"ranks {sorted(ranks)} described their KV tensors", hint=f"expected 0 .. {count - 1}"
         )
+    # The ranks of a stage agree on what their bytes are; stages have layers of their own.
     fields: dict[str, str] = {}
     for rank, described in sorted(ranks.items()):
         if described.node != this_node():
@@ -203,6 +204,7 @@ def layout_of(
             if fields.setdefault(f"{stage}{name}", value) != value:
                 hint = f"rank {rank // width * width} has {fields[f'{stage}{name}']}"
                 raise ConfigError(f"rank {rank} has {name} {value!r}", hint=hint)
+    # A rank's bytes lie behind those of the ranks before it, or are those of its first replica.
     ends = [0] * len(groups)
     offsets: list[tuple[int, ...]] = []
     for rank in range(count):
@@ -211,6 +213,7 @@ def layout_of(
             ends = [end + size for end, size in zip(ends, ranks[rank].sizes, strict=True)]
         else:
             offsets.append(offsets[-1])
+    # All that tells these bytes from others is a field of the namespace.
     weights = f"given {fingerprint}"
     if fingerprint == "auto":
         weights = combined([described.weights for _, described in sorted(ranks.items())]).hex()
@@ -224,6 +227,7 @@ def layout_of(
         "kv.layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
         "ranks": str(len(set(offsets))),
     }
+    # Codecs that see numbers need one type of them for all ranks and groups.
     elements = {text for name, text in fields.items() if name.endswith("kv.element")}
     element, _, run = elements.pop().partition(" ") if len(elements) == 1 else ("", "", "0")
     layout = Layout(groups.main.tokens, max(ends), fields, element, int(run))

@@ -173,6 +173,7 @@ def divide(
     groups = [(group, whole(size, f"bytes of {group.name}")) for group, size in groups]
     _positive(memory=memory, context=context, step=step, groups=len(groups))
     _positive(**{f"bytes of {group.name}": size for group, size in groups})
+    # Each group gets what its share of a sequence is, or what explicit shares say.
     need = [needed(group, context, step) for group, _ in groups]
     if shares and (len(shares) != len(groups) or min(shares) <= 0):
         hint = f"one number above 0 for each of {', '.join(group.name for group, _ in groups)}"

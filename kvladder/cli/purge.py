@@ -114,6 +114,7 @@ def purge(
         raise ConfigError("not UTF-8 text", path="--salt", hint="no request can have this salt")
     if not 0 <= wait_s <= 86400:
         raise ConfigError(f"{wait_s:g}", path="--wait", hint="expected 0 to 86400 seconds")
+    # Caches that run go first: what they have open cannot be purged without them.
     found = load_config(config)
     lines, processes = _running(found, space, salt, wait_s)
     for purging in _at_rest(found, space, salt, processes):
