@@ -18,7 +18,7 @@ from kvladder.errors import ConfigError
 from kvladder.keys import Namespace
 from kvladder.layout import Layout
 from kvladder.lock import StackLock
-from kvladder.manager import CacheManager, ManagerSettings
+from kvladder.manager import CacheManager
 from kvladder.notices import Notices
 from kvladder.policy.worth import Worth
 from kvladder.runtime import Runtime, SystemClock
@@ -90,7 +90,7 @@ def open_manager(
             arena=arena,
             stack=stack,
             portal=runtime,
-            settings=ManagerSettings(fetch_deadline_s=config.fetch.deadline_s),
+            fetch_deadline_s=config.fetch.deadline_s,
             description=f"{config.describe(layout)}\n\n{in_effect}\nnamespace {space.hex()}",
             publisher=publisher,
         )

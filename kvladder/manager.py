@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Coroutine, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
@@ -29,6 +28,8 @@ from kvladder.tiers.ladder.stack import Post, TierStack
 
 T = TypeVar("T")
 
+FLUSH_TIMEOUT_S = 10.0
+"""How long closing waits for levels that outlive the engine, unless the caller says otherwise."""
 CLOSE_TIMEOUT_S = TIER_CLOSE_TIMEOUT_S + 2 * CALLS_TIMEOUT_S + 1.0
 """How long closing may take after the flush: all levels close at once, and each within its time."""
 
@@ -70,14 +71,6 @@ class Lookup(NamedTuple):
     """Of what the host level holds."""
     total: int
     """Of what some level holds."""
-
-
-@dataclass(frozen=True, slots=True)
-class ManagerSettings:
-    """Defaults of a manager's calls."""
-
-    fetch_deadline_s: float = 2.0
-    flush_timeout_s: float = 10.0
 
 
 class Save:
@@ -132,7 +125,7 @@ class CacheManager:
         arena: Arena,
         stack: TierStack,
         portal: Portal,
-        settings: ManagerSettings | None = None,
+        fetch_deadline_s: float = 2.0,
         description: str = "",
         publisher: Closing | None = None,
     ) -> None:
@@ -143,7 +136,7 @@ class CacheManager:
         """What pools, publishers and connectors use of the levels."""
         self._stack = stack
         self._portal = portal
-        self._settings = settings or ManagerSettings()
+        self._fetch_deadline_s = fetch_deadline_s
         self._description = description
         self._publisher = publisher
         self._guests: list[Closing] = []
@@ -192,7 +185,7 @@ class CacheManager:
         """
         if saves is None:
             saves = Saves(len(keys) * self.layout.block_tokens)
-        within_s = self._settings.fetch_deadline_s if deadline_s is None else deadline_s
+        within_s = self._fetch_deadline_s if deadline_s is None else deadline_s
         fetch = Fetch(
             keys,
             stack=self._stack.loader,
@@ -367,11 +360,6 @@ class CacheManager:
         """Close ``guest``, which uses this cache, before it."""
         self._guests.append(guest)
 
-    @property
-    def flush_timeout_s(self) -> float:
-        """The configured bound of a flush."""
-        return self._settings.flush_timeout_s
-
     def flush(self, *, timeout_s: float) -> bool:
         """Write what only host memory holds to levels that outlive it; False if it took longer."""
         with suppress(TimeoutError):
@@ -382,7 +370,7 @@ class CacheManager:
     def close(self, *, timeout_s: float | None = None) -> None:
         """Flush to durable levels, end the loop, unmap the arena; may be called again.
 
-        ``timeout_s`` bounds the flush; None takes the configured bound. The rest takes at most some
+        ``timeout_s`` bounds the flush; None takes the usual one. The rest takes at most some
         ten seconds, whatever tiers do: what has not ended by then is left behind.
         """
         if self._closed:
@@ -390,7 +378,7 @@ class CacheManager:
         self._closed = True
         for guest in self._guests:
             guest.close()
-        flush_s = self._settings.flush_timeout_s if timeout_s is None else timeout_s
+        flush_s = FLUSH_TIMEOUT_S if timeout_s is None else timeout_s
         try:
             closing = self._stack.aclose(flush_timeout_s=flush_s)
             self._portal.call(closing, timeout_s=flush_s + CLOSE_TIMEOUT_S)

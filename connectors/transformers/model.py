@@ -21,6 +21,7 @@ from kvladder.errors import LayoutError
 from kvladder.gpu.copy.pages import copy_tokens
 from kvladder.gpu.requests.groups import Group
 from kvladder.gpu.requests.requests import Request
+from kvladder.manager import FLUSH_TIMEOUT_S
 
 
 class LayerShape(NamedTuple):
@@ -307,7 +308,7 @@ class PooledModel:
     def close(self) -> None:
         """Hand what is cached to the tiers, flush durable ones, close; may be called again."""
         manager = self.cache.manager
-        clock, left_s = manager.ladder.clock, manager.flush_timeout_s
+        clock, left_s = manager.ladder.clock, FLUSH_TIMEOUT_S
         if not self._closed:
             self._closed = True
             begun = clock.now()

@@ -24,6 +24,7 @@ from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report,
 from kvladder.errors import ConfigError
 from kvladder.gpu.copy.copier import CopyJob, JobId
 from kvladder.keys import BlockKey
+from kvladder.manager import FLUSH_TIMEOUT_S
 from kvladder.metrics import Stats
 from kvladder.notices import Notices
 
@@ -500,4 +501,4 @@ class SchedulerHalf:
             self._connector.close()
             manager = self._connector.manager
             given_s = getattr(self._vllm_config, "shutdown_timeout", 0)
-            manager.close(timeout_s=max(manager.flush_timeout_s, given_s))
+            manager.close(timeout_s=max(FLUSH_TIMEOUT_S, given_s))

@@ -183,7 +183,7 @@ class DeviceCache:
         """End all copies, flush to durable levels, close everything; may be called again.
 
         What is cached on the device alone is lost, see ``hand_down``. ``timeout_s`` bounds the
-        flush; None takes the configured bound.
+        flush; None takes the usual one.
         """
         self.port.close()
         self.preemption.close()

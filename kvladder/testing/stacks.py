@@ -12,7 +12,7 @@ from kvladder.arena import Arena
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.lock import StackLock
-from kvladder.manager import CacheManager, ManagerSettings
+from kvladder.manager import CacheManager
 from kvladder.notices import Notices
 from kvladder.policy.eviction import PrioritizedLRU
 from kvladder.policy.offload import OffloadRule
@@ -88,7 +88,6 @@ class SimCache:
         reserve_blocks: int = 0,
         fetch_blocks_max: int | None = None,
         layout: Layout = LAYOUT,
-        settings: ManagerSettings | None = None,
         epoch_s: float = EPOCH_S,
         threads: Threads = lambda _: inline_blocking,
     ) -> SimCache:
@@ -142,7 +141,6 @@ class SimCache:
             arena=arena,
             stack=stack,
             portal=LoopPortal(loop),
-            settings=settings,
         )
         return cls(manager, stack)
 

@@ -9,7 +9,6 @@ from typing import Literal
 import pytest
 
 from kvladder.keys import BlockKey
-from kvladder.manager import ManagerSettings
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.worth import GRACE_S, SPARE, TRIAL_BLOCKS, TRIAL_EVERY, Saves, Stake
 from kvladder.testing.fakes import FakeStore, FakeTier
@@ -101,9 +100,7 @@ async def opened(
             first.save(Engine.keys(prompt, blocks))
         await first.settle()
         await first.aclose()
-    cache = await SimCache.open(
-        spec(tier), slots=slots, settings=ManagerSettings(fetch_deadline_s=2.0)
-    )
+    cache = await SimCache.open(spec(tier), slots=slots)
     if isinstance(tier, SharedFakeTier):
         for prompt in prompts:
             tier.others_put({key: SimCache.payload(key) for key in Engine.keys(prompt, blocks)})
