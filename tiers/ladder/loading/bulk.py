@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import repeat
+from typing import Any
 
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import BULK_MIN
@@ -40,7 +41,8 @@ def wants_bulk(
         if places is not None:
             positions = range(first, first + len(keys))
             wants = zip(positions, keys, repeat(level), places, strict=False)
-            return [*map(tuple.__new__, repeat(Want), wants)]  # Want._make, in C
+            make: Any = tuple.__new__  # pyright: ignore[reportUnknownMemberType] - _make, in C
+            return [*map(make, repeat(Want), wants)]
         if not level.index.disjoint(keys):
             return None
     return None
