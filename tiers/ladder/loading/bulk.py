@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, cast
 
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import BULK_MIN
@@ -41,7 +41,7 @@ def wants_bulk(
         if places is not None:
             positions = range(first, first + len(keys))
             wants = zip(positions, keys, repeat(level), places, strict=False)
-            make: Any = tuple.__new__  # pyright: ignore[reportUnknownMemberType] - _make, in C
+            make = cast("Any", tuple.__new__)  # pyright: ignore[reportUnknownMemberType] - in C
             return [*map(make, repeat(Want), wants)]
         if not level.index.disjoint(keys):
             return None
