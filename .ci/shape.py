@@ -37,6 +37,8 @@ BUDGETS = {
 """Lines of code by room, with the rooms in it; gpu/pool with gpu/tree."""
 TOTAL_MAX = 16300
 TEST_KIT = "kvladder/testing"
+TIERS = ("custom_tier.py", "shared_folder.py")
+"""Examples of tiers."""
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 
 
@@ -120,6 +122,8 @@ class Crossing:
             return self.key in value or any(self._carries(one, 1) for one in value.values())
         if depth and isinstance(value, list | tuple):
             return any(self._carries(one, depth - 1) for one in value)
+        if getattr(value, "key", None) == self.key:
+            return True
         keys = getattr(value, "keys", None)
         return isinstance(keys, list) and self.key in keys
 
@@ -182,20 +186,37 @@ def import_ms(module: str) -> float:
     return min(float(run.stdout) for run in runs)
 
 
-def met_by_authors() -> int:
-    """Public names in the classes that an author of a tier is given, and of the door."""
+def offered_to_authors() -> set[str]:
+    """What the door of the tiers names, but for errors, and public names in the classes there."""
     import kvladder.tiers as door
+    from kvladder.errors import KvladderError
 
-    names = [name for name in vars(door) if name[:1].isupper()]
-    inner = [getattr(door, name) for name in names if isinstance(getattr(door, name), type)]
-    return len(names) + sum(
-        not name.startswith("_") for one in inner for name in {*vars(one), *fields_of(one)}
-    )
+    names = {name for name in vars(door) if name[:1].isupper()} | {"told"}
+    things = {name: getattr(door, name) for name in names}
+    classes = [one for one in things.values() if isinstance(one, type)]
+    errors = {
+        name
+        for name in names
+        if things[name] in classes and issubclass(things[name], KvladderError)
+    }
+    inner = {
+        name
+        for one in classes
+        if not issubclass(one, KvladderError)
+        for name in {*vars(one), *getattr(one, "__annotations__", {})}
+    }
+    return {name for name in names - errors | inner if not name.startswith("_")}
 
 
-def fields_of(one: type) -> set[str]:
-    """Names of fields that have no default."""
-    return set(getattr(one, "__annotations__", {})) - set(vars(one))
+def met_by_author(example: Path) -> set[str]:
+    """Those of them that the tier in an example has to do with."""
+    tree = ast.parse(example.read_text(encoding="utf-8"))
+    (tier,) = (node for node in tree.body if getattr(node, "name", "").endswith("Tier"))
+    used: set[str] = set()
+    for node in ast.walk(tier):
+        for field in ("attr", "id", "name"):
+            used.add(str(getattr(node, field, "")))
+    return used & offered_to_authors()
 
 
 def main() -> None:
@@ -208,7 +229,9 @@ def main() -> None:
         print(f"| {what} | {len(files)} | {moves} | {running} |")
         if "--files" in sys.argv:
             print("\n".join(f"    {name}" for name in files))
-    print(f"\nnames that an author of a tier meets: {met_by_authors()}")
+    private, shared = (len(met_by_author(ROOT / "examples" / name)) for name in TIERS)
+    print(f"\nnames that an author of a tier meets: {private} for one of an engine's own,")
+    print(f"{shared} for one that is shared; {len(offered_to_authors())} are offered")
     for module in ("kvladder", "kvladder.tiers"):
         print(f"import {module}: {import_ms(module):.0f} ms")
 

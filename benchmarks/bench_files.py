@@ -34,11 +34,12 @@ from kvladder.policy.eviction import PrioritizedLRU
 from kvladder.policy.offload import OffloadRule
 from kvladder.runtime import SystemClock
 from kvladder.testing.sim import inline_blocking
-from kvladder.tiers.base import Item, TierContext
+from kvladder.tiers.base import TierContext
 from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.header import HEADER_BYTES
-from kvladder.tiers.files.log import PUT, IndexLog
+from kvladder.tiers.files.log import IndexLog
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
+from kvladder.tiers.label import Kept, Labels, Read, Ref, Write
 from kvladder.tiers.ladder.door import LevelSettings, LevelSpec
 from kvladder.tiers.ladder.shelf import EventBuffer, Shared
 from kvladder.tiers.ladder.stack import HostSettings, TierStack
@@ -167,17 +168,36 @@ async def transfers(path: Path, block_bytes: int) -> list[Row]:
         everything[at : at + MIB] = page[at // MIB :] + page[: at // MIB]
     await tier.open(context(arena, layout, capacity))
     assert tier.batch_max == count
-    batches = [
-        [Item(key(first + n), first + n, slots[n]) for n in range(count)]
-        for first in range(0, capacity, count)
-    ]
+    labels = Labels(layout.namespace(), block_bytes, verify=True)
+    firsts = range(0, capacity, count)
+
+    def writes(first: int) -> list[Write]:
+        refs = [Ref(key(first + n), first + n) for n in range(count)]
+        return [
+            Write(labels, ref, slot, arena.view(slot))
+            for ref, slot in zip(refs, slots, strict=True)
+        ]
+
+    def reads(first: int) -> list[Read]:
+        refs = [Ref(key(first + n), first + n) for n in range(count)]
+        return [
+            Read(labels, ref, slot, arena.view(slot)) for ref, slot in zip(refs, slots, strict=True)
+        ]
+
+    async def write(first: int) -> bool:
+        return all(await tier.put(writes(first)))
+
+    async def read(first: int) -> bool:
+        wanted = reads(first)
+        return all(await tier.get(wanted)) and all(one.check() for one in wanted)
+
     segment = path / layout.namespace().hex()[:16] / "seg-00000"
     raw = Raw(segment, everything, direct=tier.describe()["io"] == "O_DIRECT")
     made: list[Row] = []
-    for name, call in (("write", tier.put), ("read", tier.get)):
-        for batch in batches:  # raw writes have spoilt what was there
-            assert all(await tier.put(batch))
-        made.append(await transfer(name, call, raw, batches, block_bytes, tier))
+    for name, call in (("write", write), ("read", read)):
+        for first in firsts:  # raw writes have spoilt what was there
+            assert await write(first)
+        made.append(await transfer(name, call, raw, firsts, block_bytes, tier))
     await tier.aclose()
     raw.close()
     arena.close()
@@ -186,24 +206,24 @@ async def transfers(path: Path, block_bytes: int) -> list[Row]:
 
 async def transfer(
     name: str,
-    call: Callable[[Sequence[Item]], Awaitable[Sequence[bool]]],
+    call: Callable[[int], Awaitable[bool]],
     raw: Raw,
-    batches: Sequence[Sequence[Item]],
+    firsts: Sequence[int],
     block_bytes: int,
     tier: FilesTier,
 ) -> Row:
-    """Ours and raw by turns, on the same part of the same file."""
+    """Ours and raw by turns, on the same part of the same file; ``firsts`` are of batches."""
     threads, length = raw.best(name, block_bytes)
-    total = len(batches[0]) * block_bytes
+    total = 128 * MIB
     ours: list[float] = []
     limit: list[float] = []
     for number in range(ROUNDS):
-        batch = batches[number % len(batches)]
-        start = batch[0].place * (HEADER_BYTES + block_bytes)
+        first = firsts[number % len(firsts)]
+        start = first * (HEADER_BYTES + block_bytes)
         if number % 2:
             limit.append(raw.seconds(name, threads, length, start))
         began = time.perf_counter()
-        assert all(await call(batch))
+        assert await call(first)
         ours.append(time.perf_counter() - began)
         if number % 2 == 0:
             limit.append(raw.seconds(name, threads, length, start))
@@ -287,7 +307,7 @@ def prepare(path: Path, count: int, *, dead: bool) -> None:
     for first in (count, 0) if dead else (0,):
         for start in range(0, count, 128):
             places = range(start, min(count, start + 128))
-            log.append(PUT, [Item(key(first + n), n) for n in places])
+            log.put([Kept(key(first + n), n) for n in places])
     log.flush()
     log.close()
 

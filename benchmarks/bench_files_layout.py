@@ -21,10 +21,10 @@ from benchmarks.row import Row
 from kvladder.arena import Arena
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
-from kvladder.tiers.base import Item, Outcome
-from kvladder.tiers.files.header import HEADER_BYTES, BlockHeader
+from kvladder.tiers.files.header import HEADER_BYTES
 from kvladder.tiers.files.threads import IoPool
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
+from kvladder.tiers.label import LABEL_BYTES, Labels, Read, Ref, Write
 
 BLOCKS = 256
 BATCH = 64
@@ -36,10 +36,8 @@ ROUNDS = 5
 class FilePerBlock:
     """A directory of directories of files, named by the keys of their blocks."""
 
-    def __init__(self, path: Path, arena: Arena, layout: Layout) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._arena = arena
-        self._header = BlockHeader(layout.namespace(), layout.block_bytes, verify=True)
         self.pool = IoPool(THREADS, "bench")
         for number in range(256):
             (path / f"{number:02x}").mkdir(parents=True)
@@ -47,29 +45,30 @@ class FilePerBlock:
     def name(self, block: BlockKey) -> Path:
         return self.path / f"{block[0]:02x}" / block.hex()
 
-    def _write(self, item: Item) -> bool:
-        page, view = memoryview(mmap.mmap(-1, HEADER_BYTES)), self._arena.view(item.slot)
-        self._header.write(page, item, 0, view)
-        name = self.name(item.key)
+    def _write(self, write: Write) -> bool:
+        page = memoryview(mmap.mmap(-1, HEADER_BYTES))
+        page[:LABEL_BYTES] = write.label()
+        name = self.name(write.key)
         aside = name.with_suffix(".tmp")
         fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o600)
-        os.pwritev(fd, [page, view], 0)
+        os.pwritev(fd, [page, write.view], 0)
         os.close(fd)
         aside.rename(name)
         return True
 
-    def _read(self, item: Item) -> bool:
-        page, view = memoryview(mmap.mmap(-1, HEADER_BYTES)), self._arena.view(item.slot)
-        fd = os.open(self.name(item.key), os.O_RDONLY | os.O_DIRECT)
-        os.preadv(fd, [page, view], 0)
+    def _read(self, read: Read) -> bool:
+        page = memoryview(mmap.mmap(-1, HEADER_BYTES))
+        fd = os.open(self.name(read.key), os.O_RDONLY | os.O_DIRECT)
+        os.preadv(fd, [page, read.view], 0)
         os.close(fd)
-        return self._header.check(page, item, view) is Outcome.GOOD
+        read.came(page[:LABEL_BYTES], len(read.view))
+        return read.check()
 
-    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
-        return await self.pool.run([partial(self._write, item) for item in items])
+    async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
+        return await self.pool.run([partial(self._write, write) for write in writes])
 
-    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
-        return await self.pool.run([partial(self._read, item) for item in items], urgent=True)
+    async def get(self, reads: Sequence[Read]) -> Sequence[bool]:
+        return await self.pool.run([partial(self._read, read) for read in reads], urgent=True)
 
     async def close(self) -> None:
         await self.pool.aclose(lambda: None, timeout_s=5.0)
@@ -105,38 +104,46 @@ async def transfers(path: Path) -> list[Row]:
         arena.view(slot)[:] = os.urandom(4096) * (MIB // 4096 - 1) + bytes([number]) * 4096
     tier = FilesTier(FilesOptions(path=str(path / "tier"), threads=THREADS))
     await tier.open(context(arena, layout, BLOCKS))
-    files = FilePerBlock(path / "files", arena, layout)
+    files = FilePerBlock(path / "files")
     seconds: dict[str, list[float]] = {}
 
     def note(name: str, began: float) -> None:
         seconds.setdefault(name, []).append(time.perf_counter() - began)
 
-    def batch(number: int) -> list[Item]:
+    labels = Labels(layout.namespace(), MIB, verify=True)
+
+    def batch(number: int) -> list[Ref]:
         """New keys each round, at the places of those of the round before."""
         first = number % (BLOCKS // BATCH) * BATCH
-        return [Item(key(number * BATCH + n), first + n, slots[n]) for n in range(BATCH)]
+        return [Ref(key(number * BATCH + n), first + n) for n in range(BATCH)]
+
+    def writes(refs: Sequence[Ref]) -> list[Write]:
+        return [Write(labels, ref, slots[n], arena.view(slots[n])) for n, ref in enumerate(refs)]
+
+    def reads(refs: Sequence[Ref]) -> list[Read]:
+        return [Read(labels, ref, slots[n], arena.view(slots[n])) for n, ref in enumerate(refs)]
 
     turns = BLOCKS // BATCH
     for number in range(ROUNDS * turns):
         full = number >= turns
-        items, old = batch(number), batch(number - turns) if full else []
+        refs, old = batch(number), batch(number - turns) if full else []
         began = time.perf_counter()
         if full:
-            await files.evict([item.key for item in old])
+            await files.evict([ref.key for ref in old])
         note("peer evict", began)
-        assert all(await files.put(items))
+        assert all(await files.put(writes(refs)))
         note("peer store", began)
         began = time.perf_counter()
         if full:
             await tier.remove(old)
         note("ours evict", began)
-        assert all(await tier.put(items))
+        assert all(await tier.put(writes(refs)))
         note("ours store", began)
         began = time.perf_counter()
-        assert all(await files.get(items))
+        assert all(await files.get(reads(refs)))
         note("peer load", began)
         began = time.perf_counter()
-        assert all(await tier.get(items))
+        assert all(await tier.get(reads(refs)))
         note("ours load", began)
     await tier.aclose()
     await files.close()
@@ -162,7 +169,7 @@ def figure(name: str, seconds: float) -> float:
 def many(path: Path) -> list[Row]:
     """Starting with many blocks: reading the index log against listing the files."""
     arena = Arena.create(1, LAYOUT.slot_bytes)
-    files = FilePerBlock(path / "listed", arena, LAYOUT)
+    files = FilePerBlock(path / "listed")
     for number in range(LISTED):
         os.close(os.open(files.name(key(number)), os.O_CREAT | os.O_WRONLY, 0o600))
     (path / "logged").mkdir()

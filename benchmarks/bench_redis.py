@@ -2,8 +2,8 @@
 
 The limit is a client that does nothing else: a blocking socket that sends the same commands with
 the same values from memory (``sendmsg``) and receives the replies into the same memory
-(``recv_into``), without a header and without a checksum. Ours and raw take turns, medians are
-compared. LMCache's clients, which write neither header nor checksum, take their turns as well.
+(``recv_into``), without a label and without a checksum. Ours and raw take turns, medians are
+compared. LMCache's clients, which write neither label nor checksum, take their turns as well.
 Below them stands what redis-benchmark reaches, which reuses one value.
 """
 
@@ -32,9 +32,9 @@ from kvladder.layout import Layout
 from kvladder.runtime import SystemClock
 from kvladder.testing.redisserver import RedisServer
 from kvladder.testing.sim import inline_blocking
-from kvladder.tiers.base import Item, TierContext
-from kvladder.tiers.redis.nodes import STEP_BYTES
-from kvladder.tiers.redis.resp import encode, encode_around
+from kvladder.tiers.base import NO_PLACE, TierContext
+from kvladder.tiers.label import Labels, Read, Ref, Write
+from kvladder.tiers.redis.resp import STEP_BYTES, encode, encode_around
 from kvladder.tiers.redis.tier import RedisTier
 from kvladder.tiers.redis.url import RedisOptions
 
@@ -121,27 +121,58 @@ class Raw:
         self._socket.close()
 
 
+class Blocks:
+    """Blocks of random bytes in an arena, and what a level has a tier do with them."""
+
+    def __init__(self, layout: Layout, count: int) -> None:
+        self.size = layout.block_bytes
+        self.arena = Arena.create(count, layout.slot_bytes)
+        self.slots = self.arena.lease(count) or []
+        for slot in self.slots:
+            data = hashlib.shake_128(b"%d" % slot).digest(4096) * (self.size // 4096)
+            self.arena.view(slot)[:] = data
+        self.views = [self.arena.view(slot) for slot in self.slots]
+        self.refs = [Ref(key(slot), slot) for slot in self.slots]
+        self._labels = Labels(layout.namespace(), self.size, verify=True)
+
+    def writes(self) -> list[Write]:
+        """All of them, to be stored."""
+        every = zip(self.refs, self.slots, self.views, strict=True)
+        return [Write(self._labels, *one) for one in every]
+
+    def alike(self, numbers: Iterable[int]) -> list[Write]:
+        """The bytes of the first one under other keys."""
+        refs = (Ref(key(number), NO_PLACE) for number in numbers)
+        return [Write(self._labels, ref, self.slots[0], self.views[0]) for ref in refs]
+
+    def reads(self) -> list[Read]:
+        """All of them, to be fetched."""
+        every = zip(self.refs, self.slots, self.views, strict=True)
+        return [Read(self._labels, *one) for one in every]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.arena.release(self.slots)
+        self.arena.close()
+
+
 @asynccontextmanager
 async def opened(
     server: RedisServer, size: int, count: int
-) -> AsyncGenerator[tuple[RedisTier, Arena, list[Item]]]:
-    """A tier, an arena with random bytes in it, and blocks of ``size`` bytes there."""
+) -> AsyncGenerator[tuple[RedisTier, Blocks]]:
+    """A tier, and blocks of ``size`` bytes."""
     layout = Layout(block_tokens=16, block_bytes=size)
-    arena = Arena.create(count, layout.slot_bytes)
-    slots = arena.lease(count) or []
-    for slot in slots:
-        arena.view(slot)[:] = hashlib.shake_128(b"%d" % slot).digest(4096) * (size // 4096)
+    blocks = Blocks(layout, count)
     tier = RedisTier(RedisOptions(url=server.url))
     context = TierContext(
-        arena, layout, layout.namespace(), 1 << 20, SystemClock(), inline_blocking
+        blocks.arena, layout, layout.namespace(), 1 << 20, SystemClock(), inline_blocking
     )
     await tier.open(context)
     try:
-        yield tier, arena, [Item(key(slot), slot, slot) for slot in slots]
+        yield tier, blocks
     finally:
         await tier.aclose()
-        arena.release(slots)
-        arena.close()
+        blocks.close()
 
 
 async def timed(work: Callable[[], Awaitable[Sequence[bool | None] | int | None]]) -> float:
@@ -165,8 +196,8 @@ async def transfers(server: RedisServer, size: int, batch: int) -> Iterable[Row]
     took: dict[str, list[float]] = {}
     raw = Raw(server.port)
     repeats = max(1, 16 * MIB // (size * batch))
-    async with opened(server, size, batch) as (tier, arena, items):
-        views = [arena.view(item.slot)[:size] for item in items]
+    async with opened(server, size, batch) as (tier, blocks):
+        views = [view[:size] for view in blocks.views]
         others = peers(server, views)
         for _ in range(ROUNDS):
             sums: dict[str, float] = defaultdict(float)
@@ -174,9 +205,9 @@ async def transfers(server: RedisServer, size: int, batch: int) -> Iterable[Row]
                 raw.delete([b"raw:%d" % number for number in range(batch)])
                 sums["set raw"] += timed_raw(lambda: raw.set(views))
                 sums["get raw"] += timed_raw(lambda: raw.get(views))
-                await tier.remove(items)
-                sums["set ours"] += await timed(lambda: tier.put(items))
-                sums["get ours"] += await timed(lambda: tier.get(items))
+                await tier.remove(blocks.refs)
+                sums["set ours"] += await timed(lambda: tier.put(blocks.writes()))
+                sums["get ours"] += await timed(lambda: tier.get(blocks.reads()))
                 for peer in others:
                     raw.delete([name for n in range(batch) for name in peer.stored_as(n)])
                     sums[f"set {peer.name}"] += await timed(partial(peer.set, batch))
@@ -201,7 +232,7 @@ def compared(title: str, name: str, speed: Mapping[str, float]) -> Iterable[Row]
         limit=speed[f"{name} raw"],
         ours=ours,
         goal="ratio >= 0.8",
-        note="ours with header and checksum; limit: a blocking socket, nothing else",
+        note="ours with label and checksum; limit: a blocking socket, nothing else",
     )
     for kind in CLIENTS:
         if f"{name} {kind.name}" in speed:
@@ -211,7 +242,7 @@ def compared(title: str, name: str, speed: Mapping[str, float]) -> Iterable[Row]
                 peer=speed[f"{name} {kind.name}"],
                 ours=ours,
                 goal="ratio >= 2",
-                note=f"LMCache {VERSION}, its client in {kind.name}: no header, no checksum",
+                note=f"LMCache {VERSION}, its client in {kind.name}: no label, no checksum",
             )
 
 
@@ -229,12 +260,12 @@ async def existence(server: RedisServer) -> Iterable[Row]:
     """A prefix of 8,192 blocks: which of them are there."""
     took: dict[str, list[float]] = defaultdict(list)
     raw = Raw(server.port)
-    async with opened(server, 4096, 1) as (tier, arena, items):
-        every = [items[0]._replace(key=key(number)) for number in range(KEYS)]
+    async with opened(server, 4096, 1) as (tier, blocks):
+        every = [Ref(key(number), NO_PLACE) for number in range(KEYS)]
         for start in range(0, KEYS, 128):
-            assert all(await tier.put(every[start : start + 128]))
+            assert all(await tier.put(blocks.alike(range(start, start + 128))))
         names = [bytes(name) for name in server.run("KEYS", "kvladder:*")]
-        others = peers(server, [arena.view(items[0].slot)[:4096]])
+        others = peers(server, [blocks.views[0][:4096]])
         for peer in others:
             stored = [name for number in range(KEYS) for name in peer.stored_as(number)]
             server.run("MSET", *(part for name in stored for part in (name, b"")))

@@ -6,7 +6,8 @@ import hashlib
 from collections.abc import AsyncIterator, Sequence
 
 from kvladder.keys import BlockKey
-from kvladder.tiers.base import Item, Tier
+from kvladder.tiers.base import Tier
+from kvladder.tiers.label import Facts, Kept, Read, Ref, Write
 
 
 def keys_of(name: str, count: int) -> list[BlockKey]:
@@ -31,20 +32,25 @@ class InstantTier(Tier):
         self._held = held
         self._salt = salt
 
-    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
-        return [True] * len(items)
+    async def get(self, reads: Sequence[Read]) -> Sequence[bool]:
+        whole = None
+        for read in reads:  # nothing came, and nothing is to be checked
+            whole = whole or read._labels.whole  # pyright: ignore[reportPrivateUsage]
+            read._coding = whole  # pyright: ignore[reportPrivateUsage]
+        return [True] * len(reads)
 
-    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
-        return [True] * len(items)
+    async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
+        return [True] * len(writes)
 
-    async def remove(self, items: Sequence[Item]) -> None:
-        del items
+    async def remove(self, blocks: Sequence[Ref]) -> None:
+        del blocks
 
-    async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
-        return [True] * len(items)
+    async def contains(self, blocks: Sequence[Ref]) -> Sequence[bool]:
+        return [True] * len(blocks)
 
-    async def recover(self) -> AsyncIterator[Sequence[Item]]:
-        yield [Item(key, place, salt=self._salt) for place, key in enumerate(self._held)]
+    async def recover(self) -> AsyncIterator[Sequence[Kept]]:
+        facts = Facts(salt=self._salt)
+        yield [Kept(key, place, facts) for place, key in enumerate(self._held)]
 
     async def aclose(self) -> None:
         pass

@@ -15,17 +15,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvladder.config import registry
-from kvladder.tiers.base import Item
+from kvladder.tiers.label import Read, Write
 from kvladder.tiers.memory import MemoryTier
 
 
 class Hanging(MemoryTier):
     """Never ends a call."""
 
-    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def get(self, reads: Sequence[Read]) -> Sequence[bool]:
         return await self._hang()
 
-    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
         return await self._hang()
 
     async def _hang(self) -> Sequence[bool]:
@@ -36,9 +36,9 @@ class Hanging(MemoryTier):
 class Slow(MemoryTier):
     """Gives what it has, a second a block."""
 
-    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
-        await asyncio.sleep(len(items))
-        return await super().get(items)
+    async def get(self, reads: Sequence[Read]) -> Sequence[bool]:
+        await asyncio.sleep(len(reads))
+        return await super().get(reads)
 
 
 class Child:

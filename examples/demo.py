@@ -286,7 +286,7 @@ def flip_a_byte(directory: Path) -> None:
         for path in sorted(directory.rglob("seg-*"))
         for content in [path.read_bytes()]
         for at in range(0, len(content), 4096)
-        if content.startswith(b"kvblock\0", at)
+        if content.startswith(b"kvlabel\0", at)
     ]
     path, at = headers[len(headers) // 2]
     with path.open("r+b") as stream:

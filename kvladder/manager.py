@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Coroutine, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import inf
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
@@ -17,8 +17,9 @@ from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 from kvladder.policy.retention import checked_duration, checked_priority
 from kvladder.policy.worth import Saves
 from kvladder.tiers.base import ANYWHERE, Terms
+from kvladder.tiers.label import Outcome
 from kvladder.tiers.ladder import Ladder
-from kvladder.tiers.ladder.door import CALLS_TIMEOUT_S, Said
+from kvladder.tiers.ladder.door import CALLS_TIMEOUT_S
 from kvladder.tiers.ladder.door import CLOSE_TIMEOUT_S as TIER_CLOSE_TIMEOUT_S
 from kvladder.tiers.ladder.gate import BREAKER_STATES, KINDS
 from kvladder.tiers.ladder.index import Meta
@@ -326,7 +327,7 @@ class CacheManager:
     def stats(self) -> Stats:
         """Counters and occupancy by level, hottest first, and of the arena; plain data."""
         stack = self._stack
-        said = [level.door.said() for level in stack.levels]  # theirs: without the lock
+        said = [level.door.gauges() for level in stack.levels]  # theirs: without the lock
         with stack.lock:
             host = {**stack.host.stats.as_dict(), **stack.host.index.as_dict()}
             host["capacity"] = self.arena.slots
@@ -416,21 +417,22 @@ def _metas(
     return metas
 
 
-def level_counts(level: Level, said: Said) -> dict[str, Any]:
+def level_counts(level: Level, gauges: Mapping[str, int]) -> dict[str, Any]:
     """Counters and occupancy of a level below host, and what its tier said; with the lock held."""
     door, edge = level.door, level.door.edge
     states = {kind: BREAKER_STATES.index(state) for kind, state in door.states.items()}
     opened = {kind: breaker.opened for kind, breaker in door.breakers.items()}
     return {
-        **said.gauges,
+        **gauges,
         **level.stats.as_dict(),
         **level.index.as_dict(),
         "capacity": level.capacity_blocks,
         "queued": level.queued,
         "removals": level.removals,
         "queue_age_s": level.queue_age_s,
-        "corrupt": said.corrupt_blocks + edge.corrupt,
-        "unreadable": edge.unreadable,
+        "corrupt": edge.refused[Outcome.CORRUPT],
+        "foreign": edge.refused[Outcome.STALE],
+        "unreadable": edge.refused[Outcome.UNREADABLE],
         "encoded_bytes": edge.encoded_bytes,
         "calls_behind": door.behind,
         "breakers": states,

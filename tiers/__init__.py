@@ -1,8 +1,14 @@
 """Tiers, and the ladder of levels that they stand on; what an author of a tier needs."""
 
-from kvladder.tiers.base import NO_PLACE as NO_PLACE
-from kvladder.tiers.base import NO_SLOT as NO_SLOT
-from kvladder.tiers.base import Item as Item
-from kvladder.tiers.base import Progress as Progress
+from kvladder.errors import ConfigError as ConfigError
+from kvladder.errors import TierError as TierError
+from kvladder.errors import TierFull as TierFull
 from kvladder.tiers.base import Tier as Tier
 from kvladder.tiers.base import TierContext as TierContext
+from kvladder.tiers.label import LABEL_BYTES as LABEL_BYTES
+from kvladder.tiers.label import Facts as Facts
+from kvladder.tiers.label import Kept as Kept
+from kvladder.tiers.label import Read as Read
+from kvladder.tiers.label import Ref as Ref
+from kvladder.tiers.label import Write as Write
+from kvladder.tiers.label import told as told

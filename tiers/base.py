@@ -1,21 +1,19 @@
-"""The interface that a tier author implements: six calls, all of them batches."""
+"""The interface that a tier's author implements: six calls, four of them with batches."""
 
 from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
+from dataclasses import dataclass
 from math import inf
-from random import Random
 from typing import Any, NamedTuple, Protocol
 
 from kvladder.arena import Arena, Slot
 from kvladder.errors import TierError
-from kvladder.keys import BlockKey, Namespace
+from kvladder.keys import Namespace
 from kvladder.layout import Layout
-from kvladder.policy.eviction import PRIORITY_DEFAULT
+from kvladder.tiers.label import Facts, Kept, Read, Ref, Write
 
 ANYWHERE = -1
 """A set of levels as a bit mask, 1 for host, 2 for the first below it: all of them."""
@@ -50,25 +48,25 @@ class Terms(NamedTuple):
         )
 
     def packed(self) -> int:
-        """``Item.terms``: what of it outlives the process. Which level is which may change."""
+        """``Facts.terms``: what of it outlives the process. Which level is which may change."""
         bits = _ENDS if self.expires_s != inf else 0
         if self.levels != ANYWHERE:
             bits |= _HERE | (_HOST_TOO if self.levels & HOST else 0)
         return bits
 
     @classmethod
-    def unpacked(cls, item: Item, here: int, behind_s: float) -> Terms:
+    def unpacked(cls, facts: Facts, here: int, behind_s: float) -> Terms:
         """The terms of a block that the level with the bit ``here`` recovered.
 
         Of several levels that it might be stored in, this one and host are left. ``behind_s`` is
         loop time minus wall time.
         """
         levels, expires_s = ANYWHERE, inf
-        if item.terms & _HERE:
-            levels = here | (HOST if item.terms & _HOST_TOO else 0)
-        if item.terms & _ENDS and item.expires_wall_s is not None:
-            expires_s = item.expires_wall_s + behind_s
-        return cls(levels, expires_s, item.salt)
+        if facts.terms & _HERE:
+            levels = here | (HOST if facts.terms & _HOST_TOO else 0)
+        if facts.terms & _ENDS and facts.expires_wall_s is not None:
+            expires_s = facts.expires_wall_s + behind_s
+        return cls(levels, expires_s, facts.salt)
 
 
 NO_TERMS = Terms()
@@ -157,58 +155,12 @@ NO_PLACE = -1
 """The place of a block of a shared tier that this level holds no place for."""
 EVERYTHING = b"everything"
 """Stands for all salts, which are 8 bytes long, where all blocks are being removed."""
-NOTE_BYTES = 512
-"""The longest note that a tier has to store beside a block."""
-
-
-class Item(NamedTuple):
-    """One block of a batch.
-
-    ``place`` is the level's number for the block: ``0 <= place < capacity_blocks`` and no two
-    blocks that the level holds, writes or reads have the same; a tier with fixed places uses it as
-    an address, any other ignores it. ``slot`` holds the bytes to store, or takes the bytes found.
-    ``priority``, ``floor``, ``expires_wall_s``, ``salt`` and ``terms`` are for durable tiers to
-    store and return from ``recover``.
-    """
-
-    key: BlockKey
-    place: int
-    slot: Slot = NO_SLOT
-    priority: int = PRIORITY_DEFAULT
-    floor: int = PRIORITY_DEFAULT
-    expires_wall_s: float | None = None
-    """Seconds since the epoch, or None."""
-    salt: bytes = b""
-    """Digest of the cache salt of the request that it was made for, 8 bytes; empty without one."""
-    terms: int = 0
-    """Three bits, 0 to 7, that a durable tier stores and returns, whatever they mean."""
-    length: int = 0
-    """How many bytes at the beginning of the slot to store; 0 stands for a whole block."""
-    note: bytearray | None = None
-    """What to store beside those bytes, at most ``NOTE_BYTES``; ``get`` puts it here again.
-
-    A tier without ``notes`` is never given one. A block with a note is a miss for whom has None.
-    """
-    replace: bool = False
-    """Of a put: whether what a shared tier has under the key is of no use, and to be replaced."""
 
 
 class Blocking(Protocol):
     """Runs a blocking function off the loop. Cancellation is deferred until the function ended."""
 
     def __call__(self, function: Callable[..., Any], /, *args: Any) -> Awaitable[Any]: ...
-
-
-class Outcome(IntEnum):
-    """What reading one block came to."""
-
-    GOOD = 0
-    STALE = 1
-    """Something else is stored there: another block, one without a checksum, or nothing."""
-    CORRUPT = 2
-    """What is stored there is damaged."""
-    FAILED = 3
-    """It could not be read."""
 
 
 class Progress(Protocol):
@@ -239,52 +191,23 @@ class TierContext:
     capacity_blocks: int
     clock: Clock
     run_blocking: Blocking
-    verify: bool = True
-    """Whether ``get`` checks the bytes it read; off only where somebody asked for it."""
-    random: Random = field(default_factory=lambda: Random(0))
     say: Callable[[str], None] = lambda _text: None
     """Tells who runs the engine what they should know; logged at most once a minute."""
     timeout_s: float | None = None
     """After how long the level gives up a ``get`` or ``put``, with all that has come by then."""
 
 
-class Tier(ABC):
-    """A medium for blocks. A tier may forget; it must never lie.
+class Medium:
+    """What few tiers say or do; most leave all of it as it is."""
 
-    Rules for every call, which ``kvladder.testing.TierTests`` checks:
-
-    - Batches hold at most ``batch_max`` items and no key twice; results have the length and the
-      order of the batch.
-    - The level holds a claim on every slot of a batch while the call lasts. When a call ends, by
-      return, error or cancellation, the tier touches those slots no more.
-    - A miss is a False, a failure is a :class:`TierError`. No other exception leaves a tier.
-    - ``get`` answers True only after it has checked the bytes it wrote into the slot.
-    - Calls may overlap, except that ``put`` and ``remove`` of one key never do.
-    """
-
-    batch_max: int = 64
-    """The largest batch the tier wants to be given."""
     overhead_bytes: int = 0
-    """Bytes that a block takes beside its slot, e.g. for a header; a capacity pays for them."""
-    checks: bool = True
-    """Whether ``get`` checks the bytes it read, if ``context.verify`` says so."""
-    notes: bool = False
-    """Whether it stores ``Item.note`` and no more than ``Item.length``: codecs need that."""
+    """Bytes that a block takes beside its slot, e.g. for its label; a capacity pays for them."""
     medium: str = "STORAGE"
     """What KV events call it: CPU for memory of this machine, STORAGE for anything colder."""
-    durable: bool = False
-    """Whether ``recover`` finds blocks again after the process has ended."""
     recovers_checked: bool = False
     """Whether ``recover`` keeps its promises in any case: the level need not look at each block."""
     erases: bool = False
     """Whether blocks that it has forgotten lie there until ``erase`` overwrites them."""
-    shared: bool = False
-    """Whether others put into and remove from it, so that the level's index is only a guess.
-
-    A shared tier ignores places, and is asked by ``contains`` how a prefix goes on. It lets blocks
-    expire by itself. Nothing is removed from it but by a user, or to make room where it is full:
-    what is of no use is put again, to ``replace`` it.
-    """
     probe_max: int = 0
     """The largest batch of ``contains``; 0 stands for ``batch_max``."""
     probe_timeout_s: float | None = None
@@ -307,54 +230,6 @@ class Tier(ABC):
         """
         return {}
 
-    async def open(self, context: TierContext) -> None:
-        """Get ready. Called before any other call; again after a while if it raised anything else.
-
-        Raises
-        ------
-        ConfigError
-            It cannot work as configured; says where, what and what instead.
-        """
-        self.context = context
-
-    @abstractmethod
-    async def get(self, items: Sequence[Item]) -> Sequence[bool | None]:
-        """Fill each item's slot with its block; False where it is not there or is damaged.
-
-        The level forgets such a block. None where that cannot be told now, e.g. because one of
-        several servers is silent: a miss of a block that may be there later.
-        """
-
-    @abstractmethod
-    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
-        """Store each item's slot under its key and place; False where it was not stored.
-
-        What is answered True can be got from then on. A place that is put again holds its old
-        block no more.
-
-        Raises
-        ------
-        TierFull
-            The medium is full: nothing of this batch is claimed to be stored. Only of ``put``: a
-            ``remove`` for which there is no room is tried again, and slower if it is a TierError.
-        """
-
-    @abstractmethod
-    async def remove(self, items: Sequence[Item]) -> None:
-        """Forget these blocks; those that are not there are ignored."""
-
-    @abstractmethod
-    async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
-        """Whether each block could be got now; a hint, since others may be removing it."""
-
-    async def purge(self, salt: bytes | None, progress: Progress) -> int:
-        """Remove the blocks of this namespace, or those of one salt in it, whoever put them.
-
-        Only of shared tiers. Takes as long as it takes, in steps that let others have their turn.
-        ``salt`` is an ``Item.salt``; None means all of them. Returns how many were removed.
-        """
-        raise TierError("only a shared tier is purged", temporary=False)
-
     async def erase(self, salt: bytes | None, start: int) -> tuple[int, int | None]:
         """Overwrite what forgotten blocks of this namespace left behind, or those of one salt.
 
@@ -373,7 +248,92 @@ class Tier(ABC):
         del salt
         return inf
 
-    async def recover(self) -> AsyncIterator[Sequence[Item]]:
+    def gauges(self) -> Mapping[str, int]:
+        """What a server says of itself, as last heard: for statistics, by their names."""
+        return {}
+
+    def describe(self) -> dict[str, str]:
+        """Settings as they are in effect, without secrets."""
+        return {}
+
+
+class Tier(Medium, ABC):
+    """A medium for blocks. A tier may forget; it must never lie.
+
+    Rules for every call, which ``kvladder.testing.TierTests`` checks:
+
+    - Batches hold at most ``batch_max`` blocks and no key twice; results have the length and the
+      order of the batch.
+    - The level holds a claim on every slot of a batch while the call lasts. When a call ends, by
+      return, error or cancellation, the tier touches those slots no more.
+    - A miss is a False, a failure is a :class:`TierError`. No other exception leaves a tier.
+    - ``put`` stores ``Write.label()`` beside the bytes; ``get`` calls ``Read.came`` with both for
+      each block that it answers True. The level checks what the tier has not checked itself.
+    - Calls may overlap, except that ``put`` and ``remove`` of one key never do.
+    """
+
+    batch_max: int = 64
+    """The largest batch the tier wants to be given."""
+    durable: bool = False
+    """Whether ``recover`` finds blocks again after the process has ended."""
+    shared: bool = False
+    """Whether others put into and remove from it, so that the level's index is only a guess.
+
+    A shared tier ignores places, and is asked by ``contains`` how a prefix goes on. It lets blocks
+    expire by itself. Nothing is removed from it but by a user, or to make room where it is full:
+    what is of no use is put again, to ``replace`` it.
+    """
+
+    async def open(self, context: TierContext) -> None:
+        """Get ready. Called before any other call; again after a while if it raised anything else.
+
+        Raises
+        ------
+        ConfigError
+            It cannot work as configured; says where, what and what instead.
+        """
+        self.context = context
+
+    @abstractmethod
+    async def get(self, reads: Sequence[Read]) -> Sequence[bool | None]:
+        """Fill each view with its block and tell by ``came``; False where it is not there.
+
+        What ``check`` refuses may be answered by either, and what is refused the level forgets,
+        with what is not there. None where that cannot be told now, e.g. because one of
+        several servers is silent: a miss of a block that may be there later.
+        """
+
+    @abstractmethod
+    async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
+        """Store each block and its label under its key and place; False where it was not stored.
+
+        What is answered True can be got from then on. A place that is put again holds its old
+        block no more.
+
+        Raises
+        ------
+        TierFull
+            The medium is full: nothing of this batch is claimed to be stored. Only of ``put``: a
+            ``remove`` for which there is no room is tried again, and slower if it is a TierError.
+        """
+
+    @abstractmethod
+    async def remove(self, blocks: Sequence[Ref]) -> None:
+        """Forget these blocks; those that are not there are ignored."""
+
+    @abstractmethod
+    async def contains(self, blocks: Sequence[Ref]) -> Sequence[bool]:
+        """Whether each block could be got now; a hint, since others may be removing it."""
+
+    async def purge(self, salt: bytes | None, progress: Progress) -> int:
+        """Remove the blocks of this namespace, or those of one salt in it, whoever put them.
+
+        Only of shared tiers. Takes as long as it takes, in steps that let others have their turn.
+        ``salt`` is a ``Facts.salt``; None means all of them. Returns how many were removed.
+        """
+        raise TierError("only a shared tier is purged", temporary=False)
+
+    async def recover(self) -> AsyncIterator[Sequence[Kept]]:
         """Yield batches of what an earlier process stored here under the same namespace.
 
         Each key and each place at most once, oldest first, each place below ``capacity_blocks``,
@@ -382,18 +342,6 @@ class Tier(ABC):
         """
         return
         yield []  # pragma: no cover - makes this an async generator
-
-    def corrupt_blocks(self) -> int:
-        """How many blocks failed their check since ``open``; for statistics."""
-        return 0
-
-    def gauges(self) -> Mapping[str, int]:
-        """What a server says of itself, as last heard: for statistics, by their names."""
-        return {}
-
-    def describe(self) -> dict[str, str]:
-        """Settings as they are in effect, without secrets."""
-        return {}
 
     async def aclose(self) -> None:
         """End every transfer, release every resource; may be called again."""

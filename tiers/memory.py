@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 from kvladder.errors import TierError
 from kvladder.keys import BlockKey
-from kvladder.tiers.base import Item, Tier
+from kvladder.tiers.base import Tier
+from kvladder.tiers.label import Read, Ref, Write
 
 
 class MemoryTier(Tier):
     """Keeps blocks in ordinary process memory; useful as a cold tier in tests and examples."""
 
-    checks = False
-    notes = True
     medium = "CPU"
 
     def __init__(self) -> None:
@@ -24,34 +23,32 @@ class MemoryTier(Tier):
         if self._closed:
             raise TierError("the tier is closed", temporary=False)
 
-    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def get(self, reads: Sequence[Read]) -> Sequence[bool]:
         self._require_open()
-        found: list[bool] = []
-        for item in items:
-            data, note = self._blocks.get(item.key, (b"", b""))
-            found.append(bool(data) and (item.note is not None or not note))
-            if found[-1]:
-                self.context.arena.view(item.slot)[: len(data)] = data
-            if item.note is not None:
-                item.note[:] = note
-        return found
+        for read in reads:
+            if read.key in self._blocks:
+                label, data = self._blocks[read.key]
+                read.view[: len(data)] = data[: len(read.view)]
+                read.came(label, len(data))
+        return [read.key in self._blocks for read in reads]
 
-    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
         self._require_open()
-        for item in items:
-            size = item.length or self.context.layout.block_bytes
-            data = bytes(self.context.arena.view(item.slot)[:size])
-            self._blocks[item.key] = data, bytes(item.note or b"")
-        return [True] * len(items)
+        stored = await self.context.run_blocking(
+            lambda: {one.key: (one.label(), bytes(one.view[: one.length])) for one in writes}
+        )
+        self._require_open()
+        self._blocks.update(stored)
+        return [True] * len(writes)
 
-    async def remove(self, items: Sequence[Item]) -> None:
+    async def remove(self, blocks: Sequence[Ref]) -> None:
         self._require_open()
-        for item in items:
-            self._blocks.pop(item.key, None)
+        for block in blocks:
+            self._blocks.pop(block.key, None)
 
-    async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def contains(self, blocks: Sequence[Ref]) -> Sequence[bool]:
         self._require_open()
-        return [item.key in self._blocks for item in items]
+        return [block.key in self._blocks for block in blocks]
 
     async def aclose(self) -> None:
         self._closed = True

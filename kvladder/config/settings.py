@@ -17,8 +17,8 @@ from kvladder.policy.offload import OffloadRule, When
 from kvladder.schema import Settings, cleared
 from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.base import ChecksumCodec, Codec, Stage
-from kvladder.tiers.codecs.chain import CHAIN_MAX
 from kvladder.tiers.codecs.edge import scratch_blocks
+from kvladder.tiers.label import STEPS_MAX
 from kvladder.units import Duration, Share, Size
 
 Count = Annotated[int, msgspec.Meta(ge=0, description="a whole number, 0 or more")]
@@ -300,7 +300,7 @@ class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
         Chosen.__post_init__(self)
         if not self.queue:
             raise ConfigError(str(self.queue), path="queue", hint="expected more than 0")
-        require_chain([codec.make for codec in self.codecs], self.make)
+        require_chain([codec.make for codec in self.codecs])
 
     @property
     def rule(self) -> OffloadRule:
@@ -314,8 +314,7 @@ class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
     @property
     def unchecked(self) -> bool:
         """Whether blocks that its medium damages are served."""
-        could = self.make.checks or self.make.notes
-        return could and not any(codec.make.checks for codec in self.codecs)
+        return not any(codec.make.checks for codec in self.codecs)
 
     def make_tier(self) -> Tier:
         """A new tier for this level, not yet opened."""
@@ -351,15 +350,12 @@ _WHY_BEFORE = {
 }
 
 
-def require_chain(codecs: list[type[Codec]], tier: type[Tier]) -> None:
-    """Raise ConfigError unless a tier can have these codecs, and their order makes sense."""
-    if len(codecs) > CHAIN_MAX:
-        raise ConfigError(f"{len(codecs)} codecs", path="codecs", hint=f"at most {CHAIN_MAX}")
+def require_chain(codecs: list[type[Codec]]) -> None:
+    """Raise ConfigError unless the order of these codecs makes sense."""
+    if len(codecs) > STEPS_MAX:
+        raise ConfigError(f"{len(codecs)} codecs", path="codecs", hint=f"at most {STEPS_MAX}")
     for i, make in enumerate(codecs):
         where = f"codecs[{i}]"
-        if not tier.notes and not (tier.checks and make is ChecksumCodec):
-            hint = "this tier stores blocks as they are"
-            raise ConfigError(f"{make.name!r} has no effect here", path=where, hint=hint)
         if make in codecs[:i]:
             raise ConfigError(f"{make.name!r} twice", path=where, hint="name it once")
         later = next((codec for codec in codecs[:i] if codec.stage > make.stage), None)

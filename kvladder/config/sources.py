@@ -25,7 +25,7 @@ from kvladder.schema import (
     shown,
     value_at,
 )
-from kvladder.tiers.files.examine import space
+from kvladder.tiers.files.disk import space
 
 Origin = Literal["default", "file", "given", "environment", "engine"]
 

@@ -143,16 +143,18 @@ class StackConfig(Sections, frozen=True, kw_only=True):
             raise ConfigError(str(tokens), path="block.tokens", hint=hint)
 
     def _require_names(self) -> None:
-        """Each tier has a name, and each directory belongs to one of them."""
+        """Each tier has a name, and each directory or server belongs to one of them."""
         claims: dict[tuple[str, str], int] = {}
         for i, tier in enumerate(self.tiers):
             if tier.name in SECTIONS:  # what stands beside tiers in the statistics
                 hint = "choose another name"
                 raise ConfigError(f"{tier.name!r} is taken", path=f"tiers[{i}].name", hint=hint)
-            own = {"name": tier.name}
+            own = [("name", tier.name)]
             if tier.type == "files":  # two levels would take each other's space
-                own["path"] = os.path.realpath(tier.options.path)
-            for key, value in own.items():
+                own.append(("path", os.path.realpath(tier.options.path)))
+            if tier.type == "redis":  # what one removes the other would have had
+                own += [("url", place) for place in tier.options.places]
+            for key, value in own:
                 first = claims.setdefault((key, value), i)
                 if first != i:
                     wrong = f"{value!r} is the {key} of tiers[{first}]"
@@ -357,8 +359,8 @@ def _level_type(make: Any, raw: dict[str, Any], path: str, found: Source) -> typ
     if isinstance(codecs, str) and found.loose(f"{path}.codecs"):
         raw["codecs"] = codecs = from_text(codecs, tuple)
     if not is_list(codecs):  # and if it is not missing, wrong
-        default = (CHECKSUM,) if make.checks or make.notes else ()
-        return LevelConfig.of(make, f"{path}.type", codecs=(tuple[CodecConfig, ...], default))
+        default = (tuple[CodecConfig, ...], (CHECKSUM,))
+        return LevelConfig.of(make, f"{path}.type", codecs=default)
     raw["codecs"] = [{"name": one} if isinstance(one, str) else one for one in codecs]
     types: list[Any] = []
     for i, one in enumerate(raw["codecs"]):

@@ -13,9 +13,10 @@ SUSPENSIONS_MAX = 1000
 class _Counted:
     """Awaits ``work`` and has the running task cancelled at its ``at``-th suspension."""
 
-    def __init__(self, work: Coroutine[Any, Any, Any], at: int) -> None:
+    def __init__(self, work: Coroutine[Any, Any, Any], at: int, *, late: bool) -> None:
         self._work = work
         self._left = at
+        self._late = late
         self.reached = False
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -31,7 +32,10 @@ class _Counted:
             self._left -= 1
             if self._left == 0:
                 self.reached = True
-                task.get_loop().call_soon(task.cancel)
+                if self._late and asyncio.isfuture(awaited):
+                    awaited.add_done_callback(lambda _: task.cancel())
+                else:
+                    task.get_loop().call_soon(task.cancel)
             try:
                 yield awaited
                 resume = partial(inner.send, None)
@@ -39,16 +43,17 @@ class _Counted:
                 resume = partial(inner.throw, error)
 
 
-async def cancel_at(work: Coroutine[Any, Any, Any], suspension: int) -> bool:
+async def cancel_at(work: Coroutine[Any, Any, Any], suspension: int, *, late: bool = False) -> bool:
     """Run ``work`` and cancel it when it is suspended for the ``suspension``-th time, from 1 on.
 
-    Returns whether it was suspended that often. It has ended in either case; what it raised, but
-    for the cancellation, is raised.
+    If it is ``late``, that is when what it waits for has just come, and would go lost. Returns
+    whether it was suspended that often. It has ended in either case; what it raised, but for the
+    cancellation, is raised.
 
     Use it in a loop: ``for n in count(1): if not await cancel_at(call(), n): break``.
     """
     assert 1 <= suspension <= SUSPENSIONS_MAX, "it is suspended again and again: does it poll?"
-    counted = _Counted(work, suspension)
+    counted = _Counted(work, suspension, late=late)
 
     async def awaiting() -> None:
         await counted

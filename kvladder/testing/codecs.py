@@ -12,13 +12,12 @@ import pytest
 
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
-from kvladder.tiers.base import Item, Outcome
-from kvladder.tiers.codecs.base import PARAMS_BYTES, ChecksumCodec, Codec, Stage, Subject
+from kvladder.tiers.codecs.base import PARAMS_BYTES, Codec, Stage, Subject
 from kvladder.tiers.codecs.chain import Chain
+from kvladder.tiers.label import Facts, Labels, Outcome
 
 MakeCodec = Callable[[], Codec]
-ITEM = Item(BlockKey(hashlib.sha256(b"block").digest()), 0, salt=b"saltsalt")
-SUBJECT = Subject(ITEM.key, ITEM.salt)
+SUBJECT = Subject(BlockKey(hashlib.sha256(b"block").digest()), b"saltsalt")
 OTHER = Subject(BlockKey(hashlib.sha256(b"other").digest()))
 
 
@@ -107,13 +106,7 @@ class CodecTests:
         after = layout
         for codec in codecs:
             after = codec.open(after, layout.namespace())
-        return Chain(
-            codecs,
-            layout=layout,
-            namespace=layout.namespace(),
-            find=lambda _: None,
-            checked=any(codec.checks for codec in codecs),
-        )
+        return Chain(codecs, layout=layout, find=lambda _: None)
 
     # ---- what it says of itself
 
@@ -186,27 +179,26 @@ class CodecTests:
             self.decode(codec, Stored(stored.data, b""), size)
             self.decode(codec, Stored(random.randbytes(cut), stored.params), size)
 
-    def test_no_damage_passes_a_chain_that_checks(
-        self, make: MakeCodec, layout: Layout, block: bytes
+    def test_no_damage_passes_a_level_that_checks(
+        self, codec: Codec, layout: Layout, block: bytes
     ) -> None:
-        codec = make()
-        chain = self.chain([codec] if codec.checks else [codec, ChecksumCodec()], layout)
-        size = layout.block_bytes
-        target = memoryview(bytearray(size))
-        view, note = chain.encode(ITEM, memoryview(block), target)
-        stored, random = bytes(view), Random(2)
-        slot = bytearray(size)
-        slot[: len(stored)] = stored
-        assert chain.decode(ITEM, note, memoryview(slot)) is Outcome.GOOD
+        chain, size = self.chain([codec], layout), layout.block_bytes
+        labels = Labels(layout.namespace(), size, verify=not codec.checks)
+        view, coding = chain.encode(SUBJECT, memoryview(block), memoryview(bytearray(size)))
+        stored, random, slot = bytes(view), Random(2), bytearray(size)
+        label = labels.pack(SUBJECT.key, stored, Facts(salt=SUBJECT.salt), coding)
+
+        def outcome(key: BlockKey, label: bytes, data: bytes) -> Outcome:
+            slot[: len(data)] = data
+            found, coding = labels.check(key, label, memoryview(slot)[: len(data)])
+            return found if coding is None else chain.decode(key, coding, memoryview(slot))
+
+        assert outcome(SUBJECT.key, label, stored) is Outcome.GOOD
         assert self.close_enough(bytes(slot), block)
         for _ in range(50):
-            slot[: len(stored)] = flipped(stored, random)
-            assert chain.decode(ITEM, note, memoryview(slot)) is not Outcome.GOOD
-            slot[: len(stored)] = stored
-            assert chain.decode(ITEM, flipped(note, random), memoryview(slot)) is not Outcome.GOOD
-        other = ITEM._replace(key=OTHER.key)
-        slot[: len(stored)] = stored
-        assert chain.decode(other, note, memoryview(slot)) is not Outcome.GOOD
+            assert outcome(SUBJECT.key, label, flipped(stored, random)) is not Outcome.GOOD
+            assert outcome(SUBJECT.key, flipped(label, random), stored) is not Outcome.GOOD
+        assert outcome(OTHER.key, label, stored) is not Outcome.GOOD
 
 
 def flipped(data: bytes, random: Random) -> bytes:

@@ -14,8 +14,6 @@ from contextlib import asynccontextmanager, contextmanager
 from random import Random
 from typing import NamedTuple
 
-from xxhash import xxh3_128_digest
-
 from kvladder.errors import TierError, TierFull
 from kvladder.keys import BlockKey, Namespace
 from kvladder.testing.steps import SAID_AT_ONCE as SAID_AT_ONCE
@@ -30,11 +28,13 @@ from kvladder.testing.steps import Raise as Raise
 from kvladder.testing.steps import ShortRead as ShortRead
 from kvladder.testing.steps import Step as Step
 from kvladder.testing.steps import Wrong as Wrong
-from kvladder.tiers.base import Item, Tier, TierContext
+from kvladder.tiers.base import Tier, TierContext
+from kvladder.tiers.label import Facts, Kept, Read, Ref, Write
 
 RECOVER_BATCH = 3
 _Use = tuple[Operation, int | BlockKey]
 """A call under way and the place, or key, that it is about."""
+_Block = Read | Write | Ref
 
 
 class Call(NamedTuple):
@@ -46,17 +46,13 @@ class Call(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A stored block; the checksum is over the data as it was put."""
+    """A stored block, and what lies beside it."""
 
-    item: Item
+    key: BlockKey
+    place: int
+    facts: Facts
+    label: bytes
     data: bytes
-    checksum: bytes
-    note: bytes = b""
-
-    @property
-    def plain(self) -> bytes:
-        """The block as it was before ``MirrorCodec``, if a note says that something was done."""
-        return self.data[::-1] if self.note else self.data
 
 
 class FakeStore:
@@ -76,7 +72,7 @@ class FakeStore:
 
 
 class FakeTier(Tier):
-    """Stores blocks by place, with a checksum, and does what its script says.
+    """Stores blocks by place, and does what its script says.
 
     Parameters
     ----------
@@ -88,7 +84,7 @@ class FakeTier(Tier):
     durable:
         Whether ``recover`` yields what is in the store.
     checks:
-        Whether it checks the bytes it read; else that is left to the codecs above it.
+        Whether it checks what it read; else that is left to the level.
     random, latency_s, mean_s:
         Calls that move bytes take ``latency_s`` and a random time of mean ``mean_s`` more.
     patience:
@@ -98,8 +94,6 @@ class FakeTier(Tier):
     A call that breaks a rule which the level has to keep (a slot without a claim, a batch too
     large, a place written while it is read ...) fails and is noted in ``violations``.
     """
-
-    notes = True
 
     def __init__(
         self,
@@ -126,7 +120,6 @@ class FakeTier(Tier):
         self._random = random or Random(0)
         self._forgotten: set[BlockKey] = set()
         self._damaged: set[BlockKey] = set()
-        self._damage_found = 0
         self._holds: list[Hold] = []
         self._uses: Counter[_Use] = Counter()
         self._closed = False
@@ -142,7 +135,7 @@ class FakeTier(Tier):
         self._forgotten.update(keys)
 
     def corrupt(self, *keys: BlockKey) -> None:
-        """Damage these blocks below the checksum, until they are put again."""
+        """Damage the bytes of these blocks, until they are put again."""
         self._damaged.update(keys)
 
     def heal(self) -> None:
@@ -163,7 +156,7 @@ class FakeTier(Tier):
 
     def stored(self, key: BlockKey) -> bytes | None:
         """The bytes that are really there, whatever the faults."""
-        return next((r.data for r in self.records.values() if r.item.key == key), None)
+        return next((r.data for r in self.records.values() if r.key == key), None)
 
     def batches(self, operation: Operation) -> list[int]:
         """The size of every batch that ``operation`` was given, in order."""
@@ -177,35 +170,31 @@ class FakeTier(Tier):
         async with self._call("open", ()):
             pass
 
-    async def get(self, items: Sequence[Item]) -> Sequence[bool | None]:
+    async def get(self, reads: Sequence[Read]) -> Sequence[bool | None]:
         half = self.context.layout.block_bytes // 2
-        with self._in_flight("get", items):
-            async with self._call("get", items) as step:
-                self._read(items, slice(0, half))
+        with self._in_flight("get", reads):
+            async with self._call("get", reads) as step:
+                self._read(reads, slice(0, half))
                 await asyncio.sleep(self._latency_s())
                 if not isinstance(step, ShortRead):
-                    self._read(items, slice(half, None))
-                found = [self._sound(item) for item in items]
-                for item in items:
-                    record = self._record(item)
-                    if record is not None and item.note is not None:
-                        item.note[:] = record.note
+                    self._read(reads, slice(half, None))
+                found = [self._sound(read) for read in reads]
         return step.of(found) if isinstance(step, Wrong) else found
 
-    def _read(self, items: Sequence[Item], part: slice) -> None:
+    def _read(self, reads: Sequence[Read], part: slice) -> None:
         """Fill a part of each slot; in between, the slots hold what is of no use to anybody."""
-        for item in items:
-            record = self._record(item)
+        for read in reads:
+            record = self._record(read)
             if record is not None:
-                self._require(self.context.arena.claims(item.slot) > 0, "a slot without a claim")
-                data = bytearray(record.data)
-                if item.key in self._damaged:
+                self._require(self.context.arena.claims(read.slot) > 0, "a slot without a claim")
+                data = bytearray(record.data[: len(read.view)])
+                if read.key in self._damaged:
                     data[-1] ^= 1
-                self.context.arena.view(item.slot)[: len(data)][part] = data[part]
+                read.view[: len(data)][part] = data[part]
 
-    def _record(self, item: Item) -> Record | None:
-        record = self.at(item.key, item.place)
-        return None if item.key in self._forgotten else record
+    def _record(self, block: Read | Ref) -> Record | None:
+        record = self.at(block.key, block.place)
+        return None if block.key in self._forgotten else record
 
     def _where(self, key: BlockKey, place: int) -> int | BlockKey:
         """Under what a block lies."""
@@ -215,58 +204,52 @@ class FakeTier(Tier):
     def at(self, key: BlockKey, place: int) -> Record | None:
         """What is really there of a block, whatever the faults."""
         record = self.records.get(self._where(key, place))
-        return None if record is None or record.item.key != key else record
+        return None if record is None or record.key != key else record
 
-    def _sound(self, item: Item) -> bool:
-        """Whether the bytes in the slot are those that were put."""
-        record = self._record(item)
-        if record is None or (record.note and item.note is None):
-            return False
-        if not self.checks:
-            return True
-        data = self.context.arena.view(item.slot)[: len(record.data)]
-        sound = xxh3_128_digest(data) == record.checksum
-        self._damage_found += not sound
-        return sound
+    def _sound(self, read: Read) -> bool:
+        """Whether the block is there; if the tier checks, whether it is what was put."""
+        record = self._record(read)
+        if record is not None:
+            read.came(record.label, len(record.data))
+        return record is not None and (not self.checks or read.check())
 
-    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
-        half = len(items) // 2
-        with self._in_flight("put", items):
-            async with self._call("put", items) as step:
-                self._write(items[:half])
+    async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
+        half = len(writes) // 2
+        with self._in_flight("put", writes):
+            async with self._call("put", writes) as step:
+                self._write(writes[:half])
                 await asyncio.sleep(self._latency_s())
-                self._write(items[half:])
-        stored = [True] * len(items)
+                self._write(writes[half:])
+        stored = [True] * len(writes)
         return step.of(stored) if isinstance(step, Wrong) else stored
 
-    def _write(self, items: Sequence[Item]) -> None:
-        for item in items:
-            self._require(self.context.arena.claims(item.slot) > 0, "a slot without a claim")
-            size = item.length or self.context.layout.block_bytes
-            data = bytes(self.context.arena.view(item.slot)[:size])
-            note = bytes(item.note or b"")
-            kept = item._replace(length=0, note=None)
-            self._keep(Record(kept, data, xxh3_128_digest(data), note))
+    def _write(self, writes: Sequence[Write]) -> None:
+        for write in writes:
+            self._require(self.context.arena.claims(write.slot) > 0, "a slot without a claim")
+            data = bytes(write.view[: write.length])
+            record = Record(write.key, write.place, write.facts, write.label(), data)
+            self._keep(record, replace=write.replace)
 
-    def _keep(self, record: Record) -> None:
+    def _keep(self, record: Record, *, replace: bool) -> None:
         """Store a block in place of what was there."""
-        key, place = record.item.key, record.item.place
+        del replace
+        key, place = record.key, record.place
         self.records.pop(self._where(key, place), None)  # so that the newest comes last
         self.records[self._where(key, place)] = record
         self._forgotten.discard(key)
         self._damaged.discard(key)
 
-    async def remove(self, items: Sequence[Item]) -> None:
-        with self._in_flight("remove", items):
-            async with self._call("remove", items):
-                for item in items:
-                    if self.at(item.key, item.place) is not None:
-                        del self.records[self._where(item.key, item.place)]
+    async def remove(self, blocks: Sequence[Ref]) -> None:
+        with self._in_flight("remove", blocks):
+            async with self._call("remove", blocks):
+                for key, place in blocks:
+                    if self.at(key, place) is not None:
+                        del self.records[self._where(key, place)]
 
-    async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
-        with self._in_flight("contains", items):
-            async with self._call("contains", items) as step:
-                found = [self._record(item) is not None for item in items]
+    async def contains(self, blocks: Sequence[Ref]) -> Sequence[bool]:
+        with self._in_flight("contains", blocks):
+            async with self._call("contains", blocks) as step:
+                found = [self._record(block) is not None for block in blocks]
         return step.of(found) if isinstance(step, Wrong) else found
 
     def spare(self, salt: bytes) -> float:
@@ -279,16 +262,16 @@ class FakeTier(Tier):
         if isinstance(step, Raise):
             raise step.error("scripted")
 
-    async def recover(self) -> AsyncIterator[Sequence[Item]]:
+    async def recover(self) -> AsyncIterator[Sequence[Kept]]:
         async with self._call("recover", ()):
             places = range(self.context.capacity_blocks if self.durable else 0)
-            found = [r.item for r in self.records.values() if r.item.place in places]
-            found = [item for item in found if item.key not in self._forgotten]
+            found = [
+                Kept(record.key, record.place, record.facts)
+                for record in self.records.values()
+                if record.place in places and record.key not in self._forgotten
+            ]
         for start in range(0, len(found), RECOVER_BATCH):
             yield found[start : start + RECOVER_BATCH]
-
-    def corrupt_blocks(self) -> int:
-        return self._damage_found
 
     def gauges(self) -> Mapping[str, int]:
         self._say("gauges")
@@ -314,11 +297,11 @@ class FakeTier(Tier):
 
     @asynccontextmanager
     async def _call(
-        self, operation: Operation, items: Sequence[Item]
+        self, operation: Operation, blocks: Sequence[_Block]
     ) -> AsyncGenerator[Step | None]:
         """Note a call and let happen to it what the script says, before or after its effect."""
         self._require_open()
-        keys = tuple(item.key for item in items)
+        keys = tuple(block.key for block in blocks)
         self.calls.append(Call(operation, keys, self.context.clock.now()))
         with self._patiently(operation):
             async with self._scripted(operation) as step:
@@ -399,12 +382,12 @@ class FakeTier(Tier):
             raise AssertionError(rule)
 
     @contextmanager
-    def _in_flight(self, operation: Operation, items: Sequence[Item]) -> Generator[None]:
+    def _in_flight(self, operation: Operation, blocks: Sequence[_Block]) -> Generator[None]:
         """Check a batch, and that it does not meet another that it must not meet."""
-        keys = [item.key for item in items]
-        places = [] if self.shared else [item.place for item in items]
+        keys = [block.key for block in blocks]
+        places = [] if self.shared else [block.place for block in blocks]
         limit = self.context.capacity_blocks
-        self._require(len(items) <= self.batch_max, f"{len(items)} > batch_max in a {operation}")
+        self._require(len(blocks) <= self.batch_max, f"{len(blocks)} > batch_max in a {operation}")
         self._require(len(set(keys)) == len(keys), f"a key twice in a {operation}")
         self._require(len(set(places)) == len(places), f"a place twice in a {operation}")
         self._require(all(0 <= place < limit for place in places), "a place beyond the capacity")

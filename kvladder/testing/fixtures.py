@@ -4,34 +4,90 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from random import Random
 from types import NoneType
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import pytest_asyncio
 
 from kvladder.arena import Arena, Slot
-from kvladder.keys import BlockKey
+from kvladder.keys import BlockKey, Namespace
 from kvladder.layout import Layout
 from kvladder.runtime import BlockingPool, SystemClock
 from kvladder.testing.sim import SimClock, inline_blocking
-from kvladder.tiers.base import NO_SLOT, Item, Tier, TierContext
+from kvladder.tiers.base import NO_SLOT, Tier, TierContext
+from kvladder.tiers.label import (
+    NO_FACTS,
+    Buffer,
+    Coding,
+    Facts,
+    Kept,
+    Labels,
+    LevelRead,
+    Outcome,
+    Ref,
+    Side,
+    Write,
+)
 
+T = TypeVar("T")
 MakeTier = Callable[[], Tier]
 POISON = 0xA5
 SETTLE_S = 0.02
 """How long a real tier is given to do what it must not do any more."""
 
 
+class Block(NamedTuple):
+    """A block of a test: what it is, where it lies, and the slot to put it from or get it into."""
+
+    key: BlockKey
+    place: int
+    slot: Slot = NO_SLOT
+    facts: Facts = NO_FACTS
+    coding: Coding | None = None
+    """What codecs are said to have done to it; then only so many of its bytes are stored."""
+    replace: bool = False
+
+    @property
+    def ref(self) -> Ref:
+        """What a tier is told of it that need not move it."""
+        return Ref(self.key, self.place)
+
+    def of(self, **facts: Any) -> Block:
+        """The block with other facts."""
+        return self._replace(facts=self.facts._replace(**facts))
+
+
+class WatchedRead(LevelRead):
+    """Knows whether anything came."""
+
+    has_come = False
+
+    def came(self, label: Buffer, length: int) -> None:
+        """As of any read."""
+        assert isinstance(length, int)
+        self.has_come = True
+        super().came(label, length)
+
+
 class Blocks:
     """Blocks to put into a tier under test: number n has place n and a slot of its own.
 
-    Holds a claim on every slot while the test lasts, as a level does while a call lasts.
+    Holds a claim on every slot while the test lasts, as a level does while a call lasts, and does
+    with labels what a level does.
     """
 
-    def __init__(self, arena: Arena, layout: Layout, count: int) -> None:
+    def __init__(
+        self, arena: Arena, layout: Layout, count: int, namespace: Namespace, *, verify: bool = True
+    ) -> None:
         self.count = count
+        self.labels = Labels(namespace, layout.block_bytes, verify=verify)
+        """Of the level that the tier is under."""
+        self.refused = Counter[Outcome]()
+        """What came from the tier and was of no use, by the reason."""
         self._arena = arena
         self._size = layout.block_bytes
         leased = arena.lease(count)
@@ -43,72 +99,122 @@ class Blocks:
         """The key of a block."""
         return BlockKey(hashlib.sha256(b"block %d" % number).digest())
 
-    def data(self, item: Item) -> bytes:
-        """The bytes that belong to a key."""
-        return Random(item.key).randbytes(self._size)
+    def data(self, block: Block) -> bytes:
+        """The bytes that belong to a key, as many as are stored."""
+        data = Random(block.key).randbytes(self._size)
+        return data if block.coding is None else data[: block.coding.length]
 
-    def batch(self, tier: Tier) -> list[Item]:
+    def label(self, block: Block) -> bytes:
+        """The label that belongs to them."""
+        return self.labels.pack(block.key, self.data(block), block.facts, block.coding)
+
+    def batch(self, tier: Tier) -> list[Block]:
         """A batch of two blocks, if the tier takes that many."""
-        return self.items(*range(min(2, tier.batch_max)))
+        return self.some(*range(min(2, tier.batch_max)))
 
-    def items(self, *numbers: int) -> list[Item]:
+    def some(self, *numbers: int) -> list[Block]:
         """Blocks, each at its own place with its own slot."""
-        return [Item(self.key(n), n, self.slots[n]) for n in numbers]
+        return [Block(self.key(n), n, self.slots[n]) for n in numbers]
 
-    def fill(self, items: Sequence[Item]) -> None:
+    def writes(self, blocks: Sequence[Block]) -> list[Write]:
+        """What a level has a tier put."""
+        view = self._arena.view
+        return [
+            Write(
+                self.labels,
+                b.ref,
+                b.slot,
+                view(b.slot),
+                b.facts,
+                coding=b.coding,
+                replace=b.replace,
+            )
+            for b in blocks
+        ]
+
+    def reads(self, blocks: Sequence[Block]) -> list[WatchedRead]:
+        """What a level has a tier get."""
+        side = Side(self.labels, self._arena.view)
+        return [WatchedRead(side, b.key, b.place, b.slot) for b in blocks]
+
+    def refs(self, blocks: Sequence[Block]) -> list[Ref]:
+        """What a level has a tier remove, or asks of it."""
+        return [block.ref for block in blocks]
+
+    def fill(self, blocks: Sequence[Block]) -> None:
         """Write into each slot what belongs to its key; what follows it in the slot is poison."""
-        self.poison(items)
-        for item in items:
-            self._arena.view(item.slot)[: self._size] = self.data(item)
+        self.poison(blocks)
+        for block in blocks:
+            data = self.data(block)
+            self._arena.view(block.slot)[: len(data)] = data
 
-    def poison(self, items: Sequence[Item]) -> None:
+    def poison(self, blocks: Sequence[Block]) -> None:
         """Overwrite the slots, as their next owner would."""
-        for item in items:
-            self._arena.view(item.slot)[:] = bytes([POISON]) * self._arena.slot_bytes
+        for block in blocks:
+            self._arena.view(block.slot)[:] = bytes([POISON]) * self._arena.slot_bytes
 
     def bytes_in(self, slot: Slot) -> bytes:
         """A slot's bytes, those after the block too."""
         return bytes(self._arena.view(slot))
 
-    def right(self, item: Item) -> bool:
+    def right(self, block: Block) -> bool:
         """Whether the slot holds what belongs to the key."""
-        return self.bytes_in(item.slot)[: self._size] == self.data(item)
+        data = self.data(block)
+        return self.bytes_in(block.slot)[: len(data)] == data
 
-    async def put(self, tier: Tier, *numbers: int) -> list[Item]:
+    async def put(self, tier: Tier, *numbers: int) -> list[Block]:
         """Have the tier store blocks, in batches that it takes."""
-        return await self.store(tier, self.items(*numbers))
+        return await self.store(tier, self.some(*numbers))
 
-    async def store(self, tier: Tier, items: list[Item]) -> list[Item]:
-        """Fill the slots of ``items`` and have the tier store them."""
-        self.fill(items)
-        for batch in batched(tier, items):
-            assert list(await tier.put(batch)) == [True] * len(batch)
-        return items
+    async def store(self, tier: Tier, blocks: list[Block]) -> list[Block]:
+        """Fill the slots of ``blocks`` and have the tier store them."""
+        self.fill(blocks)
+        for batch in batched(tier, blocks):
+            assert list(await tier.put(self.writes(batch))) == [True] * len(batch)
+        return blocks
 
-    async def get(self, tier: Tier, items: Sequence[Item]) -> list[bool | None]:
-        """What the tier answers; fails if it delivers anything but the right bytes."""
-        self.poison(items)
+    async def get(self, tier: Tier, blocks: Sequence[Block]) -> list[bool | None]:
+        """What a level makes of the tier's answers; fails if they break a rule.
+
+        True only for the right bytes; False for what is not there, or was refused.
+        """
+        self.poison(blocks)
         found: list[bool | None] = []
-        for batch in batched(tier, items):
-            answers = list(await tier.get(batch))
+        for batch in batched(tier, blocks):
+            reads = self.reads(batch)
+            answers = list(await tier.get(reads))
             assert len(answers) == len(batch)
-            found += answers
-        assert set(map(type, found)) <= {bool, NoneType}
-        for item, ok in zip(items, found, strict=True):
-            assert not ok or self.right(item), f"wrong bytes for the block of place {item.place}"
+            assert set(map(type, answers)) <= {bool, NoneType}
+            found += [self._said(*one) for one in zip(batch, reads, answers, strict=True)]
         return found
 
-    async def contains(self, tier: Tier, items: Sequence[Item]) -> list[bool]:
-        """What the tier says it has; it gets no slots to look into."""
+    def _said(self, block: Block, read: WatchedRead, said: bool | None) -> bool | None:
+        """What a level makes of one answer."""
+        what = f"the block of place {block.place}"
+        assert read.has_come or not said, f"it says that {what} is there, and nothing came"
+        before, _ = read.verdict
+        if said or before is not None:
+            is_good = read.check()
+            outcome, coding = read.verdict
+            assert outcome is not None
+            if not is_good:
+                self.refused[outcome] += 1
+                return False
+            assert coding == (block.coding or self.labels.whole), f"another label of {what}"
+            assert not said or self.right(block), f"wrong bytes for {what}"
+        return said
+
+    async def contains(self, tier: Tier, blocks: Sequence[Block]) -> list[bool]:
+        """What the tier says it has."""
         found: list[bool] = []
-        for batch in batched(tier, [item._replace(slot=NO_SLOT) for item in items]):
+        for batch in batched(tier, self.refs(blocks)):
             found += await tier.contains(batch)
-        assert len(found) == len(items)
+        assert len(found) == len(blocks)
         return found
 
-    async def remove(self, tier: Tier, items: Sequence[Item]) -> None:
-        """Have the tier forget blocks; it gets no slots."""
-        for batch in batched(tier, [item._replace(slot=NO_SLOT) for item in items]):
+    async def remove(self, tier: Tier, blocks: Sequence[Block]) -> None:
+        """Have the tier forget blocks."""
+        for batch in batched(tier, self.refs(blocks)):
             await tier.remove(batch)
 
     def close(self) -> None:
@@ -117,10 +223,10 @@ class Blocks:
         self._arena.release(self.slots)
 
 
-def batched(tier: Tier, items: Sequence[Item]) -> list[Sequence[Item]]:
-    """The items in batches that the tier takes; no batch if there are none."""
+def batched(tier: Tier, blocks: Sequence[T]) -> list[Sequence[T]]:
+    """The blocks in batches that the tier takes; no batch if there are none."""
     step = tier.batch_max
-    return [items[start : start + step] for start in range(0, len(items), step)]
+    return [blocks[start : start + step] for start in range(0, len(blocks), step)]
 
 
 class Opener:
@@ -130,7 +236,7 @@ class Opener:
         self._make = make
         self._context = context
         self._tier: Tier | None = None
-        self.recovered: list[Item] = []
+        self.recovered: list[Kept] = []
         """What the tier opened last said that it has."""
 
     async def __call__(self, context: TierContext | None = None) -> Tier:
@@ -159,16 +265,18 @@ class TierFixtures:
     """Whether to run on a real loop with threads: for tiers that really wait for something."""
     survives = False
     """Whether a tier finds again what an earlier one on its medium stored."""
+    ends = True
+    """Whether its medium tells where a block ends, if its label says that there is more."""
 
-    async def raw_get(self, tier: Tier, item: Item) -> bytes | None:
+    async def raw_get(self, tier: Tier, ref: Ref) -> bytes | None:
         """Read a block behind the tier's back; override it to have ``put`` checked by it."""
         pytest.skip("there is no raw_get")
 
-    async def raw_put(self, tier: Tier, item: Item, data: bytes) -> None:
-        """Store a block behind the tier's back; override it to have ``get`` checked by it."""
+    async def raw_put(self, tier: Tier, ref: Ref, label: bytes, data: bytes) -> None:
+        """Have this lie there for a block, whatever it is; override it to have ``get`` checked."""
         pytest.skip("there is no raw_put")
 
-    async def raw_corrupt(self, tier: Tier, item: Item) -> None:
+    async def raw_corrupt(self, tier: Tier, ref: Ref) -> None:
         """Damage a stored block on its medium; override it to have checks checked."""
         pytest.skip("there is no raw_corrupt")
 
@@ -190,6 +298,11 @@ class TierFixtures:
         return Layout(block_tokens=16, block_bytes=block_bytes)
 
     @pytest.fixture
+    def namespace(self, layout: Layout) -> Namespace:
+        """Of all blocks, but where a test says so."""
+        return layout.namespace(salt="suite")
+
+    @pytest.fixture
     def capacity(self, make: MakeTier) -> int:
         """How many blocks the tier is told to hold."""
         return max(8, 3 * make().batch_max)
@@ -205,17 +318,16 @@ class TierFixtures:
 
     @pytest_asyncio.fixture
     async def context(
-        self, arena: Arena, layout: Layout, capacity: int
+        self, arena: Arena, layout: Layout, namespace: Namespace, capacity: int
     ) -> AsyncIterator[TierContext]:
         """What the tier is opened with."""
-        space = layout.namespace(salt="suite")
         if self.real:
             pool = BlockingPool(4, "kvladder-suite")
-            yield TierContext(arena, layout, space, capacity, SystemClock(), pool.run)
+            yield TierContext(arena, layout, namespace, capacity, SystemClock(), pool.run)
             pool.close(timeout_s=5.0)
         else:
             clock = SimClock(asyncio.get_running_loop())
-            yield TierContext(arena, layout, space, capacity, clock, inline_blocking)
+            yield TierContext(arena, layout, namespace, capacity, clock, inline_blocking)
 
     @pytest_asyncio.fixture
     async def opened(self, make: MakeTier, context: TierContext) -> AsyncIterator[Opener]:
@@ -230,9 +342,11 @@ class TierFixtures:
         return await opened()
 
     @pytest.fixture
-    def blocks(self, arena: Arena, layout: Layout, capacity: int) -> Iterator[Blocks]:
+    def blocks(
+        self, arena: Arena, layout: Layout, namespace: Namespace, capacity: int
+    ) -> Iterator[Blocks]:
         """As many blocks as the tier has places."""
-        blocks = Blocks(arena, layout, capacity)
+        blocks = Blocks(arena, layout, capacity, namespace)
         yield blocks
         blocks.close()
 

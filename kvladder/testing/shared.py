@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from xxhash import xxh3_128_digest
-
 from kvladder.errors import TierFull
 from kvladder.keys import BlockKey
 from kvladder.testing.fakes import FakeTier, Record
-from kvladder.tiers.base import NO_PLACE, Item, Progress
+from kvladder.tiers.base import NO_PLACE, Progress
+from kvladder.tiers.label import NO_FACTS, Labels, Ref, Write
 
 
 class SharedFakeTier(FakeTier):
@@ -31,31 +30,34 @@ class SharedFakeTier(FakeTier):
 
     def at(self, key: BlockKey, place: int) -> Record | None:
         record = super().at(key, place)
-        end_s = None if record is None else record.item.expires_wall_s
+        end_s = None if record is None else record.facts.expires_wall_s
         return record if end_s is None or end_s > self.context.clock.wall() else None
 
-    def _keep(self, record: Record) -> None:
-        item = record.item
-        if item.replace or self.at(item.key, item.place) is None or item.key in self._forgotten:
-            super()._keep(record._replace(item=item._replace(replace=False)))
+    def _keep(self, record: Record, *, replace: bool) -> None:
+        key = record.key
+        if replace or self.at(key, record.place) is None or key in self._forgotten:
+            super()._keep(record, replace=replace)
 
-    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
         try:
-            return await super().put(items)
+            return await super().put(writes)
         except TierFull:
             self.was_full = True
             raise
 
-    async def remove(self, items: Sequence[Item]) -> None:
-        wanted = [item for item in items if not (self.was_full or self.removable(item.key))]
+    async def remove(self, blocks: Sequence[Ref]) -> None:
+        wanted = [key for key, _ in blocks if not (self.was_full or self.removable(key))]
         self._require(not wanted, "a block is removed that others may use")
-        await super().remove(items)
-        self.others_remove([item.key for item in items])  # expired ones, too
+        await super().remove(blocks)
+        self.others_remove([key for key, _ in blocks])  # expired ones, too
 
     def others_put(self, blocks: Mapping[BlockKey, bytes]) -> None:
         """Another engine stores blocks."""
+        context = self.context
+        labels = Labels(context.namespace, context.layout.block_bytes, verify=True)
         for key, data in blocks.items():
-            self._keep(Record(Item(key, NO_PLACE), data, xxh3_128_digest(data)))
+            label = labels.pack(key, data)
+            self._keep(Record(key, NO_PLACE, NO_FACTS, label, data), replace=False)
 
     def others_remove(self, keys: Sequence[BlockKey]) -> None:
         """Another engine, or the server itself, removes blocks."""
@@ -64,7 +66,7 @@ class SharedFakeTier(FakeTier):
 
     async def purge(self, salt: bytes | None, progress: Progress) -> int:
         async with self._call("purge", ()):
-            gone = [r.item.key for r in self.records.values() if salt in {None, r.item.salt}]
+            gone = [r.key for r in self.records.values() if salt in {None, r.facts.salt}]
             self.others_remove(gone)
             progress(len(gone), len(gone))
         return len(gone)

@@ -11,11 +11,12 @@ import pytest
 from kvladder.errors import ConfigError, TierError
 from kvladder.testing.cancel import cancel_at
 from kvladder.testing.fixtures import Blocks, MakeTier, Opener
-from kvladder.testing.notes import NoteTests
-from kvladder.tiers.base import NO_SLOT, Item, Tier, TierContext
+from kvladder.testing.labels import LabelTests
+from kvladder.tiers.base import Tier, TierContext
+from kvladder.tiers.label import Kept, Labels, Outcome, Ref
 
 
-class TierTests(NoteTests):
+class TierTests(LabelTests):
     """Inherit from it, name the class ``Test...`` and give it a fixture ``make``::
 
         class TestMine(TierTests):
@@ -37,7 +38,6 @@ class TierTests(NoteTests):
 
     async def test_describes_itself_in_text(self, tier: Tier) -> None:
         assert all(isinstance(part, str) for row in tier.describe().items() for part in row)
-        assert tier.corrupt_blocks() == 0
 
     async def test_examines_what_it_is_to_open_and_leaves_it(
         self, make: MakeTier, opened: Opener, blocks: Blocks
@@ -50,7 +50,7 @@ class TierTests(NoteTests):
         await opened.close()
         await make().examine(1 << 30, warnings.append)
         await opened()
-        assert {item.key for item in opened.recovered} == (
+        assert {kept.key for kept in opened.recovered} == (
             {item.key for item in items} if self.survives else set()
         )
 
@@ -69,7 +69,7 @@ class TierTests(NoteTests):
         for batch in batches:
             await blocks.put(tier, *batch)
         for batch in batches:
-            assert all(await blocks.get(tier, blocks.items(*batch)))
+            assert all(await blocks.get(tier, blocks.some(*batch)))
 
     @pytest.mark.parametrize("block_bytes", [1, 4095, 4096, 4097, 65536])
     async def test_blocks_of_any_length_round_trip(self, tier: Tier, blocks: Blocks) -> None:
@@ -77,12 +77,12 @@ class TierTests(NoteTests):
         assert await blocks.get(tier, items) == [True, True]
 
     async def test_absent_blocks_are_misses(self, tier: Tier, blocks: Blocks) -> None:
-        assert await blocks.get(tier, blocks.items(0, 1)) == [False, False]
-        assert await blocks.contains(tier, blocks.items(0, 1)) == [False, False]
+        assert await blocks.get(tier, blocks.some(0, 1)) == [False, False]
+        assert await blocks.contains(tier, blocks.some(0, 1)) == [False, False]
 
     async def test_results_have_the_order_of_the_batch(self, tier: Tier, blocks: Blocks) -> None:
         await blocks.put(tier, 3, 0, 4)
-        asked = blocks.items(4, 1, 0, 2, 3)
+        asked = blocks.some(4, 1, 0, 2, 3)
         assert await blocks.get(tier, asked) == [True, False, True, False, True]
         assert await blocks.contains(tier, asked) == [True, False, True, False, True]
 
@@ -98,11 +98,13 @@ class TierTests(NoteTests):
     ) -> None:
         """Nothing about the bytes of a block makes it a miss."""
         size = context.layout.block_bytes
-        items = blocks.items(0)
+        items = blocks.some(0)
         context.arena.view(items[0].slot)[:size] = bytes([byte]) * size
-        assert list(await tier.put(items)) == [True]
+        assert list(await tier.put(blocks.writes(items))) == [True]
         blocks.poison(items)
-        assert list(await tier.get(items)) == [True]
+        reads = blocks.reads(items)
+        assert list(await tier.get(reads)) == [True]
+        assert reads[0].check()
         assert blocks.bytes_in(items[0].slot)[:size] == bytes([byte]) * size
 
     # ---- slots
@@ -111,14 +113,14 @@ class TierTests(NoteTests):
         items = blocks.batch(tier)
         blocks.fill(items)
         before = [blocks.bytes_in(slot) for slot in blocks.slots]
-        await tier.put(items)
+        await tier.put(blocks.writes(items))
         assert [blocks.bytes_in(slot) for slot in blocks.slots] == before
 
     async def test_get_writes_its_own_slots_only(self, tier: Tier, blocks: Blocks) -> None:
         await blocks.put(tier, 1, 3)
-        others = blocks.items(0, 2, 4)
+        others = blocks.some(0, 2, 4)
         blocks.fill(others)
-        assert await blocks.get(tier, blocks.items(1, 3)) == [True, True]
+        assert await blocks.get(tier, blocks.some(1, 3)) == [True, True]
         assert all(blocks.right(item) for item in others)
 
     async def test_what_is_done_to_a_slot_later_changes_nothing(
@@ -142,14 +144,14 @@ class TierTests(NoteTests):
         items = await blocks.put(tier, 0)
         for _ in range(3):
             await blocks.remove(tier, items)
-        await blocks.remove(tier, blocks.items(1))
+        await blocks.remove(tier, blocks.some(1))
         assert await blocks.get(tier, items) == [False]
 
     async def test_remove_spares_another_block_at_the_place(
         self, tier: Tier, blocks: Blocks
     ) -> None:
         items = await blocks.put(tier, 0)
-        await blocks.remove(tier, [Item(blocks.key(1), items[0].place)])
+        await tier.remove([Ref(blocks.key(1), items[0].place)])
         assert await blocks.get(tier, items) == [True]
 
     async def test_empty_batches(self, tier: Tier) -> None:
@@ -164,7 +166,7 @@ class TierTests(NoteTests):
         self, tier: Tier, blocks: Blocks
     ) -> None:
         (old,) = await blocks.put(tier, 0)
-        (new,) = await blocks.store(tier, [blocks.items(1)[0]._replace(place=old.place)])
+        (new,) = await blocks.store(tier, [blocks.some(1)[0]._replace(place=old.place)])
         await blocks.get(tier, [old])
         assert await blocks.get(tier, [new]) == [True]
 
@@ -184,27 +186,27 @@ class TierTests(NoteTests):
     ) -> None:
         items = await blocks.put(tier, 0, 1)
         for item in items:
-            assert await self.raw_get(tier, item) == blocks.data(item)
+            assert await self.raw_get(tier, item.ref) == blocks.data(item)
         await blocks.remove(tier, items[:1])
-        assert await self.raw_get(tier, items[1]) == blocks.data(items[1])
+        assert await self.raw_get(tier, items[1].ref) == blocks.data(items[1])
 
     async def test_finds_what_an_independent_writer_stored(
         self, tier: Tier, blocks: Blocks
     ) -> None:
-        items = blocks.items(0, 1)
+        items = blocks.some(0, 1)
         for item in items:
-            await self.raw_put(tier, item, blocks.data(item))
+            await self.raw_put(tier, item.ref, blocks.label(item), blocks.data(item))
         assert await blocks.get(tier, items) == [True, True]
 
     async def test_a_damaged_block_is_a_miss(self, tier: Tier, blocks: Blocks) -> None:
         items = await blocks.put(tier, 0, 1, 2)
-        await self.raw_corrupt(tier, items[1])
+        await self.raw_corrupt(tier, items[1].ref)
         assert await blocks.get(tier, items) == [True, False, True]
-        assert tier.corrupt_blocks() == 1
+        assert blocks.refused == {Outcome.CORRUPT: 1}, "nobody counts it"
 
     async def test_a_damaged_block_can_be_put_again(self, tier: Tier, blocks: Blocks) -> None:
         items = await blocks.put(tier, 0)
-        await self.raw_corrupt(tier, items[0])
+        await self.raw_corrupt(tier, items[0].ref)
         await blocks.remove(tier, items)
         await blocks.store(tier, items)
         assert await blocks.get(tier, items) == [True]
@@ -215,7 +217,7 @@ class TierTests(NoteTests):
         if not tier.shared:
             pytest.skip("it is not shared")
         kept, damaged = await blocks.put(tier, 0, 1)
-        await self.raw_corrupt(tier, damaged)
+        await self.raw_corrupt(tier, damaged.ref)
         assert await blocks.get(tier, [kept, damaged]) == [True, False]
         again = [item._replace(replace=True) for item in (kept, damaged)]
         await blocks.store(tier, again)
@@ -226,7 +228,7 @@ class TierTests(NoteTests):
     async def test_a_cancelled_get_leaves_its_slots_alone(self, tier: Tier, blocks: Blocks) -> None:
         items = await blocks.store(tier, blocks.batch(tier))
         for suspension in count(1):
-            reached = await cancel_at(tier.get(items), suspension)
+            reached = await cancel_at(tier.get(blocks.reads(items)), suspension)
             blocks.poison(items)
             poisoned = [blocks.bytes_in(item.slot) for item in items]
             await self.settle()
@@ -241,7 +243,7 @@ class TierTests(NoteTests):
         items = blocks.batch(tier)
         for suspension in count(1):
             blocks.fill(items)
-            reached = await cancel_at(tier.put(items), suspension)
+            reached = await cancel_at(tier.put(blocks.writes(items)), suspension)
             blocks.poison(items)
             await self.settle()
             await blocks.get(tier, items)
@@ -255,7 +257,7 @@ class TierTests(NoteTests):
     async def test_a_cancelled_remove_can_be_repeated(self, tier: Tier, blocks: Blocks) -> None:
         for suspension in count(1):
             items = await blocks.put(tier, 0, 1)
-            reached = await cancel_at(tier.remove(items[:1]), suspension)
+            reached = await cancel_at(tier.remove(blocks.refs(items[:1])), suspension)
             await blocks.remove(tier, items[:1])
             assert await blocks.get(tier, items) == [False, True]
             if not reached:
@@ -264,7 +266,7 @@ class TierTests(NoteTests):
     async def test_a_cancelled_contains_changes_nothing(self, tier: Tier, blocks: Blocks) -> None:
         items = await blocks.store(tier, blocks.batch(tier))
         for suspension in count(1):
-            reached = await cancel_at(tier.contains(items), suspension)
+            reached = await cancel_at(tier.contains(blocks.refs(items)), suspension)
             assert all(await blocks.contains(tier, items))
             if not reached:
                 break
@@ -277,26 +279,29 @@ class TierTests(NoteTests):
             [item._replace(slot=blocks.slots[2 * n + item.place]) for item in items]
             for n in range(4)
         ]
-        results = await asyncio.gather(*(tier.get(copy) for copy in copies))
+        results = await asyncio.gather(*(tier.get(blocks.reads(copy)) for copy in copies))
         assert all(all(found) for found in results)
         assert all(blocks.right(item) for copy in copies for item in copy)
 
     async def test_calls_for_other_blocks_may_overlap(self, tier: Tier, blocks: Blocks) -> None:
         held = await blocks.put(tier, 0)
         gone = await blocks.put(tier, 1)
-        new = blocks.items(2)
+        new = blocks.some(2)
         blocks.fill(new)
         found, _, stored, known = await asyncio.gather(
-            blocks.get(tier, held), tier.remove(gone), tier.put(new), tier.contains(held)
+            blocks.get(tier, held),
+            tier.remove(blocks.refs(gone)),
+            tier.put(blocks.writes(new)),
+            tier.contains(blocks.refs(held)),
         )
         assert (found, list(stored), list(known)) == ([True], [True], [True])
         assert await blocks.get(tier, [*held, *gone, *new]) == [True, False, True]
 
     async def test_puts_may_overlap(self, tier: Tier, blocks: Blocks) -> None:
-        batches = [blocks.items(n) for n in range(min(8, blocks.count))]
+        batches = [blocks.some(n) for n in range(min(8, blocks.count))]
         for batch in batches:
             blocks.fill(batch)
-        await asyncio.gather(*(tier.put(batch) for batch in batches))
+        await asyncio.gather(*(tier.put(blocks.writes(batch)) for batch in batches))
         for batch in batches:
             assert await blocks.get(tier, batch) == [True]
 
@@ -305,7 +310,7 @@ class TierTests(NoteTests):
     ) -> None:
         for _ in range(8):
             items = await blocks.put(tier, 0)
-            await asyncio.gather(tier.remove(items), blocks.get(tier, items))
+            await asyncio.gather(tier.remove(blocks.refs(items)), blocks.get(tier, items))
             assert await blocks.get(tier, items) == [False]
 
     # ---- the end
@@ -320,17 +325,23 @@ class TierTests(NoteTests):
     ) -> None:
         items = await blocks.put(tier, 0)
         await tier.aclose()
-        for call in (tier.get, tier.put, tier.remove, tier.contains):
+        reads, writes, refs = blocks.reads(items), blocks.writes(items), blocks.refs(items)
+        for call in (
+            lambda: tier.get(reads),
+            lambda: tier.put(writes),
+            lambda: tier.remove(refs),
+            lambda: tier.contains(refs),
+        ):
             with pytest.raises(TierError):
-                await call(items)
+                await call()
 
     async def test_calls_under_way_end_when_it_is_closed(self, tier: Tier, blocks: Blocks) -> None:
         await blocks.put(tier, 0, 1)
-        new = blocks.items(2)
+        new = blocks.some(2)
         blocks.fill(new)
-        get = asyncio.create_task(blocks.get(tier, blocks.items(0)))
-        put = asyncio.ensure_future(tier.put(new))
-        remove = asyncio.create_task(tier.remove(blocks.items(1)))
+        get = asyncio.create_task(blocks.get(tier, blocks.some(0)))
+        put = asyncio.ensure_future(tier.put(blocks.writes(new)))
+        remove = asyncio.create_task(tier.remove(blocks.refs(blocks.some(1))))
         await asyncio.sleep(0)
         await tier.aclose()
         results = await asyncio.gather(get, put, remove, return_exceptions=True)
@@ -348,8 +359,8 @@ class TierTests(NoteTests):
         await blocks.remove(tier, items[1:2])
         tier = await opened()
         self.only_if_it_survives(opened)
-        assert [item.place for item in opened.recovered] == [0, 2]
-        assert [item.key for item in opened.recovered] == [items[0].key, items[2].key]
+        assert [kept.place for kept in opened.recovered] == [0, 2]
+        assert [kept.key for kept in opened.recovered] == [items[0].key, items[2].key]
         assert await blocks.get(tier, items) == [True, False, True]
         assert await blocks.get(tier, [items[2], items[0]]) == [True, True]
 
@@ -362,27 +373,28 @@ class TierTests(NoteTests):
             await blocks.put(tier, number)
         tier = await opened()
         self.only_if_it_survives(opened)
-        assert [item.place for item in opened.recovered] == [0, 1, 2, 3]
+        assert [kept.place for kept in opened.recovered] == [0, 1, 2, 3]
         for number in range(4):
-            assert await blocks.get(tier, blocks.items(number)) == [True]
+            assert await blocks.get(tier, blocks.some(number)) == [True]
 
     async def test_keeps_what_is_said_of_a_block(
         self, opened: Opener, blocks: Blocks, context: TierContext
     ) -> None:
         tier = await opened()
         wall_s = context.clock.wall() + 1e5
-        first, second, third = blocks.items(0, 1, 2)
+        first, second, third = blocks.some(0, 1, 2)
         items = [
-            first._replace(priority=0, floor=0, salt=b"\xff" * 8),
-            second._replace(priority=100, floor=35, expires_wall_s=wall_s, terms=7),
-            third._replace(priority=80, floor=80, salt=b"\x00salted\x00", terms=1),
+            first.of(priority=0, floor=0, salt=b"\xff" * 8),
+            second.of(priority=100, floor=35, expires_wall_s=wall_s, terms=7),
+            third.of(priority=80, floor=80, salt=b"\x00salted\x00", terms=1),
         ]
         await blocks.store(tier, items)
         await opened()
         self.only_if_it_survives(opened)
-        found = [item._replace(slot=NO_SLOT, expires_wall_s=None) for item in opened.recovered]
-        assert found == [item._replace(slot=NO_SLOT, expires_wall_s=None) for item in items]
-        expiries = [item.expires_wall_s for item in opened.recovered]
+        told = opened.recovered
+        found = [kept._replace(facts=kept.facts._replace(expires_wall_s=None)) for kept in told]
+        assert found == [Kept(*item.ref, item.of(expires_wall_s=None).facts) for item in items]
+        expiries = [kept.facts.expires_wall_s for kept in told]
         assert expiries[0] is expiries[2] is None
         assert expiries[1] is not None
         assert wall_s - 1.0 <= expiries[1] <= wall_s
@@ -391,10 +403,10 @@ class TierTests(NoteTests):
         tier = await opened()
         (old,) = await blocks.put(tier, 0)
         await blocks.remove(tier, [old])
-        (new,) = await blocks.store(tier, [blocks.items(1)[0]._replace(place=old.place)])
+        (new,) = await blocks.store(tier, [blocks.some(1)[0]._replace(place=old.place)])
         tier = await opened()
         self.only_if_it_survives(opened)
-        assert [item.key for item in opened.recovered] == [new.key]
+        assert [kept.key for kept in opened.recovered] == [new.key]
         assert await blocks.get(tier, [new]) == [True]
         assert await blocks.get(tier, [old]) == [False]
 
@@ -405,8 +417,8 @@ class TierTests(NoteTests):
         await blocks.put(tier, 0, capacity - 1)
         tier = await opened(replace(context, capacity_blocks=capacity - 1))
         self.only_if_it_survives(opened)
-        assert [item.place for item in opened.recovered] == [0]
-        assert await blocks.get(tier, blocks.items(0)) == [True]
+        assert [kept.place for kept in opened.recovered] == [0]
+        assert await blocks.get(tier, blocks.some(0)) == [True]
 
     async def test_another_namespace_finds_nothing(
         self, opened: Opener, blocks: Blocks, context: TierContext
@@ -419,4 +431,5 @@ class TierTests(NoteTests):
         except ConfigError:  # the medium is somebody else's: as good
             return
         assert opened.recovered == []
+        blocks.labels = Labels(other.namespace, other.layout.block_bytes, verify=True)
         assert await blocks.get(tier, items) == [False]

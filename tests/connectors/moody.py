@@ -10,7 +10,7 @@ from typing import ClassVar
 import msgspec
 
 from kvladder.errors import TierError
-from kvladder.tiers.base import Item
+from kvladder.tiers.label import Read, Write
 from kvladder.tiers.memory import MemoryTier
 
 
@@ -40,13 +40,13 @@ class MoodyTier(MemoryTier):
         if self._random.random() < self._mood / 10:
             await asyncio.Event().wait()
 
-    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def get(self, reads: Sequence[Read]) -> Sequence[bool]:
         await self._trouble()
-        for item in items:
+        for item in reads:
             if self._random.random() < self._mood:
                 self._blocks.pop(item.key, None)
-        return await super().get(items)
+        return await super().get(reads)
 
-    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
         await self._trouble()
-        return await super().put(items)
+        return await super().put(writes)

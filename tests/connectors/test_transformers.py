@@ -28,7 +28,7 @@ from kvladder.connectors.transformers.model import PooledModel, layer_shapes
 from kvladder.device.preempt import Preemption
 from kvladder.errors import ConfigError, LayoutError, OutOfBlocks
 from kvladder.layout import PAGE_BYTES
-from kvladder.tiers.files.header import MAGIC
+from kvladder.tiers.label import MAGIC
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from kvladder.config import registry
-from kvladder.tiers.base import Item
+from kvladder.tiers.label import Read
 from kvladder.tiers.memory import MemoryTier
 from tests.patience import PATIENCE_S
 
@@ -133,10 +133,10 @@ class TurnedTier(MemoryTier):
     def __init__(self, options: TurnedOptions) -> None:
         super().__init__()
 
-    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def get(self, reads: Sequence[Read]) -> Sequence[bool]:
         if TurnedTier.hangs:
             await asyncio.sleep(30.0)
-        return await super().get(items)
+        return await super().get(reads)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +15,11 @@ from kvladder.arena import Arena
 from kvladder.errors import TierError
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
+from kvladder.testing.fixtures import Block
 from kvladder.testing.sim import SimClock, inline_blocking
-from kvladder.tiers.base import Item, TierContext
+from kvladder.tiers.base import TierContext
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
+from kvladder.tiers.label import Kept, Labels, LevelRead, Outcome, Ref, Side, Write
 from kvladder.units import Size
 from tests.kit.disk import FakeDisk, InlinePool
 from tests.tiers.coded import SCRATCH
@@ -66,6 +69,10 @@ class Machine:
         """The calls that ended with ``errors``."""
         self.space = LAYOUT.namespace(salt=salt)
         self.home = ROOT / self.space.hex()[:16]
+        self.labels = Labels(self.space, LAYOUT.block_bytes, verify=True)
+        """Of the level that the tier was opened for."""
+        self.refused = Counter[Outcome | None]()
+        """What became of reads that came to nothing."""
         self._arena = Arena.create(CAPACITY + SCRATCH, LAYOUT.slot_bytes)
         self._arena.set_aside(SCRATCH)
         slots = self._arena.lease(CAPACITY)
@@ -83,7 +90,7 @@ class Machine:
         capacity: int = CAPACITY,
         direct: bool | None = None,
         engines: int = 1,
-    ) -> tuple[FilesTier, list[Item]]:
+    ) -> tuple[FilesTier, list[Kept]]:
         """A tier with segments of three blocks, and what it recovered."""
         tier = self.wrap(
             FilesTier(
@@ -96,6 +103,7 @@ class Machine:
                 segments_min=2,
             )
         )
+        self.labels = Labels(self.space, LAYOUT.block_bytes, verify=verify)
         clock = SimClock(asyncio.get_running_loop())
         context = TierContext(
             self._arena,
@@ -104,45 +112,50 @@ class Machine:
             capacity,
             clock,
             inline_blocking,
-            verify=verify,
             say=self.told.append,
         )
         await tier.open(context)
-        return tier, [item async for batch in tier.recover() for item in batch]
+        return tier, [kept async for batch in tier.recover() for kept in batch]
 
     async def open_again(
         self, tier: FilesTier, *, verify: bool = True, capacity: int = CAPACITY
-    ) -> tuple[FilesTier, list[Item]]:
+    ) -> tuple[FilesTier, list[Kept]]:
         """Close a tier and open another one on what it left."""
         await tier.aclose()
         return await self.open(verify=verify, capacity=capacity)
 
-    def items(self, blocks: Sequence[tuple[int, int]]) -> list[Item]:
-        """``(number, place)`` pairs as items with their bytes in a slot each."""
-        items = [Item(key(number), place, self._slots[place]) for number, place in blocks]
-        for item in items:
-            self._arena.view(item.slot)[: LAYOUT.block_bytes] = data(item.key)
-        return items
+    def some(self, blocks: Sequence[tuple[int, int]]) -> list[Block]:
+        """``(number, place)`` pairs as blocks with a slot each."""
+        return [Block(key(number), place, self._slots[place]) for number, place in blocks]
+
+    def writes(self, blocks: Sequence[Block]) -> list[Write]:
+        """What a level has a tier put: their bytes are in their slots."""
+        for block in blocks:
+            self._arena.view(block.slot)[: LAYOUT.block_bytes] = data(block.key)
+        return [
+            Write(self.labels, block.ref, block.slot, self._arena.view(block.slot), block.facts)
+            for block in blocks
+        ]
 
     async def put(self, tier: FilesTier, *blocks: tuple[int, int]) -> None:
-        items = self.items(blocks)
-        for item in items:
-            self.model.promised.pop(item.place, None)
-            self.model.asked.add((item.key, item.place))
+        writes = self.writes(self.some(blocks))
+        for write in writes:
+            self.model.promised.pop(write.place, None)
+            self.model.asked.add((write.key, write.place))
         try:
-            kept = await tier.put(items)
+            kept = await tier.put(writes)
         except TierError as error:
             self._failed("put", error)
             return
-        for item, ok in zip(items, kept, strict=True):
+        for write, ok in zip(writes, kept, strict=True):
             if ok:
-                self.model.promised[item.place] = item.key
+                self.model.promised[write.place] = write.key
 
     async def remove(self, tier: FilesTier, *blocks: tuple[int, int]) -> None:
         for _, place in blocks:
             self.model.promised.pop(place, None)
         try:
-            await tier.remove([Item(key(number), place) for number, place in blocks])
+            await tier.remove([Ref(key(number), place) for number, place in blocks])
         except TierError as error:
             self._failed("remove", error)
 
@@ -152,20 +165,22 @@ class Machine:
 
     async def get(self, tier: FilesTier, wanted: Sequence[tuple[BlockKey, int]]) -> list[bool]:
         """What the tier has of these; asserts that what it gives is right."""
-        items = [Item(block, place, self._slots[0]) for block, place in wanted]
         found: list[bool] = []
-        for item in items:
-            self._arena.view(item.slot)[:] = b"\xa5" * LAYOUT.slot_bytes
+        for block, place in wanted:
+            view = self._arena.view(self._slots[0])
+            view[:] = b"\xa5" * LAYOUT.slot_bytes
+            read = LevelRead(Side(self.labels, self._arena.view), block, place, self._slots[0])
             try:
-                (ok,) = await tier.get([item])
+                (ok,) = await tier.get([read])
             except TierError as error:
                 self._failed("get", error)
                 ok = False
-            if ok:
-                payload = bytes(self._arena.view(item.slot)[: LAYOUT.block_bytes])
-                if payload != data(item.key):
-                    raise WrongBytes(f"wrong bytes for place {item.place}")
-            found.append(ok)
+            if ok and read.check():
+                if bytes(view[: LAYOUT.block_bytes]) != data(block):
+                    raise WrongBytes(f"wrong bytes for place {place}")
+            else:
+                self.refused[read.verdict[0]] += 1
+            found.append(bool(ok) and read.check())
         return found
 
     async def work(self, tier: FilesTier) -> None:

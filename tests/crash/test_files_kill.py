@@ -17,10 +17,11 @@ from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.runtime import SystemClock
 from kvladder.testing.sim import inline_blocking
-from kvladder.tiers.base import Item, TierContext
-from kvladder.tiers.files.directory import leases
+from kvladder.tiers.base import TierContext
+from kvladder.tiers.files.directory import held_by, leases
 from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
+from kvladder.tiers.label import Labels, Read, Ref, Write
 from kvladder.units import Size
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]
@@ -28,6 +29,7 @@ pytestmark = [pytest.mark.crash, pytest.mark.slow]
 LAYOUT = Layout(block_tokens=16, block_bytes=100_000)
 CAPACITY = 64
 BATCH = 8
+LABELS = Labels(LAYOUT.namespace(), LAYOUT.block_bytes, verify=True)
 
 
 def key(number: int) -> BlockKey:
@@ -58,14 +60,15 @@ async def write_for_ever(path: Path) -> None:
     while True:
         places = chosen.sample(range(CAPACITY), BATCH)
         say("going", *places)
-        items: list[Item] = []
+        writes: list[Write] = []
         for slot, place in zip(slots, places, strict=True):
             number += 1
-            arena.view(slot)[: LAYOUT.block_bytes] = data(number)
-            items.append(Item(key(number), place, slot))
+            view = arena.view(slot)
+            view[: LAYOUT.block_bytes] = data(number)
+            writes.append(Write(LABELS, Ref(key(number), place), slot, view))
         if number % 3 == 0:
-            await tier.remove(items)
-        assert all(await tier.put(items))
+            await tier.remove([Ref(write.key, write.place) for write in writes])
+        assert all(await tier.put(writes))
         say("stored", *(f"{number - BATCH + 1 + i}:{places[i]}" for i in range(BATCH)))
 
 
@@ -79,12 +82,13 @@ async def check(path: Path, promised: dict[int, int]) -> None:
     arena = Arena.create(1, LAYOUT.slot_bytes)
     (slot,) = arena.lease(1) or []
     tier = await open_tier(path, arena)
-    found = {item.place: item.key async for batch in tier.recover() for item in batch}
+    found = {kept.place: kept.key async for batch in tier.recover() for kept in batch}
     for place, number in promised.items():
         assert found.get(place) == key(number)
-        assert list(await tier.get([Item(key(number), place, slot)])) == [True]
+        read = Read(LABELS, Ref(key(number), place), slot, arena.view(slot))
+        assert list(await tier.get([read])) == [True]
+        assert read.check()
         assert arena.view(slot)[: LAYOUT.block_bytes] == data(number)
-    assert tier.corrupt_blocks() == 0
     await tier.aclose()
     arena.release([slot])
     arena.close()
@@ -95,7 +99,8 @@ async def open_beside(path: Path, arena: Arena, process: int) -> None:
     tier = await open_tier(path, arena)
     home = LAYOUT.namespace().hex()[:16]
     assert tier.describe()["directory"] == f"{home}.1"
-    assert {lease.home.name: lease.owner for lease in leases(Disk(), path)} == {
+    disk = Disk()
+    assert {one.home.name: held_by(disk, one.home) for one in leases(disk, path)} == {
         home: str(process),
         f"{home}.1": str(os.getpid()),
     }

@@ -15,10 +15,11 @@ import pytest
 
 from kvladder.errors import ConfigError
 from kvladder.keys import salt_digest
+from kvladder.testing.fixtures import Block
 from kvladder.testing.sim import sim_run
-from kvladder.tiers.base import Item
 from kvladder.tiers.files.purge import Purged, purge_files
 from kvladder.tiers.files.tier import FilesTier
+from kvladder.tiers.label import Ref
 from tests.crash.harness import CAPACITY, ROOT, STRANGERS, Machine, data, key, new_disk
 from tests.kit.disk import MODES, FakeDisk, Mode
 
@@ -34,12 +35,12 @@ GONE = (30, 7)
 class Salted(Machine):
     """Some of its blocks have a salt."""
 
-    def items(self, blocks: Sequence[tuple[int, int]]) -> list[Item]:
+    def some(self, blocks: Sequence[tuple[int, int]]) -> list[Block]:
         red = salt_digest(self.space, "red")
         blue = salt_digest(self.space, "blue")
         return [
-            item._replace(salt=red if number in {*RED, GONE[0]} else blue)
-            for item, (number, _) in zip(super().items(blocks), blocks, strict=True)
+            block.of(salt=red if number in {*RED, GONE[0]} else blue)
+            for block, (number, _) in zip(super().some(blocks), blocks, strict=True)
         ]
 
 
@@ -148,7 +149,7 @@ async def erase(machine: Machine) -> None:
     """What a running cache does for a purge."""
     red = salt_digest(machine.space, "red")
     tier, recovered = await machine.open()
-    await tier.remove([item for item in recovered if item.salt == red])
+    await tier.remove([Ref(one.key, one.place) for one in recovered if one.facts.salt == red])
     start: int | None = 0
     while start is not None:
         _, start = await tier.erase(red, start)
@@ -254,8 +255,7 @@ def test_a_removal_that_was_synced_outlives_a_compaction_that_began_before() -> 
         log = tier._store.log  # type: ignore[union-attr]
 
         def stopped() -> bool:
-            red = machine.items(list(RED.items()))
-            log.append(2, red)
+            log.remove([Ref(key(number), place) for number, place in RED.items()])
             log.sync()
             return False
 

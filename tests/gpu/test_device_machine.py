@@ -295,7 +295,7 @@ class DeviceMachine(RuleBasedStateMachine):
         elif step == "slow":
             self.tier.script.append(Delay(4.0))
         elif self.sim.levels:
-            keys = sorted(record.item.key for record in self.tier.records.values())
+            keys = sorted(record.key for record in self.tier.records.values())
             if keys:
                 key = data.draw(st.sampled_from(keys))
                 (self.tier.forget if step == "forget" else self.tier.corrupt)(key)

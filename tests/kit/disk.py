@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Literal, NamedTuple, TypeVar
 
-from kvladder.tiers.files.disk import DIRECTORY_MODE, FILE_MODE, Disk, FileStat, Kind
-from kvladder.tiers.files.threads import Pool
+from kvladder.tiers.files.disk import DIRECTORY_MODE, FILE_MODE, Disk
+from kvladder.tiers.files.threads import IoPool
 
 T = TypeVar("T")
 
@@ -338,6 +339,8 @@ class FakeDisk(Disk):
 
     def mkdir(self, path: Path) -> None:
         self._call("mkdir", str(path))
+        if str(path) in self._names:
+            raise FileExistsError(errno.EEXIST, "it exists", str(path))
         self._require(path.parent)
         self._commit(_Change(str(path), _DIRECTORY))
 
@@ -360,17 +363,17 @@ class FakeDisk(Disk):
         names = (name[len(below) :] for name in self._names if name.startswith(below))
         return sorted(name for name in names if "/" not in name)
 
-    def stat(self, path: Path) -> FileStat:
+    def stat(self, path: Path) -> os.stat_result:
         self._call("stat", str(path))
         file = self._require(path)
-        kind: Kind = "file"
+        kind, mode = stat.S_IFREG, FILE_MODE
         if file is _DIRECTORY:
-            kind = "directory"
+            kind, mode = stat.S_IFDIR, DIRECTORY_MODE
         elif file is _LINK:
-            kind = "link"
-        mode = self.modes.get(path, DIRECTORY_MODE if kind == "directory" else FILE_MODE)
-        owner = self.owners.get(path, os.geteuid())
-        return FileStat(len(file.content), file.mtime_ns, kind, owner, mode)
+            kind = stat.S_IFLNK
+        mode, owner = kind | self.modes.get(path, mode), self.owners.get(path, os.geteuid())
+        fields = (mode, 0, 0, 1, owner, 0, len(file.content), 0, 0, 0)
+        return os.stat_result(fields, {"st_mtime_ns": file.mtime_ns})
 
     def touch(self, path: Path) -> None:
         self._call("touch", str(path))
@@ -399,10 +402,11 @@ def _resize(content: bytearray, size: int) -> None:
         content.extend(bytes(size - len(content)))
 
 
-class InlinePool(Pool):
+class InlinePool(IoPool):
     """Runs jobs at once, one after the other, on the loop itself: deterministic, no threads."""
 
     def __init__(self) -> None:
+        super().__init__(0)
         self.closed = False
 
     async def run(self, jobs: Sequence[Callable[[], T]], *, urgent: bool = False) -> list[T]:

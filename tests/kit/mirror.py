@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from kvladder.testing.fakes import Record
 from kvladder.tiers.codecs.base import FOREIGN_ID_MIN, Codec, Subject
+from kvladder.tiers.label import Labels, told
 
 
 class MirrorCodec(Codec):
@@ -24,3 +26,13 @@ class MirrorCodec(Codec):
             return None
         target[: len(data)] = data[::-1]
         return target[: len(data)]
+
+
+def plain(record: Record) -> bytes:
+    """The block as it was before the codec, if its label says that something was done to it."""
+    said = told(record.label)
+    assert said is not None
+    labels = Labels(said.namespace, said.length, verify=False)
+    _, coding = labels.check(record.key, record.label, memoryview(record.data))
+    assert coding is not None
+    return record.data[::-1] if coding.steps else record.data

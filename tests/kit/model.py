@@ -16,6 +16,7 @@ from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 from kvladder.testing.fakes import FakeStore
 from kvladder.testing.stacks import SimCache
 from kvladder.tiers.ladder.loading.fetch import Fetch
+from tests.kit.mirror import plain
 from tests.kit.wishes import Promises, Wishes
 
 NOTHING: frozenset[bytes] = frozenset()
@@ -76,8 +77,8 @@ class Model:
         for store in stores:
             for space in store.spaces.values():
                 for record in space.values():
-                    key = record.item.key
-                    self.allowed[key] = self.may_be(key) | {record.plain}
+                    key = record.key
+                    self.allowed[key] = self.may_be(key) | {plain(record)}
                     self.promises.left(key)
 
 

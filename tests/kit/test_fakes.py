@@ -23,6 +23,7 @@ from kvladder.testing.fakes import (
 from kvladder.testing.fixtures import Blocks
 from kvladder.testing.sim import SimClock, inline_blocking
 from kvladder.tiers.base import TierContext
+from kvladder.tiers.label import Outcome
 
 LAYOUT = Layout(block_tokens=4, block_bytes=100)
 COUNT = 8
@@ -37,7 +38,7 @@ def arena() -> Iterator[Arena]:
 
 @pytest.fixture
 def blocks(arena: Arena) -> Iterator[Blocks]:
-    blocks = Blocks(arena, LAYOUT, COUNT)
+    blocks = Blocks(arena, LAYOUT, COUNT, LAYOUT.namespace())
     yield blocks
     blocks.close()
 
@@ -59,7 +60,7 @@ def now() -> float:
 async def test_records_what_it_was_asked(tier: FakeTier, blocks: Blocks) -> None:
     items = await blocks.put(tier, 0, 1)
     await blocks.get(tier, items[:1])
-    await tier.remove(items)
+    await tier.remove(blocks.refs(items))
     asked = [(call.operation, len(call.keys), call.at_s) for call in tier.calls]
     assert asked == [("open", 0, 0.0), ("put", 2, 0.0), ("get", 1, 1.0), ("remove", 2, 2.0)]
     assert tier.batches("put") == [2]
@@ -67,10 +68,10 @@ async def test_records_what_it_was_asked(tier: FakeTier, blocks: Blocks) -> None
 
 async def test_steps_are_taken_by_the_calls_they_are_for(tier: FakeTier, blocks: Blocks) -> None:
     tier.script += [Delay(10.0, on="get"), Fail(on="put", times=2), Delay(5.0, on="put")]
-    items = blocks.items(0)
+    items = blocks.some(0)
     for _ in range(2):
         with pytest.raises(TierError, match="scripted"):
-            await tier.put(items)
+            await tier.put(blocks.writes(items))
     assert now() == 0.0
     await blocks.store(tier, items)
     assert now() == 6.0
@@ -84,10 +85,10 @@ async def test_a_failure_may_come_before_or_after_the_effect(
     tier: FakeTier, blocks: Blocks, *, after: bool
 ) -> None:
     tier.script.append(Fail(after=after, temporary=False, times=None))
-    items = blocks.items(0)
+    items = blocks.some(0)
     blocks.fill(items)
     with pytest.raises(TierError) as failure:
-        await tier.put(items)
+        await tier.put(blocks.writes(items))
     assert not failure.value.temporary
     assert (tier.stored(items[0].key) is not None) == after
     tier.heal()
@@ -96,9 +97,9 @@ async def test_a_failure_may_come_before_or_after_the_effect(
 
 async def test_a_full_medium(tier: FakeTier, blocks: Blocks) -> None:
     tier.script.append(Full())
-    items = blocks.items(0)
+    items = blocks.some(0)
     with pytest.raises(TierFull):
-        await tier.put(items)
+        await tier.put(blocks.writes(items))
     assert tier.stored(items[0].key) is None
 
 
@@ -109,8 +110,8 @@ async def test_lost_and_damaged_blocks_are_there_all_the_same(
     tier.forget(items[0].key)
     tier.corrupt(items[1].key)
     assert await blocks.get(tier, items) == [False, False, True]
-    assert list(await tier.contains(items)) == [False, True, True]
-    assert tier.corrupt_blocks() == 1
+    assert list(await tier.contains(blocks.refs(items))) == [False, True, True]
+    assert blocks.refused == {Outcome.CORRUPT: 1}
     assert tier.stored(items[0].key) == blocks.data(items[0])
     await blocks.store(tier, items)
     assert await blocks.get(tier, items) == [True, True, True]
@@ -128,7 +129,7 @@ async def test_a_short_read_is_caught_by_the_checksum(tier: FakeTier, blocks: Bl
 async def test_a_slot_holds_half_a_block_while_it_is_read(tier: FakeTier, blocks: Blocks) -> None:
     items = await blocks.put(tier, 0)
     blocks.poison(items)
-    reading = asyncio.ensure_future(tier.get(items))
+    reading = asyncio.ensure_future(tier.get(blocks.reads(items)))
     await asyncio.sleep(0.5)
     seen = blocks.bytes_in(items[0].slot)
     assert seen[:50] == blocks.data(items[0])[:50]
@@ -143,7 +144,7 @@ async def test_a_call_is_held_between_two_lines_of_another(tier: FakeTier, block
     reading = asyncio.create_task(blocks.get(tier, items))
     await hold.reached()
     assert tier.held
-    await tier.remove(items)
+    await tier.remove(blocks.refs(items))
     hold.let_go()
     assert await reading == [False]
     assert not tier.held
@@ -155,7 +156,7 @@ async def test_a_hang_ends_by_cancellation_healing_or_closing(
     items = await blocks.put(tier, 0)
     for end in ("cancel", "heal", "close"):
         tier.script.append(Hang(on="get"))
-        reading = asyncio.ensure_future(tier.get(items))
+        reading = asyncio.ensure_future(tier.get(blocks.reads(items)))
         await asyncio.sleep(1e6)
         assert not reading.done()
         if end == "cancel":
@@ -172,11 +173,11 @@ async def test_a_hang_ends_by_cancellation_healing_or_closing(
 async def test_a_stubborn_hang_does_its_work_after_it_was_cancelled(
     tier: FakeTier, blocks: Blocks
 ) -> None:
-    items = blocks.items(0)
+    items = blocks.some(0)
     blocks.fill(items)
     hang = Hang(on="put", stubborn=True)
     tier.script.append(hang)
-    writing = asyncio.ensure_future(tier.put(items))
+    writing = asyncio.ensure_future(tier.put(blocks.writes(items)))
     await hang.reached()
     for _ in range(3):
         writing.cancel()
@@ -208,24 +209,24 @@ async def test_a_store_outlives_its_tier_and_a_copy_outlives_a_crash(
 async def test_a_slot_without_a_claim_is_noted(
     tier: FakeTier, arena: Arena, blocks: Blocks
 ) -> None:
-    items = [blocks.items(0)[0]._replace(slot=Slot(COUNT))]
+    items = [blocks.some(0)[0]._replace(slot=Slot(COUNT))]
     with pytest.raises(AssertionError):
-        await tier.put(items)
+        await tier.put(blocks.writes(items))
     assert tier.violations == ["a slot without a claim"]
 
 
 async def test_batches_that_are_none_are_noted(tier: FakeTier, blocks: Blocks) -> None:
     tier.batch_max = 2
-    first, second = blocks.items(0, 1)
+    first, second = blocks.some(0, 1)
     batches = [
-        blocks.items(0, 1, 2),
+        blocks.some(0, 1, 2),
         [first, first],
         [first, second._replace(place=0)],
         [first._replace(place=COUNT)],
     ]
     for batch in batches:
         with pytest.raises(AssertionError):
-            await tier.get(batch)
+            await tier.get(blocks.reads(batch))
     assert tier.violations == [
         "3 > batch_max in a get",
         "a key twice in a get",
@@ -251,9 +252,11 @@ async def test_calls_that_must_not_meet_are_noted(
 ) -> None:
     items = await blocks.put(tier, 0)
     tier.script.append(Delay(1.0))
-    under_way = asyncio.ensure_future(getattr(tier, first)(items))
+    asked = {"get": blocks.reads, "put": blocks.writes, "remove": blocks.refs}
+    under_way = asyncio.ensure_future(getattr(tier, first)(asked[first](items)))
     await asyncio.sleep(0.5)
-    results = await asyncio.gather(getattr(tier, second)(items), return_exceptions=True)
+    call = getattr(tier, second)(asked[second](items))
+    results = await asyncio.gather(call, return_exceptions=True)
     assert isinstance(results[0], AssertionError) != allowed
     assert bool(tier.violations) != allowed
     await under_way

@@ -8,9 +8,9 @@ import pytest
 
 from kvladder.errors import TierError
 from kvladder.testing.fakes import Block, Fail, FakeTier, Raise, Wrong
+from kvladder.testing.fixtures import Blocks
 from kvladder.testing.sim import SimThreads
-from kvladder.testing.stacks import LevelSpec
-from kvladder.tiers.base import Item
+from kvladder.testing.stacks import LAYOUT, LevelSpec
 from tests.stack.caches import COMMIT, cache_of
 
 
@@ -21,14 +21,14 @@ from tests.stack.caches import COMMIT, cache_of
 async def test_a_wrong_answer_comes_after_the_effect(step, said) -> None:
     tier = FakeTier()
     async with cache_of(LevelSpec(tier)) as cache:
-        slots = cache.arena.lease(2) or []
-        items = [Item(key, n, slots[n]) for n, key in enumerate(cache.keys(1, 2))]
+        blocks = Blocks(cache.arena, LAYOUT, 2, cache.manager.namespace)
+        items = blocks.some(0, 1)
         tier.script.append(Wrong(step, on="put"))
-        assert await tier.put(items) == said
+        assert await tier.put(blocks.writes(items)) == said
         assert len(tier.records) == 2
-        assert await tier.contains(items) == [True, True]
-        cache.arena.release(slots)
-        await tier.remove(items)
+        assert await tier.contains(blocks.refs(items)) == [True, True]
+        blocks.close()
+        await tier.remove(blocks.refs(items))
 
 
 async def test_what_is_said_at_once_is_left_to_steps_that_name_it() -> None:

@@ -13,8 +13,9 @@ from functools import partial
 
 import pytest
 
+from kvladder.errors import TierError
 from kvladder.testing import FakeStore, FakeTier, TierTests
-from kvladder.tiers.base import Item
+from kvladder.tiers.label import Kept, LABEL_BYTES, Labels, told
 from kvladder.tiers.memory import MemoryTier
 
 
@@ -33,22 +34,18 @@ class Broken(TierTests):
 class Aliases(Memory):
     """Keeps a view of the slot instead of a copy."""
 
-    async def put(self, items):
-        size = self.context.layout.block_bytes
-        for item in items:
-            self._blocks[item.key] = self.context.arena.view(item.slot)[:size]
-        return [True] * len(items)
-
-    async def aclose(self):
-        await super().aclose()
+    async def put(self, writes):
+        for write in writes:
+            self._blocks[write.key] = write.label(), write.view[: write.length]
+        return [True] * len(writes)
 
 
 class Truncates(Memory):
-    async def get(self, items):
-        found = await super().get(items)
-        for item, ok in zip(items, found):
+    async def get(self, reads):
+        found = await super().get(reads)
+        for read, ok in zip(reads, found):
             if ok:
-                self.context.arena.view(item.slot)[self.context.layout.block_bytes - 1] = 0xA5
+                read.view[self.context.layout.block_bytes - 1] ^= 1
         return found
 
 
@@ -79,7 +76,14 @@ class GoesByPlace(Memory):
         return await super().put(items)
 
     async def get(self, items):
-        return await super().get([item._replace(key=self._at.get(item.place)) for item in items])
+        for read in items:  # and makes a label that is right for it
+            label, data = self._blocks.get(self._at.get(read.place), (b"", b""))
+            read.view[: len(data)] = data
+            context = self.context
+            labels = Labels(context.namespace, context.layout.block_bytes, verify=True)
+            if data:
+                read.came(labels.pack(read.key, data), len(data))
+        return [read.place in self._at for read in items]
 
 
 class RaisesKeyError(Memory):
@@ -221,7 +225,7 @@ class Durable(TierTests):
 class ForgetsMeta(FakeTier):
     async def recover(self):
         async for batch in super().recover():
-            yield [Item(item.key, item.place) for item in batch]
+            yield [Kept(item.key, item.place) for item in batch]
 
 
 class TellsNewestFirst(FakeTier):
@@ -249,12 +253,20 @@ class SharesNamespaces(FakeTier):
 
 class IgnoresCapacity(FakeTier):
     async def recover(self):
-        yield [record.item for record in self.records.values()]
+        yield [Kept(record.key, record.place, record.facts) for record in self.records.values()]
 
 
-class ServesDamage(FakeTier):
-    def _sound(self, item):
-        return self._record(item) is not None
+class MakesLabels(FakeTier):
+    """Serves damage: it makes a label that is right for what it has read."""
+
+    def _sound(self, read):
+        record = self._record(read)
+        if record is not None:
+            context = self.context
+            labels = Labels(context.namespace, context.layout.block_bytes, verify=True)
+            data = bytes(read.view[: len(record.data)])
+            read.came(labels.pack(read.key, data), len(data))
+        return record is not None
 
 
 class TestForgetsMeta(Durable):
@@ -277,11 +289,11 @@ class TestIgnoresCapacity(Durable):
     tier_class = IgnoresCapacity
 
 
-class TestServesDamage(Durable):
-    tier_class = ServesDamage
+class TestMakesLabels(Durable):
+    tier_class = MakesLabels
 
-    async def raw_corrupt(self, tier, item):
-        tier.corrupt(item.key)
+    async def raw_corrupt(self, tier, ref):
+        tier.corrupt(ref.key)
 
 
 class TestSaysItSurvives(Broken):
@@ -291,6 +303,228 @@ class TestSaysItSurvives(Broken):
 
 class TestMakesNothing(TierTests):
     pass
+
+
+class Strange(Memory):
+    """Has views of its own about what lies there."""
+
+    async def get(self, reads):
+        self._require_open()
+        return [self.one(read, *self._blocks.get(read.key, (b"", b""))) for read in reads]
+
+    def one(self, read, label, data):
+        if read.key not in self._blocks:
+            return False
+        read.view[: len(data)] = data[: len(read.view)]
+        read.came(label, len(data))
+        return True
+
+
+class LiesAboutMisses(Strange):
+    """Says that it has what it has not."""
+
+    def one(self, read, label, data):
+        super().one(read, label, data)
+        read.came(label, len(data))
+        return True
+
+
+class TrueForNothing(Strange):
+    """What it cannot read is there, too."""
+
+    def one(self, read, label, data):
+        if read.key in self._blocks and len(label) != LABEL_BYTES:
+            return True
+        return super().one(read, label, data)
+
+
+class RaisesForCut(Strange):
+    def one(self, read, label, data):
+        if 0 < len(label) < LABEL_BYTES:
+            raise TierError("a label is cut")
+        return super().one(read, label, data)
+
+
+class RaisesForAnother(Strange):
+    def one(self, read, label, data):
+        said = told(label)
+        if said is not None and said.key != read.key:
+            raise TierError("another block")
+        return super().one(read, label, data)
+
+
+class RaisesForForeign(Strange):
+    def one(self, read, label, data):
+        said = told(label)
+        if said is not None and said.namespace != self.context.namespace:
+            raise TierError("another namespace")
+        return super().one(read, label, data)
+
+
+class RaisesForNoise(Strange):
+    def one(self, read, label, data):
+        if len(label) == LABEL_BYTES and told(label) is None:
+            raise TierError("noise")
+        return super().one(read, label, data)
+
+
+class TrustsLabels(Strange):
+    """Says that as much came as a label says."""
+
+    def one(self, read, label, data):
+        found, said = super().one(read, label, data), told(label)
+        if said is not None and len(data) < said.length:
+            read.came(label, said.length)
+        return found
+
+
+class Overflows(Strange):
+    def one(self, read, label, data):
+        if data:
+            read.view[: len(data)] = data
+        return super().one(read, label, data)
+
+
+class ForgetsSteps(Strange):
+    """Keeps the head of a label, and makes the rest anew."""
+
+    def one(self, read, label, data):
+        found, said = super().one(read, label, data), told(label)
+        if said is not None and any(label[128:568]):
+            labels = Labels(said.namespace, said.length, verify=bool(said.checksum))
+            read.came(labels.pack(said.key, data[: said.length], said.facts), len(data))
+        return found
+
+
+class AnswersByItsCheck(Strange):
+    """Checks by itself, and answers with an error what is refused."""
+
+    def one(self, read, label, data):
+        found = super().one(read, label, data)
+        if found and not read.check() and len(data) == 6000 and told(label) is not None:
+            raise TierError("refused")
+        return found
+
+
+class TestLiesAboutMisses(Broken):
+    tier_class = LiesAboutMisses
+
+    async def raw_put(self, tier, ref, label, data):
+        tier._blocks[ref.key] = label, data
+
+    async def raw_corrupt(self, tier, ref):
+        label, data = tier._blocks[ref.key]
+        tier._blocks[ref.key] = label, bytes([data[0] ^ 1]) + data[1:]
+
+
+class TestTrueForNothing(Broken):
+    tier_class = TrueForNothing
+
+    async def raw_put(self, tier, ref, label, data):
+        tier._blocks[ref.key] = label, data
+
+    async def raw_corrupt(self, tier, ref):
+        label, data = tier._blocks[ref.key]
+        tier._blocks[ref.key] = label, bytes([data[0] ^ 1]) + data[1:]
+
+
+class TestRaisesForCut(Broken):
+    tier_class = RaisesForCut
+
+    async def raw_put(self, tier, ref, label, data):
+        tier._blocks[ref.key] = label, data
+
+    async def raw_corrupt(self, tier, ref):
+        label, data = tier._blocks[ref.key]
+        tier._blocks[ref.key] = label, bytes([data[0] ^ 1]) + data[1:]
+
+
+class TestRaisesForAnother(Broken):
+    tier_class = RaisesForAnother
+
+    async def raw_put(self, tier, ref, label, data):
+        tier._blocks[ref.key] = label, data
+
+    async def raw_corrupt(self, tier, ref):
+        label, data = tier._blocks[ref.key]
+        tier._blocks[ref.key] = label, bytes([data[0] ^ 1]) + data[1:]
+
+
+class TestRaisesForForeign(Broken):
+    tier_class = RaisesForForeign
+
+    async def raw_put(self, tier, ref, label, data):
+        tier._blocks[ref.key] = label, data
+
+    async def raw_corrupt(self, tier, ref):
+        label, data = tier._blocks[ref.key]
+        tier._blocks[ref.key] = label, bytes([data[0] ^ 1]) + data[1:]
+
+
+class TestRaisesForNoise(Broken):
+    tier_class = RaisesForNoise
+
+    async def raw_put(self, tier, ref, label, data):
+        tier._blocks[ref.key] = label, data
+
+    async def raw_corrupt(self, tier, ref):
+        label, data = tier._blocks[ref.key]
+        tier._blocks[ref.key] = label, bytes([data[0] ^ 1]) + data[1:]
+
+
+class TestTrustsLabels(Broken):
+    tier_class = TrustsLabels
+
+    async def raw_put(self, tier, ref, label, data):
+        tier._blocks[ref.key] = label, data
+
+    async def raw_corrupt(self, tier, ref):
+        label, data = tier._blocks[ref.key]
+        tier._blocks[ref.key] = label, bytes([data[0] ^ 1]) + data[1:]
+
+
+class TestOverflows(Broken):
+    tier_class = Overflows
+
+    async def raw_put(self, tier, ref, label, data):
+        tier._blocks[ref.key] = label, data
+
+    async def raw_corrupt(self, tier, ref):
+        label, data = tier._blocks[ref.key]
+        tier._blocks[ref.key] = label, bytes([data[0] ^ 1]) + data[1:]
+
+
+class TestForgetsSteps(Broken):
+    tier_class = ForgetsSteps
+
+    async def raw_put(self, tier, ref, label, data):
+        tier._blocks[ref.key] = label, data
+
+    async def raw_corrupt(self, tier, ref):
+        label, data = tier._blocks[ref.key]
+        tier._blocks[ref.key] = label, bytes([data[0] ^ 1]) + data[1:]
+
+
+class TestAnswersByItsCheck(Broken):
+    tier_class = AnswersByItsCheck
+
+    async def raw_put(self, tier, ref, label, data):
+        tier._blocks[ref.key] = label, data
+
+    async def raw_corrupt(self, tier, ref):
+        label, data = tier._blocks[ref.key]
+        tier._blocks[ref.key] = label, bytes([data[0] ^ 1]) + data[1:]
+
+
+class TestStrange(Broken):
+    tier_class = Strange
+
+    async def raw_put(self, tier, ref, label, data):
+        tier._blocks[ref.key] = label, data
+
+    async def raw_corrupt(self, tier, ref):
+        label, data = tier._blocks[ref.key]
+        tier._blocks[ref.key] = label, bytes([data[0] ^ 1]) + data[1:]
 '''
 
 FINDS = {
@@ -313,10 +547,24 @@ FINDS = {
     "TellsTooMuch": "finds_at_the_next_start_what_was_stored_and_no_more",
     "SharesNamespaces": "another_namespace_finds_nothing",
     "IgnoresCapacity": "finds_no_place_beyond_its_capacity",
-    "ServesDamage": "a_damaged_block_is_a_miss",
+    "MakesLabels": "a_damaged_block_is_a_miss",
     "SaysItSurvives": "declares_what_it_is",
     "MakesNothing": "absent_blocks_are_misses",
+    "AnswersByItsCheck": "a_damaged_block_is_a_miss",
 }
+
+FINDS_ALONE = {
+    "LiesAboutMisses": "nothing_comes_of_what_is_not_there",
+    "TrueForNothing": "a_label_that_is_cut_is_a_miss",
+    "RaisesForCut": "a_label_that_is_cut_is_a_miss",
+    "RaisesForAnother": "the_label_of_another_block_is_a_miss",
+    "RaisesForForeign": "a_label_of_another_namespace_is_a_miss",
+    "RaisesForNoise": "noise_is_a_miss",
+    "TrustsLabels": "a_block_that_is_cut_is_a_miss_without_a_checksum_too",
+    "Overflows": "a_block_that_is_too_long_is_a_miss",
+    "ForgetsSteps": "keeps_lengths_and_what_codecs_did",
+}
+"""What no other test of the suite finds."""
 
 
 @pytest.mark.slow
@@ -334,3 +582,7 @@ def test_each_broken_rule_is_found(
         if not any(f"::Test{name}::test_{test}" in line for line in bad)
     }
     assert not missed, "\n".join(lines)
+    for name, test in FINDS_ALONE.items():
+        own = [line.split("::test_")[1] for line in bad if f"::Test{name}::" in line]
+        assert {one.split("[")[0] for one in own} == {test}, name
+    assert not [line for line in bad if "::TestStrange::" in line], "it is only strange"

@@ -22,6 +22,7 @@ from kvladder.tiers.ladder.door import BEHIND_CALLS_MAX
 from kvladder.tiers.ladder.gate import KINDS
 from kvladder.tiers.ladder.level import Level
 from tests.kit.knobs import Knobs
+from tests.kit.mirror import plain
 from tests.kit.model import NOTHING, Model, Replay, Request, must_survive
 from tests.kit.wishes import NO_WISHES, SALT, Purge, Wishes
 
@@ -289,7 +290,7 @@ class World:
         """A tier loses blocks, or they change their bytes."""
         if self.tiers:
             tier = self.tiers[level % len(self.tiers)]
-            keys = sorted(record.item.key for record in tier.records.values())
+            keys = sorted(record.key for record in tier.records.values())
             chosen = self.random.sample(keys, len(keys) // 2)
             (tier.forget if lose else tier.corrupt)(*chosen)
             self.note(f"{'lose' if lose else 'corrupt'} {len(chosen)} blocks of {level}")
@@ -434,7 +435,7 @@ class World:
             self.model.promises.check(key, level.name, self.loop.time())
             record = tier.at(key, place)
             if record is not None:
-                assert record.plain in self.model.may_be(key), f"wrong bytes in {level.name}"
+                assert plain(record) in self.model.may_be(key), f"wrong bytes in {level.name}"
 
     def _check_floor(self, key: BlockKey, floor: int, threshold: int) -> None:
         floors = self.model.floors[key] | self.knobs.guessed

@@ -106,9 +106,9 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
 OF_WISHES: dict[str, tuple[type, str, Any]] = {
     "wishes are forgotten on the way down": (
         Pending,
-        "item",
-        lambda pending, *a, _item=Pending.item, **k: _item(
-            pending._replace(meta=pending.meta._replace(terms=NO_TERMS)), *a, **k
+        "facts",
+        lambda pending, _facts=Pending.facts, **k: _facts(
+            pending._replace(meta=pending.meta._replace(terms=NO_TERMS)), **k
         ),
     ),
     "levels do not matter": (Terms, "levels", property(lambda _: ANYWHERE)),

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
+from collections import Counter
+from collections.abc import Sequence
+from random import Random
+from struct import pack
 
-from kvladder.keys import salt_digest
+import pytest
+from xxhash import xxh3_64_intdigest
+
+from kvladder.keys import BlockKey, salt_digest
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import FakeTier
+from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.codecs.aesgcm import AesGcmCodec
 from kvladder.tiers.codecs.base import ChecksumCodec, Codec
 from kvladder.tiers.codecs.edge import EdgeSettings
 from kvladder.tiers.codecs.zstd import ZstdCodec
+from kvladder.tiers.label import Coding, Labels, packed_step
 from kvladder.tiers.ladder.door import LevelSettings
 
 
@@ -34,8 +42,8 @@ async def test_a_block_is_encrypted_with_the_key_of_its_salt() -> None:
         await cache.settle()
     records = list(tier.records.values())
     digest = salt_digest(cache.manager.namespace, "tenant")
-    assert [digest in record.note for record in records] == [False, False, True, True]
-    assert not any(SimCache.payload(record.item.key) in record.data for record in records)
+    assert [digest in record.label[128:] for record in records] == [False, False, True, True]
+    assert not any(SimCache.payload(record.key) in record.data for record in records)
     assert await cache.load(SimCache.keys(0, 0)) == ["level1", "level1"]
     assert await cache.load(SimCache.keys(1, 0)) == ["level1", "level1"]
     await cache.aclose()
@@ -53,3 +61,87 @@ async def test_damage_below_the_codecs_ends_a_prefix_and_is_counted() -> None:
     assert await cache.load(keys) == ["level1"]
     assert cache.manager.stats()["level1"]["corrupt"] == 1
     await cache.aclose()
+
+
+def bad_labels(cache: SimCache, key: BlockKey, data: bytes) -> dict[str, tuple[bytes, str]]:
+    """Labels that may lie beside a block, whose checks are right but for the first, by kind."""
+    space = cache.manager.namespace
+    labels = Labels(space, len(data), verify=True)
+    plain = labels.pack(key, data)
+
+    def forged(at: int, field: bytes) -> bytes:
+        body = plain[:at] + field + plain[at + len(field) : -8]
+        return body + pack("<Q", xxh3_64_intdigest(body))
+
+    unknown = Coding(len(data), packed_step(60000, b"params"))
+    many = Coding(len(data), packed_step(ZstdCodec.id, b"") * 100)
+    return {
+        "noise": (Random(1).randbytes(len(plain)), "corrupt"),
+        "cut": (plain[:100], "corrupt"),
+        "nothing": (b"", "corrupt"),
+        "another version": (forged(8, b"\xff\xff"), "corrupt"),
+        "a huge length": (forged(16, b"\xff" * 8), "corrupt"),
+        "no length": (forged(16, bytes(8)), "corrupt"),
+        "steps beyond it": (forged(12, b"\xff\xff"), "corrupt"),
+        "too many steps": (labels.pack(key, data, coding=many), "corrupt"),
+        "another checksum": (forged(112, bytes(16)), "corrupt"),
+        "another key": (forged(24, bytes(32)), "foreign"),
+        "another namespace": (forged(56, bytes(32)), "foreign"),
+        "no checksum": (forged(10, b"\0"), "foreign"),
+        "a codec that is not here": (labels.pack(key, data, coding=unknown), "unreadable"),
+    }
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("checks", [True, False])
+async def test_a_bad_label_is_one_block_s_miss_and_is_replaced(
+    *, shared: bool, checks: bool
+) -> None:
+    tier = (SharedFakeTier if shared else FakeTier)(checks=checks)
+    cache = await SimCache.open(level(tier, ChecksumCodec()), slots=4)
+    keys, others = SimCache.keys(*range(4)), SimCache.keys(*range(10, 14))
+    await saved(cache, keys)
+    await saved(cache, others)
+    kinds = bad_labels(cache, keys[2], SimCache.payload(keys[2]))
+    for kind, (label, reason) in kinds.items():
+        (where,) = [at for at, record in tier.records.items() if record.key == keys[2]]
+        tier.records[where] = tier.records[where]._replace(label=label)
+        before = counted(cache)
+        assert await cache.load(keys) == ["level1"] * 2, kind
+        assert counted(cache) - before == Counter({reason: 1}), kind
+        await saved(cache, keys)
+        await saved(cache, others)
+        assert await cache.load(keys) == ["level1"] * 4, f"{kind}: it was replaced"
+        await saved(cache, others)
+    await cache.aclose()
+
+
+@pytest.mark.usefixtures("master")
+async def test_without_its_key_an_encrypted_block_is_a_miss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier = FakeTier(durable=True)
+    keys = SimCache.keys(1, 2)
+    first = await SimCache.open(level(tier, AesGcmCodec()), slots=2)
+    await saved(first, keys)
+    await first.aclose()
+    monkeypatch.setenv("KVLADDER_KEY", "22" * 32)
+    again = FakeTier(store=tier.store, durable=True)
+    second = await SimCache.open(level(again, AesGcmCodec()), slots=2)
+    assert await second.load(keys) == []
+    assert +counted(second) == {"unreadable": 2}
+    await saved(second, keys)
+    await saved(second, SimCache.keys(3, 4))
+    assert await second.load(keys) == ["level1"] * 2
+    await second.aclose()
+
+
+async def saved(cache: SimCache, keys: Sequence[BlockKey]) -> None:
+    cache.save(keys)
+    await cache.settle()
+
+
+def counted(cache: SimCache) -> Counter[str]:
+    """What was refused, by the reason."""
+    stats = cache.manager.stats()["level1"]
+    return Counter({name: stats[name] for name in ("corrupt", "foreign", "unreadable")})

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from kvladder.keys import BlockKey
-from kvladder.testing.fakes import Delay, Fail, FakeStore, FakeTier, Hang, Hold
+from kvladder.testing.fakes import Delay, Fail, FakeStore, FakeTier, Hang, Hold, Record
 from kvladder.testing.stacks import LevelSpec
-from kvladder.tiers.base import Item
 from tests.stack.caches import COMMIT, QUICK, cache_of
 
 
@@ -18,25 +17,25 @@ class KeepingTier(FakeTier):
 
     def __init__(self, *arguments, **options) -> None:
         super().__init__(*arguments, **options)
-        self.dregs: dict[int, Item] = {}
+        self.dregs: dict[int, Record] = {}
 
-    def _keep(self, record) -> None:
-        super()._keep(record)
-        self.dregs.pop(record.item.place, None)
+    def _keep(self, record, *, replace) -> None:
+        super()._keep(record, replace=replace)
+        self.dregs.pop(record.place, None)
 
     async def remove(self, items) -> None:
-        held = [record.item for record in self.records.values()]
+        held = list(self.records.values())
         await super().remove(items)
         gone = {item.place for item in items}
-        self.dregs.update({item.place: item for item in held if item.place in gone})
+        self.dregs.update({record.place: record for record in held if record.place in gone})
 
     async def erase(self, salt, start):
         async with self._call("purge", ()):
             end = start + 2
             places = [
                 place
-                for place, item in self.dregs.items()
-                if start <= place < end and salt in {None, item.salt}
+                for place, record in self.dregs.items()
+                if start <= place < end and salt in {None, record.facts.salt}
             ]
             for place in places:
                 del self.dregs[place]
@@ -44,7 +43,7 @@ class KeepingTier(FakeTier):
 
 
 def left(tier: KeepingTier) -> set[BlockKey]:
-    return {item.key for item in tier.dregs.values()}
+    return {record.key for record in tier.dregs.values()}
 
 
 async def test_a_purge_erases_what_it_removed_and_what_was_removed_before() -> None:
@@ -136,7 +135,7 @@ async def test_several_purges_are_done_one_after_the_other() -> None:
         await cache.settle()
         assert cache.manager.removals == 0
         assert not tier.dregs
-        assert [record.item.key for record in tier.records.values()] == cache.keys(2)
+        assert [record.key for record in tier.records.values()] == cache.keys(2)
 
 
 async def test_closing_writes_first_and_erases_as_long_as_there_is_time() -> None:

@@ -11,7 +11,7 @@ from kvladder.events import Removed, Stored
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import Delay, Fail, FakeStore, FakeTier, Full, Hang, Hold, ShortRead
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers.base import Item
+from kvladder.tiers.label import Read
 from kvladder.tiers.ladder.door import LevelSettings
 from tests.stack.caches import COMMIT, QUICK, cache_of, flushed
 
@@ -242,8 +242,8 @@ async def test_the_fetch_budget_cuts_what_comes_up_at_once() -> None:
 
 async def test_a_block_of_which_a_tier_cannot_tell_is_a_miss_and_stays_known() -> None:
     class Partly(FakeTier):
-        async def get(self, items: Sequence[Item]) -> Sequence[bool | None]:
-            found = await super().get(items)
+        async def get(self, reads: Sequence[Read]) -> Sequence[bool | None]:
+            found = await super().get(reads)
             return found if self.batches("get")[1:] else [*found[:-1], None]
 
     tier = Partly(store=await flushed((1, 2, 3)), durable=True)

@@ -31,7 +31,8 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.policy.worth import Saves
 from kvladder.publishing.announcer import Announcer
 from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
-from kvladder.tiers.base import Item, Tier, TierContext
+from kvladder.tiers.base import Tier, TierContext
+from kvladder.tiers.label import Read, Ref, Write
 from kvladder.tiers.ladder.door import LevelSettings
 from kvladder.tiers.ladder.index import LevelIndex
 from kvladder.tiers.ladder.queue import Inbox
@@ -106,24 +107,25 @@ class Strict(InstantTier):
     async def open(self, context: TierContext) -> None:
         self.batch_max = context.capacity_blocks
 
-    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
-        return self._answer(items)
+    async def get(self, reads: Sequence[Read]) -> Sequence[bool]:
+        await super().get(reads)
+        return self._answer(reads)
 
-    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
-        return self._answer(items)
+    async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
+        return self._answer(writes)
 
-    def _answer(self, items: Sequence[Item]) -> Sequence[bool]:
+    def _answer(self, blocks: Sequence[Read | Write]) -> Sequence[bool]:
         assert not holding()
         if self.broken:
             raise OSError("broken")
-        return [True] * len(items)
+        return [True] * len(blocks)
 
-    async def remove(self, items: Sequence[Item]) -> None:
+    async def remove(self, blocks: Sequence[Ref]) -> None:
         assert not holding()
 
-    async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def contains(self, blocks: Sequence[Ref]) -> Sequence[bool]:
         assert not holding()
-        return [True] * len(items)
+        return [True] * len(blocks)
 
     def spare(self, salt: bytes) -> float:
         assert not holding()
@@ -132,10 +134,6 @@ class Strict(InstantTier):
     def gauges(self) -> Mapping[str, int]:
         assert not holding()
         return {"asked": 1}
-
-    def corrupt_blocks(self) -> int:
-        assert not holding()
-        return 0
 
 
 @pytest.fixture

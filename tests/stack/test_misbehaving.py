@@ -12,9 +12,9 @@ from kvladder.testing.fakes import Block, Fail, FakeTier, Hang, Raise, Wrong
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.sim import SimThreads
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers.base import Item
 from kvladder.tiers.codecs.base import ChecksumCodec
 from kvladder.tiers.codecs.edge import EdgeSettings
+from kvladder.tiers.label import LevelRead
 from kvladder.tiers.ladder import gate
 from kvladder.tiers.ladder.door import (
     BEHIND_CALLS_MAX,
@@ -114,7 +114,9 @@ async def test_a_trial_that_is_cancelled_is_made_again() -> None:
             assert place is not None
             level.places.begin_reads([place])
             slots = cache.arena.lease(1) or []
-        trial = asyncio.create_task(read(level, [Item(keys[0], place, slots[0])]))
+        trial = asyncio.create_task(
+            read(level, [LevelRead(level.door.edge.side, keys[0], place, slots[0])])
+        )
         await asyncio.sleep(0.1)
         assert level.door.states["get"] == "trial"
         trial.cancel()

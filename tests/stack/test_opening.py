@@ -14,7 +14,7 @@ from kvladder.events import Stored
 from kvladder.testing.fakes import Block, Fail, FakeTier, Hang, Hold, Raise
 from kvladder.testing.sim import SimThreads
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers.base import NO_SLOT, Item
+from kvladder.tiers.label import Facts, Kept
 from kvladder.tiers.ladder.door import CALLS_TIMEOUT_S, CLOSE_TIMEOUT_S
 from kvladder.tiers.ladder.keeper import OPEN_TIMEOUT_S
 from tests.stack.caches import COMMIT, cache_of, flushed
@@ -116,8 +116,9 @@ def telling(*batches: Any) -> Telling:
     return tier
 
 
-def block(number: int, **changes: Any) -> Item:
-    return Item(SimCache.keys(number)[0], number, NO_SLOT)._replace(**changes)
+def block(number: int, **changes: Any) -> Kept:
+    own = {name: changes.pop(name) for name in [*changes] if name in Kept._fields}
+    return Kept(SimCache.keys(number)[0], number, Facts()._replace(**changes))._replace(**own)
 
 
 STRANGE: dict[str, Any] = {
@@ -127,6 +128,8 @@ STRANGE: dict[str, Any] = {
     "an item": block(1),
     "nothings": [None, None],
     "tuples": [tuple(block(1))],
+    "no facts": [block(1, facts=None)],
+    "facts that are none": [block(1, facts=tuple(Facts()))],
     "a short tuple": [(b"k" * 32, 1)],
     "no key": [block(1, key=None)],
     "a key of text": [block(1, key="k" * 32)],
@@ -195,7 +198,7 @@ class Halting(FakeTier):
         self.halt = Hold()
         self.fails = False
 
-    async def recover(self) -> AsyncIterator[Sequence[Item]]:
+    async def recover(self) -> AsyncIterator[Sequence[Kept]]:
         number = 0
         async for batch in super().recover():
             for item in batch:
@@ -245,7 +248,7 @@ async def test_what_is_removed_meanwhile_does_not_come_back(
         await cache.settle()
         kept = cache.keys(5) if forget in {remove, purge} else []
         assert [*cache.levels[0].index] == kept
-        assert [record.item.key for record in tier.records.values()] == kept
+        assert [record.key for record in tier.records.values()] == kept
         assert cache.manager.removals == 0
         if fails:  # whoever listens has to hear of what came late
             events = cache.manager.take_events()

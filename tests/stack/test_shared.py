@@ -272,13 +272,13 @@ async def test_a_purge_of_a_salt_reaches_what_others_put() -> None:
         cache.save(cache.keys(1), salt="tenant")
         cache.save(cache.keys(2))
         await cache.settle()
-        (record,) = [one for one in tier.records.values() if one.item.salt]
+        (record,) = [one for one in tier.records.values() if one.facts.salt]
         (theirs,) = put_by_others(tier, 3)
-        tier.records[theirs] = record._replace(item=record.item._replace(key=theirs))
+        tier.records[theirs] = record._replace(key=theirs)
         list(cache.manager.purge("tenant"))
         assert not cache.levels[0].answers
         await cache.settle()
-        assert [one.item.salt for one in tier.records.values()] == [b""]
+        assert [one.facts.salt for one in tier.records.values()] == [b""]
         assert cache.levels[0].answers
 
 

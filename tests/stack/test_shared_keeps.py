@@ -15,9 +15,9 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import Fail, Full, Hang, Hold, Wrong
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers.base import Item
 from kvladder.tiers.codecs.base import ChecksumCodec
 from kvladder.tiers.codecs.edge import EdgeSettings
+from kvladder.tiers.label import Write
 from kvladder.tiers.ladder.door import LevelSettings
 from kvladder.tiers.ladder.index import Meta
 from tests.kit.mirror import MirrorCodec
@@ -134,11 +134,11 @@ class Refusing(SharedFakeTier):
 
     is_full = False
 
-    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
         await asyncio.sleep(1.0)
         if self.is_full:
             raise TierFull("no room")
-        return [False] * len(items)
+        return [False] * len(writes)
 
 
 @pytest.mark.parametrize("is_full", [True, False])

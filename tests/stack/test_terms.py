@@ -171,7 +171,7 @@ async def test_a_block_expires_in_every_level_at_its_requests_time() -> None:
         assert cache.manager.lookup(cache.keys(1, 2)) == (2, 2)
         await asyncio.sleep(0.2)
         assert list(cache.stack.host.index) == list(cache.levels[0].index) == cache.keys(3)
-        assert [record.item.key for record in tier.records.values()] == cache.keys(3)
+        assert [record.key for record in tier.records.values()] == cache.keys(3)
         stats = cache.manager.stats()
         assert stats["host"]["expired"] == stats["level1"]["expired"] == 2
         await asyncio.sleep(10.0)
@@ -286,7 +286,7 @@ async def test_a_purge_removes_a_salt_everywhere_and_nothing_else() -> None:
         await cache.settle()
         assert cache.manager.removals == 0
         assert cache.manager.lookup(cache.keys(1, 2)) == (0, 0)
-        assert sorted(record.item.key for record in tier.records.values()) == sorted(
+        assert sorted(record.key for record in tier.records.values()) == sorted(
             cache.keys(3) + cache.keys(4)
         )
         assert cache.save(cache.keys(1, 2), salt="tenant") == 2, "later ones are welcome"

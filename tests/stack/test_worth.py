@@ -14,7 +14,8 @@ from kvladder.policy.worth import GRACE_S, SPARE, TRIAL_BLOCKS, TRIAL_EVERY, Sav
 from kvladder.testing.fakes import FakeStore, FakeTier
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
-from kvladder.tiers.base import NO_SLOT, Item, Tier
+from kvladder.tiers.base import NO_SLOT, Tier
+from kvladder.tiers.label import Read, Ref
 from kvladder.tiers.ladder.loading.fetch import Fetch
 
 Link = Literal["calls", "lines", "wire"]
@@ -37,18 +38,18 @@ class Paced(FakeTier):
     link: Link = "calls"
     wire: asyncio.Lock
 
-    async def get(self, items: Sequence[Item]) -> Sequence[bool | None]:
+    async def get(self, reads: Sequence[Read]) -> Sequence[bool | None]:
         if self.link == "wire":
-            for _ in items:
+            for _ in reads:
                 async with self.wire:
                     await asyncio.sleep(self.block_s)
         else:
-            await asyncio.sleep(self.block_s * (1 if self.link == "calls" else len(items)))
-        return await super().get(items)
+            await asyncio.sleep(self.block_s * (1 if self.link == "calls" else len(reads)))
+        return await super().get(reads)
 
-    async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def contains(self, blocks: Sequence[Ref]) -> Sequence[bool]:
         await asyncio.sleep(self.answer_s)
-        return await super().contains(items)
+        return await super().contains(blocks)
 
 
 class PacedShared(Paced, SharedFakeTier):

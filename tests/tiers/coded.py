@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from kvladder.arena import Arena, Slot
 from kvladder.layout import Layout
-from kvladder.tiers.base import Item, Tier, TierContext
+from kvladder.tiers.base import Tier, TierContext
 from kvladder.tiers.codecs.aesgcm import AesGcmCodec
 from kvladder.tiers.codecs.base import ChecksumCodec, Codec
 from kvladder.tiers.codecs.edge import Edge, EdgeSettings
 from kvladder.tiers.codecs.zstd import ZstdCodec
+from kvladder.tiers.label import Kept, Labels, LevelRead, Read, Ref, Write
 
 SCRATCH = 3
 
 
 class CodedTier(Tier):
-    """What a level sees of a tier through its edge."""
+    """What a level sees of a tier through its edge, its tests' labels included."""
 
     def __init__(self, inner: Tier, codecs: Sequence[Codec], **settings) -> None:
         self.inner = inner
@@ -29,29 +31,34 @@ class CodedTier(Tier):
     async def open(self, context: TierContext) -> None:
         scratch = [Slot(context.arena.slots + number) for number in range(SCRATCH)]
         settings = EdgeSettings(tuple(self.codecs), **self.settings)
-        self.edge = Edge(self.inner, settings, scratch)
+        self.edge = Edge(self.inner, settings, scratch, verify=any(c.checks for c in self.codecs))
         self.context = context
         self.edge.open(context, context.run_blocking)
         await self.inner.open(context)
         self.batch_max = self.inner.batch_max
 
-    async def get(self, items: Sequence[Item]) -> Sequence[bool | None]:
-        return await self.edge.get(items)
+    async def get(self, reads: Sequence[Read]) -> Sequence[bool | None]:
+        """What comes was checked and decoded: it gets a label of its own."""
+        blocks = [LevelRead(self.edge.side, one.key, one.place, one.slot) for one in reads]
+        found = await self.edge.get(blocks)
+        for read, ok in zip(reads, found, strict=True):
+            if ok:
+                data = read.view[: self.context.layout.block_bytes]
+                label = Labels(self.context.namespace, len(data), verify=True).pack(read.key, data)
+                read.came(label, len(data))
+        return found
 
-    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
-        return await self.edge.put(items)
+    async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
+        return await self.edge.put(writes)
 
-    async def remove(self, items: Sequence[Item]) -> None:
-        await self.inner.remove(items)
+    async def remove(self, blocks: Sequence[Ref]) -> None:
+        await self.inner.remove(blocks)
 
-    async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
-        return await self.inner.contains(items)
+    async def contains(self, blocks: Sequence[Ref]) -> Sequence[bool]:
+        return await self.inner.contains(blocks)
 
-    def recover(self) -> AsyncIterator[Sequence[Item]]:
+    def recover(self) -> AsyncIterator[Sequence[Kept]]:
         return self.inner.recover()
-
-    def corrupt_blocks(self) -> int:
-        return self.inner.corrupt_blocks() + self.edge.corrupt
 
     def describe(self) -> dict[str, str]:
         return self.inner.describe()
@@ -61,7 +68,13 @@ class CodedTier(Tier):
 
 
 class CodedTests:
-    """Has the suite run behind an edge; comes before ``TierTests`` among the bases."""
+    """Has the suite run behind an edge; comes before ``TierTests`` among the bases.
+
+    What a tier does with labels is left out: there the edge makes them.
+    """
+
+    test_keeps_lengths_and_what_codecs_did: Any = None
+    test_labels_survive: Any = None
 
     @pytest.fixture(params=["zstd", "checksum", "encrypted"])
     def codecs(

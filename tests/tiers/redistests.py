@@ -2,50 +2,28 @@
 
 from __future__ import annotations
 
-import struct
 from contextlib import contextmanager
 from functools import partial
 
 import pytest
-from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from kvladder.testing import TierTests
 from kvladder.testing.redisserver import RedisServer, start_cluster
+from kvladder.tiers.label import LABEL_BYTES
 from kvladder.tiers.redis.tier import RedisTier
 from kvladder.tiers.redis.url import RedisOptions
-from kvladder.tiers.redis.value import HEADER_BYTES
 from kvladder.units import Duration
 
 PATIENT = Duration(20)
 """A machine that is busy with other tests is slow to shake hands."""
 
 
-def key_of(tier, item):
+def key_of(tier, block):
     """Spelled out, so that a change of names is noticed."""
-    return b"kvladder:%s:{%s}" % (
+    return b"kvladder:1:%s:{%s}" % (
         tier.context.namespace.hex()[:32].encode(),
-        item.key.hex().encode(),
+        block.key.hex().encode(),
     )
-
-
-def value_of(tier, item, data, *, version=1, magic=b"kvlb"):
-    """A value as another program would write it."""
-    fields = struct.pack(
-        "<4sBBHQ32s32sBB8s16s512s",
-        magic,
-        version,
-        1,
-        0,
-        len(data),
-        item.key,
-        tier.context.namespace,
-        item.priority,
-        item.floor,
-        b"",
-        xxh3_128_digest(data),
-        b"",
-    )
-    return fields + struct.pack("<Q", xxh3_64_intdigest(fields)) + data
 
 
 def knows_all(sentinel):
@@ -107,24 +85,24 @@ class RedisTierTests(TierTests):
     def _raw(self, raw):
         self.run = raw
 
-    async def raw_get(self, tier, item):
-        value = self.run("GET", key_of(tier, item))
-        return None if value is None else value[HEADER_BYTES:]
+    async def raw_get(self, tier, ref):
+        value = self.run("GET", key_of(tier, ref))
+        return None if value is None else value[LABEL_BYTES:]
 
-    async def raw_put(self, tier, item, data):
-        self.run("SET", key_of(tier, item), value_of(tier, item, data))
+    async def raw_put(self, tier, ref, label, data):
+        self.run("SET", key_of(tier, ref), label + data)
 
-    async def raw_corrupt(self, tier, item):
-        key = key_of(tier, item)
+    async def raw_corrupt(self, tier, ref):
+        key = key_of(tier, ref)
         end = self.run("STRLEN", key) - 1
         last = self.run("GETRANGE", key, end, end)
         self.run("SETRANGE", key, end, bytes([last[0] ^ 1]))
 
     async def test_purge_removes_one_salt_or_all_of_the_namespace(self, tier, blocks, context):
-        salted = [item._replace(salt=b"8 bytes!") for item in blocks.items(0, 1)]
+        salted = [block.of(salt=b"8 bytes!") for block in blocks.some(0, 1)]
         await blocks.store(tier, salted)
         others = await blocks.put(tier, 2)
-        stranger = b"kvladder:%032d:{%064d}" % (0, 0)
+        stranger = b"kvladder:1:%032d:{%064d}" % (0, 0)
         self.run("SET", stranger, b"another namespace")
         told: list[tuple[int, int]] = []
         assert await tier.purge(b"8 bytes!", lambda *numbers: told.append(numbers)) == 2
@@ -134,3 +112,19 @@ class RedisTierTests(TierTests):
         assert await tier.purge(None, lambda *_: None) == 1
         assert await blocks.get(tier, others) == [False]
         assert self.run("GET", stranger) == b"another namespace"
+
+    async def test_another_version_is_left_alone_but_by_a_purge(self, tier, blocks):
+        """Nobody here can tell whose its blocks are: a purge of one salt may not spare them."""
+        salted, other = blocks.some(0, 1)
+        name = key_of(tier, salted)
+        strangers = [name.replace(b":1:", version) for version in (b":", b":2:", b":old:")]
+        for salt in (b"8 bytes!", None):
+            await blocks.store(tier, [salted.of(salt=b"8 bytes!"), other])
+            for stranger in strangers:
+                self.run("SET", stranger, b"of another version")
+            assert await blocks.get(tier, [salted, other]) == [True, True]
+            await blocks.remove(tier, [salted])
+            await blocks.store(tier, [salted.of(salt=b"8 bytes!")])
+            assert [self.run("EXISTS", stranger) for stranger in strangers] == [1, 1, 1]
+            assert await tier.purge(salt, lambda *_: None) == (4 if salt else 5)
+            assert [self.run("EXISTS", stranger) for stranger in strangers] == [0, 0, 0]

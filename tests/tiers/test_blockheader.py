@@ -1,4 +1,4 @@
-"""What is stored beside a block, and the checksum as a codec."""
+"""The page in front of a block: its label, and what finds it again without an index log."""
 
 from __future__ import annotations
 
@@ -7,69 +7,46 @@ import hashlib
 import pytest
 
 from kvladder.keys import BlockKey, Namespace
-from kvladder.tiers.base import Item, Outcome
-from kvladder.tiers.files.header import HEADER_BYTES, BlockHeader
+from kvladder.tiers.files.header import HEADER_BYTES, Header, read_header, write_header
+from kvladder.tiers.label import LABEL_BYTES, Facts, Labels, told
 
 SPACE = Namespace(hashlib.sha256(b"space").digest())
-ITEM = Item(BlockKey(hashlib.sha256(b"key").digest()), 7, priority=80, floor=35)
+KEY = BlockKey(hashlib.sha256(b"key").digest())
 PAYLOAD = bytes(range(256)) * 20
-
-
-def header(
-    space: Namespace = SPACE, size: int = len(PAYLOAD), *, verify: bool = True
-) -> BlockHeader:
-    return BlockHeader(space, size, verify=verify)
+FACTS = Facts(priority=80, floor=35, terms=5)
+LABEL = Labels(SPACE, len(PAYLOAD), verify=True).pack(KEY, PAYLOAD, FACTS)
+USED = LABEL_BYTES + 24
 
 
 @pytest.fixture
 def page() -> memoryview:
     page = memoryview(bytearray(HEADER_BYTES))
-    header().write(page, ITEM, 1, memoryview(PAYLOAD))
+    write_header(page, LABEL, 7, 1 << 40)
     return page
 
 
-def check(page: memoryview, reader: BlockHeader, item: Item = ITEM) -> Outcome:
-    return reader.check(page, item, memoryview(bytearray(PAYLOAD)))
+def test_a_whole_page_tells_what_was_put_where_and_when(page: memoryview) -> None:
+    found = told(LABEL)
+    assert found is not None
+    assert read_header(page) == Header(found, 7, 1 << 40)
+    assert (found.key, found.facts) == (KEY, FACTS)
+    assert page[:LABEL_BYTES] == LABEL
+    assert not any(page[USED:])
 
 
-def test_a_whole_block_is_good(page: memoryview) -> None:
-    assert check(page, header()) is Outcome.GOOD
+@pytest.mark.parametrize("byte", range(USED))
+def test_a_page_with_any_byte_flipped_tells_nothing(page: memoryview, byte: int) -> None:
+    page[byte] ^= 0x10
+    assert read_header(page) is None
 
 
-def test_where_it_lies_does_not_matter(page: memoryview) -> None:
-    """The key names the bytes: a block that was written to another place is no other block."""
-    assert check(page, header(), ITEM._replace(place=8)) is Outcome.GOOD
+def test_another_label_before_the_same_place_and_number_tells_nothing(page: memoryview) -> None:
+    """As a torn write leaves it."""
+    other = Labels(SPACE, len(PAYLOAD), verify=True).pack(KEY, PAYLOAD, FACTS._replace(terms=1))
+    page[:LABEL_BYTES] = other
+    assert told(page[:LABEL_BYTES]) is not None
+    assert read_header(page) is None
 
 
-def test_another_key_is_stale(page: memoryview) -> None:
-    other = ITEM._replace(key=BlockKey(hashlib.sha256(b"other").digest()))
-    assert check(page, header(), other) is Outcome.STALE
-
-
-def test_another_namespace_or_length_is_not_believed(page: memoryview) -> None:
-    other = Namespace(hashlib.sha256(b"other").digest())
-    assert check(page, header(space=other)) is Outcome.CORRUPT
-    assert check(page, header(size=len(PAYLOAD) - 1)) is Outcome.CORRUPT
-
-
-def test_a_page_of_zeros_is_not_believed() -> None:
-    assert check(memoryview(bytearray(HEADER_BYTES)), header()) is Outcome.CORRUPT
-
-
-def test_a_block_without_a_checksum_is_stale(page: memoryview) -> None:
-    assert check(page, header(verify=False)) is Outcome.GOOD
-    header(verify=False).write(page, ITEM, 1, memoryview(PAYLOAD))
-    assert check(page, header()) is Outcome.STALE
-
-
-def test_a_note_and_a_length_are_stored_beside_the_bytes(page: memoryview) -> None:
-    coded = ITEM._replace(length=100, note=bytearray(b"how"))
-    header().write(page, coded, 1, memoryview(PAYLOAD))
-    asked = ITEM._replace(note=bytearray(b"something else"))
-    damaged = memoryview(bytearray(PAYLOAD))
-    damaged[100] ^= 1  # what follows is not the block's
-    assert header().check(page, asked, damaged) is Outcome.GOOD
-    assert asked.note == b"how"
-    damaged[99] ^= 1
-    assert header().check(page, asked, damaged) is Outcome.CORRUPT
-    assert check(page, header()) is Outcome.STALE, "nobody would decode it"
+def test_a_page_of_zeros_tells_nothing() -> None:
+    assert read_header(memoryview(bytearray(HEADER_BYTES))) is None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
-from struct import pack, unpack_from
+from struct import pack
+from typing import NamedTuple
 
 import pytest
 import zstandard
@@ -21,25 +23,29 @@ from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey, Namespace
 from kvladder.layout import Layout
 from kvladder.testing.codecs import CodecTests, MakeCodec
-from kvladder.tiers.base import NOTE_BYTES, Item, Outcome
 from kvladder.tiers.codecs import aesgcm
 from kvladder.tiers.codecs.aesgcm import AesGcmCodec, AesGcmOptions
 from kvladder.tiers.codecs.base import ChecksumCodec, Codec, Subject
-from kvladder.tiers.codecs.chain import Chain
+from kvladder.tiers.codecs.chain import Chain, Find
 from kvladder.tiers.codecs.zstd import ZstdCodec, ZstdOptions
+from kvladder.tiers.label import (
+    LABEL_BYTES,
+    STEPS_MAX,
+    Coding,
+    Facts,
+    Labels,
+    Outcome,
+    packed_step,
+    steps_of,
+    told,
+)
 from tests.kit.mirror import MirrorCodec
 
 SIZE = 4096
 LAYOUT = Layout(block_tokens=16, block_bytes=SIZE, element="bfloat16")
 SPACE = LAYOUT.namespace()
-ITEM = Item(BlockKey(hashlib.sha256(b"key").digest()), 7, salt=b"12345678")
-OTHER = ITEM._replace(key=BlockKey(hashlib.sha256(b"other").digest()))
-
-
-class TestChecksum(CodecTests):
-    @pytest.fixture
-    def make(self) -> MakeCodec:
-        return ChecksumCodec
+SUBJECT = Subject(BlockKey(hashlib.sha256(b"key").digest()), b"12345678")
+OTHER = SUBJECT._replace(key=BlockKey(hashlib.sha256(b"other").digest()))
 
 
 class TestMirror(CodecTests):
@@ -60,11 +66,21 @@ class TestZstdOfBytes(TestZstd):
         return Layout(block_tokens=16, block_bytes=8191)
 
 
-def chain(*codecs: Codec, checked: bool = False, space: Namespace = SPACE, **more) -> Chain:
+class Side(NamedTuple):
+    """What a level does to its blocks."""
+
+    chain: Chain
+    labels: Labels
+
+
+def chain(
+    *codecs: Codec, space: Namespace = SPACE, find: Find = lambda _: None, checked: bool = False
+) -> Side:
     for codec in codecs:
         codec.open(LAYOUT, space)
-    find = more.pop("find", lambda _: None)
-    return Chain(codecs, layout=LAYOUT, namespace=space, find=find, checked=checked)
+    own = [codec for codec in codecs if not isinstance(codec, ChecksumCodec)]
+    verify = checked or any(codec.checks for codec in codecs)
+    return Side(Chain(own, layout=LAYOUT, find=find), Labels(space, SIZE, verify=verify))
 
 
 def numbers(seed: int = 0) -> bytes:
@@ -75,52 +91,51 @@ def numbers(seed: int = 0) -> bytes:
     )
 
 
-def encoded(sender: Chain, block: bytes, item: Item = ITEM) -> tuple[bytes, bytes]:
-    stored, note = sender.encode(item, memoryview(block), memoryview(bytearray(SIZE)))
-    assert len(note) <= NOTE_BYTES
-    return bytes(stored), note
+def encoded(sender: Side, block: bytes, subject: Subject = SUBJECT) -> tuple[bytes, bytes]:
+    stored, coding = sender.chain.encode(subject, memoryview(block), memoryview(bytearray(SIZE)))
+    facts = Facts(salt=subject.salt)
+    return bytes(stored), sender.labels.pack(subject.key, bytes(stored), facts, coding)
 
 
 def decoded(
-    reader: Chain, stored: bytes | bytearray, note: bytes | bytearray, item: Item = ITEM
+    reader: Side, stored: bytes | bytearray, label: bytes | bytearray, subject: Subject = SUBJECT
 ) -> bytes | Outcome:
-    slot = bytearray(stored.ljust(SIZE, b"\xa5"))
-    outcome = reader.decode(item, bytes(note), memoryview(slot))
+    slot = memoryview(bytearray(stored.ljust(SIZE, b"\xa5")))
+    outcome, coding = reader.labels.check(subject.key, bytes(label), slot[: len(stored)])
+    if coding is not None:
+        outcome = reader.chain.decode(subject.key, coding, slot)
     return bytes(slot) if outcome is Outcome.GOOD else outcome
 
 
-def steps_of(note: bytes) -> list[tuple[int, bytes]]:
-    """Id and parameters of each codec that a note names."""
-    at, steps = 10, []
-    while at < len(note) - 8:
-        codec, size = unpack_from("<HB", note, at)
-        at += 3 + size
-        steps.append((codec, note[at - size : at]))
-    return steps
+def coding_of(side: Side, stored: bytes, label: bytes) -> Coding:
+    outcome, coding = side.labels.check(SUBJECT.key, label, memoryview(stored))
+    assert outcome is Outcome.GOOD
+    assert coding is not None
+    return coding
 
 
-def note_of(
-    item: Item, steps: list[tuple[int, bytes]], length: int, *, count: int | None = None
-) -> bytes:
-    """A note as somebody makes it who knows the format and no key."""
-    note = pack("<BBQ", 1, len(steps) if count is None else count, length)
-    note += b"".join(pack("<HB", codec, len(params)) + params for codec, params in steps)
-    return note + pack("<Q", xxh3_64_intdigest(SPACE + item.key + note))
+def forged(stored: bytes, steps: Sequence[tuple[int, bytes]]) -> bytes:
+    """A label as somebody makes it who knows the format and no key."""
+    packed = b"".join(packed_step(codec, params) for codec, params in steps)
+    labels = Labels(SPACE, SIZE, verify=True)
+    return labels.pack(SUBJECT.key, stored, coding=Coding(len(stored), packed))
 
 
 def test_the_checksum_is_of_what_crosses_the_edge():
-    codec = ChecksumCodec()
-    data = memoryview(bytearray(b"data"))
-    stored, tag = codec.encode(data, memoryview(bytearray(4)), Subject(ITEM.key))
-    assert stored is data
-    assert tag == xxh3_128_digest(b"data")
+    stored, label = encoded(chain(ZstdCodec(), ChecksumCodec()), numbers())
+    said = told(label)
+    assert said is not None
+    assert said.checksum == xxh3_128_digest(stored)
+    said = told(encoded(chain(ZstdCodec()), numbers())[1])
+    assert said is not None
+    assert said.checksum == b""
 
 
 def test_byte_planes_are_what_makes_numbers_shrink():
     codec = ZstdCodec()
     codec.open(LAYOUT, SPACE)
     block = numbers()
-    done = codec.encode(memoryview(block), memoryview(bytearray(SIZE)), Subject(ITEM.key))
+    done = codec.encode(memoryview(block), memoryview(bytearray(SIZE)), Subject(SUBJECT.key))
     assert done is not None
     plain = zstandard.compress(block, 1)
     assert len(done[0]) < 0.9 * len(plain)
@@ -128,12 +143,13 @@ def test_byte_planes_are_what_makes_numbers_shrink():
 
 
 def test_what_does_not_shrink_is_stored_as_it_is():
-    sender = chain(ZstdCodec(), ChecksumCodec(), checked=True)
+    sender = chain(ZstdCodec(), ChecksumCodec())
     block = Random(1).randbytes(SIZE)
     data, target = memoryview(block), memoryview(bytearray(SIZE))
-    stored, note = sender.encode(ITEM, data, target)
+    stored, coding = sender.chain.encode(SUBJECT, data, target)
     assert stored is data
-    assert decoded(sender, block, note) == block
+    assert not coding.steps
+    assert decoded(sender, *encoded(sender, block)) == block
 
 
 def test_a_frame_that_claims_to_be_huge_is_not_unpacked():
@@ -142,7 +158,7 @@ def test_a_frame_that_claims_to_be_huge_is_not_unpacked():
     bomb = zstandard.compress(bytes(1 << 24), 1)
     target = memoryview(bytearray(SIZE))
     for params in (len(bomb), 0):
-        found = codec.decode(memoryview(bomb), pack("<Q", params), target, Subject(ITEM.key))
+        found = codec.decode(memoryview(bomb), pack("<Q", params), target, Subject(SUBJECT.key))
         assert found is None
 
 
@@ -158,74 +174,91 @@ def test_chains_round_trip(block: bytes):
 
 @pytest.mark.slow
 def test_every_single_bit_counts():
-    sender = chain(ZstdCodec(), ChecksumCodec(), checked=True)
-    stored, note = encoded(sender, numbers())
+    sender = chain(ZstdCodec(), ChecksumCodec())
+    stored, label = encoded(sender, numbers())
     for place in range(8 * len(stored)):
         damaged = bytearray(stored)
         damaged[place // 8] ^= 1 << place % 8
-        assert decoded(sender, damaged, note) is Outcome.CORRUPT
-    for place in range(8 * len(note)):
-        damaged = bytearray(note)
+        assert decoded(sender, damaged, label) is Outcome.CORRUPT
+    for place in range(8 * len(label)):
+        damaged = bytearray(label)
         damaged[place // 8] ^= 1 << place % 8
         assert decoded(sender, stored, damaged) is Outcome.CORRUPT
 
 
 def test_what_is_cut_short_is_not_believed():
-    sender = chain(ZstdCodec(), ChecksumCodec(), checked=True)
-    stored, note = encoded(sender, numbers())
+    sender = chain(ZstdCodec(), ChecksumCodec())
+    stored, label = encoded(sender, numbers())
     for size in range(0, len(stored), 7):
-        assert decoded(sender, stored[:size], note) is Outcome.CORRUPT
-    for size in range(1, len(note)):
-        assert decoded(sender, stored, note[:size]) is Outcome.CORRUPT
-    assert decoded(sender, stored, b"") is Outcome.STALE
+        assert decoded(sender, stored[:size], label) is Outcome.CORRUPT
+    for size in range(len(label)):
+        assert decoded(sender, stored, label[:size]) is Outcome.CORRUPT
 
 
-@pytest.mark.parametrize("count", [0, 2, 7, 200, 255])
-def test_a_note_of_another_length_than_its_steps_is_damage(count):
-    sender = chain(ZstdCodec(), ChecksumCodec(), checked=True)
-    stored, note = encoded(sender, numbers())
-    forged = note_of(ITEM, steps_of(note), len(stored), count=count)
-    assert (
-        (decoded(sender, stored, forged) == numbers())
-        if count == 2
-        else (decoded(sender, stored, forged) is Outcome.CORRUPT)
-    )
+def test_a_label_whose_steps_are_cut_is_damage():
+    sender = chain(ZstdCodec(), ChecksumCodec())
+    stored, label = encoded(sender, numbers())
+    coding = coding_of(sender, stored, label)
+    for size in range(len(coding.steps) + 1):
+        cut = sender.labels.pack(
+            SUBJECT.key, stored, coding=Coding(len(stored), coding.steps[:size])
+        )
+        is_whole = size == len(coding.steps)
+        assert decoded(sender, stored, cut) == (numbers() if is_whole else Outcome.CORRUPT)
 
 
-def test_another_block_s_note_is_not_believed():
-    sender = chain(ZstdCodec(), ChecksumCodec(), checked=True)
-    stored, note = encoded(sender, numbers())
-    other_stored, other_note = encoded(sender, numbers(1), OTHER)
-    assert decoded(sender, stored, other_note) is Outcome.CORRUPT
-    assert decoded(sender, other_stored, note) is Outcome.CORRUPT
-    assert decoded(sender, other_stored, other_note) is Outcome.CORRUPT
+def test_more_steps_than_a_label_has_are_damage():
+    sender = chain(Half(), checked=True)
+    for count in (STEPS_MAX + 1, 130):
+        label = forged(bytes(SIZE >> 1), [(Half.id, b"")] * count)
+        assert decoded(sender, bytes(SIZE >> 1), label) is Outcome.CORRUPT
+
+
+def test_more_bytes_of_steps_than_a_label_has_are_damage():
+    """Also of one whose check is right."""
+    sender = chain(ZstdCodec(), ChecksumCodec())
+    stored, label = encoded(sender, numbers())
+    for size in (449, 576, 65535):
+        body = label[:12] + pack("<H", size) + label[14:-8]
+        assert decoded(sender, stored, body + pack("<Q", xxh3_64_intdigest(body))) is (
+            Outcome.CORRUPT
+        )
+
+
+def test_another_block_s_label_is_not_believed():
+    sender = chain(ZstdCodec(), ChecksumCodec())
+    stored, label = encoded(sender, numbers())
+    other_stored, other_label = encoded(sender, numbers(1), OTHER)
+    assert decoded(sender, stored, other_label) is Outcome.STALE
+    assert decoded(sender, other_stored, label) is Outcome.CORRUPT
+    assert decoded(sender, other_stored, other_label) is Outcome.STALE
     stranger = chain(ZstdCodec(), space=LAYOUT.namespace(salt="other"))
-    assert decoded(stranger, stored, note) is Outcome.CORRUPT
+    assert decoded(stranger, stored, label) is Outcome.STALE
 
 
-@given(st.binary(max_size=NOTE_BYTES), st.binary(max_size=SIZE))
-def test_nothing_made_up_is_believed(note: bytes, stored: bytes):
-    sender = chain(ZstdCodec(), ChecksumCodec(), checked=True)
-    assert decoded(sender, stored, note) in {Outcome.CORRUPT, Outcome.STALE}
+@given(st.binary(max_size=LABEL_BYTES), st.binary(max_size=SIZE))
+def test_nothing_made_up_is_believed(label: bytes, stored: bytes):
+    sender = chain(ZstdCodec(), ChecksumCodec())
+    assert decoded(sender, stored, label) in {Outcome.CORRUPT, Outcome.STALE}
 
 
 def test_a_reader_needs_no_configuration():
     block = numbers()
-    stored, note = encoded(chain(ZstdCodec(), ChecksumCodec()), block)
+    stored, label = encoded(chain(ZstdCodec(), ChecksumCodec()), block)
     known = {codec.id: codec for codec in (ZstdCodec(), ChecksumCodec())}
-    assert decoded(chain(find=known.get), stored, note) == block
-    assert decoded(chain(find=known.get, checked=True), stored, note) == block
+    assert decoded(chain(find=known.get), stored, label) == block
+    assert decoded(chain(find=known.get), stored, label) == block
 
 
 def test_an_unknown_codec_is_a_miss():
-    stored, note = encoded(chain(ZstdCodec(), ChecksumCodec()), numbers())
-    assert decoded(chain(ChecksumCodec(), checked=True), stored, note) is Outcome.STALE
+    stored, label = encoded(chain(ZstdCodec(), ChecksumCodec()), numbers())
+    assert decoded(chain(ChecksumCodec()), stored, label) is Outcome.UNREADABLE
 
 
 def test_where_blocks_are_checked_one_without_a_checksum_is_a_miss():
-    stored, note = encoded(chain(ZstdCodec()), numbers())
-    checking = chain(ZstdCodec(), ChecksumCodec(), checked=True)
-    assert decoded(checking, stored, note) is Outcome.STALE
+    stored, label = encoded(chain(ZstdCodec()), numbers())
+    checking = chain(ZstdCodec(), ChecksumCodec())
+    assert decoded(checking, stored, label) is Outcome.STALE
 
 
 class Half(Codec):
@@ -296,13 +329,13 @@ def test_what_is_encrypted_can_be_read_by_anybody_who_knows_the_master_key():
     block = numbers()
     codec = AesGcmCodec()
     codec.open(LAYOUT, SPACE)
-    subject = Subject(ITEM.key, ITEM.salt, b"steps")
+    subject = SUBJECT._replace(steps=b"steps")
     stored, params = codec.encode(memoryview(block), memoryview(bytearray(SIZE)), subject)
     nonce, tag, epoch, salt = params[8:20], params[20:36], params[36:48], params[48:]
-    assert salt == ITEM.salt
+    assert salt == SUBJECT.salt
     info = b"kvladder aes-gcm v2\0key\0" + SPACE + epoch + salt
     key = HKDF(SHA256(), 32, None, info).derive(bytes.fromhex(MASTER))
-    bound = SPACE + ITEM.key + bytes([8]) + salt.ljust(16, b"\0") + b"steps"
+    bound = SPACE + SUBJECT.key + bytes([8]) + salt.ljust(16, b"\0") + b"steps"
     assert AESGCM(key).decrypt(nonce, bytes(stored) + tag, bound) == block
 
 
@@ -311,7 +344,7 @@ def test_nothing_is_encrypted_twice_alike():
     sender = chain(AesGcmCodec())
     block = bytes(SIZE)
     found = {encoded(sender, block)[0] for _ in range(20)}
-    found |= {encoded(sender, block, ITEM._replace(salt=b"another!"))[0] for _ in range(20)}
+    found |= {encoded(sender, block, SUBJECT._replace(salt=b"another!"))[0] for _ in range(20)}
     assert len(found) == 40
     assert not any(block[:16] in stored for stored in found)
 
@@ -321,30 +354,30 @@ def test_nothing_is_encrypted_twice_alike():
 @pytest.mark.parametrize("packed", [False, True])
 def test_every_single_bit_of_an_encrypted_block_counts(packed):
     sender = chain(*([ZstdCodec()] if packed else []), AesGcmCodec())
-    stored, note = encoded(sender, numbers())
-    assert decoded(sender, stored, note) == numbers()
+    stored, label = encoded(sender, numbers())
+    assert decoded(sender, stored, label) == numbers()
     for place in range(0, 8 * len(stored), 7):
         damaged = bytearray(stored)
         damaged[place // 8] ^= 1 << place % 8
-        assert decoded(sender, damaged, note) is Outcome.CORRUPT
-    for place in range(8 * len(note)):
-        damaged = bytearray(note)
+        assert decoded(sender, damaged, label) is Outcome.CORRUPT
+    for place in range(8 * len(label)):
+        damaged = bytearray(label)
         damaged[place // 8] ^= 1 << place % 8
         assert decoded(sender, stored, damaged) is Outcome.CORRUPT
 
 
 @pytest.mark.usefixtures("master")
 def test_a_block_is_bound_to_its_key_and_namespace():
-    """Also for whoever can make notes that are right for another block."""
+    """Also for whoever can make labels that are right for another block."""
     codec = AesGcmCodec()
     codec.open(LAYOUT, SPACE)
     target = memoryview(bytearray(SIZE))
-    stored, params = codec.encode(memoryview(numbers()), target, Subject(ITEM.key, ITEM.salt))
+    stored, params = codec.encode(memoryview(numbers()), target, SUBJECT)
     plain = memoryview(bytearray(SIZE))
-    assert codec.decode(stored, params, plain, Subject(ITEM.key)) == numbers()
+    assert codec.decode(stored, params, plain, Subject(SUBJECT.key)) == numbers()
     assert codec.decode(stored, params, plain, Subject(OTHER.key)) is None
     codec.open(LAYOUT, LAYOUT.namespace(salt="other"))
-    assert codec.decode(stored, params, plain, Subject(ITEM.key)) is None
+    assert codec.decode(stored, params, plain, Subject(SUBJECT.key)) is None
 
 
 @pytest.mark.usefixtures("master")
@@ -352,12 +385,14 @@ def test_a_block_is_bound_to_what_was_done_to_it_before():
     """Somebody who can write to the medium cannot have it unpacked in another way."""
     known = {ChecksumCodec.id: ChecksumCodec()}
     sender = chain(ZstdCodec(), AesGcmCodec(), find=known.get)
-    stored, note = encoded(sender, numbers())
-    steps = steps_of(note)
+    stored, label = encoded(sender, numbers())
+    found = steps_of(coding_of(sender, stored, label))
+    assert found is not None
+    steps = [(step.codec, step.params) for step in found]
     assert [codec for codec, _ in steps] == [ZstdCodec.id, AesGcmCodec.id]
-    assert decoded(sender, stored, note_of(ITEM, steps, len(stored))) == numbers()
+    assert decoded(sender, stored, forged(stored, steps)) == numbers()
     (packed, params), encrypted = steps
-    forged = [
+    lies = [
         [encrypted],
         [(ChecksumCodec.id, params), encrypted],
         [(packed, params[:-1] + bytes([params[-1] ^ 1])), encrypted],
@@ -366,11 +401,11 @@ def test_a_block_is_bound_to_what_was_done_to_it_before():
         [(packed, params), encrypted, (packed, params)],
         [(packed, params), encrypted, encrypted],
     ]
-    for made_up in forged:
-        assert decoded(sender, stored, note_of(ITEM, made_up, len(stored))) is Outcome.CORRUPT
+    for made_up in lies:
+        assert decoded(sender, stored, forged(stored, made_up)) is Outcome.CORRUPT
     wrapped = zstandard.ZstdCompressor().compress(bytes(stored))
     outer = (packed, pack("<Q", len(wrapped)))
-    twice = note_of(ITEM, [*steps, outer], len(wrapped))
+    twice = forged(wrapped, [*steps, outer])
     assert decoded(sender, wrapped, twice) is Outcome.CORRUPT, "nothing is unpacked unchecked"
 
 
@@ -382,31 +417,31 @@ def test_no_key_encrypts_more_blocks_than_random_nonces_allow(monkeypatch):
     codec.open(LAYOUT, SPACE)
     used: Counter[tuple[bytes, bytes]] = Counter()
     for number in range(60):
-        subject = Subject(ITEM.key, b"salt %d" % (number % 3 if number > 20 else 0))
+        subject = Subject(SUBJECT.key, b"salt %d" % (number % 3 if number > 20 else 0))
         target = memoryview(bytearray(SIZE))
         stored, params = codec.encode(memoryview(numbers()), target, subject)
         used[params[36:48], subject.salt] += 1
         plain = memoryview(bytearray(SIZE))
-        assert codec.decode(stored, params, plain, Subject(ITEM.key)) == numbers()
+        assert codec.decode(stored, params, plain, Subject(SUBJECT.key)) == numbers()
         assert len(codec._writers) <= 2
     assert max(used.values()) == 3
 
 
 def test_after_a_rotation_old_blocks_are_misses(monkeypatch):
     monkeypatch.setenv("KVLADDER_KEY", MASTER)
-    stored, note = encoded(chain(AesGcmCodec()), numbers())
+    stored, label = encoded(chain(AesGcmCodec()), numbers())
     monkeypatch.setenv("KVLADDER_KEY", ROTATED)
-    assert decoded(chain(AesGcmCodec()), stored, note) is Outcome.STALE
+    assert decoded(chain(AesGcmCodec()), stored, label) is Outcome.UNREADABLE
 
 
 @pytest.mark.usefixtures("master")
 def test_where_blocks_are_encrypted_no_other_is_taken():
     """Somebody who can write to the medium cannot have the engine read what he wrote."""
-    stored, note = encoded(chain(ZstdCodec(), ChecksumCodec()), numbers())
+    stored, label = encoded(chain(ZstdCodec(), ChecksumCodec()), numbers())
     known = {ChecksumCodec.id: ChecksumCodec()}
     encrypting = chain(ZstdCodec(), AesGcmCodec(), find=known.get)
-    assert decoded(encrypting, stored, note) is Outcome.STALE
-    assert decoded(encrypting, numbers(), b"") is Outcome.STALE
+    assert decoded(encrypting, stored, label) is Outcome.UNREADABLE
+    assert decoded(encrypting, numbers(), forged(numbers(), [])) is Outcome.UNREADABLE
 
 
 @pytest.mark.parametrize(
@@ -428,7 +463,7 @@ def test_a_key_that_is_none_is_refused(monkeypatch, text, says):
 
 def test_hexadecimal_and_base64_are_the_same_key(monkeypatch):
     monkeypatch.setenv("KVLADDER_KEY", MASTER)
-    stored, note = encoded(chain(AesGcmCodec()), numbers())
+    stored, label = encoded(chain(AesGcmCodec()), numbers())
     monkeypatch.setenv("OTHER_KEY", base64.b64encode(bytes.fromhex(MASTER)).decode())
     other = chain(AesGcmCodec(AesGcmOptions(variable="OTHER_KEY")))
-    assert decoded(other, stored, note) == numbers()
+    assert decoded(other, stored, label) == numbers()

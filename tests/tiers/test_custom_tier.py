@@ -14,15 +14,16 @@ import pytest
 from kvladder.errors import ConfigError, TierFull
 from kvladder.testing.fixtures import Blocks, MakeTier, Opener
 from kvladder.testing.tiers import TierTests
-from kvladder.tiers.base import Item, Tier
+from kvladder.tiers.base import Tier
+from kvladder.tiers.label import Ref
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "custom_tier.py"
 PAGE = ROOT / "docs" / "write-a-tier.md"
 
 
-def loaded() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("custom_tier", EXAMPLE)
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLE.with_stem(name))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -30,7 +31,7 @@ def loaded() -> ModuleType:
     return module
 
 
-example: Any = loaded()
+example: Any = loaded("custom_tier")
 
 
 class TestSqlite(TierTests):
@@ -44,28 +45,37 @@ class TestSqlite(TierTests):
     def database(self, tier: Any) -> sqlite3.Connection:
         return sqlite3.connect(tier.options.path)
 
-    async def raw_get(self, tier: Tier, item: Item) -> bytes | None:
+    async def raw_get(self, tier: Tier, ref: Ref) -> bytes | None:
         database = self.database(tier)
-        row = database.execute("SELECT data FROM blocks WHERE key = ?", [item.key]).fetchone()
+        row = database.execute("SELECT data FROM blocks WHERE key = ?", [ref.key]).fetchone()
         database.close()
         return None if row is None else row[0]
 
-    async def raw_corrupt(self, tier: Tier, item: Item) -> None:
+    async def raw_put(self, tier: Tier, ref: Ref, label: bytes, data: bytes) -> None:
         database = self.database(tier)
-        data = bytearray(await self.raw_get(tier, item) or b"")
+        with database:
+            database.execute(
+                "INSERT OR REPLACE INTO blocks VALUES (NULL, ?, ?, ?, ?, ?)",
+                [tier.context.namespace, ref.key, ref.place, label, data],
+            )
+        database.close()
+
+    async def raw_corrupt(self, tier: Tier, ref: Ref) -> None:
+        database = self.database(tier)
+        data = bytearray(await self.raw_get(tier, ref) or b"")
         data[0] ^= 1
         with database:
-            database.execute("UPDATE blocks SET data = ? WHERE key = ?", [data, item.key])
+            database.execute("UPDATE blocks SET data = ? WHERE key = ?", [data, ref.key])
         database.close()
 
     async def test_a_full_database_is_tier_full(self, opened: Opener, blocks: Blocks) -> None:
         tier: Any = await opened()
         kept = await blocks.put(tier, 0)
         tier._database.execute("PRAGMA max_page_count = 1")
-        items = blocks.items(*range(1, 1 + tier.batch_max))
+        items = blocks.some(*range(1, 1 + tier.batch_max))
         blocks.fill(items)
         with pytest.raises(TierFull):
-            await tier.put(items)
+            await tier.put(blocks.writes(items))
         assert await blocks.get(tier, [*kept, *items]) == [True] + [False] * len(items)
 
     async def test_a_path_that_cannot_be_is_refused(self, context: Any, tmp_path: Path) -> None:
@@ -83,16 +93,20 @@ def code_of(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
 
 
-def test_the_page_shows_the_example() -> None:
-    """Joined together, the blocks up to the tests are the file up to its ``serve``."""
+def test_the_page_shows_the_examples() -> None:
+    """Joined together, the blocks up to each tier's end are its file up to its ``serve``."""
 
     def bare(source: str) -> str:
         """Without imports and empty lines; in one line, so that its breaks do not matter."""
-        lines = [line for line in source.splitlines() if not re.match(r"(import|from) ", line)]
-        return "".join("".join(lines).split())
+        imports = re.compile(r"^(import|from) ([^(\n]*|.*?\))\n", re.MULTILINE | re.DOTALL)
+        source = imports.sub("", source)
+        return "".join(source.split())
 
     blocks = code_of(PAGE.read_text(encoding="utf-8"))
-    shown = bare("".join(b for b in blocks if "TierTests" not in b and "register(" not in b))
-    whole = bare(EXAMPLE.read_text(encoding="utf-8"))
-    assert len(shown) > 3000
-    assert shown in whole
+    shown = [b for b in blocks if "TierTests" not in b and "register(" not in b]
+    private, shared = bare("".join(shown[:-1])), bare(shown[-1])
+    assert len(private) > 2500
+    assert private in bare(EXAMPLE.read_text(encoding="utf-8"))
+    assert bare(EXAMPLE.with_stem("shared_folder").read_text(encoding="utf-8")).endswith(shared)
+    ours = re.findall(r"^(?:from|import) (kvladder[.\w]*)", "".join(shown), re.MULTILINE)
+    assert {*ours} == {"kvladder.tiers"}, "one door is enough"

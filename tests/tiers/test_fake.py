@@ -6,13 +6,13 @@ from functools import partial
 from random import Random
 
 import pytest
-from xxhash import xxh3_128_digest
 
 from kvladder.testing.fakes import FakeStore, FakeTier, Record
 from kvladder.testing.fixtures import MakeTier
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.tiers import TierTests
-from kvladder.tiers.base import Item, Tier
+from kvladder.tiers.base import Tier
+from kvladder.tiers.label import NO_FACTS, Ref
 
 
 class TestFake(TierTests):
@@ -20,17 +20,17 @@ class TestFake(TierTests):
     def make(self) -> MakeTier:
         return partial(FakeTier, random=Random(1), latency_s=0.001, mean_s=0.01)
 
-    async def raw_get(self, tier: Tier, item: Item) -> bytes | None:
+    async def raw_get(self, tier: Tier, ref: Ref) -> bytes | None:
         assert isinstance(tier, FakeTier)
-        return tier.stored(item.key)
+        return tier.stored(ref.key)
 
-    async def raw_put(self, tier: Tier, item: Item, data: bytes) -> None:
+    async def raw_put(self, tier: Tier, ref: Ref, label: bytes, data: bytes) -> None:
         assert isinstance(tier, FakeTier)
-        tier.records[item.place] = Record(item, data, xxh3_128_digest(data))
+        tier.records[ref.place] = Record(*ref, NO_FACTS, label, data)
 
-    async def raw_corrupt(self, tier: Tier, item: Item) -> None:
+    async def raw_corrupt(self, tier: Tier, ref: Ref) -> None:
         assert isinstance(tier, FakeTier)
-        tier.corrupt(item.key)
+        tier.corrupt(ref.key)
 
 
 class TestDurableFake(TestFake):
@@ -59,11 +59,11 @@ class TestSharedFake(TierTests):
 
         return make
 
-    async def raw_corrupt(self, tier, item) -> None:
-        tier.corrupt(item.key)
+    async def raw_corrupt(self, tier, ref) -> None:
+        tier.corrupt(ref.key)
 
     async def test_purge_removes_one_salt_or_all(self, tier, blocks) -> None:
-        salted = [item._replace(salt=b"8 bytes!") for item in blocks.items(0, 1)]
+        salted = [item.of(salt=b"8 bytes!") for item in blocks.some(0, 1)]
         await blocks.store(tier, salted)
         others = await blocks.put(tier, 2)
         told: list[tuple[int, int]] = []

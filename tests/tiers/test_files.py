@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
+import os
 import shutil
 import threading
 from collections.abc import Sequence
@@ -14,10 +16,11 @@ import pytest
 from kvladder.errors import TierError
 from kvladder.testing.fixtures import Blocks, MakeTier
 from kvladder.testing.tiers import TierTests
-from kvladder.tiers.base import Item, Tier, TierContext
+from kvladder.tiers.base import NO_SLOT, Tier, TierContext
 from kvladder.tiers.files import tier as files
 from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
+from kvladder.tiers.label import LABEL_BYTES, Labels, Ref, Write, told
 from kvladder.units import Size
 from tests.kit.disk import FakeDisk, InlinePool
 from tests.patience import PATIENCE_S
@@ -29,19 +32,20 @@ class FilesTests(TierTests):
     """What the suite needs to look behind the back of a files tier."""
 
     survives = True
+    ends = False
 
     @pytest.fixture
     def capacity(self) -> int:
         return 16
 
-    def where(self, tier: Tier, item: Item) -> tuple[Path, int]:
+    def where(self, tier: Tier, ref: Ref) -> tuple[Path, int]:
         """The file and the offset of a block's header, worked out anew."""
         assert isinstance(tier, FilesTier)
         context = tier.context
         stride = HEADER + context.layout.slot_bytes
         places = max(1, min(tier.options.segment // stride, context.capacity_blocks // 16))
         home = Path(tier.options.path) / context.namespace.hex()[:16]
-        return home / f"seg-{item.place // places:05d}", item.place % places * stride
+        return home / f"seg-{ref.place // places:05d}", ref.place % places * stride
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
         return path.read_bytes()[offset : offset + size]
@@ -51,14 +55,27 @@ class FilesTests(TierTests):
         data[offset] ^= 0x10
         path.write_bytes(data)
 
-    async def raw_get(self, tier: Tier, item: Item) -> bytes | None:
-        path, offset = self.where(tier, item)
-        size = tier.context.layout.block_bytes
-        data = self.read(path, offset, HEADER + size)
-        return data[HEADER:] if item.key in data[:HEADER] else None
+    async def raw_put(self, tier: Tier, ref: Ref, label: bytes, data: bytes) -> None:
+        assert isinstance(tier, FilesTier)
+        layout, disk = tier.context.layout, tier._disk
+        labels = Labels(tier.context.namespace, layout.block_bytes, verify=True)
+        view = memoryview(mmap.mmap(-1, layout.slot_bytes))
+        assert list(await tier.put([Write(labels, ref, NO_SLOT, view)])) == [True]
+        path, offset = self.where(tier, ref)
+        lies = label.ljust(HEADER, b"\0") + data[: len(view)].ljust(len(view), b"\0")
+        fd = disk.open(path, os.O_RDWR)
+        assert disk.pwritev(fd, [lies], offset) == len(lies)
+        disk.close(fd)
 
-    async def raw_corrupt(self, tier: Tier, item: Item) -> None:
-        path, offset = self.where(tier, item)
+    async def raw_get(self, tier: Tier, ref: Ref) -> bytes | None:
+        path, offset = self.where(tier, ref)
+        label = told(self.read(path, offset, LABEL_BYTES))
+        if label is None or label.key != ref.key:
+            return None
+        return self.read(path, offset + HEADER, label.length)
+
+    async def raw_corrupt(self, tier: Tier, ref: Ref) -> None:
+        path, offset = self.where(tier, ref)
         self.flip(path, offset + HEADER)
 
 
@@ -122,12 +139,11 @@ class TestFiles(FilesTests):
         await tier.open(context)
         items = await blocks.put(tier, *range(4))
         shutil.rmtree(tmp_path / "kv")
-        more = blocks.items(4)
         with pytest.raises(TierError) as caught:
-            await tier.put(more)
+            await tier.put(blocks.writes(blocks.some(4)))
         assert not caught.value.temporary
         for _ in range(20):  # what is open stays usable, the log is compacted in place
-            await tier.remove(items[:1])
+            await blocks.remove(tier, items[:1])
             await blocks.put(tier, 0)
         assert await blocks.get(tier, items) == [True] * 4
         await tier.aclose()
@@ -190,20 +206,20 @@ class TestFiles(FilesTests):
         await tier.open(context)
         await blocks.put(tier, *range(8))
         for turn in range(60):
-            await tier.remove(blocks.items(turn % 8))
+            await blocks.remove(tier, blocks.some(turn % 8))
             await blocks.put(tier, turn % 8)
         for turn in range(160):  # more than came while the last compaction was under way
             if tier._compacting is not None:
                 await asyncio.wait({tier._compacting})
             await blocks.put(tier, turn % 8)
-        assert await blocks.get(tier, blocks.items(*range(8))) == [True] * 8
+        assert await blocks.get(tier, blocks.some(*range(8))) == [True] * 8
         await tier.aclose()
         log = next((tmp_path / "kv").rglob("index.log"))
         used = log.read_bytes().rstrip(b"\0")
         assert len(used) < 64 * (1 + 2 * 8 + 16 + 8)
         tier = FilesTier(options)
         await tier.open(context)
-        recovered = [item.place async for batch in tier.recover() for item in batch]
+        recovered = [kept.place async for batch in tier.recover() for kept in batch]
         assert sorted(recovered) == list(range(8))
         await tier.aclose()
 

@@ -15,10 +15,11 @@ from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.runtime import SystemClock
 from kvladder.testing.sim import inline_blocking
-from kvladder.tiers.base import Item, TierContext
+from kvladder.tiers.base import TierContext
 from kvladder.tiers.files.disk import Disk
-from kvladder.tiers.files.log import PUT, REMOVE, IndexLog
+from kvladder.tiers.files.log import IndexLog
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
+from kvladder.tiers.label import Kept
 
 COUNT = 1_000_000
 STRIDE = 8192
@@ -42,13 +43,14 @@ async def test_recovers_a_million_blocks(tmp_path: Path) -> None:
     log.load()
     for start in range(0, COUNT, 250):
         keys = [hashlib.sha256(b"%d" % n).digest() for n in range(start, start + 250)]
-        log.append(PUT, [Item(BlockKey(key), start + n) for n, key in enumerate(keys)])
-        log.append(REMOVE, [Item(BlockKey(keys[7]), start + 7)])
+        kept = [Kept(BlockKey(key), start + n) for n, key in enumerate(keys)]
+        log.put(kept)
+        log.remove(kept[7:8])
     log.close()
 
     tier = FilesTier(FilesOptions(path=str(tmp_path)))
     await tier.open(context)
-    places = [item.place async for batch in tier.recover() for item in batch]
+    places = [kept.place async for batch in tier.recover() for kept in batch]
     await tier.aclose()
     arena.close()
     assert places == [place for place in range(COUNT) if place % 250 != 7]

@@ -11,7 +11,7 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from kvladder.errors import ConfigError, TierError, TierFull
-from kvladder.tiers.files.meta import SEGMENTS_MAX, sealed
+from kvladder.tiers.files.directory import SEGMENTS_MAX, sealed
 from kvladder.tiers.files.purge import purge_files
 from kvladder.tiers.files.tier import FilesOptions
 from tests.crash.harness import CAPACITY, ROOT, STRIDE, Machine, key, new_disk
@@ -125,10 +125,10 @@ async def test_a_newer_format_is_refused_and_kept(disk: FakeDisk, new: New) -> N
     tier, _ = await machine.open()
     await machine.put(tier, (0, 0))
     await tier.aclose()
-    change_meta(machine, version=3, new=1)
+    change_meta(machine, version=4, new=1)
     before = disk.files()
     text = await refused(machine)
-    assert "META is of format 3, which is newer than 2" in text
+    assert "META is of format 4, which is newer than 3" in text
     assert disk.files() == before
 
 
@@ -138,13 +138,13 @@ async def test_an_earlier_format_is_begun_anew_with_one_notice(disk: FakeDisk, n
     tier, _ = await machine.open()
     await machine.put(tier, (0, 0), (1, 3))
     await tier.aclose()
-    change_meta(machine, version=1)
-    with pytest.raises(ConfigError, match="in format 1.*purge with that version, or remove"):
+    change_meta(machine, version=2)
+    with pytest.raises(ConfigError, match="in format 2.*purge with that version, or remove"):
         purge_files(disk, ROOT, space=None, salt="red", progress=lambda *_: None)
     tier, recovered = await machine.open()
     assert recovered == []
     (notice,) = machine.told
-    assert f"{machine.home} was written by an earlier version of kvladder, in format 1" in notice
+    assert f"{machine.home} was written by an earlier version of kvladder, in format 2" in notice
     await tier.aclose()
     machine.model.promised.clear()
     await machine.check(all_kept=True)
@@ -379,6 +379,6 @@ async def test_a_stranger_s_file_in_another_namespace_stays(disk: FakeDisk, new:
 async def test_a_newer_version_s_namespace_is_left_alone(disk: FakeDisk, new: New) -> None:
     a, b = new("a"), new("b")
     await fill(a, CAPACITY)
-    change_meta(a, version=3)
+    change_meta(a, version=4)
     await fill(b, 3)
     assert segments(a) == CAPACITY * STRIDE

@@ -11,8 +11,8 @@ from xxhash import xxh3_64_intdigest
 
 from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey, Namespace
-from kvladder.tiers.base import Item
-from kvladder.tiers.files.log import PUT, RECORD_BYTES, REMOVE, IndexLog, items_of, tag_of
+from kvladder.tiers.files.log import RECORD_BYTES, IndexLog, kept_of, tag_of
+from kvladder.tiers.label import NO_FACTS, Facts, Kept
 from tests.kit.disk import FakeDisk
 
 HOME = Path("/home")
@@ -21,9 +21,9 @@ SPACE = Namespace(hashlib.sha256(b"space").digest())
 PLACES = 64
 
 
-def item(number: int, place: int | None = None) -> Item:
+def item(number: int, place: int | None = None, facts: Facts = NO_FACTS) -> Kept:
     key = BlockKey(hashlib.sha256(b"%d" % number).digest())
-    return Item(key, number % PLACES if place is None else place)
+    return Kept(key, number % PLACES if place is None else place, facts)
 
 
 @pytest.fixture
@@ -35,16 +35,16 @@ def new(disk: FakeDisk, *, space: Namespace = SPACE, places: int = PLACES) -> In
     return IndexLog(disk, HOME, space, places_max=places, slack_records=8)
 
 
-def opened(disk: FakeDisk, *, places: int = PLACES) -> tuple[IndexLog, list[Item]]:
+def opened(disk: FakeDisk, *, places: int = PLACES) -> tuple[IndexLog, list[Kept]]:
     log = new(disk, places=places)
     found = log.load()
-    items = items_of(memoryview(found.records))
+    items = kept_of(found.records)
     expected = {item.place: tag_of(item.key) for item in items}
     assert {place: tag for place, tag in enumerate(found.tags) if tag} == expected
     return log, items
 
 
-def found(disk: FakeDisk, *, places: int = PLACES) -> list[Item]:
+def found(disk: FakeDisk, *, places: int = PLACES) -> list[Kept]:
     log, items = opened(disk, places=places)
     log.close()
     return items
@@ -65,32 +65,33 @@ def never() -> bool:
 def test_finds_what_was_put_and_not_removed_oldest_first(disk: FakeDisk) -> None:
     log, items = opened(disk)
     assert items == []
-    log.append(PUT, [item(3), item(1), item(2)])
-    log.append(REMOVE, [item(1)])
-    log.append(PUT, [item(0)])
+    log.put([item(3), item(1), item(2)])
+    log.remove([item(1)])
+    log.put([item(0)])
     log.close()
     assert found(disk) == [item(3), item(2), item(0)]
 
 
 def test_a_record_keeps_all_that_is_said_of_a_block(disk: FakeDisk) -> None:
     items = [
-        item(0)._replace(priority=100, floor=0, terms=7, salt=b"8 bytes.", expires_wall_s=9.75e8),
-        item(1)._replace(priority=0, floor=100, terms=1),
-        item(2)._replace(expires_wall_s=1e12),
-        item(3)._replace(expires_wall_s=-1.5),
+        item(0, facts=Facts(100, 0, 9.75e8, b"8 bytes.", 7)),
+        item(1, facts=Facts(0, 100, terms=1)),
+        item(2, facts=Facts(expires_wall_s=1e12)),
+        item(3, facts=Facts(expires_wall_s=-1.5)),
     ]
     log, _ = opened(disk)
-    log.append(PUT, items)
+    log.put(items)
     log.close()
     ends = [975_000_000, None, 2**32 - 2, 0]
     assert found(disk) == [
-        one._replace(expires_wall_s=end) for one, end in zip(items, ends, strict=True)
+        one._replace(facts=one.facts._replace(expires_wall_s=end))
+        for one, end in zip(items, ends, strict=True)
     ]
 
 
 def test_a_log_of_an_older_version_is_begun_anew(disk: FakeDisk) -> None:
     log, _ = opened(disk)
-    log.append(PUT, [item(1)])
+    log.put([item(1)])
     log.close()
     set_version(disk, 1)
     assert found(disk) == []
@@ -99,16 +100,16 @@ def test_a_log_of_an_older_version_is_begun_anew(disk: FakeDisk) -> None:
 
 def test_a_place_that_is_put_again_has_the_newer_block(disk: FakeDisk) -> None:
     log, _ = opened(disk)
-    log.append(PUT, [item(1, 5), item(2, 6)])
-    log.append(PUT, [item(3, 5)])
-    log.append(REMOVE, [item(1, 5)])  # late, and of a block that is there no more
+    log.put([item(1, 5), item(2, 6)])
+    log.put([item(3, 5)])
+    log.remove([item(1, 5)])  # late, and of a block that is there no more
     log.close()
     assert found(disk) == [item(2, 6), item(3, 5)]
 
 
 def test_places_above_the_capacity_are_ignored(disk: FakeDisk) -> None:
     log, _ = opened(disk)
-    log.append(PUT, [item(1, 5), item(2, 50)])
+    log.put([item(1, 5), item(2, 50)])
     log.close()
     assert found(disk, places=50) == [item(1, 5)]
 
@@ -117,8 +118,8 @@ def test_many_records_of_many_reads(disk: FakeDisk) -> None:
     log, _ = opened(disk, places=5000)
     puts = [item(n, n) for n in range(3000)]
     for start in range(0, 3000, 100):
-        log.append(PUT, puts[start : start + 100])
-    log.append(REMOVE, puts[1000:1500])
+        log.put(puts[start : start + 100])
+    log.remove(puts[1000:1500])
     log.reserve(5000)
     log.close()
     assert found(disk, places=5000) == puts[:1000] + puts[1500:]
@@ -127,7 +128,7 @@ def test_many_records_of_many_reads(disk: FakeDisk) -> None:
 @pytest.mark.parametrize("byte", range(RECORD_BYTES))
 def test_a_record_with_any_byte_flipped_is_passed_over(disk: FakeDisk, byte: int) -> None:
     log, _ = opened(disk)
-    log.append(PUT, [item(1), item(2), item(3)])
+    log.put([item(1), item(2), item(3)])
     log.close()
     disk.flip(PATH, RECORD_BYTES * 2 + byte)
     assert found(disk) == [item(1), item(3)]
@@ -136,25 +137,25 @@ def test_a_record_with_any_byte_flipped_is_passed_over(disk: FakeDisk, byte: int
 @pytest.mark.parametrize("torn", range(1, RECORD_BYTES * 2))
 def test_a_torn_tail_is_cut_and_stays_away(disk: FakeDisk, torn: int) -> None:
     log, _ = opened(disk)
-    log.append(PUT, [item(1), item(2), item(3)])
+    log.put([item(1), item(2), item(3)])
     log.close()
     data = disk.content(PATH)[: RECORD_BYTES * 4]
     disk.put(PATH, data[:-torn] + bytes(torn))
     log, items = opened(disk)
     assert items == [item(1), item(2)][: 2 - (torn - 1) // RECORD_BYTES]
-    log.append(PUT, [item(9)])
+    log.put([item(9)])
     log.close()
     assert found(disk) == [*items, item(9)]
 
 
 def test_what_an_append_that_failed_left_behind_does_not_come_back(disk: FakeDisk) -> None:
     log, _ = opened(disk)
-    log.append(PUT, [item(1), item(2), item(3)])
+    log.put([item(1), item(2), item(3)])
     stale = disk.content(PATH)[RECORD_BYTES * 2 :]
     log.close()
     log, _ = opened(disk)
-    log.append(REMOVE, [item(2), item(3)])
-    log.append(PUT, [item(4)])
+    log.remove([item(2), item(3)])
+    log.put([item(4)])
     log.close()
     disk.put(PATH, disk.content(PATH) + stale)  # older numbers behind newer ones
     assert found(disk) == [item(1), item(4)]
@@ -165,7 +166,7 @@ def test_a_log_without_a_header_is_begun_anew(disk: FakeDisk, damage: bytes) -> 
     disk.put(PATH, damage)
     log, items = opened(disk)
     assert items == []
-    log.append(PUT, [item(1)])
+    log.put([item(1)])
     log.close()
     assert found(disk) == [item(1)]
 
@@ -174,7 +175,7 @@ def test_a_log_without_a_header_is_begun_anew(disk: FakeDisk, damage: bytes) -> 
 def test_a_header_with_any_byte_flipped_is_mended(disk: FakeDisk, byte: int) -> None:
     log, _ = opened(disk)
     whole = disk.content(PATH)[:RECORD_BYTES]
-    log.append(PUT, [item(1)])
+    log.put([item(1)])
     log.close()
     disk.flip(PATH, byte)
     assert found(disk) == [item(1)]
@@ -186,7 +187,7 @@ def test_a_log_that_is_lost_is_written_whole_or_not_at_all(disk: FakeDisk) -> No
     assert log.load(anew=False).lost
     assert not disk.files()
     log.write([item(1), item(2)], 1000)
-    log.append(PUT, [item(3)])
+    log.put([item(3)])
     log.close()
     log, items = opened(disk)
     assert items == [item(1), item(2), item(3)]
@@ -197,19 +198,21 @@ def test_a_log_that_is_lost_is_written_whole_or_not_at_all(disk: FakeDisk) -> No
 def test_another_namespace_s_log_is_begun_anew(disk: FakeDisk) -> None:
     log = new(disk, space=Namespace(hashlib.sha256(b"another").digest()))
     log.load()
-    log.append(PUT, [item(1)])
+    log.put([item(1)])
     log.close()
     assert found(disk) == []
 
 
 def test_a_newer_version_is_refused_and_kept(disk: FakeDisk) -> None:
     log, _ = opened(disk)
-    log.append(PUT, [item(1)])
+    log.put([item(1)])
     log.close()
     set_version(disk, 3)
     before = disk.content(PATH)
+    log = new(disk)
     with pytest.raises(ConfigError, match=r"index\.log is of format 3.*newer than 2"):
-        new(disk).load()
+        log.load()
+    log.close()
     assert disk.content(PATH) == before
     assert disk.open_fds == 0
 
@@ -217,13 +220,13 @@ def test_a_newer_version_is_refused_and_kept(disk: FakeDisk) -> None:
 # ---- compaction
 
 
-def fill(log: IndexLog, rounds: int) -> list[Item]:
+def fill(log: IndexLog, rounds: int) -> list[Kept]:
     """Put and remove again and again; what is there in the end."""
-    log.append(PUT, [item(1), item(2)])
+    log.put([item(1), item(2)])
     for number in range(3, 3 + rounds):
-        log.append(PUT, [item(number, 7)])
-        log.append(REMOVE, [item(number, 7)])
-    log.append(PUT, [item(99, 7)])
+        log.put([item(number, 7)])
+        log.remove([item(number, 7)])
+    log.put([item(99, 7)])
     return [item(1), item(2), item(99, 7)]
 
 
@@ -245,8 +248,8 @@ def test_compaction_keeps_the_live_records_and_their_order(disk: FakeDisk) -> No
     live = fill(log, 20)
     log.compact(never)
     assert len(disk.content(PATH)) == size
-    log.append(REMOVE, [item(1)])
-    log.append(PUT, [item(5)])
+    log.remove([item(1)])
+    log.put([item(5)])
     log.close()
     assert found(disk) == [*live[1:], item(5)]
     assert disk.files().keys() == {str(PATH)}
@@ -259,13 +262,13 @@ def test_what_is_appended_during_compaction_is_kept(disk: FakeDisk) -> None:
 
     def append_meanwhile() -> bool:
         asked.append(1)
-        log.append(PUT, [item(30)])
-        log.append(REMOVE, [item(2)])
+        log.put([item(30)])
+        log.remove([item(2)])
         return False
 
     log.compact(append_meanwhile)
     assert len(asked) == 1
-    log.append(PUT, [item(31)])
+    log.put([item(31)])
     log.close()
     assert found(disk) == [live[0], live[2], item(30), item(31)]
 
@@ -286,8 +289,8 @@ def test_compaction_on_a_full_disk_works_in_place(disk: FakeDisk, call: str) -> 
     disk.refuse = lambda name, path: errno.ENOSPC if name == call and path.endswith(".tmp") else 0
     log.compact(never)
     assert not log.is_long(3)
-    log.append(PUT, [item(40)])
-    log.append(REMOVE, [item(2)])
+    log.put([item(40)])
+    log.remove([item(2)])
     log.close()
     disk.refuse = lambda _name, _path: 0
     assert found(disk) == [live[0], live[2], item(40)]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 from redis.crc import key_slot
 
-from kvladder.tiers.base import Item
+from kvladder.tiers.label import Ref
 from kvladder.tiers.redis.url import RedisOptions
 from tests.tiers.redistests import PATIENT, clustered, key_of, watched
 from tests.tiers.test_redis_faults import cache_over, keys, load, stored, wait_for
@@ -87,7 +87,7 @@ def _ending_elsewhere(tier, servers):
     """A prefix of which only the last block is on a certain server."""
     for number in range(1000):
         wanted = keys(number, 1, 2, 3)
-        names = [key_of(tier, Item(key, 0)) for key in wanted]
+        names = [key_of(tier, Ref(key, 0)) for key in wanted]
         *heads, last = (tier._servers._owners[key_slot(name)] for name in names)
         if last not in heads:
             return wanted, next(server for server in servers if server.port == last.port)

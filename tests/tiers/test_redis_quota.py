@@ -10,11 +10,10 @@ import pytest
 from kvladder.errors import TierFull
 from kvladder.keys import salt_digest
 from kvladder.testing.redisserver import RedisServer
-from kvladder.tiers.base import Item
+from kvladder.tiers.label import LABEL_BYTES, Ref
 from kvladder.tiers.redis import quota as redisquota
 from kvladder.tiers.redis import tier as redis
 from kvladder.tiers.redis.url import QuotaOptions, RedisOptions
-from kvladder.tiers.redis.value import HEADER_BYTES
 from kvladder.units import Size
 from tests.tiers.redistests import PATIENT, clustered, key_of
 from tests.tiers.test_redis_faults import (
@@ -31,7 +30,7 @@ from tests.tiers.test_redis_refused import refused
 from tests.tiers.test_redis_values import Values, one_by_one
 
 pytestmark = pytest.mark.slow
-VALUE = LAYOUT.block_bytes + HEADER_BYTES
+VALUE = LAYOUT.block_bytes + LABEL_BYTES
 
 
 @pytest.fixture
@@ -75,7 +74,7 @@ def flat(*numbers):
 
 def counters(server, cache):
     """What the server has been told, by salts and in all, in blocks."""
-    found = server.run("HGETALL", b"kvladder:%b:bytes" % cache.namespace.hex()[:32].encode())
+    found = server.run("HGETALL", b"kvladder:1:%b:bytes" % cache.namespace.hex()[:32].encode())
     assert all(int(count) % VALUE == 0 for count in found.values())
     return {name: int(count) // VALUE for name, count in found.items() if int(count)}
 
@@ -130,7 +129,7 @@ def test_a_damaged_block_that_is_replaced_counts_once(server):
         settled(cache)
         wanted = flat(1, 2)
         assert salted(cache, wanted, "tenant") == 2
-        name = key_of(cache._stack.levels[0].tier, Item(wanted[0], 0))
+        name = key_of(cache._stack.levels[0].tier, Ref(wanted[0], 0))
         server.run("SETRANGE", name, VALUE - 1, b"?")
         forgotten(cache, wanted)
         assert [load(cache, [key])[0] for key in wanted] == [0, 1]
@@ -183,7 +182,7 @@ def test_a_recount_puts_right_what_the_server_lost(server):
         lost = server.run("KEYS", "kvladder:*{*")[:3]
         server.run("DEL", *lost)
         assert salted(cache, flat(6), "tenant") == 0, "nobody knows yet"
-    space = b"kvladder:%b:" % cache.namespace.hex()[:32].encode()
+    space = b"kvladder:1:%b:" % cache.namespace.hex()[:32].encode()
     server.run("HSET", space + b"bytes", b"deadsalt", 5 * VALUE, b"oldsalts", 0)
     server.run("DEL", space + b"recount")
     with cache_over(server.url, **settings) as cache:
@@ -202,7 +201,7 @@ def test_a_recount_that_fails_is_soon_repeated(server, monkeypatch):
     more = count(100)
     with cache_over(server.url, **quota(tenant=4)) as cache:
         stored(cache, flat(next(more)))
-        space = b"kvladder:%b:" % cache.namespace.hex()[:32].encode()
+        space = b"kvladder:1:%b:" % cache.namespace.hex()[:32].encode()
         server.run("HSET", space + b"bytes", b"deadsalt", 5 * VALUE)
         wait_for(lambda: "b'scan'" in str(server.run("ACL", "LOG")))  # maps, or lists before
         server.run("ACL", "SETUSER", "default", "+scan")
@@ -267,16 +266,16 @@ class TestTier(Values):
 
     async def test_a_full_server_owes_until_it_can_be_told(self, tier, blocks, server):
         """Counters cannot be raised either while a server takes no more."""
-        first = [item._replace(salt=b"8 bytes!") for item in blocks.items(0)]
+        first = [item.of(salt=b"8 bytes!") for item in blocks.some(0)]
         await blocks.store(tier, first)
         before = tier.gauges()["namespace_bytes"]
         server.configure(maxmemory_policy="noeviction", maxmemory=1)
-        more = blocks.items(1)
+        more = blocks.some(1)
         blocks.fill(more)
         with pytest.raises(TierFull):
-            await tier.put(more)
+            await tier.put(blocks.writes(more))
         assert tier.gauges()["namespace_bytes"] == before
-        await tier.remove(first)
+        await tier.remove(blocks.refs(first))
         assert tier.gauges()["namespace_bytes"] == 0
         server.configure(maxmemory=0)
         await blocks.store(tier, more)
@@ -285,8 +284,8 @@ class TestTier(Values):
     async def test_a_namespace_that_has_enough_is_full(self, tier, blocks):
         with pytest.raises(TierFull, match="quota of the namespace"):
             await one_by_one(tier, blocks)
-        fitting = 9 * 4096 // (HEADER_BYTES + tier.context.layout.block_bytes)
-        found = await blocks.contains(tier, blocks.items(*range(blocks.count)))
+        fitting = 9 * 4096 // (LABEL_BYTES + tier.context.layout.block_bytes)
+        found = await blocks.contains(tier, blocks.some(*range(blocks.count)))
         assert sum(found) == fitting
         assert tier.spare(b"") > 100
         assert 0 <= tier.spare(b"unheard") <= 8

@@ -101,6 +101,38 @@ def test_urls(url, addresses, db, user):
     assert found.tls == url.startswith("rediss")
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "value"),
+    [
+        ({"url": "redis://me:hunter2@here/0"}, {"url": "rediss://here:6379"}, "here:6379/0"),
+        ({"url": "redis://here/1"}, {"url": "redis://here/2"}, ""),
+        ({"url": "unix:///run/my%20redis"}, {"url": "unix:///run/my redis"}, "/run/my redis/0"),
+        (
+            {"url": "redis://a,b", "cluster": True},
+            {"url": "redis://b,c", "cluster": True},
+            "b:6379/0",
+        ),
+        (
+            {"url": "redis://a,b", "sentinel": "one"},
+            {"url": "redis://b", "sentinel": "one"},
+            "one at b:26379/0",
+        ),
+        ({"url": "redis://a", "sentinel": "one"}, {"url": "redis://a", "sentinel": "two"}, ""),
+    ],
+)
+def test_two_levels_on_one_server_would_remove_what_the_other_has(one, other, value):
+    source = stack(**one)
+    source["tiers"].append(source["tiers"][1] | {"name": "second", "sentinel": ""} | other)
+    if not value:
+        load_config(source, env={})
+        return
+    with pytest.raises(ConfigError) as caught:
+        load_config(source, env={})
+    assert caught.value.path == "tiers[2].url"
+    assert caught.value.message == f"{value!r} is the url of tiers[1]"
+    assert "url of its own" in caught.value.hint
+
+
 def test_the_ttl_of_a_priority_is_that_of_the_highest_threshold_below_it():
     source = stack(url="redis://here", ttls={"0": "1 h", "50": "1 d"})
     options = load_config(source, env={}).levels[0].options
@@ -181,6 +213,19 @@ def test_a_cluster_taken_for_one_server_and_the_reverse(server, tmp_path):
     assert error.path.endswith(".cluster")
 
 
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_any_node_of_a_cluster_will_do_at_the_start(tmp_path, is_silent):
+    (node,) = start_cluster(tmp_path, 1)
+    with node, socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        if is_silent:
+            other.listen()
+        url = f"redis://127.0.0.1:{other.getsockname()[1]},127.0.0.1:{node.port}"
+        source = stack(url=url, cluster=True, connect_timeout="20 s")
+        with kvladder.open_cache(source, layout=LAYOUT) as cache:
+            assert cache._stack.levels[0].tier.describe()["version"] != "not known yet"
+
+
 def test_a_sentinel_taken_for_a_server_and_the_reverse(server, tmp_path):
     with RedisServer(tmp_path, mode="--sentinel") as sentinel:
         error = refused(url=sentinel.url)
@@ -227,16 +272,14 @@ HELLO = (
 
 
 def test_a_server_too_old_for_resp3():
-    with Scripted([b"-ERR unknown command 'HELLO'\r\n"]) as old:
+    with Scripted([b"-ERR unknown command 'HELLO'\r\n$0\r\n\r\n"]) as old:
         error = refused(url=f"redis://127.0.0.1:{old.port}")
     assert "6.2" in error.hint
 
 
 def test_a_server_too_old_for_us():
     info = b"redis_version:6.0.16\r\nredis_mode:standalone\r\n"
-    ok = b"+OK\r\n"
-    replies = [HELLO, ok, ok + ok, b"$%d\r\n%b\r\n" % (len(info), info)]
-    with Scripted(replies) as old:
+    with Scripted([HELLO + b"$%d\r\n%b\r\n" % (len(info), info)]) as old:
         error = refused(url=f"redis://127.0.0.1:{old.port}")
     assert "6.0.16" in error.message
     assert "6.2" in error.hint
@@ -248,8 +291,8 @@ def test_a_server_too_old_for_us():
 )
 def test_a_server_that_answers_a_question_about_its_settings_as_it_likes(reply):
     info = b"redis_version:7.2.0\r\nredis_mode:standalone\r\n"
-    login = [HELLO, b"+OK\r\n", b"+OK\r\n+OK\r\n"]
-    with Scripted([*login, b"$%d\r\n%b\r\n" % (len(info), info), reply]) as odd:
+    login = HELLO + b"$%d\r\n%b\r\n" % (len(info), info)
+    with Scripted([login, reply]) as odd:
         source = stack(url=f"redis://127.0.0.1:{odd.port}", required=True)
         with kvladder.open_cache(source, layout=LAYOUT) as cache:
             told = cache._stack.levels[0].tier.describe()["value"]

@@ -9,8 +9,7 @@ import pytest
 from redis.crc import key_slot
 
 from kvladder.errors import TierError
-from kvladder.tiers.redis.nodes import Command
-from kvladder.tiers.redis.resp import ReplyError, encode
+from kvladder.tiers.redis.resp import Command, ReplyError, encode
 from kvladder.tiers.redis.servers import HEAD_START_S, SILENT_S, Servers
 from kvladder.tiers.redis.url import Address, RedisOptions
 
@@ -53,12 +52,7 @@ class World:
 
     async def wire(self, address):
         await self._reached(address)
-        return Wire(self, address), {"run_id": str(address)}
-
-    async def reply(self, wire, *arguments):
-        assert arguments == (b"CLIENT", b"ID")
-        await self._reached(wire.address)
-        return next(self._ids)
+        return Wire(self, address, {"run_id": str(address), "id": str(next(self._ids))})
 
     async def ask(self, address, *arguments):
         assert arguments == (b"CLUSTER", b"SLOTS")
@@ -91,15 +85,15 @@ class Wire:
 
     closed = unfinished_write = False
 
-    def __init__(self, world, address):
+    def __init__(self, world, address, told):
         self.world = world
         self.address = address
+        self.told = told
 
-    async def exchange(self, parts, targets):
-        sent = [part.split(b"\r\n") for part in parts]
+    async def exchange(self, commands):
+        sent = [command.parts.split(b"\r\n") for command in commands]
         named = [(words[2], words[4] if len(words) > 4 else b"") for words in sent]
         self.world.asked += [(self.address, *words) for words in named]
-        assert len(named) == len(targets)
         try:
             await self.world._reached(self.address)
         except BaseException:
@@ -110,10 +104,10 @@ class Wire:
             for what, name in named
         ]
 
-    def abort(self):
+    def close(self):
         self.closed = True
 
-    cut = abort
+    cut = close
 
 
 def commands(names=NAMES):

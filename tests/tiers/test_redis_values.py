@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 
 from kvladder.arena import Arena
 from kvladder.errors import TierFull
-from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.runtime import SystemClock
+from kvladder.testing.fixtures import Blocks
 from kvladder.testing.redisserver import RedisServer
 from kvladder.testing.sim import inline_blocking
-from kvladder.tiers.base import Item, TierContext
+from kvladder.tiers.base import TierContext
+from kvladder.tiers.label import LABEL_BYTES, VERSION, Coding, Labels, Outcome, packed_step
 from kvladder.tiers.redis.tier import PART_MS, RedisTier
 from kvladder.tiers.redis.url import RedisOptions
-from kvladder.tiers.redis.value import HEADER_BYTES
 from kvladder.units import Duration
-from tests.tiers.redistests import PATIENT, RedisTierTests, key_of, value_of
+from tests.tiers.redistests import PATIENT, RedisTierTests, key_of
 
 pytestmark = pytest.mark.slow
 BLOCK = 3000
@@ -57,14 +57,14 @@ for _name in [name for name in dir(Values) if name.startswith("test_")]:
 
 class TestValues(Values):
     async def test_values_of_other_types_are_counted_misses(self, tier, blocks):
-        items = blocks.items(0, 1, 2, 3)
+        items = blocks.some(0, 1, 2, 3)
         self.run("LPUSH", key_of(tier, items[0]), "a list")
         self.run("SET", key_of(tier, items[1]), "")
         self.run("SET", key_of(tier, items[2]), "text")
         self.run("HSET", key_of(tier, items[3]), "a", "hash")
         assert await blocks.contains(tier, items) == [False] * 4
         assert await blocks.get(tier, items) == [False] * 4
-        assert tier.corrupt_blocks() == 3
+        assert blocks.refused == {Outcome.CORRUPT: 3}, "nothing tells an empty value from none"
         await blocks.store(tier, [item._replace(replace=True) for item in items])
         assert await blocks.get(tier, items) == [True] * 4
 
@@ -72,53 +72,57 @@ class TestValues(Values):
         self, tier, blocks
     ):
         """Also by an engine that never read it: saving is enough to heal a damaged server."""
-        items = blocks.items(*range(8))
+        items = blocks.some(*range(8))
         key = [key_of(tier, item) for item in items]
         self.run("LPUSH", key[0], "a list")
         self.run("HSET", key[1], "a", "hash")
         self.run("SADD", key[2], "a set")
         self.run("XADD", key[3], "*", "a", "stream")
         self.run("SET", key[4], "")
-        self.run("SET", key[5], b"x" * (HEADER_BYTES - 1))
+        self.run("SET", key[5], b"x" * (LABEL_BYTES - 1))
         self.run("SETRANGE", key[6], 1 << 20, "too long")
         await blocks.store(tier, items)
         assert await blocks.get(tier, items) == [True] * 8
-        assert tier.corrupt_blocks() == 6, "nothing tells an empty value from none"
 
     async def test_values_that_are_not_ours_are_counted_misses(self, tier, blocks):
-        item, other = blocks.items(0, 1)
-        data = blocks.data(item)
+        item, other = blocks.some(0, 1)
+        data, label = blocks.data(item), blocks.label(item)
+        version = VERSION.to_bytes(2, "little")
         wrong = [
-            value_of(tier, item, data, version=2),
-            value_of(tier, item, data, magic=b"else"),
-            value_of(tier, other, data),
-            value_of(tier, item, data[:-1]),
-            value_of(tier, item, data + b"x"),
-            value_of(tier, item, data)[:-1],
-            value_of(tier, item, data) + b"x" * (1 << 20),
+            label.replace(version, b"\2\0", 1) + data,
+            label.replace(b"kvlabel", b"kvother") + data,
+            label[:-1] + data,
+            label + data[:-1],
+            label + data + b"x" * (1 << 20),
+            blocks.labels.pack(item.key, data + b"x") + data + b"x",
         ]
         for value in wrong:
             self.run("SET", key_of(tier, item), value)
             assert await blocks.get(tier, [item]) == [False]
-        assert tier.corrupt_blocks() == len(wrong)
-        self.run("SET", key_of(tier, item), value_of(tier, item, data))
+        assert blocks.refused == {Outcome.CORRUPT: len(wrong)}
+        self.run("SET", key_of(tier, item), blocks.label(other) + blocks.data(other))
+        assert await blocks.get(tier, [item]) == [False]
+        assert blocks.refused[Outcome.STALE] == 1
+        self.run("SET", key_of(tier, item), label + data)
         assert await blocks.get(tier, [item, other]) == [True, False]
 
     async def test_a_value_of_another_namespace_is_a_miss(self, tier, blocks, context, options):
         (item,) = await blocks.put(tier, 0)
         value = self.run("GET", key_of(tier, item))
         other = RedisTier(options)
-        await other.open(replace(context, namespace=context.layout.namespace(salt="other")))
-        assert list(await other.get([item])) == [False]
+        namespace = context.layout.namespace(salt="other")
+        await other.open(replace(context, namespace=namespace))
+        blocks.labels = Labels(namespace, context.layout.block_bytes, verify=True)
+        assert await blocks.get(other, [item]) == [False]
         self.run("SET", key_of(other, item), value)
-        assert list(await other.get([item])) == [False]
-        assert other.corrupt_blocks() == 1
+        assert await blocks.get(other, [item]) == [False]
+        assert blocks.refused == {Outcome.STALE: 1}
         await other.aclose()
 
-    def test_the_documentation_says_how_long_a_header_is(self):
+    def test_the_documentation_says_how_long_a_label_is(self):
         page = (Path(__file__).parents[2] / "docs" / "redis.md").read_text()
-        assert f"begins with {HEADER_BYTES} bytes" in page
-        assert f"its bytes and {HEADER_BYTES} more" in page
+        assert f"begins with {LABEL_BYTES} bytes" in page
+        assert f"its bytes and {LABEL_BYTES} more" in page
 
     async def test_a_block_is_written_once(self, tier, blocks):
         (item,) = await blocks.put(tier, 0)
@@ -133,20 +137,20 @@ class TestValues(Values):
         tier = RedisTier(RedisOptions(url=servers[0].url, ttls=ttls))
         await tier.open(context)
         soon = context.clock.wall() + 10
-        low, high, ends = blocks.items(0, 1, 2)
+        low, high, ends = blocks.some(0, 1, 2)
         items = [
-            low._replace(priority=49),
-            high._replace(priority=50),
-            ends._replace(priority=100, expires_wall_s=soon),
+            low.of(priority=49),
+            high.of(priority=50),
+            ends.of(priority=100, expires_wall_s=soon),
         ]
         await blocks.store(tier, items)
         left = [self.run("PTTL", key_of(tier, item)) / 1000 for item in items]
         assert 99 < left[0] <= 100
         assert 999 < left[1] <= 1000
         assert 9 < left[2] <= 10
-        gone = items[2]._replace(expires_wall_s=context.clock.wall() - 1)
+        gone = items[2].of(expires_wall_s=context.clock.wall() - 1)
         await blocks.remove(tier, [gone])
-        await tier.put([gone])
+        await tier.put(blocks.writes([gone]))
         await asyncio.sleep(0.01)
         assert await blocks.contains(tier, [gone]) == [False]
         await tier.aclose()
@@ -161,7 +165,7 @@ class TestValues(Values):
         servers[0].configure(maxmemory_policy=policy, maxmemory=used + (1 << 19))
         with pytest.raises(TierFull, match="maxmemory"):
             await one_by_one(tier, blocks)
-        assert await blocks.get(tier, blocks.items(0)) == [True], "what is stored stays"
+        assert await blocks.get(tier, blocks.some(0)) == [True], "what is stored stays"
 
     @pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-lfu", "allkeys-random", *VOLATILE])
     async def test_a_server_that_evicts_loses_blocks_and_no_more(
@@ -173,15 +177,15 @@ class TestValues(Values):
         await tier.open(context)
         stored = 0
         for number in range(blocks.count):
-            items = blocks.items(number)
+            items = blocks.some(number)
             blocks.fill(items)
             try:
-                stored += sum(await tier.put(items))
+                stored += sum(await tier.put(blocks.writes(items)))
             except TierFull:
                 continue  # a server makes room at its own pace
-        found = await blocks.get(tier, blocks.items(*range(blocks.count)))
+        found = await blocks.get(tier, blocks.some(*range(blocks.count)))
         assert 10 < sum(found) < stored
-        assert tier.corrupt_blocks() == 0
+        assert not blocks.refused
         await tier.aclose()
 
 
@@ -206,7 +210,7 @@ class TestParts(Values):
         items = await blocks.put(tier, 0, 1, 2)
         keys = [key_of(tier, item) for item in items]
         sizes = [self.run("STRLEN", keys[0] + tail) for tail in (b"", b":1", b":2")]
-        assert sizes == [1 << 20, 1 << 20, (1 << 19) + HEADER_BYTES]
+        assert sizes == [1 << 20, 1 << 20, (1 << 19) + LABEL_BYTES]
         assert await blocks.get(tier, items) == [True] * 3
         self.run("DEL", keys[1] + b":2")
         self.run("SETRANGE", keys[2] + b":1", 77, b"damage")
@@ -219,13 +223,11 @@ class TestParts(Values):
         assert self.run("DBSIZE") == 0
 
     async def test_short_blocks_have_fewer_parts(self, tier, blocks):
-        (item,) = blocks.items(0)
-        blocks.fill([item])
-        await tier.put([item._replace(length=1 << 20, note=bytearray(b"cut"))])
+        coding = Coding(1 << 20, packed_step(1, b"cut"))
+        item = blocks.some(0)[0]._replace(coding=coding)
+        await blocks.store(tier, [item])
         assert self.run("DBSIZE") == 2
-        asked = item._replace(note=bytearray())
-        assert list(await tier.get([asked])) == [True]
-        assert asked.note == b"cut"
+        assert await blocks.get(tier, [item]) == [True]
         assert await tier.purge(None, lambda *_: None) >= 1
         assert self.run("DBSIZE") == 0
 
@@ -249,9 +251,9 @@ class TestParts(Values):
         )
         tier = RedisTier(RedisOptions(url=servers[0].url, username="half"))
         await tier.open(context)
-        items = blocks.items(0)
+        items = blocks.some(0)
         blocks.fill(items)
-        assert list(await tier.put(items)) == [False]
+        assert list(await tier.put(blocks.writes(items))) == [False]
         assert self.run("DBSIZE") == 2
         for tail in (b":1", b":2"):
             assert 0 < self.run("PTTL", key_of(tier, items[0]) + tail) <= PART_MS
@@ -285,7 +287,7 @@ class TestRestarted(Values):
         clients = server.client().client_list()
         own = {int(c["id"]) for c in clients if c["name"] == "kvladder"}  # one asks how it is
         server.pause()
-        getting = asyncio.create_task(tier.get([item]))
+        getting = asyncio.create_task(tier.get(blocks.reads([item])))
         await asyncio.sleep(0.2)
         getting.cancel()
         await asyncio.wait({getting})
@@ -334,20 +336,19 @@ async def _fuzzed(server, value):
     context = TierContext(arena, layout, space, 8, SystemClock(), inline_blocking)
     tier = RedisTier(RedisOptions(url=server.url))
     await tier.open(context)
-    (slot,) = arena.lease(1) or []
-    item = Item(BlockKey(b"k" * 32), 0, slot)
-    data = bytes(range(250)) * 12
-    right = value_of(tier, item, data)
+    blocks = Blocks(arena, layout, 1, space)
+    (block,) = blocks.some(0)
+    right = blocks.label(block) + blocks.data(block)
     if isinstance(value, tuple):
         changed = _value(value[0], right)
         value = changed[: value[1]] if value[1] < 0 else changed + b"\0" * value[1]
-    server.run("SET", key_of(tier, item), value)
-    (found,) = await tier.get([item])
-    assert found == (value == right) or bytes(arena.view(slot)[:BLOCK]) == data
-    assert tier.corrupt_blocks() == (not found and value != b"")
-    assert len(await tier.contains([item])) == 1
+    server.run("SET", key_of(tier, block), value)
+    (found,) = await blocks.get(tier, [block])  # which compares the bytes
+    assert found or value != right
+    assert blocks.refused.total() == (not found and value != b"")
+    assert len(await tier.contains([block.ref])) == 1
     await tier.purge(b"12345678", lambda *_: None)
-    await tier.remove([item])
+    await tier.remove([block.ref])
     await tier.aclose()
-    arena.release([slot])
+    blocks.close()
     arena.close()

@@ -7,18 +7,23 @@ import re
 import socket
 from contextlib import suppress
 from itertools import cycle
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvladder.tiers.redis import nodes as redisnodes
 from kvladder.tiers.redis import resp
-from kvladder.tiers.redis.nodes import Command, exchange
-from kvladder.tiers.redis.resp import ReplyError, Target, Wire, encode, encode_around
+from kvladder.tiers.redis.resp import (
+    Command,
+    ReplyError,
+    Target,
+    Wire,
+    encode,
+    encode_around,
+)
 
 STEP, LARGE, HEAD = 600, 256, 20
+ASK = Command(b"", encode(b"GETRANGE"))
 KINDS = st.one_of(
     st.integers(0, 1200),  # the length of a value
     st.sampled_from(["+OK", ":7", ":-1", "_", "$-1", "-OOM no room"]),
@@ -36,7 +41,7 @@ class Server:
         self.strays = {}
         """What comes before the reply of this number, which nobody asked for."""
         self.closing = False
-        wire.take_over(SimpleNamespace(transport=self))
+        wire.connection_made(self)
 
     def set_protocol(self, protocol):
         assert protocol is self._wire
@@ -103,7 +108,7 @@ async def turns():
 def small():
     """Every threshold so low that short values cross it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(redisnodes, "STEP_BYTES", STEP)
+        patch.setattr(resp, "STEP_BYTES", STEP)
         patch.setattr(resp, "LARGE_BYTES", LARGE)
         patch.setattr(resp, "LINE_BYTES", 32)
         patch.setattr(resp, "READY_BYTES", 10_000)
@@ -136,7 +141,7 @@ async def _exchanged(wanted, pieces):
         view = memoryview(body)
         target = Target(view[:HEAD], view[HEAD:], whole)
         commands.append(Command(b"", encode(b"GETRANGE", b"key"), target))
-    task = asyncio.create_task(exchange(wire, commands))
+    task = asyncio.create_task(wire.exchange(commands))
     for piece in cycle(pieces):
         await turns()
         if task.done():
@@ -163,7 +168,7 @@ async def test_not_everything_is_asked_for_at_once():
     server = Server(wire, [b"$500\r\n" + b"x" * 500 + b"\r\n"] * 10)
     views = [memoryview(bytearray(500)) for _ in range(10)]
     commands = [Command(b"", encode(b"GETRANGE"), Target(view[:20], view[20:])) for view in views]
-    task = asyncio.create_task(exchange(wire, commands))
+    task = asyncio.create_task(wire.exchange(commands))
     asked: list[int] = []
     while not task.done():
         await turns()
@@ -193,9 +198,7 @@ async def _strayed(kinds, place, stray, pieces):
     server = Server(wire, [text for text, _ in replies])
     place = place if place < len(kinds) else -1  # after all of them
     server.strays[place] = stray
-    task = asyncio.create_task(
-        wire.exchange([encode(b"GETRANGE")] * len(kinds), [None] * len(kinds))
-    )
+    task = asyncio.create_task(wire.exchange([ASK] * len(kinds)))
     for piece in cycle(pieces):
         await turns()
         if not server.deliver(piece):
@@ -214,7 +217,7 @@ async def _strayed(kinds, place, stray, pieces):
 async def test_a_reply_while_nothing_was_asked_closes_the_wire(stray):
     wire = Wire()
     server = Server(wire, [b"+OK\r\n"])
-    task = asyncio.create_task(wire.exchange([encode(b"GETRANGE")], [None]))
+    task = asyncio.create_task(wire.exchange([ASK]))
     await turns()
     server.deliver(1000)
     found = await task
@@ -227,7 +230,7 @@ async def test_a_reply_while_nothing_was_asked_closes_the_wire(stray):
 async def test_a_server_that_refuses_the_echo_is_quoted():
     wire = Wire()
     server = Server(wire, [b"+OK\r\n-NOPERM no echo for you\r\n"])
-    task = asyncio.create_task(wire.exchange([encode(b"GETRANGE")], [None]))
+    task = asyncio.create_task(wire.exchange([ASK]))
     await turns()
     server.deliver(1000)
     with pytest.raises(ConnectionError, match="NOPERM no echo for you"):
@@ -237,7 +240,7 @@ async def test_a_server_that_refuses_the_echo_is_quoted():
 async def test_a_reply_that_was_lost_fails_the_exchange():
     wire = Wire()
     server = Server(wire, [b"+OK\r\n", b""])
-    task = asyncio.create_task(wire.exchange([encode(b"GETRANGE")] * 2, [None] * 2))
+    task = asyncio.create_task(wire.exchange([ASK, ASK]))
     await turns()
     server.deliver(1000)
     await turns()
@@ -252,7 +255,7 @@ async def test_a_reply_that_was_lost_fails_the_exchange():
 async def test_what_is_no_number_to_the_protocol_is_none_here(reply):
     wire = Wire()
     server = Server(wire, [reply])
-    task = asyncio.create_task(wire.exchange([encode(b"GETRANGE")], [None]))
+    task = asyncio.create_task(wire.exchange([ASK]))
     await turns()
     server.deliver(1000)
     with pytest.raises(ConnectionError, match="not a Redis server"):
@@ -273,13 +276,12 @@ async def _sent(lengths, pieces, in_place):
     """Over a socket that takes little, to a reader that takes less."""
     near, far = socket.socketpair()
     near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    _, writer = await asyncio.open_connection(sock=near)
     wire = Wire()
-    wire.take_over(writer)
+    await asyncio.get_running_loop().create_connection(lambda: wire, sock=near)
     if not in_place:  # as if there were TLS in between
         wire._socket = None
     parts = [bytes([number]) * length for number, length in enumerate(lengths)]
-    task = asyncio.create_task(wire.exchange(parts, [None]))
+    task = asyncio.create_task(wire.exchange([Command(b"", lambda: parts)]))
     found = bytearray()
     mark = b"kvladder-0"
     end = encode(b"ECHO", mark)
@@ -292,7 +294,7 @@ async def _sent(lengths, pieces, in_place):
     assert found == b"".join(parts) + end
     far.sendall(b"+OK\r\n$10\r\n" + mark + b"\r\n")
     assert await task == [b"OK"]
-    wire.abort()
+    wire.close()
     far.close()
 
 

@@ -15,7 +15,6 @@ from kvladder.errors import ConfigError
 from kvladder.layout import Layout
 from kvladder.tiers.codecs.base import Codec
 from kvladder.tiers.codecs.zstd import ZstdCodec, ZstdOptions
-from kvladder.tiers.memory import MemoryTier
 
 LAYOUT = Layout(block_tokens=16, block_bytes=1 << 20, element="bfloat16")
 
@@ -52,35 +51,6 @@ def test_it_says_what_they_do_and_take():
 @pytest.mark.parametrize(("codecs", "warned"), [(["zstd"], True), (["zstd", "checksum"], False)])
 def test_without_a_checksum_there_is_a_warning(codecs, warned):
     assert bool(load(codecs, "files").warnings) == warned
-
-
-class WholeTier(MemoryTier):
-    checks = True
-    notes = False
-
-
-class BareTier(WholeTier):
-    checks = False
-
-
-@pytest.mark.parametrize(
-    ("tier", "codecs", "refused"),
-    [
-        (WholeTier, ["checksum"], False),
-        (WholeTier, ["zstd", "checksum"], True),
-        (BareTier, [], False),
-        (BareTier, ["checksum"], True),
-    ],
-)
-def test_a_tier_without_notes_stores_blocks_as_they_are(monkeypatch, tier, codecs, refused):
-    from kvladder.config import registry
-
-    monkeypatch.setitem(registry._registered, ("tiers", "whole"), tier)
-    if not refused:
-        assert len(load(codecs, "whole").levels[0].codecs) == len(codecs)
-        return
-    with pytest.raises(ConfigError, match="has no effect here"):
-        load(codecs, "whole")
 
 
 def test_codecs_are_found_by_their_ids():

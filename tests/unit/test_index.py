@@ -10,7 +10,7 @@ import pytest
 
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PrioritizedLRU
-from kvladder.tiers.base import Item
+from kvladder.tiers.label import Facts, Kept
 from kvladder.tiers.ladder.index import HITS_MAX, LevelIndex, Meta
 
 
@@ -136,8 +136,8 @@ def test_expiry_times_are_kept_only_where_there_is_a_ttl() -> None:
 
 def test_what_was_recovered_is_held_as_if_it_were_inserted() -> None:
     items = [
-        Item(key(0), 5, priority=80, floor=40),
-        Item(key(1), 0, priority=35, floor=35, expires_wall_s=1010.0),
+        Kept(key(0), 5, Facts(80, 40)),
+        Kept(key(1), 0, Facts(35, 35, 1010.0)),
     ]
     index = LevelIndex[int](PrioritizedLRU(), ttl=True)
     index.fill(items, behind_s=-1000.0, here=2)
@@ -147,9 +147,9 @@ def test_what_was_recovered_is_held_as_if_it_were_inserted() -> None:
     assert [index.expires_s(place) for place in (5, 0)] == [inf, 10.0]
     assert list(index.victims()) == [0, 5]
     with pytest.raises(AssertionError, match="twice"):
-        index.fill([Item(key(1), 3)], behind_s=0.0, here=2)
+        index.fill([Kept(key(1), 3)], behind_s=0.0, here=2)
     with pytest.raises(AssertionError, match="taken"):
-        index.fill([Item(key(2), 5)], behind_s=0.0, here=2)
+        index.fill([Kept(key(2), 5)], behind_s=0.0, here=2)
 
 
 def test_equals_a_sorted_list() -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import Counter
 
 from kvladder.keys import BlockKey
-from kvladder.tiers.base import Item
+from kvladder.tiers.label import Ref
 from kvladder.tiers.ladder.queue import Leaving
 
 
-def items(*numbers: int) -> list[Item]:
-    return [Item(BlockKey(bytes([n]) * 32), n) for n in numbers]
+def refs(*numbers: int) -> list[Ref]:
+    return [Ref(BlockKey(bytes([n]) * 32), n) for n in numbers]
 
 
 def test_a_removal_counts_until_it_has_ended() -> None:
     removals = Leaving()
-    one, two, three = items(1, 2, 3)
+    one, two, three = refs(1, 2, 3)
     removals.add([one, two, one])
     assert removals.take(8) == [one, two], "no block twice"
     removals.begin([three])
@@ -32,7 +32,7 @@ def test_a_removal_counts_until_it_has_ended() -> None:
 
 def test_the_end_of_a_removal_does_not_look_at_the_others(monkeypatch) -> None:
     removals = Leaving()
-    waiting = [Item(BlockKey(n.to_bytes(32)), n) for n in range(1000)]
+    waiting = [Ref(BlockKey(n.to_bytes(32)), n) for n in range(1000)]
     removals.add(waiting)
     looked: list[object] = []
 
@@ -47,7 +47,7 @@ def test_the_end_of_a_removal_does_not_look_at_the_others(monkeypatch) -> None:
 
     monkeypatch.setattr(removals, "_removals", Watched(removals._removals))
     looked.clear()
-    for item in removals.take(1000):
-        removals.ended([item])
+    for block in removals.take(1000):
+        removals.ended([block])
     assert not looked
     assert len(removals) == 0

@@ -353,7 +353,7 @@ def statvfs(monkeypatch):
         f_bavail = 1000
         f_frsize = 4096
 
-    monkeypatch.setattr("kvladder.tiers.files.examine.os.statvfs", lambda path: Info)
+    monkeypatch.setattr("kvladder.tiers.files.disk.os.statvfs", lambda path: Info)
 
 
 def test_the_short_form_is_a_default_stack(statvfs, tmp_path):
@@ -418,6 +418,6 @@ def test_a_file_system_that_does_not_answer_is_said(refusal, monkeypatch):
     def fails(path):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("kvladder.tiers.files.examine.os.statvfs", fails)
+    monkeypatch.setattr("kvladder.tiers.files.disk.os.statvfs", fails)
     error = refusal({"host": "1 GiB", "files": "/mnt"})
     assert (error.path, error.message) == ("files", "/mnt: Input/output error")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import kvladder
+from kvladder.tiers.label import MAGIC
 from tests.patience import PATIENCE_S
 
 HERE = Path(__file__).parent
@@ -154,13 +155,13 @@ def together(*connectors: dict[str, Any]) -> dict[str, Any]:
 
 def stored_payloads(directory: Path) -> list[tuple[Path, int]]:
     """File and offset of the payload of every stored block."""
-    page, magic = 4096, b"kvblock\0"
+    page = 4096
     found: list[tuple[Path, int]] = []
     for path in data_files(directory):
         with path.open("rb") as stream:
             for offset in range(0, path.stat().st_size, page):
                 stream.seek(offset)
-                if stream.read(len(magic)) == magic:
+                if stream.read(len(MAGIC)) == MAGIC:
                     found.append((path, offset + page))
     return found
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from kvladder.config import registry
 from kvladder.errors import TierError
 from kvladder.keys import BlockKey
-from kvladder.tiers.base import Item
+from kvladder.tiers.label import Read, Write
 from kvladder.tiers.memory import MemoryTier
 from tests.patience import PATIENCE_S
 
@@ -33,10 +33,10 @@ class SlowTier(MemoryTier):
     batch_max = 8
     given: ClassVar[list[tuple[BlockKey, float]]] = []
 
-    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def get(self, reads: Sequence[Read]) -> Sequence[bool]:
         await asyncio.sleep(DELAY_S)
-        found = await super().get(items)
-        self.given.extend((item.key, time.monotonic()) for item in items)
+        found = await super().get(reads)
+        self.given.extend((item.key, time.monotonic()) for item in reads)
         return found
 
 
@@ -48,13 +48,13 @@ class PacedTier(MemoryTier):
     asked: ClassVar[int] = 0
     """Blocks that it was asked for."""
 
-    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
-        PacedTier.asked += len(items)
+    async def get(self, reads: Sequence[Read]) -> Sequence[bool]:
+        PacedTier.asked += len(reads)
         waited_s = 0.0
-        while waited_s < self.block_s * len(items):
+        while waited_s < self.block_s * len(reads):
             await asyncio.sleep(STEP_S)
             waited_s += STEP_S
-        return await super().get(items)
+        return await super().get(reads)
 
 
 class MoodyTier(MemoryTier):
@@ -68,27 +68,27 @@ class MoodyTier(MemoryTier):
         super().__init__()
         MoodyTier.held = self._blocks
 
-    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def get(self, reads: Sequence[Read]) -> Sequence[bool]:
         chance = self.random.random()
         if chance < 0.1:
             raise TierError("not in the mood", temporary=chance < 0.05)
         if chance < 0.12:
             await asyncio.Event().wait()
         if chance < 0.3:
-            for item in items:
+            for item in reads:
                 self._blocks.pop(item.key, None)
-        return await super().get(items)
+        return await super().get(reads)
 
-    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
         if self.random.random() < 0.05:
             raise TierError("not in the mood", temporary=True)
-        return await super().put(items)
+        return await super().put(writes)
 
 
 class HangingGet(MemoryTier):
     """Stores blocks and never gives one back."""
 
-    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def get(self, reads: Sequence[Read]) -> Sequence[bool]:
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
 
@@ -96,7 +96,7 @@ class HangingGet(MemoryTier):
 class HangingPut(MemoryTier):
     """Never ends a write."""
 
-    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
 

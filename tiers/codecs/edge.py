@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from kvladder.arena import Slot
 from kvladder.errors import ConfigError, TierFull
 from kvladder.layout import align
 from kvladder.schema import within
-from kvladder.tiers.base import Blocking, Item, Outcome, Tier, TierContext
-from kvladder.tiers.codecs.base import ChecksumCodec, Codec
+from kvladder.tiers.base import Blocking, Tier, TierContext
+from kvladder.tiers.codecs.base import ChecksumCodec, Codec, Subject
 from kvladder.tiers.codecs.chain import Chain, Find
+from kvladder.tiers.label import Labels, LevelRead, Outcome, Ref, Side, Write, all_plain
 from kvladder.tiers.ladder.gate import checked
 
 S = TypeVar("S")
@@ -48,24 +50,33 @@ class Edge:
 
     Blocks are encoded from their slots into scratch slots, in threads, and the tier is given
     those; if there are fewer of them than blocks, a batch is stored in parts, and if there are
-    none, it waits for another batch to end. What is read is decoded in the slot it was read into.
+    none, it waits for another batch to end. What is read is checked, unless the tier has done so,
+    and decoded in the slot it was read into.
 
     Parameters
     ----------
+    verify:
+        Whether stored bytes get a checksum, and are compared with it.
     scratch:
         Slots of the arena that are the edge's own.
     """
 
-    def __init__(self, tier: Tier, settings: EdgeSettings, scratch: Sequence[Slot] = ()) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        settings: EdgeSettings,
+        scratch: Sequence[Slot] = (),
+        *,
+        verify: bool = True,
+    ) -> None:
         self._tier = tier
         self._settings = settings
+        self._verify = verify
         self._scratch = list(scratch)
         self._queue = asyncio.Lock()
         self._given = asyncio.Event()
-        self.corrupt = 0
-        """Blocks that were damaged when the tier delivered them."""
-        self.unreadable = 0
-        """Blocks whose codecs or keys are not here, or less than what is demanded."""
+        self.refused = Counter[Outcome]()
+        """What the tier delivered and was of no use, by the reason."""
         self.encoded_bytes = 0
         """What the blocks came to that codecs made smaller, or could not."""
 
@@ -77,64 +88,57 @@ class Edge:
         ConfigError
             One of them cannot work as configured.
         """
-        self._arena, self._run = context.arena, run
+        self._run = run
         self._size = context.layout.block_bytes
-        # a tier that checks what it reads need not be checked
-        codecs = [
-            codec
-            for codec in self._settings.codecs
-            if not (self._tier.checks and isinstance(codec, ChecksumCodec))
-        ]
+        labels = Labels(context.namespace, self._size, verify=self._verify)
+        self.side = Side(labels, context.arena.view)
+        codecs = [one for one in self._settings.codecs if not isinstance(one, ChecksumCodec)]
         layout = context.layout
         for codec in codecs:
             try:
                 layout = codec.open(layout, context.namespace)
             except ConfigError as error:
                 raise within("codecs", error) from error
-        self._chain = Chain(
-            codecs,
-            layout=context.layout,
-            namespace=context.namespace,
-            find=self._settings.find,
-            checked=context.verify and not self._tier.checks,
-        )
+        self._chain = Chain(codecs, layout=context.layout, find=self._settings.find)
 
     # ---- down
 
-    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
         """As ``Tier.put``."""
         if not self._chain.codecs:
-            return await self._tier.put(items)
-        if self._chain.last < 0:
-            own = [(item, item.slot) for item in items]
-            return await self._tier.put(await self._each(self._encode, own))
+            return await self._tier.put(writes)
         kept: list[bool] = []
-        while len(kept) < len(items):
-            slots = await self._take(len(items) - len(kept))
+        while len(kept) < len(writes):
+            slots = await self._take(len(writes) - len(kept))
             try:
-                pairs = list(zip(items[len(kept) :], slots, strict=False))
+                pairs = list(zip(writes[len(kept) :], slots, strict=False))
                 coded = await self._each(self._encode, pairs)
                 kept += map(bool, checked("put", await self._tier.put(coded), len(coded)))
-                self.encoded_bytes += sum(item.length for item in coded)
+                self.encoded_bytes += sum(write.length for write in coded)
             except TierFull:
                 if not kept:
                     raise
-                kept += [False] * (len(items) - len(kept))  # what is stored is not taken back
+                kept += [False] * (len(writes) - len(kept))  # what is stored is not taken back
             finally:
                 self._give(slots)
         return kept
 
-    def _encode(self, pair: tuple[Item, Slot]) -> Item:
+    def _encode(self, pair: tuple[Write, Slot]) -> Write:
         """What the tier is to store, which lies in the scratch slot if it is not the block."""
-        item, scratch = pair
-        data = self._arena.view(item.slot)[: self._size]
-        target = self._arena.view(scratch)
-        stored, note = self._chain.encode(item, data, target[: self._size])
+        plain, scratch = pair
+        data = plain.view[: self._size]
+        slot, view, target = plain.slot, plain.view, self.side.view(scratch)
+        subject = Subject(plain.key, plain.facts.salt)
+        stored, coding = self._chain.encode(subject, data, target[: self._size])
         length = len(stored)
         if stored is not data:  # a tier may store whole pages, and before this came another block
             target[length : align(length)] = bytes(align(length) - length)
-        slot = item.slot if stored is data else scratch
-        return item._replace(slot=slot, length=length, note=bytearray(note))
+            slot, view = scratch, target
+        ref, facts = Ref(plain.key, plain.place), plain.facts
+        labels, replace = self.side.labels, plain.replace
+        write = Write(labels, ref, slot, view, facts, coding=coding, replace=replace)
+        write.label()  # while the bytes are in a cache
+        return write
 
     async def _take(self, wanted: int) -> list[Slot]:
         """Between one and ``wanted`` scratch slots; first come, first served."""
@@ -150,26 +154,35 @@ class Edge:
 
     # ---- up
 
-    async def get(self, items: Sequence[Item]) -> Sequence[bool | None]:
-        """As ``Tier.get``."""
-        if not self._tier.notes:
-            return await self._tier.get(items)
-        asked = [item._replace(note=bytearray()) for item in items]
-        found = list(checked("get", await self._tier.get(asked), len(asked)))
-        coded = [index for index, ok in enumerate(found) if ok and not self._plain(asked[index])]
-        outcomes = await self._each(self._decode, [asked[index] for index in coded])
-        for index, outcome in zip(coded, outcomes, strict=True):
-            found[index] = outcome is Outcome.GOOD
-            self.corrupt += outcome is Outcome.CORRUPT
-            self.unreadable += outcome is Outcome.STALE
+    async def get(self, reads: Sequence[LevelRead]) -> Sequence[bool | None]:
+        """As ``Tier.get``: True only for what is right, and decoded."""
+        found = list(checked("get", await self._tier.get(reads), len(reads)))
+        if all(found) and not self._chain.secret and all_plain(reads, self.side.labels):
+            return found  # as nearly always, of a tier that checks
+        left: list[LevelRead] = []
+        for read, ok in zip(reads, found, strict=True):
+            if ok and not self._verify:  # a moment's work
+                read.check()
+            outcome, coding = read.verdict
+            if ok and (coding is None or coding.steps or self._chain.secret):
+                left.append(read)
+            elif outcome is not None and outcome is not Outcome.GOOD:
+                self.refused[outcome] += 1
+        outcomes = dict(zip(left, await self._each(self._finish, left), strict=True))
+        for index, read in enumerate(reads):
+            outcome = outcomes.get(read, Outcome.GOOD)
+            if outcome is not Outcome.GOOD:
+                found[index] = False
+                self.refused[outcome] += 1
         return found
 
-    def _plain(self, item: Item) -> bool:
-        """Whether a block that was found is to be taken as it is."""
-        return not item.note and not self._chain.demands
-
-    def _decode(self, item: Item) -> Outcome:
-        return self._chain.decode(item, bytes(item.note or b""), self._arena.view(item.slot))
+    def _finish(self, read: LevelRead) -> Outcome:
+        """Check a block that came, if the tier has not, and decode it."""
+        read.check()
+        outcome, coding = read.verdict
+        if coding is None:
+            return outcome or Outcome.CORRUPT
+        return self._chain.decode(read.key, coding, read.view)
 
     async def _each(self, function: Callable[[S], T], items: Sequence[S]) -> list[T]:
         """``function`` of each item, in threads; ends when no call runs any more."""

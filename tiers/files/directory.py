@@ -1,68 +1,206 @@
-"""The directory of a files tier: which process has which part of it, and the space they share."""
+"""A files tier's directories: what is in one, which process has which, and what they share."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, suppress
+import re
+import stat
+from collections.abc import Collection, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Event
 from typing import NamedTuple
 
 import msgspec
+from xxhash import xxh3_64_hexdigest
 
 from kvladder.errors import ConfigError
 from kvladder.keys import Namespace
-from kvladder.tiers.files.disk import Disk, opened, read_file, sync_directory, write_all
-from kvladder.tiers.files.meta import (
-    ASIDE,
-    LOCK_NAME,
-    LOG_NAME,
-    META_NAME,
-    PREFIX_DIGITS,
-    Meta,
-    earlier_version,
-    home_name,
-    home_number,
-    is_ours,
-    read_meta,
-    require_safe,
-    segment_number,
+from kvladder.tiers.base import TierContext
+from kvladder.tiers.files.disk import (
+    Disk,
+    opened,
+    read_file,
+    replace_file,
+    sync_directory,
+    write_all,
 )
+from kvladder.tiers.files.header import HEADER_BYTES
 from kvladder.units import Size
 
-LEASES_MAX = 256
-"""Directories of one namespace, each of another process."""
+MAGIC = "kvladder files"
+VERSION = 3
+PREFIX_DIGITS = 16
+SEGMENTS_MAX = 512
+"""Each is an open file, and a process may often have no more than 1024."""
+SEGMENTS_WANTED_MAX = SEGMENTS_MAX // 4
+"""Segments are made larger rather than more than these, which leaves a tier room to grow."""
+META_BYTES_MAX = 1 << 16
+META_NAME = "META"
+LOG_NAME = "index.log"
+LOCK_NAME = "LOCK"
+
+ASIDE = {f"{META_NAME}.tmp", f"{LOG_NAME}.tmp"}
+"""What is written aside before it gets its name."""
+_HOME = re.compile(rf"([0-9a-f]{{{PREFIX_DIGITS}}})(?:\.([1-9][0-9]*))?")
+_SEGMENT = re.compile(r"seg-([0-9]{5})")
+_KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symbolic link"}
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 LOCK_WAIT_S = 10.0
 """How long others may keep the path's lock: for as long as it takes to give segments up."""
 _LOCK_STEP_S = 0.005
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+
+
+def home_name(prefix: str, number: int) -> str:
+    """The directory of the ``number``-th of several processes that use one namespace at once."""
+    return f"{prefix}.{number}" if number else prefix
+
+
+def home_number(name: str) -> tuple[str, int] | None:
+    """The namespace's prefix and the number that a directory's name stands for, or None."""
+    found = _HOME.fullmatch(name)
+    return (found[1], int(found[2] or 0)) if found else None
+
+
+def segment_number(name: str) -> int | None:
+    """The segment that a file name stands for, or None."""
+    found = _SEGMENT.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def segment_file(home: Path, number: int) -> Path:
+    """The file of a segment."""
+    return home / f"seg-{number:05d}"
+
+
+def segment_sizes(disk: Disk, home: Path) -> dict[int, int]:
+    """The segments in a directory: by number, their bytes."""
+    numbers = {name: segment_number(name) for name in disk.listdir(home)}
+    return {n: disk.stat(home / name).st_size for name, n in numbers.items() if n is not None}
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file of this name in a namespace's directory is one that the tier writes."""
+    return segment_number(name) is not None or name in {LOG_NAME, META_NAME, LOCK_NAME, *ASIDE}
+
+
+def require_safe(disk: Disk, path: Path, *, directory: bool) -> None:
+    """Raise ConfigError unless nobody else can have put, or can put, other things at ``path``.
+
+    What is there has to be no link, this user's, and for others not to write to. Raises
+    FileNotFoundError if there is nothing.
+    """
+    found = disk.stat(path)
+    kind = _KINDS.get(stat.S_IFMT(found.st_mode), "special file")
+    wanted = "directory" if directory else "file"
+    if kind == "symbolic link":
+        hint = "none is followed: " + ("name what it points to" if directory else "remove it")
+        raise ConfigError(f"{path} is a symbolic link", path="path", hint=hint)
+    if kind != wanted:
+        raise ConfigError(f"{path} is a {kind}", path="path", hint=f"expected a {wanted}")
+    below = ", or name a directory below it that is made with mode 0700" if directory else ""
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{path} belongs to user {found.st_uid}, and this process is user {os.geteuid()}",
+            path="path",
+            hint=f"chown it{below}",
+        )
+    if found.st_mode & _OTHERS_WRITE:
+        raise ConfigError(
+            f"{path} has mode {stat.S_IMODE(found.st_mode):04o}: others may write to it",
+            path="path",
+            hint=f"chmod go-w{below}",
+        )
+
+
+class Meta(msgspec.Struct, frozen=True, kw_only=True):
+    """META: what a namespace's other files contain. A line of JSON, so that people can read it."""
+
+    magic: str = MAGIC
+    version: int = VERSION
+    namespace: str
+    block_bytes: int
+    stride: int
+    """Bytes from one block's header to the next one's."""
+    segment_places: int
+    capacity_blocks: int
+
+    @classmethod
+    def new(cls, context: TierContext, segment_bytes: int, segments_min: int) -> Meta:
+        """How the files of a namespace that is new here are laid out."""
+        stride = HEADER_BYTES + context.layout.slot_bytes
+        capacity = context.capacity_blocks
+        most = max(1, min(segment_bytes // stride, capacity // segments_min))
+        return cls(
+            namespace=context.namespace.hex(),
+            block_bytes=context.layout.block_bytes,
+            stride=stride,
+            segment_places=max(most, -(-capacity // SEGMENTS_WANTED_MAX)),
+            capacity_blocks=capacity,
+        )
+
+    def holds(self, wanted: Meta) -> bool:
+        """Whether files of this shape can hold what is wanted; not if they were far too many."""
+        ours = (self.namespace, self.block_bytes, self.stride)
+        fitting = wanted.capacity_blocks <= self.segment_places * SEGMENTS_MAX
+        return ours == (wanted.namespace, wanted.block_bytes, wanted.stride) and fitting
+
+    def size(self, segment: int) -> int:
+        """Bytes of a segment; the last one may have fewer places than the others."""
+        first = segment * self.segment_places
+        return max(0, min(self.segment_places, self.capacity_blocks - first)) * self.stride
+
+
+class _Version(msgspec.Struct):
+    """What every version of META begins with."""
+
+    magic: str
+    version: int
+
+
+def sealed(line: bytes) -> bytes:
+    """A line and, below it, the digest that tells whether it is whole, in every version."""
+    return b"%s\n%s\n" % (line, xxh3_64_hexdigest(line).encode())
+
+
+def read_meta(disk: Disk, home: Path) -> Meta | int | None:
+    """META of a namespace as it is, None where it is damaged, missing or not ours.
+
+    If an earlier version wrote it, that is all: its number.
+
+    Raises
+    ------
+    ConfigError
+        A newer version wrote it.
+    """
+    path = home / META_NAME
+    try:
+        data = read_file(disk, path, META_BYTES_MAX)
+        line = data.partition(b"\n")[0]
+        if data != sealed(line):
+            return None
+        found = msgspec.json.decode(line, type=_Version)
+        if found.magic != MAGIC:
+            return None
+        require_known(path, found.version, VERSION)
+        return found.version if found.version < VERSION else msgspec.json.decode(line, type=Meta)
+    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+        return None
+
+
+def require_known(path: Path, version: int, newest: int) -> None:
+    """Raise ConfigError if a file is of a version that is not known yet."""
+    if version > newest:
+        raise ConfigError(
+            f"{path} is of format {version}, which is newer than {newest}",
+            path="path",
+            hint="use the version of kvladder that wrote it, or another path",
+        )
 
 
 class Lent(OSError):
     """Other processes have all of the capacity: there is no room for another segment."""
-
-
-def is_full(error: OSError) -> bool:
-    """Whether the disk, or the user's share of it, has no room."""
-    return error.errno in _NO_SPACE
-
-
-@contextmanager
-def exclusive(disk: Disk, path: Path) -> Generator[None]:
-    """Keep other processes from taking directories and space below a path, for a moment."""
-    lock = path / LOCK_NAME
-    with suppress(FileNotFoundError):
-        require_safe(disk, lock, directory=False)
-    with opened(disk, lock, os.O_RDWR | os.O_CREAT) as fd:
-        tries = int(LOCK_WAIT_S / _LOCK_STEP_S)
-        while not disk.lock(fd):
-            tries -= 1
-            if tries <= 0:
-                raise OSError(errno.EAGAIN, "another process keeps it locked", str(lock))
-            Event().wait(_LOCK_STEP_S)
-        yield
 
 
 class Lease(NamedTuple):
@@ -71,8 +209,38 @@ class Lease(NamedTuple):
     home: Path
     bytes: int
     """Of its segments."""
-    owner: str | None
-    """The process that has it; None if none has."""
+    used_ns: int
+    """When it was in use last, as far as that is known."""
+
+
+def _locked(disk: Disk, home: Path) -> int | None:
+    """A directory's lock as a descriptor that keeps it, or None if a living process has it."""
+    lock = home / LOCK_NAME
+    with suppress(FileNotFoundError):
+        require_safe(disk, lock, directory=False)
+    fd = disk.open(lock, os.O_RDWR | os.O_CREAT)
+    kept = False
+    try:
+        kept = disk.lock(fd)
+    finally:
+        if not kept:
+            disk.close(fd)
+    return fd if kept else None
+
+
+@contextmanager
+def exclusive(disk: Disk, path: Path) -> Generator[None]:
+    """Keep other processes from taking directories and space below a path, for a moment."""
+    tries = int(LOCK_WAIT_S / _LOCK_STEP_S)
+    while (fd := _locked(disk, path)) is None:
+        tries -= 1
+        if tries <= 0:
+            raise OSError(errno.EAGAIN, "another process keeps it locked", str(path / LOCK_NAME))
+        Event().wait(_LOCK_STEP_S)
+    try:
+        yield
+    finally:
+        disk.close(fd)
 
 
 class FilesDirectory:
@@ -95,8 +263,8 @@ class FilesDirectory:
 
     def __init__(self, disk: Disk, path: Path, space: Namespace) -> None:
         self.path = path
+        self.space = space
         self._disk = disk
-        self._space = space
         self._prefix = space.hex()[:PREFIX_DIGITS]
         self.home = path / self._prefix
         """The directory that was taken, once it was."""
@@ -110,10 +278,11 @@ class FilesDirectory:
         """``exclusive`` of the path."""
         return exclusive(self._disk, self.path)
 
-    def open(self, wanted: Meta) -> Meta | None:
+    def open(self, wanted: Meta) -> Meta:
         """Take a directory and say how its files are laid out; in ``exclusive``.
 
-        None if that is not known: META is lost or damaged, and the blocks' headers have to tell.
+        Where META does not tell that, as it is lost or damaged, they are believed to be as
+        ``wanted``. What cannot hold what is wanted is removed.
 
         Raises
         ------
@@ -123,113 +292,85 @@ class FilesDirectory:
             Anything else.
         """
         self._take()
-        names = self._disk.listdir(self.home)
-        for name in filter(is_ours, names):
-            require_safe(self._disk, self.home / name, directory=False)
-        for name in ASIDE.intersection(names):  # an earlier process did not finish it
-            self._disk.unlink(self.home / name)
-        meta = read_meta(self._disk, self.home)
-        if meta is None:
-            self.earlier = earlier_version(self._disk, self.home)
-            if self.earlier is not None:
-                self.clear()
-                return wanted
-            return None if any(segment_number(name) is not None for name in names) else wanted
-        if not meta.holds(wanted):
-            return meta
-        return msgspec.structs.replace(wanted, segment_places=meta.segment_places)
+        self.require_ours()
+        for name in ASIDE.intersection(self._disk.listdir(self.home)):
+            self._disk.unlink(self.home / name)  # an earlier process did not finish it
+        found = read_meta(self._disk, self.home)
+        if isinstance(found, Meta) and found.holds(wanted):
+            return msgspec.structs.replace(wanted, segment_places=found.segment_places)
+        if isinstance(found, int):
+            self.earlier = found
+        if found is not None:
+            self._delete_files(self.home)
+        return wanted
 
-    def clear(self) -> None:
-        """Remove the files of the directory that was taken."""
-        self._delete_files(self.home)
+    def write(self, meta: Meta) -> None:
+        """Have META say this: all of it or nothing, also after a power cut."""
+        replace_file(self._disk, self.home / META_NAME, sealed(msgspec.json.encode(meta)))
+
+    def require_ours(self) -> None:
+        """Raise ConfigError unless the tier's files in it are this user's alone."""
+        for name in filter(is_ours, self._disk.listdir(self.home)):
+            require_safe(self._disk, self.home / name, directory=False)
 
     def make(self) -> None:
         """Have the path there, this user's alone; its last part is made if it is missing."""
-        with suppress(FileNotFoundError):
-            require_safe(self._disk, self.path, directory=True)
-            return
-        try:
-            self._disk.stat(self.path.parent)
-        except FileNotFoundError:
-            raise ConfigError(
-                f"{self.path} cannot be made: {self.path.parent} does not exist either",
-                path="path",
-                hint="make it first, or mount the disk that it belongs to",
-            ) from None
-        with suppress(FileExistsError):  # another process was faster
-            self._disk.mkdir(self.path)
+        with suppress(FileExistsError):
+            try:
+                self._disk.mkdir(self.path)
+            except FileNotFoundError:
+                raise ConfigError(
+                    f"{self.path} cannot be made: {self.path.parent} does not exist either",
+                    path="path",
+                    hint="make it first, or mount the disk that it belongs to",
+                ) from None
         require_safe(self._disk, self.path, directory=True)
 
     def _take(self) -> None:
         """Have a directory that nobody has: the one with most in it, or a new one."""
-        taken: dict[int, tuple[int, int]] = {}
-        numbers = self._numbers()
-        try:
-            for number in numbers:
-                home = self.path / home_name(self._prefix, number)
+        found: list[tuple[int, int]] = []
+        for prefix, number in filter(None, map(home_number, self._disk.listdir(self.path))):
+            if prefix == self._prefix:
+                home = self.path / home_name(prefix, number)
                 require_safe(self._disk, home, directory=True)
-                fd = self._lock(home)
-                if fd is not None:
-                    taken[number] = fd, 0
-                    taken[number] = fd, _segment_bytes(self._disk, home)
-            if not taken:
-                number = next(n for n in range(len(numbers) + 1) if n not in numbers)
-                if number >= LEASES_MAX:
-                    raise ConfigError(
-                        f"{self.path} is in use by {number} processes",
-                        path="path",
-                        hint="give others another path",
-                    )
-                home = self.path / home_name(self._prefix, number)
-                self._disk.mkdir(home)
-                fd = self._lock(home)
-                assert fd is not None, "whoever looks for one does so in exclusive"
-                taken[number] = fd, 0
-                sync_directory(self._disk, self.path)
-            chosen = max(taken, key=lambda number: (taken[number][1], -number))
-            self.home = self.path / home_name(self._prefix, chosen)
-            self._lock_fd = taken.pop(chosen)[0]
-            self._name_owner()
-        finally:
-            for fd, _ in taken.values():
-                self._disk.close(fd)
+                found.append((-sum(segment_sizes(self._disk, home).values()), number))
+        for _, number in sorted(found):
+            if self._lock(self.path / home_name(self._prefix, number)):
+                return
+        numbers = {number for _, number in found}
+        number = next(n for n in range(len(numbers) + 1) if n not in numbers)
+        home = self.path / home_name(self._prefix, number)
+        self._disk.mkdir(home)
+        is_mine = self._lock(home)
+        assert is_mine, "whoever looks for one does so in exclusive"
+        sync_directory(self._disk, self.path)
 
-    def _numbers(self) -> list[int]:
-        """Of the namespace's directories."""
-        found = map(home_number, self._disk.listdir(self.path))
-        return sorted(one[1] for one in found if one is not None and one[0] == self._prefix)
+    def hold(self, home: Path, others: Collection[str]) -> bool:
+        """Take one directory, in ``exclusive``; False if one of ``others`` has it.
 
-    def _lock(self, home: Path) -> int | None:
-        """A directory's lock as a descriptor that keeps it, or None if a living process has it."""
-        lock = home / LOCK_NAME
-        with suppress(FileNotFoundError):
-            require_safe(self._disk, lock, directory=False)
-        fd = self._disk.open(lock, os.O_RDWR | os.O_CREAT)
-        kept = False
-        try:
-            kept = self._disk.lock(fd)
-        finally:
-            if not kept:
-                self._disk.close(fd)
-        return fd if kept else None
-
-    def hold(self, home: Path, hint: str) -> None:
-        """Take one directory, while no process has it; in ``exclusive``.
-
-        ``hint`` is what a ConfigError says to do if one has.
+        ConfigError if another process has.
         """
         require_safe(self._disk, home, directory=True)
-        fd = self._lock(home)
-        if fd is None:
-            who = f"{home} is in use by process {owner(self._disk, home)}"
-            raise ConfigError(who, path="path", hint=hint)
-        self.home, self._lock_fd = home, fd
-        self._name_owner()
+        if self._lock(home):
+            return True
+        process = owner(self._disk, home)
+        if process in others:
+            return False
+        raise ConfigError(
+            f"{home} is in use by process {process}",
+            path="path",
+            hint="purge through its control socket, see the setting control, or stop it first",
+        )
 
-    def _name_owner(self) -> None:
-        assert self._lock_fd is not None
-        self._disk.truncate(self._lock_fd, 0)
-        write_all(self._disk, self._lock_fd, b"%d\n" % os.getpid(), 0)
+    def _lock(self, home: Path) -> bool:
+        """Take a directory and write this process into it; False if another process has it."""
+        fd = _locked(self._disk, home)
+        if fd is None:
+            return False
+        self.home, self._lock_fd = home, fd
+        self._disk.truncate(fd, 0)
+        write_all(self._disk, fd, b"%d\n" % os.getpid(), 0)
+        return True
 
     def leave(self) -> None:
         """Let the next process have it; may be called again."""
@@ -267,14 +408,14 @@ class FilesDirectory:
         False if there is nothing to drop.
         """
         for lease in self._others():
-            fd = self._lock(lease.home)
+            fd = _locked(self._disk, lease.home)
             if fd is None:
                 continue
             try:
-                last = max(filter(_is_segment, self._disk.listdir(lease.home)), default=None)
-                if last is not None:
-                    self._disk.unlink(lease.home / last)
-                if not any(map(_is_segment, self._disk.listdir(lease.home))):
+                segments = segment_sizes(self._disk, lease.home)
+                if segments:
+                    self._disk.unlink(segment_file(lease.home, max(segments)))
+                if len(segments) <= 1:
                     self._delete(lease.home)
                 return True
             finally:
@@ -282,25 +423,9 @@ class FilesDirectory:
         return False
 
     def _others(self) -> list[Lease]:
-        """The other directories of this and of other namespaces, least recently used first.
-
-        Those of a newer version are left alone: what belongs to them is not known.
-        """
-        found: list[tuple[int, Lease]] = []
-        for name in self._disk.listdir(self.path):
-            home, ids = self.path / name, home_number(name)
-            if home == self.home or ids is None:
-                continue
-            with suppress(FileNotFoundError, NotADirectoryError, ConfigError):
-                require_safe(self._disk, home, directory=True)
-                if read_meta(self._disk, home) is not None:
-                    used_ns = self._disk.stat(home / META_NAME).mtime_ns
-                elif ids[0] == self._prefix or LOG_NAME in self._disk.listdir(home):
-                    used_ns = 0  # META is damaged
-                else:
-                    continue
-                found.append((used_ns, Lease(home, _segment_bytes(self._disk, home), None)))
-        return [lease for _, lease in sorted(found)]
+        """The other directories of this and of other namespaces, least recently used first."""
+        found = leases(self._disk, self.path, self._prefix)
+        return [lease for lease in found if lease.home != self.home]
 
     def _delete(self, home: Path) -> None:
         self._delete_files(home)
@@ -323,21 +448,39 @@ class FilesDirectory:
             self._disk.unlink(home / META_NAME)
 
 
+def leases(disk: Disk, path: Path, prefix: str = "") -> list[Lease]:
+    """The directories below a path that are ours, least recently used first.
+
+    Those of a newer version are left out: what belongs to them is not known. ``prefix`` is of the
+    namespace whose directories are ours whatever they hold.
+    """
+    found: list[Lease] = []
+    for name in disk.listdir(path):
+        home, ids = path / name, home_number(name)
+        if ids is None:
+            continue
+        with suppress(FileNotFoundError, NotADirectoryError, ConfigError):
+            require_safe(disk, home, directory=True)
+            used_ns = 0
+            if isinstance(read_meta(disk, home), Meta):
+                used_ns = disk.stat(home / META_NAME).st_mtime_ns
+            elif ids[0] != prefix and LOG_NAME not in disk.listdir(home):
+                continue
+            found.append(Lease(home, sum(segment_sizes(disk, home).values()), used_ns))
+    return sorted(found, key=lambda lease: (lease.used_ns, lease.home))
+
+
 def owner(disk: Disk, home: Path) -> str:
     """The process that wrote itself into the lock file, or what ended before it could."""
     text = read_file(disk, home / LOCK_NAME, 32).decode("ascii", "replace").strip()
     return text if text.isdigit() else "unknown"
 
 
-def leases(disk: Disk, path: Path) -> list[Lease]:
-    """The namespaces' directories below a path that are ours, and who has them."""
-    found: list[Lease] = []
-    for name in disk.listdir(path):
-        home = path / name
-        with suppress(FileNotFoundError, NotADirectoryError):
-            if home_number(name) is not None and read_meta(disk, home) is not None:
-                found.append(Lease(home, _segment_bytes(disk, home), _held_by(disk, home)))
-    return found
+def held_by(disk: Disk, home: Path) -> str | None:
+    """The process that has a directory, None if none has; in ``exclusive``."""
+    with suppress(FileNotFoundError), opened(disk, home / LOCK_NAME, os.O_RDWR) as fd:
+        return None if disk.lock(fd) else owner(disk, home)
+    return None
 
 
 def look(disk: Disk, path: Path) -> dict[str, str]:
@@ -348,30 +491,64 @@ def look(disk: Disk, path: Path) -> dict[str, str]:
     ConfigError
         The path is not this user's alone.
     """
-    try:
+    facts: dict[str, str] = {}
+    with suppress(OSError):  # no engine was there yet
         require_safe(disk, path, directory=True)
         disk.stat(path / LOCK_NAME)
         with exclusive(disk, path):
-            found = leases(disk, path)
-    except OSError:  # no engine was there yet
-        return {}
-    facts: dict[str, str] = {}
-    for lease in found:
-        holds = Size(lease.bytes).about() if lease.bytes else "nothing"
-        who = "no process has it" if lease.owner is None else f"process {lease.owner} has it"
-        facts[lease.home.name] = f"{holds}, {who}"
+            for lease in sorted(leases(disk, path)):
+                holds = Size(lease.bytes).about() if lease.bytes else "nothing"
+                who = held_by(disk, lease.home)
+                said = "no process has it" if who is None else f"process {who} has it"
+                facts[lease.home.name] = f"{holds}, {said}"
     return facts
 
 
-def _held_by(disk: Disk, home: Path) -> str | None:
-    with suppress(FileNotFoundError), opened(disk, home / LOCK_NAME, os.O_RDWR) as fd:
-        return None if disk.lock(fd) else owner(disk, home)
-    return None
+@contextmanager
+def at_rest(
+    disk: Disk, path: Path, space: Namespace | None, others: Collection[str]
+) -> Generator[list[FilesDirectory]]:
+    """Have the directories below a path of one namespace, or of all, that no process has.
+
+    Raises
+    ------
+    ConfigError
+        A process has one that is not among ``others``, or it is not known whose one is.
+    """
+    taken: list[FilesDirectory] = []
+    with ExitStack() as held:
+        with exclusive(disk, path):
+            for name in disk.listdir(path):
+                found = _owner(disk, path / name)
+                if found is None or space not in {None, found}:
+                    continue
+                directory = FilesDirectory(disk, path, found)
+                held.callback(directory.leave)
+                if directory.hold(path / name, others):
+                    taken.append(directory)
+        yield taken
 
 
-def _segment_bytes(disk: Disk, home: Path) -> int:
-    return sum(disk.stat(home / name).size for name in filter(_is_segment, disk.listdir(home)))
-
-
-def _is_segment(name: str) -> bool:
-    return segment_number(name) is not None
+def _owner(disk: Disk, home: Path) -> Namespace | None:
+    """Whose files are in a directory; None where they are not ours."""
+    ids = home_number(home.name)
+    if ids is None:
+        return None
+    meta = read_meta(disk, home)
+    if isinstance(meta, int):
+        raise ConfigError(
+            f"{home} was written by an earlier version of kvladder, in format {meta}",
+            path="path",
+            hint="purge with that version, or remove the directory",
+        )
+    if meta is None:
+        with suppress(NotADirectoryError):
+            if {META_NAME, LOG_NAME}.intersection(disk.listdir(home)):
+                raise ConfigError(
+                    f"{home / META_NAME} is damaged: it does not tell whose blocks these are",
+                    path="path",
+                    hint="start the engine that wrote them, which mends it, and purge then",
+                )
+        return None
+    is_named_so = meta.namespace[:PREFIX_DIGITS] == ids[0]
+    return Namespace(bytes.fromhex(meta.namespace)) if is_named_so else None

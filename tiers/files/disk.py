@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
-import stat
+import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple
 
-from kvladder.tiers.files.examine import examine
+from kvladder.errors import ConfigError
+from kvladder.units import Size
 
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
-
-
-Kind = Literal["file", "directory", "link", "other"]
-
-
-class FileStat(NamedTuple):
-    """What the tier asks about a path."""
-
-    size: int
-    mtime_ns: int
-    kind: Kind
-    owner: int
-    mode: int
-    """Permissions."""
-
-
-_KINDS: dict[int, Kind] = {
-    stat.S_IFREG: "file",
-    stat.S_IFDIR: "directory",
-    stat.S_IFLNK: "link",
-}
 
 
 class Disk:
@@ -47,8 +28,40 @@ class Disk:
     def examine(
         self, path: Path, capacity_bytes: int, direct: bool | None, warn: Callable[[str], object]
     ) -> Mapping[str, str]:
-        """See ``Tier.examine``."""
-        return examine(path, capacity_bytes, direct, warn)
+        """What a files tier would find; nothing stays of what is tried there.
+
+        Raises
+        ------
+        ConfigError
+            The directory cannot be used.
+        """
+        try:
+            target = path if path.exists() else path.parent
+            if not target.is_dir():
+                wrong = "is no directory" if target.exists() else "does not exist"
+                hint = "expected a directory, or a new one in a directory that exists"
+                raise ConfigError(f"{target} {wrong}", path="path", hint=hint)
+            if not os.access(target, os.R_OK | os.W_OK | os.X_OK):
+                hint = f"expected a directory that user {os.geteuid()} may write"
+                raise ConfigError(f"{target} cannot be written", path="path", hint=hint)
+            free, held = space(path)
+            takes = _takes_direct(target)
+        except OSError as error:
+            why = error.strerror or type(error).__name__
+            raise ConfigError(f"{path}: {why}", path="path", hint="expected a directory") from error
+        if direct and takes is False:
+            hint = "leave it out, or choose another file system"
+            raise ConfigError("this file system has no direct I/O", path="direct", hint=hint)
+        if capacity_bytes > free + held:
+            warn(
+                f"capacity is {Size(capacity_bytes).about()}, and {path} has room for"
+                f" {Size(free + held).about()}: what does not fit is not kept"
+            )
+        return {
+            "directory": f"{path}{'' if path.exists() else ' (will be made)'}",
+            "free": f"{Size(free).about()}, and {Size(held).about()} are held there",
+            "direct I/O": "no" if direct is False or not takes else "yes",
+        }
 
     def open(self, path: Path, flags: int) -> int:
         """Open a file with ``os.O_*`` flags, and return its descriptor; mode 0600 if created."""
@@ -107,16 +120,38 @@ class Disk:
         """The names in a directory, sorted."""
         return sorted(child.name for child in path.iterdir())
 
-    def stat(self, path: Path) -> FileStat:
-        """Size, time of last change, kind and owner of what is at ``path``, a link too."""
-        found = path.lstat()
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "other")
-        mode = stat.S_IMODE(found.st_mode)
-        return FileStat(found.st_size, found.st_mtime_ns, kind, found.st_uid, mode)
+    def stat(self, path: Path) -> os.stat_result:
+        """What is at ``path``, a link too."""
+        return path.lstat()
 
     def touch(self, path: Path) -> None:
         """Make now the time of last change."""
         os.utime(path, follow_symlinks=False)
+
+
+def is_full(error: OSError) -> bool:
+    """Whether the disk, or the user's share of it, has no room."""
+    return error.errno in _NO_SPACE
+
+
+@contextmanager
+def as_config_error(path: Path) -> Generator[None]:
+    """Tell somebody whose directory cannot be used, because of an OSError, what to do."""
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        what = f"cannot be used: {error.strerror or error}{where}"
+        hint = "expected a directory on a local disk"
+        if error.errno == errno.EROFS:
+            what, hint = "is on a read-only file system", "expected a writable one"
+        elif error.errno in {errno.EACCES, errno.EPERM}:
+            what = f"is not writable: {error.strerror}"
+            hint = "give it to the user that runs the engine, mode 0700"
+        elif is_full(error):
+            what = f"has no room for one segment: {error.strerror}"
+            hint = "free some space, or set a smaller capacity or segment"
+        raise ConfigError(f"{path} {what}", path="path", hint=hint) from error
 
 
 @contextmanager
@@ -161,3 +196,32 @@ def sync_directory(disk: Disk, path: Path) -> None:
     """Make a directory's entries survive a power cut."""
     with opened(disk, path, os.O_RDONLY | os.O_DIRECTORY) as fd:
         disk.fsync(fd)
+
+
+def space(directory: Path) -> tuple[int, int]:
+    """Bytes that are free on the file system of ``directory``, and bytes that it holds itself.
+
+    The directory need not exist; OSError if its file system does not answer.
+    """
+    existing = directory
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    info = os.statvfs(existing)
+    held = sum(
+        (Path(folder) / name).lstat().st_blocks * 512
+        for folder, _, names in os.walk(directory)
+        for name in names
+    )
+    return info.f_bavail * info.f_frsize, held
+
+
+def _takes_direct(directory: Path) -> bool:
+    """Whether files in ``directory`` can be read and written around the page cache."""
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=".kvladder-") as file:
+        try:
+            os.close(os.open(file.name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC))
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return False
+            raise
+    return True

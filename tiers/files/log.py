@@ -7,36 +7,57 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import compress, repeat
-from operator import lt
+from functools import lru_cache
+from itertools import repeat
+from operator import itemgetter
 from pathlib import Path
 from struct import Struct
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from kvladder.errors import ConfigError
-from kvladder.keys import KEY_BYTES, SALT_BYTES, BlockKey, Namespace
-from kvladder.tiers.base import NO_SLOT, Item
+from kvladder.keys import KEY_BYTES, BlockKey, Namespace
+from kvladder.tiers.files.directory import LOG_NAME, require_known
 from kvladder.tiers.files.disk import Disk, sync_directory, write_all
-from kvladder.tiers.files.meta import LOG_NAME
+from kvladder.tiers.label import NO_FACTS, Facts, Kept, Ref, Write
 
 RECORD_BYTES = 64
 """A power of two, so that no record straddles a sector: a torn write tears none."""
 LOW_BITS = 17
 """Below the sequence: numbers are in the order of their sequences, whatever stands there."""
-PUT = 1
-REMOVE = 2
 NEVER_S = (1 << 32) - 1
 """When a block expires that does not; else whole seconds since the epoch."""
+MAGIC = b"kvindex\0"
+VERSION = 2
+READ_RECORDS = 1024
+"""Records per read: the GIL is given up between two of them, also while compacting."""
 
 # check; number: sequence, terms (3 bits), floor (7), priority (7); expires; place, of a removal its
 # complement; salt; key
 _RECORD = Struct(f"<QQIi8s{KEY_BYTES}s")
+_FIELDS = np.dtype(
+    [
+        ("check", "<u8"),
+        ("number", "<u8"),
+        ("end_s", "<u4"),
+        ("place", "<i4"),
+        ("salt", "V8"),
+        ("tag", "<u4"),
+        ("key", "V28"),
+    ]
+)
+_BODY = Struct(f"<8x{RECORD_BYTES - 8}s")
+_CHECK = Struct("<Q")
 _TAG = Struct("<I28x")
-_NO_SALT = bytes(SALT_BYTES)
+_KEY = Struct(f"<32x{KEY_BYTES}s")
+_HEADER = Struct("<8sHH4x32s8xQ")
 
-assert _RECORD.size == RECORD_BYTES
+assert _RECORD.size == _FIELDS.itemsize == _HEADER.size == RECORD_BYTES
+
+Records: TypeAlias = npt.NDArray[np.void]
+"""Whole ones, by ``_FIELDS``."""
 
 
 def tag_of(key: BlockKey) -> int:
@@ -45,53 +66,37 @@ def tag_of(key: BlockKey) -> int:
     return tag or 1
 
 
-def items_of(records: memoryview) -> list[Item]:
-    """The blocks that PUT records tell of."""
-    return [
-        Item(
-            BlockKey(key),
-            place,
-            NO_SLOT,
-            number & 127,
-            number >> 7 & 127,
-            None if end_s == NEVER_S else end_s,
-            b"" if salt == _NO_SALT else salt,
-            number >> 14 & 7,
-        )
-        for _, number, end_s, place, salt, key in _RECORD.iter_unpack(records)
-    ]
+def held(records: Records, tags: array[int]) -> npt.NDArray[np.bool_]:
+    """Which of these are of blocks that are at their places still, by the tags of those."""
+    stored = np.frombuffer(tags, np.uint32)[records["place"]]
+    found: npt.NDArray[np.bool_] = stored == np.maximum(records["tag"], 1)
+    return found
 
 
-def record(kind: int, sequence: int, item: Item) -> bytes:
-    """What tells that ``item`` was put or removed, without the 8 bytes of its check."""
-    end_s = NEVER_S
-    if item.expires_wall_s is not None:  # rounded down: a block may go early, not late
-        end_s = max(0, min(int(item.expires_wall_s), NEVER_S - 1))
-    low = item.terms << 14 | item.floor << 7 | item.priority
-    place = item.place if kind == PUT else ~item.place
-    packed = _RECORD.pack(0, sequence << LOW_BITS | low, end_s, place, item.salt, item.key)
-    return packed[8:]
+def kept_of(records: Records) -> list[Kept]:
+    """The blocks that records of puts tell of."""
+    low = records["number"] & np.uint64((1 << LOW_BITS) - 1)
+    facts = map(_facts, low.tolist(), records["end_s"].tolist(), records["salt"].tolist())
+    keys = map(itemgetter(0), _KEY.iter_unpack(records.tobytes()))
+    return list(map(Kept._make, zip(keys, records["place"].tolist(), facts, strict=True)))
 
 
-MAGIC = b"kvindex\0"
-VERSION = 2
-READ_RECORDS = 1024
-"""Records per read: the GIL is given up between two of them, also while compacting."""
-
-_HEADER = Struct("<8sHH4x32s8xQ")
-_BODY = Struct(f"<8x{RECORD_BYTES - 8}s")
-_ORDER = Struct("<QQ48x")
-_WHERE = Struct("<20xi8xI28x")  # place, first 4 bytes of the key
-_WHOLE = Struct(f"{RECORD_BYTES}s")
-
-assert _HEADER.size == RECORD_BYTES
+@lru_cache(1024)  # blocks share them
+def _facts(low: int, end_s: int, salt: bytes) -> Facts:
+    return Facts(
+        low & 127,
+        low >> 7 & 127,
+        None if end_s == NEVER_S else end_s,
+        salt if any(salt) else b"",
+        low >> 14,
+    )
 
 
 class Found(NamedTuple):
     """What a log tells of."""
 
-    records: bytes
-    """The PUT records of what is stored, oldest first."""
+    records: Records
+    """Of the puts of what is stored, oldest first."""
     tags: array[int]
     """By place: the tag of the key that is stored there, 0 if none is."""
     lost: bool = False
@@ -101,13 +106,12 @@ class Found(NamedTuple):
 class _Scan(NamedTuple):
     """What reading a log from its start came to."""
 
-    last: array[int]
-    """By place: which of the good records put what is there now, or -1."""
-    tags: array[int]
+    live: npt.NDArray[np.bool_]
+    """By record, good or not: whether it put what is at its place now."""
+    tags: npt.NDArray[np.uint32]
     """By place: the tag of its key, or 0."""
-    slabs: list[tuple[int, int, bool]]
-    """Where good records are: offset, length, and whether all of them there are good."""
-    records: int
+    good: int
+    """How many records count."""
     sequence: int
     """The highest sequence number, with what stands below it."""
     end: int
@@ -121,8 +125,8 @@ class IndexLog:
 
     A record counts if it is whole and has a higher number than those before it; others, torn by a
     crash or left over from before a compaction, are passed over. ``load`` comes first and
-    ``close`` last; ``append`` and ``reserve`` may be called from any thread, ``compact`` from one
-    at a time. All block and raise OSError.
+    ``close`` last; ``put``, ``remove`` and ``reserve`` may be called from any thread, ``compact``
+    from one at a time. All block and raise OSError.
 
     Parameters
     ----------
@@ -138,8 +142,11 @@ class IndexLog:
         self, disk: Disk, home: Path, space: Namespace, *, places_max: int, slack_records: int
     ) -> None:
         self._disk = disk
-        self._path = home / LOG_NAME
-        self._space = space
+        self.path = home / LOG_NAME
+        self._aside = home / f"{LOG_NAME}.tmp"
+        fields = (MAGIC, VERSION, RECORD_BYTES, space)
+        check = xxh3_64_intdigest(_HEADER.pack(*fields, 0)[:-8])
+        self._header = _HEADER.pack(*fields, check)
         self._seed = int.from_bytes(space[:8], "little")
         self._places_max = places_max
         self._slack = slack_records
@@ -163,161 +170,129 @@ class IndexLog:
         ConfigError
             A newer version wrote it.
         """
+        scan = None
         with suppress(FileNotFoundError):
-            self._fd = self._disk.open(self._path, os.O_RDWR)
-        scan = None if self._fd is None else self._usable(self._fd)
+            self._fd = self._disk.open(self.path, os.O_RDWR)
+            scan = self._usable(self._fd)
         if self._fd is None or scan is None:
             self.close()
             if anew:
-                self._fd = self._begin(self._path)
-            return Found(b"", array("I", [0]) * self._places_max, lost=not anew)
+                self._fd = self._begin(self.path)
+            nothing = np.empty(0, _FIELDS)
+            return Found(nothing, array("I", [0]) * self._places_max, lost=not anew)
         self._sequence = scan.sequence >> LOW_BITS
         self._end = self._reserved = scan.end
         self._disk.truncate(self._fd, self._end)  # what follows a torn record must not come back
-        live = b"".join(self._live(self._fd, scan))
+        live = np.frombuffer(b"".join(self._live(self._fd, scan)), _FIELDS)
         if scan.beyond:  # they must not be believed if there are such places again
             with suppress(OSError):
                 self.compact(lambda: False)
-        return Found(live, scan.tags)
+        return Found(live, array("I", scan.tags.tobytes()))
 
     def _begin(self, path: Path) -> int:
         """Make an empty log."""
         fd = self._disk.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
-            write_all(self._disk, fd, self._header(), 0)
+            write_all(self._disk, fd, self._header, 0)
         except OSError:
             self._disk.close(fd)
             raise
         return fd
-
-    def _header(self) -> bytes:
-        fields = (MAGIC, VERSION, RECORD_BYTES, self._space)
-        check = xxh3_64_intdigest(_HEADER.pack(*fields, 0)[:-8])
-        return _HEADER.pack(*fields, check)
 
     def _usable(self, fd: int) -> _Scan | None:
         """What is in a log; None if it is of another kind or namespace, or damaged all over.
 
         Records have checks of their own: a damaged header is mended if any of them is whole.
         """
-        header = bytearray(RECORD_BYTES)
-        self._disk.preadv(fd, [memoryview(header)], 0)
-        magic, version, *_, check = _HEADER.unpack(header)
-        is_whole = check == xxh3_64_intdigest(header[:-8])
-        if is_whole and magic == MAGIC and version > VERSION:
-            self.close()
-            raise ConfigError(
-                f"{self._path} is of format {version}, which is newer than {VERSION}",
-                path="path",
-                hint="use the version of kvladder that wrote it, or another path",
-            )
-        wanted = self._header()
-        if bytes(header) == wanted:
+        header = self._read(fd, 0, RECORD_BYTES).ljust(RECORD_BYTES, b"\0")
+        if header == self._header:
             return self._scan(fd)
-        scan = None if is_whole else self._scan(fd)
-        if scan is None or not scan.records:
+        magic, version, *_, check = _HEADER.unpack(header)
+        if check == xxh3_64_intdigest(header[:-8]):
+            if magic == MAGIC:
+                require_known(self.path, version, VERSION)
             return None
-        write_all(self._disk, fd, wanted, 0)
+        scan = self._scan(fd)
+        if not scan.good:
+            return None
+        write_all(self._disk, fd, self._header, 0)
         return scan
 
-    def write(self, items: Sequence[Item], sequence: int) -> None:
+    def write(self, kept: Sequence[Kept], sequence: int) -> None:
         """Begin the log that is lost, with these blocks in it, oldest first: all or nothing.
 
         Sequence numbers go on above ``sequence``.
         """
-        aside = self._path.with_name(LOG_NAME + ".tmp")
-        fd = self._begin(aside)
+        self._fd, self._sequence = self._begin(self._aside), sequence
         try:
-            self._sequence = sequence
-            end = RECORD_BYTES
-            for start in range(0, len(items), READ_RECORDS):
-                records = self._packed(PUT, items[start : start + READ_RECORDS])
-                write_all(self._disk, fd, records, end)
-                end += len(records)
-            self._disk.fsync(fd)
-            self._disk.rename(aside, self._path)
+            self.put(kept)
+            self._disk.fsync(self._fd)
+            self._disk.rename(self._aside, self.path)
         except OSError:
-            self._disk.close(fd)
+            self.close()
             raise
-        self._fd, self._end, self._reserved = fd, end, end
 
     # ---- reading
 
     def _read(self, fd: int, offset: int, length: int) -> bytes:
         """Whole records; fewer at the end of the file."""
-        buffer = bytearray(length)
-        got = self._disk.preadv(fd, [memoryview(buffer)], offset)
-        return bytes(memoryview(buffer)[: got - got % RECORD_BYTES])
-
-    def _good(self, slab: bytes, before: int) -> tuple[bytes, int, int]:
-        """The records that are whole and in order, the last one's number, and where it ends."""
-        bodies = [body for (body,) in _BODY.iter_unpack(slab)]
-        digests = list(map(xxh3_64_intdigest, bodies, repeat(self._seed)))
-        orders = list(_ORDER.iter_unpack(slab))
-        checks = [check for check, _ in orders]
-        numbers = [number for _, number in orders]
-        if digests == checks and before < numbers[0] and all(map(lt, numbers, numbers[1:])):
-            return slab, numbers[-1], len(slab)
-        good, end = bytearray(), 0
-        for start, digest, (check, number) in zip(
-            range(0, len(slab), RECORD_BYTES), digests, orders, strict=True
-        ):
-            if digest == check and number > before:
-                before, end = number, start + RECORD_BYTES
-                good += slab[start:end]
-        return bytes(good), before, end
+        buffer = memoryview(bytearray(length))
+        got = self._disk.preadv(fd, [buffer], offset)
+        return bytes(buffer[: got - got % RECORD_BYTES])
 
     def _scan(self, fd: int, end: int | None = None) -> _Scan:
         """Read all records up to ``end``. Zeros all over are the space in reserve, behind it."""
-        last = array("q", [-1]) * self._places_max
-        tags = array("I", [0]) * self._places_max
-        slabs: list[tuple[int, int, bool]] = []
-        number, sequence, last_end, beyond = 0, 0, RECORD_BYTES, False
-        offset, step = RECORD_BYTES, READ_RECORDS * RECORD_BYTES
-        places_max = self._places_max
+        nothing = np.empty(0, _FIELDS)
+        parts = [(nothing["check"] == 0, nothing["place"], nothing["tag"])]
+        sequence, offset, step = 0, RECORD_BYTES, READ_RECORDS * RECORD_BYTES
         while end is None or offset < end:
             slab = self._read(fd, offset, step if end is None else min(step, end - offset))
             if slab.count(0) == len(slab):
                 break
-            records, sequence, good_end = self._good(slab, sequence)
-            if records:
-                slabs.append((offset, len(slab), len(records) == len(slab)))
-                last_end = offset + good_end
-            for place, tag in _WHERE.iter_unpack(records):
-                if place < 0:
-                    if ~place >= places_max:
-                        beyond = True
-                    elif tags[place := ~place] == (tag or 1):
-                        last[place] = -1
-                        tags[place] = 0
-                elif place < places_max:
-                    last[place] = number
-                    tags[place] = tag or 1
-                else:
-                    beyond = True
-                number += 1
+            records = np.frombuffer(slab, _FIELDS)
+            good, sequence = self._good(slab, records, sequence)
+            parts.append((good, records["place"].copy(), np.maximum(records["tag"], 1)))
             offset += len(slab)
-        return _Scan(last, tags, slabs, number, sequence, last_end, beyond)
+        good, place, tag = (np.concatenate(part) for part in zip(*parts, strict=True))
+        at = np.where(place < 0, ~place, place)
+        ours = good & (at < self._places_max)
+        # what was put last at a place is there, unless it is that which was removed after it
+        put, gone = np.flatnonzero(ours & (place >= 0)), np.flatnonzero(ours & (place < 0))
+        last = np.full(self._places_max, -1)
+        last[at[put]] = put
+        newest = last[at[gone]]
+        undone = (newest >= 0) & (newest < gone) & (tag[newest] == tag[gone])
+        last[at[gone[undone]]] = -1
+        taken = np.flatnonzero(last >= 0)
+        live, tags = np.zeros(len(good), np.bool_), np.zeros(self._places_max, np.uint32)
+        live[last[taken]] = True
+        tags[taken] = tag[last[taken]]
+        counted = np.flatnonzero(good)
+        last_end = RECORD_BYTES * (int(counted[-1]) + 2 if len(counted) else 1)
+        is_beyond = bool((good & ~ours).any())
+        return _Scan(live, tags, len(counted), sequence, last_end, is_beyond)
+
+    def _good(
+        self, slab: bytes, records: Records, before: int
+    ) -> tuple[npt.NDArray[np.bool_], int]:
+        """Which records are whole and in order behind the number ``before``; the last such one."""
+        bodies = map(itemgetter(0), _BODY.iter_unpack(slab))
+        digests = map(xxh3_64_intdigest, bodies, repeat(self._seed))
+        whole = np.fromiter(digests, np.uint64, len(records)) == records["check"]
+        numbers = np.empty(len(records) + 1, np.uint64)
+        numbers[0] = before
+        numbers[1:] = np.where(whole, records["number"], 0)
+        highest = np.maximum.accumulate(numbers)
+        return numbers[1:] > highest[:-1], int(highest[-1])
 
     def _live(self, fd: int, scan: _Scan) -> Iterator[bytes]:
         """The records of what is stored, oldest first."""
-        last, places_max = scan.last, self._places_max
-        all_live = scan.records == len(last) - last.count(-1)
-        number = sequence = 0
-        for offset, length, whole in scan.slabs:
-            records = self._read(fd, offset, length)
-            if not whole:
-                records, sequence, _ = self._good(records, sequence)
-            sequence = _ORDER.unpack_from(records, len(records) - RECORD_BYTES)[1]
-            if all_live:
-                yield records
-                continue
-            wanted: list[bool] = [
-                0 <= place < places_max and last[place] == index
-                for index, (place, _) in enumerate(_WHERE.iter_unpack(records), number)
-            ]
-            number += len(wanted)
-            yield b"".join(compress((r for (r,) in _WHOLE.iter_unpack(records)), wanted))
+        for start in range(0, len(scan.live), READ_RECORDS):
+            live = scan.live[start : start + READ_RECORDS]
+            if live.any():
+                slab = self._read(fd, RECORD_BYTES * (1 + start), RECORD_BYTES * len(live))
+                records = np.frombuffer(slab, _FIELDS)
+                yield slab if live.all() else records[live[: len(records)]].tobytes()
 
     # ---- writing
 
@@ -331,34 +306,40 @@ class IndexLog:
             self._sequence += count
             return first
 
-    def append(self, kind: int, items: Sequence[Item]) -> None:
-        """Write one record per item: all of them count from then on, or none."""
+    def put(self, blocks: Sequence[Write | Kept]) -> None:
+        """Tell that these are stored: all of it counts from then on, or nothing."""
+        self._append([(one.key, one.place, one.facts) for one in blocks])
+
+    def remove(self, blocks: Sequence[Ref | Kept]) -> None:
+        """Tell that these are not stored any more: all of it counts from then on, or nothing."""
+        self._append([(one.key, ~one.place, NO_FACTS) for one in blocks])
+
+    def _append(self, blocks: Sequence[tuple[BlockKey, int, Facts]]) -> None:
         with self._lock:
             assert self._fd is not None
-            records = self._packed(kind, items)
+            records = bytearray()
+            for number, (key, place, facts) in enumerate(blocks, self.number(len(blocks))):
+                end_s = NEVER_S
+                if facts.expires_wall_s is not None:  # rounded down: it may go early, not late
+                    end_s = max(0, min(int(facts.expires_wall_s), NEVER_S - 1))
+                low = facts.terms << 14 | facts.floor << 7 | facts.priority
+                record = _RECORD.pack(0, number << LOW_BITS | low, end_s, place, facts.salt, key)
+                records += _CHECK.pack(xxh3_64_intdigest(record[8:], self._seed)) + record[8:]
             write_all(self._disk, self._fd, records, self._end)
             self._end += len(records)
             self._reserved = max(self._reserved, self._end)
 
-    def _packed(self, kind: int, items: Sequence[Item]) -> bytes:
-        records = bytearray()
-        for number, item in enumerate(items, self.number(len(items))):
-            body = record(kind, number, item)
-            records += xxh3_64_intdigest(body, self._seed).to_bytes(8, "little") + body
-        return bytes(records)
-
-    def _room(self, places: int) -> int:
-        """Bytes that the log of so many places may reach before it is compacted."""
-        return RECORD_BYTES * (1 + 2 * places + self._slack + READ_RECORDS)
-
     def reserve(self, places: int) -> None:
         """Preallocate for so many places: a disk that fills up later does not stop the log."""
+        records = 1 + 2 * places + self._slack + READ_RECORDS  # before it is compacted
         with self._lock:
-            assert self._fd is not None
-            missing = self._room(places) - self._reserved
-            if missing > 0:
-                self._disk.fallocate(self._fd, self._reserved, missing)
-                self._reserved += missing
+            self._extend(RECORD_BYTES * records)
+
+    def _extend(self, end: int) -> None:
+        assert self._fd is not None
+        if end > self._reserved:
+            self._disk.fallocate(self._fd, self._reserved, end - self._reserved)
+            self._reserved = end
 
     def is_long(self, blocks: int) -> bool:
         """Whether the log of so many stored blocks has so many dead records as to be compacted."""
@@ -374,54 +355,44 @@ class IndexLog:
         with self._lock:
             assert self._fd is not None
             old, end = self._fd, self._end
-        aside = self._path.with_name(LOG_NAME + ".tmp")
         try:
-            self._compact_aside(aside, old, end, stopped)
+            self._compact_aside(old, end, stopped)
         except OSError:
             with suppress(OSError):
-                self._disk.unlink(aside)
+                self._disk.unlink(self._aside)
             self._compact_in_place()
         finally:
             self._compact_above = self._end // RECORD_BYTES + self._slack
 
-    def _compact_aside(
-        self, aside: Path, old: int, old_end: int, stopped: Callable[[], bool]
-    ) -> None:
-        fd = self._begin(aside)
+    def _compact_aside(self, old: int, old_end: int, stopped: Callable[[], bool]) -> None:
+        fd, end = self._begin(self._aside), RECORD_BYTES
         try:
-            end = RECORD_BYTES
             for records in self._live(old, self._scan(old, old_end)):
                 if stopped():
-                    break
+                    self._disk.unlink(self._aside)
+                    return
                 write_all(self._disk, fd, records, end)
                 end += len(records)
-            else:
-                self._disk.fsync(fd)
-                with self._lock:
-                    end = self._follow(old, fd, old_end, end)
-                    self._disk.rename(aside, self._path)
-                    room = self._reserved - end
-                    self._fd, self._end, self._reserved = fd, end, end
-                    fd = old
-                    if room > 0:
-                        with suppress(OSError):  # then the next append says that the disk is full
-                            self._disk.fallocate(self._fd, end, room)
-                            self._reserved = end + room
-                return
-            self._disk.unlink(aside)
+            self._disk.fsync(fd)
+            with self._lock:
+                end = self._follow(old, fd, old_end, end)
+                self._disk.rename(self._aside, self.path)
+                reserved = self._reserved
+                self._fd, self._end, self._reserved, fd = fd, end, end, old
+                with suppress(OSError):  # then the next append says that the disk is full
+                    self._extend(reserved)
         finally:
             self._disk.close(fd)
 
     def _follow(self, old: int, fd: int, start: int, end: int) -> int:
         """Copy what was appended to ``old`` since, as it is; returns the new end."""
-        buffer = memoryview(bytearray(self._end - start))
-        got = self._disk.preadv(old, [buffer], start)
-        if got < len(buffer):
+        records = self._read(old, start, self._end - start)
+        if len(records) < self._end - start:
             raise OSError("the end of the log cannot be read")
-        write_all(self._disk, fd, buffer, end)
-        if got:  # a removal that was synced before must not be lost with the old log
+        write_all(self._disk, fd, records, end)
+        if records:  # a removal that was synced before must not be lost with the old log
             self._disk.fsync(fd)
-        return end + got
+        return end + len(records)
 
     def _compact_in_place(self) -> None:
         with self._lock:
@@ -435,7 +406,7 @@ class IndexLog:
     def sync(self) -> None:
         """Make what was appended, and the name of the log, survive a power cut."""
         self.flush()
-        sync_directory(self._disk, self._path.parent)
+        sync_directory(self._disk, self.path.parent)
 
     def flush(self) -> None:
         """Make the log survive a power cut."""

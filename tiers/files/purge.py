@@ -1,39 +1,146 @@
-"""Purges those directories of a files tier that no engine uses."""
+"""Overwrites what forgotten blocks left, and purges directories that no engine uses."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import ExitStack, closing, suppress
+import mmap
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-from kvladder.arena import Arena
-from kvladder.errors import ConfigError
 from kvladder.keys import Namespace, salt_digest
-from kvladder.layout import PAGE_BYTES
-from kvladder.tiers.base import Item, Progress
-from kvladder.tiers.files.directory import FilesDirectory, exclusive, owner
-from kvladder.tiers.files.disk import Disk, sync_directory
-from kvladder.tiers.files.erase import Eraser
-from kvladder.tiers.files.header import HEADER_BYTES, BlockHeader
-from kvladder.tiers.files.log import REMOVE, IndexLog, items_of
-from kvladder.tiers.files.meta import (
-    LOG_NAME,
-    META_NAME,
-    PREFIX_DIGITS,
-    Meta,
-    earlier_version,
-    home_number,
-    is_ours,
-    read_meta,
-    require_safe,
-)
-from kvladder.tiers.files.segments import Geometry, Segments
-from kvladder.tiers.files.store import config_error
+from kvladder.layout import align
+from kvladder.tiers.base import Progress
+from kvladder.tiers.files.directory import FilesDirectory, Meta, at_rest, read_meta, require_safe
+from kvladder.tiers.files.disk import Disk, as_config_error, sync_directory, write_all
+from kvladder.tiers.files.header import HEADER_BYTES
+from kvladder.tiers.files.log import kept_of, tag_of
+from kvladder.tiers.files.segments import PIECE_BYTES, Segments
+from kvladder.tiers.files.store import FileStore
+from kvladder.tiers.label import LABEL_BYTES, Told, told
 
-STEP_PLACES: Final = 256
-LOG_BATCH: Final = 4096
-LOG_SLACK_RECORDS: Final = 4096
+STEP_PLACES = 256
+
+
+class Remnant(NamedTuple):
+    """Bytes at a place that are of no block that is stored there."""
+
+    place: int
+    start: int
+    """Where they begin, counted from the header: 0, or behind a block that fills a part only."""
+
+
+class Eraser:
+    """Finds remnants and writes zeros over them. All methods block and raise OSError.
+
+    They may run in several threads at once, each on places of its own, while nothing is put there.
+    """
+
+    def __init__(self, disk: Disk, segments: Segments, space: Namespace) -> None:
+        self._disk = disk
+        self._segments = segments
+        self._space = space
+        self._stride = segments.meta.stride
+        self._zeros = memoryview(mmap.mmap(-1, PIECE_BYTES))
+
+    def find(
+        self,
+        places: Iterable[int],
+        salt: bytes | None,
+        tags: Sequence[int],
+        sure: Sequence[int] | None = None,
+    ) -> list[Remnant]:
+        """Remnants of blocks of ``salt``, None for all, and those of which it is not known whose.
+
+        ``tags`` are, by place, of the blocks that are stored, 0 where none is. What belongs to
+        another salt stays if it is whole. Whose bytes others are nobody knows: behind no header, a
+        damaged one, or one that a write left that was cut short, and behind a block that does not
+        fill its slot. Places that are ``sure`` need not be compared with their headers.
+        """
+        page = memoryview(mmap.mmap(-1, HEADER_BYTES))
+        found: list[Remnant] = []
+        for place in places:
+            try:
+                self._read(place, 0, page)
+            except FileNotFoundError:  # a segment between others was never needed
+                continue
+            block = self._told(page)
+            is_sure = sure is not None and bool(sure[place])
+            start = 0
+            if block is None:
+                # nobody knows whose it is: it goes, unless nothing was ever written there
+                rest = not is_sure and self._is_written(place, HEADER_BYTES)
+                if not (tags[place] or rest or not _is_zero(page)):
+                    continue
+            else:
+                # what is stored, or another salt's, stays if it is whole; what lies behind it goes
+                is_stored = tags[place] == tag_of(block.key)
+                stays = is_stored or salt not in {None, block.facts.salt}
+                if stays and (is_sure or self._is_whole(place, block, is_stored=is_stored)):
+                    start = HEADER_BYTES + align(block.length)
+                    if not self._is_written(place, start):
+                        continue
+            found.append(Remnant(place, start))
+        return found
+
+    def _told(self, page: memoryview) -> Told | None:
+        """What is stored behind a header; None if that is damaged, or no block of ours."""
+        block = told(page[:LABEL_BYTES])
+        if block is None or block.namespace != self._space:
+            return None
+        return block if HEADER_BYTES + block.length <= self._stride else None
+
+    def _is_whole(self, place: int, block: Told, *, is_stored: bool) -> bool:
+        """Whether the bytes behind a header are those that it was written with.
+
+        Of a block without a checksum that cannot be told: it is believed if it ``is_stored``.
+        """
+        if not block.checksum:
+            return is_stored
+        return block.is_of(self._pieces(place, HEADER_BYTES, HEADER_BYTES + block.length))
+
+    def _is_written(self, place: int, start: int) -> bool:
+        """Whether there is anything at a place from ``start`` on."""
+        return not all(map(_is_zero, self._pieces(place, start, self._stride)))
+
+    def _pieces(self, place: int, start: int, end: int) -> Iterator[memoryview]:
+        """The bytes of a place from ``start``, which is aligned, to ``end``; each is read anew."""
+        if start < end:
+            piece = memoryview(mmap.mmap(-1, min(PIECE_BYTES, align(end - start))))
+            for at in range(start, end, len(piece)):
+                self._read(place, at, piece[: align(end - at)])
+                yield piece[: end - at]
+
+    def _read(self, place: int, start: int, into: memoryview) -> None:
+        fd, offset = self._segments.locate(place)
+        got = self._disk.preadv(fd, [into], offset + start)
+        into[got:] = bytes(len(into) - got)
+
+    def wipe(self, remnant: Remnant) -> None:
+        """Write zeros over it, but for a header: as long as that stands, the rest is found."""
+        fd, offset = self._segments.locate(remnant.place)
+        for at in range(max(remnant.start, HEADER_BYTES), self._stride, PIECE_BYTES):
+            write_all(self._disk, fd, self._zeros[: self._stride - at], offset + at)
+
+    def finish(self, remnants: Sequence[Remnant]) -> None:
+        """Have what was wiped survive a power cut, then write zeros over the headers, too.
+
+        In this order, so that whoever is cut short leaves a header that tells the next of the rest.
+        """
+        self._sync(remnants)
+        whole = [remnant for remnant in remnants if remnant.start == 0]
+        for remnant in whole:
+            fd, offset = self._segments.locate(remnant.place)
+            write_all(self._disk, fd, self._zeros[:HEADER_BYTES], offset)
+        self._sync(whole)
+
+    def _sync(self, remnants: Sequence[Remnant]) -> None:
+        for fd in sorted({self._segments.locate(remnant.place)[0] for remnant in remnants}):
+            self._disk.fsync(fd)
+
+
+def _is_zero(data: memoryview) -> bool:
+    return bytes(data).count(0) == len(data)
 
 
 class Purged(NamedTuple):
@@ -80,133 +187,52 @@ def purge_files(
         A directory cannot be used, is a running engine's, or was written by a newer version; then
         nothing has been done.
     """
-    try:
-        require_safe(disk, path, directory=True)
-        with ExitStack() as held:
-            work: list[_Purge] = []
-            with exclusive(disk, path):
-                for name in disk.listdir(path):
-                    found = _owner(disk, path / name)
-                    if found is None or space not in {None, found}:
-                        continue
-                    purge = _Purge(disk, path, found)
-                    held.callback(purge.leave)
-                    if purge.hold(path / name, others):
-                        work.append(purge)
-            return [purge.run(salt, progress) for purge in work]
-    except FileNotFoundError:  # nothing was ever stored there
-        return []
-    except OSError as error:
-        raise config_error(path, error) from error
-
-
-def _owner(disk: Disk, home: Path) -> Namespace | None:
-    """Whose files are in a directory; None where they are not ours."""
-    ids = home_number(home.name)
-    if ids is None:
-        return None
-    meta = read_meta(disk, home)
-    if meta is None:
-        earlier = earlier_version(disk, home)
-        if earlier is not None:
-            raise ConfigError(
-                f"{home} was written by an earlier version of kvladder, in format {earlier}",
-                path="path",
-                hint="purge with that version, or remove the directory",
-            )
-        with suppress(NotADirectoryError):
-            if {META_NAME, LOG_NAME}.intersection(disk.listdir(home)):
-                raise ConfigError(
-                    f"{home / META_NAME} is damaged: it does not tell whose blocks these are",
-                    path="path",
-                    hint="start the engine that wrote them, which mends it, and purge then",
-                )
-        return None
-    is_named_so = meta.namespace[:PREFIX_DIGITS] == ids[0]
-    return Namespace(bytes.fromhex(meta.namespace)) if is_named_so else None
-
-
-class _Purge:
-    """One purge of one directory."""
-
-    def __init__(self, disk: Disk, path: Path, space: Namespace) -> None:
-        self._disk = disk
-        self._space = space
-        self._directory = FilesDirectory(disk, path, space)
-        self.leave = self._directory.leave
-
-    def hold(self, home: Path, others: Collection[str]) -> bool:
-        """Take the directory; False if one of ``others`` has it."""
-        hint = "purge through its control socket, see the setting control, or stop it first"
+    with as_config_error(path):
         try:
-            self._directory.hold(home, hint)
-        except ConfigError:
-            if others and owner(self._disk, home) in others:
-                return False
-            raise
-        return True
+            require_safe(disk, path, directory=True)
+        except FileNotFoundError:  # nothing was ever stored there
+            return []
+        with at_rest(disk, path, space, others) as taken:
+            return [_purge(disk, directory, salt, progress) for directory in taken]
 
-    def run(self, salt: str | None, progress: Progress) -> Purged:
-        """Purge the directory that was taken."""
-        home = self._directory.home
-        meta = read_meta(self._disk, home)
-        assert meta is not None, "it was read a moment ago, and nobody else has the directory"
-        for name in filter(is_ours, self._disk.listdir(home)):
-            require_safe(self._disk, home / name, directory=False)
-        digest = None if salt is None else salt_digest(self._space, salt)
-        removed, tags = self._forget(meta, digest)
-        erased = self._erase(meta, digest, tags, progress)
+
+def _purge(disk: Disk, directory: FilesDirectory, salt: str | None, progress: Progress) -> Purged:
+    """Purge a directory that was taken."""
+    meta = read_meta(disk, directory.home)
+    assert isinstance(meta, Meta), "it was read a moment ago, and nobody else has the directory"
+    directory.require_ours()
+    digest = None if salt is None else salt_digest(directory.space, salt)
+    store = FileStore(disk, directory, meta)
+    erased = 0
+    with closing(store.segments):
+        removed = _forget(store, digest)
         if salt is None:
-            with self._directory.exclusive():
-                self._directory.delete()
-        return Purged(self._space.hex(), removed, erased)
-
-    def _forget(self, meta: Meta, digest: bytes | None) -> tuple[int, list[int]]:
-        """Have the index log name them no more, for good; how many, and the tags of the rest."""
-        home = self._directory.home
-        log = IndexLog(
-            self._disk,
-            home,
-            self._space,
-            places_max=meta.capacity_blocks,
-            slack_records=LOG_SLACK_RECORDS,
-        )
-        gone: list[Item] = []
-        try:
-            found = log.load(anew=False)  # where it is lost, headers tell, here and at the start
-            if not found.lost:
-                items = items_of(memoryview(found.records))
-                gone = [item for item in items if digest in {None, item.salt}]
-                for start in range(0, len(gone), LOG_BATCH):
-                    log.append(REMOVE, gone[start : start + LOG_BATCH])
-                log.sync()
-        finally:
-            log.close()
-        if digest is None:
             with suppress(FileNotFoundError):
-                self._disk.unlink(home / LOG_NAME)
-            sync_directory(self._disk, home)
-        tags = list(found.tags)
-        for item in gone:
-            tags[item.place] = 0
-        return len(gone), tags
+                disk.unlink(store.log.path)
+            sync_directory(disk, directory.home)
+        eraser, end = Eraser(disk, store.segments, directory.space), store.segments.end
+        for start in range(0, end, STEP_PLACES):
+            places = range(start, min(start + STEP_PLACES, end))
+            left = eraser.find(places, digest, store.found.tags)
+            for remnant in left:
+                eraser.wipe(remnant)
+            eraser.finish(left)
+            erased += sum(remnant.start == 0 for remnant in left)
+            progress(places.stop, end)
+    if salt is None:
+        with directory.exclusive():
+            directory.delete()
+    return Purged(directory.space.hex(), removed, erased)
 
-    def _erase(self, meta: Meta, digest: bytes | None, tags: list[int], progress: Progress) -> int:
-        """Write zeros over what they left; how many blocks that were."""
-        header = BlockHeader(self._space, meta.block_bytes, verify=True)
-        geometry = Geometry(meta.stride - HEADER_BYTES, meta.segment_places, meta.capacity_blocks)
-        erased = 0
-        with closing(Arena.create(1, PAGE_BYTES)) as arena:  # nothing is read into it
-            segments = Segments(self._disk, self._directory, geometry, header=header, arena=arena)
-            eraser = Eraser(self._disk, segments, header)
-            with closing(segments):
-                segments.find()
-                for start in range(0, segments.end, STEP_PLACES):
-                    places = range(start, min(start + STEP_PLACES, segments.end))
-                    left = eraser.find(places, digest, tags)
-                    for remnant in left:
-                        eraser.wipe(remnant)
-                    eraser.finish(left)
-                    erased += sum(remnant.start == 0 for remnant in left)
-                    progress(places.stop, segments.end)
-        return erased
+
+def _forget(store: FileStore, digest: bytes | None) -> int:
+    """Have the index log name them no more, for good; where it is lost, headers tell."""
+    with closing(store.log):
+        store.load(anew=False)
+        gone = [one for one in kept_of(store.found.records) if digest in {None, one.facts.salt}]
+        if not store.found.lost:
+            store.log.remove(gone)
+            store.log.sync()
+    for one in gone:
+        store.found.tags[one.place] = 0
+    return len(gone)

@@ -7,18 +7,21 @@ import mmap
 import os
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeVar
 
-from kvladder.arena import Arena
+import numpy as np
+import numpy.typing as npt
+
 from kvladder.layout import PAGE_BYTES, align
-from kvladder.tiers.base import Item, Outcome
-from kvladder.tiers.files.directory import FilesDirectory, Lent, is_full
-from kvladder.tiers.files.disk import Disk, opened
-from kvladder.tiers.files.header import HEADER_BYTES, BlockHeader, Told
-from kvladder.tiers.files.meta import LOG_NAME, segment_name, segment_number
+from kvladder.tiers.files.directory import FilesDirectory, Lent, Meta, segment_file, segment_sizes
+from kvladder.tiers.files.disk import Disk, is_full, opened
+from kvladder.tiers.files.header import HEADER_BYTES, Header, read_header, write_header
+from kvladder.tiers.label import LABEL_BYTES, Read, Write
+
+B = TypeVar("B", Read, Write)
 
 PIECE_BYTES = 2 << 20
 """About how much one call reads or writes: large enough for any device, small enough to share."""
@@ -28,64 +31,31 @@ PIECE_BLOCKS_MAX = 128
 """Blocks per call: two buffers each, and IOV_MAX is 1024."""
 
 
-class Geometry(NamedTuple):
-    """How places become addresses."""
-
-    slot_bytes: int
-    segment_places: int
-    capacity_blocks: int
-    engines: int = 1
-    """How many have a directory of this capacity below the tier's path."""
-
-    @property
-    def stride(self) -> int:
-        """Bytes from one block's header to the next one's."""
-        return HEADER_BYTES + self.slot_bytes
-
-    def places(self, segment: int) -> int:
-        """How many places a segment has; the last one may have fewer than the others."""
-        first = segment * self.segment_places
-        return max(0, min(self.segment_places, self.capacity_blocks - first))
-
-    def size(self, segment: int) -> int:
-        """Bytes of a segment."""
-        return self.places(segment) * self.stride
-
-    @property
-    def budget_bytes(self) -> int:
-        """Bytes of all segments below the tier's path: its capacity."""
-        return self.capacity_blocks * self.stride * self.engines
-
-
 class Segments:
     """Reads and writes runs of blocks at adjacent places, header and payload in one call.
 
-    All methods block and, but for ``take_stock`` and ``close``, may run in several threads at
-    once, each on places of its own. They raise OSError.
+    All methods block and, but for ``find`` and ``close``, may run in several threads at once, each
+    on places of its own. They raise OSError.
 
     Parameters
     ----------
-    arena:
-        Where the items' slots are.
     directory:
         Whose ``home`` the files are in; what no process uses gives way.
+    meta:
+        How places become addresses.
+    budget_bytes:
+        Of all segments below the tier's path: its capacity.
     """
 
     def __init__(
-        self,
-        disk: Disk,
-        directory: FilesDirectory,
-        geometry: Geometry,
-        *,
-        header: BlockHeader,
-        arena: Arena,
+        self, disk: Disk, directory: FilesDirectory, meta: Meta, *, budget_bytes: int = 0
     ) -> None:
-        self.geometry = geometry
+        self.meta = meta
         self.direct = False
         self._disk = disk
         self._directory = directory
-        self._header = header
-        self._arena = arena
+        self._budget_bytes = budget_bytes
+        self._slot_bytes = meta.stride - HEADER_BYTES
         self._sizes: dict[int, int] = {}
         self._fds: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -95,97 +65,53 @@ class Segments:
 
     # ---- space
 
-    def _files(self) -> Iterator[tuple[int, Path, int]]:
-        """The segments that are there: number, file and bytes."""
-        for name in self._disk.listdir(self._directory.home):
-            segment, path = segment_number(name), self._directory.home / name
-            if segment is not None:
-                yield segment, path, self._disk.stat(path).size
-
     def find(self) -> None:
-        """Find the segments that are there."""
-        found = {segment: size for segment, _, size in self._files()}
-        self._sizes = {segment: n for segment, n in found.items() if self.geometry.size(segment)}
-
-    def take_stock(self) -> None:
-        """Find the segments that are there, and cut off what is above the capacity.
-
-        In the directory's ``exclusive``.
-        """
-        for segment, path, size in list(self._files()):
-            limit = self.geometry.size(segment)
+        """Find the segments that are there, and cut off what is above the capacity."""
+        home = self._directory.home
+        for segment, size in segment_sizes(self._disk, home).items():
+            limit = self.meta.size(segment)
             if limit == 0:
-                self._disk.unlink(path)
+                self._disk.unlink(segment_file(home, segment))
                 continue
             if size > limit:
-                with opened(self._disk, path, os.O_RDWR) as fd:
+                with opened(self._disk, segment_file(home, segment), os.O_RDWR) as fd:
                     self._disk.truncate(fd, limit)
             self._sizes[segment] = min(size, limit)
-        self._directory.make_room(self._total(), self.geometry.budget_bytes)
 
-    def guess_places(self) -> int:
-        """Places per segment, as headers tell where a segment's first block lies; 0 if none does.
-
-        Where there is only one segment, its length tells. Before ``take_stock``.
-        """
-        page = memoryview(mmap.mmap(-1, HEADER_BYTES))
-        guess = 0
-        for segment, path, size in self._files():
-            if segment == 0:
-                guess = size // self.geometry.stride
-                continue
-            with opened(self._disk, path, os.O_RDONLY) as fd:
-                whole = self._disk.preadv(fd, [page], 0) == HEADER_BYTES
-            told = self._header.told(page) if whole else None
-            if told is not None and told.place % segment == 0:
-                return told.place // segment
-        return guess
-
-    def headers(self, places: Sequence[int], late: Callable[[], bool]) -> list[Told] | None:
-        """What the headers at these places tell of blocks that belong there; None if ``late``."""
-        page = memoryview(mmap.mmap(-1, HEADER_BYTES))
-        found: list[Told] = []
-        for place in places:
-            if late():
-                return None
-            with suppress(OSError):  # then it is not known what lies there
-                fd, offset = self.locate(place)
-                if self._disk.preadv(fd, [page], offset) == HEADER_BYTES:
-                    told = self._header.told(page)
-                    if told is not None and told.place == place:
-                        found.append(told)
-        return found
-
-    def there(self, place: int) -> bool:
-        """Whether a place has space on the disk."""
-        segment, number = divmod(place, self.geometry.segment_places)
-        return number < self._sizes.get(segment, 0) // self.geometry.stride
-
-    @property
-    def whole(self) -> bool:
-        """Whether every segment that is there has all of its places, and none is missing."""
-        sizes = [self._sizes.get(segment, 0) for segment in range(len(self._sizes))]
-        return all(size == self.geometry.size(segment) for segment, size in enumerate(sizes))
+    def there(self, places: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Which places have space on the disk."""
+        counts = np.zeros(self.meta.capacity_blocks // self.meta.segment_places + 1, np.int64)
+        for segment, size in self._sizes.items():
+            counts[segment] = size // self.meta.stride
+        segments, numbers = np.divmod(places, self.meta.segment_places)
+        there: npt.NDArray[np.bool_] = numbers < counts[segments]
+        return there
 
     @property
     def end(self) -> int:
         """All places that have space on the disk are below it."""
         last = max(self._sizes, default=0)
-        places = self._sizes.get(last, 0) // self.geometry.stride
-        return last * self.geometry.segment_places + places
+        places = self._sizes.get(last, 0) // self.meta.stride
+        return last * self.meta.segment_places + places
 
     @property
     def count(self) -> int:
         """How many places have space on the disk."""
-        return sum(size // self.geometry.stride for size in self._sizes.values())
+        return sum(size // self.meta.stride for size in self._sizes.values())
 
-    def _total(self) -> int:
-        return sum(self._sizes.values())
+    def missing(self, writes: Iterable[Write]) -> list[int]:
+        """Segments that some of these need and that are not preallocated yet."""
+        segments = {write.place // self.meta.segment_places for write in writes}
+        return sorted(s for s in segments if self._sizes.get(s, 0) < self.meta.size(s))
 
-    def missing(self, items: Sequence[Item]) -> list[int]:
-        """Segments that some of these places need and that are not preallocated yet."""
-        segments = {item.place // self.geometry.segment_places for item in items}
-        return sorted(s for s in segments if self._sizes.get(s, 0) < self.geometry.size(s))
+    def make_room(self, more_bytes: int = 0) -> None:
+        """Have segments that no process uses give way to these; in the directory's ``exclusive``.
+
+        ``Lent`` if that is not enough.
+        """
+        total = sum(self._sizes.values()) + more_bytes
+        if not self._directory.make_room(total, self._budget_bytes):
+            raise Lent(errno.ENOSPC, "other processes have the rest of the capacity")
 
     def allocate(self, segments: Sequence[int]) -> None:
         """Preallocate segments.
@@ -195,15 +121,13 @@ class Segments:
         """
         with self._lock, self._directory.exclusive():
             for segment in segments:
-                size, wanted = self._sizes.get(segment, 0), self.geometry.size(segment)
+                size, wanted = self._sizes.get(segment, 0), self.meta.size(segment)
                 if size < wanted:
-                    total = self._total() - size + wanted
-                    if not self._directory.make_room(total, self.geometry.budget_bytes):
-                        raise Lent(errno.ENOSPC, "other processes have the rest of the capacity")
+                    self.make_room(wanted - size)
                     self._grow(segment, size, wanted)
 
     def _grow(self, segment: int, size: int, wanted: int) -> None:
-        path = self._directory.home / segment_name(segment)
+        path = segment_file(self._directory.home, segment)
         with opened(self._disk, path, os.O_RDWR | os.O_CREAT) as fd:
             while True:
                 try:
@@ -220,10 +144,10 @@ class Segments:
                     raise
         self._sizes[segment] = wanted
 
-    def probe_direct(self) -> bool:
+    def probe_direct(self, log: Path) -> bool:
         """Whether the file system allows O_DIRECT with our alignment: by a segment, or the log."""
-        there = [segment for segment, size in sorted(self._sizes.items()) if size]
-        path = self._directory.home / (segment_name(there[0]) if there else LOG_NAME)
+        there = min((segment for segment, size in self._sizes.items() if size), default=None)
+        path = log if there is None else segment_file(self._directory.home, there)
         page = memoryview(mmap.mmap(-1, HEADER_BYTES))
         try:
             with opened(self._disk, path, os.O_RDWR | os.O_DIRECT) as fd:
@@ -235,135 +159,142 @@ class Segments:
 
     # ---- blocks
 
-    def runs(
-        self, items: Sequence[Item], indices: Sequence[int], parts: int
-    ) -> Iterator[list[int]]:
-        """``indices`` into ``items``, grouped into runs of adjacent places, ``parts`` or more.
+    def runs(self, blocks: Sequence[B], parts: int) -> Iterator[list[B]]:
+        """Blocks grouped into runs of adjacent places, ``parts`` or more.
 
         A run is within one segment and at most ``PIECE_BYTES`` or one block long; the first ones
         are shorter, so that the disk has something to do early. A block that does not fill its
         slot is the last of its run.
         """
-        share = min(PIECE_BYTES, len(indices) * self.geometry.slot_bytes // parts)
-        blocks = min(PIECE_BLOCKS_MAX, max(1, share // self.geometry.slot_bytes))
-        short = max(1, blocks // 4)
-        run: list[int] = []
+        share = min(PIECE_BYTES, len(blocks) * self._slot_bytes // parts)
+        most = min(PIECE_BLOCKS_MAX, max(1, share // self._slot_bytes))
+        short = max(1, most // 4)
+        run: list[B] = []
         next_place = -1
         begun = 0
-        for index in sorted(indices, key=lambda index: items[index].place):
-            place = items[index].place
+        for block in sorted(blocks, key=lambda block: block.place):
+            place = block.place
             if run and (
                 place != next_place
-                or len(run) == (short if begun < parts else blocks)
-                or place % self.geometry.segment_places == 0
-                or self._used(place - 1) < self.geometry.slot_bytes
+                or len(run) == (short if begun < parts else most)
+                or place % self.meta.segment_places == 0
+                or self._used(place - 1) < self._slot_bytes
             ):
                 yield run
                 run = []
                 begun += 1
-            run.append(index)
+            run.append(block)
             next_place = place + 1
         if run:
             yield run
 
-    def expect(self, items: Sequence[Item]) -> None:
+    def expect(self, writes: Iterable[Write]) -> None:
         """These are about to be written: ``runs`` has to know how much of a slot each fills."""
-        slot_bytes = self.geometry.slot_bytes
-        for item in items:
-            used = align(item.length or slot_bytes)
-            pages = used // PAGE_BYTES if slot_bytes - used >= SKIP_BYTES else 0
+        for write in writes:
+            used = align(write.length)
+            pages = used // PAGE_BYTES if self._slot_bytes - used >= SKIP_BYTES else 0
             if pages and not self._short:
-                self._short = array("I", [0]) * self.geometry.capacity_blocks
+                self._short = array("I", [0]) * self.meta.capacity_blocks
             if self._short:
-                self._short[item.place] = pages
+                self._short[write.place] = pages
 
     def _used(self, place: int) -> int:
         """How many bytes of the slot at ``place`` have to be read or written."""
         pages = self._short[place] if self._short else 0
-        return pages * PAGE_BYTES or self.geometry.slot_bytes
+        return pages * PAGE_BYTES or self._slot_bytes
 
-    def write(self, run: Sequence[Item], sequence: int) -> None:
+    def write(self, run: Sequence[Write], sequence: int) -> None:
         """Store blocks at adjacent places; their sequence numbers are ``sequence`` and on."""
         fd, offset = self.locate(run[0].place)
-        pages = self._pages("write")
-        buffers: list[memoryview] = []
-        for number, item in enumerate(run):
-            page = pages[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
-            view = self._arena.view(item.slot)
-            self._header.write(page, item, sequence + number, view)
-            buffers += (page, view[: self._used(item.place)])
+        buffers = self._buffers("write", run)
+        for number, write in enumerate(run):
+            write_header(buffers[2 * number], write.label(), write.place, sequence + number)
         done = 0
         while done < len(run):
-            start = offset + done * self.geometry.stride
+            start = offset + done * self.meta.stride
             whole = self._whole(run[done:], self._disk.pwritev(fd, buffers[2 * done :], start))
             if whole == 0:
                 raise OSError(errno.EIO, "a block was written in part only")
             done += whole
 
-    def read(self, run: Sequence[Item]) -> tuple[list[Outcome], OSError | None]:
-        """Fill the slots of blocks at adjacent places; what came of each, and the last error."""
-        outcomes: list[Outcome] = []
-        failure: OSError | None = None
+    def read(self, run: Sequence[Read]) -> list[bool | OSError]:
+        """Fill the slots of blocks at adjacent places: whether each is right, or what failed."""
         try:
             fd, offset = self.locate(run[0].place)
         except FileNotFoundError:
-            return [Outcome.STALE] * len(run), None
+            return [False] * len(run)
         except OSError as error:
-            return [Outcome.FAILED] * len(run), error
+            return [error] * len(run)
+        results: list[bool | OSError] = []
         step = len(run)
-        while (done := len(outcomes)) < len(run):
+        while (done := len(results)) < len(run):
             part = run[done : done + step]
+            buffers = self._buffers("read", part)
             try:
-                whole = self._read_part(fd, part, offset + done * self.geometry.stride)
+                moved = self._disk.preadv(fd, buffers, offset + done * self.meta.stride)
             except OSError as error:
-                failure = error
                 if step == 1:
-                    outcomes.append(Outcome.FAILED)
+                    results.append(error)
                 step = 1  # find out which of them it is
                 continue
-            pages = self._pages("read")
-            for number, item in enumerate(part[:whole]):
-                page = pages[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
-                outcomes.append(self._header.check(page, item, self._arena.view(item.slot)))
+            whole = self._whole(part, moved)
+            for read, page in zip(part[:whole], buffers[::2], strict=False):
+                read.came(page[:LABEL_BYTES], self._used(read.place))
+                results.append(read.check())
             if whole == 0:  # the file ends here
-                outcomes.append(Outcome.CORRUPT)
-        return outcomes, failure
+                part[0].came(b"", 0)
+                results.append(part[0].check())
+        return results
 
-    def _read_part(self, fd: int, run: Sequence[Item], offset: int) -> int:
-        """How many leading blocks of ``run`` were read wholly."""
-        pages = self._pages("read")
+    def _buffers(self, use: str, run: Sequence[B]) -> list[memoryview]:
+        """Of each block a header page, of this thread's own and zero behind what is written there.
+
+        And what of the block's slot has to be read or written.
+        """
+        pages: memoryview | None = getattr(self._scratch, use, None)
+        if pages is None:
+            pages = memoryview(mmap.mmap(-1, PIECE_BLOCKS_MAX * HEADER_BYTES))
+            setattr(self._scratch, use, pages)
         buffers: list[memoryview] = []
-        for number, item in enumerate(run):
+        for number, block in enumerate(run):
             buffers.append(pages[number * HEADER_BYTES : (number + 1) * HEADER_BYTES])
-            buffers.append(self._arena.view(item.slot)[: self._used(item.place)])
-        return self._whole(run, self._disk.preadv(fd, buffers, offset))
+            buffers.append(block.view[: self._used(block.place)])
+        return buffers
 
-    def _whole(self, run: Sequence[Item], moved: int) -> int:
+    def _whole(self, run: Sequence[B], moved: int) -> int:
         """How many leading blocks of ``run`` are in the first ``moved`` bytes of it."""
-        missing = self.geometry.slot_bytes - self._used(run[-1].place)
-        complete = moved == len(run) * self.geometry.stride - missing
-        return len(run) if complete else moved // self.geometry.stride
+        missing = self._slot_bytes - self._used(run[-1].place)
+        complete = moved == len(run) * self.meta.stride - missing
+        return len(run) if complete else moved // self.meta.stride
+
+    def headers(self, places: Iterable[int], late: Callable[[], bool]) -> list[Header] | None:
+        """What the headers at these places tell of blocks that belong there; None if ``late``."""
+        page = memoryview(mmap.mmap(-1, HEADER_BYTES))
+        found: list[Header] = []
+        for place in places:
+            if late():
+                return None
+            with suppress(OSError):  # then it is not known what lies there
+                fd, offset = self.locate(place)
+                if self._disk.preadv(fd, [page], offset) == HEADER_BYTES:
+                    header = read_header(page)
+                    wanted = place, self._directory.space
+                    if header is not None and (header.place, header.told.namespace) == wanted:
+                        found.append(header)
+        return found
 
     def locate(self, place: int) -> tuple[int, int]:
         """Descriptor and offset of a place's header."""
-        segment, number = divmod(place, self.geometry.segment_places)
+        segment, number = divmod(place, self.meta.segment_places)
         fd = self._fds.get(segment)
         if fd is None:
             with self._lock:
                 fd = self._fds.get(segment)
                 if fd is None:
                     flags = os.O_RDWR | (os.O_DIRECT if self.direct else 0)
-                    path = self._directory.home / segment_name(segment)
+                    path = segment_file(self._directory.home, segment)
                     fd = self._fds[segment] = self._disk.open(path, flags)
-        return fd, number * self.geometry.stride
-
-    def _pages(self, use: str) -> memoryview:
-        """Header pages of this thread's own: aligned; those for writing zero but for the fields."""
-        pages: memoryview | None = getattr(self._scratch, use, None)
-        if pages is None:
-            pages = memoryview(mmap.mmap(-1, PIECE_BLOCKS_MAX * HEADER_BYTES))
-            setattr(self._scratch, use, pages)
-        return pages
+        return fd, number * self.meta.stride
 
     def close(self) -> None:
         """Close the files; no call is under way."""

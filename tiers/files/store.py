@@ -2,78 +2,62 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
-from math import inf
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from kvladder.errors import ConfigError
-from kvladder.keys import SALT_BYTES, BlockKey
-from kvladder.tiers.base import NO_SLOT, Item, TierContext
-from kvladder.tiers.files.directory import FilesDirectory, Lent, is_full
-from kvladder.tiers.files.disk import Disk
-from kvladder.tiers.files.erase import Eraser
-from kvladder.tiers.files.header import HEADER_BYTES, BlockHeader, Told
-from kvladder.tiers.files.log import PUT, REMOVE, Found, IndexLog, items_of
-from kvladder.tiers.files.meta import SEGMENTS_MAX, Meta, write_meta
-from kvladder.tiers.files.segments import Geometry, Segments
+from kvladder.keys import BlockKey
+from kvladder.tiers.base import TierContext
+from kvladder.tiers.files.directory import FilesDirectory, Lent, Meta
+from kvladder.tiers.files.disk import Disk, as_config_error, is_full
+from kvladder.tiers.files.header import Header
+from kvladder.tiers.files.log import IndexLog, kept_of
+from kvladder.tiers.files.segments import Segments
+from kvladder.tiers.label import Kept, Write
 
 if TYPE_CHECKING:
     from kvladder.tiers.files.tier import FilesOptions
 
 SEGMENTS_MIN = 16
 """A segment is at most this part of the capacity: another model's first block takes a whole one."""
-LOG_BATCH = 4096
-SEGMENTS_WANTED_MAX = SEGMENTS_MAX // 4
-"""Segments are made larger rather than more than these, which leaves a tier room to grow."""
-
-
-def config_error(path: Path, error: OSError) -> ConfigError:
-    """What to tell somebody whose directory cannot be used."""
-    where = f" ({error.filename})" if error.filename else ""
-    what = f"cannot be used: {error.strerror or error}{where}"
-    hint = "expected a directory on a local disk"
-    if error.errno == errno.EROFS:
-        what, hint = "is on a read-only file system", "expected a writable one"
-    elif error.errno in {errno.EACCES, errno.EPERM}:
-        what = f"is not writable: {error.strerror}"
-        hint = "give it to the user that runs the engine, mode 0700"
-    elif is_full(error):
-        what = f"has no room for one segment: {error.strerror}"
-        hint = "free some space, or set a smaller capacity or segment"
-    return ConfigError(f"{path} {what}", path="path", hint=hint)
+LOG_SLACK_RECORDS = 4096
 
 
 class FileStore:
-    """The open files of one namespace. Made by ``open``; all methods block and raise OSError."""
+    """The open files of a directory that this process has; all methods block and raise OSError.
+
+    Parameters
+    ----------
+    budget_bytes:
+        Of all segments below the tier's path.
+    slack_records:
+        How many dead records the index log may have before it is compacted.
+    """
 
     def __init__(
         self,
+        disk: Disk,
         directory: FilesDirectory,
-        segments: Segments,
-        log: IndexLog,
-        found: Found,
-        eraser: Eraser,
+        meta: Meta,
+        *,
+        budget_bytes: int = 0,
+        slack_records: int = LOG_SLACK_RECORDS,
     ) -> None:
         self.directory = directory
-        self.segments = segments
-        self.eraser = eraser
-        self.log = log
-        self.tags = found.tags
-        """By place: some bytes of the key that is stored there, 0 if none is."""
-        self.recovered = found.records
-        """The records of what was found, until they have been told."""
-        self.forgot = False
-        """Whether some of these are of places that are gone: they have no tag."""
-        self.lost = found.lost
-        """Whether the log is lost, and ``restore`` comes before anything else."""
+        self.segments = Segments(disk, directory, meta, budget_bytes=budget_bytes)
+        self.log = IndexLog(
+            disk,
+            directory.home,
+            directory.space,
+            places_max=meta.capacity_blocks,
+            slack_records=slack_records,
+        )
+        self.segments.find()
 
     @classmethod
     def open(
@@ -92,62 +76,44 @@ class FileStore:
         ConfigError
             The path cannot be used as configured.
         """
-        layout, space, path = context.layout, context.namespace, Path(options.path)
-        directory = FilesDirectory(disk, path, space)
-        store: FileStore | None = None
-        log: IndexLog | None = None
-        opened = False
-        try:
+        path = Path(options.path)
+        directory = FilesDirectory(disk, path, context.namespace)
+        with as_config_error(path), ExitStack() as undo:
+            undo.callback(directory.close)
             directory.make()
-            header = BlockHeader(space, layout.block_bytes, verify=context.verify)
             with directory.exclusive():
-                wanted = _wanted(context, options.segment, segments_min)
-                geometry = Geometry(
-                    layout.slot_bytes,
-                    wanted.segment_places,
-                    wanted.capacity_blocks,
-                    options.engines,
+                meta = directory.open(Meta.new(context, options.segment, segments_min))
+                budget_bytes = meta.capacity_blocks * meta.stride * options.engines
+                store = cls(
+                    disk, directory, meta, budget_bytes=budget_bytes, slack_records=slack_records
                 )
-                segments = Segments(disk, directory, geometry, header=header, arena=context.arena)
-                meta = directory.open(wanted)
-                if meta is None:
-                    guess = segments.guess_places() or wanted.segment_places
-                    meta = msgspec.structs.replace(wanted, segment_places=guess)
-                if not meta.holds(wanted):
-                    directory.clear()
-                    meta = wanted
-                segments.geometry = geometry._replace(segment_places=meta.segment_places)
-                segments.take_stock()
-                write_meta(disk, directory.home, meta)
-            places = meta.capacity_blocks
-            log = IndexLog(
-                disk, directory.home, space, places_max=places, slack_records=slack_records
-            )
-            found = log.load(anew=segments.end == 0)
-            store = FileStore(directory, segments, log, found, Eraser(disk, segments, header))
-            store._start(options.direct)
-            opened = True
-        except OSError as error:
-            raise config_error(path, error) from error
-        finally:
-            if not opened:
-                if store is not None:
-                    store.segments.close()
-                if log is not None:
-                    log.close()
-                directory.close()
-        assert store is not None
+                undo.callback(store.close)
+                with suppress(Lent):  # there may be room later
+                    store.segments.make_room()
+                directory.write(meta)
+            store.load(anew=store.segments.end == 0)
+            with suppress(Lent):
+                store.segments.allocate([0])
+            if not store.found.lost:
+                store._reserve()
+            store._choose(options.direct)
+            undo.pop_all()
         return store
 
-    def _start(self, direct: bool | None) -> None:
-        """Forget what is at places that are gone, get room, and see how the disk is used."""
-        if not self.lost:
-            self._forget_missing()
-        with suppress(Lent):  # there may be room later
-            self.segments.allocate([0])
-        if not self.lost:
-            self._reserve()
-        self._choose(direct)
+    def load(self, *, anew: bool) -> None:
+        """Read the index log, and forget what is at places that are gone.
+
+        Segments may have given way while nobody had the directory, or be cut off.
+        """
+        found = self.log.load(anew=anew)
+        there = self.segments.there(found.records["place"])
+        gone = kept_of(found.records[~there])
+        if gone:
+            self.log.remove(gone)
+        for one in gone:
+            found.tags[one.place] = 0
+        self.found = found._replace(records=found.records[there])
+        """If it is lost, ``restore`` comes before anything else."""
 
     def _reserve(self) -> None:
         """Preallocate room in the log for all places; on a full disk others give way to it."""
@@ -162,37 +128,20 @@ class FileStore:
                     if not self.directory.drop_oldest():
                         raise
 
-    def _forget_missing(self) -> None:
-        """Segments may have given way while nobody had the directory, or be cut off."""
-        if self.segments.whole and not any(self.tags[self.segments.end :]):
-            return
-        gone = [
-            item
-            for item in items_of(memoryview(self.recovered))
-            if not self.segments.there(item.place)
-        ]
-        for start in range(0, len(gone), LOG_BATCH):
-            self.log.append(REMOVE, gone[start : start + LOG_BATCH])
-        for item in gone:
-            self.tags[item.place] = 0
-        self.forgot = bool(gone)
-
-    def restore(self, told: Sequence[Told]) -> None:
+    def restore(self, headers: Sequence[Header]) -> None:
         """Begin the log anew with what the blocks' headers told."""
-        newest: dict[BlockKey, Told] = {}
-        for one in sorted(told, key=attrgetter("sequence")):
-            newest.pop(one.key, None)
-            newest[one.key] = one
-        last = max((one.sequence for one in told), default=0)
-        self.log.write(list(map(_item_of, newest.values())), last)
+        newest: dict[BlockKey, Kept] = {}
+        for header in sorted(headers, key=attrgetter("sequence")):
+            newest.pop(header.told.key, None)
+            newest[header.told.key] = Kept(header.told.key, header.place, header.told.facts)
+        self.log.write(list(newest.values()), max((one.sequence for one in headers), default=0))
         self.log.close()
-        found = self.log.load()
-        self.tags, self.recovered, self.lost = found.tags, found.records, False
+        self.load(anew=True)
         self._reserve()
 
     def _choose(self, direct: bool | None) -> None:
         """Go around the page cache if that is wanted and possible."""
-        possible = direct is not False and self.segments.probe_direct()
+        possible = direct is not False and self.segments.probe_direct(self.log.path)
         if direct and not possible:
             raise ConfigError(
                 f"{self.directory.path} is on a file system without O_DIRECT",
@@ -220,72 +169,34 @@ class PutBatch:
     bytes are complete. If a job is left out, nothing is published.
     """
 
-    def __init__(self, store: FileStore, items: Sequence[Item], parts: int) -> None:
+    def __init__(self, store: FileStore, writes: Sequence[Write], parts: int) -> None:
         self._store = store
-        self._items = items
+        self._writes = writes
         self._lock = threading.Lock()
-        self.kept = [False] * len(items)
-        """Which items are stored and published, once all jobs have run."""
+        self._written: set[int] = set()
+        self.kept: set[int] = set()
+        """Places of what is stored and published, once all jobs have run."""
         self.failures: list[OSError] = []
         self.jobs: list[Callable[[], None]] = []
-        number = store.log.number(len(items))
-        store.segments.expect(items)
-        for run in store.segments.runs(items, range(len(items)), parts):
+        number = store.log.number(len(writes))
+        store.segments.expect(writes)
+        for run in store.segments.runs(writes, parts):
             self.jobs.append(partial(self._write, run, number))
             number += len(run)
         self._left = len(self.jobs)
 
-    def _write(self, run: Sequence[int], number: int) -> None:
-        failure: OSError | None = None
+    def _write(self, run: Sequence[Write], number: int) -> None:
         try:
-            self._store.segments.write([self._items[index] for index in run], number)
-        except OSError as error:
-            failure = error
-        with self._lock:
-            if failure is not None:
-                self.failures.append(failure)
-            for index in run:
-                self.kept[index] = failure is None
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._publish()
-
-    def _publish(self) -> None:
-        stored = [item for item, ok in zip(self._items, self.kept, strict=True) if ok]
-        try:
-            if any(map(is_full, self.failures)):
-                self.kept = [False] * len(self._items)
-            else:
-                self._store.log.append(PUT, stored)
+            self._store.segments.write(run, number)
+            self._written.update([write.place for write in run])
         except OSError as error:
             self.failures.append(error)
-            self.kept = [False] * len(self._items)
-
-
-def _wanted(context: TierContext, segment_bytes: int, segments_min: int) -> Meta:
-    """How the files of a namespace that is new here are laid out."""
-    stride = HEADER_BYTES + context.layout.slot_bytes
-    capacity = context.capacity_blocks
-    most = max(1, min(segment_bytes // stride, capacity // segments_min))
-    return Meta(
-        namespace=context.namespace.hex(),
-        block_bytes=context.layout.block_bytes,
-        stride=stride,
-        segment_places=max(most, -(-capacity // SEGMENTS_WANTED_MAX)),
-        capacity_blocks=capacity,
-    )
-
-
-def _item_of(told: Told) -> Item:
-    end_s = None if told.expires_wall_s == inf else told.expires_wall_s
-    return Item(
-        told.key,
-        told.place,
-        NO_SLOT,
-        told.priority,
-        told.floor,
-        end_s,
-        b"" if told.salt == bytes(SALT_BYTES) else told.salt,
-        told.terms,
-    )
+        with self._lock:
+            self._left -= 1
+            is_last = self._left == 0
+        if is_last and not any(map(is_full, self.failures)):
+            try:
+                self._store.log.put([one for one in self._writes if one.place in self._written])
+                self.kept = self._written
+            except OSError as error:
+                self.failures.append(error)

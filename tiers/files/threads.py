@@ -4,55 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
+from itertools import count
+from queue import PriorityQueue
 from typing import Any, Generic, TypeVar, cast
 
 from kvladder.errors import ClosedError
 
 T = TypeVar("T")
+_URGENT, _OTHER, _END = range(3)
 
 
-class Pool(ABC):
-    """Runs the jobs of a batch, in parallel where it can."""
-
-    @abstractmethod
-    async def run(self, jobs: Sequence[Callable[[], T]], *, urgent: bool = False) -> list[T]:
-        """The jobs' results, in order. ``urgent`` ones are begun before those that are not.
-
-        Ends when no job runs any more: if one raises, the rest still run, then the first error is
-        raised; when cancelled, what was not begun is left out. ClosedError after ``aclose``.
-        """
-
-    @abstractmethod
-    async def aclose(self, last: Callable[[], None], *, timeout_s: float) -> bool:
-        """Let what was begun end, then run ``last``, which raises nothing; called once.
-
-        False if that was not done after ``timeout_s`` and is left behind.
-        """
-
-
-class IoPool(Pool):
+class IoPool:
     """Daemon threads, so that a call that hangs in the kernel does not keep the process alive.
 
     Parameters
     ----------
     threads:
-        How many, at least 1.
+        How many.
     name:
         Prefix of the threads' names.
     """
 
     def __init__(self, threads: int, name: str = "kvladder-files") -> None:
-        self._wakeup = threading.Condition()
-        self._urgent: deque[Callable[[], None]] = deque()
-        self._other: deque[Callable[[], None]] = deque()
+        self._name = name
         self._closed = False
-        self._serving = threads
-        self._at_end: Callable[[], None] | None = None
+        self._tasks = PriorityQueue[tuple[int, int, Callable[[], None] | None]]()
+        """By urgency, then in the order in which they came; None ends a thread."""
+        self._number = count()
         self._threads = [
             threading.Thread(target=self._serve, name=f"{name}-{number}", daemon=True)
             for number in range(threads)
@@ -61,81 +42,64 @@ class IoPool(Pool):
             thread.start()
 
     def _serve(self) -> None:
-        while (task := self._next()) is not None:
+        while (task := self._tasks.get()[-1]) is not None:
             task()
             del task  # it keeps views of slots alive
-        with self._wakeup:
-            self._serving -= 1
-            if self._serving:
-                return
-        assert self._at_end is not None
-        self._at_end()
-
-    def _next(self) -> Callable[[], None] | None:
-        with self._wakeup:
-            while True:
-                if self._urgent:
-                    return self._urgent.popleft()
-                if self._other:
-                    return self._other.popleft()
-                if self._closed:
-                    return None
-                self._wakeup.wait()
 
     def enqueue(self, tasks: Sequence[Callable[[], None]], *, urgent: bool) -> None:
         """Have the threads call ``tasks``, none of which raises. ClosedError after ``aclose``."""
-        with self._wakeup:
-            if self._closed:
-                raise ClosedError("the pool is closed")
-            (self._urgent if urgent else self._other).extend(tasks)
-            self._wakeup.notify(len(tasks))
+        if self._closed:
+            raise ClosedError("the pool is closed")
+        for task in tasks:
+            self._tasks.put((_URGENT if urgent else _OTHER, next(self._number), task))
 
     async def run(self, jobs: Sequence[Callable[[], T]], *, urgent: bool = False) -> list[T]:
+        """The jobs' results, in order. ``urgent`` ones are begun before those that are not.
+
+        Ends when no job runs any more: if one raises, the rest still run, then the first error is
+        raised; when cancelled, what was not begun is left out. ClosedError after ``aclose``.
+        """
         if not jobs:
             return []
         batch = _Batch(jobs)
-        self.enqueue(batch.tasks, urgent=urgent)
-        await _ended(batch.done, batch)
+        await _ended(self._begin(batch, urgent=urgent), batch)
         return batch.results()
 
+    def _begin(self, batch: _Batch[Any], *, urgent: bool) -> asyncio.Future[Any]:
+        """Hand over a batch; the future is done when it is."""
+        self.enqueue(batch.tasks, urgent=urgent)
+        return batch.done
+
     async def aclose(self, last: Callable[[], None], *, timeout_s: float) -> bool:
+        """Let what was begun end, then run ``last``, which raises nothing; called once.
+
+        False if that was not done after ``timeout_s`` and is left behind.
+        """
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
 
-        def at_end() -> None:
+        def end() -> None:
+            for thread in self._threads:
+                thread.join()
             last()
             _settle_on(loop, ended)
 
-        with self._wakeup:
-            self._at_end = at_end
-            self._closed = True
-            self._wakeup.notify_all()
+        self._closed = True
+        for _ in self._threads:
+            self._tasks.put((_END, next(self._number), None))
+        threading.Thread(target=end, name=f"{self._name}-end", daemon=True).start()
         await asyncio.wait({ended}, timeout=timeout_s)
-        if not ended.done():
-            return False
-        for thread in self._threads:
-            thread.join()
-        return True
+        return ended.done()
 
 
 class BufferedPool(IoPool):
     """The same threads behind aiofiles: for file systems that do not allow O_DIRECT."""
 
-    async def run(self, jobs: Sequence[Callable[[], T]], *, urgent: bool = False) -> list[T]:
+    def _begin(self, batch: _Batch[Any], *, urgent: bool) -> asyncio.Future[Any]:
         from aiofiles.os import wrap
 
-        if not jobs:
-            return []
-        if self._closed:
-            raise ClosedError("the pool is closed")
-        batch = _Batch(jobs)
         lane = _Lane(self, urgent=urgent)
-        calls = [wrap(task)(executor=lane) for task in batch.tasks]
-        ended = asyncio.gather(*calls, return_exceptions=True)
-        await _ended(ended, batch)
-        for refused in filter(None, ended.result()):
-            raise refused
-        return batch.results()
+        return asyncio.gather(*(wrap(task)(executor=lane) for task in batch.tasks))
 
 
 class _Lane(Executor):

@@ -6,23 +6,26 @@ import asyncio
 import errno
 from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 import msgspec
 
 from kvladder.errors import ClosedError, TierError, TierFull
 from kvladder.keys import BlockKey
 from kvladder.schema import Settings
-from kvladder.tiers.base import Item, Outcome, Tier, TierContext
-from kvladder.tiers.files.directory import is_full, look
-from kvladder.tiers.files.disk import Disk
+from kvladder.tiers.base import Tier, TierContext
+from kvladder.tiers.files.directory import look
+from kvladder.tiers.files.disk import Disk, as_config_error, is_full
 from kvladder.tiers.files.header import HEADER_BYTES
-from kvladder.tiers.files.log import RECORD_BYTES, REMOVE, items_of, tag_of
-from kvladder.tiers.files.store import SEGMENTS_MIN, FileStore, PutBatch, config_error
-from kvladder.tiers.files.threads import BufferedPool, IoPool, Pool
+from kvladder.tiers.files.log import IndexLog, held, kept_of, tag_of
+from kvladder.tiers.files.purge import Eraser
+from kvladder.tiers.files.store import LOG_SLACK_RECORDS, SEGMENTS_MIN, FileStore, PutBatch
+from kvladder.tiers.files.threads import BufferedPool, IoPool
+from kvladder.tiers.label import Kept, Read, Ref, Write
 from kvladder.units import Size
 
 T = TypeVar("T")
@@ -30,8 +33,8 @@ T = TypeVar("T")
 BATCH_BYTES = 128 << 20
 """What a batch should hold for the time in which it starts and ends not to matter."""
 BATCH_BLOCKS_MAX = 256
-LOG_SLACK_RECORDS = 4096
-RECOVER_BLOCKS = 4096
+RECOVER_BLOCKS = 512
+"""Few enough for the collector of garbage not to take them for old: it would go through all."""
 RESTORE_S = 20.0
 """How long the start may take longer to find blocks whose index log is lost."""
 HEADERS = 256
@@ -40,7 +43,6 @@ ERASE_PLACES = 1024
 """Places whose headers are read at a time to find what is to be erased; a batch, if blocks are."""
 CLOSE_TIMEOUT_S = 2.0
 
-_KEY = itemgetter(0)
 _TEMPORARY = {errno.EIO, errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EINTR}
 
 
@@ -69,9 +71,8 @@ class FilesOptions(Settings, frozen=True, kw_only=True):
 class FilesTier(Tier):
     """Blocks in preallocated segment files, addressed by their places.
 
-    The tier keeps five bytes a block in memory. What it reads is compared with the header that
-    was written with it: a torn, flipped, truncated or misplaced block is a miss. If the context
-    says not to verify, blocks have no checksum and flipped bits reach the caller.
+    The tier keeps five bytes a block in memory. What it reads is compared with the label that was
+    written with it: a torn, flipped, truncated or misplaced block is a miss.
 
     Parameters
     ----------
@@ -91,7 +92,6 @@ class FilesTier(Tier):
     durable = True
     recovers_checked = True
     erases = True
-    notes = True
     overhead_bytes = HEADER_BYTES
 
     def __init__(
@@ -99,27 +99,21 @@ class FilesTier(Tier):
         options: FilesOptions,
         *,
         disk: Disk | None = None,
-        pool: Pool | None = None,
+        pool: IoPool | None = None,
         log_slack_records: int = LOG_SLACK_RECORDS,
         segments_min: int = SEGMENTS_MIN,
     ) -> None:
         self.options = options
         self._disk = disk or Disk()
-        self._given_pool = pool
         self._slack = log_slack_records
         self._segments_min = segments_min
-        self._pool: Pool | None = None
+        self._pool = pool
         self._store: FileStore | None = None
         self._compacting: asyncio.Task[Any] | None = None
         self._tags = array("I")
         """By place: some bytes of the key that is stored there, 0 if none is."""
         self._sure = bytearray()
         """By place: whether what lies there is what its header says, since this process knows."""
-        self._blocks = 0
-        self._unchanged = True
-        """Whether all is as it was found by ``open``."""
-        self._corrupt = 0
-        self._stale = 0
         self._closing = False
 
     async def examine(
@@ -133,21 +127,23 @@ class FilesTier(Tier):
         self.context = context
         fitting = BATCH_BYTES // context.layout.slot_bytes
         self.batch_max = max(1, min(BATCH_BLOCKS_MAX, fitting, context.capacity_blocks))
-        starter = self._given_pool or IoPool(1)
-        try:
-            await starter.run([self._open])
-        finally:
-            if self._given_pool is None:
-                await starter.aclose(lambda: None, timeout_s=CLOSE_TIMEOUT_S)
+        await context.run_blocking(self._open)
         assert self._store is not None
-        kind = IoPool if self._store.segments.direct else BufferedPool
-        self._pool = self._given_pool or kind(self.options.threads)
-        await self._restore()
+        if self._pool is None:
+            kind = IoPool if self._store.segments.direct else BufferedPool
+            self._pool = kind(self.options.threads)
+        await self._restore(self._store)
 
-    async def _restore(self) -> None:
+    def _open(self) -> None:
+        slack, least = self._slack, self._segments_min
+        self._store = FileStore.open(
+            self._disk, self.options, self.context, slack_records=slack, segments_min=least
+        )
+
+    async def _restore(self, store: FileStore) -> None:
         """Where the index log is lost, find the blocks by their headers, as far as time allows."""
-        store, _ = self._opened()
-        if store.lost:
+        home = store.directory.home
+        if store.found.lost:
             clock = self.context.clock
             began_s = clock.now()
 
@@ -157,41 +153,35 @@ class FilesTier(Tier):
             read, end = store.segments.headers, store.segments.end
             parts = [range(at, min(at + HEADERS, end)) for at in range(0, end, HEADERS)]
             found = await self._run([partial(read, part, late) for part in parts])
-            told = [one for part in found if isinstance(part, list) for one in part]
-            (failure,) = await self._run([lambda: store.restore(told)])
-            if failure is not None:
-                raise config_error(Path(self.options.path), failure) from failure
+            headers = [one for part in found if isinstance(part, list) for one in part]
+            with as_config_error(Path(self.options.path)):
+                (failure,) = await self._run([partial(store.restore, headers)])
+                if failure is not None:
+                    raise failure
             missed = sum(len(part) for part, one in zip(parts, found, strict=True) if one is None)
             unread = f"; {missed} places were not read in time" if missed else ""
             self.context.say(
-                f"the index log of {store.directory.home} was lost: {len(told)} blocks were found"
-                f" by their headers in {clock.now() - began_s:.1f} s{unread}"
+                f"the index log of {home} was lost: {len(headers)} blocks were found by their"
+                f" headers in {clock.now() - began_s:.1f} s{unread}"
             )
         if store.directory.earlier is not None:
             self.context.say(
-                f"{store.directory.home} was written by an earlier version of kvladder, in format"
+                f"{home} was written by an earlier version of kvladder, in format"
                 f" {store.directory.earlier}, which is not read any more: it begins empty"
             )
-        self._tags = store.tags
-        self._sure = bytearray(len(store.tags))
-        self._blocks = len(store.recovered) // RECORD_BYTES
-        self._unchanged = not store.forgot
         if not store.segments.count:
             self.context.say(
                 f"other processes have all of the capacity of {self.options.path}: nothing is"
                 " stored before they leave some; set engines, so that each has its part"
             )
+        self._eraser = Eraser(self._disk, store.segments, self.context.namespace)
+        self._tags = store.found.tags
+        self._sure = bytearray(len(store.found.tags))
 
-    def _open(self) -> None:
-        slack, least = self._slack, self._segments_min
-        self._store = FileStore.open(
-            self._disk, self.options, self.context, slack_records=slack, segments_min=least
-        )
-
-    def _opened(self) -> tuple[FileStore, Pool]:
-        if self._store is None or self._pool is None or self._closing:
+    def _opened(self) -> FileStore:
+        if self._store is None or self._closing:
             raise TierError("the files tier is closed", temporary=False)
-        return self._store, self._pool
+        return self._store
 
     async def _run(
         self, jobs: Sequence[Callable[[], T]], *, urgent: bool = False
@@ -204,164 +194,152 @@ class FilesTier(Tier):
             except OSError as error:
                 return error
 
-        _, pool = self._opened()
+        self._opened()
+        assert self._pool is not None
         try:
-            return await pool.run([partial(attempt, job) for job in jobs], urgent=urgent)
+            return await self._pool.run([partial(attempt, job) for job in jobs], urgent=urgent)
         except ClosedError as error:
             raise TierError("the files tier is closed", temporary=False) from error
 
-    async def get(self, items: Sequence[Item]) -> Sequence[bool]:
-        store, _ = self._opened()
-        found = [False] * len(items)
-        wanted = [index for index, item in enumerate(items) if self._holds(item)]
-        runs = list(store.segments.runs(items, wanted, self.options.threads))
-        reads = [partial(store.segments.read, [items[i] for i in run]) for run in runs]
-        outcomes: list[Outcome] = []
-        failure: OSError | None = None
-        for run, result in zip(runs, await self._run(reads, urgent=True), strict=True):
-            assert not isinstance(result, OSError)
-            outcomes += result[0]
-            failure = result[1] or failure
-            for index, outcome in zip(run, result[0], strict=True):
-                # asked again: it may have been removed, and erased, meanwhile
-                held = self._holds(items[index])
-                found[index] = outcome is Outcome.GOOD and held
-                if found[index] and self.context.verify:
-                    self._sure[items[index].place] = True
-                self._corrupt += outcome is Outcome.CORRUPT and held
-        self._stale += outcomes.count(Outcome.STALE)
-        if failure is not None and outcomes.count(Outcome.FAILED) == len(outcomes):
-            raise _tier_error(failure) from failure
-        return found
+    async def _must(self, jobs: Sequence[Callable[[], T]], *, put: bool = False) -> list[T]:
+        """Run jobs in the threads.
 
-    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
-        store, _ = self._opened()
-        for item in items:
-            self._set_tag(item.place, 0)
-            self._sure[item.place] = False
-        missing = store.segments.missing(items)
+        If any fails, TierError, or TierFull if a ``put`` has no room: whatever else has none is
+        tried again after a while, as after any other failure.
+        """
+        results = await self._run(jobs)
+        _raise_if_failed(results, put=put)
+        return cast("list[T]", results)
+
+    async def get(self, reads: Sequence[Read]) -> Sequence[bool]:
+        segments = self._opened().segments
+        wanted = [read for read in reads if self._holds(read)]
+        runs = list(segments.runs(wanted, self.options.threads))
+        right: set[int] = set()
+        failures: list[OSError] = []
+        parts = await self._run([partial(segments.read, run) for run in runs], urgent=True)
+        for run, results in zip(runs, parts, strict=True):
+            assert not isinstance(results, OSError)
+            for read, result in zip(run, results, strict=True):
+                if isinstance(result, OSError):
+                    failures.append(result)
+                elif not self._holds(read):  # removed meanwhile, and perhaps erased: no damage
+                    read.came(b"", 0)
+                elif result:
+                    right.add(read.place)
+        if len(failures) == len(wanted):
+            _raise_if_failed(failures)
+        return [read.place in right for read in reads]
+
+    async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
+        store = self._opened()
+        for write in writes:
+            self._tags[write.place] = 0
+            self._sure[write.place] = False
+        missing = store.segments.missing(writes)
         if missing:
-            _raise_if_failed(await self._run([lambda: store.allocate(missing)]), put=True)
-        batch = PutBatch(store, items, self.options.threads)
+            await self._must([partial(store.allocate, missing)], put=True)
+        batch = PutBatch(store, writes, self.options.threads)
         await self._run(batch.jobs)
-        if not any(batch.kept):
+        if not batch.kept:
             _raise_if_failed(batch.failures, put=True)
-        for item, kept in zip(items, batch.kept, strict=True):
-            if kept:
-                self._set_tag(item.place, tag_of(item.key))
-                self._sure[item.place] = True
+        for write in writes:
+            if write.place in batch.kept:
+                self._tags[write.place] = tag_of(write.key)
+                self._sure[write.place] = True
         self._compact_if_due()
-        return batch.kept
+        return [write.place in batch.kept for write in writes]
 
-    async def remove(self, items: Sequence[Item]) -> None:
-        store, _ = self._opened()
-        for item in items:
-            if self._holds(item):
-                self._set_tag(item.place, 0)
+    async def remove(self, blocks: Sequence[Ref]) -> None:
+        store = self._opened()
+        for ref in blocks:
+            if self._holds(ref):
+                self._tags[ref.place] = 0
         # also what is not there: it may have been left in the log by a write that failed
-        _raise_if_failed(await self._run([lambda: store.log.append(REMOVE, items)]))
+        await self._must([partial(store.log.remove, blocks)])
         self._compact_if_due()
 
-    async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def contains(self, blocks: Sequence[Ref]) -> Sequence[bool]:
         self._opened()
-        return [self._holds(item) for item in items]
+        return [self._holds(ref) for ref in blocks]
 
-    async def recover(self) -> AsyncIterator[Sequence[Item]]:
-        store, _ = self._opened()
-        records, store.recovered = memoryview(store.recovered), b""
+    async def recover(self) -> AsyncIterator[Sequence[Kept]]:
+        store = self._opened()
+        records = store.found.records
+        store.found = store.found._replace(records=records[:0].copy())
         seen: set[BlockKey] = set()
-        for start in range(0, len(records), RECOVER_BLOCKS * RECORD_BYTES):
-            yield self._untold(
-                items_of(records[start : start + RECOVER_BLOCKS * RECORD_BYTES]), seen
-            )
-
-    def _untold(self, items: list[Item], seen: set[BlockKey]) -> list[Item]:
-        """Those that are still here and not in ``seen``, which grows."""
-        keys = set(map(_KEY, items))
-        if self._unchanged and len(keys) == len(items) and keys.isdisjoint(seen):
+        for start in range(0, len(records), RECOVER_BLOCKS):
+            part = records[start : start + RECOVER_BLOCKS]
+            is_here = held(part, self._tags)
+            kept = kept_of(part if is_here.all() else part[is_here])
+            keys = set(map(itemgetter(0), kept))
+            if len(keys) < len(kept) or not keys.isdisjoint(seen):
+                kept = self._once(kept, seen)
             seen |= keys
-            return items
-        left: list[Item] = []
-        for item in items:
-            if item.key in seen:
-                self._set_tag(item.place, 0)  # nobody will ask for it here, so it is to be erased
-            elif self._holds(item):
-                seen.add(item.key)
-                left.append(item)
-        return left
+            yield kept
+
+    def _once(self, kept: Sequence[Kept], seen: set[BlockKey]) -> list[Kept]:
+        """These without those that are in ``seen`` or come twice."""
+        left: dict[BlockKey, Kept] = {}
+        for one in kept:
+            if one.key in seen or one.key in left:
+                self._tags[one.place] = 0  # nobody will ask for it here, so it is to be erased
+            else:
+                left[one.key] = one
+        return list(left.values())
 
     async def erase(self, salt: bytes | None, start: int) -> tuple[int, int | None]:
-        store, _ = self._opened()
+        store, eraser = self._opened(), self._eraser
         if start == 0:
-            _raise_if_failed(await self._run([store.log.sync]))
+            await self._must([store.log.sync])
         last = store.segments.end
         unsure = [n for n in range(start, min(start + ERASE_PLACES, last)) if not self._sure[n]]
         end = min([start + ERASE_PLACES, last, *unsure[self.batch_max :]])
         step = max(1, -(-(end - start) // self.options.threads))
         parts = [range(at, min(at + step, end)) for at in range(start, end, step)]
-        find = store.eraser.find
-        found = await self._run(
-            [partial(find, part, salt, self._tags, self._sure) for part in parts]
+        found = await self._must(
+            [partial(eraser.find, part, salt, self._tags, self._sure) for part in parts]
         )
-        _raise_if_failed(found)
-        left = [one for part in found if not isinstance(part, OSError) for one in part]
+        left = [one for part in found for one in part]
         now = left[: self.batch_max]
         whole = [one.place for one in now if one.start == 0]
         for place in whole:  # what is damaged is not stored any more
-            self._set_tag(place, 0)
-        _raise_if_failed(await self._run([partial(store.eraser.wipe, one) for one in now]))
-        _raise_if_failed(await self._run([partial(store.eraser.finish, now)]))
+            self._tags[place] = 0
+        await self._must([partial(eraser.wipe, one) for one in now])
+        await self._must([partial(eraser.finish, now)])
         if len(now) < len(left):
             end = left[len(now)].place
         self._sure[start:end] = b"\1" * (end - start)
         return len(whole), None if end >= last else end
 
-    def _holds(self, item: Item) -> bool:
-        return self._tags[item.place] == tag_of(item.key)
-
-    def _set_tag(self, place: int, tag: int) -> None:
-        self._unchanged = False
-        self._blocks += bool(tag) - bool(self._tags[place])
-        self._tags[place] = tag
-
-    # ---- compaction
+    def _holds(self, block: Ref | Read) -> bool:
+        return self._tags[block.place] == tag_of(block.key)
 
     def _compact_if_due(self) -> None:
         """Have the index log compacted in the background if most of it is dead."""
-        store, _ = self._opened()
-        if self._compacting is None and store.log.is_long(self._blocks):
-            # a failure is not worth an error: the log stays as it is, and is tried again later
-            compact = self._run([lambda: store.log.compact(lambda: self._closing)])
-            self._compacting = asyncio.create_task(compact, name="kvladder-compact")
-            self._compacting.add_done_callback(self._compacted)
+        store, task = self._opened(), self._compacting
+        if (task is None or task.done()) and store.log.is_long(store.segments.count):
+            compacting = self._compact(store.log)
+            self._compacting = asyncio.create_task(compacting, name="kvladder-compact")
 
-    def _compacted(self, task: asyncio.Task[Any]) -> None:
-        self._compacting = None
-        if not task.cancelled():
-            task.exception()
+    async def _compact(self, log: IndexLog) -> None:
+        """A failure is not worth an error: the log stays as it is, and is tried again later."""
+        with suppress(TierError):
+            await self._run([partial(log.compact, lambda: self._closing)])
 
     # ---- the rest
 
-    def corrupt_blocks(self) -> int:
-        return self._corrupt
-
-    def stale_blocks(self) -> int:
-        """How often another block, or none, was found where one was asked for, since ``open``."""
-        return self._stale
-
     def describe(self) -> dict[str, str]:
-        settings = {
-            "path": self.options.path,
-            "threads": str(self.options.threads),
-        }
+        settings = {"path": self.options.path, "threads": str(self.options.threads)}
         if self._store is not None:
-            segments = self._store.segments
-            settings["io"] = "O_DIRECT" if segments.direct else "buffered, through aiofiles"
-            geometry = segments.geometry
-            settings["checksum"] = "xxh3-128" if self.context.verify else "none"
-            settings["segment"] = f"{geometry.places(0)} blocks, {Size(geometry.size(0)).about()}"
-            settings["directory"] = self._store.directory.home.name
-            settings["batch"] = f"{self.batch_max} blocks"
+            segments, meta = self._store.segments, self._store.segments.meta
+            first_bytes = meta.size(0)
+            settings |= {
+                "io": "O_DIRECT" if segments.direct else "buffered, through aiofiles",
+                "segment": f"{first_bytes // meta.stride} blocks, {Size(first_bytes).about()}",
+                "directory": self._store.directory.home.name,
+                "batch": f"{self.batch_max} blocks",
+            }
         return settings
 
     async def aclose(self) -> None:
@@ -377,16 +355,11 @@ class FilesTier(Tier):
 
 
 def _raise_if_failed(results: Sequence[object], *, put: bool = False) -> None:
-    """Raise TierError if there is an OSError among ``results``, TierFull if a ``put`` has no room.
-
-    Whatever else has no room is tried again after a while, as after any other failure.
-    """
+    """Raise a TierError if there is an OSError among ``results``."""
     failures = [result for result in results if isinstance(result, OSError)]
     if failures:
         failure = next(filter(is_full, failures), failures[0])
-        full = put and is_full(failure)
-        raise (TierFull(str(failure)) if full else _tier_error(failure)) from failure
-
-
-def _tier_error(error: OSError) -> TierError:
-    return TierError(str(error), temporary=is_full(error) or error.errno in _TEMPORARY)
+        if put and is_full(failure):
+            raise TierFull(str(failure)) from failure
+        is_temporary = is_full(failure) or failure.errno in _TEMPORARY
+        raise TierError(str(failure), temporary=is_temporary) from failure

@@ -15,8 +15,9 @@ from kvladder.layout import Layout
 from kvladder.metrics import LevelStats
 from kvladder.policy.eviction import EvictionPolicy
 from kvladder.policy.offload import OffloadRule
-from kvladder.tiers.base import NO_PLACE, Blocking, Item, Tier, TierContext
+from kvladder.tiers.base import NO_PLACE, Blocking, Tier, TierContext
 from kvladder.tiers.codecs.edge import Edge, EdgeSettings
+from kvladder.tiers.label import LevelRead, LevelWrite, Ref
 from kvladder.tiers.ladder.gate import (
     KINDS,
     Breaker,
@@ -77,7 +78,7 @@ class LevelSpec:
     policy: EvictionPolicy
     settings: LevelSettings
     verify: bool = True
-    """Whether the tier checks the bytes that it reads."""
+    """Whether stored bytes have a checksum, and are compared with it."""
     scratch: Sequence[Slot] = ()
     """Slots of the arena that are for its codecs alone."""
 
@@ -91,13 +92,6 @@ class Answer(NamedTuple):
     """Whether the tier no longer touches the slots and places of the call."""
     full: bool = False
     """Whether it failed because the medium is full."""
-
-
-class Said(NamedTuple):
-    """What a tier says of itself, for statistics."""
-
-    gauges: dict[str, int]
-    corrupt_blocks: int
 
 
 class Door:
@@ -118,7 +112,7 @@ class Door:
         self, spec: LevelSpec, shared: Shared, stats: LevelStats, on_calm: Callable[[], None]
     ) -> None:
         self.tier = spec.tier
-        self.edge = Edge(spec.tier, spec.settings.edge, spec.scratch)
+        self.edge = Edge(spec.tier, spec.settings.edge, spec.scratch, verify=spec.verify)
         self.breakers = {kind: Breaker(spec.settings.gate.breaker) for kind in KINDS}
         self.reads = asyncio.Semaphore(spec.settings.reads_max)
         """Whoever reads holds it, so that not too many reads are under way at once."""
@@ -200,7 +194,6 @@ class Door:
             capacity_blocks=self._spec.capacity_blocks,
             clock=self._shared.clock,
             run_blocking=threads(self._name),
-            verify=self._spec.verify,
             timeout_s=self.settings.timeout_s,
             say=lambda text: self._shared.notices.say(text, f"tier {self._name}: {text}"),
         )
@@ -243,30 +236,30 @@ class Door:
 
     # ---- calls
 
-    async def get(self, items: Sequence[Item], late: Callable[[], None]) -> Answer:
-        """Fill the items' slots; see ``call``."""
-        slots = [item.slot for item in items]
+    async def get(self, blocks: Sequence[LevelRead], late: Callable[[], None]) -> Answer:
+        """Fill the blocks' slots; see ``call``."""
+        slots = [block.slot for block in blocks]
         get = self.edge.get
-        return await self.call("get", lambda: get(items), late, slots=slots, expected=len(items))
+        return await self.call("get", lambda: get(blocks), late, slots=slots, expected=len(blocks))
 
-    async def put(self, items: Sequence[Item], late: Callable[[], None]) -> Answer:
-        """Store what is in the items' slots; see ``call``."""
-        slots = [item.slot for item in items]
+    async def put(self, blocks: Sequence[LevelWrite], late: Callable[[], None]) -> Answer:
+        """Store what is in the blocks' slots; see ``call``."""
+        slots = [block.slot for block in blocks]
         put = self.edge.put
-        return await self.call("put", lambda: put(items), late, slots=slots, expected=len(items))
+        return await self.call("put", lambda: put(blocks), late, slots=slots, expected=len(blocks))
 
-    async def remove(self, items: Sequence[Item], late: Callable[[], None]) -> Answer:
+    async def remove(self, blocks: Sequence[Ref], late: Callable[[], None]) -> Answer:
         """Have the tier forget these; see ``call``."""
-        return await self.call("remove", lambda: self.tier.remove(items), late)
+        return await self.call("remove", lambda: self.tier.remove(blocks), late)
 
     async def contains(self, keys: Sequence[BlockKey]) -> Answer:
         """Whether a shared tier has these blocks; see ``call``."""
-        items = [Item(key, NO_PLACE) for key in keys]
+        blocks = [Ref(key, NO_PLACE) for key in keys]
         return await self.call(
             "contains",
-            lambda: self.tier.contains(items),
+            lambda: self.tier.contains(blocks),
             lambda: None,
-            expected=len(items),
+            expected=len(blocks),
             timeout_s=self.tier.probe_timeout_s,
         )
 
@@ -407,13 +400,13 @@ class Door:
 
         return self._said("spare", ask, 0.0)
 
-    def said(self) -> Said:
-        """``Tier.gauges`` and ``corrupt_blocks``; none and 0 if it fails at that."""
-        none: dict[str, int] = {}
-        return Said(
-            self._said("gauges", lambda: {k: int(v) for k, v in self.tier.gauges().items()}, none),
-            self._said("corrupt_blocks", lambda: int(self.tier.corrupt_blocks()), 0),
-        )
+    def gauges(self) -> dict[str, int]:
+        """``Tier.gauges``; none if it fails at that."""
+
+        def ask() -> dict[str, int]:
+            return {name: int(value) for name, value in self.tier.gauges().items()}
+
+        return self._said("gauges", ask, {})
 
     def describe(self) -> dict[str, str]:
         """``Tier.describe``; nothing if it fails at that."""

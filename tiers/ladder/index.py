@@ -16,7 +16,8 @@ from kvladder.keys import BlockKey
 from kvladder.lock import BULK_STEP, STEP
 from kvladder.metrics import AGES_S, DISTANCES, Histogram
 from kvladder.policy.eviction import BULK_MIN, PRIORITY_DEFAULT, EvictionPolicy
-from kvladder.tiers.base import NO_TERMS, Deadlines, Item, Terms, TermsByPlace
+from kvladder.tiers.base import NO_TERMS, Deadlines, Terms, TermsByPlace
+from kvladder.tiers.label import Kept
 
 P = TypeVar("P", bound=int)
 """A place in a level: a small non-negative int, of host a slot."""
@@ -287,31 +288,31 @@ class LevelIndex(Generic[P]):
         """All places are below it."""
         return len(self._key)
 
-    def fill(self, items: Sequence[Item], behind_s: float, here: int) -> None:
+    def fill(self, blocks: Sequence[Kept], behind_s: float, here: int) -> None:
         """Hold what a tier recovered, oldest first: like ``insert``, in less time.
 
         ``behind_s`` is loop time minus wall time, ``here`` the level's bit.
         """
-        if not items:
+        if not blocks:
             return
-        self._grow(max(item.place for item in items))
-        held = len(self._place) + len(items)
-        self._place.update([(item.key, cast("P", item.place)) for item in items])
+        self._grow(max(block.place for block in blocks))
+        held = len(self._place) + len(blocks)
+        self._place.update([(block.key, cast("P", block.place)) for block in blocks])
         assert len(self._place) == held, "a key is recovered twice"
         keys, priorities, floors, push = self._key, self._priority, self._floor, self.policy.push
-        for key, place, _, priority, floor, wall_s, salt, terms, *_ in items:
+        for key, place, facts in blocks:
+            priority, floor, _, salt, terms = facts
             assert keys[place] is None, f"place {place} is taken"
             keys[place] = key
             priorities[place] = priority
             floors[place] = floor
             push(place, priority)
             if salt or terms:
-                item = Item(key, place, expires_wall_s=wall_s, salt=salt, terms=terms)
-                self._terms.put(place, Terms.unpacked(item, here, behind_s))
+                self._terms.put(place, Terms.unpacked(facts, here, behind_s))
         if self._expires is not None:
-            for item in items:
-                end_s = item.expires_wall_s
-                self._expires[item.place] = inf if end_s is None else end_s + behind_s
+            for _, place, facts in blocks:
+                end_s = facts.expires_wall_s
+                self._expires[place] = inf if end_s is None else end_s + behind_s
 
     def _grow(self, place: int) -> None:
         """Make room for ``place``, if there is none, and for more."""

@@ -12,7 +12,8 @@ from kvladder.keys import KEY_BYTES, SALT_BYTES, BlockKey, Namespace
 from kvladder.layout import Layout
 from kvladder.lock import STEP
 from kvladder.policy.eviction import PRIORITY_MAX
-from kvladder.tiers.base import Item, TierContext
+from kvladder.tiers.base import TierContext
+from kvladder.tiers.label import Facts, Kept, Ref
 from kvladder.tiers.ladder.door import CALLS_TIMEOUT_S, Threads
 from kvladder.tiers.ladder.gate import contained
 from kvladder.tiers.ladder.level import Level
@@ -135,7 +136,7 @@ class Keeper:
         level, lock = self.level, self.level.shared.lock
         if not level.tier.durable:
             return
-        taken, gone, places = bytearray(level.capacity_blocks), list[Item](), list[int]()
+        taken, gone, places = bytearray(level.capacity_blocks), list[Ref](), list[int]()
         strange = 0
         try:
             async for batch in level.tier.recover():
@@ -144,11 +145,11 @@ class Keeper:
                     strange += 1
                     continue
                 is_sound = level.tier.recovers_checked
-                items = batch if is_sound else self._sound(batch, taken)
-                strange += len(batch) - len(items)
-                places += [item.place for item in items]
-                for start in range(0, len(items), STEP):
-                    gone += self._hold(items[start : start + STEP])
+                blocks = batch if is_sound else self._sound(batch, taken)
+                strange += len(batch) - len(blocks)
+                places += [block.place for block in blocks]
+                for start in range(0, len(blocks), STEP):
+                    gone += self._hold(blocks[start : start + STEP])
         except BaseException:
             self._drop()
             raise
@@ -160,26 +161,26 @@ class Keeper:
             what = f"{strange} of the blocks that tier {level.name} said it has cannot be blocks"
             level.shared.notices.say(f"{level.name} recover", f"{what}, and are passed over")
 
-    def _hold(self, items: Sequence[Item]) -> list[Item]:
+    def _hold(self, blocks: Sequence[Kept]) -> list[Ref]:
         """Hold those that are to be held, and return the others."""
         level, clock = self.level, self.level.shared.clock
         least, wall_s = level.rule.min_priority, clock.wall()
         with level.shared.lock:
             missed = level.missed
             kept = [
-                item
-                for item in items
-                if item.floor >= least
-                and (item.expires_wall_s is None or item.expires_wall_s > wall_s)
-                and not (missed and missed & {None, item.salt or item.key, item.key})
+                block
+                for block in blocks
+                if (facts := block.facts).floor >= least
+                and (facts.expires_wall_s is None or facts.expires_wall_s > wall_s)
+                and not (missed and missed & {None, facts.salt or block.key, block.key})
             ]
             level.index.fill(kept, clock.now() - wall_s, level.bit)
             if self._is_late:  # before that, whoever listens asks what is there
-                level.shared.events.stored(level.name, [item.key for item in kept])
-        if len(kept) == len(items):
+                level.shared.events.stored(level.name, [block.key for block in kept])
+        if len(kept) == len(blocks):
             return []
-        places = {item.place for item in kept}
-        return [item for item in items if item.place not in places]
+        places = {block.place for block in kept}
+        return [Ref(key, place) for key, place, _ in blocks if place not in places]
 
     def _drop(self) -> None:
         """Hold nothing of what was recovered before it failed: it will be told again."""
@@ -191,30 +192,31 @@ class Keeper:
                 if self._is_late:
                     level.shared.events.removed(level.name, keys, "lost")
 
-    def _sound(self, items: Sequence[Item], taken: bytearray) -> list[Item]:
+    def _sound(self, blocks: Sequence[Kept], taken: bytearray) -> list[Kept]:
         """Those of a batch that are blocks, each key and each place once; marks their places."""
-        found: dict[BlockKey, Item] = {}
-        for item in items:
-            is_free = _is_block(item, len(taken)) and not taken[item.place]
-            if is_free and item.key not in found and item.key not in self.level.index:
-                found[item.key] = item
-                taken[item.place] = 1
+        found: dict[BlockKey, Kept] = {}
+        for block in blocks:
+            is_free = _is_block(block, len(taken)) and not taken[block.place]
+            if is_free and block.key not in found and block.key not in self.level.index:
+                found[block.key] = block
+                taken[block.place] = 1
         return list(found.values())
 
 
-def _is_block(item: object, places: int) -> bool:
+def _is_block(block: object, places: int) -> bool:
     """Whether a plug-in may have meant a block by it, at one of so many places."""
     return (
-        type(item) is Item
-        and type(item.key) is bytes
-        and len(item.key) == KEY_BYTES
-        and _whole(item.place, places - 1)
-        and _whole(item.priority, PRIORITY_MAX)
-        and _whole(item.floor, PRIORITY_MAX)
-        and _whole(item.terms, TERMS_MAX)
-        and type(item.expires_wall_s) in _ENDS
-        and type(item.salt) is bytes
-        and len(item.salt) in {0, SALT_BYTES}
+        type(block) is Kept
+        and type(block.key) is bytes
+        and len(block.key) == KEY_BYTES
+        and _whole(block.place, places - 1)
+        and type(facts := block.facts) is Facts
+        and _whole(facts.priority, PRIORITY_MAX)
+        and _whole(facts.floor, PRIORITY_MAX)
+        and _whole(facts.terms, TERMS_MAX)
+        and type(facts.expires_wall_s) in _ENDS
+        and type(facts.salt) is bytes
+        and len(facts.salt) in {0, SALT_BYTES}
     )
 
 

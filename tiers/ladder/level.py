@@ -38,7 +38,8 @@ from kvladder.lock import STEP
 from kvladder.metrics import DropReason
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.policy.worth import Pace
-from kvladder.tiers.base import NO_PLACE, NO_TERMS, Item, Terms, Tier
+from kvladder.tiers.base import NO_PLACE, NO_TERMS, Terms, Tier
+from kvladder.tiers.label import LevelRead, LevelWrite, Ref
 from kvladder.tiers.ladder.door import Answer, Door, LevelSpec
 from kvladder.tiers.ladder.gate import Results
 from kvladder.tiers.ladder.index import Meta, alike
@@ -239,36 +240,36 @@ class Level(Shelf[int]):
         recalled = self.recall(keys)
         if self.tier.shared:  # others may have put it there
             foreign = [key for key in keys if key not in self.index and key not in recalled]
-            self.remove_later([Item(key, NO_PLACE) for key in foreign])
+            self.remove_later([Ref(key, NO_PLACE) for key in foreign])
         return super().remove(keys)
 
     def _freed(self, keys: Sequence[BlockKey], places: Sequence[int], reason: Reason) -> None:
-        items = [*map(Item, keys, places)]
+        blocks = [*map(Ref, keys, places)]
         if reason == "removed":
-            self.remove_later(items)
+            self.remove_later(blocks)
         else:
-            self._let_go(items)
+            self._let_go(blocks)
         if reason == "lost" and self.tier.shared:
             self._lost.update(dict.fromkeys(keys))
             for key in list(islice(self._lost, max(0, len(self._lost) - LOST_MAX))):
                 del self._lost[key]
         self._above.wake()
 
-    def remove_later(self, items: Sequence[Item]) -> None:
+    def remove_later(self, blocks: Sequence[Ref]) -> None:
         """Have the tier forget blocks that have left the index; their places are free after it."""
-        if items:
-            self._leaving.add(items)
+        if blocks:
+            self._leaving.add(blocks)
             self._above.wake()
 
-    def _let_go(self, items: Sequence[Item]) -> None:
+    def _let_go(self, blocks: Sequence[Ref]) -> None:
         """Blocks have left the index, by no user's wish: others may use what a shared tier has."""
         if self.tier.shared:
-            self._free(items)
+            self._free(blocks)
         else:
-            self.remove_later(items)
+            self.remove_later(blocks)
 
-    def _free(self, items: Sequence[Item]) -> None:
-        self.places.give([item.place for item in items if item.place != NO_PLACE])
+    def _free(self, blocks: Sequence[Ref]) -> None:
+        self.places.give([place for _, place in blocks if place != NO_PLACE])
 
     def _evict(self, keys: Sequence[BlockKey]) -> list[int]:
         """Others need the room; host need not write them again: they would come and go for ever."""
@@ -336,25 +337,25 @@ class Level(Shelf[int]):
 
     # ---- what its writer and its readers do, step by step
 
-    def take_removals(self) -> list[Item]:
+    def take_removals(self) -> list[Ref]:
         """Begin with the oldest removals, a batch, if the tier may be told of them now."""
         return self._leaving.take(self.batch_max) if self.door.open("remove") else []
 
-    def forgotten(self, items: Sequence[Item], answer: Answer) -> None:
+    def forgotten(self, blocks: Sequence[Ref], answer: Answer) -> None:
         """The removal of these is over: their places are free, or it is tried again later."""
-        self._leaving.ended(items)
+        self._leaving.ended(blocks)
         if answer.results is not None:
-            self._free(items)
+            self._free(blocks)
         elif answer.quiet:
-            self.remove_later(items)
-        else:
-            self._leaving.leave_behind(items)  # what came back meanwhile cannot stay
-            self._give_up(self.inbox.among(item.key for item in items))
+            self.remove_later(blocks)
+        else:  # what came back meanwhile cannot stay
+            self._leaving.leave_behind(dict.fromkeys((key for key, _ in blocks), b""))
+            self._give_up(self.inbox.among(key for key, _ in blocks))
 
-    def forgotten_late(self, items: Sequence[Item]) -> None:
+    def forgotten_late(self, blocks: Sequence[Ref]) -> None:
         """A removal that was left behind has ended: it is done again."""
-        self._leaving.come_back(items)
-        self.remove_later(items)
+        self._leaving.come_back({block.key for block in blocks})
+        self.remove_later(blocks)
 
     def next_batch(self) -> dict[BlockKey, bytes]:
         """The oldest that wait, a batch, and their salts."""
@@ -382,7 +383,7 @@ class Level(Shelf[int]):
         """Whether the tier is told what is evicted: a shared one if its medium is full, too."""
         return not self.tier.shared or self.places.limited
 
-    def victims(self, priorities: Sequence[int]) -> tuple[list[tuple[Item, Meta]], DropReason]:
+    def victims(self, priorities: Sequence[int]) -> tuple[list[tuple[Ref, Meta]], DropReason]:
         """Who gives way to blocks of these priorities, the highest first, in the order of eviction.
 
         Exactly as many as are needed, none that is being read or worth more than its newcomer; and
@@ -407,50 +408,48 @@ class Level(Shelf[int]):
             chosen.append(place)
         if not chosen:
             return [], reason
-        items = map(Item, self.index.keys_at(chosen), chosen)
-        return [*zip(items, self.index.metas(chosen), strict=True)], reason
+        refs = map(Ref, self.index.keys_at(chosen), chosen)
+        return [*zip(refs, self.index.metas(chosen), strict=True)], reason
 
-    def evict(self, victims: Sequence[Item]) -> list[Item]:
+    def evict(self, victims: Sequence[Ref]) -> list[Ref]:
         """Those of the victims go that nobody reads; what the tier has to be told."""
-        gone = [
-            item
-            for item in victims
-            if self.index.place(item.key) == item.place and not self.places.being_read(item.place)
-        ]
-        self._evict([item.key for item in gone])
+        held = [one for one in victims if self.index.place(one.key) == one.place]
+        gone = [one for one in held if not self.places.being_read(one.place)]
+        self._evict([one.key for one in gone])
         if self._tells:
             self._leaving.begin(gone)
             return gone
         self._free(gone)
         return []
 
-    def placed(self, reason: DropReason) -> list[Item]:
+    def placed(self, reason: DropReason) -> list[LevelWrite]:
         """What is written, at which places; what gets none is dropped for this reason."""
         places = self.places.take(len(self._writing))
-        reason = "full" if self.places.limited else reason
-        for pending in list(self._writing.values())[len(places) :]:
-            self.stats.drop(reason, pending.meta.priority)
-        ttl_s, clock, lost = self.rule.ttl_s, self.shared.clock, self._lost
+        for one in list(self._writing.values())[len(places) :]:
+            self.stats.drop("full" if self.places.limited else reason, one.meta.priority)
+        ttl_s, clock = self.rule.ttl_s, self.shared.clock
+        lost, side = self._lost, self.door.edge.side
         return [
-            pending.item(key, place, ttl_s=ttl_s, clock=clock, replace=key in lost)
-            for place, (key, pending) in zip(places, self._writing.items(), strict=False)
+            LevelWrite(side, key, place, one.slot, one.facts(ttl_s=ttl_s, clock=clock), key in lost)
+            for place, (key, one) in zip(places, self._writing.items(), strict=False)
         ]
 
-    def settle(self, items: Sequence[Item], answer: Answer, took_s: float) -> None:
+    def settle(self, blocks: Sequence[LevelWrite], answer: Answer, took_s: float) -> None:
         """End the write under way: publish what was stored, free the rest, tell the stack."""
         self.stats.stored_s += took_s
         if answer.full:
-            self._full(items)
+            self._full(blocks)
         elif answer.results is None:
-            self._drop("failed", items)
-            unwanted = self._tombstones.intersection(item.key for item in items)
+            self._drop("failed", blocks)
+            salts = {block.key: block.facts.salt for block in blocks}
+            unwanted = self._tombstones & salts.keys()
             self._tombstones -= unwanted
             if answer.quiet:
-                self._unstored(items, unwanted)
+                self._unstored(blocks, unwanted)
             else:
-                self._leaving.leave_behind(items, unwanted)
+                self._leaving.leave_behind(salts, unwanted)
         else:
-            self._publish(items, answer.results)
+            self._publish(blocks, answer.results)
         writing, self._writing = self._writing, {}
         self.shared.arena.release([pending.slot for pending in writing.values()])
         stored = [*filter(self.index.keys().__contains__, writing)]
@@ -459,42 +458,43 @@ class Level(Shelf[int]):
             lost = [key for key in writing if key not in self.index]
             self._above.settled(self, lost, stored=False)
         if self.tier.shared:  # what was not stored others may have put there
-            self.remove_later([Item(key, NO_PLACE) for key in self._tombstones])
+            self.remove_later([Ref(key, NO_PLACE) for key in self._tombstones])
         self._tombstones.clear()
 
-    def stored_late(self, items: Sequence[Item]) -> None:
+    def stored_late(self, blocks: Sequence[LevelWrite]) -> None:
         """A write that was left behind has ended."""
-        self._unstored(items, self._leaving.come_back(items))
+        self._unstored(blocks, self._leaving.come_back({block.key for block in blocks}))
         self._above.wake()
 
-    def _unstored(self, items: Sequence[Item], unwanted: AbstractSet[BlockKey]) -> None:
+    def _unstored(self, blocks: Sequence[LevelWrite], unwanted: AbstractSet[BlockKey]) -> None:
         """A write failed or has ended late: some of it may be there.
 
         A tier of our own has to forget it. In a shared one it is as good as any block, but for
         what a user had removed or purged meanwhile, which is ``unwanted``.
         """
-        self.remove_later([item for item in items if item.key in unwanted])
-        self._let_go([item for item in items if item.key not in unwanted])
+        self.remove_later([Ref(one.key, one.place) for one in blocks if one.key in unwanted])
+        self._let_go([Ref(one.key, one.place) for one in blocks if one.key not in unwanted])
 
-    def _publish(self, items: Sequence[Item], results: Results) -> None:
+    def _publish(self, blocks: Sequence[LevelWrite], results: Results) -> None:
         stored: list[BlockKey] = []
-        metas = [self._writing[item.key].meta for item in items]
+        metas = [self._writing[block.key].meta for block in blocks]
         if all(results) and alike(metas) and metas[0].terms == NO_TERMS and not self._tombstones:
-            stored = [item.key for item in reversed(items)]
-            self.hold(stored, [item.place for item in reversed(items)], metas[0])
-            items, results, metas = (), (), []
-        for item, kept, meta in zip(items[::-1], results[::-1], metas[::-1], strict=True):
+            stored = [block.key for block in reversed(blocks)]
+            self.hold(stored, [block.place for block in reversed(blocks)], metas[0])
+            blocks, results, metas = (), (), []
+        for block, kept, meta in zip(blocks[::-1], results[::-1], metas[::-1], strict=True):
+            ref = Ref(block.key, block.place)
             if not kept:
-                self._free([item])
-                self._drop("refused", [item])
-            elif item.key in self._tombstones:
-                self._tombstones.remove(item.key)
-                self.remove_later([item])
+                self._free([ref])
+                self._drop("refused", [block])
+            elif ref.key in self._tombstones:
+                self._tombstones.remove(ref.key)
+                self.remove_later([ref])
             elif not meta.terms.last(self.shared.clock):
-                self._let_go([item])
+                self._let_go([ref])
             else:
-                self.hold([item.key], [item.place], meta)
-                stored.append(item.key)
+                self.hold([ref.key], [ref.place], meta)
+                stored.append(ref.key)
         for key in self._lost.keys() & stored:
             del self._lost[key]
         if stored and not self.places.limited:
@@ -503,14 +503,14 @@ class Level(Shelf[int]):
         self.stats.stored_bytes += len(stored) * self.shared.block_bytes
         self.shared.events.stored(self.name, stored[::-1])
 
-    def _drop(self, reason: DropReason, items: Sequence[Item]) -> None:
-        for item in items:
-            self.stats.drop(reason, self._writing[item.key].meta.priority)
+    def _drop(self, reason: DropReason, blocks: Sequence[LevelWrite]) -> None:
+        for block in blocks:
+            self.stats.drop(reason, self._writing[block.key].meta.priority)
 
-    def _full(self, items: Sequence[Item]) -> None:
+    def _full(self, blocks: Sequence[LevelWrite]) -> None:
         """The medium is full: work within the places in use, try for more after a while."""
-        self._drop("full", items)
-        self.places.withhold([item.place for item in items])
+        self._drop("full", blocks)
+        self.places.withhold([block.place for block in blocks])
         if self.tier.shared:  # a place that was free is not room that is kept for us
             self.places.withhold_free()
         if self._full_until_s == -inf:  # it is said once until there is room again
@@ -519,9 +519,9 @@ class Level(Shelf[int]):
             self.shared.notices.say(f"{self.name} full", f"tier {self.name}: {what}")
         self._full_until_s = self.shared.clock.now() + FULL_RETRY_S
 
-    def read_ended(self, items: Sequence[Item]) -> None:
+    def read_ended(self, blocks: Sequence[LevelRead]) -> None:
         """Nobody reads these any more: places that were given up meanwhile are free."""
-        self.places.end_reads([item.place for item in items])
+        self.places.end_reads([block.place for block in blocks])
 
     # ---- what the tier has at its start
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from kvladder.arena import Arena, Slot
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_DEFAULT
-from kvladder.tiers.base import NO_TERMS, Clock, Item
+from kvladder.tiers.base import NO_TERMS, Clock
+from kvladder.tiers.label import Facts, Ref
 from kvladder.tiers.ladder.index import Meta
 
 
@@ -24,33 +25,21 @@ class Pending(NamedTuple):
     since_s: float
     """Loop time at which it was offered."""
 
-    def item(
-        self,
-        key: BlockKey,
-        place: int,
-        *,
-        ttl_s: float | None,
-        clock: Clock,
-        replace: bool = False,
-    ) -> Item:
-        """What a level with this TTL writes.
+    def facts(self, *, ttl_s: float | None, clock: Clock) -> Facts:
+        """What a level with this TTL stores with it.
 
         A priority that ends is not stored: after a restart it has ended.
         """
         meta = self.meta
         if ttl_s is None and meta.until_s == inf and meta.terms == NO_TERMS:
-            return Item(key, place, self.slot, meta.priority, meta.floor, replace=replace)
+            return Facts(meta.priority, meta.floor)
         left_s = min(inf if ttl_s is None else ttl_s, meta.terms.expires_s - clock.now())
-        return Item(
-            key,
-            place,
-            self.slot,
+        return Facts(
             meta.priority if meta.until_s == inf else min(meta.priority, PRIORITY_DEFAULT),
             meta.floor,
             None if left_s == inf else clock.wall() + left_s,
             meta.terms.salt,
-            terms=meta.terms.packed(),
-            replace=replace,
+            meta.terms.packed(),
         )
 
 
@@ -168,7 +157,7 @@ class Leaving:
     def __init__(self) -> None:
         self.removing = 0
         """Removals that have not ended, whether or not they have begun."""
-        self._waiting: deque[Item] = deque()
+        self._waiting: deque[Ref] = deque()
         self._removals: Counter[BlockKey] = Counter()
         self.behind: dict[BlockKey, bytes] = {}
         """Blocks of a write or removal that was left behind and has not ended; their salts."""
@@ -185,40 +174,40 @@ class Leaving:
         """Those of ``keys`` that are being removed."""
         return [*filter(self._removals.__contains__, keys)]
 
-    def add(self, items: Sequence[Item]) -> None:
+    def add(self, blocks: Sequence[Ref]) -> None:
         """Have these removed."""
-        self.begin(items)
-        self._waiting += items
+        self.begin(blocks)
+        self._waiting += blocks
 
-    def begin(self, items: Sequence[Item]) -> None:
+    def begin(self, blocks: Sequence[Ref]) -> None:
         """The removal of these begins without having waited."""
         removals = self._removals  # ``update`` takes longer for a few
-        for item in items:
-            removals[item.key] = removals.get(item.key, 0) + 1
-        self.removing += len(items)
+        for key, _ in blocks:
+            removals[key] = removals.get(key, 0) + 1
+        self.removing += len(blocks)
 
-    def take(self, count: int) -> list[Item]:
+    def take(self, count: int) -> list[Ref]:
         """Begin with the oldest, at most ``count``, no block twice."""
-        taken: dict[BlockKey, Item] = {}
+        taken: dict[BlockKey, Ref] = {}
         while self._waiting and len(taken) < count and self._waiting[0].key not in taken:
-            item = self._waiting.popleft()
-            taken[item.key] = item
+            block = self._waiting.popleft()
+            taken[block.key] = block
         return list(taken.values())
 
-    def ended(self, items: Sequence[Item]) -> None:
+    def ended(self, blocks: Sequence[Ref]) -> None:
         """The removal of these has ended, well or not, or was left behind."""
-        self.removing -= len(items)
-        for item in items:
-            if self._removals[item.key] == 1:
-                del self._removals[item.key]
+        self.removing -= len(blocks)
+        for key, _ in blocks:
+            if self._removals[key] == 1:
+                del self._removals[key]
             else:
-                self._removals[item.key] -= 1
+                self._removals[key] -= 1
 
     def leave_behind(
-        self, items: Sequence[Item], unwanted: AbstractSet[BlockKey] = frozenset()
+        self, salts: Mapping[BlockKey, bytes], unwanted: AbstractSet[BlockKey] = frozenset()
     ) -> None:
-        """A call about these was left behind, some of which are unwanted by now."""
-        self.behind.update((item.key, item.salt) for item in items)
+        """A call about blocks of these salts was left behind; some are unwanted by now."""
+        self.behind.update(salts)
         self._unwanted |= unwanted & self.behind.keys()
 
     def recall(self, key: BlockKey) -> bool:
@@ -231,9 +220,8 @@ class Leaving:
         """``recall`` all that are of a salt, or all."""
         self._unwanted.update(key for key, its in self.behind.items() if salt in {None, its})
 
-    def come_back(self, items: Sequence[Item]) -> AbstractSet[BlockKey]:
+    def come_back(self, keys: AbstractSet[BlockKey]) -> AbstractSet[BlockKey]:
         """A call about these that was left behind has ended; which of them are unwanted."""
-        keys = {item.key for item in items}
         for key in keys:
             self.behind.pop(key, None)
         unwanted = self._unwanted & keys

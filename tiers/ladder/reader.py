@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvladder.keys import BlockKey
-from kvladder.tiers.base import Item
+from kvladder.tiers.label import LevelRead
 from kvladder.tiers.ladder.gate import Results
 from kvladder.tiers.ladder.level import Level
 
 
-async def read(level: Level, items: Sequence[Item]) -> Sequence[bool]:
-    """Fill the items' slots; False where that failed, for whatever reason.
+async def read(level: Level, blocks: Sequence[LevelRead]) -> Sequence[bool]:
+    """Fill the blocks' slots; False where that failed, for whatever reason.
 
     The caller called ``places.begin_reads``, which this ends, and holds its own claims on the
     slots. A block that the tier turns out not to have leaves the index.
@@ -20,39 +20,39 @@ async def read(level: Level, items: Sequence[Item]) -> Sequence[bool]:
     begun = 0
     try:
         async with level.door.reads:
-            while begun < len(items):
-                batch = items[begun : begun + level.batch_max]
+            while begun < len(blocks):
+                batch = blocks[begun : begun + level.batch_max]
                 begun += len(batch)
                 results += await _read_batch(level, batch)
     finally:
         with level.shared.lock:
-            level.read_ended(items[begun:])
+            level.read_ended(blocks[begun:])
     return results
 
 
-async def _read_batch(level: Level, items: Sequence[Item]) -> Sequence[bool]:
+async def _read_batch(level: Level, blocks: Sequence[LevelRead]) -> Sequence[bool]:
     clock, lock = level.shared.clock, level.shared.lock
     begun_s = clock.now()
-    answer = await level.door.get(items, lambda: level.read_ended(items))
+    answer = await level.door.get(blocks, lambda: level.read_ended(blocks))
     with lock:
         level.stats.loaded_s += clock.now() - begun_s
         if answer.quiet:
-            level.read_ended(items)
-        return _settle(level, items, answer.results)
+            level.read_ended(blocks)
+        return _settle(level, blocks, answer.results)
 
 
-def _settle(level: Level, items: Sequence[Item], results: Results | None) -> list[bool]:
+def _settle(level: Level, blocks: Sequence[LevelRead], results: Results | None) -> list[bool]:
     """What was read is used, the tail first; what the tier has no longer leaves the index."""
     if results is None:
-        return [False] * len(items)
-    places = level.index.places_of([item.key for item in items])
-    both = zip(items, results, places, strict=True)
-    held = [(item, ok) for item, ok, place in both if place == item.place]
+        return [False] * len(blocks)
+    places = level.index.places_of([block.key for block in blocks])
+    both = zip(blocks, results, places, strict=True)
+    held = [(block, ok) for block, ok, place in both if place == block.place]
     held.reverse()
-    lost = [item.key for item, ok in held if ok is False]  # None: it may be there later
+    lost = [block.key for block, ok in held if ok is False]  # None: it may be there later
     level.stats.misses += len(lost)
     level.forget(lost, "lost")
-    level.index.touch([item.place for item, ok in held if ok])
+    level.index.touch([block.place for block, ok in held if ok])
     level.stats.errors += None in results
     found = [*map(bool, results)]
     level.stats.loaded += sum(found)

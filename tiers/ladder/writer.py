@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kvladder.metrics import DropReason
-from kvladder.tiers.base import Item
+from kvladder.tiers.label import LevelRead, LevelWrite, Ref
 from kvladder.tiers.ladder.door import Answer
 from kvladder.tiers.ladder.gate import supervised
 from kvladder.tiers.ladder.index import Meta
@@ -97,11 +97,11 @@ class Writer:
             if done is not None:
                 self._level.purged(*done)
 
-    async def _remove(self, items: Sequence[Item]) -> None:
+    async def _remove(self, blocks: Sequence[Ref]) -> None:
         """Have the tier forget these; if it fails, later again."""
-        answer = await self._door.remove(items, lambda: self._level.forgotten_late(items))
+        answer = await self._door.remove(blocks, lambda: self._level.forgotten_late(blocks))
         with self._lock:
-            self._level.forgotten(items, answer)
+            self._level.forgotten(blocks, answer)
 
     async def _write(self) -> None:
         """Store the oldest that wait, a batch, in the room that is made for them."""
@@ -110,7 +110,7 @@ class Writer:
             salts = level.next_batch()
         # the tier is asked without the lock
         spare = {salt: self._door.spare(salt) for salt in dict.fromkeys(salts.values())}
-        items, answer, took_s = list[Item](), Answer(()), 0.0
+        blocks, answer, took_s = list[LevelWrite](), Answer(()), 0.0
         try:
             with self._lock:
                 priorities = level.begin(salts, spare)
@@ -120,10 +120,10 @@ class Writer:
             if placed:
                 begun_s = self._clock.now()
                 answer = await self._door.put(placed, lambda: level.stored_late(placed))
-                items, took_s = placed, self._clock.now() - begun_s
+                blocks, took_s = placed, self._clock.now() - begun_s
         finally:
             with self._lock:
-                level.settle(items, answer, took_s)
+                level.settle(blocks, answer, took_s)
 
     async def _make_room(self, priorities: Sequence[int]) -> DropReason:
         """Evict exactly as much as blocks of these priorities need; victims go below first.
@@ -135,35 +135,36 @@ class Writer:
         if victims:
             await self._demote(victims)
             with self._lock:
-                gone = self._level.evict([item for item, _ in victims])
+                gone = self._level.evict([block for block, _ in victims])
             for start in range(0, len(gone), self._level.batch_max):
                 await self._remove(gone[start : start + self._level.batch_max])
         return reason
 
-    async def _demote(self, victims: Sequence[tuple[Item, Meta]]) -> None:
+    async def _demote(self, victims: Sequence[tuple[Ref, Meta]]) -> None:
         """Read those victims that a level below admits and hand them to it."""
         level, arena = self._level, self._level.shared.arena
-        moves: list[tuple[Item, Meta, Level]] = []
+        moves: list[tuple[LevelRead, Meta, Level]] = []
         with self._lock:
-            for item, meta in victims:
-                target = self._above.below(level, item.key, meta)
+            for (key, place), meta in victims:
+                target = self._above.below(level, key, meta)
                 if target is None:
                     continue
                 slots = self._above.room(1, meta.priority)
                 if not slots:
                     level.stats.drop("arena", meta.priority)
                     continue
-                level.places.begin_reads([item.place])
-                moves.append((item._replace(slot=slots[0]), meta, target))
+                level.places.begin_reads([place])
+                wanted = LevelRead(self._door.edge.side, key, place, slots[0])
+                moves.append((wanted, meta, target))
         found: Sequence[bool] = [False] * len(moves)
         try:
-            found = await read(level, [item for item, _, _ in moves])
+            found = await read(level, [block for block, _, _ in moves])
         finally:
             with self._lock:
-                for (item, meta, target), ok in zip(moves, found, strict=True):
-                    if ok and level.index.place(item.key) == item.place:
-                        target.offer([item.key], [item.slot], [meta])
-                    arena.release([item.slot])
+                for (block, meta, target), ok in zip(moves, found, strict=True):
+                    if ok and level.index.place(block.key) == block.place:
+                        target.offer([block.key], [block.slot], [meta])
+                    arena.release([block.slot])
 
     async def drain(self) -> None:
         """Wait until everything offered was written or given up."""

@@ -3,49 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from ssl import SSLError
-from typing import Any, NamedTuple
+import socket
+import ssl
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
 
-import redis.asyncio as client
-from redis.asyncio.sentinel import Sentinel
-from redis.exceptions import AuthenticationError, RedisError, ResponseError
-
-from kvladder.errors import TierError
-from kvladder.tiers.redis.resp import Part, Reply, ReplyError, Target, Wire, encode
+from kvladder.errors import ConfigError, TierError
+from kvladder.tiers.redis.resp import Command, Reply, ReplyError, Wire, encode
 from kvladder.tiers.redis.url import Address, RedisOptions
 
 OLDEST_HINT = "expected Redis 6.2, Valkey 7.2 or later"
-STEP_BYTES = 1 << 20
-"""Values are asked for in steps of so much: a server first copies all it was asked for, and memory
-that is not in a cache costs it more than a wait."""
-
-
-class Command(NamedTuple):
-    """One command, with one reply."""
-
-    key: bytes
-    parts: bytes | Callable[[], Iterable[Part]]
-    """What is sent, or what makes it, once more if it has to be sent again."""
-    target: Target | None = None
-
-
-class Client(NamedTuple):
-    """Which connection this is to the server: what it takes to end it from another."""
-
-    number: int
-    process: str
-    """The server's run, whose number it is: another one gives the same numbers to others."""
+KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+"""Has a connection found broken, of which nobody hears anything, before it is used again."""
 
 
 class Unfit(TierError):
     """A server that does not fit the settings: trying again is no use."""
 
-    def __init__(self, message: str, *, path: str = "url", hint: str = "") -> None:
-        self.path = path
-        self.hint = hint
-        super().__init__(f"{message} ({hint})" if hint else message, temporary=False)
-        self.message = message
+    def __init__(self, message: str, *, path: str = "url", hint: str) -> None:
+        super().__init__(f"{message} ({hint})", temporary=False)
+        self.wrong = ConfigError(message, path=path, hint=hint)
 
 
 class Closed(TierError):
@@ -56,27 +39,18 @@ class Closed(TierError):
 
 
 class Entrance:
-    """Connects to servers and logs in, by means of redis-py."""
+    """Connects to servers and logs in."""
 
     def __init__(self, options: RedisOptions) -> None:
         self._options = options
         self._url = url = options.parsed
         self.limit_s = float(options.connect_timeout)
         """To connect and log in, and for the reply to a command of its own."""
-        self._tls: dict[str, Any] = {}
-        if url.tls:
-            self._tls = {
-                "ssl_ca_certs": options.ca or None,
-                "ssl_certfile": options.certificate or None,
-                "ssl_keyfile": options.certificate_key or None,
-                "ssl_cert_reqs": "required",
-                "ssl_check_hostname": True,
-            }
+        self._login = _login(url.username, url.password, url.db)
+        self._sentinel_login = _login(options.sentinel_username, options.sentinel_password)
 
-    async def wire(self, address: Address) -> tuple[Wire, dict[str, str]]:
+    async def wire(self, address: Address, *, sentinel: bool = False) -> Wire:
         """A new connection for exchanges, which is logged in and has chosen its database.
-
-        And what the server says of itself.
 
         Raises
         ------
@@ -85,63 +59,81 @@ class Entrance:
         TierError
             It cannot be reached.
         """
-        arguments: dict[str, Any] = {"protocol": 3, "client_name": "kvladder", "db": self._url.db}
-        if self._url.username or self._url.password:
-            arguments |= {"username": self._url.username or None, "password": self._url.password}
-        kind: Any = client.UnixDomainSocketConnection
-        if address.port:
-            kind = client.SSLConnection if self._url.tls else client.Connection
-            arguments |= {"host": address.host, "port": address.port, **self._tls}
-        else:
-            arguments["path"] = address.host
-        connection: Any = kind(**arguments)
+        wire = Wire(mark=b"PING" if sentinel else b"ECHO")
+        login = self._sentinel_login if sentinel else self._login
         try:
             async with asyncio.timeout(self.limit_s):
-                await connection.connect()
-                await connection.send_command("INFO", "server")
-                info = parse_info(await connection.read_response())
-        except BaseException as error:
-            if connection._writer is not None:  # at once: TLS would want to say goodbye, later
-                connection._writer.transport.abort()
-            await connection.disconnect(nowait=True)
-            if isinstance(error, RedisError | OSError | ValueError):  # the latter of a host's name
-                raise self._explained(error, address) from error
-            raise
-        # redis-py has nothing under way on it and is told that it has no connection any more
-        wire = Wire()
-        wire.take_over(connection._writer)
-        connection._reader = connection._writer = None
-        return wire, info
+                await self._open(wire, address)
+                replies = await wire.exchange(login)
+            for reply in replies:
+                if isinstance(reply, ReplyError):
+                    wire.close()
+                    raise reply
+        except (OSError, ValueError, ReplyError) as error:  # ValueError of a host's name
+            raise self._explained(error, address) from error
+        wire.told = {**parse_info(replies[-1]), "id": str(pairs(replies[0]).get(b"id", 0))}
+        return wire
+
+    async def _open(self, wire: Wire, address: Address) -> None:
+        """Connect; if that is cut off, nothing stays open."""
+        loop = asyncio.get_running_loop()
+        if not address.port:
+            await loop.create_unix_connection(lambda: wire, address.host)
+            return
+        if self._url.tls:
+            # in two steps: what asyncio connects in one it does not close when that is cut off,
+            # but waits for the server to say goodbye
+            context = self._context()
+            transport, _ = await loop.create_connection(asyncio.Protocol, *address)
+            host = address.host
+            secure = await loop.start_tls(transport, wire, context, server_hostname=host)
+            if secure is None:  # lost in that moment
+                raise ConnectionResetError("connection lost")
+            wire.connection_made(secure)
+        else:
+            transport, _ = await loop.create_connection(lambda: wire, *address)
+        taken = transport.get_extra_info("socket")
+        for option in KEEPALIVE:
+            taken.setsockopt(*option)
+
+    def _context(self) -> ssl.SSLContext:
+        """Made anew for each connection: the files may have been replaced."""
+        options, context = self._options, ssl.create_default_context()
+        if options.ca:
+            context.load_verify_locations(options.ca)
+        if options.certificate:
+            context.load_cert_chain(options.certificate, options.certificate_key)
+        return context
 
     def _explained(self, error: Exception, address: Address) -> TierError:
-        causes = [error, error.__cause__, error.__context__]
-        if any(isinstance(cause, SSLError) for cause in causes):
+        text = str(error)
+        if isinstance(error, ssl.SSLError):
             hint = "a server that speaks TLS, and in ca the certificates that it is checked with"
-            return Unfit(f"{address}: {error}", path="url", hint=f"expected {hint}")
-        if isinstance(error, AuthenticationError) or "NOAUTH" in str(error):
+            return Unfit(f"{address}: {text}", path="url", hint=f"expected {hint}")
+        if "NOAUTH" in text or "WRONGPASS" in text:
             hint = "the right username and password"
-            return Unfit(f"{address} does not let us in: {error}", path="password", hint=hint)
-        if isinstance(error, ResponseError) and "unknown command" in str(error).lower():
-            return Unfit(f"{address} is too old: {error}", hint=OLDEST_HINT)
+            return Unfit(f"{address} does not let us in: {text}", path="password", hint=hint)
+        if "unknown command" in text.lower():
+            if "echo" in text.lower():
+                hint = "set sentinel to the master's name"
+                return Unfit(f"{address} is a Sentinel: {text}", hint=hint)
+            return Unfit(f"{address} is too old: {text}", hint=OLDEST_HINT)
         if isinstance(error, TimeoutError):
-            what = f"{address}: no connection within {self.limit_s:g} s"
-            return TierError(f"{what}; does it speak TLS?" if self._url.tls else what)
-        return TierError(f"{address}: {error}")
+            text = f"no answer within {self.limit_s:g} s"
+            text += "; does it speak TLS?" if self._url.tls else ""
+        return TierError(f"{address}: {text}")
 
-    async def ask(self, address: Address, *arguments: bytes | int) -> Any:
+    async def ask(self, address: Address, *arguments: bytes | int, sentinel: bool = False) -> Any:
         """The reply of a server to one command, over a connection of its own."""
-        wire, _ = await self.wire(address)
-        try:
+        with closing(await self.wire(address, sentinel=sentinel)) as wire:
             return await self.reply(wire, *arguments)
-        finally:
-            wire.abort()
 
     async def reply(self, wire: Wire, *arguments: bytes | int) -> Any:
         """The reply to one command; a TierError if that is an error, or does not come in time."""
         name = str(arguments[0], "ascii") if isinstance(arguments[0], bytes) else ""
         try:
             async with asyncio.timeout(self.limit_s):
-                (reply,) = await exchange(wire, [Command(b"", encode(*arguments))])
+                (reply,) = await wire.exchange([Command(b"", encode(*arguments))])
         except TimeoutError as error:
             raise TierError(f"{name}: no answer in {self.limit_s:g} s") from error
         except OSError as error:
@@ -152,32 +144,25 @@ class Entrance:
 
     async def master(self, address: Address) -> Address:
         """Where the Sentinel at this address says that the master is."""
-        options = self._options
-        login = {"username": options.sentinel_username, "password": options.sentinel_password}
-        arguments = {**self._tls, **{k: v for k, v in login.items() if v}}
-        if self._url.tls:
-            arguments["ssl"] = True
-        make: Any = Sentinel
-        sentinel = make([address], sentinel_kwargs=arguments)
+        name = self._options.sentinel.encode()
+        told = pairs(await self.ask(address, b"SENTINEL", b"MASTER", name, sentinel=True))
+        if b"_down" in told.get(b"flags", b""):
+            raise TierError(f"{address}: the master is down")
         try:
-            async with asyncio.timeout(self.limit_s):
-                host, port = await sentinel.discover_master(options.sentinel)
-        except TimeoutError as error:
-            raise TierError(f"{address}: no answer within {self.limit_s:g} s") from error
-        except (RedisError, OSError) as error:
-            raise TierError(f"{address}: {error}") from error
-        finally:
-            for one in sentinel.sentinels:
-                hang_up(one.connection_pool)
-        return Address(str(host), int(port))
+            return Address(told[b"ip"].decode(), int(told[b"port"]))
+        except (KeyError, ValueError, AttributeError) as error:
+            raise TierError(f"{address}: what it says of the master makes no sense") from error
 
 
-def hang_up(pool: Any) -> None:
-    """End the connections of a pool of redis-py's at once: to wait for that may be cancelled."""
-    for connection in [*pool._available_connections, *pool._in_use_connections]:
-        if connection._writer is not None:
-            connection._writer.transport.abort()
-        connection._reader = connection._writer = None
+def _login(username: str, password: str, db: int = 0) -> list[Command]:
+    """What comes first on a connection; of an ACL user, the name is ``default`` if it has none."""
+    user: list[bytes | int] = []
+    if username or password:
+        user = [b"AUTH", (username or "default").encode(), password.encode()]
+    commands = [encode(b"HELLO", 3, *user, b"SETNAME", b"kvladder"), encode(b"INFO", b"server")]
+    if db:
+        commands.insert(1, encode(b"SELECT", db))
+    return [Command(b"", command) for command in commands]
 
 
 class Node:
@@ -191,9 +176,9 @@ class Node:
         self._entrance = entrance
         self._address = address
         self._gate = asyncio.Semaphore(connections_max)
-        self._idle: list[tuple[Wire, Client]] = []
+        self._idle: list[Wire] = []
         self._busy: set[Wire] = set()
-        self._orphans: list[Client] = []
+        self._orphans: list[Wire] = []
         self._closed = False
 
     async def exchange(self, commands: Sequence[Command]) -> list[Reply]:
@@ -207,16 +192,15 @@ class Node:
         async with self._gate:
             while True:
                 is_new = not self._idle
-                wire, client = await self._connected() if is_new else self._idle.pop()
+                wire = await self._connected() if is_new else self._idle.pop()
                 self._busy.add(wire)
                 orphans = list(self._orphans)
-                kills = [
-                    Command(b"", encode(b"CLIENT", b"KILL", b"ID", orphan.number))
-                    for orphan in orphans
-                    if orphan.process and orphan.process == client.process
-                ]
+                # a server that was started again gives their numbers to others
+                run = wire.told.get("run_id")
+                lost = [one.told["id"] for one in orphans if run and one.told.get("run_id") == run]
+                kills = [Command(b"", encode(b"CLIENT", b"KILL", b"ID", n.encode())) for n in lost]
                 try:
-                    replies = await exchange(wire, [*kills, *commands])
+                    replies = await wire.exchange([*kills, *commands])
                 except OSError as error:
                     self.drop_idle()
                     if is_new:
@@ -225,33 +209,27 @@ class Node:
                 finally:
                     self._busy.discard(wire)
                     if wire.unfinished_write:
-                        self._orphans.append(client)
+                        self._orphans.append(wire)
                         self.drop_idle()
                     elif not wire.closed:
-                        self._idle.append((wire, client))
+                        self._idle.append(wire)
                 # those of a process that is gone have gone with it
                 self._orphans = [orphan for orphan in self._orphans if orphan not in orphans]
                 return replies[len(kills) :]
 
-    async def _connected(self) -> tuple[Wire, Client]:
-        """A new connection, and what the server knows it by."""
+    async def _connected(self) -> Wire:
         if self._closed:
             raise Closed
-        wire, info = await self._entrance.wire(self._address)
-        try:
-            number: int = await self._entrance.reply(wire, b"CLIENT", b"ID")
-        except BaseException:
-            wire.abort()
-            raise
+        wire = await self._entrance.wire(self._address)
         if self._closed:
-            wire.abort()
+            wire.close()
             raise Closed
-        return wire, Client(number, info.get("run_id", ""))
+        return wire
 
     def drop_idle(self) -> None:
         """Close the connections that nobody uses: others would be found broken as well."""
-        for wire, _ in self._idle:
-            wire.abort()
+        for wire in self._idle:
+            wire.close()
         self._idle.clear()
 
     def close(self) -> None:
@@ -270,22 +248,9 @@ def parse_info(text: Any) -> dict[str, str]:
     return {name: value for name, found, value in rows if found}
 
 
-async def exchange(wire: Wire, commands: Sequence[Command]) -> list[Reply]:
-    """The replies to commands, at least one, over a wire of one's own."""
-    return await wire.exchange(_paced(commands), [command.target for command in commands])
-
-
-def _paced(commands: Sequence[Command]) -> Iterator[Part | int]:
-    """The parts of all commands, and how many replies are to have begun before more is sent."""
-    first = wanted = 0
-    for index, command in enumerate(commands):
-        if wanted >= STEP_BYTES:
-            if first:
-                yield first + 1  # those of the step before are all here
-            first, wanted = index, 0
-        if command.target is not None:
-            wanted += len(command.target.head) + len(command.target.body)
-        if isinstance(command.parts, bytes):
-            yield command.parts
-        else:
-            yield from command.parts()
+def pairs(reply: Any) -> dict[Any, Any]:
+    """A map that a server replied with; empty if that is none."""
+    try:
+        return dict(zip(reply[::2], reply[1::2], strict=True))
+    except (TypeError, ValueError):
+        return {}

@@ -5,26 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from math import inf
 from typing import Any
 
 from kvladder.errors import ConfigError, TierError, TierFull
-from kvladder.tiers.redis.nodes import Command, Entrance, exchange
-from kvladder.tiers.redis.resp import Target, Wire, encode
+from kvladder.tiers.label import LABEL_BYTES, Told, told
+from kvladder.tiers.redis.nodes import Entrance, pairs
+from kvladder.tiers.redis.resp import Command, Target, Wire, encode
 from kvladder.tiers.redis.servers import Outcome, Servers
 from kvladder.tiers.redis.url import Address, QuotaOptions
-from kvladder.tiers.redis.value import HEADER_BYTES, salt_and_length
 
 STEP_KEYS = 1000
 """How many keys a step looks at; in between the server serves others."""
 Run = Callable[[Sequence[Command]], Awaitable[Sequence[Outcome]]]
 
 
-async def scan(entrance: Entrance, wire: Wire, prefix: bytes) -> AsyncIterator[list[bytes]]:
-    """The keys of a namespace's blocks and of their parts, step by step, some steps empty."""
+async def scan(entrance: Entrance, wire: Wire, pattern: bytes) -> AsyncIterator[list[bytes]]:
+    """The keys on a server that match, step by step, some steps empty."""
     cursor = -1
     while cursor:
-        step = (max(0, cursor), b"MATCH", prefix + b"{*", b"COUNT", STEP_KEYS)
+        step = (max(0, cursor), b"MATCH", pattern, b"COUNT", STEP_KEYS)
         found = await entrance.reply(wire, b"SCAN", *step)
         try:
             cursor, names = int(found[0]), [bytes(name) for name in found[1]]
@@ -33,19 +34,19 @@ async def scan(entrance: Entrance, wire: Wire, prefix: bytes) -> AsyncIterator[l
         yield names
 
 
-async def heads(names: Sequence[bytes], run: Run) -> dict[bytes, tuple[bytes, int]]:
-    """Of those keys under which a header of ours lies: its salt, and the bytes it describes."""
+async def labels(names: Sequence[bytes], run: Run) -> dict[bytes, Told]:
+    """What the labels tell under those of the keys where one lies."""
     if not names:
         return {}
-    read = [memoryview(bytearray(HEADER_BYTES)) for _ in names]
+    read = [memoryview(bytearray(LABEL_BYTES)) for _ in names]
     await run(
         [
-            Command(name, encode(b"GETRANGE", name, 0, HEADER_BYTES - 1), Target(head, head[:0]))
-            for name, head in zip(names, read, strict=True)
+            Command(name, encode(b"GETRANGE", name, 0, LABEL_BYTES - 1), Target(label, label[:0]))
+            for name, label in zip(names, read, strict=True)
         ]
     )
-    told = zip(names, map(salt_and_length, read), strict=True)
-    return {name: own for name, own in told if own is not None}
+    found = zip(names, map(told, read), strict=True)
+    return {name: label for name, label in found if label is not None}
 
 
 ALL = b"all"
@@ -72,12 +73,21 @@ class Quotas:
         The most that a block takes.
     """
 
-    def __init__(self, options: QuotaOptions, prefix: bytes, value_bytes: int) -> None:
+    def __init__(
+        self,
+        options: QuotaOptions,
+        prefix: bytes,
+        value_bytes: int,
+        entrance: Entrance,
+        servers: Servers,
+    ) -> None:
         self._options = options
         self._prefix = prefix
+        self._entrance = entrance
+        self._servers = servers
         self._value_bytes = value_bytes
-        self.counters = prefix + b"bytes"
-        self.turn = prefix + b"recount"
+        self._counters = prefix + b"bytes"
+        self._turn = prefix + b"recount"
         """Is there while nobody need count again."""
         self._known: dict[bytes, int] = {}
         self._owed: Counter[bytes] = Counter()
@@ -121,7 +131,6 @@ class Quotas:
 
     async def run(
         self,
-        servers: Servers,
         commands: Sequence[Command],
         charges: Mapping[int, tuple[bytes, int]],
         limit_s: float | None = None,
@@ -132,7 +141,7 @@ class Quotas:
         TierFull if they are more than the namespace may have.
         """
         if not (self and charges):
-            return await servers.run(commands, limit_s)
+            return await self._servers.run(commands, limit_s)
         limit, wanted = self._options.namespace, sum(size for _, size in charges.values())
         if limit is not None and self.total_bytes + wanted > limit:
             raise TierFull(f"the quota of the namespace, {limit}, is used up")
@@ -140,20 +149,15 @@ class Quotas:
             self._fresh.update(commands[index].key for index in charges)
         for salt, size in charges.values():
             self.add(salt, size)
-        owed, told = self._telling(salt for salt, _ in charges.values())
         outcomes: Sequence[Outcome] = [None] * len(commands)
         try:
-            found = await servers.run([*commands, *told], limit_s)
-            outcomes = found[: len(commands)]
-            self._heard(owed, found[len(commands) :])
-        except BaseException:
-            self._owed.update(owed)
-            raise
+            salts = [salt for salt, _ in charges.values()]
+            outcomes = await self._tell(salts, commands, limit_s)
         finally:
             for index, (salt, size) in charges.items():
                 if outcomes[index] != b"OK":  # it was there already, or was not stored
                     self.add(salt, -size)
-        await self.settle(servers)
+        await self.settle()
         return outcomes
 
     def add(self, salt: bytes, count_bytes: int) -> None:
@@ -161,53 +165,49 @@ class Quotas:
         for field in (ALL, salt) if salt else (ALL,):
             self._owed[field] += count_bytes
 
-    async def settle(self, servers: Servers) -> None:
+    async def settle(self) -> None:
         """Tell the servers what they have not been told yet."""
         if any(self._owed.values()):
-            await self._tell(servers, ())
+            await self._tell(())
 
-    async def refresh(self, servers: Servers) -> None:
+    async def refresh(self) -> None:
         """Hear how much the namespace has by now, and the salts that had nothing to spare."""
         full, self._full = self._full, set()
-        await self._tell(servers, full)
+        await self._tell(full)
 
-    async def _tell(self, servers: Servers, salts: Iterable[bytes]) -> None:
-        owed, told = self._telling(salts)
+    async def _tell(
+        self, salts: Iterable[bytes], commands: Sequence[Command] = (), limit_s: float | None = None
+    ) -> Sequence[Outcome]:
+        """Run commands, tell the servers all that is owed, and hear what these salts have."""
+        owed = {field: 0 for field in (ALL, *salts) if field} | dict(self._owed)
+        self._owed.clear()
+        telling = [
+            Command(self._counters, encode(b"HINCRBY", self._counters, field, count))
+            for field, count in owed.items()
+        ]
         try:
-            self._heard(owed, await servers.run(told))
+            outcomes = await self._servers.run([*commands, *telling], limit_s)
         except BaseException:
             self._owed.update(owed)
             raise
-
-    def forget(self) -> None:
-        """The counters are gone, with all blocks."""
-        self._known.clear()
-        self._owed.clear()
-
-    def _telling(self, salts: Iterable[bytes]) -> tuple[dict[bytes, int], list[Command]]:
-        """What tells the servers all that is owed, and asks what these salts have."""
-        owed = {field: 0 for field in (ALL, *salts) if field} | dict(self._owed)
-        self._owed.clear()
-        told = [
-            Command(self.counters, encode(b"HINCRBY", self.counters, field, count))
-            for field, count in owed.items()
-        ]
-        return owed, told
-
-    def _heard(self, owed: Mapping[bytes, int], outcomes: Sequence[Outcome]) -> None:
-        """What came of that; what failed is still owed."""
-        for (field, count), outcome in zip(owed.items(), outcomes, strict=True):
-            if not isinstance(outcome, int):
+        for (field, count), outcome in zip(owed.items(), outcomes[len(commands) :], strict=True):
+            if not isinstance(outcome, int):  # what failed is still owed
                 self._owed[field] += count
                 continue
             self._known.pop(field, None)
             if len(self._known) >= KNOWN_MAX:
                 del self._known[next(iter(self._known))]
             self._known[field] = outcome
+        return outcomes[: len(commands)]
+
+    def forget(self) -> None:
+        """The counters are gone, with all blocks."""
+        self._known.clear()
+        self._owed.clear()
 
     # ---- all that is there
 
-    async def recount(self, entrance: Entrance, servers: Servers) -> None:
+    async def recount(self) -> None:
         """Count the blocks and put the counters right, if it is time and nobody else did.
 
         What others write meanwhile may count twice until the next time, what is removed meanwhile
@@ -215,62 +215,57 @@ class Quotas:
 
         Raises
         ------
-        TierError, OSError, TypeError
+        TierError, OSError, ValueError
             A server could not be asked, or did not say what was asked; the counters are as they
             were, and somebody may try again after ``RETRY_MS``.
         """
         period_ms = int(self._options.recount * 1000)
 
         async def ask(name: bytes, key: bytes, *arguments: bytes | int) -> Any:
-            async with asyncio.timeout(entrance.limit_s):
-                (outcome,) = await servers.run([Command(key, encode(name, key, *arguments))])
+            async with asyncio.timeout(self._entrance.limit_s):
+                (outcome,) = await self._servers.run([Command(key, encode(name, key, *arguments))])
+            if isinstance(outcome, Exception):
+                raise TierError(f"{name.decode()}: {outcome}")
             return outcome
 
-        if await ask(b"SET", self.turn, b"1", b"NX", b"PX", period_ms) != b"OK":
+        if await ask(b"SET", self._turn, b"1", b"NX", b"PX", period_ms) != b"OK":
             return
         try:
-            told = iter(await ask(b"HGETALL", self.counters))
-            await self._recount(entrance, servers, dict(zip(told, told, strict=True)))
+            await self._recount(pairs(await ask(b"HGETALL", self._counters)))
         except Exception:
-            await ask(b"SET", self.turn, b"1", b"PX", min(period_ms, RETRY_MS))
+            await ask(b"SET", self._turn, b"1", b"PX", min(period_ms, RETRY_MS))
             raise
 
-    async def _recount(
-        self, entrance: Entrance, servers: Servers, counted: Mapping[bytes, bytes]
-    ) -> None:
+    async def _recount(self, counted: Mapping[bytes, bytes]) -> None:
         """Make the counters what is found, from what they were."""
         found: Counter[bytes] = Counter()
         self._fresh = set()  # what is added from now on is not in these counters
         try:
-            for address in await servers.addresses():
-                await self._count(entrance, address, self._fresh, found)
+            for address in await self._servers.addresses():
+                await self._count(address, self._fresh, found)
         finally:
             self._fresh = None
         for field in found.keys() | counted.keys():
             self._owed[field] += found[field] - int(counted.get(field, 0))
         dead = [field for field, count in counted.items() if not found[field] and not int(count)]
-        async with asyncio.timeout(entrance.limit_s):
-            await self.settle(servers)
+        async with asyncio.timeout(self._entrance.limit_s):
+            await self.settle()
             if dead:  # salts come and go
-                await servers.run([Command(self.counters, encode(b"HDEL", self.counters, *dead))])
+                gone = Command(self._counters, encode(b"HDEL", self._counters, *dead))
+                await self._servers.run([gone])
 
-    async def _count(
-        self, entrance: Entrance, address: Address, fresh: set[bytes], found: Counter[bytes]
-    ) -> None:
+    async def _count(self, address: Address, fresh: set[bytes], found: Counter[bytes]) -> None:
         """Add what lies on one server and is not fresh."""
-        wire, _ = await entrance.wire(address)
 
         async def run(commands: Sequence[Command]) -> Sequence[Outcome]:
-            async with asyncio.timeout(entrance.limit_s):
-                return await exchange(wire, commands)
+            async with asyncio.timeout(self._entrance.limit_s):
+                return await wire.exchange(commands)
 
-        try:
+        with closing(await self._entrance.wire(address)) as wire:
             # newer servers can be asked not to take blocks that are looked at for used
             await run([Command(b"", encode(b"CLIENT", b"NO-TOUCH", b"ON"))])
-            async for names in scan(entrance, wire, self._prefix):
+            async for names in scan(self._entrance, wire, self._prefix + b"{*"):
                 whole = [name for name in names if name.endswith(b"}") and name not in fresh]
-                for salt, length in (await heads(whole, run)).values():
-                    size = HEADER_BYTES + length
+                for its in (await labels(whole, run)).values():
+                    size, salt = LABEL_BYTES + its.length, its.facts.salt
                     found.update({field: size for field in (ALL, salt) if field})
-        finally:
-            wire.abort()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Part = bytes | memoryview
 SCRATCH_BYTES = 256 << 10
@@ -19,6 +19,9 @@ LINE_BYTES = 4 << 10
 """What is received at a time where a large value comes next: its length, and hardly more."""
 READY_BYTES = 512 << 10
 """How much is got ready before it is written."""
+STEP_BYTES = 1 << 20
+"""Values are asked for in steps of so much: a server first copies all it was asked for, and memory
+that is not in a cache costs it more than a wait."""
 PIECE_BYTES = 128 << 10
 """What the event loop is given at a time of what a socket does not take at once: it copies that."""
 JOIN_BYTES = 128 << 10
@@ -56,6 +59,15 @@ class Target(NamedTuple):
     body: memoryview
     whole: Callable[[int], object] | None = None
     """Called with the length of a value as soon as all of it is there, and likely in a cache."""
+
+
+class Command(NamedTuple):
+    """One command, with one reply."""
+
+    key: bytes
+    parts: bytes | Callable[[], Iterable[Part]]
+    """What is sent, or what makes it, once more if it has to be sent again."""
+    target: Target | None = None
 
 
 def encode(*arguments: bytes | int) -> bytes:
@@ -111,20 +123,26 @@ def _after(parts: Sequence[Part], count: int) -> Sequence[Part]:
 class Wire(asyncio.BufferedProtocol):
     """One exchange at a time: commands out, as many replies in, values into their targets.
 
-    Takes the place of the protocol of a transport that is connected and authenticated. Once an
-    exchange was cut short, by cancellation or a broken connection, the wire is closed: then
+    Once an exchange was cut short, by cancellation or a broken connection, the wire is closed: then
     nothing touches a target any more.
 
     The last command of each exchange asks for a text that no exchange before it asked for. A reply
     too many or too few shifts all that follow it, so the replies of an exchange count only if that
     text stands where it should. A reply that nobody asked for closes the wire.
+
+    Parameters
+    ----------
+    mark:
+        The command that asks for it. A server that reads but cannot save refuses PING; Sentinels
+        do not know ECHO.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, mark: bytes = b"ECHO") -> None:
+        self._mark_by = mark
         self._buffer = bytearray(SCRATCH_BYTES)
         self._scratch = memoryview(self._buffer)
         self._start = self._end = 0
-        self._targets: Sequence[Target | None] = ()
+        self._targets: list[Target | None] = []
         self._replies: list[Reply] = []
         self._fills: list[memoryview] = []
         self._is_large = False
@@ -147,29 +165,18 @@ class Wire(asyncio.BufferedProtocol):
         self._resumed: asyncio.Future[None] | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._socket: socket.socket | None = None  # that takes what is written as it is
-        self._writer: asyncio.StreamWriter | None = None  # which would close the transport
+        self.told: dict[str, str] = {}
+        """What the server said of itself when it let us in, our ``id`` there among it."""
         self.unfinished_write = False
         """Whether it was closed before all of an exchange was known to have been carried out."""
-
-    def take_over(self, writer: asyncio.StreamWriter) -> None:
-        """Read and write through the transport of a stream on which nothing is under way."""
-        self._writer, self._transport = writer, writer.transport
-        self._transport.set_protocol(self)
-        self._transport.set_write_buffer_limits(high=1, low=0)  # with 0, TLS would not resume
-        if self._transport.get_extra_info("sslcontext") is None:
-            self._socket = self._transport.get_extra_info("socket")
 
     @property
     def closed(self) -> bool:
         """Whether there can be no more exchanges."""
         return self._transport is None or self._transport.is_closing()
 
-    async def exchange(
-        self, parts: Iterable[Part | int], targets: Sequence[Target | None]
-    ) -> list[Reply]:
-        """Send ``parts``, which are whole commands; the reply to each, a target's value in it.
-
-        A number among the parts stands for: go on when so many replies have begun to come.
+    async def exchange(self, commands: Sequence[Command]) -> list[Reply]:
+        """Send the commands; the reply to each, values in their targets.
 
         Raises
         ------
@@ -182,32 +189,45 @@ class Wire(asyncio.BufferedProtocol):
         done: asyncio.Future[list[Reply]] = asyncio.get_running_loop().create_future()
         self._mark = b"kvladder-%d" % next(self._marks)
         self._echo = bytearray(len(self._mark))
-        self._targets = [*targets, Target(memoryview(self._echo), _NOTHING)]
+        self._targets = [c.target for c in commands]
+        self._targets.append(Target(memoryview(self._echo), _NOTHING))
         self._replies, self._done = [], done
         try:
-            ready: list[Part] = []
-            size = 0
-            for part in parts:
-                if not isinstance(part, int):
-                    ready.append(part)
-                    size += len(part)
-                if isinstance(part, int) or size >= READY_BYTES:
-                    await self._send(ready)
-                    ready, size = [], 0
-                if isinstance(part, int):
-                    await self._begun(part)
-            # not PING, which a server refuses that reads but cannot save
-            await self._send([*ready, encode(b"ECHO", self._mark)])
+            await self._send_all(commands)
             return (await done)[:-1]
         except BaseException:
-            self.abort()
+            self.close()
             self.unfinished_write = True
             raise
         finally:
             if done.done() and not done.cancelled():
                 done.exception()  # seen: asyncio must not report it as lost
             self._done = self._turn = None
-            self._targets, self._replies = (), []
+            self._targets, self._replies = [], []
+
+    async def _send_all(self, commands: Sequence[Command]) -> None:
+        """Send the commands, values being asked for in steps, and what asks for the mark."""
+        ready: list[Part] = []
+        size = wanted = first = 0
+        for number, (_, parts, target) in enumerate(commands):
+            # a step is full: what it holds waits until those of the step before are all here
+            if wanted >= STEP_BYTES:
+                if first:
+                    await self._send(ready)
+                    ready, size = [], 0
+                    await self._begun(first + 1)
+                first, wanted = number, 0
+            if target is not None:
+                wanted += len(target.head) + len(target.body)
+            # it gets ready while the server works on what it has; what ends the last value goes
+            # with the mark, in one piece
+            for part in (parts,) if isinstance(parts, bytes) else parts():
+                ready.append(part)
+                size += len(part)
+                if size >= READY_BYTES:
+                    await self._send(ready)
+                    ready, size = [], 0
+        await self._send([*ready, encode(self._mark_by, self._mark)])
 
     async def _begun(self, count: int) -> None:
         if len(self._replies) < count:
@@ -230,18 +250,25 @@ class Wire(asyncio.BufferedProtocol):
                 self._transport.write(first)
                 parts = _after(parts, len(first))
 
-    def abort(self) -> None:
+    def close(self) -> None:
         """Close at once; targets are not touched any more. May be called again."""
-        self._targets, self._fills, self._ended, self._arrays = (), [], None, []
+        self._targets, self._fills, self._ended, self._arrays = [], [], None, []
         if self._transport is not None:
             self._transport.abort()
-            self._transport = self._writer = None
+            self._transport = None
 
     def cut(self) -> None:
         """Close at once; an exchange under way fails."""
         self._break(ConnectionAbortedError("the connection was closed"))
 
     # ---- called by the transport
+
+    def connection_made(self, transport: Any) -> None:
+        """Read and write through it from now on."""
+        self._transport = transport
+        transport.set_write_buffer_limits(high=1, low=0)  # with 0, TLS would not resume
+        if transport.get_extra_info("sslcontext") is None:
+            self._socket = transport.get_extra_info("socket")
 
     def pause_writing(self) -> None:
         """The socket takes no more."""
@@ -255,10 +282,15 @@ class Wire(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Whoever waits for something gets the error."""
-        self._break(exc if isinstance(exc, OSError) else ConnectionResetError("connection lost"))
+        self._break(exc if isinstance(exc, OSError) else self._lost("connection lost"))
+
+    def _lost(self, what: str) -> ConnectionResetError:
+        """An error that also says what the server refused, if it did."""
+        refused = next((f": {r}" for r in self._replies if isinstance(r, ReplyError)), "")
+        return ConnectionResetError(what + refused)
 
     def _break(self, error: OSError) -> None:
-        self.abort()
+        self.close()
         for future in (self._done, self._turn, self._resumed):
             if future is not None and not future.done():
                 future.set_exception(error)
@@ -306,9 +338,7 @@ class Wire(asyncio.BufferedProtocol):
         if self._skip or len(self._replies) < len(self._targets):
             return
         if bytes(self._echo) != self._mark:
-            refused = [f": {last}" for last in self._replies[-1:] if isinstance(last, ReplyError)]
-            what = "its replies do not match the commands"
-            self._break(ConnectionResetError("".join([what, *refused])))
+            self._break(self._lost("its replies do not match the commands"))
             return
         if self._done is not None and not self._done.done():
             self._done.set_result(self._replies)

@@ -11,8 +11,8 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import AskError
 
 from kvladder.errors import TierError
-from kvladder.tiers.redis.nodes import Closed, Command, Entrance, Node, Unfit
-from kvladder.tiers.redis.resp import Reply, ReplyError, encode
+from kvladder.tiers.redis.nodes import Closed, Entrance, Node, Unfit
+from kvladder.tiers.redis.resp import Command, Reply, ReplyError, encode
 from kvladder.tiers.redis.url import Address, RedisOptions
 
 ROUNDS_MAX = 5
@@ -21,7 +21,7 @@ HEAD_START_S = 0.05
 """How much later each of several servers is asked that may all answer."""
 SILENT_S = 1.0
 """How long a server that did not answer in time is not asked again."""
-UNSERVED = "no server of the cluster serves its slot"
+UNSERVED = TierError("no server of the cluster serves its slot")
 ASKING = Command(b"", encode(b"ASKING"))
 Outcome = Reply | TierError
 """What came of a command; an error of one server does not hide what the others say."""
@@ -34,7 +34,7 @@ class _Errand:
     def __init__(self, commands: Sequence[Command]) -> None:
         self.commands = commands
         self.slots = [key_slot(command.key) for command in commands]
-        self.outcomes: list[Outcome] = [TierError("its key is moved about")] * len(commands)
+        self.outcomes: list[Outcome] = [None] * len(commands)
         self.left: Sequence[int] = range(len(commands))
         """Those that have to be sent, perhaps once more."""
         self.asked: dict[int, Address] = {}
@@ -87,7 +87,7 @@ class Servers:
                 i
                 for owner, batch in batches.items()
                 for i in batch
-                if self._again(errand, i, owner)
+                if isinstance(errand.outcomes[i], Exception) and self._again(errand, i, owner)
             ]
             if not errand.left or self._closed or (end_s is not None and now() >= end_s):
                 break
@@ -97,7 +97,7 @@ class Servers:
         """``run`` where one server has all keys: if it does not answer, nobody does."""
         tried: Address | None = None
         outcomes: Sequence[Outcome] = []
-        for _ in range(2):
+        while True:
             owner = self._owners[0]
             try:
                 if owner is None:
@@ -107,21 +107,19 @@ class Servers:
                 outcomes = await self._node(owner).exchange(commands)
                 if not (self._options.sentinel and any(map(_is_read_only, outcomes))):
                     return outcomes
-                self._node(owner).drop_idle()
             except TierError as error:
                 outcomes = [error] * len(commands)
-                if owner is None:
-                    return outcomes
             except asyncio.CancelledError:
                 self._forget(owner)
                 raise
+            if tried is not None or owner is None:
+                return outcomes
             self._forget(owner)  # another may be the master by now
             tried = owner
-        return outcomes
 
     async def _batches(self, errand: _Errand) -> dict[Address, list[int]]:
         """Which of the commands that are left to send to whom; those that nobody takes fail."""
-        unserved = TierError(UNSERVED)
+        unserved = UNSERVED
         if any(self._owners[errand.slots[i]] is None for i in errand.left if i not in errand.asked):
             try:
                 await self._learnt()
@@ -139,12 +137,12 @@ class Servers:
     def _again(self, errand: _Errand, i: int, owner: Address) -> bool:
         """Whether to send a command again: its key is elsewhere, or its server failed."""
         outcome = errand.outcomes[i]
-        if isinstance(outcome, TierError):
+        if not isinstance(outcome, ReplyError):
             if owner not in errand.gone:
                 errand.gone.add(owner)
                 self._forget(owner)
             return True
-        if not isinstance(outcome, ReplyError) or outcome.code not in {"MOVED", "ASK"}:
+        if outcome.code not in {"MOVED", "ASK"}:
             return False
         try:
             move: Any = AskError(str(outcome).removeprefix(outcome.code).strip())
@@ -158,7 +156,9 @@ class Servers:
         return True
 
     def _forget(self, owner: Address | None) -> None:
-        """Have it learnt anew who has the slots of a server that does not answer."""
+        """Have it learnt anew who has the slots of a server that does not answer, or should not."""
+        if owner is not None and owner in self._nodes:
+            self._nodes[owner].drop_idle()
         self._owners = [None if known == owner else known for known in self._owners]
 
     async def _send(
@@ -232,10 +232,10 @@ class Servers:
         addresses, master = self._options.parsed.addresses, self._options.sentinel
         if self._options.cluster:
             known = dict.fromkeys([*addresses, *self._nodes])
-            self._owners = await _first(known, self._table)
+            self._owners = await first(known, self._table)
         elif master:
             try:
-                self._owners = [await _first(addresses, self._entrance.master)]
+                self._owners = [await first(addresses, self._entrance.master)]
             except TierError as error:
                 raise TierError(f"no Sentinel knows a master {master!r}: {error}") from error
         else:
@@ -281,7 +281,7 @@ def _owners(told: Any, teller: Address) -> list[Address | None]:
     return owners
 
 
-async def _first(
+async def first(
     addresses: Iterable[Address], ask: Callable[[Address], Coroutine[Any, Any, T]]
 ) -> T:
     """The first answer of servers that may all know it.

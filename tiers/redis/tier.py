@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from itertools import compress, pairwise
 from math import inf
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from kvladder.errors import ConfigError, TierError, TierFull
+from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_MAX
-from kvladder.tiers.base import Item, Progress, Tier, TierContext
-from kvladder.tiers.redis.nodes import Closed, Command, Entrance, Unfit, parse_info
-from kvladder.tiers.redis.quota import STEP_KEYS, Quotas, heads, scan
-from kvladder.tiers.redis.resp import Part, ReplyError, Target, encode, encode_around
-from kvladder.tiers.redis.servers import Outcome, Servers
+from kvladder.tiers.base import Progress, Tier, TierContext
+from kvladder.tiers.label import LABEL_BYTES, VERSION, Facts, Read, Ref, Told, Write
+from kvladder.tiers.redis.nodes import Closed, Entrance, Unfit, pairs, parse_info
+from kvladder.tiers.redis.quota import STEP_KEYS, Quotas, labels, scan
+from kvladder.tiers.redis.resp import Command, Part, ReplyError, Target, encode, encode_around
+from kvladder.tiers.redis.servers import Outcome, Servers, first
 from kvladder.tiers.redis.url import Address, RedisOptions
-from kvladder.tiers.redis.value import (
-    HEADER_BYTES,
-    ValueHeader,
-    block_name,
-    part_name,
-    space_prefix,
-)
 from kvladder.units import Size
 
 OLDEST = (6, 2)
@@ -40,6 +35,8 @@ SHARE = 0.8
 blocks; what the others say is answered in the rest."""
 PART_MS = 600_000
 """How long a part of a block stays if what makes the block visible is never written."""
+PREFIX = b"kvladder:"
+SPACE_DIGITS = 32
 _NOTHING = memoryview(b"")
 NO_CHARGES: Mapping[int, tuple[bytes, int]] = {}
 GAUGES_S = 10.0
@@ -51,17 +48,15 @@ GAUGES = {
 
 
 class RedisTier(Tier):
-    """Blocks under ``kvladder:{namespace}:{block}``, a value each, written once and whole.
+    """Blocks under ``kvladder:VERSION:NAMESPACE:{BLOCK}``, a value each: its label, then its bytes.
 
-    Others may put into and remove from the same servers. Whatever is found under a block's key is
-    compared with the header that was written with it; what is not that block is a miss.
+    Values are written once and whole. Others may put into and remove from the same servers, also
+    engines that know another version of labels.
     """
 
     Options: ClassVar[type[RedisOptions]] = RedisOptions
     shared = True
-    notes = True
     probe_max = PROBE_BLOCKS_MAX
-    overhead_bytes = HEADER_BYTES
 
     def __init__(self, options: RedisOptions) -> None:
         self.options = options
@@ -73,7 +68,6 @@ class RedisTier(Tier):
         self._fitting = asyncio.Lock()
         self._version = "not known yet"
         self._value_max = VALUE_BYTES_MAX
-        self._corrupt = 0
         self._gauges: dict[str, int] = {}
         self._asked_s = -inf
         self._asking: asyncio.Task[None] | None = None
@@ -85,10 +79,7 @@ class RedisTier(Tier):
         used = most = 0
         try:
             await self._reached()
-            for address in await self._servers.addresses():
-                info = parse_info(await self._entrance.ask(address, b"INFO"))
-                used += int(info.get("used_memory", "0"))
-                most += int(info.get("maxmemory", "0"))
+            used, most, _ = (await self._said()).values()
         except TierError as error:
             warn(str(error))
         finally:
@@ -111,7 +102,7 @@ class RedisTier(Tier):
         try:
             await self._require_fit()
         except Unfit as error:
-            raise ConfigError(error.message, path=error.path, hint=error.hint) from error
+            raise error.wrong from error
         except TierError as error:
             if self.options.required:
                 hint = "a server that runs, or required: false to start without it"
@@ -126,11 +117,14 @@ class RedisTier(Tier):
             None if timeout_s is None else timeout_s * SHARE
             for timeout_s in (context.timeout_s, self.probe_timeout_s or context.timeout_s)
         )
-        self._prefix = space_prefix(context.namespace)
+        space = context.namespace.hex()[:SPACE_DIGITS].encode()
+        self._prefix = PREFIX + b"%d:%b:" % (VERSION, space)
+        self._every_version = PREFIX + b"*%b:" % space
         self._size = context.layout.block_bytes
         self._ttls = [self.options.ttl_s(n) for n in range(PRIORITY_MAX + 1)]
-        self._header = ValueHeader(context.namespace, self._size, verify=context.verify)
-        self._quotas = Quotas(self.options.quota, self._prefix, HEADER_BYTES + self._size)
+        value_bytes = LABEL_BYTES + self._size
+        options, entrance, servers = self.options.quota, self._entrance, self._servers
+        self._quotas = Quotas(options, self._prefix, value_bytes, entrance, servers)
         with suppress(TierError):  # not there yet, and not required
             await self._reached()
 
@@ -146,85 +140,81 @@ class RedisTier(Tier):
                 self._fit = True
 
     async def _check_servers(self) -> None:
-        options = self.options
-        where = options.parsed.addresses
-        address = where[0] if options.cluster else (await self._servers.addresses())[0]
-        wire, info = await self._entrance.wire(address)
-        try:
-            self._check_server(address, info)
+        cluster = self.options.cluster
+        some = self.options.parsed.addresses if cluster else await self._servers.addresses()
+        self._version, self._value_max = await first(some, self._checked)
+
+    async def _checked(self, address: Address) -> tuple[str, int]:
+        """The version of a server, and the longest value it takes; Unfit if it does not fit."""
+        value_max = VALUE_BYTES_MAX
+        with closing(await self._entrance.wire(address)) as wire:
+            version = self._version_of(address, wire.told)
             # a user without this right, or a service without this command or with an answer of
             # its own
-            with suppress(TierError, TypeError, ValueError):
+            with suppress(TierError, KeyError, TypeError, ValueError):
                 name = b"proto-max-bulk-len"
-                found: Any = await self._entrance.reply(wire, b"CONFIG", b"GET", name)
-                told = dict(zip(found[::2], found[1::2], strict=False))
-                self._value_max = max(int(told.get(name, VALUE_BYTES_MAX)), VALUE_BYTES_MIN)
-        finally:
-            wire.abort()
+                told = pairs(await self._entrance.reply(wire, b"CONFIG", b"GET", name))
+                value_max = max(int(told[name]), VALUE_BYTES_MIN)
+        return version, value_max
 
-    def _check_server(self, address: Address, info: Mapping[str, str]) -> None:
-        """Raise Unfit unless what a server says of itself is what the settings say."""
-        self._version = info.get("redis_version", "")
-        if "valkey_version" in info:
-            self._version = f"Valkey {info['valkey_version']}"
-        numbers = tuple(int(n) for n in info.get("redis_version", "0").split(".") if n.isdecimal())
-        mode = info.get("server_mode") or info.get("redis_mode", "standalone")
-        if numbers < OLDEST:
-            raise Unfit(
-                f"{address} is Redis {self._version}", hint="Redis 6.2, Valkey 7.2 or later"
-            )
-        if mode == "sentinel":
-            raise Unfit(f"{address} is a Sentinel", hint="set sentinel to the master's name")
-        if mode == "cluster" and not self.options.cluster:
+    def _version_of(self, address: Address, info: Mapping[str, str]) -> str:
+        """The version; raises Unfit unless what a server says of itself is what settings say."""
+        said = info.get("redis_version", "0")
+        version = f"Valkey {info['valkey_version']}" if "valkey_version" in info else said
+        if tuple(int(n) for n in said.split(".") if n.isdecimal()) < OLDEST:
+            raise Unfit(f"{address} is Redis {version}", hint="Redis 6.2, Valkey 7.2 or later")
+        is_cluster = (info.get("server_mode") or info.get("redis_mode")) == "cluster"
+        if is_cluster and not self.options.cluster:
             raise Unfit(f"{address} is a node of a cluster", hint="set cluster: true")
-        if mode != "cluster" and self.options.cluster:
+        if self.options.cluster and not is_cluster:
             hint = "leave out cluster: true"
             raise Unfit(f"{address} is a standalone server", path="cluster", hint=hint)
+        return version
 
     # ---- commands
 
+    def _name(self, key: BlockKey) -> bytes:
+        """The key of a block, which is its own hash tag: so a cluster spreads a prefix."""
+        return self._prefix + b"{" + key.hex().encode() + b"}"
+
     def _count(self, length: int) -> int:
         """In how many values a block of so many bytes is kept: one, unless a server refuses it."""
-        return -(-(HEADER_BYTES + length) // self._value_max)
+        return -(-(LABEL_BYTES + length) // self._value_max)
 
     def _span(self, part: int) -> slice:
-        """Which bytes of a block a value holds; before the first ones stands the header."""
-        begin = part * self._value_max - HEADER_BYTES
+        """Which bytes of a block a value holds; before the first ones stands the label."""
+        begin = part * self._value_max - LABEL_BYTES
         return slice(max(0, begin), begin + self._value_max)
 
-    def _slot(self, item: Item) -> memoryview:
-        return self.context.arena.view(item.slot)[: self._size]
-
-    def _written(self, item: Item, name: bytes, part: int) -> Iterable[Part]:
+    def _written(self, write: Write, name: bytes, part: int, replace: bool) -> Iterable[Part]:
         """What stores a block, or a part of it: the first comes last, before it nobody sees one."""
-        payload = self._slot(item)[: item.length or self._size]
-        header = b"" if part else self._header.write(item, payload)
-        body = payload[self._span(part)]
-        ttl_ms = self._ttl_ms(item)
+        label = b"" if part else write.label()
+        body = write.view[: write.length][self._span(part)]
+        ttl_ms = self._ttl_ms(write.facts)
         if part:
             ttl_ms = PART_MS if ttl_ms is None else min(ttl_ms, PART_MS)
-        once: list[bytes | int] = [] if item.replace else [b"NX"]
+        once: list[bytes | int] = [] if replace else [b"NX"]
         before, after = encode_around(
             b"SET",
             part_name(name, part),
-            length=len(header) + len(body),
+            length=len(label) + len(body),
             after=once if ttl_ms is None else [*once, b"PX", ttl_ms],
         )
-        return before + header, body, after
+        return before + label, body, after
 
-    def _lasting(self, item: Item) -> Iterable[Command]:
-        """What has the other parts of a block last as long as the first, which is stored now."""
-        name, ttl_ms = block_name(self._prefix, item.key), self._ttl_ms(item)
-        for part in range(1, self._count(item.length or self._size)):
+    def _lasting(self, write: Write) -> Iterable[Command]:
+        """Has the other parts of a block last as long as the first, which is stored now."""
+        name, ttl_ms = self._name(write.key), self._ttl_ms(write.facts)
+        for part in range(1, self._count(write.length)):
             key = part_name(name, part)
             parts = encode(b"PERSIST", key) if ttl_ms is None else encode(b"PEXPIRE", key, ttl_ms)
             yield Command(name, parts)
 
-    def _ttl_ms(self, item: Item) -> int | None:
+    def _ttl_ms(self, facts: Facts) -> int | None:
         """How long the server is to keep a block; None for good."""
-        ttl_s = self._ttls[item.priority]
-        if item.expires_wall_s is not None:
-            left_s = item.expires_wall_s - self.context.clock.wall()
+        ttl_s = self._ttls[facts.priority]
+        if facts.expires_wall_s is not None:
+            left_s = facts.expires_wall_s - self.context.clock.wall()
             ttl_s = left_s if ttl_s is None else min(ttl_s, left_s)
         return None if ttl_s is None else max(1, int(ttl_s * 1000))
 
@@ -239,8 +229,12 @@ class RedisTier(Tier):
             return []
         await self._require_fit()
         self._ask_gauges()
-        outcomes = await self._quotas.run(self._servers, commands, charges, limit_s)
-        failures = [failure for outcome in outcomes if (failure := _failure(outcome))]
+        outcomes = await self._quotas.run(commands, charges, limit_s)
+        failures = [
+            failure
+            for outcome in outcomes
+            if isinstance(outcome, Exception) and (failure := _failure(outcome))
+        ]
         if len(failures) == len(outcomes):
             raise failures[0]
         return outcomes
@@ -252,18 +246,22 @@ class RedisTier(Tier):
             self._asked_s = now
             self._asking = asyncio.create_task(self._gauge(), name="kvladder-redis-info")
 
-    async def _gauge(self) -> None:
+    async def _said(self) -> dict[str, int]:
+        """What all servers together say of themselves: GAUGES."""
         found = dict.fromkeys(GAUGES, 0)
+        for address in await self._servers.addresses():
+            info = parse_info(await self._entrance.ask(address, b"INFO"))
+            for name, field in GAUGES.items():
+                found[name] += int(info.get(field, "0"))
+        return found
+
+    async def _gauge(self) -> None:
         try:
-            for address in await self._servers.addresses():
-                info = parse_info(await self._entrance.ask(address, b"INFO"))
-                for name, field in GAUGES.items():
-                    found[name] += int(info.get(field, "0"))
-            self._gauges = found
+            self._gauges = await self._said()
             if self._quotas:
                 async with asyncio.timeout(self._entrance.limit_s):
-                    await self._quotas.refresh(self._servers)
-                await self._quotas.recount(self._entrance, self._servers)
+                    await self._quotas.refresh()
+                await self._quotas.recount()
         except (TierError, OSError, ValueError, TypeError):
             pass  # the old ones have to do
         finally:
@@ -271,102 +269,96 @@ class RedisTier(Tier):
 
     # ---- the tier
 
-    async def get(self, items: Sequence[Item]) -> Sequence[bool | None]:
+    async def get(self, reads: Sequence[Read]) -> Sequence[bool | None]:
         await self._require_fit()
         spans = [self._span(part) for part in range(self._count(self._size))]
-        heads = [memoryview(bytearray(HEADER_BYTES)) for _ in items]
-        whole: list[bool | None] = [False] * len(items)  # which of them are what they should be
-
-        def check(number: int, length: int) -> None:
-            item, stored = items[number], length - HEADER_BYTES
-            fits = 0 <= stored <= self._size
-            whole[number] = fits and self._header.check(
-                heads[number], item, self._slot(item)[:stored]
-            )
-
+        every = memoryview(bytearray(LABEL_BYTES * len(reads)))
+        starts = range(0, len(every), LABEL_BYTES)
+        beside = [every[start : start + LABEL_BYTES] for start in starts]
         commands: list[Command] = []
-        for number, item in enumerate(items):
-            slot, name = self._slot(item), block_name(self._prefix, item.key)
+        for read, label in zip(reads, beside, strict=True):
+            view, name = read.view[: self._size], self._name(read.key)
             for part, span in enumerate(spans):
-                head, body = _NOTHING if part else heads[number], slot[span]
+                head, body = _NOTHING if part else label, view[span]
                 # at once, while the next one comes and this one is still in a cache
-                target = Target(head, body, partial(check, number) if len(spans) == 1 else None)
+                whole = partial(_came, read, label) if len(spans) == 1 else None
                 # one byte more than there can be tells a value that is too long
                 parts = encode(b"GETRANGE", part_name(name, part), 0, len(head) + len(body))
-                commands.append(Command(name, parts, target))
+                commands.append(Command(name, parts, Target(head, body, whole)))
         outcomes = await self._run(commands, limit_s=self._limit_s)
-        for number in range(len(items)):
+        found: list[bool | None] = []
+        for number, (read, label) in enumerate(zip(reads, beside, strict=True)):
             own = outcomes[number * len(spans) : (number + 1) * len(spans)]
-            lengths = [outcome for outcome in own if isinstance(outcome, int)]
             if any(map(_failure, own)):
-                whole[number] = None  # its server is not there, or not ready
-            elif len(lengths) < len(own):
-                whole[number] = False
-            elif len(spans) > 1:
-                check(number, sum(lengths))
-            self._corrupt += whole[number] is False and own[0] != 0
-        return whole
+                found.append(None)  # its server is not there, or not ready
+                continue
+            lengths = [outcome for outcome in own if isinstance(outcome, int)]
+            if len(lengths) == len(spans) > 1 and lengths[0]:
+                read.came(label, sum(lengths) - LABEL_BYTES)
+            # what is there and did not come, since it is none of ours, is damaged
+            found.append(own[0] != 0 and read.check())
+        return found
 
-    async def put(self, items: Sequence[Item]) -> Sequence[bool]:
+    async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
         await self._require_fit()
-        outcomes = await self._put(items)
-        there = [n for n, outcome in enumerate(outcomes) if outcome is None]
-        if there and (again := await self._unlike([items[n] for n in there])):
-            put = dict(zip([item.key for item in again], await self._put(again), strict=True))
-            outcomes = [put.get(i.key, o) for i, o in zip(items, outcomes, strict=True)]
+        outcomes = await self._put(writes)
+        there = [write for write, outcome in zip(writes, outcomes, strict=True) if outcome is None]
+        if there and (again := await self._unlike(there)):
+            replaced = await self._put(again, replace=True)
+            put = dict(zip([write.key for write in again], replaced, strict=True))
+            outcomes = [put.get(w.key, o) for w, o in zip(writes, outcomes, strict=True)]
         return [outcome is not False for outcome in outcomes]
 
-    async def _put(self, items: Sequence[Item]) -> list[bool | None]:
+    async def _put(self, writes: Sequence[Write], *, replace: bool = False) -> list[bool | None]:
         """Of each block whether it was stored; None if something is there already."""
         commands: list[Command] = []
         ends: list[int] = []
         charges: dict[int, tuple[bytes, int]] = {}
-        for item in items:
-            name, length = block_name(self._prefix, item.key), item.length or self._size
+        for write in writes:
+            name, anew = self._name(write.key), replace or write.replace
             commands += [
-                Command(name, partial(self._written, item, name, part))
-                for part in reversed(range(self._count(length)))
+                Command(name, partial(self._written, write, name, part, anew))
+                for part in reversed(range(self._count(write.length)))
             ]
             ends.append(len(commands))
-            charges[len(commands) - 1] = item.salt, HEADER_BYTES + length
-        replaced = await self._told([item for item in items if item.replace])
+            charges[len(commands) - 1] = write.facts.salt, LABEL_BYTES + write.length
+        replaced = await self._told([write for write in writes if replace or write.replace])
         outcomes = await self._run(commands, charges, self._limit_s)
         for end in ends:
             if outcomes[end - 1] == b"OK" and (old := replaced.get(commands[end - 1].key)):
-                self._quotas.add(old[0], -HEADER_BYTES - old[1])
+                self._quotas.add(old.facts.salt, -LABEL_BYTES - old.length)
         if replaced:
-            await self._quotas.settle(self._servers)
+            await self._quotas.settle()
         stored = [outcome in (b"OK", None) for outcome in outcomes]
         whole = [all(stored[begin:end]) for begin, end in pairwise([0, *ends])]
-        if len(commands) > len(items):
-            await self._run([c for item in compress(items, whole) for c in self._lasting(item)])
+        if len(commands) > len(writes):
+            await self._run([c for write in compress(writes, whole) for c in self._lasting(write)])
         return [
             None if ok and outcomes[end - 1] is None else ok
             for ok, end in zip(whole, ends, strict=True)
         ]
 
-    async def _unlike(self, items: Sequence[Item]) -> list[Item]:
+    async def _unlike(self, writes: Sequence[Write]) -> list[Write]:
         """Those of the blocks in whose place lies what has another type or an impossible length.
 
         They are to replace that. What could be the block is left to a get, which compares it.
         """
-        found: list[Item] = []
-        for item, outcome in zip(items, await self._lengths(items), strict=True):
-            foreign = isinstance(outcome, ReplyError) and outcome.code == "WRONGTYPE"
-            if foreign or (isinstance(outcome, int) and not self._fits(outcome)):
-                self._corrupt += outcome != 0  # else it went meanwhile, or is empty
-                found.append(item._replace(replace=True))
-        return found
+        return [
+            write
+            for write, outcome in zip(writes, await self._lengths(writes), strict=True)
+            if _is_of_another_type(outcome)
+            or (isinstance(outcome, int) and not self._fits(outcome))
+        ]
 
     async def _lengths(
-        self, items: Sequence[Item], limit_s: float | None = None
+        self, blocks: Sequence[Ref | Write], limit_s: float | None = None
     ) -> Sequence[Outcome]:
-        names = [block_name(self._prefix, item.key) for item in items]
+        names = [self._name(block.key) for block in blocks]
         return await self._run([Command(n, encode(b"STRLEN", n)) for n in names], limit_s=limit_s)
 
     def _fits(self, length: int) -> bool:
         """Whether the first value of a block may have this length."""
-        return HEADER_BYTES <= length <= HEADER_BYTES + self._size
+        return LABEL_BYTES <= length <= LABEL_BYTES + self._size
 
     def spare(self, salt: bytes) -> float:
         found = self._quotas.spare(salt)
@@ -374,24 +366,24 @@ class RedisTier(Tier):
             self._ask_gauges()  # by then others may have removed some
         return found
 
-    async def remove(self, items: Sequence[Item]) -> None:
+    async def remove(self, blocks: Sequence[Ref]) -> None:
         await self._require_fit()
         count = self._count(self._size)
-        parts = {block_name(self._prefix, item.key): count for item in items}
-        await self._unlink(parts, await self._told(items))
+        parts = {self._name(block.key): count for block in blocks}
+        await self._unlink(parts, await self._told(blocks))
 
-    async def _told(self, items: Sequence[Item]) -> dict[bytes, tuple[bytes, int]]:
-        """What the headers tell of what lies under these keys, if somebody has to count it."""
-        names = [block_name(self._prefix, item.key) for item in items]
-        return await heads(names, self._run) if self._quotas else {}
+    async def _told(self, blocks: Sequence[Ref | Write]) -> dict[bytes, Told]:
+        """What the labels tell of what lies under these keys, if somebody has to count it."""
+        names = [self._name(block.key) for block in blocks]
+        return await labels(names, self._run) if self._quotas else {}
 
-    async def _unlink(
-        self, parts: Mapping[bytes, int], told: Mapping[bytes, tuple[bytes, int]]
-    ) -> int:
-        """Remove blocks of so many parts each, of which the headers told this; how many went."""
+    async def _unlink(self, parts: Mapping[bytes, int], told: Mapping[bytes, Told]) -> int:
+        """Remove blocks of so many parts each, of which labels told this; how many went."""
         outcomes = await self._run(
             [
-                Command(name, encode(b"UNLINK", *(part_name(name, part) for part in range(count))))
+                Command(
+                    name, encode(b"UNLINK", name, *(name + b":%d" % n for n in range(1, count)))
+                )
                 for name, count in parts.items()
             ]
         )
@@ -399,49 +391,47 @@ class RedisTier(Tier):
             name for name, out in zip(parts, outcomes, strict=True) if isinstance(out, int) and out
         ]
         if self._quotas:
-            for salt, length in (told[name] for name in gone if name in told):
-                self._quotas.add(salt, -HEADER_BYTES - length)
-            await self._quotas.settle(self._servers)
-        for outcome in outcomes:
-            failure = _failure(outcome)
-            if failure is not None:
-                raise failure
-        return len(gone)
+            for old in (told[name] for name in gone if name in told):
+                self._quotas.add(old.facts.salt, -LABEL_BYTES - old.length)
+            await self._quotas.settle()
+        for failure in filter(None, map(_failure, outcomes)):
+            raise failure
+        return sum(b"{" in name for name in gone)
 
-    async def contains(self, items: Sequence[Item]) -> Sequence[bool]:
-        outcomes = await self._lengths(items, self._probe_limit_s)
+    async def contains(self, blocks: Sequence[Ref]) -> Sequence[bool]:
+        outcomes = await self._lengths(blocks, self._probe_limit_s)
         return [isinstance(outcome, int) and self._fits(outcome) for outcome in outcomes]
 
     async def purge(self, salt: bytes | None, progress: Progress) -> int:
         await self._require_fit()
         seen = removed = 0
+        # what counts the blocks goes with all of them
+        pattern = self._every_version + (b"*" if salt is None else b"{*")
         addresses = await self._servers.addresses()
         total = sum([int(await self._entrance.ask(a, b"DBSIZE")) for a in addresses])
         for address in addresses:
-            wire, _ = await self._entrance.wire(address)
-            try:
-                async for names in scan(self._entrance, wire, self._prefix):
+            with closing(await self._entrance.wire(address)) as wire:
+                async for names in scan(self._entrance, wire, pattern):
                     removed += await self._purge(names, salt)
                     seen += STEP_KEYS
                     progress(min(seen, total), total)
-            finally:
-                wire.abort()
-        if salt is None:  # nothing is left to be counted
+        if salt is None:
             self._quotas.forget()
-            await self._unlink({self._quotas.counters: 1, self._quotas.turn: 1}, {})
         return removed
 
     async def _purge(self, names: Sequence[bytes], salt: bytes | None) -> int:
-        """Remove these keys, or those of them whose values name this salt, with their parts."""
+        """Remove these keys, or those of them whose labels name this salt, with their parts.
+
+        And those of other versions, whose labels nobody here can read.
+        """
         if salt is None:
             return await self._unlink(dict.fromkeys(names, 1), {})
-        told = await heads(names, self._run)
-        own = {name: length for name, (its, length) in told.items() if its == salt}
-        parts = {name: self._count(length) for name, length in own.items()}
-        return await self._unlink(parts, told)
-
-    def corrupt_blocks(self) -> int:
-        return self._corrupt
+        ours = [name for name in names if name.startswith(self._prefix)]
+        told = await labels(ours, self._run)
+        own = {name: label for name, label in told.items() if label.facts.salt == salt}
+        parts = {name: self._count(label.length) for name, label in own.items()}
+        others = dict.fromkeys(set(names).difference(ours), 1)
+        return await self._unlink(parts | others, told)
 
     def gauges(self) -> Mapping[str, int]:
         counted = {"namespace_bytes": self._quotas.total_bytes} if self._quotas else {}
@@ -461,7 +451,6 @@ class RedisTier(Tier):
             "batch": f"{self.batch_max} blocks",
             "value": f"at most {self._value_max} bytes",
             "quotas": self._quotas.describe(),
-            "checksum": "xxh3-128" if self.context.verify else "none",
         }
 
     async def aclose(self) -> None:
@@ -472,11 +461,27 @@ class RedisTier(Tier):
             await asyncio.wait({self._asking})
 
 
+def part_name(name: bytes, part: int) -> bytes:
+    """The key of a part of a block that is too large for one value; part 0 holds the label."""
+    return name + b":%d" % part if part else name
+
+
+def _came(read: Read, label: memoryview, length: int) -> None:
+    """Tell of a value of this length, and check it; of an empty one, that nothing came."""
+    if length:
+        read.came(label, length - LABEL_BYTES)
+        read.check()
+
+
+def _is_of_another_type(outcome: Outcome) -> bool:
+    return isinstance(outcome, ReplyError) and outcome.code == "WRONGTYPE"
+
+
 def _failure(outcome: Outcome) -> TierError | None:
     """What an outcome says about the server rather than about a key."""
     if isinstance(outcome, TierError):
         return outcome
-    if not isinstance(outcome, ReplyError) or outcome.code == "WRONGTYPE":
+    if not isinstance(outcome, ReplyError) or _is_of_another_type(outcome):
         return None
     if outcome.code == "OOM":
         return TierFull(str(outcome))

@@ -150,12 +150,10 @@ class RedisOptions(Settings, frozen=True, kw_only=True):
         self._check_topology(url)
         if (self.username or self.password) and (url.username or url.password):
             raise ConfigError("a user here and in the url", path="username", hint="name it once")
-        if not url.tls:
-            for name in ("ca", "certificate", "certificate_key"):
-                if getattr(self, name):
-                    raise ConfigError("has no effect", path=name, hint="a url with rediss://")
         for name in ("ca", "certificate", "certificate_key"):
             path: str = getattr(self, name)
+            if path and not url.tls:
+                raise ConfigError("has no effect", path=name, hint="a url with rediss://")
             if path and not Path(path).is_file():
                 raise ConfigError(f"no such file: {path!r}", path=name)
         for least in self.ttls:
@@ -188,6 +186,12 @@ class RedisOptions(Settings, frozen=True, kw_only=True):
         return url._replace(
             username=self.username or url.username, password=self.password or url.password
         )
+
+    @property
+    def places(self) -> list[str]:
+        """What no other level may name: each server with its database, without its user."""
+        url, of = self.parsed, f"{self.sentinel} at " if self.sentinel else ""
+        return [f"{of}{address}/{url.db}" for address in url.addresses]
 
     def ttl_s(self, priority: int) -> float | None:
         """How long the server keeps a block of this priority; None for good."""

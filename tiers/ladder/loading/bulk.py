@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import BULK_MIN
-from kvladder.tiers.base import Item
+from kvladder.tiers.label import LevelRead
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.index import alike
 from kvladder.tiers.ladder.level import Level
@@ -50,7 +50,7 @@ def wants_bulk(
 
 def land_bulk(
     level: Level,
-    batch: Sequence[Item],
+    batch: Sequence[LevelRead],
     host: HostLevel,
     shared: Shared,
     arrivals: dict[BlockKey, Arrival],
@@ -61,7 +61,7 @@ def land_bulk(
     """
     if len(batch) < BULK_MIN:
         return False
-    keys = [item.key for item in batch]
+    keys = [block.key for block in batch]
     came = [arrivals[key] for key in keys]
     waiters = came[0].waiters
     fetch = waiters[0][0] if waiters else None
@@ -76,7 +76,7 @@ def land_bulk(
         return False
     for key in keys:
         del arrivals[key]
-    slots = [item.slot for item in batch]
+    slots = [block.slot for block in batch]
     shared.arena.share(slots)
     host.hold(keys[::-1], slots[::-1], came[0].meta, pins=1)
     fetch.arrived(positions, slots, level.name)

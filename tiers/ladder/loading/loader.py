@@ -16,7 +16,8 @@ from kvladder.keys import BlockKey
 from kvladder.lock import BULK_STEP, STEP
 from kvladder.policy.eviction import BULK_MIN
 from kvladder.policy.worth import TRIAL_BLOCKS, Mark, Run, Worth, stretches
-from kvladder.tiers.base import HOST, NO_SLOT, Item
+from kvladder.tiers.base import HOST, NO_SLOT
+from kvladder.tiers.label import LevelRead
 from kvladder.tiers.ladder import reader
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
@@ -32,7 +33,7 @@ class Read(NamedTuple):
 
     number: int
     level: Level
-    items: list[Item]
+    blocks: list[LevelRead]
     mark: Mark
     """When the blocks were asked for."""
 
@@ -403,22 +404,22 @@ class Loader:
 
     def _begin(self, wants: Sequence[Want], slots: Sequence[Slot]) -> list[Read]:
         """Register an arrival for each block that has to come: what to read, by level."""
-        batches: dict[Level, list[Item]] = {}
+        batches: dict[Level, list[LevelRead]] = {}
         for (_, key, level, place), slot in zip(wants, slots, strict=True):
-            batches.setdefault(level, []).append(Item(key, place, slot))
-        for level, items in batches.items():
-            places = [item.place for item in items]
+            batches.setdefault(level, []).append(LevelRead(level.door.edge.side, key, place, slot))
+        for level, blocks in batches.items():
+            places = [block.place for block in blocks]
             level.places.begin_reads(places)
             level.index.hit(places)
-            for item, meta in zip(items, level.index.metas(places), strict=True):
-                self._arrivals[item.key] = Arrival(item.slot, meta, level)
+            for block, meta in zip(blocks, level.index.metas(places), strict=True):
+                self._arrivals[block.key] = Arrival(block.slot, meta, level)
         return self._reads(batches)
 
-    def _reads(self, batches: dict[Level, list[Item]]) -> list[Read]:
+    def _reads(self, batches: dict[Level, list[LevelRead]]) -> list[Read]:
         now_s, reads = self._shared.clock.now(), list[Read]()
-        for level, items in batches.items():
-            mark, step = level.pace.asked(len(items), now_s), level.batch_max
-            parts = [items[start : start + step] for start in range(0, len(items), step)]
+        for level, blocks in batches.items():
+            mark, step = level.pace.asked(len(blocks), now_s), level.batch_max
+            parts = [blocks[start : start + step] for start in range(0, len(blocks), step)]
             reads += [Read(next(self._numbers), level, part, mark) for part in parts]
         self._unread.update((read.number, read) for read in reads)
         return reads
@@ -494,27 +495,28 @@ class Loader:
             self._start(retry)
 
     def _land(
-        self, level: Level, batch: Sequence[Item], found: Sequence[bool]
-    ) -> dict[Level, list[Item]]:
+        self, level: Level, batch: Sequence[LevelRead], found: Sequence[bool]
+    ) -> dict[Level, list[LevelRead]]:
         """End these arrivals, tail first; what is to be read from levels below instead."""
-        retries: dict[Level, list[Item]] = {}
+        retries: dict[Level, list[LevelRead]] = {}
         if all(found) and land_bulk(level, batch, self._host, self._shared, self._arrivals):
             return retries
         here: list[BlockKey] = []
-        for item, ok in zip(reversed(batch), reversed(found), strict=True):
-            arrival = self._arrivals[item.key]
+        for block, ok in zip(reversed(batch), reversed(found), strict=True):
+            key = block.key
+            arrival = self._arrivals[key]
             wanted = [(f, i) for f, i in arrival.waiters if f.waits_for([i])]
             if ok and not arrival.dead:
-                if self._arrived(item.key, arrival, wanted):
-                    here.append(item.key)
+                if self._arrived(key, arrival, wanted):
+                    here.append(key)
                 level.stats.hits += 1
                 continue
             self._shared.arena.release([arrival.slot])
             retry = None
             if not ok and wanted and not arrival.dead and not self._closed:
-                retry = self._reroute(level, item.key, arrival, wanted)
+                retry = self._reroute(level, key, arrival, wanted)
             if retry is None:
-                del self._arrivals[item.key]
+                del self._arrivals[key]
             else:
                 retries.setdefault(retry[0], []).insert(0, retry[1])
             for fetch, index in wanted:
@@ -542,7 +544,7 @@ class Loader:
 
     def _reroute(
         self, level: Level, key: BlockKey, arrival: Arrival, wanted: Sequence[tuple[Fetch, int]]
-    ) -> tuple[Level, Item] | None:
+    ) -> tuple[Level, LevelRead] | None:
         """Have a block that ``level`` did not deliver come from below it, into another slot."""
         mask = reduce(int.__or__, [fetch.levels for fetch, _ in wanted])
         below = among([lv for lv in self._levels if lv.bit > level.bit and lv.readable], mask)
@@ -552,7 +554,7 @@ class Loader:
             return None
         want.level.places.begin_reads([want.place])
         arrival.reroute(slots[0], want.level)
-        return want.level, Item(key, want.place, slots[0])
+        return want.level, LevelRead(want.level.door.edge.side, key, want.place, slots[0])
 
     # ---- for Fetch
 

@@ -1,0 +1,255 @@
+"""The label of a block: what stands in it, and what becomes of one that is not right."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from pathlib import Path
+from random import Random
+from struct import pack, pack_into
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
+
+from kvladder.arena import Slot
+from kvladder.keys import BlockKey
+from kvladder.layout import Layout
+from kvladder.tiers.codecs.aesgcm import AesGcmCodec
+from kvladder.tiers.codecs.base import Codec, Subject
+from kvladder.tiers.codecs.chain import Chain
+from kvladder.tiers.codecs.zstd import ZstdCodec
+from kvladder.tiers.label import (
+    LABEL_BYTES,
+    Coding,
+    Facts,
+    Labels,
+    LevelRead,
+    Outcome,
+    Ref,
+    Side,
+    Write,
+    told,
+)
+
+ROOT = Path(__file__).parents[2]
+SIZE = 512
+LAYOUT = Layout(block_tokens=16, block_bytes=SIZE)
+SPACE = LAYOUT.namespace()
+KEY, OTHER = (BlockKey(hashlib.sha256(name).digest()) for name in (b"key", b"other"))
+BLOCK = bytes(number % 7 for number in range(SIZE))
+LABELS = Labels(SPACE, SIZE, verify=True)
+
+FACTS = st.builds(
+    Facts,
+    st.integers(0, 100),
+    st.integers(0, 100),
+    st.none() | st.floats(0, 1e12),
+    st.just(b"") | st.binary(min_size=8, max_size=8).filter(any),
+    st.integers(0, 7),
+)
+
+
+@given(st.binary(min_size=32, max_size=32), FACTS, st.binary(max_size=448 - 8))
+def test_what_goes_in_comes_out(key: bytes, facts: Facts, steps: bytes) -> None:
+    label = LABELS.pack(BlockKey(key), BLOCK, facts, Coding(SIZE, steps))
+    assert len(label) == LABEL_BYTES
+    assert told(label) == (key, SPACE, SIZE, facts, xxh3_128_digest(BLOCK))
+    outcome, coding = LABELS.check(BlockKey(key), label, memoryview(BLOCK))
+    assert (outcome, coding) == (Outcome.GOOD, Coding(SIZE, steps))
+
+
+def test_the_head_is_where_it_was() -> None:
+    """Every release of this version reads what any other wrote: it never moves."""
+    label = LABELS.pack(KEY, BLOCK, Facts(35, 40, 1.5, b"8 bytes!", 5), Coding(SIZE, b"steps"))
+    head = pack(
+        "<8sHBxHxxQ32s32sBBB5xd8s16s",
+        b"kvlabel\0",
+        1,
+        1,
+        5,
+        SIZE,
+        KEY,
+        SPACE,
+        35,
+        40,
+        5,
+        1.5,
+        b"8 bytes!",
+        xxh3_128_digest(BLOCK),
+    )
+    body = (head + b"steps").ljust(568, b"\0")
+    assert label == body + pack("<Q", xxh3_64_intdigest(body))
+
+
+def test_what_others_wrote_is_theirs() -> None:
+    label = LABELS.pack(KEY, BLOCK)
+    stored = memoryview(BLOCK)
+    foreign = Labels(LAYOUT.namespace(salt="other"), SIZE, verify=True)
+    assert LABELS.check(OTHER, label, stored) == (Outcome.STALE, None)
+    assert foreign.check(KEY, label, stored) == (Outcome.STALE, None)
+    unchecked = Labels(SPACE, SIZE, verify=False)
+    assert LABELS.check(KEY, unchecked.pack(KEY, BLOCK), stored) == (Outcome.STALE, None)
+    assert unchecked.check(KEY, label, memoryview(bytes(SIZE)))[0] is Outcome.GOOD
+
+
+@pytest.mark.parametrize("length", [0, 1, SIZE - 1, SIZE + 1, 1 << 40, (1 << 64) - 1])
+def test_a_length_that_lies_is_damage(length: int) -> None:
+    for verify in (True, False):
+        labels = Labels(SPACE, SIZE, verify=verify)
+        label = repaired(labels.pack(KEY, BLOCK), {16: pack("<Q", length)})
+        assert labels.check(KEY, label, memoryview(BLOCK * 2))[0] is Outcome.CORRUPT
+
+
+def repaired(label: bytes, changes: dict[int, bytes]) -> bytes:
+    """The label with other bytes at some places, and a check that is right for them."""
+    changed = bytearray(label)
+    for at, data in changes.items():
+        changed[at : at + len(data)] = data
+    pack_into("<Q", changed, LABEL_BYTES - 8, xxh3_64_intdigest(bytes(changed[:-8])))
+    return bytes(changed)
+
+
+def read_of(label: bytes, length: int) -> LevelRead:
+    side = Side(LABELS, lambda _: memoryview(bytearray(BLOCK)))
+    read = LevelRead(side, KEY, 0, Slot(0))
+    read.came(label, length)
+    return read
+
+
+@pytest.mark.parametrize("length", [-1, 0, SIZE - 1, SIZE + 1, 1 << 62])
+def test_bytes_that_cannot_have_come_are_damage(length: int) -> None:
+    read = read_of(LABELS.pack(KEY, BLOCK), length)
+    assert not read.check()
+    assert read.verdict == (Outcome.CORRUPT, None)
+
+
+def test_what_came_last_counts() -> None:
+    read = read_of(LABELS.pack(OTHER, BLOCK), SIZE)
+    assert not read.check()
+    read.came(LABELS.pack(KEY, BLOCK), SIZE)
+    assert read.check()
+    read.came(b"", 0)
+    assert read.verdict == (None, None), "nothing came after all, and nobody counts it"
+
+
+def test_a_label_is_made_once() -> None:
+    view = memoryview(bytearray(BLOCK))
+    write = Write(LABELS, Ref(KEY, 0), Slot(0), view)
+    label = write.label()
+    view[:] = bytes(SIZE)
+    assert write.label() is label
+
+
+# ---- labels that somebody, or chance, has made
+
+
+class Fuzz:
+    """Makes labels that are wrong, and says what a level makes of them."""
+
+    def __init__(self, seed: int, *codecs: Codec) -> None:
+        self.random = Random(seed)
+        for codec in codecs:
+            codec.open(LAYOUT, SPACE)
+        known = {codec.id: codec for codec in (ZstdCodec(), *codecs)}
+        self.chain = Chain(codecs, layout=LAYOUT, find=known.get)
+        found, coding = self.chain.encode(
+            Subject(KEY, b"8 bytes!"), memoryview(BLOCK), memoryview(bytearray(SIZE))
+        )
+        self.stored = bytes(found)
+        self.label = LABELS.pack(KEY, self.stored, Facts(salt=b"8 bytes!"), coding)
+        self.slot = memoryview(bytearray(SIZE))
+
+    def outcome(self, label: bytes, stored: bytes) -> Outcome:
+        """What became of it; no byte that is wrong is good."""
+        self.slot[: len(stored)] = stored
+        told(label)
+        outcome, coding = LABELS.check(KEY, label, self.slot[: len(stored)])
+        if coding is not None:
+            outcome = self.chain.decode(KEY, coding, self.slot)
+        return outcome
+
+    def damaged(self, data: bytes) -> bytes:
+        """With bits inverted, cut, moved, or all noise."""
+        random, changed = self.random, bytearray(data)
+        match random.randrange(5):
+            case 0:
+                return data[: random.randrange(len(data))]
+            case 1:
+                return random.randbytes(len(data))
+            case 2:
+                at = random.randrange(1, len(data))
+                return data[at:] + data[:at]
+            case _:
+                for _ in range(random.choice((1, 1, 2, 20))):
+                    changed[random.randrange(len(changed))] ^= 1 << random.randrange(8)
+                return bytes(changed)
+
+    def forged(self) -> bytes:
+        """Some fields are others, and the check is right."""
+        random, changes = self.random, dict[int, bytes]()
+        for _ in range(random.choice((1, 1, 2, 5))):
+            at, size = random.choice(
+                ((8, 2), (10, 1), (12, 2), (16, 8), (24, 32), (56, 32), (88, 3), (96, 8), (112, 16))
+            )
+            changes[at] = random.choice((bytes(size), b"\xff" * size, random.randbytes(size)))
+            if random.random() < 0.5:
+                at = random.randrange(128, LABEL_BYTES - 8)
+                changes[at] = random.randbytes(random.randrange(1, LABEL_BYTES - 8 - at + 1))
+        return repaired(self.label, changes)
+
+
+def rounds() -> int:
+    """A million in the profile ``night``."""
+    return settings.default.max_examples * 100 if settings.default else 5000
+
+
+@pytest.mark.slow
+def test_no_damage_of_a_label_gives_a_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLADDER_KEY", "11" * 32)
+    seen = Counter[Outcome]()
+    kinds = [Fuzz(1), Fuzz(2, ZstdCodec()), Fuzz(3, ZstdCodec(), AesGcmCodec())]
+    for number in range(rounds()):
+        fuzz = kinds[number % 3]
+        label, stored = fuzz.label, fuzz.stored
+        which = fuzz.random.randrange(3)
+        label = fuzz.damaged(label) if which else label
+        stored = fuzz.damaged(stored) if which != 1 else stored
+        outcome = fuzz.outcome(label, stored)
+        seen[outcome] += 1
+        assert outcome is not Outcome.GOOD or (
+            (label, stored) == (fuzz.label, fuzz.stored) and fuzz.slot == BLOCK
+        )
+    assert seen[Outcome.CORRUPT] > rounds() // 2
+
+
+@pytest.mark.slow
+def test_nobody_who_forges_labels_can_have_a_wrong_byte_decrypted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVLADDER_KEY", "11" * 32)
+    seen = Counter[Outcome]()
+    secret, open_ = Fuzz(4, ZstdCodec(), AesGcmCodec()), Fuzz(5, ZstdCodec())
+    for _ in range(rounds()):
+        outcome = secret.outcome(secret.forged(), secret.stored)
+        seen[outcome] += 1
+        assert outcome is not Outcome.GOOD or secret.slot == BLOCK
+        assert open_.outcome(open_.forged(), open_.stored) in Outcome
+    assert {*seen} == {*Outcome}
+
+
+@pytest.mark.parametrize("size", [449 - 8, 441, 576, 65535])
+def test_steps_that_a_label_has_no_room_for_are_damage(size: int) -> None:
+    label = repaired(LABELS.pack(KEY, BLOCK), {12: pack("<H", size)})
+    assert LABELS.check(KEY, label, memoryview(BLOCK)) == (Outcome.CORRUPT, None)
+
+
+def test_one_place_packs_and_one_checks() -> None:
+    """No other module of the tiers takes checksums of blocks."""
+    found = {
+        path.name
+        for path in (ROOT / "tiers").rglob("*.py")
+        if "xxh3_128" in path.read_text(encoding="utf-8")
+    }
+    assert found == {"label.py"}
