@@ -62,6 +62,8 @@ def _preflight(config: StackConfig) -> Findings:
     for i, level in enumerate(config.levels, start=1):
         where = f"tiers[{i}]"
 
+        if level.type == "object":
+            extras.add("object")
         facts = _try(found, config, where, partial(_examined, level, where, found.warnings))
         for codec in level.make_codecs():
             if codec.stage == Stage.ENCRYPT:

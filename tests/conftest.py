@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ settings.register_profile("night", max_examples=10_000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "dev"))
 
 JOIN_S = 60.0
+TRY_S = 0.02
 IDLE_S = 300.0
 OTHERS = ("gpu", "vllm")
 """Marks of tests in which other libraries keep what they opened."""
@@ -140,4 +142,8 @@ def nothing_is_left(
     assert not left, f"threads: {left}"
     if open_files() - files:
         gc.collect()
+    for _ in range(int(JOIN_S / TRY_S)):  # threads that are not Python's may still be closing some
+        if open_files() <= files:
+            break
+        time.sleep(TRY_S)
     assert not open_files() - files

@@ -200,6 +200,8 @@ class TierContext:
 class Medium:
     """What few tiers say or do; most leave all of it as it is."""
 
+    block_bytes_min: int = 0
+    """The smallest block that it is worth it for: a configuration with smaller ones is refused."""
     overhead_bytes: int = 0
     """Bytes that a block takes beside its slot, e.g. for its label; a capacity pays for them."""
     medium: str = "STORAGE"

@@ -152,7 +152,7 @@ class StackConfig(Sections, frozen=True, kw_only=True):
             own = [("name", tier.name)]
             if tier.type == "files":  # two levels would take each other's space
                 own.append(("path", os.path.realpath(tier.options.path)))
-            if tier.type == "redis":  # what one removes the other would have had
+            if tier.type in {"redis", "object"}:  # what one removes the other would have had
                 own += [("url", place) for place in tier.options.places]
             for key, value in own:
                 first = claims.setdefault((key, value), i)
@@ -195,6 +195,14 @@ class StackConfig(Sections, frozen=True, kw_only=True):
             hint = f"expected room for at least one block, {layout.slot_bytes} bytes"
             raise self._wrong("arena.size", str(self.arena.size_bytes), hint)
         for i, level in enumerate(self.levels, start=1):
+            least = Size(level.make.block_bytes_min or 1)
+            if layout.block_bytes < least:
+                raise self._wrong(
+                    f"tiers[{i}].type",
+                    f"blocks of {Size(layout.block_bytes).about()} are too small for"
+                    f" {level.type!r}: each is a request, which takes as long for a larger one",
+                    f"expected at least {least}: more tokens a block, or another type of tier",
+                )
             blocks, batch = level.capacity_blocks(layout), level.make.batch_max
             if blocks < batch:
                 least = Size(batch * level.block_bytes(layout) * level.engines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -32,6 +33,12 @@ def told(engine: Any, *, arguments: list[str]) -> dict[str, Any]:
     """A command while the engine has nothing to do."""
     del engine
     return command(*arguments)
+
+
+def kill(engine: Any, *, pid: int) -> None:
+    """The end of a process that the engine depends on."""
+    del engine
+    os.kill(pid, signal.SIGKILL)
 
 
 def purged(

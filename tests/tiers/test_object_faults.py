@@ -1,0 +1,180 @@
+"""Caches over real object stores that are shared, killed, stopped, overrun or taken away."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+import kvladder
+from kvladder.layout import Layout
+from tests.kit.objectserver import BUCKET, ObjectServer
+from tests.tiers import objecttests  # noqa: F401 - starts the library
+from tests.tiers.test_redis_faults import LATE_S, QUICK, forgotten, keys, wait_for
+
+pytestmark = pytest.mark.slow
+LAYOUT = Layout(block_tokens=16, block_bytes=256 << 10, fields={"model": "faults"})
+
+
+@contextmanager
+def cache_over(url, options=None, *, salt="", **settings):
+    """A cache with a small host level over an object store."""
+    level = {"type": "object", "url": url, "options": options or {}, "capacity": "64 MiB"}
+    level |= {"when": "commit", "probe_cache": "1 ms", **QUICK, **settings}
+    source = {
+        "arena": {"size": 32 * LAYOUT.slot_bytes},
+        "block": {"salt": salt},
+        "fetch": {"deadline": "5 s", "budget": "100 %"},
+        "tiers": [{"type": "host"}, level],
+    }
+    with kvladder.open_cache(source, layout=LAYOUT) as cache:
+        yield cache
+
+
+def payload(key):
+    return key * (LAYOUT.block_bytes // len(key))
+
+
+def stored(cache, wanted, salt=None):
+    """Save a prefix, and wait until it is written."""
+    saving = cache.save(wanted, salt=salt)
+    for index, slot in zip(saving.indices, saving.slots, strict=True):
+        cache.arena.view(slot)[: LAYOUT.block_bytes] = payload(wanted[index])
+    saving.commit()
+    wait_for(cache.idle)
+
+
+def load(cache, wanted):
+    """How many leading blocks come, each checked, from below the host level."""
+    forgotten(cache, wanted)
+    began_s = time.monotonic()
+    fetch = cache.fetch(wanted)
+    fetch.wait()
+    assert time.monotonic() - began_s < LATE_S
+    for key, slot in zip(wanted, fetch.slots, strict=False):
+        assert cache.arena.view(slot)[: LAYOUT.block_bytes] == payload(key), "wrong bytes"
+    found = fetch.blocks
+    fetch.release()
+    return found
+
+
+@pytest.fixture
+def server(tmp_path):
+    with ObjectServer(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture(params=["server", "folder"])
+def store(request, tmp_path):
+    """What a cache is opened over."""
+    if request.param == "folder":
+        return f"file://{tmp_path}", {}
+    server = request.getfixturevalue("server")
+    return f"s3://{BUCKET}/kv", server.options
+
+
+def patient(**settings):
+    """For tests in which nothing is slow on purpose."""
+    return {"timeout": "1 m", **settings}
+
+
+@pytest.mark.parametrize("codecs", [["checksum"], ["zstd", "aes-gcm"]])
+def test_two_caches_share_blocks_and_no_others_see_them(store, codecs, monkeypatch):
+    monkeypatch.setenv("KVLADDER_KEY", "11" * 32)
+    wanted, settings = keys(1, 2, 3), patient(codecs=codecs)
+    with cache_over(*store, **settings) as first, cache_over(*store, **settings) as second:
+        stored(first, wanted)
+        assert load(second, [*wanted, *keys(9)]) == 3
+        stats = second.stats()["object"]
+        assert (stats["found"], stats["hits"], stats["stored"]) == (3, 3, 0)
+        with cache_over(*store, salt="secret", **settings) as stranger:
+            assert load(stranger, wanted) == 0
+            assert stranger.stats()["object"]["corrupt"] == 0
+        second.remove(wanted[1:])
+        wait_for(second.idle)
+        assert load(first, wanted) == 1
+
+
+def test_a_purge_removes_what_others_put(store):
+    with cache_over(*store, **patient()) as first, cache_over(*store, **patient()) as second:
+        tenants, others = keys("tenant", 1), keys("other", 1)
+        stored(first, tenants, salt="tenant")
+        stored(first, others)
+        list(second.purge("tenant"))
+        wait_for(second.idle)
+        assert (load(second, tenants), load(second, others)) == (0, 2)
+        second.clear()
+        wait_for(second.idle)
+        assert load(second, others) == 0
+
+
+def test_a_server_that_is_killed_and_started_again(server):
+    wanted = keys(1, 2, 3)
+    with cache_over(f"s3://{BUCKET}/kv", server.options) as cache:
+        wait_for(lambda: stored(cache, wanted) or load(cache, wanted) == 3)
+        server.kill()
+        assert load(cache, wanted) == 0
+        stored(cache, keys(4, 5))
+        assert cache.stats()["object"]["errors"]
+        server.start()  # with a bucket that is empty
+        wait_for(lambda: stored(cache, wanted) or load(cache, wanted) == 3)
+
+
+def test_a_server_that_answers_nothing_for_a_while(server):
+    wanted = keys(1, 2, 3)
+    with cache_over(f"s3://{BUCKET}/kv", server.options) as cache:
+        wait_for(lambda: stored(cache, wanted) or load(cache, wanted) == 3)
+        server.pause()
+        assert load(cache, wanted) == 0
+        stored(cache, keys(4, 5))
+        server.resume()
+        wait_for(lambda: stored(cache, wanted) or load(cache, wanted) == 3)
+
+
+def test_a_bucket_that_is_taken_away(server):
+    wanted = keys(1, 2)
+    with cache_over(f"s3://{BUCKET}/kv", server.options, **patient()) as cache:
+        server.ask("DELETE", BUCKET)
+        stored(cache, wanted)
+        assert cache.stats()["object"]["errors"]
+        assert load(cache, wanted) == 0
+
+
+class Throttling(BaseHTTPRequestHandler):
+    """Asks everybody to slow down, but who lists."""
+
+    protocol_version = "HTTP/1.1"
+
+    def _answer(self):
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        lists = "list-type" in self.path
+        body = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+        self.send_response(200 if lists else 503)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_GET = do_PUT = do_HEAD = do_DELETE = _answer
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_store_that_throttles_costs_no_more_than_its_blocks():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Throttling) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            address = f"http://127.0.0.1:{server.server_port}"
+            options = {"endpoint": address, "allow_http": True, "skip_signature": True}
+            with cache_over("s3://blocks", options, timeout="2 s") as cache:
+                stored(cache, keys(1, 2))
+                assert load(cache, keys(1, 2)) == 0
+                assert cache.stats()["object"]["errors"]
+        finally:
+            server.shutdown()
+            thread.join()

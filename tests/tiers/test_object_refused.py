@@ -1,0 +1,232 @@
+"""What an object store tier refuses at the start, and what its settings refuse before that."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from obstore.exceptions import GenericError, PermissionDeniedError
+
+import kvladder
+from kvladder.config.stack import load_config
+from kvladder.errors import ConfigError, TierError, TierFull
+from kvladder.layout import Layout
+from kvladder.preflight import preflight
+from kvladder.testing.redisserver import free_ports
+from kvladder.tiers.object.options import ObjectOptions, Value
+from kvladder.tiers.object.tier import failure
+from tests.kit.objectserver import BUCKET, ObjectServer
+from tests.tiers import objecttests  # noqa: F401 - starts the library
+
+SECRET = "hunter2"
+LAYOUT = Layout(block_tokens=16, block_bytes=256 << 10)
+
+
+def stack(**settings):
+    level = {"type": "object", "capacity": "64 MiB", "timeout": "2 s", **settings}
+    return {"arena": {"size": "2 MiB"}, "tiers": [{"type": "host"}, level]}
+
+
+def refused(**settings):
+    """The error with which a cache over this tier does not open, and which is foretold."""
+    with pytest.raises(ConfigError) as caught:
+        kvladder.open_cache(stack(**settings), layout=LAYOUT).close()
+    assert SECRET not in str(caught.value)
+    (foretold,) = preflight(load_config(stack(**settings))).errors
+    assert foretold.path == caught.value.path
+    assert caught.value.path.startswith("tiers[1]")
+    return caught.value
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "path"),
+    [
+        ({}, "url"),
+        ({"url": "blocks"}, "url"),
+        ({"url": "s3://"}, "url"),
+        ({"url": "http://here/blocks"}, "url"),
+        ({"url": "memory:///"}, "url"),
+        ({"url": "s3://[blocks"}, "url"),
+        ({"url": "s3://id:hunter2@blocks/kv"}, "url"),
+        ({"url": "s3://blocks/kv?secret_access_key=hunter2"}, "url"),
+        ({"url": "s3://blocks/kv#hunter2"}, "url"),
+        ({"url": "az://account"}, "url"),
+        ({"url": "file:///"}, "url"),
+        ({"url": "file://host/folder"}, "url"),
+        ({"url": "file:///tmp", "options": {"region": "here"}}, "options"),
+        ({"url": "s3://blocks", "options": {"secret_access_key": [SECRET]}}, "options"),
+        ({"url": "s3://blocks", "requests": 0}, "requests"),
+        ({"url": "s3://blocks", "requests": 257}, "requests"),
+        ({"url": "s3://blocks", "bucket": "blocks"}, "bucket"),
+    ],
+)
+def test_settings_that_make_no_sense(settings, path):
+    with pytest.raises(ConfigError) as caught:
+        load_config(stack(**settings), env={})
+    assert caught.value.path.startswith(f"tiers[1].{path}"), caught.value
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["s3://b", "gs://b/kv", "az://account/b/kv", "file:///mnt/kv"])
+def test_urls(url):
+    assert load_config(stack(url=url), env={}).levels[0].options.url == url
+
+
+def test_two_levels_in_one_place_would_remove_what_the_other_has():
+    source = stack(url="s3://blocks/kv")
+    source["tiers"].append(source["tiers"][1] | {"name": "second", "url": "s3://blocks/kv/"})
+    with pytest.raises(ConfigError, match="is the url of tiers"):
+        load_config(source, env={})
+
+
+def test_options_are_taken_apart_for_the_library():
+    given: dict[str, Value] = {
+        "region": "here",
+        "aws_allow_http": True,
+        "TIMEOUT": "9 s",
+        "proxy_url": "http://p",
+    }
+    config, client = ObjectOptions(url="s3://blocks", options=given).split()
+    assert config == {"region": "here"}
+    assert client == {"allow_http": True, "timeout": "9 s", "proxy_url": "http://p"}
+
+
+def test_secrets_are_not_shown():
+    options = {"access_key_id": SECRET, "secret_access_key": SECRET, "session_token": SECRET}
+    options |= {"sas_key": SECRET, "proxy_url": f"http://me:{SECRET}@proxy", "region": "nearby"}
+    config = load_config(stack(url="s3://blocks", options=options), env={})
+    shown = [config.describe(LAYOUT), repr(config.levels[0].options), repr(config.levels[0])]
+    tier = config.levels[0].make_tier()
+    shown += [str(tier.describe()), repr(tier)]
+    assert SECRET not in "".join(shown)
+    assert "region=nearby" in tier.describe()["options"]
+
+
+@pytest.mark.parametrize("block_bytes", [1, 64 << 10, (256 << 10) - 1])
+def test_small_blocks_are_refused_before_anything_is_asked(block_bytes):
+    source = stack(url="s3://blocks")
+    layout = Layout(block_tokens=16, block_bytes=block_bytes)
+    with pytest.raises(ConfigError) as caught:
+        kvladder.open_cache(source, layout=layout)
+    assert caught.value.path == "tiers[1].type"
+    assert "a request" in caught.value.message
+    assert "at least 256 KiB" in caught.value.hint
+    load_config(source, env={}).check(LAYOUT)
+
+
+# ---- the library
+
+HIDDEN = """
+import sys
+sys.modules["obstore"] = None
+from kvladder.config.registry import load
+from kvladder.errors import ConfigError
+try:
+    load("tiers", "object")
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_the_library_is_not_installed():
+    command = [sys.executable, "-W", "ignore", "-c", HIDDEN]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "install kvladder[object]" in found
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "is_temporary"),
+    [
+        (GenericError("No space left on device (os error 28)"), TierFull, True),
+        (GenericError("<Code>XMinioStorageFull</Code>"), TierFull, True),
+        (GenericError("503 Slow Down\n\nDebug source:\nx"), TierError, True),
+        (PermissionDeniedError("403"), TierError, False),
+        (TimeoutError(), TierError, True),
+    ],
+)
+def test_what_failures_come_to(error, kind, is_temporary):
+    found = failure(error)
+    assert (type(found), found.temporary) == (kind, is_temporary)
+    assert str(found)
+    assert "Debug" not in str(found)
+
+
+# ---- stores
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with ObjectServer(tmp_path_factory.mktemp("objects")) as server:
+        yield server
+
+
+def over(server, **options):
+    return {"url": f"s3://{BUCKET}/kv", "options": server.options | options}
+
+
+@pytest.mark.slow
+def test_what_is_found_where_all_is_well(server):
+    found = preflight(load_config(stack(**over(server))))
+    assert not found.errors
+    assert found.facts["object"] == {"url": f"s3://{BUCKET}/kv", "access": "can be listed"}
+
+
+def test_nobody_is_there():
+    address = f"http://127.0.0.1:{free_ports(1)[0]}"
+    options = {"endpoint": address, "allow_http": True, "skip_signature": True}
+    error = refused(url="s3://blocks", options=options)
+    assert address in error.message
+    assert "required: false" in error.hint
+    source = stack(url="s3://blocks", options=options, required=False)
+    (warning,) = preflight(load_config(source)).warnings
+    assert address in warning
+    with kvladder.open_cache(source, layout=LAYOUT) as cache:
+        assert cache.lookup([]).total == 0
+
+
+@pytest.mark.slow
+def test_there_is_no_such_bucket(server):
+    for required in (True, False):
+        settings = over(server) | {"url": "s3://elsewhere/kv", "required": required}
+        error = refused(**settings)
+        assert "NoSuchBucket" in error.message
+        assert "make it" in error.hint
+
+
+@pytest.mark.slow
+def test_http_has_to_be_allowed(server):
+    assert "allow_http: true" in refused(**over(server, allow_http=False)).hint
+
+
+@pytest.mark.slow
+def test_tls_where_there_is_none(server):
+    address = server.address.replace("http:", "https:")
+    assert address in refused(**over(server, endpoint=address)).message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"nonsense": 1}, {"allow_http": "perhaps"}, {"root_certificate": "none"}]
+)
+def test_options_that_the_library_does_not_take(server, options):
+    assert refused(**over(server, **options)).path == "tiers[1].options"
+
+
+@pytest.mark.slow
+def test_a_user_who_may_do_nothing(tmp_path):
+    with ObjectServer(tmp_path) as server:
+        server.ask("POST", "moto-api/reset-auth", b"0")  # from now on users are asked for
+        error = refused(**over(server))
+        assert "403" in error.message
+        assert "may list, get, put and delete" in error.hint
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    error = refused(url=f"file://{tmp_path}/absent")
+    assert f"{tmp_path}/absent" in error.message
+    assert error.path == "tiers[1].url"
+    assert not (tmp_path / "absent").exists()

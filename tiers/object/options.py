@@ -1,0 +1,75 @@
+"""What a configuration says about an object store: where it is, and how to get in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, TypeAlias
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvladder.errors import ConfigError
+from kvladder.schema import Settings
+from kvladder.units import Duration
+
+Value: TypeAlias = str | bool | int
+
+SCHEMES = ("s3", "gs", "az", "file")
+_CLIENT = {
+    "allow_http", "allow_invalid_certificates", "connect_timeout", "http1_only", "http2_only",
+    "pool_idle_timeout", "pool_max_idle_per_host", "proxy_ca_certificate", "proxy_excludes",
+    "proxy_url", "randomize_addresses", "read_timeout", "root_certificate", "timeout", "user_agent",
+}  # fmt: skip
+"""Of obstore's options those that are about connections: it takes them apart from the others."""
+_VENDOR = re.compile("^(aws|google|azure)_")
+
+
+class ObjectOptions(Settings, frozen=True, kw_only=True):
+    """The keys of an object store tier; see docs/object.md."""
+
+    url: str
+    """``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://account/container/prefix``, or
+    ``file:///folder``."""
+    options: dict[str, Value] = msgspec.field(default_factory=dict[str, Value])
+    """Options of obstore's by their names, such as region and endpoint."""
+    requests: Annotated[int, msgspec.Meta(ge=1, le=256, description="a number from 1 to 256")] = 32
+    """How many blocks are on their way at once."""
+    required: bool = True
+    """Whether a store that cannot be reached at the start is an error; else it is a miss."""
+    probe_timeout: Duration | None = None
+    """How long a request waits for what the store says it has; by default as for a call."""
+    probe_cache: Duration = Duration(5)
+    """How long the answer that a block is not there is believed."""
+
+    def __post_init__(self) -> None:
+        hint = "expected s3://bucket/prefix, gs://bucket, az://account/container or file:///folder"
+        try:
+            url = urlsplit(self.url)
+        except ValueError as error:
+            raise ConfigError(str(error), path="url", hint=hint) from None
+        # what is wrong is not quoted: it may hold a secret
+        if "@" in url.netloc or url.query or url.fragment:
+            wrong = "a user or a query (?...)"
+            keys = "credentials come from the environment, or stand in options"
+            raise ConfigError(wrong, path="url", hint=keys)
+        is_file = url.scheme == "file"
+        if url.scheme not in SCHEMES or is_file == bool(url.netloc):
+            raise ConfigError("names no object store", path="url", hint=hint)
+        if url.scheme in {"az", "file"} and not url.path.strip("/"):
+            raise ConfigError("is not complete", path="url", hint=hint)
+        if is_file and self.options:
+            raise ConfigError("have no effect on a folder", path="options", hint="leave them out")
+
+    @property
+    def places(self) -> list[str]:
+        """What no other level may name."""
+        return [self.url.rstrip("/")]
+
+    def split(self) -> tuple[Mapping[str, Value], Mapping[str, Value]]:
+        """The options for the store, and those for its connections."""
+        client = {key: _VENDOR.sub("", key.lower()) for key in self.options}
+        return (
+            {key: self.options[key] for key, name in client.items() if name not in _CLIENT},
+            {name: self.options[key] for key, name in client.items() if name in _CLIENT},
+        )
