@@ -166,14 +166,16 @@ class Arena:
         return arena
 
     @classmethod
-    def attach(cls, handle: ArenaHandle) -> Arena:
+    def attach(cls, handle: ArenaHandle, *, inherited: int | None = None) -> Arena:
         """Map the arena of another process of the same user (or of this one).
 
         The attached side only reads and writes slots that the owner names: it leases none. Its
-        pages are mapped in the background, by a thread that ends with ``close``.
+        pages are mapped in the background, by a thread that ends with ``close``. A process that
+        was given the descriptor when it was started says which one it is by ``inherited``.
         """
         try:
-            fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR | os.O_CLOEXEC)
+            path = f"/proc/{handle.pid}/fd/{handle.fd}"
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC) if inherited is None else inherited
         except OSError as error:
             raise ArenaError(f"arena of process {handle.pid}: {error.strerror}") from error
         size = align(handle.slots * handle.slot_bytes, HUGE_PAGE_BYTES)

@@ -399,3 +399,37 @@ def all_plain(reads: Sequence[LevelRead], labels: Labels) -> bool:
 
 
 _CODING = attrgetter("_coding")
+
+
+class Arrival(NamedTuple):
+    """What ``Read.came`` was told, and what came of ``Read.check``: for another process."""
+
+    label: bytes
+    length: int
+    outcome: Outcome | None
+    coding: Coding | None
+
+
+def arrival(read: Read) -> Arrival | None:
+    """What came for a block; None if nothing did."""
+    if not read._label:
+        return None
+    return Arrival(read._label, read._length, read._outcome, read._coding)
+
+
+def arrived(read: Read, found: Arrival) -> None:
+    """The same came for it in another process, and was checked there, if it was checked."""
+    read.came(found.label, found.length)
+    whole = read._labels.whole
+    read._outcome = found.outcome
+    read._coding = whole if found.coding == whole else found.coding
+
+
+def to_write(block: Write) -> tuple[bool, Coding | None]:
+    """Whether it gets a checksum, and what codecs did to it."""
+    return block._labels.verify, block._coding
+
+
+def is_verified(block: Read) -> bool:
+    """Whether its checksum is compared."""
+    return block._labels.verify

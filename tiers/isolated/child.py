@@ -1,0 +1,223 @@
+"""The process of an isolated tier: it maps the arena, opens the tier, and serves its calls."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from typing import cast
+
+from kvladder.arena import Arena, ArenaHandle, Slot
+from kvladder.blocking import BlockingPool, SystemClock
+from kvladder.errors import ConfigError, TierError, TierFull
+from kvladder.tiers.base import Tier, TierContext
+from kvladder.tiers.isolated.wire import (
+    Ask,
+    Cancel,
+    Close,
+    Done,
+    Erase,
+    Examine,
+    Failed,
+    Get,
+    Got,
+    Message,
+    Open,
+    Progressed,
+    Purge,
+    Put,
+    Recover,
+    Recovered,
+    Request,
+    Said,
+    Start,
+    frame,
+    requests,
+    take,
+)
+from kvladder.tiers.label import Kept, Labels, Read, Write, arrival
+
+THREADS = 4
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Child:
+    """Serves one tier to one process, by whose death it ends."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._pool = BlockingPool(THREADS, "kvladder-isolated")
+        self._tier: Tier
+        self._context: TierContext
+        self._kept: AsyncIterator[Sequence[Kept]] | None = None
+
+    async def serve(self) -> None:
+        """Answer until the other side is gone."""
+        while True:
+            message = requests.decode(await take(self._reader))
+            if isinstance(message, Cancel):
+                task = self._tasks.get(message.number)
+                if task is not None:
+                    task.cancel()
+            else:
+                task = asyncio.create_task(self._answer(message))
+                self._tasks[message.number] = task
+
+    async def _answer(self, message: Request) -> None:
+        """Do what is asked; whatever it raises is an answer, too."""
+        try:
+            answer = await self._done(message)
+            answer.number = message.number
+            body = frame(answer)
+        except BaseException as error:  # noqa: BLE001 - told to whoever called
+            body = frame(failure(message.number, error))
+        del self._tasks[message.number]
+        self._writer.write(body)
+
+    async def _done(self, message: Request) -> Message:
+        match message:
+            case Start():
+                make, options = pickle.loads(message.pickled)  # noqa: S301 - of our own process
+                self._tier = make() if options is None else make(options)
+                return Done()
+            case Open():
+                return await self._open(message)
+            case Examine():
+                return Done(
+                    value=dict(await self._tier.examine(message.capacity_bytes, self._warn))
+                )
+            case Get():
+                return await self._get(message)
+            case Put():
+                return await self._put(message)
+            case Ask():
+                call = getattr(self._tier, message.call)
+                return Done(value=plain(await call(message.blocks)))
+            case Purge():
+                number = message.number
+
+                def progress(done: int, total: int) -> None:
+                    self._say(Progressed(number, done, total))
+
+                return Done(value=await self._tier.purge(message.salt, progress))
+            case Erase():
+                return Done(value=await self._tier.erase(message.salt, message.start))
+            case Recover():
+                return await self._recover(anew=message.anew)
+            case Close():
+                await self._tier.aclose()
+                return Done()
+            case Cancel():
+                raise AssertionError("is not answered")
+
+    def _say(self, message: Message) -> None:
+        self._writer.write(frame(message))
+
+    def _warn(self, text: str) -> None:
+        self._say(Said(text=text, warning=True))
+
+    async def _open(self, message: Open) -> Done:
+        fd, slots, slot_bytes = message.arena
+        layout, namespace, capacity_blocks, timeout_s = pickle.loads(message.pickled)  # noqa: S301
+        handle = ArenaHandle(os.getppid(), fd, slots, slot_bytes)
+        self._context = TierContext(
+            arena=Arena.attach(handle, inherited=fd),
+            layout=layout,
+            namespace=namespace,
+            capacity_blocks=capacity_blocks,
+            clock=SystemClock(),
+            run_blocking=self._pool.run,
+            say=lambda text: self._say(Said(text=text)),
+            timeout_s=timeout_s,
+        )
+        await self._tier.open(self._context)
+        return Done(value=(self._tier.batch_max, self._tier.describe()))
+
+    def _labels(self, *, verify: bool) -> Labels:
+        context = self._context
+        return Labels(context.namespace, context.layout.block_bytes, verify=verify)
+
+    async def _get(self, message: Get) -> Got:
+        labels, view = self._labels(verify=message.verify), self._context.arena.view
+        reads = [Read(labels, ref, Slot(slot), view(Slot(slot))) for ref, slot in message.reads]
+        results = await self._tier.get(reads)
+        return Got(
+            results=plain(results),
+            found=[*map(arrival, reads)],
+            gauges=dict(self._tier.gauges()),
+        )
+
+    async def _put(self, message: Put) -> Done:
+        labels, view = self._labels(verify=message.verify), self._context.arena.view
+        writes = [
+            Write(labels, ref, Slot(slot), view(Slot(slot)), facts, coding=coding, replace=replace)
+            for ref, slot, facts, coding, replace in message.writes
+        ]
+        results = await self._tier.put(writes)
+        spare = {salt: self._tier.spare(salt) for salt in {w.facts.salt for w in writes}}
+        return Done(value=plain(results), spare=spare, gauges=dict(self._tier.gauges()))
+
+    async def _recover(self, *, anew: bool) -> Recovered:
+        if anew or self._kept is None:
+            self._kept = self._tier.recover()
+        async for batch in self._kept:
+            return Recovered(kept=list(batch))
+        self._kept = None
+        return Recovered()
+
+
+def plain(results: object) -> object:
+    """What a tier returned, as plain data; whoever called sees whether it is an answer."""
+    if not isinstance(results, Sequence) or isinstance(results, str | bytes):
+        return results
+    return [one if one is None else bool(one) for one in cast("Sequence[object]", results)]
+
+
+def failure(number: int, error: BaseException) -> Failed:
+    """What a call raised, as an answer."""
+    match error:
+        case ConfigError():
+            return Failed(number, "config", error.message, error.path, error.hint)
+        case TierError():
+            full = isinstance(error, TierFull)
+            temporary = error.temporary
+            return Failed(number, "full" if full else "tier", str(error), temporary=temporary)
+        case asyncio.CancelledError():
+            return Failed(number, "cancelled")
+        case _:
+            return Failed(number, "tier", f"it raised {error!r}", temporary=False)
+
+
+async def _serve(fd: int) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd))
+    with suppress(ConnectionError):
+        await Child(reader, writer).serve()
+
+
+def main(parent: int, fd: int) -> None:
+    """Serve the process ``parent`` over the socket ``fd`` until it is gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before that took effect
+        os._exit(0)
+    for ending in (signal.SIGINT, signal.SIGTERM):  # sent to a whole group, as by a terminal
+        signal.signal(ending, signal.SIG_IGN)  # the engine still has something to store
+    status = 0
+    try:
+        asyncio.run(_serve(fd))
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    os._exit(status)  # not by the end of the interpreter: threads of a library may hang
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,238 @@
+"""The process of an isolated tier, as the engine's side sees it: calls, and an end that is sure."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import TypeVar
+
+import msgspec
+
+from kvladder.errors import ConfigError, TierError, TierFull
+from kvladder.tiers.base import Progress
+from kvladder.tiers.isolated.wire import (
+    Cancel,
+    Failed,
+    Message,
+    Progressed,
+    Reply,
+    Request,
+    Said,
+    frame,
+    replies,
+    take,
+)
+
+R = TypeVar("R", bound=Message)
+
+CHILD = "kvladder.tiers.isolated.child"
+START_S = 60.0
+"""How long a process may take to be there, and to make and open its tier: libraries are large."""
+
+
+class Process:
+    """A child that serves one tier. It is dead, and waited for, before a call that it held ends.
+
+    Coroutines run on one loop, whose thread the child does not outlive.
+
+    Parameters
+    ----------
+    name:
+        Of the tier, for messages.
+    abandon_s:
+        How long a cancelled call may take to end before the child is killed.
+    say, warn:
+        Take what the tier says by ``TierContext.say``, and what it warns of when it is examined.
+    ended:
+        Called when the child is dead.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        abandon_s: float,
+        say: Callable[[str], object],
+        ended: Callable[[Process], None],
+    ) -> None:
+        self._name = name
+        self._abandon_s = abandon_s
+        self._say = say
+        self._ended = ended
+        self._numbers = count(1)
+        self._calls: dict[int, asyncio.Future[Reply]] = {}
+        self._progress: dict[int, Progress] = {}
+        self._child: subprocess.Popen[bytes]
+        self._writer: asyncio.StreamWriter
+        self._serving: asyncio.Task[None] | None = None
+        self._why = ""
+        """Why it was killed, if it was."""
+
+    async def start(self, descriptors: Sequence[int] = ()) -> None:
+        """Start it; it inherits these descriptors under their numbers.
+
+        Raises
+        ------
+        TierError
+            There can be no further process.
+        """
+        ours, theirs = socket.socketpair()
+        path = os.pathsep.join(part or "." for part in sys.path)
+        try:
+            self._child = subprocess.Popen(  # noqa: ASYNC220, S603 - it ends with this thread
+                [sys.executable, "-m", CHILD, str(os.getpid()), str(theirs.fileno())],
+                pass_fds=(theirs.fileno(), *descriptors),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        except OSError as error:
+            ours.close()
+            raise TierError(f"a process for {self._name} cannot be started: {error}") from error
+        finally:
+            theirs.close()
+        self._pidfd = os.pidfd_open(self._child.pid)
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        self._serving = asyncio.create_task(self._serve(reader), name=f"kvladder-{self._name}")
+
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        return self._child.pid
+
+    @property
+    def how(self) -> str:
+        """How it ended."""
+        code = self._child.returncode
+        reason = f"exit status {code}" if code >= 0 else signal.Signals(-code).name
+        return f"the process of {self._name} has ended: {self._why or reason}"
+
+    async def _serve(self, reader: asyncio.StreamReader) -> None:
+        """Hand out answers until the child is gone; then it is waited for, and calls fail."""
+        try:
+            while True:
+                self._take(replies.decode(await take(reader)))
+        except (ConnectionError, OSError):
+            pass
+        except (msgspec.MsgspecError, ValueError) as error:
+            self.kill(f"it does not keep to the protocol: {error}")
+        finally:
+            self.kill("")
+            await self._end()
+            self._writer.close()
+            for future in self._calls.values():
+                if not future.done():
+                    future.set_exception(TierError(self.how))
+                    future.exception()  # somebody may have given it up
+            self._calls.clear()
+            self._ended(self)
+
+    def _take(self, message: Reply) -> None:
+        if isinstance(message, Said):
+            self._say(message.text)
+            return
+        if isinstance(message, Progressed):
+            if (progress := self._progress.get(message.number)) is not None:
+                progress(message.done, message.total)
+            return
+        future = self._calls.pop(message.number, None)
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    async def _end(self) -> None:
+        """Wait until the child, which was killed, is dead; the kernel tells when."""
+        loop, dead = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._pidfd, dead.set)
+        while not dead.is_set():
+            with suppress(asyncio.CancelledError):  # its slots are not free before
+                await dead.wait()
+        loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._child.wait()
+
+    def kill(self, why: str) -> None:
+        """End it at once; ``why`` is what its calls are told."""
+        if self._child.returncode is None:  # not waited for: its process id is its own
+            self._why = self._why or why
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    async def call(
+        self,
+        message: Request,
+        wanted: type[R],
+        *,
+        limit_s: float | None = None,
+        progress: Progress | None = None,
+    ) -> R:
+        """Ask for something; returns the answer, which is a ``wanted``.
+
+        A call that is cancelled, or has no answer after ``limit_s``, is cancelled over there. If it
+        has not ended after ``abandon_s``, the process is killed, and the call ends when it is dead.
+
+        Raises
+        ------
+        TierError, ConfigError
+            What the tier raised; a TierError, too, if the process ends or takes too long.
+        """
+        if self._serving is None or self._serving.done() or self._writer.is_closing():
+            raise TierError(f"the process of {self._name} has ended")
+        number = message.number = next(self._numbers)
+        body = frame(message)
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._calls[number] = future
+        if progress is not None:
+            self._progress[number] = progress
+        self._writer.write(body)
+        try:
+            async with asyncio.timeout(limit_s):
+                answer = await asyncio.shield(future)
+        except TimeoutError as error:
+            await self._give_up(number, future)
+            raise TierError(f"the process of {self._name} needs more than {limit_s} s") from error
+        except asyncio.CancelledError:
+            await self._give_up(number, future)
+            raise
+        finally:
+            self._progress.pop(number, None)
+        if isinstance(answer, Failed):
+            raise _error(answer)
+        assert isinstance(answer, wanted), answer
+        return answer
+
+    async def _give_up(self, number: int, future: asyncio.Future[Reply]) -> None:
+        """Have a call end over there, in one way or the other."""
+        if not future.done() and not self._writer.is_closing():
+            self._writer.write(frame(Cancel(number)))
+        why = f"a call that was given up did not end within {self._abandon_s:g} s"
+        killing = asyncio.get_running_loop().call_later(self._abandon_s, self.kill, why)
+        try:
+            while not future.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait({future})
+        finally:
+            killing.cancel()
+
+    async def aclose(self) -> None:
+        """Kill it, and wait until it is dead; may be called again."""
+        if self._serving is None:
+            return
+        self.kill("the tier was closed")
+        while not self._serving.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({self._serving})
+
+
+def _error(failed: Failed) -> TierError | ConfigError:
+    """What a call raised."""
+    if failed.kind == "config":
+        return ConfigError(failed.message, path=failed.path, hint=failed.hint)
+    if failed.kind == "cancelled":
+        return TierError("it cancelled the call")
+    kind = TierFull if failed.kind == "full" else TierError
+    return kind(failed.message, temporary=failed.temporary)

@@ -1,0 +1,222 @@
+"""A tier in a process of its own, for libraries that cannot cancel, hold the GIL, or crash."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from math import inf
+from typing import cast
+
+from kvladder.errors import ConfigError, TierError
+from kvladder.tiers.base import Progress, Tier, TierContext
+from kvladder.tiers.isolated.process import START_S, Process
+from kvladder.tiers.isolated.wire import (
+    Ask,
+    Close,
+    Done,
+    Erase,
+    Examine,
+    Get,
+    Got,
+    Open,
+    Purge,
+    Put,
+    Recover,
+    Recovered,
+    Start,
+)
+from kvladder.tiers.label import Kept, Read, Ref, Write, arrived, is_verified, to_write
+
+CLOSE_S = 4.0
+RETRY_S, RETRY_MAX_S = 0.2, 30.0
+"""From the end of a process to the next start; doubled each time that fails."""
+SALTS_MAX = 1024
+"""Salts whose spare room is remembered."""
+_TRAITS = (
+    "batch_max", "overhead_bytes", "medium", "durable", "recovers_checked", "erases", "shared",
+    "probe_max", "probe_timeout_s", "probe_cache_s",
+)  # fmt: skip
+
+
+class IsolatedTier(Tier):
+    """Another tier, in a child process that maps the arena; no bytes pass between the two.
+
+    A call that is given up is cancelled over there; what has not ended after ``abandon_s`` ends by
+    SIGKILL, and the call ends when the child was waited for: from then on nothing of the tier
+    touches a slot. A dead child fails its calls with a TierError and is started again in the
+    background; until it is open, calls fail at once.
+
+    Parameters
+    ----------
+    make:
+        The class of the tier, which another process can import.
+    options:
+        Its options; None if it has none.
+    abandon_s:
+        How long a cancelled call may take to end.
+    """
+
+    def __init__(self, make: type[Tier], options: object, *, abandon_s: float = 1.0) -> None:
+        known = cast("Callable[..., Tier]", make)
+        tier = known() if options is None else known(options)
+        for name in _TRAITS:
+            setattr(self, name, getattr(tier, name))
+        self._name = make.__name__
+        self._abandon_s = abandon_s
+        try:
+            self._pickled = pickle.dumps((make, options))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            what = f"{make.__name__} cannot be made in another process: {error}"
+            raise ConfigError(
+                what, hint="expected a class of a module that can be imported"
+            ) from error
+        self._process: Process | None = None
+        self._ready = False
+        self._starting: asyncio.Task[None] | None = None
+        self._spare: OrderedDict[bytes, float] = OrderedDict()
+        self._gauges: dict[str, int] = {}
+        self._described: dict[str, str] = {}
+        self._ends = 0
+        self._closed = False
+
+    # ---- the process
+
+    async def examine(
+        self, capacity_bytes: int, warn: Callable[[str], object]
+    ) -> Mapping[str, str]:
+        process = self._new(warn)
+        try:
+            await process.start()
+            await process.call(Start(pickled=self._pickled), Done, limit_s=START_S)
+            told = await process.call(Examine(capacity_bytes=capacity_bytes), Done, limit_s=START_S)
+            return cast("dict[str, str]", told.value)
+        finally:
+            await process.aclose()
+
+    async def open(self, context: TierContext) -> None:
+        self.context = context
+        await self._open()
+
+    def _new(self, say: Callable[[str], object]) -> Process:
+        return Process(self._name, abandon_s=self._abandon_s, say=say, ended=self._ended)
+
+    async def _open(self) -> None:
+        """Start a child and open the tier in it; it is dead again if that fails."""
+        context, handle = self.context, self.context.arena.handle
+        process = self._process = self._new(context.say)
+        told = context.layout, context.namespace, context.capacity_blocks, context.timeout_s
+        arena = handle.fd, handle.slots, handle.slot_bytes
+        try:
+            await process.start([handle.fd])
+            await process.call(Start(pickled=self._pickled), Done, limit_s=START_S)
+            message = Open(arena=arena, pickled=pickle.dumps(told))
+            answer = await process.call(message, Done, limit_s=START_S)
+        except BaseException:
+            await process.aclose()
+            raise
+        self.batch_max, self._described = answer.value
+        self._ready = True
+
+    def _ended(self, process: Process) -> None:
+        """A child is dead: start another one, beside whoever calls."""
+        if process is self._process and self._ready and not self._closed:
+            self._ready = False
+            self._ends += 1
+            self.context.say(f"{process.how}: it is started again")
+            self._starting = asyncio.create_task(self._restart(), name="kvladder-isolated-start")
+
+    async def _restart(self) -> None:
+        wait_s = RETRY_S
+        while not self._ready:
+            await asyncio.sleep(wait_s)
+            try:
+                await self._open()
+            except (TierError, ConfigError) as error:
+                self.context.say(f"{self._name} cannot be opened again: {error}")
+                wait_s = min(2 * wait_s, RETRY_MAX_S)
+
+    def _running(self) -> Process:
+        """The process, if it can be called."""
+        if self._closed:
+            raise TierError("the tier is closed", temporary=False)
+        if self._process is None or not self._ready:
+            raise TierError(f"the process of {self._name} is being started")
+        return self._process
+
+    # ---- the tier
+
+    async def get(self, reads: Sequence[Read]) -> Sequence[bool | None]:
+        if not reads:
+            return []
+        rows = [(Ref(read.key, read.place), int(read.slot)) for read in reads]
+        answer = await self._running().call(Get(verify=is_verified(reads[0]), reads=rows), Got)
+        self._gauges = answer.gauges
+        for read, found in zip(reads, answer.found, strict=True):
+            if found is not None:
+                arrived(read, found)
+        return cast("Sequence[bool | None]", answer.results)
+
+    async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
+        if not writes:
+            return []
+        told = [to_write(write) for write in writes]
+        rows = [
+            (Ref(w.key, w.place), int(w.slot), w.facts, coding, w.replace)
+            for w, (_, coding) in zip(writes, told, strict=True)
+        ]
+        answer = await self._running().call(Put(verify=told[0][0], writes=rows), Done)
+        self._gauges = answer.gauges
+        for salt, spare in answer.spare.items():
+            self._spare[salt] = spare
+            self._spare.move_to_end(salt)
+        while len(self._spare) > SALTS_MAX:
+            self._spare.popitem(last=False)
+        return cast("Sequence[bool]", answer.value)
+
+    async def remove(self, blocks: Sequence[Ref]) -> None:
+        await self._running().call(Ask(call="remove", blocks=list(blocks)), Done)
+
+    async def contains(self, blocks: Sequence[Ref]) -> Sequence[bool]:
+        answer = await self._running().call(Ask(call="contains", blocks=list(blocks)), Done)
+        return cast("Sequence[bool]", answer.value)
+
+    async def purge(self, salt: bytes | None, progress: Progress) -> int:
+        answer = await self._running().call(Purge(salt=salt), Done, progress=progress)
+        return int(answer.value)
+
+    async def erase(self, salt: bytes | None, start: int) -> tuple[int, int | None]:
+        answer = await self._running().call(Erase(salt=salt, start=start), Done)
+        count, following = answer.value
+        return count, following
+
+    def spare(self, salt: bytes) -> float:
+        return self._spare.get(salt, inf)
+
+    async def recover(self) -> AsyncIterator[Sequence[Kept]]:
+        batch = await self._running().call(Recover(anew=True), Recovered)
+        while batch.kept is not None:
+            yield batch.kept
+            batch = await self._running().call(Recover(anew=False), Recovered)
+
+    def gauges(self) -> Mapping[str, int]:
+        return {**self._gauges, "process_ends": self._ends}
+
+    def describe(self) -> dict[str, str]:
+        pid = self._process.pid if self._process is not None and self._ready else "none"
+        return {**self._described, "process": str(pid)}
+
+    async def aclose(self) -> None:
+        self._closed = True
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait({self._starting})
+        process = self._process
+        if process is not None:
+            if self._ready:
+                self._ready = False
+                with suppress(TierError):
+                    await process.call(Close(), Done, limit_s=CLOSE_S)
+            await process.aclose()
