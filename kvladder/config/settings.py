@@ -18,6 +18,7 @@ from kvladder.schema import Settings, cleared
 from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.base import ChecksumCodec, Codec, Stage
 from kvladder.tiers.codecs.edge import scratch_blocks
+from kvladder.tiers.isolated.tier import IsolatedTier
 from kvladder.tiers.label import STEPS_MAX
 from kvladder.units import Duration, Share, Size
 
@@ -294,6 +295,10 @@ class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
     queue: Share = Share(percent=25)
     """Blocks that may wait to be written; each keeps an arena slot busy."""
     breaker: BreakerConfig = BreakerConfig()
+    isolate: bool = False
+    """Whether the tier runs in a process of its own."""
+    abandon_s: Duration = msgspec.field(name="abandon", default=Duration(1))
+    """How long a call that is given up may take to end before that process is killed."""
 
     def __post_init__(self) -> None:
         TierSettings.__post_init__(self)
@@ -318,6 +323,8 @@ class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
 
     def make_tier(self) -> Tier:
         """A new tier for this level, not yet opened."""
+        if self.isolate:
+            return IsolatedTier(self.make, self.options, abandon_s=self.abandon_s)
         tier: Tier = self._made()
         return tier
 

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import cast
 
 from kvladder.arena import Arena, ArenaHandle, Slot
@@ -54,7 +55,7 @@ class Child:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._tasks: dict[int, asyncio.Task[bytes]] = {}
         self._pool = BlockingPool(THREADS, "kvladder-isolated")
         self._tier: Tier
         self._context: TierContext
@@ -71,17 +72,22 @@ class Child:
             else:
                 task = asyncio.create_task(self._answer(message))
                 self._tasks[message.number] = task
+                task.add_done_callback(partial(self._answered, message.number))
 
-    async def _answer(self, message: Request) -> None:
+    async def _answer(self, message: Request) -> bytes:
         """Do what is asked; whatever it raises is an answer, too."""
         try:
             answer = await self._done(message)
             answer.number = message.number
-            body = frame(answer)
+            return frame(answer)
         except BaseException as error:  # noqa: BLE001 - told to whoever called
-            body = frame(failure(message.number, error))
-        del self._tasks[message.number]
-        self._writer.write(body)
+            return frame(failure(message.number, error))
+
+    def _answered(self, number: int, task: asyncio.Task[bytes]) -> None:
+        """Send the answer; a call that was cancelled before it began has one, too."""
+        del self._tasks[number]
+        gone = Failed(number, "cancelled")
+        self._writer.write(frame(gone) if task.cancelled() else task.result())
 
     async def _done(self, message: Request) -> Message:
         match message:
@@ -213,7 +219,7 @@ def main(parent: int, fd: int) -> None:
     status = 0
     try:
         asyncio.run(_serve(fd))
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the other side hears of an end
         traceback.print_exc()
         status = 1
     os._exit(status)  # not by the end of the interpreter: threads of a library may hang

@@ -1,0 +1,243 @@
+"""Tiers in processes of their own: the suite, and what a tier can do there to nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvladder.errors import ConfigError, TierError, TierFull
+from kvladder.testing import TierTests
+from kvladder.testing.fixtures import POISON, SETTLE_S, TierFixtures
+from kvladder.tiers.files.tier import FilesOptions, FilesTier
+from kvladder.tiers.isolated.tier import IsolatedTier
+from kvladder.tiers.memory import MemoryTier
+from tests.kit.unruly import UnrulyOptions, UnrulyTier
+
+PAUSE_S = 0.02
+
+
+class TestMemory(TierTests):
+    real = True
+
+    @pytest.fixture
+    def make(self):
+        return lambda: IsolatedTier(MemoryTier, None)
+
+
+class TestFiles(TierTests):
+    real = True
+    survives = True
+
+    @pytest.fixture
+    def make(self, tmp_path):
+        return lambda: IsolatedTier(FilesTier, FilesOptions(path=str(tmp_path)))
+
+
+def is_alive(pid):
+    """Whether there is such a process, a dead one that nobody waited for among them."""
+    return Path(f"/proc/{pid}").exists()
+
+
+async def until(is_so):
+    """Wait for something that nobody tells."""
+    while not is_so():  # noqa: ASYNC110
+        await asyncio.sleep(PAUSE_S)
+
+
+async def again(call):
+    """What a call answers as soon as it is answered."""
+    while True:
+        try:
+            return await call()
+        except TierError:
+            await asyncio.sleep(PAUSE_S)
+
+
+class TestFaults(TierFixtures):
+    real = True
+
+    @pytest.fixture
+    def order(self, tmp_path):
+        return tmp_path / "order"
+
+    @pytest.fixture
+    def make(self, order):
+        return lambda: IsolatedTier(UnrulyTier, UnrulyOptions(path=str(order)), abandon_s=0.3)
+
+    async def begun(self, order, what, call):
+        """A call that obeys, and is at it."""
+        order.write_text(what)
+        task = asyncio.create_task(call)
+        await until(order.with_suffix(".begun").exists)
+        return task
+
+    async def test_a_call_that_is_cancelled_ends_over_there(self, tier, blocks, order):
+        (block,) = await blocks.put(tier, 0)
+        pid = tier.describe()["process"]
+        task = await self.begun(order, "hang", tier.get(blocks.reads([block])))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        order.unlink()
+        assert await blocks.get(tier, [block]) == [True]
+        assert tier.describe()["process"] == pid
+
+    @pytest.mark.parametrize("what", ["deaf", "block", "late", "stop"])
+    async def test_what_does_not_end_is_killed_and_lands_nowhere(self, tier, blocks, order, what):
+        (block,) = await blocks.put(tier, 0)
+        pid = int(tier.describe()["process"])
+        task = await self.begun(order, what, tier.get(blocks.reads([block])))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not is_alive(pid)
+        blocks.poison([block])
+        await asyncio.sleep(SETTLE_S)
+        assert {*blocks.bytes_in(block.slot)} == {POISON}
+        order.unlink()
+        assert await again(lambda: tier.contains(blocks.refs([block]))) == [False]
+        assert tier.gauges()["process_ends"] == 1
+        assert int(tier.describe()["process"]) != pid
+
+    @pytest.mark.parametrize(("what", "how"), [("crash", "SIGSEGV"), ("exit", "exit status 3")])
+    async def test_a_death_fails_the_calls_that_were_under_way(
+        self, tier, blocks, order, what, how
+    ):
+        order.write_text(what)
+        with pytest.raises(TierError, match=f"the process of UnrulyTier has ended: {how}"):
+            await tier.put(blocks.writes(blocks.some(0)))
+        with pytest.raises(TierError, match="is being started"):  # nobody waits for the next one
+            await tier.put(blocks.writes(blocks.some(0)))
+        order.unlink()
+        await again(lambda: tier.contains([]))
+        assert await blocks.put(tier, 0)
+
+    @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+    async def test_only_a_kill_ends_it(self, tier, blocks, sent):
+        await blocks.put(tier, 0)
+        pid = int(tier.describe()["process"])
+        os.kill(pid, sent)
+        if sent == signal.SIGKILL:
+            await until(lambda: not is_alive(pid))
+            assert await again(lambda: tier.contains([])) == []
+        assert await blocks.contains(tier, blocks.some(0)) == [sent != signal.SIGKILL]
+
+    async def test_errors_are_what_they_are_without_it(self, tier, blocks, order):
+        writes = blocks.writes(blocks.some(0))
+        order.write_text("full")
+        with pytest.raises(TierFull, match="no room"):
+            await tier.put(writes)
+        order.write_text("wrong")
+        with pytest.raises(TierError, match="it raised ValueError"):
+            await tier.put(writes)
+        order.write_text("leave")
+        with pytest.raises(TierError, match="it raised SystemExit"):
+            await tier.put(writes)
+        order.write_text("numbers")
+        assert await tier.put(writes) == 7  # the level sees that this is no answer
+
+    async def test_what_it_says_comes_through(self, make, context, blocks):
+        said = []
+        tier = make()
+        await tier.open(replace(context, say=said.append))
+        assert said == ["it is open"]
+        await blocks.store(tier, [block.of(salt=b"12345678") for block in blocks.some(0)])
+        assert (tier.spare(b"12345678"), tier.spare(b"")) == (3.0, float("inf"))
+        told = []
+        assert await tier.purge(None, lambda *part: told.append(part)) == 1
+        assert told == [(0, 3), (1, 3), (2, 3)]
+        await tier.aclose()
+        with pytest.raises(TierError, match="closed"):
+            await tier.contains([])
+
+    async def test_a_tier_that_refuses_to_open_leaves_no_process(self, make, context, order):
+        tier = make()
+        order.write_text("refuse")
+        with pytest.raises(ConfigError) as refused:
+            await tier.open(context)
+        assert (refused.value.path, refused.value.hint) == ("path", "expected another day")
+        order.write_text("absent")
+        with pytest.raises(TierError, match="nobody is there"):
+            await tier.open(context)
+        assert tier.describe()["process"] == "none"
+        order.unlink()
+        await tier.open(context)
+        assert await tier.contains([]) == []
+        await tier.aclose()
+
+    async def test_it_is_tried_again_until_it_opens(self, make, context, order):
+        said = []
+        tier = make()
+        await tier.open(replace(context, say=said.append))
+        order.write_text("absent")
+        os.kill(int(tier.describe()["process"]), signal.SIGKILL)
+        await until(lambda: "UnrulyTier cannot be opened again: nobody is there" in said)
+        order.unlink()
+        assert await again(lambda: tier.contains([])) == []
+        assert "the process of UnrulyTier has ended: SIGKILL: it is started again" in said
+        await tier.aclose()
+
+    async def test_a_close_does_not_wait_for_what_hangs(self, tier, blocks, order):
+        pid = int(tier.describe()["process"])
+        task = await self.begun(order, "block", tier.put(blocks.writes(blocks.some(0))))
+        task.cancel()
+        await asyncio.wait({task})
+        await tier.aclose()
+        assert not is_alive(pid)
+
+    async def test_it_is_looked_at_in_a_process_too(self, order, tmp_path):
+        options = FilesOptions(path=str(tmp_path / "new"))
+        tier = IsolatedTier(FilesTier, options)
+        assert await tier.examine(1 << 30, print) == await FilesTier(options).examine(
+            1 << 30, print
+        )
+        assert tier.describe()["process"] == "none"
+
+
+def test_a_class_that_nobody_else_can_import_is_refused():
+    class Mine(MemoryTier):
+        pass
+
+    with pytest.raises(ConfigError, match="Mine cannot be made in another process"):
+        IsolatedTier(Mine, None)
+
+
+ENGINE = """
+import asyncio
+from kvladder.arena import Arena
+from kvladder.layout import Layout
+from kvladder.runtime import BlockingPool, SystemClock
+from kvladder.tiers import Tier, TierContext
+from kvladder.tiers.isolated.tier import IsolatedTier
+from kvladder.tiers.memory import MemoryTier
+
+async def main():
+    tier, layout = IsolatedTier(MemoryTier, None), Layout(16, 4096)
+    run = BlockingPool(1, "x").run
+    space = layout.namespace(salt="x")
+    arena = Arena.create(4, 4096)
+    await tier.open(TierContext(arena, layout, space, 4, SystemClock(), run))
+    print(tier.describe()["process"], flush=True)
+    await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+
+
+def test_it_ends_with_the_engine_however_that_ends():
+    engine = subprocess.Popen([sys.executable, "-c", ENGINE], stdout=subprocess.PIPE, text=True)
+    assert engine.stdout is not None
+    pid = int(engine.stdout.readline())
+    watch = os.pidfd_open(pid)
+    engine.kill()
+    engine.communicate()
+    assert select.select([watch], [], [])[0]
+    os.close(watch)
