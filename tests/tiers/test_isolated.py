@@ -24,14 +24,6 @@ from tests.kit.unruly import UnrulyOptions, UnrulyTier
 PAUSE_S = 0.02
 
 
-class TestMemory(TierTests):
-    real = True
-
-    @pytest.fixture
-    def make(self):
-        return lambda: IsolatedTier(MemoryTier, None)
-
-
 class TestFiles(TierTests):
     real = True
     survives = True
@@ -81,19 +73,19 @@ class TestFaults(TierFixtures):
 
     async def test_a_call_that_is_cancelled_ends_over_there(self, tier, blocks, order):
         (block,) = await blocks.put(tier, 0)
-        pid = tier.describe()["process"]
+        pid = tier.gauges()["process"]
         task = await self.begun(order, "hang", tier.get(blocks.reads([block])))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         order.unlink()
         assert await blocks.get(tier, [block]) == [True]
-        assert tier.describe()["process"] == pid
+        assert tier.gauges()["process"] == pid
 
     @pytest.mark.parametrize("what", ["deaf", "block", "late", "stop"])
     async def test_what_does_not_end_is_killed_and_lands_nowhere(self, tier, blocks, order, what):
         (block,) = await blocks.put(tier, 0)
-        pid = int(tier.describe()["process"])
+        pid = tier.gauges()["process"]
         task = await self.begun(order, what, tier.get(blocks.reads([block])))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -105,7 +97,7 @@ class TestFaults(TierFixtures):
         order.unlink()
         assert await again(lambda: tier.contains(blocks.refs([block]))) == [False]
         assert tier.gauges()["process_ends"] == 1
-        assert int(tier.describe()["process"]) != pid
+        assert tier.gauges()["process"] != pid
 
     @pytest.mark.parametrize(("what", "how"), [("crash", "SIGSEGV"), ("exit", "exit status 3")])
     async def test_a_death_fails_the_calls_that_were_under_way(
@@ -123,7 +115,7 @@ class TestFaults(TierFixtures):
     @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
     async def test_only_a_kill_ends_it(self, tier, blocks, sent):
         await blocks.put(tier, 0)
-        pid = int(tier.describe()["process"])
+        pid = tier.gauges()["process"]
         os.kill(pid, sent)
         if sent == signal.SIGKILL:
             await until(lambda: not is_alive(pid))
@@ -167,7 +159,7 @@ class TestFaults(TierFixtures):
         order.write_text("absent")
         with pytest.raises(TierError, match="nobody is there"):
             await tier.open(context)
-        assert tier.describe()["process"] == "none"
+        assert tier.gauges()["process"] == 0
         order.unlink()
         await tier.open(context)
         assert await tier.contains([]) == []
@@ -178,7 +170,7 @@ class TestFaults(TierFixtures):
         tier = make()
         await tier.open(replace(context, say=said.append))
         order.write_text("absent")
-        os.kill(int(tier.describe()["process"]), signal.SIGKILL)
+        os.kill(tier.gauges()["process"], signal.SIGKILL)
         await until(lambda: "UnrulyTier cannot be opened again: nobody is there" in said)
         order.unlink()
         assert await again(lambda: tier.contains([])) == []
@@ -186,7 +178,7 @@ class TestFaults(TierFixtures):
         await tier.aclose()
 
     async def test_a_close_does_not_wait_for_what_hangs(self, tier, blocks, order):
-        pid = int(tier.describe()["process"])
+        pid = tier.gauges()["process"]
         task = await self.begun(order, "block", tier.put(blocks.writes(blocks.some(0))))
         task.cancel()
         await asyncio.wait({task})
@@ -199,7 +191,7 @@ class TestFaults(TierFixtures):
         assert await tier.examine(1 << 30, print) == await FilesTier(options).examine(
             1 << 30, print
         )
-        assert tier.describe()["process"] == "none"
+        assert tier.gauges()["process"] == 0
 
 
 def test_a_class_that_nobody_else_can_import_is_refused():
@@ -225,7 +217,7 @@ async def main():
     space = layout.namespace(salt="x")
     arena = Arena.create(4, 4096)
     await tier.open(TierContext(arena, layout, space, 4, SystemClock(), run))
-    print(tier.describe()["process"], flush=True)
+    print(tier.gauges()["process"], flush=True)
     await asyncio.sleep(3600)
 
 asyncio.run(main())

@@ -202,11 +202,11 @@ class IsolatedTier(Tier):
             batch = await self._running().call(Recover(anew=False), Recovered)
 
     def gauges(self) -> Mapping[str, int]:
-        return {**self._gauges, "process_ends": self._ends}
+        pid = self._process.pid if self._process is not None and self._ready else 0
+        return {**self._gauges, "process": pid, "process_ends": self._ends}
 
     def describe(self) -> dict[str, str]:
-        pid = self._process.pid if self._process is not None and self._ready else "none"
-        return {**self._described, "process": str(pid)}
+        return {**self._described, "process": f"of its own, killed after {self._abandon_s:g} s"}
 
     async def aclose(self) -> None:
         self._closed = True

@@ -1,0 +1,117 @@
+"""A cache whose tiers have processes of their own, which are killed and stopped at any time."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+from contextlib import contextmanager, suppress
+from random import Random
+
+import pytest
+
+import kvladder
+from kvladder.errors import ConfigError
+
+LAYOUT = kvladder.Layout(block_tokens=4, block_bytes=8192)
+TRIALS = 24
+
+
+def stack(*tiers):
+    return {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, *tiers]}
+
+
+def files(path, **more):
+    level = {"type": "files", "path": str(path), "capacity": "8 MiB", "when": "commit"}
+    breaker = {"failures": 2, "retry": "100 ms", "retry_max": "200 ms"}
+    return {**level, "isolate": True, "abandon": "200 ms", "breaker": breaker, **more}
+
+
+def keys(number, count=8):
+    return [
+        kvladder.BlockKey(hashlib.sha256(b"%d %d" % (number, n)).digest()) for n in range(count)
+    ]
+
+
+def data(key):
+    return Random(key).randbytes(LAYOUT.block_bytes)
+
+
+def save(cache, wanted):
+    saving = cache.save(wanted)
+    for index, slot in zip(saving.indices, saving.slots, strict=True):
+        cache.arena.view(slot)[: LAYOUT.block_bytes] = data(wanted[index])
+    saving.commit()
+
+
+def load(cache, wanted):
+    """How many blocks of a prefix come, each of them right."""
+    fetch = cache.fetch(wanted, deadline_s=30.0)
+    while not fetch.done:
+        time.sleep(0.001)
+    slots = list(fetch.slots)
+    for key, slot in zip(wanted, slots, strict=False):
+        assert bytes(cache.arena.view(slot)[: LAYOUT.block_bytes]) == data(key)
+    fetch.release()
+    return len(slots)
+
+
+def process(cache):
+    """The process id of the first level below host; 0 while it is being started."""
+    return cache.stats()["files"]["process"]
+
+
+@contextmanager
+def opened(fd):
+    """Closes the descriptor of a process, which may be dead by then."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def test_blocks_go_down_and_come_up_and_are_found_by_the_next(tmp_path):
+    with kvladder.open_cache(
+        stack(files(tmp_path, codecs=["zstd", "checksum"])), layout=LAYOUT
+    ) as cache:
+        save(cache, keys(0))
+        assert cache.flush(timeout_s=60)
+        assert process(cache) not in {0, os.getpid()}
+    with kvladder.open_cache(stack(files(tmp_path, isolate=False)), layout=LAYOUT) as cache:
+        assert load(cache, keys(0)) == 8, "what a process stored is read without one, too"
+
+
+@pytest.mark.slow
+def test_no_death_costs_more_than_misses(tmp_path):
+    random = Random(7)
+    with kvladder.open_cache(stack(files(tmp_path, timeout="500 ms")), layout=LAYOUT) as cache:
+        for trial in range(TRIALS):
+            save(cache, keys(trial))
+            while not (pid := process(cache)):
+                time.sleep(0.01)
+            with suppress(ProcessLookupError), opened(os.pidfd_open(pid)) as fd:
+                time.sleep(random.random() * 0.02)
+                signal.pidfd_send_signal(fd, random.choice([signal.SIGKILL, signal.SIGSTOP]))
+            save(cache, keys(trial + 1000))
+            for number in random.sample(range(trial + 1), min(3, trial + 1)):
+                load(cache, keys(number))
+        # it is well again, and no slot is missing
+        for number in range(5000, 6000):
+            save(cache, keys(number))
+            cache.flush(timeout_s=10)
+            save(cache, keys(number + 1000, count=100))  # host has room for nothing else
+            if load(cache, keys(number)) == 8:
+                break
+        else:
+            pytest.fail("it does not recover")
+        assert (
+            cache.stats()["files"]["process_ends"] >= TRIALS // 4
+        )  # some were stopped and met no call
+        cache.check()
+
+
+def test_what_cannot_be_isolated_is_refused():
+    with pytest.raises(ConfigError) as refused:
+        kvladder.open_cache(stack(files("/tmp/x", isolate="maybe")), layout=LAYOUT)
+    assert refused.value.path == "tiers[1].isolate"
