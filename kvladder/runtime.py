@@ -9,11 +9,11 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from kvladder.blocking import BlockingPool as BlockingPool
-from kvladder.blocking import SystemClock as SystemClock
 from kvladder.errors import ClosedError
 from kvladder.notices import Notices
 from kvladder.tiers.base import Blocking
+from kvladder.tiers.blocking import BlockingPool as BlockingPool
+from kvladder.tiers.blocking import SystemClock as SystemClock
 
 T = TypeVar("T")
 THREADS = 4

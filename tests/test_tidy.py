@@ -23,7 +23,9 @@ LINE_LENGTH_MAX = 100
 CATCHES_ALL = {
     "tiers/ladder/door.py": "turns whatever a tier says into a value",
     "tiers/ladder/gate.py": "has a task that died begin anew",
-    "kvladder/runtime.py": "hands it to whoever awaits the call",
+    "kvladder/runtime.py": "counts it: the loop goes on",
+    "tiers/blocking.py": "hands it to whoever awaits the call",
+    "tiers/isolated/child.py": "tells the process that called",
     "tiers/files/threads.py": "hands it to whoever awaits the batch",
     "gpu/copy/copier.py": "reports it with the job whose copy failed",
     "kvladder/planning/models.py": "names it as why the rules were asked",
@@ -32,7 +34,7 @@ ENGINE_EDGE = re.compile(r"connectors/vllm\w*/.*\.py")  # an engine must outlive
 
 # What product code takes from outside instead of asking for it itself, and where it is made.
 CLOCKS = {"time.time", "time.time_ns", "time.sleep"}
-CLOCK_MAKER = "kvladder/runtime.py"
+CLOCK_MAKER = "tiers/blocking.py"
 TEST_KIT = "kvladder/testing/"
 PRINTERS = ("kvladder/cli/",)
 

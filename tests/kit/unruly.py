@@ -13,7 +13,8 @@ from pathlib import Path
 
 from kvladder.errors import ConfigError, TierError, TierFull
 from kvladder.schema import Settings
-from kvladder.tiers import Progress, Read, Ref, TierContext, Write
+from kvladder.tiers.base import Progress, TierContext
+from kvladder.tiers.label import Read, Ref, Write
 from kvladder.tiers.memory import MemoryTier
 
 LATE = 0x5C

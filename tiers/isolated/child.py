@@ -16,9 +16,9 @@ from functools import partial
 from typing import cast
 
 from kvladder.arena import Arena, ArenaHandle, Slot
-from kvladder.blocking import BlockingPool, SystemClock
 from kvladder.errors import ConfigError, TierError, TierFull
 from kvladder.tiers.base import Tier, TierContext
+from kvladder.tiers.blocking import BlockingPool, SystemClock
 from kvladder.tiers.isolated.wire import (
     Ask,
     Cancel,
