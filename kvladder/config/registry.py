@@ -29,6 +29,7 @@ BUILT_IN: Final[Mapping[Group, Mapping[str, str]]] = {
         "host": "kvladder.tiers.ladder.host:HostLevel",
         "files": "kvladder.tiers.files.tier:FilesTier",
         "memory": "kvladder.tiers.memory:MemoryTier",
+        "mooncake": "kvladder.tiers.mooncake.tier:MooncakeTier",
         "object": "kvladder.tiers.object.tier:ObjectTier",
         "redis": "kvladder.tiers.redis.tier:RedisTier",
     },

@@ -295,8 +295,8 @@ class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
     queue: Share = Share(percent=25)
     """Blocks that may wait to be written; each keeps an arena slot busy."""
     breaker: BreakerConfig = BreakerConfig()
-    isolate: bool = False
-    """Whether the tier runs in a process of its own."""
+    isolate: bool | None = None
+    """Whether the tier runs in a process of its own; by default, if its class ``isolates``."""
     abandon_s: Duration = msgspec.field(name="abandon", default=Duration(1))
     """How long a call that is given up may take to end before that process is killed."""
 
@@ -306,6 +306,14 @@ class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
         if not self.queue:
             raise ConfigError(str(self.queue), path="queue", hint="expected more than 0")
         require_chain([codec.make for codec in self.codecs])
+        if self.isolate is False and self._isolates:
+            hint = "leave it out: its library can neither be cancelled nor trusted to live"
+            raise ConfigError("false", path="isolate", hint=hint)
+
+    @property
+    def _isolates(self) -> bool:
+        """Whether the tier never runs in the engine's process."""
+        return getattr(self.make, "isolates", False)
 
     @property
     def rule(self) -> OffloadRule:
@@ -323,7 +331,7 @@ class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
 
     def make_tier(self) -> Tier:
         """A new tier for this level, not yet opened."""
-        if self.isolate:
+        if self.isolate or self._isolates:
             return IsolatedTier(self.make, self.options, abandon_s=self.abandon_s)
         tier: Tier = self._made()
         return tier

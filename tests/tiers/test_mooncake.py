@@ -1,0 +1,191 @@
+"""The Mooncake tier against a real master and real nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from contextlib import suppress
+
+import pytest
+
+import kvladder
+from kvladder.config.stack import load_config
+from kvladder.errors import ConfigError, TierError
+from kvladder.testing import TierTests
+from kvladder.testing.fixtures import POISON, TierFixtures
+from kvladder.testing.redisserver import free_ports
+from kvladder.tiers.isolated.tier import IsolatedTier
+from kvladder.tiers.label import LABEL_BYTES, Outcome
+from kvladder.tiers.mooncake.tier import MooncakeOptions, MooncakeTier
+from tests.kit.mooncake import PROGRAM, Mooncake
+
+pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="the extra mooncake is not installed")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with Mooncake(tmp_path_factory.mktemp("mooncake")) as cluster:
+        yield cluster
+
+
+def options(cluster, **more):
+    return MooncakeOptions(master=cluster.master, admin=cluster.admin, **more)
+
+
+class TestMooncake(TierTests):
+    real = True
+
+    @pytest.fixture(autouse=True)
+    def _cluster(self, cluster):
+        cluster.client("remove_all", True)
+        self.client = cluster.client
+
+    @pytest.fixture
+    def make(self, cluster):
+        return lambda: IsolatedTier(MooncakeTier, options(cluster, pin_priority=90))
+
+    @staticmethod
+    def name(tier, ref):
+        return f"kvladder:1:{tier.context.namespace.hex()[:32]}:{ref.key.hex()}"
+
+    async def raw_get(self, tier, ref):
+        return self.client("get", self.name(tier, ref))[LABEL_BYTES:]
+
+    async def raw_put(self, tier, ref, label, data):
+        self.client("remove", self.name(tier, ref), True)
+        assert self.client("put", self.name(tier, ref), label + data or b"\0") == 0
+
+    async def raw_corrupt(self, tier, ref):
+        data = bytearray(self.client("get", self.name(tier, ref)))
+        data[LABEL_BYTES] ^= 1
+        await self.raw_put(tier, ref, bytes(data[:LABEL_BYTES]), bytes(data[LABEL_BYTES:]))
+
+    async def test_one_salt_is_purged_and_all_are(self, tier, blocks):
+        mine, others = blocks.some(0, 1), [b.of(salt=b"12345678") for b in blocks.some(2, 3, 4)]
+        await blocks.store(tier, [*mine, *others])
+        told = []
+        assert await tier.purge(b"12345678", lambda *part: told.append(part)) == 3
+        assert told[-1] == (5, 5)
+        assert await blocks.get(tier, [*mine, *others]) == [True, True, False, False, False]
+        assert await tier.purge(None, lambda *_: None) == 2
+        assert await blocks.contains(tier, mine) == [False, False]
+
+    async def test_without_the_list_of_names_a_salt_is_not_purged(self, cluster, context):
+        tier = IsolatedTier(MooncakeTier, MooncakeOptions(master=cluster.master))
+        await tier.open(context)
+        with pytest.raises(TierError, match="admin is not set"):
+            await tier.purge(b"12345678", lambda *_: None)
+        await tier.aclose()
+
+    @pytest.mark.parametrize("size", [1, LABEL_BYTES, LABEL_BYTES + 9000])
+    async def test_an_object_of_any_length_is_one_miss(self, tier, blocks, size):
+        one, two = await blocks.put(tier, 0, 1)
+        await self.raw_put(tier, one.ref, bytes(size), b"")
+        assert await blocks.get(tier, [one, two]) == [False, True]
+        assert blocks.refused == {Outcome.CORRUPT: 1}
+
+    async def test_pinned_blocks_and_replaced_ones(self, tier, blocks):
+        stored = [blocks.some(0)[0].of(priority=95), blocks.some(1)[0]]
+        await blocks.store(tier, stored)
+        await blocks.store(tier, [stored[0]._replace(replace=True)])
+        assert await blocks.get(tier, stored) == [True, True]
+
+
+class TestFaults(TierFixtures):
+    """Nodes that stop and die, each test on a store of its own."""
+
+    real = True
+
+    @pytest.fixture
+    def block_bytes(self):
+        return 4 << 20
+
+    @pytest.fixture
+    def store(self, tmp_path):
+        with Mooncake(tmp_path) as store:
+            yield store
+
+    @pytest.fixture
+    def make(self, store):
+        return lambda: IsolatedTier(MooncakeTier, options(store), abandon_s=0.3)
+
+    @pytest.fixture
+    def capacity(self):
+        return 8
+
+    @pytest.mark.parametrize("call", ["get", "put"])
+    async def test_nothing_of_a_node_that_was_stopped_lands_later(self, tier, blocks, store, call):
+        stored = await blocks.put(tier, 0, 1, 2)
+        process = tier.gauges()["process"]
+        store.nodes[0].kill(signal.SIGSTOP)
+        if call == "get":
+            task = asyncio.create_task(tier.get(blocks.reads(stored)))
+        else:
+            task = asyncio.create_task(tier.put(blocks.writes(blocks.some(4, 5))))
+        await asyncio.sleep(0.3)  # it does not end by itself
+        task.cancel()
+        with pytest.raises((asyncio.CancelledError, TierError)):
+            await task
+        blocks.poison(stored)
+        store.nodes[0].kill(signal.SIGCONT)
+        await asyncio.sleep(0.2)
+        assert all({*blocks.bytes_in(block.slot)} == {POISON} for block in stored)
+        assert tier.gauges()["process"] != process
+        while True:
+            with suppress(TierError):
+                if await blocks.get(tier, stored) == [True] * 3:
+                    break
+            await asyncio.sleep(0.05)
+
+    async def test_a_node_that_dies_takes_its_blocks_and_no_others(self, tier, blocks, store):
+        stored = await blocks.put(tier, 0, 1, 2)
+        store.nodes[0].kill()
+        found = []
+        with suppress(TierError):
+            found = await blocks.get(tier, stored)
+        assert True not in found
+        store.add()
+        (other,) = blocks.some(5)
+        blocks.fill([other])
+        while True:
+            with suppress(TierError):
+                if list(await tier.put(blocks.writes([other]))) == [True]:
+                    break
+            await asyncio.sleep(0.05)
+        assert await blocks.get(tier, [other]) == [True]
+
+    async def test_without_a_master_calls_fail(self, tier, blocks, store):
+        await blocks.put(tier, 0)
+        store.process.kill()
+        store.process.wait()
+        with pytest.raises(TierError):
+            async with asyncio.timeout(30):
+                await tier.contains(blocks.refs(blocks.some(0)))
+
+
+def test_a_master_that_is_not_there_is_named():
+    (port,) = free_ports(1)
+    layout = kvladder.Layout(block_tokens=4, block_bytes=8192)
+    level = {"type": "mooncake", "master": f"127.0.0.1:{port}", "capacity": "8 MiB"}
+    stack = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, level]}
+    with pytest.raises(ConfigError) as refused:
+        kvladder.open_cache(stack, layout=layout)
+    assert refused.value.path == "tiers[1].master"
+    assert "a mooncake_master that runs" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("changed", "path"),
+    [
+        ({"isolate": False}, "tiers[1].isolate"),
+        ({"master": "nowhere"}, "tiers[1]"),
+        ({"admin": "http://x:1"}, "tiers[1]"),
+        ({"replicas": 0}, "tiers[1].replicas"),
+        ({"pin_priority": 102}, "tiers[1].pin_priority"),
+    ],
+)
+def test_settings_that_cannot_be(changed, path):
+    level = {"type": "mooncake", "master": "127.0.0.1:1", "capacity": "8 MiB", **changed}
+    with pytest.raises(ConfigError) as refused:
+        load_config({"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, level]})
+    assert refused.value.path == path

@@ -1,0 +1,1 @@
+"""A tier of a Mooncake Store, the distributed engine that others operate."""

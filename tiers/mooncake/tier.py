@@ -1,0 +1,364 @@
+"""The Mooncake tier: blocks as objects of a Mooncake Store, whose nodes give the memory.
+
+Tried with mooncake-transfer-engine 0.3.13: see docs/mooncake.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from queue import SimpleQueue
+from typing import Annotated, Any, ClassVar, TypeVar
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import msgspec
+
+from kvladder.arena import Slot
+from kvladder.errors import ConfigError, TierError
+from kvladder.keys import BlockKey
+from kvladder.policy.eviction import PRIORITY_MAX
+from kvladder.schema import Settings
+from kvladder.tiers.base import Progress, Tier, TierContext
+from kvladder.tiers.label import LABEL_BYTES, VERSION, Read, Ref, Write, told
+from kvladder.units import Size
+
+T = TypeVar("T")
+
+BATCH_BYTES = 64 << 20
+BATCH_BLOCKS_MAX = 64
+PROBE_BLOCKS_MAX = 4096
+LABEL_STRIDE = 1024
+"""From one label to the next in the memory that is registered for them."""
+LOCAL_BUFFER = Size(16 << 20)
+THREADS = 4
+"""As many calls as the context's threads can have under way."""
+LIST_TIMEOUT_S = 5.0
+# error_code.h of the store
+OK, NOT_THERE, THERE_ALREADY, NO_ROOM = 0, -704, -705, -200
+_ADDRESS = re.compile(r"[^\s:/]+:\d+")
+
+
+class MooncakeOptions(Settings, frozen=True, kw_only=True):
+    """What a configuration says about a Mooncake tier."""
+
+    master: str
+    """Host and port of ``mooncake_master``."""
+    metadata: str = "P2PHANDSHAKE"
+    """The metadata server; by default nodes tell each other."""
+    protocol: str = "tcp"
+    devices: str = ""
+    """RDMA devices, as Mooncake names them."""
+    host: str = "127.0.0.1"
+    """The address at which nodes reach this machine."""
+    required: bool = True
+    """Whether the engine does not start without the master."""
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=16, description="a number from 1 to 16")] = 1
+    pin_priority: Annotated[
+        int, msgspec.Meta(ge=0, le=PRIORITY_MAX + 1, description="a priority, or 101 for none")
+    ] = PRIORITY_MAX + 1
+    """Blocks of this priority and above are pinned softly: evicted after all others."""
+    admin: str = ""
+    """Host and port of the master's HTTP server: a purge of one salt has it list names."""
+
+    def __post_init__(self) -> None:
+        for name in ("master", "admin"):
+            address = getattr(self, name)
+            if not _ADDRESS.fullmatch(address) and (address or name == "master"):
+                raise ValueError(f"{name} is {address!r}: expected host:port")
+
+
+class MooncakeTier(Tier):
+    """Objects ``kvladder:{version}:{namespace}:{block}``: a label, then the stored bytes.
+
+    Bytes go straight from and to slots, which the store has registered. Its calls block and cannot
+    be cancelled, a node that is stopped keeps them for good, and what it sent lands later: so this
+    tier always runs in a process of its own.
+    """
+
+    Options: ClassVar[type[MooncakeOptions]] = MooncakeOptions
+    shared = True
+    isolates = True
+    probe_max = PROBE_BLOCKS_MAX
+
+    def __init__(self, options: MooncakeOptions) -> None:
+        self.options = options
+        self._store: Any = None
+        self._configs: tuple[Any, Any]
+        self._labels: mmap.mmap
+        self._areas: SimpleQueue[int] = SimpleQueue()
+        """Where in ``_labels`` a call may keep those of its batch."""
+        self._closed = False
+
+    async def examine(
+        self, capacity_bytes: int, warn: Callable[[str], object]
+    ) -> Mapping[str, str]:
+        del capacity_bytes
+        _library()
+        host, _, port = self.options.master.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), LIST_TIMEOUT_S).close()
+        except OSError as error:
+            warn(f"no master answers at {self.options.master}: {error.strerror or error}")
+        if not self.options.admin:
+            warn("without admin, the address of the master's HTTP server, no salt can be purged")
+        return {"master": self.options.master}
+
+    async def open(self, context: TierContext) -> None:
+        self.context = context
+        fitting = BATCH_BYTES // context.layout.slot_bytes
+        self.batch_max = max(1, min(BATCH_BLOCKS_MAX, fitting, context.capacity_blocks))
+        self._prefix = f"kvladder:{VERSION}:{context.namespace.hex()[:32]}:"
+        await context.run_blocking(self._open)
+
+    def _open(self) -> None:
+        library, options, arena = _library(), self.options, self.context.arena
+        common, pinned = library.ReplicateConfig(), library.ReplicateConfig()
+        common.replica_num = pinned.replica_num = options.replicas
+        pinned.soft_pin_action = library.SoftPinAction.ENABLE
+        self._configs = common, pinned
+        store = library.MooncakeDistributedStore()
+        code = store.setup(
+            f"{options.host}:{_free_port(options.host)}",
+            options.metadata,
+            0,  # bytes: it gives none of its memory
+            int(LOCAL_BUFFER),
+            options.protocol,
+            options.devices,
+            options.master,
+        )
+        if code and options.required:
+            hint = "expected a mooncake_master that runs, or required: false to start without it"
+            raise ConfigError(f"{options.master}: error {code}", path="master", hint=hint)
+        if code:
+            raise TierError(f"the master at {options.master} cannot be reached: error {code}")
+        self._labels = mmap.mmap(-1, THREADS * self.batch_max * LABEL_STRIDE)
+        self._labels_at = ctypes.addressof(ctypes.c_char.from_buffer(self._labels))
+        for address, size in (
+            (arena.address, arena.size_bytes),
+            (self._labels_at, len(self._labels)),
+        ):
+            if code := store.register_buffer(address, size):
+                raise TierError(f"{size} bytes of memory cannot be registered: error {code}")
+        for number in range(THREADS):
+            self._areas.put(number * self.batch_max * LABEL_STRIDE)
+        self._store = store
+
+    async def _run(self, function: Callable[..., T], *arguments: object) -> T:
+        """Run a call of the store in a thread."""
+        if self._closed:
+            raise TierError("the tier is closed", temporary=False)
+        result: T = await self.context.run_blocking(function, *arguments)
+        return result
+
+    @contextmanager
+    def _area(self) -> Iterator[int]:
+        """Room for the labels of a batch."""
+        area = self._areas.get()
+        try:
+            yield area
+        finally:
+            self._areas.put(area)
+
+    def _name(self, key: BlockKey) -> str:
+        return self._prefix + key.hex()
+
+    def _parts(self, at: int, slot: Slot, length: int) -> tuple[list[int], list[int]]:
+        """Where a label and the bytes of a block lie, and how long they are."""
+        arena = self.context.arena
+        return (
+            [self._labels_at + at, arena.address + slot * arena.slot_bytes],
+            [LABEL_BYTES, length],
+        )
+
+    def _label(self, at: int) -> memoryview:
+        return memoryview(self._labels)[at : at + LABEL_BYTES]
+
+    # ---- the calls, each with what runs in a thread
+
+    async def get(self, reads: Sequence[Read]) -> Sequence[bool | None]:
+        return await self._run(self._get, reads) if reads else []
+
+    def _get(self, reads: Sequence[Read]) -> list[bool | None]:
+        whole = self.context.layout.block_bytes
+        with self._area() as area:
+            places = [area + n * LABEL_STRIDE for n in range(len(reads))]
+            codes = self._fill(reads, places, dict.fromkeys(range(len(reads)), whole))
+            # sizes have to be right to the byte, and codecs make less of a block
+            others = [n for n, code in codes.items() if code < 0 and code != NOT_THERE]
+            sizes = {n: self._store.get_size(self._name(reads[n].key)) for n in others}
+            codes |= {n: size for n, size in sizes.items() if size < 0}
+            lengths = {n: size - LABEL_BYTES for n, size in sizes.items() if size >= 0}
+            codes |= self._fill(
+                reads, places, {n: size for n, size in lengths.items() if 0 < size < whole}
+            )
+            for n, code in codes.items():
+                if code > LABEL_BYTES:
+                    reads[n].came(self._label(places[n]), code - LABEL_BYTES)
+                    reads[n].check()  # while it is in a cache
+                elif n in lengths and not 0 < lengths[n] <= whole:
+                    reads[n].came(bytes(1), 0)  # no block has this size
+                    reads[n].check()
+                    codes[n] = NOT_THERE
+        if all(code < 0 and code != NOT_THERE for code in codes.values()):
+            raise TierError(f"no node answers: error {codes[0]}")
+        said = {True: True, False: None}  # a silent node's blocks may be there later
+        return [False if codes[n] == NOT_THERE else said[codes[n] >= 0] for n in range(len(reads))]
+
+    def _fill(
+        self, reads: Sequence[Read], places: Sequence[int], lengths: Mapping[int, int]
+    ) -> dict[int, int]:
+        """Read blocks of known lengths; the bytes of each, or an error below 0."""
+        if not lengths:
+            return {}
+        parts = [self._parts(places[n], reads[n].slot, size) for n, size in lengths.items()]
+        names = [self._name(reads[n].key) for n in lengths]
+        codes = self._store.batch_get_into_multi_buffers(
+            names, [at for at, _ in parts], [sizes for _, sizes in parts]
+        )
+        return dict(zip(lengths, codes, strict=True))
+
+    async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
+        return await self._run(self._put, writes) if writes else []
+
+    def _put(self, writes: Sequence[Write]) -> list[bool]:
+        codes: dict[int, int] = {}
+        with self._area() as area:
+            parts: list[tuple[list[int], list[int]]] = []
+            for n, write in enumerate(writes):
+                at = area + n * LABEL_STRIDE
+                self._label(at)[:] = write.label()
+                parts.append(self._parts(at, write.slot, write.length))
+            for pinned, config in enumerate(self._configs):
+                chosen = [
+                    n
+                    for n, write in enumerate(writes)
+                    if (write.facts.priority >= self.options.pin_priority) == bool(pinned)
+                    and not write.replace
+                ]
+                if chosen:
+                    names = [self._name(writes[n].key) for n in chosen]
+                    at, sizes = [parts[n][0] for n in chosen], [parts[n][1] for n in chosen]
+                    answer = self._store.batch_put_from_multi_buffers(names, at, sizes, config)
+                    codes |= zip(chosen, answer, strict=True)
+            for n, write in enumerate(writes):
+                if write.replace:  # rare, so that a copy does not matter
+                    stored = bytes(write.view[: write.length])
+                    codes[n] = self._store.upsert_parts(
+                        self._name(write.key), write.label(), stored
+                    )
+        if not {OK, THERE_ALREADY, NO_ROOM}.intersection(codes.values()):
+            raise TierError(f"no node answers: error {codes[0]}")
+        return [codes[n] in {OK, THERE_ALREADY} for n in range(len(writes))]
+
+    async def remove(self, blocks: Sequence[Ref]) -> None:
+        if blocks:
+            await self._run(self._remove, [self._name(block.key) for block in blocks])
+
+    def _remove(self, names: list[str]) -> None:
+        with self._area():
+            codes = self._store.batch_remove(names, True)  # whoever has a lease
+        failed = [code for code in codes if code not in {OK, NOT_THERE}]
+        if failed:
+            raise TierError(f"{len(failed)} of {len(names)} blocks are left: error {failed[0]}")
+
+    async def contains(self, blocks: Sequence[Ref]) -> Sequence[bool]:
+        if not blocks:
+            return []
+        return await self._run(self._contains, [self._name(block.key) for block in blocks])
+
+    def _contains(self, names: list[str]) -> list[bool]:
+        with self._area():
+            codes = self._store.batch_is_exist(names)
+        if all(code < 0 for code in codes):
+            raise TierError(f"the master does not answer: error {codes[0]}")
+        return [code == 1 for code in codes]
+
+    async def purge(self, salt: bytes | None, progress: Progress) -> int:
+        if salt is None:
+            count = await self._run(self._purge_all)
+            progress(count, count)
+            return count
+        names = [name for name in await self._run(self._list) if name.startswith(self._prefix)]
+        gone = 0
+        for start in range(0, len(names), self.batch_max):
+            gone += await self._run(self._purge, names[start : start + self.batch_max], salt)
+            progress(min(start + self.batch_max, len(names)), len(names))
+        return gone
+
+    def _purge_all(self) -> int:
+        with self._area():
+            count: int = self._store.remove_by_regex(f"^{self._prefix}.*", True)
+        if count < 0:
+            raise TierError(f"the master does not answer: error {count}")
+        return count
+
+    def _list(self) -> list[str]:
+        """All names that the master knows."""
+        if not self.options.admin:
+            what = "admin is not set, and only the master's HTTP server there lists the blocks"
+            raise TierError(f"one salt cannot be purged: {what}", temporary=False)
+        url = f"http://{self.options.admin}/get_all_keys"
+        try:
+            with urlopen(url, timeout=LIST_TIMEOUT_S) as answer:
+                return answer.read().decode().split("\n")
+        except (URLError, OSError, UnicodeDecodeError) as error:
+            raise TierError(f"{url} does not list the blocks: {error}") from error
+
+    def _purge(self, names: list[str], salt: bytes) -> int:
+        """Remove those whose labels name the salt; what has no whole label is left alone."""
+        with self._area() as area:
+            ranges = [[n * LABEL_STRIDE] for n in range(len(names))], [[0]] * len(names)
+            sizes = [[LABEL_BYTES]] * len(names)
+            self._labels[area : area + len(names) * LABEL_STRIDE] = bytes(len(names) * LABEL_STRIDE)
+            self._store.get_into_ranges(
+                [self._labels_at + area], [names], [ranges[0]], [ranges[1]], [sizes]
+            )
+            facts = [told(self._label(area + n * LABEL_STRIDE)) for n in range(len(names))]
+        chosen = [
+            name
+            for name, one in zip(names, facts, strict=True)
+            if one is not None and one.facts.salt == salt
+        ]
+        if chosen:
+            self._remove(chosen)
+        return len(chosen)
+
+    def describe(self) -> dict[str, str]:
+        options = self.options
+        return {
+            "master": options.master,
+            "protocol": options.protocol,
+            "replicas": str(options.replicas),
+            "batch": f"{self.batch_max} blocks",
+        }
+
+    async def aclose(self) -> None:
+        self._closed = True  # the store ends with its process: closing it at work is a crash
+
+
+def _library() -> Any:
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # it is the process of this tier alone
+    try:
+        return import_module("mooncake.store")
+    except ImportError as error:
+        raise ConfigError(
+            f"Mooncake cannot be imported: {error}",
+            path="type",
+            hint="expected pip install kvladder[mooncake], and libibverbs1 and libnl-route-3-200"
+            " of the system",
+        ) from error
+
+
+def _free_port(host: str) -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
