@@ -14,6 +14,9 @@ The length is fixed so that one call reads a label together with bytes of unknow
 needs neither keys nor codecs: ``told`` reads it for purges, quotas and all who look after a medium.
 """
 
+# pyright: reportPrivateUsage=false
+# An author of a tier is given reads and writes: what the level asks of them they do not show.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence

@@ -10,7 +10,7 @@ import mmap
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from queue import SimpleQueue
@@ -158,7 +158,7 @@ class MooncakeTier(Tier):
         return result
 
     @contextmanager
-    def _area(self) -> Iterator[int]:
+    def _area(self) -> Generator[int]:
         """Room for the labels of a batch."""
         area = self._areas.get()
         try:
