@@ -312,20 +312,28 @@ class MooncakeTier(Tier):
             raise TierError(f"{url} does not list the blocks: {error}") from error
 
     def _purge(self, names: list[str], salt: bytes) -> int:
-        """Remove those whose labels name the salt; what has no whole label is left alone."""
+        """Remove those whose labels name the salt, and those that have no whole label."""
         with self._area() as area:
-            ranges = [[n * LABEL_STRIDE] for n in range(len(names))], [[0]] * len(names)
+            at, each = self._labels_at + area, [[n * LABEL_STRIDE] for n in range(len(names))]
             sizes = [[LABEL_BYTES]] * len(names)
-            self._labels[area : area + len(names) * LABEL_STRIDE] = bytes(len(names) * LABEL_STRIDE)
-            self._store.get_into_ranges(
-                [self._labels_at + area], [names], [ranges[0]], [ranges[1]], [sizes]
+            (codes,) = self._store.get_into_ranges(
+                [at], [names], [each], [[[0]] * len(names)], [sizes]
             )
-            facts = [told(self._label(area + n * LABEL_STRIDE)) for n in range(len(names))]
-        chosen = [
-            name
-            for name, one in zip(names, facts, strict=True)
-            if one is not None and one.facts.salt == salt
-        ]
+            labels = [bytes(self._label(area + n * LABEL_STRIDE)) for n in range(len(names))]
+            short = [
+                code < 0 and 0 <= self._store.get_size(name) < LABEL_BYTES
+                for name, (code,) in zip(names, codes, strict=True)
+            ]
+        chosen: list[str] = []
+        for name, label, cut, (code,) in zip(names, labels, short, codes, strict=True):
+            if code == LABEL_BYTES:
+                found = told(label)
+                if found is None or found.facts.salt == salt:
+                    chosen.append(name)
+            elif cut:
+                chosen.append(name)
+            elif code != NOT_THERE:
+                raise TierError(f"a label cannot be read: error {code}")
         if chosen:
             self._remove(chosen)
         return len(chosen)
