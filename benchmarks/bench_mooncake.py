@@ -12,6 +12,7 @@ import ctypes
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -85,6 +86,16 @@ def copied(blocks: Blocks, target: Any) -> None:
         ctypes.memmove(target, source, blocks.size)
 
 
+async def put(tier: Tier, blocks: Blocks) -> Sequence[bool]:
+    """Store all blocks."""
+    return await tier.put(blocks.writes())
+
+
+async def get(tier: Tier, blocks: Blocks) -> Sequence[bool | None]:
+    """Read all blocks."""
+    return await tier.get(blocks.reads())
+
+
 async def transfers(store: Mooncake, size: int, batch: int) -> Iterable[Row]:
     """One batch after the other, in turns."""
     layout, pool = Layout(block_tokens=16, block_bytes=size), BlockingPool(4, "bench")
@@ -109,8 +120,8 @@ async def transfers(store: Mooncake, size: int, batch: int) -> Iterable[Row]:
             sums["get bare"] += timed_raw(bare.get)
             for name, tier in tiers.items():
                 await tier.remove(blocks.refs)
-                sums[f"put {name}"] += await timed(lambda tier=tier: tier.put(blocks.writes()))
-                sums[f"get {name}"] += await timed(lambda tier=tier: tier.get(blocks.reads()))
+                sums[f"put {name}"] += await timed(partial(put, tier, blocks))
+                sums[f"get {name}"] += await timed(partial(get, tier, blocks))
         for name, seconds in sums.items():
             took[name].append(seconds)
     for tier in tiers.values():

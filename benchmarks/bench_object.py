@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from benchmarks.bench_redis import MIB, Blocks, timed, timed_raw
+from benchmarks.blocks import Blocks, timed, timed_raw
 from benchmarks.row import Row
 from kvladder.layout import Layout
 from kvladder.runtime import BlockingPool, SystemClock
@@ -31,6 +31,7 @@ from kvladder.tiers.object.options import ObjectOptions
 from kvladder.tiers.object.tier import ObjectTier
 from tests.kit.objectserver import BUCKET, HEADERS, ObjectServer
 
+MIB = 1 << 20
 SIZES = (MIB, 4 * MIB)
 BATCH = 16
 ROUNDS = 7

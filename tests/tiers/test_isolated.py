@@ -137,7 +137,7 @@ class TestFaults(TierFixtures):
         assert await tier.put(writes) == 7  # the level sees that this is no answer
 
     async def test_what_it_says_comes_through(self, make, context, blocks):
-        said = []
+        said: list[str] = []
         tier = make()
         await tier.open(replace(context, say=said.append))
         assert said == ["it is open"]
@@ -166,7 +166,7 @@ class TestFaults(TierFixtures):
         await tier.aclose()
 
     async def test_it_is_tried_again_until_it_opens(self, make, context, order):
-        said = []
+        said: list[str] = []
         tier = make()
         await tier.open(replace(context, say=said.append))
         order.write_text("absent")

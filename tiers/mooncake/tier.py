@@ -244,8 +244,10 @@ class MooncakeTier(Tier):
                 ]
                 if chosen:
                     names = [self._name(writes[n].key) for n in chosen]
-                    at, sizes = [parts[n][0] for n in chosen], [parts[n][1] for n in chosen]
-                    answer = self._store.batch_put_from_multi_buffers(names, at, sizes, config)
+                    where, sizes = zip(*(parts[n] for n in chosen), strict=True)
+                    answer = self._store.batch_put_from_multi_buffers(
+                        names, list(where), list(sizes), config
+                    )
                     codes |= zip(chosen, answer, strict=True)
             for n, write in enumerate(writes):
                 if write.replace:  # rare, so that a copy does not matter
@@ -307,7 +309,8 @@ class MooncakeTier(Tier):
         url = f"http://{self.options.admin}/get_all_keys"
         try:
             with urlopen(url, timeout=LIST_TIMEOUT_S) as answer:
-                return answer.read().decode().split("\n")
+                listed: bytes = answer.read()
+                return listed.decode().split("\n")
         except (URLError, OSError, UnicodeDecodeError) as error:
             raise TierError(f"{url} does not list the blocks: {error}") from error
 
