@@ -34,11 +34,10 @@ class MemoryTier(Tier):
 
     async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
         self._require_open()
-        stored = await self.context.run_blocking(
-            lambda: {one.key: (one.label(), bytes(one.view[: one.length])) for one in writes}
-        )
+        labels = await self.context.run_blocking(lambda: [write.label() for write in writes])
         self._require_open()
-        self._blocks.update(stored)
+        for write, label in zip(writes, labels, strict=True):
+            self._blocks[write.key] = label, bytes(write.view[: write.length])
         return [True] * len(writes)
 
     async def remove(self, blocks: Sequence[Ref]) -> None:
