@@ -71,10 +71,14 @@ class TestCodedFolder(CodedTests, TierTests):
 
 
 def test_it_is_as_short_as_is_said() -> None:
+    """Lines with code on them: at most 60 of the class, 90 of the file."""
     text = Path(example.__file__).read_text(encoding="utf-8")
     lines = {number for number, line in enumerate(text.splitlines(), start=1) if line.strip()}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            lines -= {*range(node.lineno, (node.end_lineno or 0) + 1)}
     (tier,) = (node for node in ast.parse(text).body if getattr(node, "name", "") == "FolderTier")
-    assert len(lines & {*range(tier.lineno, (tier.end_lineno or 0) + 1)}) <= 65
+    assert len(lines & {*range(tier.lineno, (tier.end_lineno or 0) + 1)}) <= 60
     assert len(lines) <= 90
 
 
