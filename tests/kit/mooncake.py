@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any, Self
+from urllib.request import urlopen
 
 from kvladder.testing.redisserver import free_ports
 
@@ -124,6 +125,15 @@ class Mooncake:
         """Start one more node."""
         log = self._folder / f"node{len(self.nodes)}.log"
         self.nodes.append(Client(self.master, log, memory=self._memory))
+
+    def clear(self) -> None:
+        """Remove everything, also what a client that was killed is late to end."""
+        while True:
+            self.client("remove_all", True)
+            with urlopen(f"http://{self.admin}/get_all_keys", timeout=60) as names:
+                if not names.read().strip():
+                    return
+            time.sleep(0.1)
 
     def __exit__(self, *_: object) -> None:
         for one in (self.client, *self.nodes):

@@ -37,7 +37,7 @@ class TestMooncake(TierTests):
 
     @pytest.fixture(autouse=True)
     def _cluster(self, cluster):
-        cluster.client("remove_all", True)
+        cluster.clear()
         self.client = cluster.client
 
     @pytest.fixture
