@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
+from kvladder import tiers
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
@@ -33,7 +34,6 @@ from kvladder.tiers.label import (
     told,
 )
 
-ROOT = Path(__file__).parents[2]
 SIZE = 512
 LAYOUT = Layout(block_tokens=16, block_bytes=SIZE)
 SPACE = LAYOUT.namespace()
@@ -249,7 +249,7 @@ def test_one_place_packs_and_one_checks() -> None:
     """No other module of the tiers takes checksums of blocks."""
     found = {
         path.name
-        for path in (ROOT / "tiers").rglob("*.py")
+        for path in Path(tiers.__file__).parent.rglob("*.py")
         if "xxh3_128" in path.read_text(encoding="utf-8")
     }
     assert found == {"label.py"}

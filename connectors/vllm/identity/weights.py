@@ -9,15 +9,17 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import wraps
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from kvladder.connectors.vllm.step import Report, Step
 from kvladder.connectors.weights import digest
 from kvladder.errors import ConfigError
+
+if TYPE_CHECKING:  # which needs vLLM, and is asked for nothing else
+    from kvladder.connectors.vllm.step import Report, Step
 
 Module = torch.nn.Module
 
