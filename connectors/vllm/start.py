@@ -6,7 +6,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -14,10 +14,12 @@ from kvladder.connectors.vllm.groups import Groups, groups_of, layer_specs
 from kvladder.connectors.vllm.identity.fingerprint import model_fields
 from kvladder.connectors.vllm.identity.weights import combined
 from kvladder.connectors.vllm.options import WHERE
-from kvladder.connectors.vllm.step import RankDescription
 from kvladder.errors import ConfigError, LayoutError
 from kvladder.gpu.copy.pages import BlockPages, common_element
 from kvladder.layout import Layout
+
+if TYPE_CHECKING:  # which needs vLLM, and is asked for nothing else
+    from kvladder.connectors.vllm.step import RankDescription
 
 HASHES: Final = ("sha256", "sha256_cbor")
 """vLLM's block hashes that no two prefixes share."""
