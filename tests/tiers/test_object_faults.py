@@ -146,6 +146,8 @@ def test_a_bucket_that_is_taken_away(server):
 class Throttling(BaseHTTPRequestHandler):
     """Asks everybody to slow down, but who lists."""
 
+    timeout = 1.0  # a connection that a client keeps open does not keep a thread
+
     protocol_version = "HTTP/1.1"
 
     def _answer(self):
