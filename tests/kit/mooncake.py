@@ -20,6 +20,8 @@ from urllib.request import urlopen
 from kvladder.testing.redisserver import free_ports
 
 LEASE_MS = 500
+DISCARD_S = 1
+"""How long a put that was killed keeps its name; Mooncake's own default is 30."""
 PROGRAM = Path(sys.executable).parent / "mooncake_master"
 CLIENT = """
 import base64, json, sys
@@ -99,6 +101,7 @@ class Mooncake:
                     f"--metrics_port={admin}",
                     "--enable_http_metadata_server=false",
                     f"--default_kv_lease_ttl={LEASE_MS}",
+                    f"--put_start_discard_timeout_sec={DISCARD_S}",
                     "--logtostderr",
                 ],
                 stdout=log,

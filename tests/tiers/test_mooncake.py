@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 from contextlib import suppress
 
@@ -20,6 +21,7 @@ from kvladder.tiers.mooncake.tier import MooncakeOptions, MooncakeTier
 from tests.kit.mooncake import PROGRAM, Mooncake
 
 pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="the extra mooncake is not installed")
+TESTS = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,11 @@ class TestMooncake(TierTests):
     def _cluster(self, cluster):
         cluster.clear()
         self.client = cluster.client
+
+    @pytest.fixture
+    def namespace(self, layout):
+        """One per test: a put that was killed keeps its name for a while."""
+        return layout.namespace(salt=f"test {next(TESTS)}")
 
     @pytest.fixture
     def make(self, cluster):
@@ -136,6 +143,11 @@ class TestFaults(TierFixtures):
             with suppress(TierError):
                 if await blocks.get(tier, stored) == [True] * 3:
                     break
+            await asyncio.sleep(0.05)
+        cut = blocks.some(4, 5)
+        blocks.fill(cut)
+        while await blocks.contains(tier, cut) != [True, True]:  # a put that was killed is over
+            await tier.put(blocks.writes(cut))
             await asyncio.sleep(0.05)
 
     async def test_a_node_that_dies_takes_its_blocks_and_no_others(self, tier, blocks, store):
