@@ -12,11 +12,12 @@ from kvladder.errors import ClosedError
 from kvladder.events import Event
 from kvladder.keys import BlockKey, Namespace, salt_digest
 from kvladder.layout import Layout
+from kvladder.lock import STEP
 from kvladder.metrics import Stats
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 from kvladder.policy.retention import checked_duration, checked_priority
 from kvladder.policy.worth import Saves
-from kvladder.tiers.base import ANYWHERE, Terms
+from kvladder.tiers.base import ANYWHERE, HOST, Terms
 from kvladder.tiers.label import Outcome
 from kvladder.tiers.ladder import Ladder
 from kvladder.tiers.ladder.door import CALLS_TIMEOUT_S
@@ -25,12 +26,15 @@ from kvladder.tiers.ladder.gate import BREAKER_STATES, KINDS
 from kvladder.tiers.ladder.index import Meta
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.fetch import Fetch as Fetch
+from kvladder.tiers.ladder.loading.fetch import SetFetch as SetFetch
 from kvladder.tiers.ladder.stack import Post, TierStack
 
 T = TypeVar("T")
 
 FLUSH_TIMEOUT_S = 10.0
 """How long closing waits for levels that outlive the engine, unless the caller says otherwise."""
+SET_MAX = STEP
+"""How many blocks a set that is fetched may have."""
 CLOSE_TIMEOUT_S = TIER_CLOSE_TIMEOUT_S + 2 * CALLS_TIMEOUT_S + 1.0
 """How long closing may take after the flush: all levels close at once, and each within its time."""
 
@@ -197,6 +201,41 @@ class CacheManager:
             saves=saves,
         )
         self._stack.fetch(fetch)
+        return fetch
+
+    def holding(
+        self, keys: Sequence[BlockKey], *, levels: Collection[str] | None = None
+    ) -> list[bool]:
+        """Whether each of ``keys``, a set, is in host or in ``levels``, None for all of them.
+
+        Nothing is asked of shared tiers; changes nothing.
+        """
+        return self._stack.holding(keys, self._bits(levels))
+
+    def fetch_set(
+        self,
+        keys: Collection[BlockKey],
+        *,
+        deadline_s: float | None = None,
+        levels: Collection[str] | None = None,
+    ) -> SetFetch:
+        """Pin those of at most ``SET_MAX`` blocks that are in host, and bring up the others.
+
+        As ``fetch``, but for a set: a block that is missing, or does not come, ends nothing. Only
+        host and ``levels`` are read, None for all; nothing is asked of shared tiers.
+        """
+        assert len(keys) <= SET_MAX, "a set is taken in one step"
+        within_s = self._fetch_deadline_s if deadline_s is None else deadline_s
+        unique, bits = list(dict.fromkeys(keys)), self._bits(levels) | HOST
+        with self._stack.lock:
+            fetch = SetFetch(
+                self._stack.loader.fetchable(unique, bits),
+                stack=self._stack.loader,
+                shared=self._stack.shared,
+                deadline_s=self._stack.shared.clock.now() + within_s,
+                levels=bits,
+            )
+            self._stack.fetch(fetch)
         return fetch
 
     def prefilled(self, tokens: int, seconds: float) -> None:

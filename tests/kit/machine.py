@@ -62,6 +62,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.world.begin(number, length, priority, duration_s, wishes)
         self.world.poll()
 
+    @rule(numbers=st.lists(NUMBERS, min_size=1, max_size=3, unique=True))
+    def gather(self, numbers: list[int]) -> None:
+        """Another process wants a set of blocks."""
+        self.world.gather(numbers)
+        self.world.poll()
+
     @rule(seconds=SECONDS)
     def advance(self, seconds: float) -> None:
         """Time goes by, and requests go on."""

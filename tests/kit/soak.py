@@ -41,11 +41,13 @@ def drawn_steps(world: World, random: Random) -> list[Callable[[], None]]:
         world.clear,
         lambda: world.reopen(crash=number % 2 == 0),
         lambda: world.others(number, length),
+        lambda: world.gather([number, length]),
     ]
 
 
 WEIGHTS = (30, 60, 3, 2, 2, 3, 6, 1, 1, 0.3, 0.7)
 OTHERS_WEIGHT = 10
+SETS_WEIGHT = 20
 
 
 def wishing_steps(world: World, random: Random) -> list[Callable[[], None]]:
@@ -63,13 +65,18 @@ def wishing_steps(world: World, random: Random) -> list[Callable[[], None]]:
     return steps
 
 
-def run_world(seed: int, steps: int = STEPS_PER_WORLD, *, kind: Kind = "plain") -> World:
-    """Run the world of this seed: what it does, and how often each thing, is drawn from it."""
+def run_world(
+    seed: int, steps: int = STEPS_PER_WORLD, *, kind: Kind = "plain", sets: bool = False
+) -> World:
+    """Run the world of this seed: what it does, and how often each thing, is drawn from it.
+
+    With ``sets``, others want sets of its blocks, too.
+    """
     random = Random(seed)
     knobs = Knobs.draw(random).of(kind)
     weights = [weight * random.choice((0, 1, 1, 3)) for weight in WEIGHTS]
     weights[:2] = WEIGHTS[:2]
-    weights.append(OTHERS_WEIGHT if kind == "shared" else 0)
+    weights += [OTHERS_WEIGHT if kind == "shared" else 0, SETS_WEIGHT if sets else 0]
     world = World(knobs, seed)
     try:
         for _ in range(steps):

@@ -12,6 +12,7 @@ from random import Random
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
+from kvladder.manager import SetFetch
 from kvladder.testing.fakes import FakeStore, FakeTier
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.sim import SimLoop, SimThreads, inline_blocking, where
@@ -144,6 +145,23 @@ class World:
         self.requests.append(request)
         self.note(f"begin {request.name}: {number}/{length} at {priority}, {lookup}")
 
+    def gather(self, numbers: Sequence[int]) -> None:
+        """A set of blocks of these prompts is wanted, in no order and with holes."""
+        prompts = [self.prompt(number, 8) for number in numbers]
+        keys = self.random.sample([key for keys in prompts for key in keys], 4 * len(prompts))
+        levels = self.random.choice((None, ["host"], ["level1"][: len(self.tiers)]))
+        here = self.manager.holding(keys, levels=levels)
+        deadline_s = self.random.choice((0.0, 0.05, DEADLINE_S))
+        fetch = self.manager.fetch_set(keys, deadline_s=deadline_s, levels=levels)
+        assert {key for key, is_here in zip(keys, here, strict=True) if is_here} >= {*fetch.keys}
+        self._names += 1
+        until_s = self.loop.time() + deadline_s
+        allowed = dict(self.model.allowed)
+        self.requests.append(
+            Request(self._names, [*fetch.keys], None, None, NO_WISHES, fetch, until_s, allowed)
+        )
+        self.note(f"gather {self._names}: {len(fetch.keys)} of {len(keys)}")
+
     def poll(self) -> None:
         """Each request does what it can do next; which one is first is random."""
         if self._purge.step():
@@ -165,12 +183,17 @@ class World:
         wishes = request.wishes
         assert wishes.load is None or set(fetch.sources) <= set(wishes.load), "another was read"
         for key, slot in zip(request.keys, fetch.slots, strict=False):
+            if slot == NO_SLOT and isinstance(fetch, SetFetch):
+                continue  # it did not come
             data = self._bytes(slot)
             right = request.expected.get(key, NOTHING) | self.model.may_be(key)
             assert data in right, f"request {request.name} got wrong bytes from {fetch.sources}"
             request.loaded[slot] = data
         self.served.update(fetch.sources)
         self.note(f"loaded {request.name}: {fetch.sources}")
+        if isinstance(fetch, SetFetch):  # whoever asks for a set saves nothing
+            request.save = self.manager.save([])
+            return
         priorities, durations = request.priorities, [request.duration_s] * len(request.keys)
         save = self.manager.save(
             request.keys,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.kit import soak
+from tests.kit.knobs import Kind
 from tests.kit.world import World
 
 FOUND = """
@@ -63,6 +64,14 @@ def test_ten_thousand_steps_in_worlds_whose_requests_have_wishes() -> None:
     assert set(served) == {"host", "level1", "level2", "level3"}
     assert any(level.stats.expired for world in worlds for level in world.cache.levels)
     assert sum("purged" in line for world in worlds for line in world.trace) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "shared", "unruly"])
+def test_four_thousand_steps_in_worlds_of_whose_blocks_others_want_sets(kind: Kind) -> None:
+    worlds = [soak.run_world(seed, kind=kind, sets=True) for seed in range(95_000, 95_020)]
+    gathered = [line for world in worlds for line in world.trace if " gather " in line]
+    assert sum(": 0 of" not in line for line in gathered) > 50
 
 
 @pytest.mark.slow

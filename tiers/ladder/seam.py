@@ -109,6 +109,18 @@ class Seam:
                 return host, index
         return host, len(keys)
 
+    def holding(self, keys: Sequence[BlockKey], levels: int = ANYWHERE) -> list[bool]:
+        """Whether each of ``keys`` is in host or in one of ``levels``: a set, not a prefix."""
+        found: list[bool] = []
+        for start in range(0, len(keys), BULK_STEP):
+            part = keys[start : start + BULK_STEP]
+            with self.lock:
+                below = [level for level in self.levels if level.bit & levels and level.readable]
+                indexes: list[LevelIndex[Any]] = [self.host.index, *(lv.index for lv in below)]
+                rows = [map(index.__contains__, part) for index in indexes]
+                found += map(any, zip(*rows, strict=True))
+        return found
+
     def meta(self, key: BlockKey) -> Meta | None:
         """What the hottest level that holds the block knows of it; with the lock held."""
         for shelf in self._shelves:

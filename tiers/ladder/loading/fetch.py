@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -273,3 +275,50 @@ class Fetch:
         """Release, and have every level forget the blocks: their bytes could not be used."""
         self.release()
         self._stack.discard(self.keys[: len(self._slots)])
+
+
+class SetFetch(Fetch):
+    """Those of a set of blocks that the stack could serve: one that is missing ends nothing.
+
+    ``keys`` are those that were there when it began; ``found`` says which of them came.
+    """
+
+    _told: asyncio.Event | None = None
+
+    def failed(self, index: int) -> None:
+        self._waiting.discard(index)
+        self._notify()
+
+    def _notify(self) -> None:
+        super()._notify()
+        if self._told is not None:
+            self._told.set()
+
+    def _answer(self) -> None:
+        with self._lock:
+            self._answered = True
+            self._asking = False
+            self._waiting.clear()
+
+    @property
+    def found(self) -> dict[BlockKey, Slot]:
+        """The slots of the blocks that are here, pinned until ``release``; empty until ``done``."""
+        pairs = zip(self.keys, self.slots, strict=False)
+        return {key: slot for key, slot in pairs if slot != NO_SLOT}
+
+    async def settle(self) -> None:
+        """Wait until ``done``; on the loop thread, which is where blocks arrive."""
+        self._told = asyncio.Event()
+        while not self.done:
+            self._told.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._end_s - self._clock.now()):
+                    await self._told.wait()
+
+    def release(self) -> None:
+        self._answer()
+        with self._lock:
+            is_first, self._released = not self._released, True
+        if is_first:
+            found = self.found
+            self._stack.unpin([*found], [*found.values()])

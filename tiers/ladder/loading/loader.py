@@ -268,6 +268,12 @@ class Loader:
             or any(level.find(key) is not None for level in self._levels if level.readable)
         )
 
+    def fetchable(self, keys: Sequence[BlockKey], mask: int) -> Sequence[BlockKey]:
+        """Those of ``keys``, a set, that a fetch from these levels would serve now."""
+        if len(keys) > 1 and self._host.index.lasting(keys) is not None:
+            return keys
+        return [key for key in keys if self._plan([key], mask)[0]]
+
     def _park(self, fetch: Fetch, start: int, wants: Sequence[Want]) -> dict[int, Want]:
         """Have these wait for room; bounded by what the arena could ever hold."""
         bound = max(0, self._shared.arena.slots - len(self._parked))
