@@ -28,6 +28,17 @@ class Cut(NamedTuple):
     """From which positions on trials of the levels are due that are not asked for the rest."""
 
 
+class Judged(NamedTuple):
+    """What is to be fetched of a prefix; positions among the keys of the fetch."""
+
+    end: int
+    """Up to where."""
+    known: int
+    """Up to where levels have it."""
+    dropped: Mapping[Level, int]
+    """How many blocks between them would have to come, by level."""
+
+
 def _extend(runs: list[Run], run: Run) -> None:
     """Append a run, to the last one if both come from one level."""
     if runs and runs[-1].pace is run.pace:

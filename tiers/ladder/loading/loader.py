@@ -23,7 +23,7 @@ from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.bulk import land_bulk, wants_bulk
 from kvladder.tiers.ladder.loading.fetch import Arrival, Fetch, Want, among, source
-from kvladder.tiers.ladder.loading.judge import Judge
+from kvladder.tiers.ladder.loading.judge import Judge, Judged
 from kvladder.tiers.ladder.loading.probe import Prober
 from kvladder.tiers.ladder.shelf import Shared
 
@@ -36,17 +36,6 @@ class Read(NamedTuple):
     blocks: list[LevelRead]
     mark: Mark
     """When the blocks were asked for."""
-
-
-class Judged(NamedTuple):
-    """What is to be fetched of a prefix; positions among the keys of the fetch."""
-
-    end: int
-    """Up to where."""
-    known: int
-    """Up to where levels have it."""
-    dropped: Mapping[Level, int]
-    """How many blocks between them would have to come, by level."""
 
 
 class Loader:
