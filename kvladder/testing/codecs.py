@@ -173,6 +173,8 @@ class CodecTests:
                     codec, Stored(stored.data, flipped(stored.params, random)), size
                 )
                 assert found is None or len(found) <= size
+        for params in (b"", b"\xff" * PARAMS_BYTES, flipped(stored.params + b"\0", random)):
+            assert isinstance(codec.reads(params), bool)
         for cut in (0, 1, len(stored.data) // 2, len(stored.data) - 1):
             self.decode(codec, Stored(stored.data[:cut], stored.params), size)
             self.decode(codec, Stored(stored.data, b"\xff" * PARAMS_BYTES), size)

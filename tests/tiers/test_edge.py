@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from kvladder.errors import TierFull
+from kvladder.keys import BlockKey
 from kvladder.testing.fakes import FakeTier, Full, Hold
 from kvladder.testing.fixtures import Block, Blocks, MakeTier, Opener
 from kvladder.testing.tiers import TierTests
 from kvladder.tiers.base import Tier, TierContext
-from kvladder.tiers.codecs.base import ChecksumCodec
+from kvladder.tiers.codecs.base import ChecksumCodec, Subject
 from kvladder.tiers.codecs.zstd import ZstdCodec
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
 from kvladder.tiers.label import Outcome, Read, Ref
@@ -44,6 +45,32 @@ class CountingDisk(FakeDisk):
         moved = super().pwritev(fd, buffers, offset)
         self.moved += moved
         return moved
+
+
+class Touchy(ZstdCodec):
+    """Raises for one block where None would do."""
+
+    id = 60001
+    encodes_not: BlockKey | None = None
+    decodes_not: BlockKey | None = None
+
+    def __init__(self, fault: type[Exception]) -> None:
+        super().__init__()
+        self._fault = fault
+
+    def encode(
+        self, data: memoryview, target: memoryview, subject: Subject
+    ) -> tuple[memoryview, bytes] | None:
+        if subject.key == self.encodes_not:
+            raise self._fault("not this one")
+        return super().encode(data, target, subject)
+
+    def decode(
+        self, data: memoryview, params: bytes, target: memoryview, subject: Subject
+    ) -> memoryview | None:
+        if subject.key == self.decodes_not:
+            raise self._fault("nor this one")
+        return super().decode(data, params, target, subject)
 
 
 class Shrinking(CodedTests):
@@ -261,3 +288,26 @@ class TestEdge(Shrinking, TierTests):
         items = await blocks.put(tier, 0, 1)
         assert await blocks.get(tier, items) == [False, False]
         assert tier.edge.refused == {Outcome.CORRUPT: 2}
+
+    @pytest.mark.parametrize("fault", [ValueError, AssertionError, IndexError])
+    async def test_a_codec_that_raises_costs_one_block(
+        self, blocks: Blocks, context: TierContext, fault: type[Exception]
+    ) -> None:
+        items, said = blocks.some(*range(8)), list[str]()
+        codec, inner = Touchy(fault), FakeTier(checks=False)
+        tier = CodedTier(inner, [codec, ChecksumCodec()])
+        await tier.open(replace(context, say=said.append))
+        blocks.fill(items)
+        codec.encodes_not = items[2].key
+        assert await tier.edge.put(blocks.writes(items)) == [n != 2 for n in range(8)]
+        assert inner.stored(items[2].key) is None
+        assert len(said) == 1
+        codec.encodes_not, codec.decodes_not = None, items[5].key
+        assert await tier.edge.put(blocks.writes(items[2:3])) == [True]
+        assert await blocks.get(tier, items) == [n != 5 for n in range(8)]
+        assert tier.edge.refused == {Outcome.UNREADABLE: 1}
+        assert said == [f"a codec raised {fault.__name__}, and its block is given up"] * 2
+        codec.encodes_not = items[0].key
+        batches = inner.batches("put")
+        assert await tier.edge.put(blocks.writes(items[:1])) == [False]
+        assert inner.batches("put") == batches, "there is nothing to put"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,6 +22,8 @@ from kvladder.tiers.ladder.gate import checked
 
 S = TypeVar("S")
 T = TypeVar("T")
+F = TypeVar("F")
+logger = logging.getLogger("kvladder")
 
 SCRATCH_BYTES = 64 << 20
 SCRATCH_BLOCKS_MAX = 32
@@ -88,7 +91,7 @@ class Edge:
         ConfigError
             One of them cannot work as configured.
         """
-        self._run = run
+        self._run, self._say = run, context.say
         self._size = context.layout.block_bytes
         labels = Labels(context.namespace, self._size, verify=self._verify)
         self.side = Side(labels, context.arena.view)
@@ -112,9 +115,12 @@ class Edge:
             slots = await self._take(len(writes) - len(kept))
             try:
                 pairs = list(zip(writes[len(kept) :], slots, strict=False))
-                coded = await self._each(self._encode, pairs)
-                kept += map(bool, checked("put", await self._tier.put(coded), len(coded)))
-                self.encoded_bytes += sum(write.length for write in coded)
+                coded = await self._each(self._encode, pairs, None)
+                given = [write for write in coded if write is not None]
+                answer = checked("put", await self._tier.put(given), len(given)) if given else ()
+                stored = iter(answer)
+                kept += [write is not None and bool(next(stored)) for write in coded]
+                self.encoded_bytes += sum(write.length for write in given)
             except TierFull:
                 if not kept:
                     raise
@@ -168,7 +174,8 @@ class Edge:
                 left.append(read)
             elif outcome is not None and outcome is not Outcome.GOOD:
                 self.refused[outcome] += 1
-        outcomes = dict(zip(left, await self._each(self._finish, left), strict=True))
+        finished = await self._each(self._finish, left, Outcome.UNREADABLE)
+        outcomes = dict(zip(left, finished, strict=True))
         for index, read in enumerate(reads):
             outcome = outcomes.get(read, Outcome.GOOD)
             if outcome is not Outcome.GOOD:
@@ -184,13 +191,25 @@ class Edge:
             return outcome or Outcome.CORRUPT
         return self._chain.decode(read.key, coding, read.view)
 
-    async def _each(self, function: Callable[[S], T], items: Sequence[S]) -> list[T]:
-        """``function`` of each item, in threads; ends when no call runs any more."""
+    async def _each(self, function: Callable[[S], T], items: Sequence[S], failed: F) -> list[T | F]:
+        """``function`` of each item, in threads; ends when no call runs any more.
+
+        ``failed`` stands for those of which a codec made an exception: it costs no other block.
+        """
         if not items:
             return []
+        raised: list[Exception] = []
 
-        def part(start: int) -> list[T]:
-            return [function(item) for item in items[start::JOBS]]
+        def one(item: S) -> T | F:
+            try:
+                return function(item)
+            except Exception as error:
+                logger.debug("a codec raised", exc_info=error)
+                raised.append(error)
+                return failed
+
+        def part(start: int) -> list[T | F]:
+            return [one(item) for item in items[start::JOBS]]
 
         jobs = [asyncio.ensure_future(self._run(part, n)) for n in range(min(JOBS, len(items)))]
         try:
@@ -202,5 +221,7 @@ class Edge:
         failures = [failure for job in jobs if (failure := job.exception()) is not None]
         if failures:
             raise failures[0]
+        for name in sorted({type(error).__name__ for error in raised}):
+            self._say(f"a codec raised {name}, and its block is given up")
         done = [iter(job.result()) for job in jobs]
         return [next(done[index % JOBS]) for index in range(len(items))]
