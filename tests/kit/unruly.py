@@ -31,6 +31,8 @@ class UnrulyTier(MemoryTier):
     """Does what the file at ``path`` says, in each call that moves bytes; as long as it says so."""
 
     Options = UnrulyOptions
+    block_bytes_min = 1
+    probe_max = 7
 
     def __init__(self, options: UnrulyOptions) -> None:
         super().__init__()
@@ -99,7 +101,10 @@ class UnrulyTier(MemoryTier):
         return await super().contains(blocks)
 
     def spare(self, salt: bytes) -> float:
-        return 3.0 if salt else super().spare(salt)
+        order, _, room = self._order().partition(" ")
+        if not salt:
+            return super().spare(salt)
+        return float(room) if order == "room" else 3.0
 
     async def purge(self, salt: bytes | None, progress: Progress) -> int:
         del salt

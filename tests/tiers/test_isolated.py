@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +17,9 @@ import pytest
 
 from kvladder.errors import ConfigError, TierError, TierFull
 from kvladder.testing import TierTests
+from kvladder.testing.cancel import cancel_at
 from kvladder.testing.fixtures import POISON, SETTLE_S, TierFixtures
+from kvladder.tiers.base import Medium, Tier
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
 from kvladder.tiers.isolated.tier import IsolatedTier
 from kvladder.tiers.memory import MemoryTier
@@ -31,6 +35,15 @@ class TestFiles(TierTests):
     @pytest.fixture
     def make(self, tmp_path):
         return lambda: IsolatedTier(FilesTier, FilesOptions(path=str(tmp_path)))
+
+
+def children():
+    """The child processes that there are, dead ones that nobody waited for among them."""
+    return {
+        int(pid)
+        for told in Path("/proc/self/task").glob("*/children")
+        for pid in told.read_text().split()
+    }
 
 
 def is_alive(pid):
@@ -150,6 +163,51 @@ class TestFaults(TierFixtures):
         with pytest.raises(TierError, match="closed"):
             await tier.contains([])
 
+    async def test_a_listener_that_raises_ends_nothing(self, make, context, order):
+        def refuse(*_):
+            raise RuntimeError("it does not want to know")
+
+        faults = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, told: faults.append(repr(told["exception"])))
+        tier = make()
+        await tier.open(replace(context, say=refuse))
+        pid = tier.gauges()["process"]
+        assert await tier.purge(None, refuse) == 0
+        assert tier.gauges()["process"] == pid
+        assert faults == ["RuntimeError('it does not want to know')"] * 4
+        order.write_text("absent")
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: len(faults) == 6)  # that it ended, and that it cannot be opened
+        order.unlink()
+        assert await again(lambda: tier.contains([])) == []
+        await tier.aclose()
+
+    async def test_a_quota_holds_for_a_salt_not_heard_of(self, tier, blocks, order):
+        order.write_text("room 1")
+        items = [block.of(salt=b"12345678") for block in blocks.some(0, 1)]
+        items[1:1] = blocks.some(2)
+        blocks.fill(items)
+        assert await tier.put(blocks.writes(items)) == [True, True, False]
+        assert await blocks.contains(tier, items) == [True, True, False]
+
+    async def test_a_salt_that_had_no_room_is_asked_for_again(self, tier, blocks, order):
+        salts = b"12345678", b"abcdefgh"
+        order.write_text("room 0")
+        items = [b.of(salt=s) for b, s in zip(blocks.some(0, 1), salts, strict=True)]
+        blocks.fill(items)
+        assert await tier.put(blocks.writes(items)) == [False, False]
+        assert [tier.spare(salt) for salt in salts] == [0, 0]
+        order.write_text("room 5")
+        await until(lambda: [tier.spare(salt) for salt in salts] == [5, 5])
+
+    async def test_it_has_the_traits_of_the_tier(self, tier, order):
+        plain = UnrulyTier(UnrulyOptions(path=str(order)))
+        traits = {**Medium.__annotations__, **Tier.__annotations__}
+        assert {name: getattr(tier, name) for name in traits} == {
+            name: getattr(plain, name) for name in traits
+        }
+
     async def test_a_tier_that_refuses_to_open_leaves_no_process(self, make, context, order):
         tier = make()
         order.write_text("refuse")
@@ -161,6 +219,35 @@ class TestFaults(TierFixtures):
             await tier.open(context)
         assert tier.gauges()["process"] == 0
         order.unlink()
+        await tier.open(context)
+        assert await tier.contains([]) == []
+        await tier.aclose()
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("late", [False, True])
+    async def test_an_opening_that_is_cut_off_leaves_no_process(self, make, context, late):
+        before, tier, cut = children(), make(), 0
+        while await cancel_at(tier.open(context), cut + 1, late=late):
+            assert children() == before
+            tier, cut = make(), cut + 1
+        assert children() == before | {tier.gauges()["process"]}
+        await tier.aclose()
+        assert cut > 2
+
+    @pytest.mark.parametrize("lacks", ["pidfd_open", "socketpair", "Popen"])
+    async def test_without_a_descriptor_left_there_is_no_process(
+        self, make, context, monkeypatch, lacks
+    ):
+        def refuse(*_, **__):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        before, tier = children(), make()
+        with monkeypatch.context() as patched:
+            owner = {"pidfd_open": os, "socketpair": socket, "Popen": subprocess}[lacks]
+            patched.setattr(owner, lacks, refuse)
+            with pytest.raises(TierError, match="cannot be started: .*Too many open files"):
+                await tier.open(context)
+            assert children() == before
         await tier.open(context)
         assert await tier.contains([]) == []
         await tier.aclose()

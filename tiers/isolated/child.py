@@ -10,9 +10,10 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import compress, count
 from typing import cast
 
 from kvladder.arena import Arena, ArenaHandle, Slot
@@ -38,6 +39,7 @@ from kvladder.tiers.isolated.wire import (
     Recovered,
     Request,
     Said,
+    Spare,
     Start,
     frame,
     requests,
@@ -98,9 +100,8 @@ class Child:
             case Open():
                 return await self._open(message)
             case Examine():
-                return Done(
-                    value=dict(await self._tier.examine(message.capacity_bytes, self._warn))
-                )
+                facts = await self._tier.examine(message.capacity_bytes, self._tell)
+                return Done(value=dict(facts))
             case Get():
                 return await self._get(message)
             case Put():
@@ -117,6 +118,8 @@ class Child:
                 return Done(value=await self._tier.purge(message.salt, progress))
             case Erase():
                 return Done(value=await self._tier.erase(message.salt, message.start))
+            case Spare():
+                return Done(spare=self._spare(message.salts))
             case Recover():
                 return await self._recover(anew=message.anew)
             case Close():
@@ -128,8 +131,8 @@ class Child:
     def _say(self, message: Message) -> None:
         self._writer.write(frame(message))
 
-    def _warn(self, text: str) -> None:
-        self._say(Said(text=text, warning=True))
+    def _tell(self, text: str) -> None:
+        self._say(Said(text=text))
 
     async def _open(self, message: Open) -> Done:
         fd, slots, slot_bytes = message.arena
@@ -142,7 +145,7 @@ class Child:
             capacity_blocks=capacity_blocks,
             clock=SystemClock(),
             run_blocking=self._pool.run,
-            say=lambda text: self._say(Said(text=text)),
+            say=self._tell,
             timeout_s=timeout_s,
         )
         await self._tier.open(self._context)
@@ -168,9 +171,19 @@ class Child:
             Write(labels, ref, Slot(slot), view(Slot(slot)), facts, coding=coding, replace=replace)
             for ref, slot, facts, coding, replace in message.writes
         ]
-        results = await self._tier.put(writes)
-        spare = {salt: self._tier.spare(salt) for salt in {w.facts.salt for w in writes}}
-        return Done(value=plain(results), spare=spare, gauges=dict(self._tier.gauges()))
+        salts, fits = {write.facts.salt for write in writes}, list[bool]()
+        left = self._spare(salts)  # of which the level may not have heard, or not lately
+        for write in writes:
+            left[write.facts.salt] -= 1
+            fits.append(left[write.facts.salt] >= 0)
+        results = plain(await self._tier.put([*compress(writes, fits)]))
+        if not all(fits):
+            kept = dict(zip(compress(count(), fits), cast("list[bool]", results), strict=True))
+            results = [kept.get(number, False) for number in range(len(fits))]
+        return Done(value=results, spare=self._spare(salts), gauges=dict(self._tier.gauges()))
+
+    def _spare(self, salts: Iterable[bytes]) -> dict[bytes, float]:
+        return {salt: self._tier.spare(salt) for salt in salts}
 
     async def _recover(self, *, anew: bool) -> Recovered:
         if anew or self._kept is None:

@@ -19,12 +19,14 @@ from kvladder.errors import ConfigError, TierError, TierFull
 from kvladder.tiers.base import Progress
 from kvladder.tiers.isolated.wire import (
     Cancel,
+    Done,
     Failed,
     Message,
     Progressed,
     Reply,
     Request,
     Said,
+    Start,
     frame,
     replies,
     take,
@@ -48,8 +50,8 @@ class Process:
         Of the tier, for messages.
     abandon_s:
         How long a cancelled call may take to end before the child is killed.
-    say, warn:
-        Take what the tier says by ``TierContext.say``, and what it warns of when it is examined.
+    say:
+        Takes what the tier says by ``TierContext.say``, and what it warns of when it is examined.
     ended:
         Called when the child is dead.
     """
@@ -75,31 +77,46 @@ class Process:
         self._why = ""
         """Why it was killed, if it was."""
 
-    async def start(self, descriptors: Sequence[int] = ()) -> None:
-        """Start it; it inherits these descriptors under their numbers.
+    async def start(self, pickled: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Start it and have it make the tier; it inherits these descriptors under their numbers.
+
+        Closing is for the caller, whatever is raised.
 
         Raises
         ------
-        TierError
-            There can be no further process.
+        TierError, ConfigError
+            There can be no further process, it takes too long, or the tier cannot be made.
         """
-        ours, theirs = socket.socketpair()
-        path = os.pathsep.join(part or "." for part in sys.path)
         try:
-            self._child = subprocess.Popen(  # noqa: ASYNC220, S603 - it ends with this thread
-                [sys.executable, "-m", CHILD, str(os.getpid()), str(theirs.fileno())],
-                pass_fds=(theirs.fileno(), *descriptors),
+            ours, theirs = socket.socketpair()
+            with theirs:
+                reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+                self._spawn(theirs.fileno(), descriptors)
+        except OSError as error:
+            raise TierError(f"a process for {self._name} cannot be started: {error}") from error
+        # nothing was awaited since there is a child: from here on it does not outlive this task
+        self._serving = asyncio.create_task(self._serve(reader), name=f"kvladder-{self._name}")
+        await self.call(Start(pickled=pickled), Done, limit_s=START_S)
+
+    def _spawn(self, socket_fd: int, descriptors: Sequence[int]) -> None:
+        """Start a child and watch it; if that fails there is none, and the connection is closed."""
+        path = os.pathsep.join(part or "." for part in sys.path)
+        child: subprocess.Popen[bytes] | None = None
+        try:
+            child = subprocess.Popen(  # noqa: S603 - it ends with this thread
+                [sys.executable, "-m", CHILD, str(os.getpid()), str(socket_fd)],
+                pass_fds=(socket_fd, *descriptors),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path},
             )
-        except OSError as error:
-            ours.close()
-            raise TierError(f"a process for {self._name} cannot be started: {error}") from error
-        finally:
-            theirs.close()
-        self._pidfd = os.pidfd_open(self._child.pid)
-        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
-        self._serving = asyncio.create_task(self._serve(reader), name=f"kvladder-{self._name}")
+            self._pidfd = os.pidfd_open(child.pid)
+        except OSError:
+            self._writer.close()
+            if child is not None:
+                child.kill()
+                child.wait()
+            raise
+        self._child = child
 
     @property
     def pid(self) -> int:
@@ -134,12 +151,14 @@ class Process:
             self._ended(self)
 
     def _take(self, message: Reply) -> None:
+        # what a listener raises is told by the loop, and ends neither the child nor a call
+        soon = asyncio.get_running_loop().call_soon
         if isinstance(message, Said):
-            self._say(message.text)
+            soon(self._say, message.text)
             return
         if isinstance(message, Progressed):
             if (progress := self._progress.get(message.number)) is not None:
-                progress(message.done, message.total)
+                soon(progress, message.done, message.total)
             return
         future = self._calls.pop(message.number, None)
         if future is not None and not future.done():

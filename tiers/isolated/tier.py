@@ -11,7 +11,7 @@ from math import inf
 from typing import cast
 
 from kvladder.errors import ConfigError, TierError
-from kvladder.tiers.base import Progress, Tier, TierContext
+from kvladder.tiers.base import Medium, Progress, Tier, TierContext
 from kvladder.tiers.isolated.process import START_S, Process
 from kvladder.tiers.isolated.wire import (
     Ask,
@@ -26,7 +26,7 @@ from kvladder.tiers.isolated.wire import (
     Put,
     Recover,
     Recovered,
-    Start,
+    Spare,
 )
 from kvladder.tiers.label import Kept, Read, Ref, Write, arrived, is_verified, to_write
 
@@ -35,10 +35,8 @@ RETRY_S, RETRY_MAX_S = 0.2, 30.0
 """From the end of a process to the next start; doubled each time that fails."""
 SALTS_MAX = 1024
 """Salts whose spare room is remembered."""
-_TRAITS = (
-    "batch_max", "overhead_bytes", "medium", "durable", "recovers_checked", "erases", "shared",
-    "probe_max", "probe_timeout_s", "probe_cache_s",
-)  # fmt: skip
+_TRAITS = tuple(Medium.__annotations__ | Tier.__annotations__)
+"""What a tier's class or its options say of it."""
 
 
 class IsolatedTier(Tier):
@@ -77,6 +75,9 @@ class IsolatedTier(Tier):
         self._ready = False
         self._starting: asyncio.Task[None] | None = None
         self._spare: OrderedDict[bytes, float] = OrderedDict()
+        self._full: set[bytes] = set()
+        """Salts that had nothing to spare when the level asked, since the process was."""
+        self._asking: asyncio.Task[None] | None = None
         self._gauges: dict[str, int] = {}
         self._described: dict[str, str] = {}
         self._ends = 0
@@ -89,8 +90,7 @@ class IsolatedTier(Tier):
     ) -> Mapping[str, str]:
         process = self._new(warn)
         try:
-            await process.start()
-            await process.call(Start(pickled=self._pickled), Done, limit_s=START_S)
+            await process.start(self._pickled)
             told = await process.call(Examine(capacity_bytes=capacity_bytes), Done, limit_s=START_S)
             return cast("dict[str, str]", told.value)
         finally:
@@ -103,6 +103,10 @@ class IsolatedTier(Tier):
     def _new(self, say: Callable[[str], object]) -> Process:
         return Process(self._name, abandon_s=self._abandon_s, say=say, ended=self._ended)
 
+    def _say(self, text: str) -> None:
+        """What listens may raise, which ends nothing here."""
+        asyncio.get_running_loop().call_soon(self.context.say, text)
+
     async def _open(self) -> None:
         """Start a child and open the tier in it; it is dead again if that fails."""
         context, handle = self.context, self.context.arena.handle
@@ -110,8 +114,7 @@ class IsolatedTier(Tier):
         told = context.layout, context.namespace, context.capacity_blocks, context.timeout_s
         arena = handle.fd, handle.slots, handle.slot_bytes
         try:
-            await process.start([handle.fd])
-            await process.call(Start(pickled=self._pickled), Done, limit_s=START_S)
+            await process.start(self._pickled, [handle.fd])
             message = Open(arena=arena, pickled=pickle.dumps(told))
             answer = await process.call(message, Done, limit_s=START_S)
         except BaseException:
@@ -125,7 +128,7 @@ class IsolatedTier(Tier):
         if process is self._process and self._ready and not self._closed:
             self._ready = False
             self._ends += 1
-            self.context.say(f"{process.how}: it is started again")
+            self._say(f"{process.how}: it is started again")
             self._starting = asyncio.create_task(self._restart(), name="kvladder-isolated-start")
 
     async def _restart(self) -> None:
@@ -135,7 +138,7 @@ class IsolatedTier(Tier):
             try:
                 await self._open()
             except (TierError, ConfigError) as error:
-                self.context.say(f"{self._name} cannot be opened again: {error}")
+                self._say(f"{self._name} cannot be opened again: {error}")
                 wait_s = min(2 * wait_s, RETRY_MAX_S)
 
     def _running(self) -> Process:
@@ -169,11 +172,7 @@ class IsolatedTier(Tier):
         ]
         answer = await self._running().call(Put(verify=told[0][0], writes=rows), Done)
         self._gauges = answer.gauges
-        for salt, spare in answer.spare.items():
-            self._spare[salt] = spare
-            self._spare.move_to_end(salt)
-        while len(self._spare) > SALTS_MAX:
-            self._spare.popitem(last=False)
+        self._hear(answer.spare)
         return cast("Sequence[bool]", answer.value)
 
     async def remove(self, blocks: Sequence[Ref]) -> None:
@@ -193,7 +192,27 @@ class IsolatedTier(Tier):
         return count, following
 
     def spare(self, salt: bytes) -> float:
-        return self._spare.get(salt, inf)
+        """As last heard; any number of a salt not heard of, since the process sees to it itself."""
+        found = self._spare.get(salt, inf)
+        if found < 1 and self._ready:
+            self._full.add(salt)
+            if self._asking is None or self._asking.done():
+                self._asking = asyncio.create_task(self._ask(), name="kvladder-isolated-spare")
+        return found
+
+    async def _ask(self) -> None:
+        """Ask again what the salts that had nothing to spare have by now."""
+        salts = list(self._full)
+        self._full.clear()
+        with suppress(TierError):
+            self._hear((await self._running().call(Spare(salts=salts), Done)).spare)
+
+    def _hear(self, spare: Mapping[bytes, float]) -> None:
+        for salt, blocks in spare.items():
+            self._spare[salt] = blocks
+            self._spare.move_to_end(salt)
+        while len(self._spare) > SALTS_MAX:
+            self._spare.popitem(last=False)
 
     async def recover(self) -> AsyncIterator[Sequence[Kept]]:
         batch = await self._running().call(Recover(anew=True), Recovered)
@@ -220,3 +239,5 @@ class IsolatedTier(Tier):
                 with suppress(TierError):
                     await process.call(Close(), Done, limit_s=CLOSE_S)
             await process.aclose()
+        if self._asking is not None:
+            await asyncio.wait({self._asking})

@@ -83,6 +83,12 @@ class Erase(Message):
     start: int = 0
 
 
+class Spare(Message):
+    """``Tier.spare`` of some salts."""
+
+    salts: list[bytes] = []
+
+
 class Recover(Message):
     """The next batch of ``Tier.recover``, or the first one ``anew``; answered by ``Recovered``."""
 
@@ -97,7 +103,9 @@ class Cancel(Message):
     """Cancel the call of this number; it is answered all the same."""
 
 
-Request = Start | Open | Examine | Get | Put | Ask | Purge | Erase | Recover | Close | Cancel
+Request = (
+    Start | Open | Examine | Get | Put | Ask | Purge | Erase | Spare | Recover | Close | Cancel
+)
 
 
 # ---- what it answers
@@ -108,7 +116,7 @@ class Done(Message):
 
     value: Any = None
     spare: dict[bytes, float] = {}
-    """Of each salt of a put, ``Tier.spare`` after it."""
+    """``Tier.spare`` of the salts that were asked for, or of those of a put after it."""
     gauges: dict[str, int] = {}
 
 
@@ -148,7 +156,6 @@ class Said(Message):
     """``TierContext.say``, or a warning of ``Tier.examine``."""
 
     text: str = ""
-    warning: bool = False
 
 
 Reply = Done | Got | Recovered | Failed | Progressed | Said
