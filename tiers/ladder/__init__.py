@@ -117,3 +117,10 @@ class Ladder(Protocol):
         Nothing is stored until the iteration is over or closed.
         """
         ...
+
+    def purge(self, salt: bytes) -> Iterator[Mapping[str, int]]:
+        """Forget every block of a salt, step by step: after each, how many by level so far.
+
+        Nothing of this salt is stored until the iteration is over or closed.
+        """
+        ...

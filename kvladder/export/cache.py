@@ -1,0 +1,458 @@
+"""A cache as its exporter sees it: what an engine lets others read, or what a server keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from math import inf
+from struct import Struct
+from typing import Final
+
+from kvladder.arena import Slot
+from kvladder.export.offers import HAVE, REFUSED, Pinned
+from kvladder.keys import SALT_BYTES, BlockKey
+from kvladder.layout import Layout
+from kvladder.lock import STEP
+from kvladder.manager import SET_MAX, CacheManager, SetFetch
+from kvladder.tiers.base import Blocking, Terms
+from kvladder.tiers.label import LABEL_BYTES, Facts, Labels, told
+from kvladder.tiers.ladder.index import Meta
+from kvladder.tiers.ladder.queue import Pending
+
+TAIL: Final = Struct(f"<Q{LABEL_BYTES}s")
+"""At the end of a server's block: how long the client's is, and its label."""
+SPACE_BYTES: Final = 3
+"""Of a server's salt: so many stand for the client's namespace, the others for its salt."""
+PURGED_S: Final = 0.02
+"""Until it is looked again whether all tiers have forgotten what was purged: they tell nobody."""
+PINNED_MAX: Final = 0.5
+"""Clients pin no larger share of the slots: who saves needs some, too."""
+
+
+@dataclass
+class Lot:
+    """Blocks of a grant that are alike, and their slots."""
+
+    salt: bytes
+    positions: list[int]
+    names: list[BlockKey]
+    slots: list[Slot]
+
+
+@dataclass
+class Granted:
+    """What a client writes."""
+
+    keys: Sequence[bytes]
+    lengths: Sequence[int]
+    lots: list[Lot]
+
+
+@dataclass
+class Session:
+    """A client, and what it holds."""
+
+    namespace: bytes
+    block_bytes: int
+    pins: dict[int, list[SetFetch]] = field(default_factory=dict[int, list[SetFetch]])
+    grants: dict[int, Granted] = field(default_factory=dict[int, Granted])
+
+
+class CacheOffers(ABC):
+    """The blocks of a cache, which is not to be closed before. Everything is called on its loop.
+
+    Parameters
+    ----------
+    run_blocking:
+        For what takes as long as reading the bytes of a block.
+    levels:
+        Those that blocks are read from beside host, by name; None for all.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        run_blocking: Blocking,
+        *,
+        levels: Collection[str] | None = None,
+        writable: bool,
+        block_bytes_max: int,
+    ) -> None:
+        self.arena = manager.arena
+        self.writable = writable
+        self.block_bytes_max = block_bytes_max
+        self._manager = manager
+        self._run_blocking = run_blocking
+        self._levels = levels
+        self._sessions: dict[int, Session] = {}
+        self._counts = dict.fromkeys(("refused", "sent", "taken", "lies"), 0)
+
+    @abstractmethod
+    def _refusal(self, namespace: bytes, block_bytes: int) -> str:
+        """Why a client is refused; nothing if it is not."""
+
+    @abstractmethod
+    def _names(self, session: Session, keys: Sequence[bytes]) -> list[BlockKey]:
+        """What the blocks are called here that a client calls by these keys."""
+
+    @abstractmethod
+    async def _labelled(
+        self, session: Session, found: Sequence[tuple[BlockKey, Slot | None]]
+    ) -> list[Pinned | None]:
+        """Pinned blocks with their labels; None where there is no slot."""
+
+    @property
+    def _pinned(self) -> int:
+        """How many slots clients have pinned, or will have."""
+        pins = [fetches for s in self._sessions.values() for fetches in s.pins.values()]
+        return sum(len(fetch.keys) for fetches in pins for fetch in fetches)
+
+    def counts(self) -> dict[str, int]:
+        """How many sessions there are and slots they hold, and what was done, as plain data."""
+        sessions = self._sessions.values()
+        lots = [lot for s in sessions for granted in s.grants.values() for lot in granted.lots]
+        granted = sum(len(lot.slots) for lot in lots)
+        return {
+            "sessions": len(sessions),
+            "pinned": self._pinned,
+            "granted": granted,
+            **self._counts,
+        }
+
+    async def hello(self, session: int, namespace: bytes, block_bytes: int) -> str:
+        """See ``Offers``."""
+        why = self._refusal(namespace, block_bytes)
+        if why:
+            self._counts["refused"] += 1
+        else:
+            self._sessions[session] = Session(namespace, block_bytes)
+        return why
+
+    async def have(self, session: int, keys: Sequence[bytes]) -> bytes:
+        """See ``Offers``."""
+        known = self._sessions.get(session)
+        if known is None:
+            return bytes(len(keys))
+        return bytes(self._manager.holding(self._names(known, keys), levels=self._levels))
+
+    async def pin(self, session: int, op: int, keys: Sequence[bytes]) -> Sequence[Pinned | None]:
+        """See ``Offers``."""
+        known = self._sessions.get(session)
+        if known is None:
+            return [None] * len(keys)
+        names = self._names(known, keys)
+        room = max(0, int(self.arena.slots * PINNED_MAX) - self._pinned)
+        ends = range(0, min(room, len(names)), SET_MAX)
+        parts = [names[start : min(room, start + SET_MAX)] for start in ends]
+        fetches = [self._manager.fetch_set(part, levels=self._levels) for part in parts]
+        known.pins[op] = fetches
+        found: dict[BlockKey, Slot] = {}
+        for fetch in fetches:
+            await fetch.settle()
+            found |= fetch.found
+        pinned = await self._labelled(known, [(name, found.get(name)) for name in names])
+        self._counts["sent"] += len(pinned) - pinned.count(None)
+        return pinned
+
+    async def release(self, session: int, op: int) -> None:
+        """See ``Offers``."""
+        known = self._sessions.get(session)
+        for fetch in known.pins.pop(op, ()) if known is not None else ():
+            fetch.release()
+
+    async def gone(self, session: int) -> None:
+        """See ``Offers``."""
+        known = self._sessions.pop(session, None)
+        if known is not None:
+            for fetches in known.pins.values():
+                for fetch in fetches:
+                    fetch.release()
+            for granted in known.grants.values():
+                self._abandon(granted)
+
+    async def all_gone(self) -> None:
+        """Nobody touches a slot any more: all that sessions held is free."""
+        for session in [*self._sessions]:
+            await self.gone(session)
+
+    def _abandon(self, granted: Granted) -> None:
+        for lot in granted.lots:
+            self._manager.ladder.abandon(lot.names, lot.slots)
+
+
+class EngineOffers(CacheOffers):
+    """What an engine's cache has, for engines of the same namespace, which read it only.
+
+    A block is named by its own key, and its label is made when it is pinned.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        run_blocking: Blocking,
+        *,
+        levels: Collection[str] | None = None,
+    ) -> None:
+        size = manager.layout.block_bytes
+        super().__init__(manager, run_blocking, levels=levels, writable=False, block_bytes_max=size)
+
+    def _refusal(self, namespace: bytes, block_bytes: int) -> str:
+        if namespace != self._manager.namespace:
+            own = self._manager.namespace.hex()[:16]
+            return f"another model or layout: namespace {namespace.hex()[:16]}, here it is {own}"
+        if block_bytes != self.block_bytes_max:
+            return f"blocks of {block_bytes} bytes, here they have {self.block_bytes_max}"
+        return ""
+
+    def _names(self, session: Session, keys: Sequence[bytes]) -> list[BlockKey]:
+        return [BlockKey(key) for key in keys]
+
+    async def _labelled(
+        self, session: Session, found: Sequence[tuple[BlockKey, Slot | None]]
+    ) -> list[Pinned | None]:
+        ladder, rows = self._manager.ladder, list[tuple[BlockKey, Slot | None, Facts]]()
+        for start in range(0, len(found), STEP):
+            with ladder.lock:
+                for name, slot in found[start : start + STEP]:
+                    coming = Pending(slot or Slot(0), ladder.meta(name) or Meta(), since_s=0.0)
+                    rows.append((name, slot, coming.facts(ttl_s=None, clock=ladder.clock)))
+        labelled: list[Pinned | None] = await self._run_blocking(self._label, rows)
+        return labelled
+
+    def _label(self, rows: Sequence[tuple[BlockKey, Slot | None, Facts]]) -> list[Pinned | None]:
+        """Label these blocks; in a thread, as it reads all of their bytes."""
+        size, pinned = self.block_bytes_max, list[Pinned | None]()
+        labels = Labels(self._manager.namespace, size, verify=True)
+        for name, slot, facts in rows:
+            if slot is None:
+                pinned.append(None)
+            else:
+                label = labels.pack(name, self.arena.view(slot)[:size], facts)
+                pinned.append(Pinned(slot, size, label))
+        return pinned
+
+    async def grant(
+        self,
+        session: int,
+        op: int,
+        keys: Sequence[bytes],
+        lengths: Sequence[int],
+        facts: Sequence[Facts],
+    ) -> Sequence[int]:
+        """See ``Offers``: nobody writes here."""
+        return [REFUSED] * len(keys)
+
+    async def commit(self, session: int, op: int, labels: Sequence[bytes]) -> Sequence[bool]:
+        """See ``Offers``: nothing was granted."""
+        return [False] * len(labels)
+
+    async def abort(self, session: int, op: int) -> None:
+        """See ``Offers``: nothing was granted."""
+
+    async def remove(self, session: int, keys: Sequence[bytes]) -> None:
+        """See ``Offers``: the engine keeps what it has."""
+
+    async def purge(self, session: int, salt: bytes | None) -> int:
+        """See ``Offers``: nobody but the engine put anything."""
+        return 0
+
+
+def server_layout(block_bytes: int) -> Layout:
+    """The layout of a server whose clients' blocks have up to so many bytes."""
+    fields = {"kvladder.serve": "1"}
+    return Layout(block_tokens=1, block_bytes=block_bytes + TAIL.size, fields=fields)
+
+
+class ServerOffers(CacheOffers):
+    """The blocks of a cache without an engine, which are its clients': it cannot read them.
+
+    A block is named by a digest of its client's namespace and key, so that any number of models
+    share a server. Behind its bytes lie their length and the client's label.
+    """
+
+    def __init__(self, manager: CacheManager, run_blocking: Blocking) -> None:
+        size = manager.layout.block_bytes - TAIL.size
+        super().__init__(manager, run_blocking, writable=True, block_bytes_max=size)
+
+    def _refusal(self, namespace: bytes, block_bytes: int) -> str:
+        if block_bytes > self.block_bytes_max:
+            return f"blocks of {block_bytes} bytes, this server takes up to {self.block_bytes_max}"
+        return ""
+
+    def _names(self, session: Session, keys: Sequence[bytes]) -> list[BlockKey]:
+        space, digest = session.namespace, hashlib.sha256
+        return [BlockKey(digest(space + key).digest()) for key in keys]
+
+    async def _labelled(
+        self, session: Session, found: Sequence[tuple[BlockKey, Slot | None]]
+    ) -> list[Pinned | None]:
+        return [None if slot is None else self._read(slot) for _, slot in found]
+
+    def _read(self, slot: Slot) -> Pinned:
+        """A block as its client stored it."""
+        length, label = TAIL.unpack_from(self.arena.view(slot), self.block_bytes_max)
+        return Pinned(slot, length, label)
+
+    # ---- what clients put
+
+    async def grant(
+        self,
+        session: int,
+        op: int,
+        keys: Sequence[bytes],
+        lengths: Sequence[int],
+        facts: Sequence[Facts],
+    ) -> Sequence[int]:
+        """See ``Offers``."""
+        answers = [REFUSED] * len(keys)
+        known = self._sessions.get(session)
+        if known is None:
+            return answers
+        names, granted = self._names(known, keys), Granted(keys, lengths, [])
+        alike: dict[Meta, list[int]] = {}
+        for position, (length, fact) in enumerate(zip(lengths, facts, strict=True)):
+            if 0 < length <= known.block_bytes:
+                alike.setdefault(self._meta(known, fact), []).append(position)
+        for meta, positions in alike.items():
+            wanted = [names[position] for position in positions]
+            indices, slots = self._manager.ladder.reserve(
+                wanted, [meta] * len(wanted), explicit=True
+            )
+            taken = [positions[index] for index in indices]
+            lot = Lot(meta.terms.salt, taken, [names[position] for position in taken], slots)
+            granted.lots.append(lot)
+            for position, slot in zip(taken, slots, strict=True):
+                answers[position] = slot
+        known.grants[op] = granted
+        here = self._manager.holding(names)
+        return [
+            HAVE if answer == REFUSED and is_here else answer
+            for answer, is_here in zip(answers, here, strict=True)
+        ]
+
+    def _meta(self, session: Session, facts: Facts) -> Meta:
+        """What this cache is to know of a block of which the client says ``facts``."""
+        clock = self._manager.ladder.clock
+        end_s, expires_s = facts.expires_wall_s, inf
+        if end_s is not None:
+            expires_s = end_s - clock.wall() + clock.now()
+        terms = Terms(expires_s=expires_s, salt=own_salt(session.namespace, facts.salt))
+        return Meta(facts.priority, min(facts.floor, facts.priority), terms=terms)
+
+    async def commit(self, session: int, op: int, labels: Sequence[bytes]) -> Sequence[bool]:
+        """See ``Offers``."""
+        done = [False] * len(labels)
+        known = self._sessions.get(session)
+        granted = None if known is None else known.grants.pop(op, None)
+        if known is None or granted is None:
+            return done
+        good: set[int] = set()
+        try:
+            good = await self._run_blocking(self._sealed, known, granted, labels)
+        finally:
+            if session not in self._sessions:  # its agent may be gone as well: nobody asks
+                good = set()
+            self._settle(granted, good)
+        for position in good:
+            done[position] = True
+        return done
+
+    def _settle(self, granted: Granted, good: set[int]) -> None:
+        """Publish the blocks at these positions, and let go of the others."""
+        ladder = self._manager.ladder
+        for lot in granted.lots:
+            is_good = [position in good for position in lot.positions]
+            is_bad = [not good for good in is_good]
+            ladder.publish([*compress(lot.names, is_good)], [*compress(lot.slots, is_good)])
+            ladder.abandon([*compress(lot.names, is_bad)], [*compress(lot.slots, is_bad)])
+        bad = sum(len(lot.slots) for lot in granted.lots) - len(good)
+        self._counts["taken"] += len(good)
+        self._counts["lies"] += bad
+
+    def _sealed(self, session: Session, granted: Granted, labels: Sequence[bytes]) -> set[int]:
+        """Positions of the blocks that are what their labels say, which lie behind them now.
+
+        In a thread, as it reads all of their bytes.
+        """
+        good: set[int] = set()
+        for lot in granted.lots:
+            for position, slot in zip(lot.positions, lot.slots, strict=True):
+                label = labels[position] if position < len(labels) else b""
+                wanted = granted.keys[position], session.namespace, granted.lengths[position]
+                if self._is_good(label, wanted, slot):
+                    good.add(position)
+        return good
+
+    def _is_good(self, label: bytes, wanted: tuple[bytes, bytes, int], slot: Slot) -> bool:
+        """Whether a slot holds what a label says, and that is what was granted; it is sealed then.
+
+        Whether the bytes are right cannot be told if the client's level has no checksums.
+        """
+        said, view, (*_, length) = told(label), self.arena.view(slot), wanted
+        if said is None or (said.key, said.namespace, said.length) != wanted:
+            return False
+        if said.checksum and not said.is_of([view[:length]]):
+            return False
+        # what another block left there would be stored with this one, also once it is purged
+        view[length : self.block_bytes_max] = bytes(self.block_bytes_max - length)
+        TAIL.pack_into(view, self.block_bytes_max, length, label)
+        return True
+
+    async def abort(self, session: int, op: int) -> None:
+        """See ``Offers``."""
+        known = self._sessions.get(session)
+        granted = None if known is None else known.grants.pop(op, None)
+        if granted is not None:
+            self._abandon(granted)
+
+    async def remove(self, session: int, keys: Sequence[bytes]) -> None:
+        """See ``Offers``."""
+        known = self._sessions.get(session)
+        if known is not None:
+            self._manager.remove(self._names(known, keys))
+
+    async def purge(self, session: int, salt: bytes | None) -> int:
+        """See ``Offers``: returns when tiers have forgotten, and overwritten, all of it."""
+        known = self._sessions.get(session)
+        if known is None:
+            return 0
+        salts = {own_salt(known.namespace, salt or b"")}
+        if salt is None:
+            salts |= await self._salts(known.namespace)
+        gone = 0
+        for own in salts:
+            counts: Mapping[str, int] = {}
+            for step in self._manager.ladder.purge(own):
+                counts = step
+                await asyncio.sleep(0)
+            gone += max(counts.values(), default=0)  # a block may be in several levels
+        while self._manager.removals and session in self._sessions:  # noqa: ASYNC110 - as it says
+            await asyncio.sleep(PURGED_S)
+        return gone
+
+    async def _salts(self, namespace: bytes) -> set[bytes]:
+        """All salts of a namespace's blocks that are here or being put."""
+        ladder, tag = self._manager.ladder, _space_tag(namespace)
+        grants = [granted for s in self._sessions.values() for granted in s.grants.values()]
+        found = {lot.salt for granted in grants for lot in granted.lots}
+        for holdings in ladder.indexes.values():
+            for start in range(0, holdings.places, STEP):
+                with ladder.lock:
+                    metas = map(ladder.meta, holdings.held(start, start + STEP))
+                    found |= {meta.terms.salt for meta in metas if meta is not None}
+                await asyncio.sleep(0)
+        return {salt for salt in found if salt.startswith(tag)}
+
+
+def _space_tag(namespace: bytes) -> bytes:
+    return hashlib.blake2b(namespace, digest_size=SPACE_BYTES).digest()
+
+
+def own_salt(namespace: bytes, salt: bytes) -> bytes:
+    """What stands beside a block here for its client's namespace and its client's salt."""
+    size = SALT_BYTES - SPACE_BYTES
+    return _space_tag(namespace) + hashlib.blake2b(salt, digest_size=size, key=namespace).digest()

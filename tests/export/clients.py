@@ -1,0 +1,131 @@
+"""What a client of an exporter does, without the network between the two."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from kvladder.arena import Slot
+from kvladder.export.cache import CacheOffers, EngineOffers, ServerOffers, server_layout
+from kvladder.export.offers import Offers
+from kvladder.keys import BlockKey, Namespace
+from kvladder.testing.fakes import FakeTier
+from kvladder.testing.sim import inline_blocking
+from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
+from kvladder.tiers.label import NO_FACTS, Facts, Labels
+
+SIZE = 4000
+"""Of a client's whole block; with label and length behind it a page is not enough."""
+SERVER = server_layout(SIZE)
+SPACE = LAYOUT.namespace()
+
+
+def keys_of(*numbers: int) -> list[bytes]:
+    return [hashlib.sha256(b"%d" % number).digest() for number in numbers]
+
+
+def payload(key: bytes, length: int = SIZE) -> bytes:
+    return (hashlib.sha512(key).digest() * (length // 64 + 1))[:length]
+
+
+@dataclass
+class Client:
+    """One session, whose namespace is ``space``."""
+
+    offers: Offers
+    session: int = 1
+    space: bytes = SPACE
+    op: int = 0
+
+    async def hello(self, block_bytes: int = SIZE) -> str:
+        return await self.offers.hello(self.session, self.space, block_bytes)
+
+    def label(self, key: bytes, data: bytes, facts: Facts = NO_FACTS, **said: Any) -> bytes:
+        labels = Labels(Namespace(self.space), len(data), verify=said.get("verify", True))
+        return labels.pack(BlockKey(key), data, facts)
+
+    async def granted(
+        self, keys: Sequence[bytes], facts: Facts = NO_FACTS, *, length: int = SIZE
+    ) -> list[int]:
+        """Ask for slots; ``op`` is the operation then."""
+        self.op += 1
+        lengths, said = [length] * len(keys), [facts] * len(keys)
+        return [*await self.offers.grant(self.session, self.op, keys, lengths, said)]
+
+    def write(self, slot: int, data: bytes) -> None:
+        self.offers.arena.view(Slot(slot))[: len(data)] = data
+
+    async def put(
+        self, keys: Sequence[bytes], facts: Facts = NO_FACTS, *, length: int = SIZE
+    ) -> list[bool]:
+        """Put blocks as a client does; which of them are there."""
+        slots = await self.granted(keys, facts, length=length)
+        labels = [b""] * len(keys)
+        for at, (key, slot) in enumerate(zip(keys, slots, strict=True)):
+            if slot >= 0:
+                self.write(slot, payload(key, length))
+                labels[at] = self.label(key, payload(key, length), facts)
+        done = await self.offers.commit(self.session, self.op, labels)
+        return [ok or slot == -2 for ok, slot in zip(done, slots, strict=True)]
+
+    async def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """The bytes of these blocks, whose labels are checked."""
+        self.op += 1
+        found: list[bytes | None] = []
+        labels = Labels(Namespace(self.space), SIZE, verify=True)
+        pinned = await self.offers.pin(self.session, self.op, keys)
+        for key, one in zip(keys, pinned, strict=True):
+            if one is None:
+                found.append(None)
+                continue
+            view = self.offers.arena.view(one.slot)
+            outcome, _ = labels.check(BlockKey(key), one.label, view[: one.length])
+            assert outcome == 0 or one.length < SIZE
+            found.append(bytes(view[: one.length]))
+        await self.offers.release(self.session, self.op)
+        return found
+
+    async def has(self, keys: Sequence[bytes]) -> list[bool]:
+        return [*map(bool, await self.offers.have(self.session, keys))]
+
+
+@asynccontextmanager
+async def server(
+    *levels: LevelSpec, slots: int = 16, **options: Any
+) -> AsyncIterator[tuple[SimCache, ServerOffers]]:
+    """A cache without an engine, and what it offers; nothing may be left in the end."""
+    cache = await SimCache.open(*levels, slots=slots, layout=SERVER, **options)
+    offers = ServerOffers(cache.manager, inline_blocking)
+    try:
+        yield cache, offers
+        cache.manager.check()
+    finally:
+        await closed(cache, offers, levels)
+
+
+@asynccontextmanager
+async def engine(
+    *levels: LevelSpec, names: list[str] | None = None, slots: int = 16
+) -> AsyncIterator[tuple[SimCache, EngineOffers]]:
+    """An engine's cache, and what it offers."""
+    cache = await SimCache.open(*levels, slots=slots)
+    offers = EngineOffers(cache.manager, inline_blocking, levels=names)
+    try:
+        yield cache, offers
+        cache.manager.check()
+    finally:
+        await closed(cache, offers, levels)
+
+
+async def closed(cache: SimCache, offers: CacheOffers, levels: Sequence[LevelSpec]) -> None:
+    for level in levels:
+        if isinstance(level.tier, FakeTier):
+            level.tier.heal()
+    await offers.all_gone()
+    await cache.aclose()
+    for level in levels:
+        if isinstance(level.tier, FakeTier):
+            assert level.tier.violations == []

@@ -1,0 +1,338 @@
+"""What a cache offers to others, without the network between them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvladder.export.cache import own_salt
+from kvladder.export.offers import HAVE, REFUSED
+from kvladder.policy.offload import OffloadRule
+from kvladder.testing.fakes import FakeStore, FakeTier
+from kvladder.testing.sim import EPOCH_S
+from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
+from kvladder.testing.steps import Hold
+from kvladder.tiers.label import Facts, told
+from tests.export.clients import SIZE, SPACE, Client, engine, keys_of, payload, server
+
+FOUR = keys_of(1, 2, 3, 4)
+TENANT = b"8 bytes."
+
+
+async def test_what_a_client_puts_it_gets_back_and_around_holes() -> None:
+    async with server() as (cache, offers):
+        client = Client(offers)
+        assert await client.hello() == ""
+        assert await client.has(FOUR) == [False] * 4
+        assert await client.put(FOUR[::2]) == [True, True]
+        assert await client.has(FOUR) == [True, False, True, False]
+        assert await client.get(FOUR) == [payload(FOUR[0]), None, payload(FOUR[2]), None]
+        assert [slot == HAVE for slot in await client.granted(FOUR)] == [True, False, True, False]
+        assert offers.counts()["granted"] == 2
+        await offers.abort(client.session, client.op)
+        await offers.gone(client.session)
+        counts = offers.counts()
+        assert {name for name, count in counts.items() if count} == {"sent", "taken"}
+        assert counts["sent"] == counts["taken"] == 2
+        assert cache.arena.free == cache.arena.slots - 2
+
+
+async def test_blocks_that_a_codec_has_shortened_come_back_as_long_as_they_were() -> None:
+    async with server() as (_, offers):
+        client = Client(offers)
+        await client.hello()
+        assert await client.put(FOUR, length=100) == [True] * 4
+        assert await client.get(FOUR) == [payload(key, 100) for key in FOUR]
+
+
+async def test_what_another_block_left_in_a_slot_is_not_stored_with_a_shorter_one() -> None:
+    store = FakeStore()
+    tier = FakeTier(store=store, durable=True)
+    async with server(LevelSpec(tier, OffloadRule(when="commit")), slots=1) as (cache, offers):
+        client = Client(offers)
+        await client.hello()
+        assert await client.put(FOUR[:1]) == [True]
+        await cache.settle()
+        await offers.remove(client.session, FOUR[:1])
+        await cache.settle()
+        assert await client.put(FOUR[1:2], length=100) == [True]
+        await cache.settle()
+        (record,) = tier.records.values()
+        assert record.data[:100] == payload(FOUR[1], 100)
+        assert record.data[100:SIZE] == bytes(SIZE - 100)
+
+
+async def test_models_share_a_server_and_do_not_see_each_other() -> None:
+    async with server() as (_, offers):
+        one, two = Client(offers, 1, b"a" * 32), Client(offers, 2, b"b" * 32)
+        assert await one.hello() == await two.hello(4) == ""
+        await one.put(FOUR)
+        assert await two.has(FOUR) == [False] * 4
+        assert await two.get(FOUR) == [None] * 4
+        assert await two.granted(FOUR, length=5) == [REFUSED] * 4, "its blocks have 4 bytes"
+        again = Client(offers, 3, b"a" * 32)
+        await again.hello()
+        assert await again.get(FOUR) == [payload(key) for key in FOUR]
+
+
+async def test_blocks_that_do_not_fit_and_clients_that_said_no_hello_are_refused() -> None:
+    async with server() as (_, offers):
+        assert "4001 bytes, this server takes up to 4000" in await Client(offers).hello(SIZE + 1)
+        assert offers.counts()["refused"] == 1
+        nobody = Client(offers, 7)
+        assert await nobody.has(FOUR) == [False] * 4
+        assert await nobody.get(FOUR) == [None] * 4
+        assert await nobody.put(FOUR) == [False] * 4
+        await offers.remove(7, FOUR)
+        await offers.release(7, 1)
+        await offers.abort(7, 1)
+        await offers.gone(7)
+        assert await offers.purge(7, None) == 0
+
+
+@pytest.mark.parametrize("lie", ["label", "key", "namespace", "length", "checksum", "none", "few"])
+async def test_a_lie_of_a_client_costs_its_own_block_only(lie: str) -> None:
+    async with server() as (cache, offers):
+        client = Client(offers)
+        await client.hello()
+        slots = await client.granted(FOUR)
+        labels: list[bytes] = []
+        for key, slot in zip(FOUR, slots, strict=True):
+            client.write(slot, payload(key))
+            labels.append(client.label(key, payload(key)))
+        other = Client(offers, space=b"x" * 32)
+        bad = payload(FOUR[2])
+        wrong = {
+            "label": b"\x01" * len(labels[2]),
+            "key": client.label(FOUR[1], bad),
+            "namespace": other.label(FOUR[2], bad),
+            "length": client.label(FOUR[2], bad[:-1]),
+            "checksum": client.label(FOUR[2], bad[:-1] + b"?"),
+            "none": b"",
+        }
+        if lie == "few":
+            done = await offers.commit(client.session, client.op, labels[:2])
+            assert done == [True, True]
+        else:
+            labels[2] = wrong[lie]
+            done = await offers.commit(client.session, client.op, labels)
+            assert done == [True, True, False, True]
+        assert await client.has(FOUR) == [True, True, False, lie != "few"]
+        assert offers.counts()["lies"] == (2 if lie == "few" else 1)
+        assert cache.arena.free == cache.arena.slots - (2 if lie == "few" else 3)
+        assert await offers.commit(client.session, client.op, labels) == [False] * len(labels)
+
+
+async def test_a_block_without_a_checksum_is_its_readers_affair() -> None:
+    async with server() as (_, offers):
+        client = Client(offers)
+        await client.hello()
+        (slot,) = await client.granted(FOUR[:1])
+        client.write(slot, payload(FOUR[0]))
+        label = client.label(FOUR[0], payload(FOUR[0]), verify=False)
+        assert await offers.commit(client.session, client.op, [label]) == [True]
+        (pinned,) = await offers.pin(client.session, 99, FOUR[:1])
+        assert pinned is not None
+        assert pinned.label == label
+
+
+async def test_pins_and_grants_of_a_client_that_is_gone_are_free_and_nothing_is_published() -> None:
+    async with server() as (cache, offers):
+        client, other = Client(offers), Client(offers, 2)
+        await client.hello()
+        await other.hello()
+        await client.put(FOUR)
+        await offers.pin(client.session, 10, FOUR)
+        slots = await client.granted(keys_of(5, 6))
+        assert offers.counts()["pinned"] == 4
+        assert cache.arena.free == cache.arena.slots - 6
+        await offers.gone(client.session)
+        assert cache.arena.free == cache.arena.slots - 4
+        labels = [client.label(key, payload(key)) for key in keys_of(5, 6)]
+        for slot, key in zip(slots, keys_of(5, 6), strict=True):
+            client.write(slot, payload(key))
+        assert await offers.commit(client.session, client.op, labels) == [False, False]
+        assert await other.has(FOUR + keys_of(5, 6)) == [True] * 4 + [False] * 2
+
+
+async def test_a_client_that_goes_while_its_blocks_are_checked_publishes_nothing() -> None:
+    began, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def slowly(function: object, *args: object) -> object:
+        began.set()
+        await goes_on.wait()
+        return function(*args)  # type: ignore[operator]
+
+    async with server() as (cache, offers):
+        client = Client(offers)
+        await client.hello()
+        offers._run_blocking = slowly
+        putting = asyncio.create_task(client.put(FOUR))
+        await began.wait()
+        await offers.gone(client.session)
+        assert cache.arena.free == cache.arena.slots - 4, "they are being read"
+        goes_on.set()
+        assert await putting == [False] * 4
+        assert cache.arena.free == cache.arena.slots
+        again = Client(offers, 2)
+        await again.hello()
+        began.clear()
+        goes_on.clear()
+        putting = asyncio.create_task(again.put(FOUR))
+        await began.wait()
+        putting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await putting
+        assert cache.arena.free == cache.arena.slots
+
+
+async def test_a_purge_by_salt_reaches_one_tenant_and_one_without_all_of_a_namespace() -> None:
+    tier = FakeTier(store=FakeStore(), durable=True)
+    async with server(LevelSpec(tier, OffloadRule(when="commit"))) as (cache, offers):
+        one, two = Client(offers), Client(offers, 2, b"b" * 32)
+        await one.hello()
+        await two.hello()
+        salted, plain = keys_of(1, 2, 3), keys_of(4, 5)
+        await one.put(salted, Facts(salt=TENANT))
+        await one.put(plain)
+        await two.put(salted, Facts(salt=TENANT))
+        await cache.settle()
+        assert await offers.purge(1, b"another.") == 0
+        assert await offers.purge(1, TENANT) == 3
+        assert await one.has(salted + plain) == [False] * 3 + [True] * 2
+        assert await two.has(salted) == [True] * 3
+        assert len(tier.records) == 5
+        await one.put(salted, Facts(salt=TENANT))
+        slots = await one.granted(keys_of(6), Facts(salt=b"pending."))
+        assert await offers.purge(1, None) == 5
+        one.write(slots[0], payload(keys_of(6)[0]))
+        label = one.label(keys_of(6)[0], payload(keys_of(6)[0]))
+        await offers.commit(1, one.op, [label])
+        assert await one.has(salted + plain + keys_of(6)) == [False] * 6
+        assert await two.has(salted) == [True] * 3
+
+
+async def test_a_servers_levels_honour_priority_and_expiry() -> None:
+    tier = FakeTier(store=FakeStore(), durable=True)
+    rule = OffloadRule(min_priority=50, when="commit")
+    async with server(LevelSpec(tier, rule)) as (cache, offers):
+        client = Client(offers)
+        await client.hello()
+        loop = asyncio.get_running_loop()
+        ends_s = EPOCH_S + loop.time() + 10.0
+        await client.put(FOUR[:2], Facts(priority=80, floor=80, expires_wall_s=ends_s))
+        await client.put(FOUR[2:], Facts(priority=80, floor=20))
+        await cache.settle()
+        assert len(tier.records) == 2, "the floor of the others is too low for it"
+        assert await client.has(FOUR) == [True] * 4
+        await asyncio.sleep(11.0)
+        assert await client.get(FOUR) == [None, None, payload(FOUR[2]), payload(FOUR[3])]
+        assert await client.put(keys_of(8), Facts(expires_wall_s=ends_s)) == [False], "it is over"
+
+
+async def test_a_server_finds_the_blocks_of_its_durable_level_again() -> None:
+    store = FakeStore()
+    async with server(LevelSpec(FakeTier(store=store, durable=True))) as (_, offers):
+        client = Client(offers)
+        await client.hello()
+        await client.put(FOUR, Facts(salt=TENANT))
+    async with server(LevelSpec(FakeTier(store=store, durable=True))) as (_, offers):
+        client = Client(offers)
+        await client.hello()
+        assert await client.get(FOUR[::-1]) == [payload(key) for key in FOUR[::-1]]
+        assert await offers.purge(client.session, TENANT) == 4
+
+
+async def test_clients_pin_half_of_the_slots_at_most() -> None:
+    async with server(slots=6) as (_, offers):
+        client = Client(offers)
+        await client.hello()
+        await client.put(FOUR)
+        pinned = await offers.pin(client.session, 50, FOUR)
+        assert [one is not None for one in pinned] == [True, True, True, False]
+        assert await offers.pin(client.session, 51, FOUR) == [None] * 4
+        await offers.release(client.session, 50)
+        assert offers.counts()["pinned"] == 0
+
+
+async def test_a_server_that_is_full_refuses_and_takes_what_is_worth_more() -> None:
+    async with server(slots=4) as (_, offers):
+        client = Client(offers)
+        await client.hello()
+        await client.put(FOUR, Facts(priority=60, floor=60))
+        assert await client.granted(keys_of(9), Facts(priority=30, floor=30)) == [REFUSED]
+        assert await client.put(keys_of(9), Facts(priority=70, floor=70)) == [True]
+
+
+def test_salts_of_a_namespace_begin_alike_and_of_no_other() -> None:
+    salts = {own_salt(SPACE, salt) for salt in (b"", TENANT, b"another.")}
+    assert len(salts) == 3
+    assert len({salt[:3] for salt in salts}) == 1
+    assert own_salt(b"b" * 32, TENANT)[:3] not in {salt[:3] for salt in salts}
+
+
+# ---- an engine that exports
+
+
+async def test_an_engine_offers_its_blocks_under_their_own_keys_with_labels_of_now() -> None:
+    keys = SimCache.keys(0, 0, 0, 0)
+    async with engine() as (cache, offers):
+        cache.save(keys, priorities=[60, 50, 70, 80], ttl_s=100.0, salt="tenant")
+        reader = Client(offers)
+        assert await reader.hello(LAYOUT.block_bytes) == ""
+        assert await reader.has([*keys[2:], *FOUR]) == [True, True, *[False] * 4]
+        pinned = await offers.pin(1, 1, [keys[3], FOUR[0], keys[1]])
+        for key, one in ((keys[3], pinned[0]), (keys[1], pinned[2])):
+            assert one is not None
+            assert bytes(offers.arena.view(one.slot)[: one.length]) == cache.payload(key)
+            said = told(one.label)
+            assert said is not None
+            assert (said.key, said.namespace, said.length) == (key, SPACE, 64)
+            assert said.is_of([cache.payload(key)])
+            assert said.facts.floor == 50
+            assert said.facts.expires_wall_s == pytest.approx(EPOCH_S + 100.0, abs=1.0)
+        assert pinned[1] is None
+        await offers.release(1, 1)
+
+
+async def test_nobody_writes_to_an_engine_or_removes_from_it() -> None:
+    keys = SimCache.keys(0, 0)
+    async with engine() as (cache, offers):
+        cache.save(keys)
+        reader = Client(offers)
+        await reader.hello(64)
+        assert await reader.put(FOUR, length=64) == [False] * 4
+        await offers.abort(1, 1)
+        await offers.remove(1, keys)
+        assert await offers.purge(1, None) == 0
+        assert await reader.has(keys) == [True, True]
+
+
+async def test_readers_of_another_model_or_block_are_refused() -> None:
+    async with engine() as (_, offers):
+        assert "another model" in await Client(offers, space=b"x" * 32).hello(64)
+        assert "blocks of 63 bytes, here they have 64" in await Client(offers).hello(63)
+        assert offers.counts()["refused"] == 2
+
+
+async def test_an_engine_reads_for_others_from_the_levels_that_are_named() -> None:
+    keys, store = SimCache.keys(0, 0, 0, 0), FakeStore()
+    async with engine(LevelSpec(FakeTier(store=store, durable=True))) as (cache, _):
+        cache.save(keys)
+    async with engine(LevelSpec(FakeTier(store=store, durable=True)), names=[]) as (_, offers):
+        reader = Client(offers)
+        await reader.hello(64)
+        assert await reader.has(keys) == [False] * 4
+        assert await offers.pin(1, 1, keys) == [None] * 4
+    tier = FakeTier(store=store, durable=True)
+    async with engine(LevelSpec(tier), names=["level1"]) as (_, offers):
+        reader = Client(offers)
+        await reader.hello(64)
+        assert await reader.has(keys) == [True] * 4
+        slow = Hold(on="get")
+        tier.script.append(slow)
+        pinning = asyncio.create_task(offers.pin(1, 1, keys[2:]))
+        await slow.reached()
+        slow.let_go()
+        assert [one is not None for one in await pinning] == [True, True]
