@@ -26,6 +26,7 @@ CATCHES_ALL = {
     "kvladder/runtime.py": "counts it: the loop goes on",
     "tiers/blocking.py": "hands it to whoever awaits the call",
     "tiers/isolated/child.py": "tells the process that called",
+    "tiers/isolated/spawn.py": "ends with a status that says so",
     "tiers/codecs/edge.py": "has a codec's fault cost one block, and says it",
     "tiers/files/threads.py": "hands it to whoever awaits the batch",
     "gpu/copy/copier.py": "reports it with the job whose copy failed",

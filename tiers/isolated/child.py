@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import pickle
-import signal
-import socket
-import sys
-import traceback
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import compress, count
 from typing import cast
@@ -20,6 +14,7 @@ from kvladder.arena import Arena, ArenaHandle, Slot
 from kvladder.errors import ConfigError, TierError, TierFull
 from kvladder.tiers.base import Tier, TierContext
 from kvladder.tiers.blocking import BlockingPool, SystemClock
+from kvladder.tiers.isolated.spawn import run
 from kvladder.tiers.isolated.wire import (
     Ask,
     Cancel,
@@ -48,7 +43,6 @@ from kvladder.tiers.isolated.wire import (
 from kvladder.tiers.label import Kept, Labels, Read, Write, arrival
 
 THREADS = 4
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Child:
@@ -216,27 +210,9 @@ def failure(number: int, error: BaseException) -> Failed:
             return Failed(number, "tier", f"it raised {error!r}", temporary=False)
 
 
-async def _serve(fd: int) -> None:
-    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd))
-    with suppress(ConnectionError):
-        await Child(reader, writer).serve()
-
-
-def main(parent: int, fd: int) -> None:
-    """Serve the process ``parent`` over the socket ``fd`` until it is gone."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before that took effect
-        os._exit(0)
-    for ending in (signal.SIGINT, signal.SIGTERM):  # sent to a whole group, as by a terminal
-        signal.signal(ending, signal.SIG_IGN)  # the engine still has something to store
-    status = 0
-    try:
-        asyncio.run(_serve(fd))
-    except BaseException:  # noqa: BLE001 - the other side hears of an end
-        traceback.print_exc()
-        status = 1
-    os._exit(status)  # not by the end of the interpreter: threads of a library may hang
+async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await Child(reader, writer).serve()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    run(_serve)

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
@@ -17,6 +12,7 @@ import msgspec
 
 from kvladder.errors import ConfigError, TierError, TierFull
 from kvladder.tiers.base import Progress
+from kvladder.tiers.isolated.spawn import Spawned
 from kvladder.tiers.isolated.wire import (
     Cancel,
     Done,
@@ -71,11 +67,8 @@ class Process:
         self._numbers = count(1)
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._progress: dict[int, Progress] = {}
-        self._child: subprocess.Popen[bytes]
-        self._writer: asyncio.StreamWriter
+        self._spawned: Spawned
         self._serving: asyncio.Task[None] | None = None
-        self._why = ""
-        """Why it was killed, if it was."""
 
     async def start(self, pickled: bytes, descriptors: Sequence[int] = ()) -> None:
         """Start it and have it make the tier; it inherits these descriptors under their numbers.
@@ -88,61 +81,34 @@ class Process:
             There can be no further process, it takes too long, or the tier cannot be made.
         """
         try:
-            ours, theirs = socket.socketpair()
-            with theirs:
-                reader, self._writer = await asyncio.open_unix_connection(sock=ours)
-                self._spawn(theirs.fileno(), descriptors)
+            self._spawned = await Spawned.start(CHILD, descriptors)
         except OSError as error:
             raise TierError(f"a process for {self._name} cannot be started: {error}") from error
         # nothing was awaited since there is a child: from here on it does not outlive this task
-        self._serving = asyncio.create_task(self._serve(reader), name=f"kvladder-{self._name}")
+        self._serving = asyncio.create_task(self._serve(), name=f"kvladder-{self._name}")
         await self.call(Start(pickled=pickled), Done, limit_s=START_S)
-
-    def _spawn(self, socket_fd: int, descriptors: Sequence[int]) -> None:
-        """Start a child and watch it; if that fails there is none, and the connection is closed."""
-        path = os.pathsep.join(part or "." for part in sys.path)
-        child: subprocess.Popen[bytes] | None = None
-        try:
-            child = subprocess.Popen(  # noqa: S603 - it ends with this thread
-                [sys.executable, "-m", CHILD, str(os.getpid()), str(socket_fd)],
-                pass_fds=(socket_fd, *descriptors),
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path},
-            )
-            self._pidfd = os.pidfd_open(child.pid)
-        except OSError:
-            self._writer.close()
-            if child is not None:
-                child.kill()
-                child.wait()
-            raise
-        self._child = child
 
     @property
     def pid(self) -> int:
         """Of the child."""
-        return self._child.pid
+        return self._spawned.pid
 
     @property
     def how(self) -> str:
         """How it ended."""
-        code = self._child.returncode
-        reason = f"exit status {code}" if code >= 0 else signal.Signals(-code).name
-        return f"the process of {self._name} has ended: {self._why or reason}"
+        return f"the process of {self._name} has ended: {self._spawned.how}"
 
-    async def _serve(self, reader: asyncio.StreamReader) -> None:
+    async def _serve(self) -> None:
         """Hand out answers until the child is gone; then it is waited for, and calls fail."""
         try:
             while True:
-                self._take(replies.decode(await take(reader)))
+                self._take(replies.decode(await take(self._spawned.reader)))
         except (ConnectionError, OSError):
             pass
         except (msgspec.MsgspecError, ValueError) as error:
-            self.kill(f"it does not keep to the protocol: {error}")
+            self._spawned.kill(f"it does not keep to the protocol: {error}")
         finally:
-            self.kill("")
-            await self._end()
-            self._writer.close()
+            await self._spawned.end()
             for future in self._calls.values():
                 if not future.done():
                     future.set_exception(TierError(self.how))
@@ -164,23 +130,6 @@ class Process:
         if future is not None and not future.done():
             future.set_result(message)
 
-    async def _end(self) -> None:
-        """Wait until the child, which was killed, is dead; the kernel tells when."""
-        loop, dead = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._pidfd, dead.set)
-        while not dead.is_set():
-            with suppress(asyncio.CancelledError):  # its slots are not free before
-                await dead.wait()
-        loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        self._child.wait()
-
-    def kill(self, why: str) -> None:
-        """End it at once; ``why`` is what its calls are told."""
-        if self._child.returncode is None:  # not waited for: its process id is its own
-            self._why = self._why or why
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-
     async def call(
         self,
         message: Request,
@@ -199,7 +148,7 @@ class Process:
         TierError, ConfigError
             What the tier raised; a TierError, too, if the process ends or takes too long.
         """
-        if self._serving is None or self._serving.done() or self._writer.is_closing():
+        if self._serving is None or self._serving.done() or self._spawned.writer.is_closing():
             raise TierError(f"the process of {self._name} has ended")
         number = message.number = next(self._numbers)
         body = frame(message)
@@ -207,7 +156,7 @@ class Process:
         self._calls[number] = future
         if progress is not None:
             self._progress[number] = progress
-        self._writer.write(body)
+        self._spawned.writer.write(body)
         try:
             async with asyncio.timeout(limit_s):
                 answer = await asyncio.shield(future)
@@ -226,10 +175,10 @@ class Process:
 
     async def _give_up(self, number: int, future: asyncio.Future[Reply]) -> None:
         """Have a call end over there, in one way or the other."""
-        if not future.done() and not self._writer.is_closing():
-            self._writer.write(frame(Cancel(number)))
+        if not future.done() and not self._spawned.writer.is_closing():
+            self._spawned.writer.write(frame(Cancel(number)))
         why = f"a call that was given up did not end within {self._abandon_s:g} s"
-        killing = asyncio.get_running_loop().call_later(self._abandon_s, self.kill, why)
+        killing = asyncio.get_running_loop().call_later(self._abandon_s, self._spawned.kill, why)
         try:
             while not future.done():
                 with suppress(asyncio.CancelledError):
@@ -241,7 +190,7 @@ class Process:
         """Kill it, and wait until it is dead; may be called again."""
         if self._serving is None:
             return
-        self.kill("the tier was closed")
+        self._spawned.kill("the tier was closed")
         while not self._serving.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait({self._serving})
