@@ -331,7 +331,7 @@ def recover(path: Path) -> None:
         lock = StackLock()
         notices = Notices(clock.now)
         events = EventBuffer(1000, post=asyncio.get_running_loop().call_soon)
-        shared = Shared(arena, lock, clock, events, notices, LAYOUT.block_bytes)
+        shared = Shared(arena, lock, clock, events, notices)
         spec = LevelSpec(
             name="nvme",
             tier=FilesTier(FilesOptions(path=str(path))),

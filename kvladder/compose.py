@@ -152,7 +152,6 @@ def _stack(
         clock=clock,
         events=EventBuffer(config.events.max, post=runtime.post),
         notices=Notices(clock.now, held=lock.held, post=runtime.post),
-        block_bytes=layout.block_bytes,
     )
     host = HostSettings(
         name=config.host.name,

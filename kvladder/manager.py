@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from math import inf
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
@@ -368,11 +368,12 @@ class CacheManager:
         stack = self._stack
         said = [level.door.gauges() for level in stack.levels]  # theirs: without the lock
         with stack.lock:
-            host = {**stack.host.stats.as_dict(), **stack.host.index.as_dict()}
+            size = self.layout.block_bytes
+            host = {**stack.host.stats.as_dict(size), **stack.host.index.as_dict()}
             host["capacity"] = self.arena.slots
             found: Stats = {stack.host.name: host}
             for level, own in zip(stack.levels, said, strict=True):
-                found[level.name] = level_counts(level, own)
+                found[level.name] = {**own, **level.stats.as_dict(size), **level_counts(level)}
             found["arena"] = {"slots": self.arena.slots, "free": self.arena.free}
             found["loop"] = {"faults": self._portal.faults}
         return found
@@ -456,14 +457,12 @@ def _metas(
     return metas
 
 
-def level_counts(level: Level, gauges: Mapping[str, int]) -> dict[str, Any]:
-    """Counters and occupancy of a level below host, and what its tier said; with the lock held."""
+def level_counts(level: Level) -> dict[str, Any]:
+    """Occupancy of a level below host, and the state of its door; with the lock held."""
     door, edge = level.door, level.door.edge
     states = {kind: BREAKER_STATES.index(state) for kind, state in door.states.items()}
     opened = {kind: breaker.opened for kind, breaker in door.breakers.items()}
     return {
-        **gauges,
-        **level.stats.as_dict(),
         **level.index.as_dict(),
         "capacity": level.capacity_blocks,
         "queued": level.queued,

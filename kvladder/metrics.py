@@ -72,11 +72,9 @@ class LevelStats:
     slower: int = 0
     """Blocks not fetched since computing them is faster."""
     stored: int = 0
-    stored_bytes: int = 0
     stored_s: float = 0.0
     """Seconds during which writes were under way."""
     loaded: int = 0
-    loaded_bytes: int = 0
     loaded_s: float = 0.0
     """Seconds during which reads were under way."""
     recovered: int = 0
@@ -105,11 +103,13 @@ class LevelStats:
         """A block of this priority could have been kept and was not."""
         self.dropped[reason, priority // 10 * 10] += 1
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self, block_bytes: int) -> dict[str, Any]:
         """Numbers by name; ``dropped_<reason>``, and by priority ``dropped[reason][tens]``."""
         found: dict[str, Any] = {
             name: getattr(self, name) for name in self.__slots__ if name != "dropped"
         }
+        for name in ("stored", "loaded"):
+            found[f"{name}_bytes"] = found[name] * block_bytes
         dropped: dict[str, dict[str, int]] = {}
         for (reason, tens), count in sorted(self.dropped.items()):
             dropped.setdefault(reason, {})[str(tens)] = count

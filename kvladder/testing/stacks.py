@@ -108,7 +108,6 @@ class SimCache:
             clock=clock,
             events=EventBuffer(10_000, post=loop.call_soon),
             notices=Notices(clock.now, held=lock.held, post=loop.call_soon),
-            block_bytes=layout.block_bytes,
         )
         made = [
             Spec(

@@ -45,7 +45,7 @@ class Source:
 
     def __call__(self) -> Stats:
         more = {"blocks": self.blocks, "eviction_age_s": self.ages.as_dict()}
-        return {"host": {**self.level.as_dict(), **more}}
+        return {"host": {**self.level.as_dict(4096), **more}}
 
 
 def types(kind: Any = None) -> dict[Any, Any]:

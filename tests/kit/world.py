@@ -334,7 +334,8 @@ class World:
         self.requests.clear()
         clean = not crash and not any(tier.script or tier.held for tier in self.tiers)
         levels = self.cache.levels
-        clean &= all(lv.door.open(kind) and not lv.left_behind for lv in levels for kind in KINDS)
+        clean &= all(level.door.open(kind) for level in levels for kind in KINDS)
+        clean &= not any(level._leaving.behind for level in levels)
         self._purge.give_up()
         kept = must_survive(self.cache, self.loop.time())
         errors = self._errors()

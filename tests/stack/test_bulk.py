@@ -17,7 +17,7 @@ from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.ladder import index
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.loading import bulk
+from kvladder.tiers.ladder.loading import loader, plan
 from kvladder.tiers.ladder.loading.fetch import Fetch
 from tests.stack.caches import COMMIT, cache_of
 
@@ -94,7 +94,7 @@ def test_many_at_once_are_as_one_after_the_other(
 ) -> None:
     found: list[list[Any]] = []
     for least in (2, 10**9):
-        for module in (bulk, eviction, index):
+        for module in (loader, plan, eviction, index):
             monkeypatch.setattr(module, "BULK_MIN", least)
         with asyncio.Runner(loop_factory=lambda: SimLoop(seed)) as runner:
             found.append(runner.run(run(kind, seed)))

@@ -22,7 +22,6 @@ from kvladder.tiers.ladder.door import (
     CLOSE_TIMEOUT_S,
     LevelSettings,
 )
-from kvladder.tiers.ladder.reader import read
 from tests.kit.mirror import MirrorCodec
 from tests.stack.caches import COMMIT, QUICK, cache_of, flushed
 
@@ -114,9 +113,8 @@ async def test_a_trial_that_is_cancelled_is_made_again() -> None:
             assert place is not None
             level.places.begin_reads([place])
             slots = cache.arena.lease(1) or []
-        trial = asyncio.create_task(
-            read(level, [LevelRead(level.door.edge.side, keys[0], place, slots[0])])
-        )
+        wanted = [LevelRead(level.door.edge.side, keys[0], place, slots[0])]
+        trial = asyncio.ensure_future(level.door.get(wanted, lambda: level.read_ended(wanted)))
         await asyncio.sleep(0.1)
         assert level.door.states["get"] == "trial"
         trial.cancel()

@@ -119,7 +119,7 @@ def test_statistics_are_plain_numbers() -> None:
     for priority in (35, 39, 100):
         stats.drop("queue", priority)
     stats.drop("full", 0)
-    found = stats.as_dict()
+    found = stats.as_dict(8)
     assert found["stored"] == 3
     assert (found["dropped_queue"], found["dropped_full"]) == (3, 1)
     assert found.pop("dropped") == {"queue": {"30": 2, "100": 1}, "full": {"0": 1}}

@@ -92,6 +92,7 @@ class Answer(NamedTuple):
     """Whether the tier no longer touches the slots and places of the call."""
     full: bool = False
     """Whether it failed because the medium is full."""
+    took_s: float = 0.0
 
 
 class Door:
@@ -114,7 +115,7 @@ class Door:
         self.tier = spec.tier
         self.edge = Edge(spec.tier, spec.settings.edge, spec.scratch, verify=spec.verify)
         self.breakers = {kind: Breaker(spec.settings.gate.breaker) for kind in KINDS}
-        self.reads = asyncio.Semaphore(spec.settings.reads_max)
+        self._reads = asyncio.Semaphore(spec.settings.reads_max)
         """Whoever reads holds it, so that not too many reads are under way at once."""
         self.settings = spec.settings.gate
         self.why = ""
@@ -236,11 +237,24 @@ class Door:
 
     # ---- calls
 
-    async def get(self, blocks: Sequence[LevelRead], late: Callable[[], None]) -> Answer:
-        """Fill the blocks' slots; see ``call``."""
+    async def get(self, blocks: Sequence[LevelRead], ended: Callable[[], None]) -> Answer:
+        """Fill the blocks' slots, when it is their turn; see ``call``.
+
+        ``ended`` runs under the lock once nobody reads any more, however that comes, even late.
+        """
         slots = [block.slot for block in blocks]
-        get = self.edge.get
-        return await self.call("get", lambda: get(blocks), late, slots=slots, expected=len(blocks))
+        get, answer = self.edge.get, Answer(None)
+        try:
+            async with self._reads:
+                answer = Answer(None, quiet=False)  # if it is cancelled, it is left behind
+                answer = await self.call(
+                    "get", lambda: get(blocks), ended, slots=slots, expected=len(blocks)
+                )
+        finally:
+            if answer.quiet:
+                with self._shared.lock:
+                    ended()
+        return answer
 
     async def put(self, blocks: Sequence[LevelWrite], late: Callable[[], None]) -> Answer:
         """Store what is in the blocks' slots; see ``call``."""
@@ -302,7 +316,8 @@ class Door:
         """
         shared, breaker = self._shared, self.breakers[kind]
         timeout_s = self.settings.timeout_s if timeout_s is None else timeout_s
-        if self.crowded or self.absent or not breaker.begin(shared.clock.now()):
+        begun_s = shared.clock.now()
+        if self.crowded or self.absent or not breaker.begin(begun_s):
             return Answer(None)
         shared.arena.share(slots)
 
@@ -351,8 +366,8 @@ class Door:
         if left_behind:
             self._failed(kind, f"no answer within {timeout_s:g} s")
             self._stats.timeouts += 1
-            return Answer(None, quiet=False)
-        return self._answer(kind, task)
+            return Answer(None, quiet=False, took_s=timeout_s)
+        return self._answer(kind, task, shared.clock.now() - begun_s)
 
     def _recount(self) -> None:
         """Calls were left behind or have ended: see whether others may begin."""
@@ -367,17 +382,17 @@ class Door:
             what += ": it is left alone until some do"
             self._shared.notices.say(f"{self._name} behind", what)
 
-    def _answer(self, kind: Kind, task: asyncio.Task[Results]) -> Answer:
+    def _answer(self, kind: Kind, task: asyncio.Task[Results], took_s: float) -> Answer:
         if task.cancelled():
             self._failed(kind, "it cancelled the call")
-            return Answer(None)
+            return Answer(None, took_s=took_s)
         error = task.exception()
         # a removal that finds no room has failed, or it would be tried again at once
         if error is None or (kind == "put" and isinstance(error, TierFull)):
             self.breakers[kind].success()
-            return Answer(None, full=True) if error else Answer(task.result())
+            return Answer(None if error else task.result(), full=bool(error), took_s=took_s)
         self._failed(kind, str(error) if isinstance(error, TierError) else repr(error))
-        return Answer(None)
+        return Answer(None, took_s=took_s)
 
     def _failed(self, kind: Kind, why: str) -> None:
         if self._closing:

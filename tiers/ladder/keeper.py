@@ -153,7 +153,8 @@ class Keeper:
         except BaseException:
             self._drop()
             raise
-        level.recovered(places)
+        level.places.occupy(places)
+        level.stats.recovered = len(level.index)
         for start in range(0, len(gone), STEP):
             with lock:
                 level.remove_later(gone[start : start + STEP])

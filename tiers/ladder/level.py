@@ -324,9 +324,9 @@ class Level(Shelf[int]):
     def next_purge(self) -> tuple[bytes | None, int] | None:
         """The purge that may go on now, if one may, and from which place on.
 
-        Erasing waits until no call is left that may write.
+        Erasing waits until all is removed, and no call is left that may write.
         """
-        is_due = self.tier.shared or not (self._leaving.behind or self._erases_later)
+        is_due = self.tier.shared or not (self._leaving or self._erases_later)
         return self._purges[0] if self._purges and is_due else None
 
     def purged(self, blocks: int, following: int | None) -> None:
@@ -434,9 +434,9 @@ class Level(Shelf[int]):
             for place, (key, one) in zip(places, self._writing.items(), strict=False)
         ]
 
-    def settle(self, blocks: Sequence[LevelWrite], answer: Answer, took_s: float) -> None:
+    def settle(self, blocks: Sequence[LevelWrite], answer: Answer) -> None:
         """End the write under way: publish what was stored, free the rest, tell the stack."""
-        self.stats.stored_s += took_s
+        self.stats.stored_s += answer.took_s
         if answer.full:
             self._full(blocks)
         elif answer.results is None:
@@ -500,7 +500,6 @@ class Level(Shelf[int]):
         if stored and not self.places.limited:
             self._full_until_s = -inf
         self.stats.stored += len(stored)
-        self.stats.stored_bytes += len(stored) * self.shared.block_bytes
         self.shared.events.stored(self.name, stored[::-1])
 
     def _drop(self, reason: DropReason, blocks: Sequence[LevelWrite]) -> None:
@@ -523,12 +522,23 @@ class Level(Shelf[int]):
         """Nobody reads these any more: places that were given up meanwhile are free."""
         self.places.end_reads([block.place for block in blocks])
 
-    # ---- what the tier has at its start
-
-    def recovered(self, places: Sequence[int]) -> None:
-        """The tier has said all that it has: these places are taken."""
-        self.places.occupy(places)
-        self.stats.recovered = len(self.index)
+    def came(self, blocks: Sequence[LevelRead], answer: Answer) -> Sequence[bool]:
+        """Which of these were read: those are used, tail first. What is lost leaves the index."""
+        stats, results = self.stats, answer.results
+        stats.loaded_s += answer.took_s
+        if results is None:
+            return [False] * len(blocks)
+        places = self.index.places_of([block.key for block in blocks])
+        both = zip(blocks, results, places, strict=True)
+        held = [(block, ok) for block, ok, place in both if place == block.place]
+        held.reverse()
+        lost = [block.key for block, ok in held if ok is False]  # None: it may be there later
+        stats.misses += len(lost)
+        self.forget(lost, "lost")
+        self.index.touch([block.place for block, ok in held if ok])
+        stats.errors += None in results
+        stats.loaded += sum(map(bool, results))
+        return [*map(bool, results)]
 
     def unrecovered(self, keys: Sequence[BlockKey]) -> None:
         """Know nothing of blocks that the tier will tell of again."""
@@ -556,12 +566,6 @@ class Level(Shelf[int]):
         return bool(self._leaving.removing or self.next_purge) and self.door.open("remove")
 
     @property
-    def may_erase(self) -> bool:
-        """Whether a step of erasing may be done now."""
-        is_due = not self._leaving.removing and self.next_purge is not None
-        return is_due and self.door.open("remove")
-
-    @property
     def is_writing(self) -> bool:
         """Whether a write is under way."""
         return bool(self._writing)
@@ -582,11 +586,6 @@ class Level(Shelf[int]):
     def removals(self) -> int:
         """Blocks that the tier still has to forget, and purges of it that are not over."""
         return len(self._leaving) + len(self._tombstones) + len(self._purges)
-
-    @property
-    def left_behind(self) -> int:
-        """Blocks of calls that were left behind and have not ended yet."""
-        return len(self._leaving.behind)
 
     def check(self) -> None:
         """Assert capacity, places and claims; O(n), for tests."""

@@ -139,7 +139,6 @@ class Shared:
     clock: Clock
     events: EventBuffer
     notices: Notices
-    block_bytes: int
     purging: Counter[bytes] = field(default_factory=Counter[bytes])
     """Salts whose blocks are being removed: nothing of theirs is taken meanwhile."""
 

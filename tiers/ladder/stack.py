@@ -246,7 +246,6 @@ class TierStack(Seam):
                         part, places = part[-STEP:], places[-STEP:]
                     stored = self._publish_each(part, places)
                 self.host.stats.stored += len(stored)
-                self.host.stats.stored_bytes += len(stored) * self.shared.block_bytes
                 self.shared.events.stored(self.host.name, stored)
                 self.wake()
                 goes_on = not start and self._saving.forget()

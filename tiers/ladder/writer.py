@@ -12,7 +12,6 @@ from kvladder.tiers.ladder.door import Answer
 from kvladder.tiers.ladder.gate import supervised
 from kvladder.tiers.ladder.index import Meta
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.reader import read
 from kvladder.tiers.ladder.shelf import Above
 
 
@@ -28,7 +27,6 @@ class Writer:
         self._door = level.door
         self._above = above
         self._lock = level.shared.lock
-        self._clock = level.shared.clock
         self._wakeup = asyncio.Event()
         self._idle = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -85,16 +83,17 @@ class Writer:
             await self._remove(removals)
             return
         await self._write()
-        if level.may_erase:
-            await self._purge()
+        await self._purge()
 
     async def _purge(self) -> None:
         """Take a step of the purge that is due; what fails is still to be done."""
         with self._lock:
             purge = self._level.next_purge
-        done = None if purge is None else await self._door.purge(*purge)
-        with self._lock:
-            if done is not None:
+        if purge is None:
+            return
+        done = await self._door.purge(*purge)
+        if done is not None:
+            with self._lock:
                 self._level.purged(*done)
 
     async def _remove(self, blocks: Sequence[Ref]) -> None:
@@ -110,7 +109,7 @@ class Writer:
             salts = level.next_batch()
         # the tier is asked without the lock
         spare = {salt: self._door.spare(salt) for salt in dict.fromkeys(salts.values())}
-        blocks, answer, took_s = list[LevelWrite](), Answer(()), 0.0
+        blocks, answer = list[LevelWrite](), Answer(())
         try:
             with self._lock:
                 priorities = level.begin(salts, spare)
@@ -118,12 +117,11 @@ class Writer:
             with self._lock:
                 placed = level.placed(reason)
             if placed:
-                begun_s = self._clock.now()
                 answer = await self._door.put(placed, lambda: level.stored_late(placed))
-                blocks, took_s = placed, self._clock.now() - begun_s
+                blocks = placed
         finally:
             with self._lock:
-                level.settle(blocks, answer, took_s)
+                level.settle(blocks, answer)
 
     async def _make_room(self, priorities: Sequence[int]) -> DropReason:
         """Evict exactly as much as blocks of these priorities need; victims go below first.
@@ -156,9 +154,14 @@ class Writer:
                 level.places.begin_reads([place])
                 wanted = LevelRead(self._door.edge.side, key, place, slots[0])
                 moves.append((wanted, meta, target))
-        found: Sequence[bool] = [False] * len(moves)
+        if not moves:
+            return
+        blocks = [block for block, _, _ in moves]
+        found: Sequence[bool] = [False] * len(blocks)
         try:
-            found = await read(level, [block for block, _, _ in moves])
+            answer = await self._door.get(blocks, lambda: level.read_ended(blocks))
+            with self._lock:
+                found = level.came(blocks, answer)
         finally:
             with self._lock:
                 for (block, meta, target), ok in zip(moves, found, strict=True):

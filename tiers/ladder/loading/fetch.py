@@ -8,12 +8,13 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.policy.worth import Patience, Saves
 from kvladder.tiers.base import ANYWHERE, NO_SLOT
+from kvladder.tiers.label import LevelRead
 from kvladder.tiers.ladder.index import Meta
 from kvladder.tiers.ladder.shelf import Shared
 
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
 class Arrival:
     """A block on its way from a colder level into a slot; at most one per key (single flight)."""
 
-    __slots__ = ("dead", "level", "meta", "slot", "waiters")
+    __slots__ = ("dead", "level", "meta", "read", "waiters")
 
-    def __init__(self, slot: Slot, meta: Meta, level: Level) -> None:
-        self.slot = slot
+    def __init__(self, read: LevelRead, meta: Meta, level: Level) -> None:
+        self.read = read
+        """What the level fills, and the claim on its slot."""
         self.meta = meta
         self.level = level
         self.waiters: list[tuple[Fetch, int]] = []
@@ -38,32 +40,9 @@ class Arrival:
         """The key was removed."""
         self.dead = True
 
-    def reroute(self, slot: Slot, level: Level) -> None:
+    def reroute(self, read: LevelRead, level: Level) -> None:
         """The block comes from another level, into another slot."""
-        self.slot, self.level = slot, level
-
-
-class Want(NamedTuple):
-    """A block that a fetch has to bring from a level."""
-
-    position: int
-    key: BlockKey
-    level: Level
-    place: int
-
-
-def among(levels: Sequence[Level], mask: int) -> Sequence[Level]:
-    """Those whose bits are in ``mask``."""
-    return levels if mask == ANYWHERE else [level for level in levels if level.bit & mask]
-
-
-def source(levels: Sequence[Level], position: int, key: BlockKey) -> Want | None:
-    """The block as the hottest of these levels has it, if one does."""
-    for level in levels:
-        place = level.find(key)
-        if place is not None:
-            return Want(position, key, level, place)
-    return None
+        self.read, self.level = read, level
 
 
 class Pins(Protocol):

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, KeysView, Mapping, Sequence
 from functools import partial, reduce
-from itertools import count, islice
+from itertools import islice
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -15,15 +15,14 @@ from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.lock import BULK_STEP, STEP
 from kvladder.policy.eviction import BULK_MIN
-from kvladder.policy.worth import TRIAL_BLOCKS, Mark, Run, Worth, stretches
+from kvladder.policy.worth import TRIAL_BLOCKS, Mark, Run, Worth
 from kvladder.tiers.base import HOST, NO_SLOT
 from kvladder.tiers.label import LevelRead
-from kvladder.tiers.ladder import reader
 from kvladder.tiers.ladder.host import HostLevel
+from kvladder.tiers.ladder.index import alike
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.loading.bulk import land_bulk, wants_bulk
-from kvladder.tiers.ladder.loading.fetch import Arrival, Fetch, Want, among, source
-from kvladder.tiers.ladder.loading.judge import Judge, Judged
+from kvladder.tiers.ladder.loading.fetch import Arrival, Fetch
+from kvladder.tiers.ladder.loading.plan import Judged, Planner, Want, among, joined, source
 from kvladder.tiers.ladder.loading.probe import Prober
 from kvladder.tiers.ladder.shelf import Shared
 
@@ -31,7 +30,6 @@ from kvladder.tiers.ladder.shelf import Shared
 class Read(NamedTuple):
     """A batch that is to be read from a level."""
 
-    number: int
     level: Level
     blocks: list[LevelRead]
     mark: Mark
@@ -67,15 +65,12 @@ class Loader:
         self._arrivals: dict[BlockKey, Arrival] = {}
         self._parked: deque[tuple[Fetch, int, BlockKey]] = deque()
         """What waits for room: who, which block of its prefix, and its key."""
-        self._unread: dict[int, Read] = {}
-        """Reads that have not begun, by their numbers."""
-        self._numbers = count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._wanting = [lv for lv in levels if lv.rule.when == "commit" and lv.rule.min_hits]
         """Levels that want blocks which were hit so often."""
         self.prober = Prober(levels, shared, self._known, self._grow)
-        self._judge = Judge(worth, levels, shared, self._arrivals, self.prober.pace)
+        self._planner = Planner(worth, host, levels, shared, self._arrivals, self.prober.pace)
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._arrivals
@@ -144,27 +139,29 @@ class Loader:
         while known < len(fetch.keys) - start:
             keys = fetch.keys[start + known : start + known + STEP]
             with self._lock:
-                found, missing = self._plan(keys, fetch.levels, known)
-                self._judge.extend(runs, keys, found, missing, known)
-            known += len(found)
-            wants += missing
-            if len(found) < len(keys):
+                plan = self._planner.plan(keys, fetch.levels, known)
+            known += len(plan.slots)
+            wants += plan.wants
+            runs += plan.runs
+            if len(plan.slots) < len(keys):
                 break
-        return self._cut(fetch, start + known, wants, runs)
+        return self._cut(fetch, start + known, wants, joined(runs))
 
     def _cut(self, fetch: Fetch, known: int, wants: Sequence[Want], runs: Sequence[Run]) -> Judged:
         """Where to end what ``fetch`` goes on with, since fetching more takes too long.
 
         Up to ``known`` levels have it; ``wants`` and ``runs`` are what of it has to come.
         """
-        start, parts = fetch.length, stretches(runs)
+        if not runs:
+            return Judged(known, known, {})
         with self._lock:
-            cut = self._judge.cut(fetch, start, known, parts)
-        left = bisect_left(wants, cut.end - start, key=attrgetter("position"))
+            cut = self._planner.cut(fetch, known, runs)
+        left = bisect_left(wants, cut.end - fetch.length, key=attrgetter("position"))
         dropped = Counter(want.level for want in wants[left:])
-        with self._lock:
-            for level, blocks in dropped.items() if cut.slower else ():
-                level.stats.slower += blocks
+        if cut.slower:
+            with self._lock:
+                for level, blocks in dropped.items():
+                    level.stats.slower += blocks
         for trial in cut.trials:
             self._try(fetch, trial)
         return Judged(cut.end, known, dropped)
@@ -173,10 +170,8 @@ class Loader:
         """Take a step of blocks wherever they are; whether there may be more."""
         start, end = fetch.length, len(fetch.keys)
         keys = fetch.keys[start : min(start + STEP, end if judged is None else judged.end)]
-        found, wants = self._plan(keys, fetch.levels)
+        found, wants, runs = self._planner.plan(keys, fetch.levels)
         if judged is None:
-            runs: list[Run] = []
-            self._judge.extend(runs, keys, found, wants, 0)
             judged = self._cut(fetch, start + len(found), wants, runs)
             del found[judged.end - start :]
             wants = [want for want in wants if want.position < len(found)]
@@ -197,8 +192,8 @@ class Loader:
             there.update(judged.dropped)
         asked = len(keys) if goes_on else end - start
         self.count(asked if new else 0, hits, waiting - len(slots), there)
-        for read in reads:
-            self._post(self._start, read)
+        if reads:
+            self._post(self._start, *reads)
         if later:
             self._landed()
         is_open = not is_short and judged.end == judged.known and fetch.length < end
@@ -208,7 +203,7 @@ class Loader:
 
     def _asks(self, fetch: Fetch, start: int) -> bool:
         """Whether ``fetch`` should wait for what shared tiers say of its keys from there on."""
-        asking = self._judge.asks(fetch, start)
+        asking = self._planner.asks(fetch, start)
         if asking == "aside":
             keys, salt = fetch.keys[start:], fetch.salt
             self._post(self._run, lambda: self.prober.ask(keys, salt), "kvladder-ask")
@@ -227,11 +222,10 @@ class Loader:
         if asks:
             await self.prober.ask(keys, salt)
         with self._lock:
-            _, wants = self._plan(keys, levels)
+            wants = self._planner.plan(keys, levels).wants
             slots = self._room_for(wants)
             reads = self._begin(wants[: len(slots)], slots)
-        for read in reads:
-            self._start(read)
+        self._start(*reads)
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         """Begin a task that ``aclose`` ends (loop thread)."""
@@ -261,7 +255,7 @@ class Loader:
         """Those of ``keys``, a set, that a fetch from these levels would serve now."""
         if len(keys) > 1 and self._host.index.lasting(keys) is not None:
             return keys
-        return [key for key in keys if self._plan([key], mask)[0]]
+        return [key for key in keys if self._planner.plan([key], mask).slots]
 
     def _park(self, fetch: Fetch, start: int, wants: Sequence[Want]) -> dict[int, Want]:
         """Have these wait for room; bounded by what the arena could ever hold."""
@@ -292,8 +286,7 @@ class Loader:
                 self._host.stats.throttled += self._drop_parked()
                 self._post(self.resume)
             self._host.demand(len(self._parked))
-        for read in reads:
-            self._start(read)
+        self._start(*reads)
 
     def _drop_parked(self) -> int:
         """Have the next that wait for room wait no longer, a step; how many."""
@@ -341,7 +334,7 @@ class Loader:
         if len({fetch for fetch, _, _ in due}) == 1:
             first, at, _ = due[0]
             of_one = among(levels, first.levels)
-            found = wants_bulk([key for _, _, key in due], at, self._host, arrivals, of_one)
+            found = self._planner.wants_bulk([key for _, _, key in due], at, of_one)
             if found and first.queues_for([position for _, position, _ in due], now_s):
                 return found
         wants: list[Want] = []
@@ -357,37 +350,6 @@ class Loader:
             seen.add(key)
             wants.append(want)
         return wants
-
-    def _plan(
-        self, keys: Sequence[BlockKey], mask: int, first: int = 0
-    ) -> tuple[list[Slot], list[Want]]:
-        """Slots of the longest prefix, ``NO_SLOT`` where a block has to come, and what must.
-
-        ``first`` is the position of the first of ``keys``.
-        """
-        found: list[Slot] = []
-        wants: list[Want] = []
-        levels = among([level for level in self._levels if level.readable], mask)
-        alike = wants_bulk(keys, first, self._host, self._arrivals, levels)
-        if alike is not None:
-            return [NO_SLOT] * len(keys), alike
-        host_find, arrivals = self._host.find, self._arrivals
-        for index, key in enumerate(keys, first):
-            slot = host_find(key)
-            if slot is None:
-                slot = NO_SLOT
-                arrival = arrivals.get(key)
-                if arrival is None:
-                    want = source(levels, index, key)
-                    if want is None:
-                        break
-                    wants.append(want)
-                elif arrival.dead or not arrival.level.bit & mask:
-                    break
-            elif not mask & HOST:
-                break
-            found.append(slot)
-        return found, wants
 
     def _room_for(self, wants: Sequence[Want]) -> list[Slot]:
         """Slots for what has to come, as far as budget and room go."""
@@ -407,7 +369,7 @@ class Loader:
             level.places.begin_reads(places)
             level.index.hit(places)
             for block, meta in zip(blocks, level.index.metas(places), strict=True):
-                self._arrivals[block.key] = Arrival(block.slot, meta, level)
+                self._arrivals[block.key] = Arrival(block, meta, level)
         return self._reads(batches)
 
     def _reads(self, batches: dict[Level, list[LevelRead]]) -> list[Read]:
@@ -415,8 +377,7 @@ class Loader:
         for level, blocks in batches.items():
             mark, step = level.pace.asked(len(blocks), now_s), level.batch_max
             parts = [blocks[start : start + step] for start in range(0, len(blocks), step)]
-            reads += [Read(next(self._numbers), level, part, mark) for part in parts]
-        self._unread.update((read.number, read) for read in reads)
+            reads += [Read(level, part, mark) for part in parts]
         return reads
 
     def _attach(
@@ -466,17 +427,19 @@ class Loader:
                 if meta.hits == level.rule.min_hits:
                     level.offer([key], [slot], [meta], stay=True)
 
-    def _start(self, read: Read) -> None:
-        """Begin to read a batch from a level (loop thread)."""
-        self._run(partial(self._bring, read), f"kvladder-read-{read.level.name}")
+    def _start(self, *reads: Read) -> None:
+        """Begin to read batches from levels (loop thread)."""
+        for read in reads:
+            self._run(partial(self._bring, read), f"kvladder-read-{read.level.name}")
 
     async def _bring(self, read: Read) -> None:
         """Read a batch, publish what came, look further down for what did not."""
-        number, level, batch, mark = read
-        del self._unread[number]
+        level, batch, mark = read
         found: Sequence[bool] = [False] * len(batch)
         try:
-            found = await reader.read(level, batch)
+            answer = await level.door.get(batch, lambda: level.read_ended(batch))
+            with self._lock:
+                found = level.came(batch, answer)
         finally:
             with self._lock:
                 level.pace.came(mark, len(batch), self._shared.clock.now(), found=any(found))
@@ -486,15 +449,14 @@ class Loader:
                 # what came is pinned: who waits for room has it from writes, which say so
                 if was_full or self._shared.arena.free > free or not goes_on:
                     self._landed()
-        for retry in reads:
-            self._start(retry)
+        self._start(*reads)
 
     def _land(
         self, level: Level, batch: Sequence[LevelRead], found: Sequence[bool]
     ) -> dict[Level, list[LevelRead]]:
         """End these arrivals, tail first; what is to be read from levels below instead."""
         retries: dict[Level, list[LevelRead]] = {}
-        if all(found) and land_bulk(level, batch, self._host, self._shared, self._arrivals):
+        if all(found) and self._land_bulk(level, batch):
             return retries
         here: list[BlockKey] = []
         for block, ok in zip(reversed(batch), reversed(found), strict=True):
@@ -506,7 +468,7 @@ class Loader:
                     here.append(key)
                 level.stats.hits += 1
                 continue
-            self._shared.arena.release([arrival.slot])
+            self._shared.arena.release([arrival.read.slot])
             retry = None
             if not ok and wanted and not arrival.dead and not self._closed:
                 retry = self._reroute(level, key, arrival, wanted)
@@ -521,12 +483,41 @@ class Loader:
         self._shared.events.stored(self._host.name, here)
         return retries
 
+    def _land_bulk(self, level: Level, batch: Sequence[LevelRead]) -> bool:
+        """Publish what ``level`` delivered of a batch, all of it, if one fetch waits for all of it.
+
+        Else nothing has changed, and False is returned.
+        """
+        if len(batch) < BULK_MIN:
+            return False
+        keys, host = [block.key for block in batch], self._host
+        came = [self._arrivals[key] for key in keys]
+        fetch = came[0].waiters[0][0] if came[0].waiters else None
+        positions: list[int] = []
+        for one in came:
+            if one.dead or len(one.waiters) != 1 or one.waiters[0][0] is not fetch:
+                return False
+            positions.append(one.waiters[0][1])
+        if fetch is None or not fetch.waits_for(positions):
+            return False
+        if not alike([one.meta for one in came]) or not host.admits(came[0].meta):
+            return False
+        for key in keys:
+            del self._arrivals[key]
+        slots = [block.slot for block in batch]
+        self._shared.arena.share(slots)
+        host.hold(keys[::-1], slots[::-1], came[0].meta, pins=1)
+        fetch.arrived(positions, slots, level.name)
+        level.stats.hits += len(keys)
+        self._shared.events.stored(host.name, keys)
+        return True
+
     def _arrived(
         self, key: BlockKey, arrival: Arrival, wanted: Sequence[tuple[Fetch, int]]
     ) -> bool:
         """Hand the slot over to the host level, if that takes it, and to those who wait for it."""
         del self._arrivals[key]
-        slot = arrival.slot
+        slot = arrival.read.slot
         self._shared.arena.share([slot] * len(wanted))
         is_taken = self._host.admits(arrival.meta)
         if is_taken:
@@ -548,8 +539,9 @@ class Loader:
         if want is None or not slots:
             return None
         want.level.places.begin_reads([want.place])
-        arrival.reroute(slots[0], want.level)
-        return want.level, LevelRead(want.level.door.edge.side, key, want.place, slots[0])
+        read = LevelRead(want.level.door.edge.side, key, want.place, slots[0])
+        arrival.reroute(read, want.level)
+        return want.level, read
 
     # ---- for Fetch
 
@@ -580,15 +572,15 @@ class Loader:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        while self._unread:
+        while self._arrivals:  # their reads have not begun
             with self._lock:
-                _, (_, level, batch, _) = self._unread.popitem()
-                level.read_ended(batch)
-                self._land(level, batch, [False] * len(batch))
+                for arrival in [*islice(self._arrivals.values(), STEP)]:
+                    arrival.level.read_ended([arrival.read])
+                    self._land(arrival.level, [arrival.read], [False])
 
     def check(self) -> None:
         """Assert what must hold of every arrival; for tests."""
-        slots = [arrival.slot for arrival in self._arrivals.values()]
+        slots = [arrival.read.slot for arrival in self._arrivals.values()]
         assert len({*slots}) == len(slots) <= self._max
         assert self._host.index.disjoint(self._arrivals)
         assert not any(map(self._host.index.key_at, slots))

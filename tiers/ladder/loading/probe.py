@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from kvladder.keys import BlockKey
 from kvladder.lock import STEP
 from kvladder.policy.worth import Pace
+from kvladder.tiers.ladder.gate import Results
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.loading.fetch import Fetch, among
-from kvladder.tiers.ladder.reader import ask
+from kvladder.tiers.ladder.loading.fetch import Fetch
+from kvladder.tiers.ladder.loading.plan import among
 from kvladder.tiers.ladder.shelf import Shared
 
 ABSENT_MAX = 4096
@@ -131,13 +132,21 @@ class Prober:
         for start in range(0, len(unknown), step):
             left = unknown[start : start + step]
             for level in self._levels:
-                answers = await ask(level, left)
+                answers = await self._answers(level, left)
                 found.update((key, level) for key, ok in zip(left, answers, strict=True) if ok)
                 left = [key for key in left if key not in found]
                 if not left:
                     break
             if left:
                 return
+
+    async def _answers(self, level: Level, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Whether a shared tier says that it has these; False if it says nothing in time."""
+        results: Results | None = None
+        if level.answers:
+            results = (await level.door.contains(keys)).results
+            level.stats.probed += len(keys)
+        return [False] * len(keys) if results is None else [*map(bool, results)]
 
     def _adopt(
         self,

@@ -1,0 +1,227 @@
+"""What is fetched of a prefix: where its blocks are, and what of them is worth to be waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby, repeat
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple, cast
+
+from kvladder.arena import Slot
+from kvladder.keys import BlockKey
+from kvladder.policy.eviction import BULK_MIN
+from kvladder.policy.worth import GRACE_S, Pace, Run, Stake, Worth, stretches
+from kvladder.tiers.base import ANYWHERE, HOST, NO_SLOT
+from kvladder.tiers.ladder.host import HostLevel
+from kvladder.tiers.ladder.level import Level
+from kvladder.tiers.ladder.loading.fetch import Arrival, Fetch
+from kvladder.tiers.ladder.shelf import Shared
+
+Asking = Literal["wait", "aside", "try", "leave"]
+"""Shared tiers are asked and waited for, or asked only; a trial is due, or they are too slow."""
+
+
+class Want(NamedTuple):
+    """A block that a fetch has to bring from a level."""
+
+    position: int
+    key: BlockKey
+    level: Level
+    place: int
+
+
+class Plan(NamedTuple):
+    """Where the blocks of a prefix are, as far as they are somewhere."""
+
+    slots: list[Slot]
+    """Of host; ``NO_SLOT`` where a block has to come, or is on its way."""
+    wants: list[Want]
+    """What has to come, in order."""
+    runs: list[Run]
+    """What has to come or is on its way, by level."""
+
+
+class Cut(NamedTuple):
+    """What is fetched of a prefix."""
+
+    end: int
+    """Up to which position among the keys."""
+    slower: bool = False
+    """Whether it ends there because the rest would come later than computing it."""
+    trials: Sequence[int] = ()
+    """From which positions on trials of the levels are due that are not asked for the rest."""
+
+
+class Judged(NamedTuple):
+    """What is to be fetched of a prefix; positions among the keys of the fetch."""
+
+    end: int
+    """Up to where."""
+    known: int
+    """Up to where levels have it."""
+    dropped: Mapping[Level, int]
+    """How many blocks between them would have to come, by level."""
+
+
+def among(levels: Sequence[Level], mask: int) -> Sequence[Level]:
+    """Those whose bits are in ``mask``."""
+    return levels if mask == ANYWHERE else [level for level in levels if level.bit & mask]
+
+
+def source(levels: Sequence[Level], position: int, key: BlockKey) -> Want | None:
+    """The block as the hottest of these levels has it, if one does."""
+    for level in levels:
+        place = level.find(key)
+        if place is not None:
+            return Want(position, key, level, place)
+    return None
+
+
+def joined(parts: Iterable[tuple[int, int, Pace]]) -> list[Run]:
+    """Parts of runs that follow each other: those of one level are one run."""
+    runs: list[Run] = []
+    for pace, same in groupby(parts, itemgetter(2)):
+        firsts, new, _ = zip(*same, strict=True)
+        runs.append(Run(firsts[0], sum(new), pace))
+    return runs
+
+
+class Planner:
+    """Looks up where blocks are, and compares how fast they come with computing them.
+
+    Everything is called with the stack's lock held. Where nothing was measured of the engine,
+    everything is fetched and waited for up to the deadline.
+
+    Parameters
+    ----------
+    arrivals:
+        What is on its way, by key.
+    questions:
+        How long shared tiers take to say what they have.
+    """
+
+    def __init__(
+        self,
+        worth: Worth,
+        host: HostLevel,
+        levels: Sequence[Level],
+        shared: Shared,
+        arrivals: Mapping[BlockKey, Arrival],
+        questions: Pace,
+    ) -> None:
+        self._worth = worth
+        self._host = host
+        self._levels = levels
+        self._shared = shared
+        self._arrivals = arrivals
+        self._questions = questions
+
+    # ---- where blocks are
+
+    def plan(self, keys: Sequence[BlockKey], mask: int, first: int = 0) -> Plan:
+        """Where the longest prefix of ``keys`` is, the first of which is at position ``first``."""
+        levels = among([level for level in self._levels if level.readable], mask)
+        alike = self.wants_bulk(keys, first, levels)
+        if alike is not None:
+            run = Run(first, len(alike), alike[0].level.pace)
+            return Plan([NO_SLOT] * len(keys), alike, [run])
+        slots, wants, parts = list[Slot](), list[Want](), list[tuple[int, int, Pace]]()
+        host_find, arrivals = self._host.find, self._arrivals
+        for index, key in enumerate(keys, first):
+            slot = host_find(key)
+            if slot is None:
+                slot = NO_SLOT
+                arrival = arrivals.get(key)
+                if arrival is None:
+                    want = source(levels, index, key)
+                    if want is None:
+                        break
+                    wants.append(want)
+                    parts.append((index, 1, want.level.pace))
+                elif arrival.dead or not arrival.level.bit & mask:
+                    break
+                else:
+                    parts.append((index, 0, arrival.level.pace))
+            elif not mask & HOST:
+                break
+            slots.append(slot)
+        return Plan(slots, wants, joined(parts))
+
+    def wants_bulk(
+        self, keys: Sequence[BlockKey], first: int, levels: Sequence[Level]
+    ) -> list[Want] | None:
+        """Where the next blocks of a prefix are, if one level has all of them for good.
+
+        None if that is not so, or if one of them is in host or a hotter level, or on its way there.
+        Built-in functions that run over many take a third of the time of a loop.
+        """
+        if len(keys) < BULK_MIN or not self._host.index.disjoint(keys):
+            return None
+        if not self._arrivals.keys().isdisjoint(keys):
+            return None
+        for level in levels:
+            places = level.index.lasting(keys)
+            if places is not None:
+                positions = range(first, first + len(keys))
+                wants = zip(positions, keys, repeat(level), places, strict=False)
+                make = cast("Any", tuple.__new__)  # pyright: ignore[reportUnknownMemberType] - in C
+                return [*map(make, repeat(Want), wants)]
+            if not level.index.disjoint(keys):
+                return None
+        return None
+
+    # ---- what of them is worth it
+
+    def _stake(self, fetch: Fetch) -> Stake | None:
+        saves = fetch.saves
+        return None if saves is None else self._worth.stake(saves, len(fetch.keys))
+
+    def cut(self, fetch: Fetch, end: int, missing: Sequence[Run]) -> Cut:
+        """Where to end what ``fetch`` goes on with, which is known up to ``end``.
+
+        ``missing``, which count from where it goes on, are what of it has to come.
+        """
+        start, now_s, parts = fetch.length, self._shared.clock.now(), stretches(missing)
+        runs = [run for part in parts for run in part]
+        stake = self._stake(fetch)
+        if stake is None:
+            takes_s = max(run.pace.seconds(run.new, now_s) or 0.0 for run in runs)
+            if fetch.saves is not None and now_s - fetch.begun_s + takes_s > GRACE_S:
+                keep = len(fetch.keys) - self._worth.sample(fetch.saves, len(fetch.keys))
+                return Cut(max(start, min(keep, end)))
+            return Cut(end)
+        first = runs[0].first
+        keep, expected_s = stake.choose(parts, end - start, now_s)
+        patience = fetch.patience or stake.patience(start + first, len(fetch.keys), now_s)
+        if expected_s is not None:
+            patience = stake.trusting(patience, keep - first, expected_s, now_s)
+        fetch.be_patient(patience)
+        if start + keep == end:
+            return Cut(end)
+        # whichever is the slow one: a level that others hide would never be tried again
+        left = {run.pace: run.first for run in reversed(runs) if run.first >= keep}
+        trials = [start + first for pace, first in left.items() if pace.spurn()]
+        return Cut(start + keep, slower=True, trials=trials)
+
+    def asks(self, fetch: Fetch, start: int) -> Asking:
+        """What to do about keys from ``start`` on, which shared tiers may have.
+
+        If a fetch is to wait for their answer, it is given the patience for it.
+        """
+        stake = self._stake(fetch)
+        if stake is None:
+            return "wait"
+        now_s, left = self._shared.clock.now(), len(fetch.keys) - start
+        slow: list[Pace] = []
+        for level in among(self._levels, fetch.levels):
+            if level.tier.shared and level.answers:
+                if stake.worth(left, level.pace.seconds(left, now_s) or 0.0):
+                    break
+                slow.append(level.pace)
+        else:
+            due = [pace.spurn() for pace in slow]
+            return "try" if any(due) else "leave"
+        patience = fetch.patience or stake.patience(start, len(fetch.keys), now_s)
+        fetch.be_patient(patience)
+        answer_s = self._questions.seconds(1, now_s) or 0.0
+        return "wait" if now_s + answer_s <= patience.until_s else "aside"
