@@ -267,7 +267,8 @@ class DeviceMachine(RuleBasedStateMachine):
         else:
             try:
                 self.live.append(self.cache.resume(suspended))
-            except OutOfBlocks:
+            except OutOfBlocks as error:
+                self.may_refuse(error, len(suspended.parts[0].tokens), [])
                 return
         self.suspended.remove(suspended)
 
