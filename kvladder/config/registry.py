@@ -30,6 +30,7 @@ BUILT_IN: Final[Mapping[Group, Mapping[str, str]]] = {
         "files": "kvladder.tiers.files.tier:FilesTier",
         "memory": "kvladder.tiers.memory:MemoryTier",
         "mooncake": "kvladder.tiers.mooncake.tier:MooncakeTier",
+        "nixl": "kvladder.tiers.nixl.tier:NixlTier",
         "object": "kvladder.tiers.object.tier:ObjectTier",
         "redis": "kvladder.tiers.redis.tier:RedisTier",
     },

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from kvladder.arena import Arena, Slot
 from kvladder.tiers.label import Facts
-
-REFUSED: Final = -1
-"""Instead of a slot: the block is not wanted, or there is no room for it."""
-HAVE: Final = -2
-"""Instead of a slot: the block is there."""
-LOOKUP_MAX: Final = 16384
-"""The most keys that ``have`` is asked for at once; those of other calls fit into a batch."""
+from kvladder.tiers.nixl.messages import BATCH_MAX as BATCH_MAX  # keys of pin and grant
+from kvladder.tiers.nixl.messages import HAVE as HAVE
+from kvladder.tiers.nixl.messages import LOOKUP_MAX as LOOKUP_MAX  # keys of have and remove
+from kvladder.tiers.nixl.messages import REFUSED as REFUSED
 
 
 class Pinned(NamedTuple):

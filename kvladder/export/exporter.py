@@ -1,0 +1,234 @@
+"""Serves the clients of a cache: a socket for control, a session for each of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from itertools import count
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from kvladder.errors import ConfigError, TierError
+from kvladder.export.offers import Offers
+from kvladder.export.session import Session
+from kvladder.tiers.nixl.control import Mailbox, prepared
+from kvladder.tiers.nixl.curve import KeyFile
+from kvladder.tiers.nixl.line import HEARTBEAT_S, SILENT_MAX
+from kvladder.tiers.nixl.messages import (
+    WHY_MAX,
+    Bye,
+    Failed,
+    Gone,
+    Hello,
+    Ping,
+    Pong,
+    Reply,
+    Welcome,
+    WireError,
+    area_in,
+    frame,
+    request,
+)
+from kvladder.tiers.nixl.plane import Plane
+from kvladder.tiers.nixl.pump import doze
+
+SESSIONS_MAX = 256
+PATIENCE = 2
+"""A client is given up after so many times the silence after which it gives up its far end."""
+_ZAP = "inproc://zeromq.zap.01"  # where ZeroMQ asks who may connect: RFC 27
+_ZAP_VERSION = b"1.0"
+
+
+class Exporter:
+    """The sessions of all clients, and what begins and ends them.
+
+    Parameters
+    ----------
+    offers:
+        The cache.
+    plane:
+        Makes a data plane over its arena; half a second, the first time.
+    send:
+        Takes a frame to a client.
+    """
+
+    def __init__(
+        self,
+        offers: Offers,
+        plane: Callable[[], Awaitable[Plane]],
+        send: Callable[[bytes, bytes], object],
+        *,
+        nap: Callable[[], None] = doze,
+    ) -> None:
+        self._offers = offers
+        self._plane = plane
+        self._send_to = send
+        self._nap = nap
+        self._numbers = count(1)
+        self._sessions: dict[bytes, Session] = {}
+        self._joining: dict[bytes, asyncio.Task[None]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._refused = 0
+        self._lost = 0
+
+    def gauges(self) -> dict[str, int]:
+        """Who is connected, and what happened since the start."""
+        return {
+            "clients": len(self._sessions),
+            "clients_lost": self._lost,
+            "messages_refused": self._refused + sum(s.refused for s in self._sessions.values()),
+        }
+
+    async def run(self) -> None:
+        """See, again and again, whether the clients live."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            for session in [*self._sessions.values()]:
+                session.beat(PATIENCE * SILENT_MAX)
+
+    def take(self, client: bytes, data: bytes) -> None:
+        """A frame came from a client, which the socket names."""
+        try:
+            message = request(data)
+        except WireError as error:
+            self._refuse(client, 0, error)
+            return
+        session = self._sessions.get(client)
+        if isinstance(message, Bye):
+            self._drop(client, "")
+        elif session is not None:
+            try:
+                session.take(message)
+            except WireError as error:
+                self._refuse(client, message.op, error)
+        elif isinstance(message, Ping):
+            self._send(client, Pong(message.op, known=False))
+        elif not isinstance(message, Hello):
+            self._send(client, Gone(message.op, "there is no session"))
+        elif client not in self._joining:
+            task = self._joining[client] = asyncio.create_task(self._join(client, message))
+            task.add_done_callback(lambda _: self._joining.pop(client))
+
+    def _send(self, client: bytes, message: Reply) -> None:
+        self._send_to(client, frame(message))
+
+    def _refuse(self, client: bytes, op: int, error: Exception) -> None:
+        self._refused += 1
+        self._send(client, Failed(op, str(error)[:WHY_MAX], final=True))
+
+    # ---- the beginning and the end of a session
+
+    async def _join(self, client: bytes, hello: Hello) -> None:
+        try:
+            await self._begin(client, hello)
+        except WireError as error:
+            self._refuse(client, hello.op, error)
+        except TierError as error:
+            self._send(client, Failed(hello.op, str(error)[:WHY_MAX]))
+
+    async def _begin(self, client: bytes, hello: Hello) -> None:
+        """Begin a session; raises WireError if the client is refused."""
+        offers, size, number = self._offers, hello.block_bytes, next(self._numbers)
+        far = area_in(hello.area, size)
+        if size > offers.block_bytes_max:
+            most = offers.block_bytes_max
+            raise WireError(f"blocks of {size} bytes: at most {most} fit into a slot there")
+        if len(self._sessions) + len(self._joining) > SESSIONS_MAX:
+            raise TierError(f"it has {SESSIONS_MAX} clients already")
+        if why := await offers.hello(number, hello.namespace, size):
+            raise WireError(why)
+        plane: Plane | None = None
+        try:
+            plane = await self._plane()
+            plane.join(hello.metadata, far, size)
+        except BaseException:
+            if plane is not None:
+                plane.destroy()
+            await offers.gone(number)
+            raise
+        self._sessions[client] = Session(
+            number,
+            offers,
+            plane,
+            far=far,
+            block_bytes=size,
+            send=partial(self._send, client),
+            failed=lambda error: self._drop(client, str(error)),
+            nap=self._nap,
+        )
+        answer = Welcome(hello.op, plane.metadata, plane.area, offers.writable)
+        self._send(client, answer)
+
+    def _drop(self, client: bytes, why: str) -> None:
+        """A client has left, or is lost, for which there is a reason."""
+        if (joining := self._joining.get(client)) is not None:
+            joining.cancel()
+        session = self._sessions.pop(client, None)
+        if session is not None:
+            self._refused += session.refused
+            self._lost += bool(why)
+            if why:
+                self._send(client, Gone(0, why[:WHY_MAX]))
+            task = asyncio.create_task(session.close())
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+
+    async def aclose(self) -> None:
+        """End all sessions."""
+        joining = [*self._joining.values()]
+        for client in (*self._sessions, *self._joining):
+            self._drop(client, "it is closed")
+        if ending := [*joining, *self._leaving]:
+            await asyncio.wait(ending)
+
+
+class Listener:
+    """The socket of an exporter. Who may connect is known by their keys.
+
+    Raises
+    ------
+    ConfigError
+        Nobody can listen at the address.
+    """
+
+    def __init__(self, address: str, keys: KeyFile, take: Callable[[bytes, bytes], object]) -> None:
+        self._take = take
+        self._known = {z85.decode(peer) for peer in keys.peers}
+        self._context: zmq.Context[Any] = zmq.Context()  # who asks who may connect, asks in its own
+        gate = self._context.socket(zmq.ROUTER)
+        gate.bind(_ZAP)
+        socket = prepared(self._context, zmq.ROUTER, keys)
+        socket.curve_server = True
+        socket.zap_domain = b"kvladder"
+        self._boxes = [Mailbox(gate, self._asked), Mailbox(socket, self._came)]
+        try:
+            socket.bind(f"tcp://{address}")
+        except zmq.ZMQError as error:
+            self.close()
+            hint = "expected host:port of this machine, which nobody uses"
+            raise ConfigError(f"{address}: {error}", path="address", hint=hint) from error
+        self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+    def _came(self, frames: list[bytes]) -> None:
+        if len(frames) == 2:
+            self._take(frames[0], frames[1])
+
+    def _asked(self, frames: list[bytes]) -> None:
+        """Answer whether a client may connect."""
+        *route, version, number, _domain, _address, _identity, mechanism, key = frames
+        known = version == _ZAP_VERSION and mechanism == b"CURVE" and key in self._known
+        code, text = (b"200", b"OK") if known else (b"400", b"unknown key")
+        self._boxes[0].send(*route, _ZAP_VERSION, number, code, text, b"", b"")
+
+    def send(self, client: bytes, data: bytes) -> None:
+        """Send a frame to a client; it is lost if that is gone."""
+        self._boxes[1].send(client, data)
+
+    def close(self) -> None:
+        """Send what is on its way, and end."""
+        for box in self._boxes:
+            box.close()
+        self._context.term()

@@ -1,0 +1,263 @@
+"""One client of an exporter: its operations, and what they hold of the cache."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from kvladder.errors import TierError
+from kvladder.export.offers import Offers
+from kvladder.tiers.nixl.messages import (
+    REFUSED,
+    WHY_MAX,
+    Abort,
+    Commit,
+    Done,
+    Failed,
+    Found,
+    Get,
+    Got,
+    Grant,
+    Lookup,
+    Offer,
+    Ping,
+    Pong,
+    Purge,
+    Remove,
+    Reply,
+    Request,
+    Stored,
+    WireError,
+    facts_in,
+    keys_in,
+    labels_in,
+    labels_packed,
+)
+from kvladder.tiers.nixl.plane import Area, Plane
+from kvladder.tiers.nixl.pump import Pump, doze
+
+OPERATIONS_MAX = 256
+"""That one client has under way, what it was granted and has not committed among them."""
+
+
+class Session:
+    """What one client asks for. It is over when the plane fails, or by ``close``.
+
+    Parameters
+    ----------
+    number:
+        Names it to the cache.
+    plane:
+        Joined to the client's; its alone.
+    far:
+        The slots of the client's, the only ones that are written to.
+    block_bytes:
+        The longest block that fits into one of them.
+    send:
+        Takes a reply to the client.
+    failed:
+        Is told, once, why the session is over.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        offers: Offers,
+        plane: Plane,
+        *,
+        far: Area,
+        block_bytes: int,
+        send: Callable[[Reply], object],
+        failed: Callable[[TierError], object],
+        nap: Callable[[], None] = doze,
+    ) -> None:
+        self.number = number
+        self._offers = offers
+        self._plane = plane
+        self._far = far
+        self._block_bytes = block_bytes
+        self._send = send
+        self._failed = failed
+        self._pump = Pump(plane, self._broke, nap)
+        self._last = 0
+        """The highest number of an operation."""
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._firm: set[int] = set()
+        """Operations that nobody gives up any more but ``close``: they end by themselves."""
+        self._granted: dict[int, int] = {}
+        """Of each offer that was granted slots, how many blocks it names."""
+        self._silent = 0
+        self._over = False
+        self.refused = 0
+        """Messages that say what cannot be."""
+
+    # ---- the end
+
+    def _broke(self, error: TierError) -> None:
+        if not self._over:
+            self._over = True
+            self._failed(error)
+
+    def beat(self, silent_max: int) -> None:
+        """Another moment has passed; who has been silent for more than so many is dead."""
+        self._silent += 1
+        if self._silent > silent_max:
+            self._broke(TierError("the client is silent"))
+        else:
+            self._pump.touch()
+
+    async def close(self) -> None:
+        """The fence first, then all that the client held is free."""
+        self._over = True
+        self._plane.destroy()
+        self._pump.close(TierError("the session is over"))
+        tasks = [*self._tasks.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        with suppress(TierError):  # then the cache is gone
+            await self._offers.gone(self.number)
+
+    # ---- messages
+
+    def take(self, message: Request) -> None:
+        """Begin to do what the client asks for; raises WireError if that cannot be."""
+        self._silent = 0
+        if self._over:
+            return
+        match message:
+            case Ping():
+                self._send(Pong(message.op, known=True))
+            case Commit():
+                if message.op not in self._granted or message.op in self._tasks:
+                    raise WireError("what is committed was not granted")
+                self._firm.add(message.op)
+                self._begin(message.op, self._commit(message))
+            case _ if message.op <= self._last:
+                raise WireError("a number that was used already")
+            case Abort():
+                if message.of >= message.op:
+                    raise WireError("what is given up has not begun")
+                self._begin(message.op, self._abort(message))
+            case _ if len(self._tasks) + len(self._granted) >= OPERATIONS_MAX:
+                self._send(Failed(message.op, "too many operations at once"))
+            case Lookup():
+                self._begin(message.op, self._lookup(message))
+            case Get():
+                self._begin(message.op, self._get(message))
+            case Offer():
+                self._begin(message.op, self._offer(message))
+            case Remove():
+                self._begin(message.op, self._remove(message))
+            case Purge():
+                self._begin(message.op, self._purge(message))
+            case _:
+                raise WireError(f"there is a session: {type(message).__name__}")
+
+    def _begin(self, op: int, work: Coroutine[Any, Any, Reply]) -> None:
+        self._last = max(self._last, op)
+        task = self._tasks[op] = asyncio.create_task(self._answered(op, work))
+        task.add_done_callback(partial(self._ended, op, work))
+
+    def _ended(self, op: int, work: Coroutine[Any, Any, Reply], _: object) -> None:
+        work.close()  # it may be that it was given up before it began
+        del self._tasks[op]
+        self._firm.discard(op)
+
+    async def _answered(self, op: int, work: Coroutine[Any, Any, Reply]) -> None:
+        """Do it, and tell the client what came of it."""
+        try:
+            answer: Reply = await work
+        except WireError as error:
+            self.refused += 1
+            answer = Failed(op, str(error)[:WHY_MAX], final=True)
+        except TierError as error:
+            answer = Failed(op, str(error)[:WHY_MAX])
+        except asyncio.CancelledError:
+            answer = Failed(op, "given up")
+        if not self._over:
+            self._send(answer)
+
+    # ---- what is asked for
+
+    async def _lookup(self, message: Lookup) -> Reply:
+        keys = keys_in(message.keys)
+        return Found(message.op, bytes(await self._offers.have(self.number, keys)))
+
+    async def _get(self, message: Get) -> Reply:
+        """Pin what is there, write it to the client, and say what it is."""
+        op, slots = message.op, message.slots
+        keys = keys_in(message.keys, len(slots))
+        if any(not 0 <= slot < self._far.slots for slot in slots) or len({*slots}) < len(slots):
+            raise WireError("slots that the client does not have")
+        try:
+            pinned = await self._offers.pin(self.number, op, keys)
+            found = [one if one and self._fits(one.length) else None for one in pinned]
+            pairs = [(one, slot) for one, slot in zip(found, slots, strict=True) if one]
+            if pairs:
+                self._firm.add(op)
+                await self._pump.write(
+                    [one.slot for one, _ in pairs],
+                    [slot for _, slot in pairs],
+                    [one.length for one, _ in pairs],
+                )
+        finally:
+            self._firm.add(op)
+            await self._offers.release(self.number, op)
+        lengths = [one.length if one else 0 for one in found]
+        return Got(op, lengths, labels_packed(one.label if one else b"" for one in found))
+
+    def _fits(self, length: int) -> bool:
+        return 0 < length <= self._block_bytes
+
+    async def _offer(self, message: Offer) -> Reply:
+        """Ask the cache for slots; those that it grants stay granted until commit or abort."""
+        op, count = message.op, len(message.lengths)
+        keys, facts = keys_in(message.keys, count), facts_in(message.facts)
+        if len(facts) != count or not all(map(self._fits, message.lengths)):
+            raise WireError("blocks that are too long, or of which too little is said")
+        try:
+            slots = await self._offers.grant(self.number, op, keys, message.lengths, facts)
+        except BaseException:
+            await self._offers.abort(self.number, op)
+            raise
+        if max(slots, default=REFUSED) < 0:
+            await self._offers.abort(self.number, op)
+        else:
+            self._granted[op] = count
+            self._pump.begin()
+        return Grant(op, [int(slot) for slot in slots])
+
+    async def _commit(self, message: Commit) -> Reply:
+        """Publish what was written."""
+        op, count = message.op, self._granted.pop(message.op)
+        self._pump.end()
+        try:
+            labels = labels_in(message.labels, count)
+        except WireError:
+            await self._offers.abort(self.number, op)
+            raise
+        return Stored(op, bytes(await self._offers.commit(self.number, op, labels)))
+
+    async def _abort(self, message: Abort) -> Reply:
+        """Have another operation be over, one way or the other."""
+        of = message.of
+        if (task := self._tasks.get(of)) is not None:
+            if of not in self._firm:
+                task.cancel()
+            await asyncio.wait({task})
+        if self._granted.pop(of, None) is not None:
+            self._pump.end()
+            await self._offers.abort(self.number, of)
+        return Done(message.op)
+
+    async def _remove(self, message: Remove) -> Reply:
+        await self._offers.remove(self.number, keys_in(message.keys))
+        return Done(message.op)
+
+    async def _purge(self, message: Purge) -> Reply:
+        return Done(message.op, await self._offers.purge(self.number, message.salt or None))

@@ -1,0 +1,180 @@
+"""A far end for tests, in a process of its own: a cache, what it offers, and its exporter.
+
+All of it is in one process, so that one signal stops all of it, and a test can look behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import kvladder
+from kvladder.export.cache import TAIL, ServerOffers, server_layout
+from kvladder.export.exporter import Exporter, Listener
+from kvladder.keys import BlockKey
+from kvladder.runtime import BlockingPool
+from kvladder.testing.redisserver import free_ports
+from kvladder.tiers.label import LABEL_BYTES
+from kvladder.tiers.nixl.curve import make_keys, read_keys
+from kvladder.tiers.nixl.plane import NixlPlane
+
+
+class Far:
+    """A process that serves a cache at ``address`` to those who have ``keys``; a context manager.
+
+    It does what ``Inside`` has a method for, by that name.
+    """
+
+    def __init__(self, folder: Path, *, slots: int = 512, block_bytes: int = 64 << 10) -> None:
+        self.keys = str(folder / "client.keys")
+        self._folder = folder
+        self._arguments = [str(slots), str(block_bytes)]
+        (self._port,) = free_ports(1)
+        self.address = f"127.0.0.1:{self._port}"
+
+    def __enter__(self) -> Self:
+        if not Path(self.keys).exists():
+            make_keys(self._folder)
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Start it, again under the same address."""
+        with (self._folder / "far.log").open("a") as log:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    "from tests.kit.far import main; main()",
+                    str(self._folder / "server.keys"),
+                    self.address,
+                    *self._arguments,
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(part or "." for part in sys.path)},
+            )
+        assert self._answer() == "ready", (self._folder / "far.log").read_text()
+
+    def __call__(self, call: str, *arguments: Any) -> Any:
+        """Have ``Inside`` do something; bytes go in and come out as such."""
+        assert self.process.stdin is not None
+        plain = [_packed(argument) for argument in arguments]
+        print(json.dumps([call, *plain]), file=self.process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, (self._folder / "far.log").read_text()
+        return _unpacked(json.loads(line))
+
+    def kill(self, sent: int = signal.SIGKILL) -> None:
+        """Send it a signal; after SIGKILL, wait for it."""
+        self.process.send_signal(sent)
+        if sent == signal.SIGKILL:
+            self.process.communicate()
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def _packed(value: object) -> object:
+    return {"bytes": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
+
+
+def _unpacked(value: Any) -> Any:
+    return (
+        base64.b64decode(value["bytes"]) if isinstance(value, dict) and "bytes" in value else value
+    )
+
+
+class Inside:
+    """What a test may have the process do, behind the backs of its clients."""
+
+    def __init__(self, manager: kvladder.CacheManager, offers: ServerOffers, to: Exporter) -> None:
+        self._manager, self._offers, self._exporter = manager, offers, to
+
+    @staticmethod
+    def _name(namespace: bytes, key: bytes) -> BlockKey:
+        """What the block is called here."""
+        return BlockKey(hashlib.sha256(namespace + key).digest())
+
+    async def stored(self, namespace: bytes, key: bytes) -> bytes | None:
+        """The bytes of a block."""
+        fetch = self._manager.fetch_set([self._name(namespace, key)])
+        await fetch.settle()
+        try:
+            for slot in fetch.found.values():
+                view = self._manager.arena.view(slot)
+                return bytes(view[: TAIL.unpack_from(view, self._offers.block_bytes_max)[0]])
+            return None
+        finally:
+            fetch.release()
+
+    async def store(self, namespace: bytes, key: bytes, label: bytes, data: bytes) -> None:
+        """Have this lie there for a block."""
+        name = self._name(namespace, key)
+        self._manager.remove([name])
+        saving = self._manager.save([name])
+        view = self._manager.arena.view(saving.slots[0])
+        data = data[: self._offers.block_bytes_max]
+        view[: len(data)] = data
+        label = label.ljust(LABEL_BYTES, b"\0")
+        TAIL.pack_into(view, self._offers.block_bytes_max, len(data), label)
+        saving.commit()
+
+    async def damage(self, namespace: bytes, key: bytes) -> None:
+        """Change a byte of a block."""
+        fetch = self._manager.fetch_set([self._name(namespace, key)])
+        await fetch.settle()
+        for slot in fetch.found.values():
+            self._manager.arena.view(slot)[0] ^= 1
+        fetch.release()
+
+    async def counts(self) -> dict[str, int]:
+        """What the exporter and the cache count."""
+        return {**self._exporter.gauges(), **self._offers.counts()}
+
+
+async def _serve(manager: kvladder.CacheManager, keys: str, address: str) -> None:
+    pool = BlockingPool(4, "kvladder-far")
+    offers = ServerOffers(manager, pool.run)
+    plane = partial(NixlPlane, offers.arena, "tcp", "")
+    listener: Listener
+    exporter = Exporter(offers, partial(pool.run, plane), lambda to, data: listener.send(to, data))
+    listener = Listener(address, read_keys(keys), exporter.take)
+    running = asyncio.create_task(exporter.run())
+    inside = Inside(manager, offers, exporter)
+    reader = asyncio.StreamReader(limit=1 << 24)
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+    print(json.dumps("ready"), flush=True)
+    while line := await reader.readline():
+        call, *arguments = json.loads(line)
+        answer = await getattr(inside, call)(*map(_unpacked, arguments))
+        print(json.dumps(_packed(answer)), flush=True)
+    running.cancel()
+
+
+def main() -> None:
+    """Serve until nobody holds the other end of stdin."""
+    _, keys, address, slots, block_bytes = sys.argv
+    layout = server_layout(int(block_bytes))
+    stack = {"arena": {"size": int(slots) * layout.slot_bytes}, "tiers": [{"type": "host"}]}
+    with ExitStack() as undo:
+        manager = undo.enter_context(kvladder.open_cache(stack, layout=layout))
+        asyncio.run(_serve(manager, keys, address))
+        os._exit(0)  # not by the end of the interpreter: threads of the library may hang

@@ -1,0 +1,1 @@
+"""A tier whose blocks are in other caches: kvladder on other machines, reached by NIXL."""

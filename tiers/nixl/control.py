@@ -1,0 +1,148 @@
+"""The control channel: ZeroMQ sockets with CURVE, on the event loop of whoever uses them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvladder.errors import TierError
+from kvladder.tiers.nixl.curve import KeyFile
+from kvladder.tiers.nixl.messages import FRAME_BYTES_MAX
+
+QUEUE_MAX = 1024
+DRAIN_MAX = 64
+"""Messages that are taken before others have their turn."""
+LINGER_MS = 200
+_BROKEN: dict[int, str] = {
+    zmq.EVENT_DISCONNECTED: "the connection was closed",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know the key of this end",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it has another key, or is no kvladder",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it has another key, or is no kvladder",
+}
+
+
+class Control(Protocol):
+    """A client's end of the channel."""
+
+    def send(self, data: bytes) -> None:
+        """Send a frame; one that cannot be sent now is lost."""
+        ...
+
+    def close(self) -> None:
+        """Send what is on its way, and nothing more."""
+        ...
+
+
+class Dial(Protocol):
+    """Connects to a far end; ``take`` is told each frame, ``broke`` once why it is over."""
+
+    def __call__(
+        self, take: Callable[[bytes], None], broke: Callable[[TierError], None], /
+    ) -> Control: ...
+
+
+class Mailbox:
+    """A socket whose messages go to a function, on the loop."""
+
+    def __init__(self, socket: zmq.Socket[Any], take: Callable[[list[bytes]], None]) -> None:
+        self._socket = socket
+        self._take = take
+        self._loop = asyncio.get_running_loop()
+        self._due: asyncio.Handle | None = None
+        self._loop.add_reader(socket.fileno(), self._drain)
+        self._later()
+
+    def send(self, *frames: bytes) -> None:
+        """Send a message; one that cannot be sent now is lost."""
+        if not self._socket.closed:
+            with suppress(zmq.Again):
+                self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self._later()
+
+    def _later(self) -> None:
+        """The descriptor tells of a message once only, and not always when it comes."""
+        if self._due is None:
+            self._due = self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        for _ in range(DRAIN_MAX):
+            if self._socket.closed:
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(frames)
+        self._later()
+
+    def close(self) -> None:
+        """Send what is on its way, and take nothing more."""
+        if not self._socket.closed:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close(LINGER_MS)
+        if self._due is not None:
+            self._due.cancel()
+
+
+def prepared(context: zmq.Context[Any], kind: int, keys: KeyFile) -> zmq.Socket[Any]:
+    """A socket with everything set but who is at its other end."""
+    socket: zmq.Socket[Any] = context.socket(kind)
+    socket.linger = 0
+    socket.maxmsgsize = FRAME_BYTES_MAX
+    socket.rcvhwm = socket.sndhwm = QUEUE_MAX
+    socket.curve_publickey = keys.public
+    socket.curve_secretkey = keys.secret.encode()
+    return socket
+
+
+class Dialled:
+    """A connection to a far end, over once it is closed: it is not made again."""
+
+    def __init__(
+        self,
+        address: str,
+        keys: KeyFile,
+        take: Callable[[bytes], None],
+        broke: Callable[[TierError], None],
+    ) -> None:
+        self._broke = broke
+        self._frame = take
+        socket = prepared(zmq.Context.instance(), zmq.DEALER, keys)
+        socket.curve_serverkey = keys.peers[0].encode()
+        watch = socket.get_monitor_socket(sum(_BROKEN))
+        self._mailbox = Mailbox(socket, self._took)
+        self._watch = Mailbox(watch, self._happened)
+        self._socket = socket
+        try:
+            socket.connect(f"tcp://{address}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise TierError(f"not an address: {error}", temporary=False) from error
+
+    def _took(self, frames: list[bytes]) -> None:
+        self._frame(frames[0])
+
+    def _happened(self, frames: list[bytes]) -> None:
+        event = parse_monitor_message(frames)["event"]
+        if event in _BROKEN:
+            final = event != zmq.EVENT_DISCONNECTED
+            self._broke(TierError(_BROKEN[event], temporary=not final))
+
+    def send(self, data: bytes) -> None:
+        """Send a frame."""
+        self._mailbox.send(data)
+
+    def close(self) -> None:
+        """End it."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+        self._watch.close()
+        self._mailbox.close()
