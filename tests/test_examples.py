@@ -14,7 +14,11 @@ import pytest
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.name != "demo.py"]
+EXAMPLES = [
+    path
+    for path in sorted((ROOT / "examples").glob("*.py"))
+    if path.name not in {"demo.py", "router.py"}
+]
 TESTS = [path for path in EXAMPLES if path.name.startswith("test_")]
 SCRIPTS = [path for path in EXAMPLES if path not in TESTS]
 

@@ -67,7 +67,7 @@ class Sequences:
             raise ValueError("no tokens: expected 1 or more")
         extra = [(whole(at, "offset"), content) for at, content in extra]
         root, ids = self._root, as_tokens(tokens)
-        if salt != "" or lora != "":  # also what is no text, which has no key
+        if salt or lora:
             root = Root(self.scheme.root(salt=salt, lora=lora), salt, lora)
         prompt = len(ids) if prompt_tokens is None else whole(prompt_tokens, "prompt_tokens")
         if not 0 <= prompt <= len(ids):

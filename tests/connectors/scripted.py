@@ -40,6 +40,9 @@ class Request:
         self.block_hashes: list[bytes] = []
         self.skip_reading_prefix_cache = False
         self.lora_request: Any = None
+        self.cache_salt: str | None = None
+        self.mm_features: list[Any] = []
+        self.prompt_embeds: Any = None
         self.kv_transfer_params: Mapping[str, Any] | None = None
         self.hash()
 

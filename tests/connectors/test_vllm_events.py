@@ -155,7 +155,10 @@ def test_blocks_of_an_adapter_go_by_the_same_name_from_first_to_last(engine: Eng
     events = engine.half.events
     assert events is not None
     request = Request("r", prompt(3))
-    request.lora_request = SimpleNamespace(adapter_id=7, name="mine")
+    request.lora_request = SimpleNamespace(
+        adapter_id=7, name="mine", lora_name="mine", lora_path="/a"
+    )
+    request.cache_salt = "whose"
     keys = [BlockKey(hashlib.sha256(b"adapter" + one).digest()) for one in request.block_hashes]
     manager = engine.half.connector.manager
     events.describe(request, 0, 0, keys)
@@ -167,6 +170,7 @@ def test_blocks_of_an_adapter_go_by_the_same_name_from_first_to_last(engine: Eng
         time.sleep(0.005)
     stored = events.take()
     assert {(event.lora_id, event.lora_name) for event in stored} == {(7, "mine")}
+    assert stored[0].extra_keys == [("mine", "whose"), ("mine",), ("mine",)]
     known = replay(stored)
     assert known == {name: set(request.block_hashes) for name in ("host", "cold")}
     request.block_hashes.clear()  # and whatever becomes of the request

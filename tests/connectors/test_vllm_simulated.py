@@ -75,28 +75,6 @@ def test_what_was_computed_is_loaded(tmp_path: Path, model: str) -> None:
     one.close()
 
 
-def test_an_engine_sleeps_and_finds_its_blocks_again(tmp_path: Path) -> None:
-    """By the hooks that vLLM calls for it, where it has them; all of them, or none."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
-    hooks = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}
-    assert hooks & {*dir(KVConnectorBase_V1)} in (set(), hooks)
-    one = Simulation(tmp_path, HOST, "full")
-    connector, (rank,) = one.connector, one.ranks
-    assert connector.supports_sleep_mode(one.vllm_config.kv_transfer_config)
-    connector.worker = rank.half
-    for hits in (0, 28):
-        one.add(prompt(1))
-        one.run()
-        assert one.hits == hits
-        one.reset()
-        before = rank.copier
-        connector.unregister_kv_caches()
-        connector.restore_kv_caches()
-        assert rank.copier is not before, "nothing of before refers to the tensors"
-    one.close()
-
-
 def disturb(one: Simulation, random: Random) -> None:
     """Whatever may happen between two steps."""
     for request_id in [*one.requests]:

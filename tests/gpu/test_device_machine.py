@@ -267,8 +267,7 @@ class DeviceMachine(RuleBasedStateMachine):
         else:
             try:
                 self.live.append(self.cache.resume(suspended))
-            except OutOfBlocks as error:
-                self.may_refuse(error, len(suspended.parts[0].tokens), [])
+            except OutOfBlocks:
                 return
         self.suspended.remove(suspended)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -66,28 +65,6 @@ def test_what_does_not_fit_the_blocks_is_refused_before_anything_is_opened():
     with pytest.raises(ConfigError, match="less than one batch") as got:
         kvladder.open_cache(stack(cold), layout=LAYOUT)
     assert got.value.path == "tiers[1].capacity"
-
-
-def test_its_loop_lets_the_engine_have_the_lock_first():
-    order: list[str] = []
-    asked = threading.Event()
-    with kvladder.open_cache(stack(), layout=LAYOUT) as cache:
-        lock = cache.ladder.lock
-
-        def take(who: str) -> None:
-            asked.set()
-            with lock:
-                order.append(who)
-
-        engine = threading.Thread(target=take, args=["engine"])
-        with lock:
-            cache._portal.post(take, "loop")
-            asked.wait()
-            engine.start()
-            while not lock.wanted:
-                time.sleep(0.001)
-        engine.join()
-    assert order == ["engine", "loop"]
 
 
 def test_importing_the_package_imports_nothing_else():

@@ -8,7 +8,12 @@ from itertools import groupby, islice
 from typing import Any, Final, NamedTuple
 
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvladder.config.stack import StackConfig
@@ -38,6 +43,8 @@ class Known(NamedTuple):
     """The name of the block before it."""
     tokens: array[int]
     lora: tuple[int | None, str | None]
+    extra: tuple[Any, ...] | None = None
+    """What else its hash depends on, as vLLM publishes it: cache salt, images, adapter."""
 
 
 UNKNOWN: Final = Known(Name(b""), None, array("i"), (None, None))
@@ -66,6 +73,13 @@ def enabled(vllm_config: Any) -> bool:
     """Whether vLLM publishes KV events."""
     config = getattr(vllm_config, "kv_events_config", None)
     return config is not None and bool(config.enable_kv_cache_events)
+
+
+def _extra(request: Any, start: int, tokens: int) -> tuple[Any, ...] | None:
+    """What the hash of a request's block depends on beside its tokens and its parent."""
+    keys, _ = generate_block_hash_extra_keys(request, start, start + tokens, 0)
+    found = to_event_extra_keys([keys])
+    return None if found is None else found[0]
 
 
 def kinds_of(groups: Groups, kv_cache_config: Any) -> list[Kind]:
@@ -143,6 +157,8 @@ class KVEvents:
         adapter = (None, None) if lora is None else (lora.adapter_id, lora.name)
         size, new = kind.tokens, any(key not in known for key in keys)
         tokens = request.all_token_ids[first * size : (first + len(keys)) * size] if new else ()
+        more = lora or request.cache_salt or request.mm_features
+        more = more or request.prompt_embeds is not None
         for n, key in enumerate(keys):
             one = known.pop(key, None)
             if one is None:
@@ -150,7 +166,8 @@ class KVEvents:
                 assert name is not None
                 own = array("i", tokens[n * size : (n + 1) * size])
                 parent = kind.name(hashes, first + n - 1)
-                one = Known(Name(name, group), parent, own, adapter)
+                extra = _extra(request, (first + n) * size, size) if more else None
+                one = Known(Name(name, group), parent, own, adapter, extra)
             known[key] = one
         for key in list(islice(known, max(0, len(known) - KNOWN_MAX))):
             del known[key]
@@ -199,6 +216,7 @@ class KVEvents:
             block_size=kind.tokens if begin.tokens else 0,
             lora_id=begin.lora[0],
             lora_name=begin.lora[1],
+            extra_keys=[one.extra for one in run] if any(one.extra for one in run) else None,
             group_idx=group,
             **(kind.fields if begin.tokens else {}),
             **self._where[level],

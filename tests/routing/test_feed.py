@@ -1,0 +1,313 @@
+"""Following engines: what they say comes into the index, whatever is lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvladder.compose import open_cache
+from kvladder.keys import BlockKey
+from kvladder.layout import Layout
+from kvladder.publishing.wire import END
+from kvladder.routing import Index
+from kvladder.testing.redisserver import free_ports
+from kvladder.testing.stacks import SimCache
+
+zmq = pytest.importorskip("zmq")
+sockets = pytest.importorskip("zmq.asyncio")
+
+from kvladder.routing.feed import Feed  # noqa: E402
+
+pytestmark = pytest.mark.real
+
+
+def stored(number: int, **more: Any) -> dict[str, Any]:
+    """A block of two tokens, the first of a prompt."""
+    return {
+        "type": "BlockStored",
+        "block_hashes": [number],
+        "parent_block_hash": None,
+        "token_ids": [number, 0],
+        "block_size": 2,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        **more,
+    }
+
+
+def removed(number: int, **more: Any) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": [number], "medium": "GPU", **more}
+
+
+class Engine:
+    """Publishes as vLLM does; loses what it is told to."""
+
+    def __init__(self, ports: list[int] | None = None, *, kept: int = 1000) -> None:
+        self.ports = ports or free_ports(2)
+        self.publish, self.replay = (f"tcp://127.0.0.1:{port}" for port in self.ports)
+        self.kept = kept
+        self.sent: list[bytes] = []
+        self.asked = 0
+        self.clock = 0.0
+
+    async def __aenter__(self) -> Engine:
+        self.context = sockets.Context()
+        self.pub = self.context.socket(zmq.XPUB)
+        self.router = self.context.socket(zmq.ROUTER)
+        for socket, address in ((self.pub, self.publish), (self.router, self.replay)):
+            socket.linger = 0
+            socket.bind(address)
+        self.answering = asyncio.create_task(self.answer())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.answering.cancel()
+        self.context.destroy(linger=0)
+
+    async def heard(self) -> None:
+        """Wait until somebody listens."""
+        await self.pub.recv()
+
+    async def tell(self, *events: dict[str, Any], lost: bool = False) -> None:
+        """Say something; to nobody if it is ``lost``, but it can be had again."""
+        self.clock += 1.0
+        await self.send(msgspec.msgpack.encode([self.clock, events, 0]), lost=lost)
+
+    async def send(self, payload: bytes, *, lost: bool = False) -> None:
+        number = len(self.sent)
+        self.sent.append(payload)
+        if not lost:
+            await self.pub.send_multipart([b"", number.to_bytes(8), payload])
+
+    async def answer(self) -> None:
+        while True:
+            client, empty, first = await self.router.recv_multipart()
+            self.asked += 1
+            for number, payload in list(enumerate(self.sent))[-self.kept :]:
+                if number >= int.from_bytes(first):
+                    frames = [client, empty, b"", number.to_bytes(8), payload]
+                    await self.router.send_multipart(frames)
+            await self.router.send_multipart([client, empty, b"", END, b""])
+
+
+@asynccontextmanager
+async def following(engine: Any, index: Index, **more: Any) -> AsyncIterator[Feed]:
+    more = {"replay": engine.replay, **more}
+    feed = Feed(index, "a", engine.publish, **more)
+    task = asyncio.create_task(feed.run())
+    try:
+        await feed.connected.wait()
+        yield feed
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110 - of what another task does
+        await asyncio.sleep(0.01)
+
+
+def held(index: Index, *numbers: int) -> list[int]:
+    """Which of these blocks the engine holds."""
+    return [number for number in numbers if index.match([number, 0])]
+
+
+async def test_what_was_said_before_and_is_said_now() -> None:
+    index = Index()
+    async with Engine() as engine:
+        await engine.tell(stored(1), stored(2))
+        await engine.tell(removed(2))
+        async with following(engine, index) as feed:
+            await engine.heard()
+            assert held(index, 1, 2) == [1]
+            await engine.tell(stored(3))
+            await until(lambda: held(index, 3))
+            await engine.tell({"type": "AllBlocksCleared"}, stored(4))
+            await until(lambda: held(index, 4))
+            assert held(index, 1, 2, 3, 4) == [4]
+            assert feed.counts == {"batches": 4}
+        assert held(index, 4) == []
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+async def test_a_gap_is_filled_or_everything_is_forgotten(replayed: bool) -> None:
+    index = Index()
+    async with Engine(kept=1000 if replayed else 1) as engine, following(engine, index) as feed:
+        await engine.heard()
+        await engine.tell(stored(1), stored(2))
+        await until(lambda: held(index, 1))
+        await engine.tell(removed(1), stored(3), lost=True)
+        await engine.tell(stored(4))
+        await until(lambda: held(index, 4))
+        assert held(index, 1, 2, 3, 4) == ([2, 3, 4] if replayed else [4])
+        assert (feed.counts["gaps"], feed.counts["lost"]) == (1, 0 if replayed else 1)
+
+
+async def test_without_an_address_for_replays_a_gap_makes_it_forget() -> None:
+    index = Index()
+    async with Engine() as engine:
+        await engine.tell(stored(0))
+        async with following(engine, index, replay=None) as feed:
+            await engine.heard()
+            await engine.tell(stored(1))
+            await until(lambda: held(index, 1))
+            assert feed.counts["lost"] == 0  # of what was said before it listened
+            await engine.tell(removed(1), lost=True)
+            await engine.tell(stored(2))
+            await until(lambda: held(index, 2))
+            assert held(index, 1, 2) == [2]
+
+
+async def test_a_replay_that_never_ends_is_given_up() -> None:
+    index = Index()
+    async with Engine() as engine:
+        engine.answering.cancel()
+        async with following(engine, index, replay_s=0.05) as feed:
+            await engine.heard()
+            await engine.tell(stored(1))
+            await until(lambda: held(index, 1))
+            await engine.tell(lost=True)
+            await engine.tell(stored(2))
+            await until(lambda: held(index, 2))
+            assert (held(index, 1, 2), feed.counts["lost"]) == ([2], 1)
+
+
+async def test_an_engine_that_is_away_is_forgotten_after_a_while() -> None:
+    index = Index()
+    async with Engine() as engine, following(engine, index, forget_s=0.05) as feed:
+        await engine.tell(stored(1))
+        await until(lambda: held(index, 1))
+        await engine.__aexit__()
+        await until(lambda: not feed.connected.is_set())
+        await until(lambda: not held(index, 1))
+        async with engine:  # the same one, as if the network had been away
+            await feed.connected.wait()
+            assert held(index, 1) == [1]
+
+
+async def test_one_that_comes_back_in_time_is_still_known() -> None:
+    index = Index()
+    async with Engine() as engine, following(engine, index) as feed:
+        await engine.heard()
+        await engine.tell(stored(1))
+        await until(lambda: held(index, 1))
+        await engine.__aexit__()
+        await until(lambda: not feed.connected.is_set())
+        await engine.tell(stored(2), lost=True)
+        assert held(index, 1) == [1]
+        async with engine:
+            await feed.connected.wait()
+            assert held(index, 1, 2) == [1, 2]
+            assert feed.counts["restarts"] == 0
+
+
+@pytest.mark.parametrize("count", [1, 5])
+async def test_another_process_at_its_address_begins_anew(count: int) -> None:
+    index = Index()
+    async with Engine() as engine, following(engine, index) as feed:
+        await engine.heard()
+        await engine.tell(stored(1))
+        await engine.tell(stored(2))
+        await until(lambda: held(index, 2))
+        await engine.__aexit__()
+        await until(lambda: not feed.connected.is_set())
+        other = Engine(engine.ports)
+        other.clock = 100.0
+        async with other:
+            for number in range(count):
+                await other.tell(stored(10 + number))
+            await feed.connected.wait()
+            await until(lambda: held(index, 10 + count - 1))
+            assert held(index, 1, 2) == []
+            assert feed.counts["restarts"] == 1
+
+
+async def test_what_is_not_understood_is_counted_and_the_rest_goes_on() -> None:
+    index = Index()
+    async with Engine() as engine, following(engine, index) as feed:
+        await engine.heard()
+        later = {"type": "BlockMoved", "block_hashes": [1]}
+        wrong = stored(2, token_ids="many")
+        await engine.tell(later, wrong, stored(3, token_ids=[1]), stored(4))
+        await until(lambda: held(index, 4))
+        assert feed.counts["refused"] == 3
+        await engine.send(b"\xc1")
+        await engine.tell(stored(5))
+        await until(lambda: held(index, 5))
+        assert feed.counts["refused"] == 4
+
+
+async def test_groups_of_windows_and_states_do_not_count() -> None:
+    index = Index()
+    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
+    async with Engine() as engine, following(engine, index):
+        await engine.heard()
+        whole = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+        await engine.tell(stored(1, **whole), stored(2, **window), removed(1, group_idx=1))
+        await until(lambda: held(index, 1))
+        assert held(index, 1, 2) == [1]
+
+
+@pytest.mark.parametrize(
+    ("event", "asked"),
+    [
+        ({"extra_keys": [["salt"]]}, {"salt": "salt"}),
+        ({"cache_salt": "salt"}, {"salt": "salt"}),
+        ({"extra_keys": [["adapter", "salt"]], "lora_name": "adapter"},
+         {"salt": "salt", "lora": "adapter"}),
+        ({"extra_keys": [["adapter"]], "lora_name": "adapter"}, {"lora": "adapter"}),
+        ({"extra_keys": [[["image", 0]]]}, {"extra": {0: [["image", 0]]}}),
+    ],
+)  # fmt: skip
+async def test_salts_and_adapters_of_both_engines(
+    event: dict[str, Any], asked: dict[str, Any]
+) -> None:
+    index = Index()
+    async with Engine() as engine, following(engine, index):
+        await engine.heard()
+        await engine.tell(stored(1, **event))
+        await until(lambda: index.rows)
+        assert [match.tokens for match in index.match([1, 0], **asked)] == [2]
+        assert index.match([1, 0]) == []
+
+
+async def test_levels_of_a_cache_are_told_apart() -> None:
+    index = Index()
+    async with Engine() as engine, following(engine, index):
+        await engine.heard()
+        files = {"medium": "STORAGE", "ownership": "files"}
+        redis = {"medium": "STORAGE", "ownership": "redis"}
+        await engine.tell(stored(1), stored(1, **files), stored(1, **redis), removed(1, **redis))
+        await until(lambda: held(index, 1))
+        assert index.match([1, 0])[0].levels == {"GPU": 1}
+        await engine.tell(removed(1))
+        await until(lambda: index.match([1, 0])[0].levels == {"STORAGE/files": 1})
+
+
+async def test_our_own_publisher(tmp_path: Any) -> None:
+    index, ports = Index(), free_ports(2)
+    publish, replay = (f"tcp://127.0.0.1:{port}" for port in ports)
+    source = {
+        "arena": {"size": "64 KiB"},
+        "events": {"publish": publish, "replay": replay, "buffer": 4},
+        "tiers": [{"type": "host"}],
+    }
+    layout = Layout(block_tokens=4, block_bytes=4096)
+    with await asyncio.to_thread(open_cache, source, layout=layout) as cache:
+        keys: list[BlockKey] = [SimCache.keys(number)[0] for number in range(9)]
+        for key in keys:  # more messages than it keeps
+            cache.save([key]).commit()
+        engine = type("Addresses", (), {"publish": publish, "replay": replay})()
+        async with following(engine, index):
+            await until(lambda: index.rows == 9)
+            cache.remove(keys[:3])
+            await until(lambda: index.rows == 6)
+            assert index.unplaced >= 9

@@ -1,0 +1,215 @@
+"""The index of who holds what, against a dictionary; and what it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvladder.routing import Index, Match
+from kvladder.routing.index import ENGINES_MAX, names
+
+ENGINES = st.sampled_from(["a", "b", "c"])
+LEVELS = st.sampled_from(["GPU", "CPU", "STORAGE/disk"])
+PROMPTS = st.lists(st.integers(0, 1), min_size=0, max_size=6)  # a block each, so that they share
+SIZE = 2
+
+
+def tokens(prompt: list[int]) -> list[int]:
+    return [token for block in prompt for token in (block, 7)]
+
+
+def hashes(engine: str, prompt: list[int]) -> list[bytes]:
+    """Of each block; engines hash in ways of their own."""
+    return [f"{engine}{prompt[: n + 1]}".encode() for n in range(len(prompt))]
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Engines tell what they hold; a dictionary is told the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = Index()
+        self.held: dict[str, dict[tuple[int, ...], set[str]]] = {}
+
+    @rule(engine=ENGINES, level=LEVELS, prompt=PROMPTS, first=st.integers(0, 5))
+    def stored(self, engine: str, level: str, prompt: list[int], first: int) -> None:
+        mine = self.held.setdefault(engine, {})
+        first = min(first, len(prompt))
+        if first and tuple(prompt[:first]) not in mine:
+            first = 0
+        own = hashes(engine, prompt)
+        self.index.stored(
+            engine,
+            level,
+            own[first:],
+            parent=own[first - 1] if first else None,
+            tokens=tokens(prompt[first:]),
+            block_size=SIZE,
+        )
+        for n in range(first, len(prompt)):
+            mine.setdefault(tuple(prompt[: n + 1]), set()).add(level)
+
+    @rule(engine=ENGINES, level=LEVELS, prompt=PROMPTS, first=st.integers(0, 5))
+    def removed(self, engine: str, level: str, prompt: list[int], first: int) -> None:
+        self.index.removed(engine, level, hashes(engine, prompt)[first:])
+        mine = self.held.get(engine, {})
+        for n in range(first, len(prompt)):
+            there = mine.get(tuple(prompt[: n + 1]), set())
+            there.discard(level)
+            if not there:
+                mine.pop(tuple(prompt[: n + 1]), None)
+
+    @rule(engine=ENGINES)
+    def forgotten(self, engine: str) -> None:
+        self.index.forget(engine)
+        self.held.pop(engine, None)
+
+    @rule(prompt=PROMPTS)
+    def asked(self, prompt: list[int]) -> None:
+        expected: dict[str, Match] = {}
+        for engine, mine in self.held.items():
+            levels: dict[str, int] = {}
+            length = 0
+            while length < len(prompt) and tuple(prompt[: length + 1]) in mine:
+                there = mine[tuple(prompt[: length + 1])]
+                hottest = min(there, key=["GPU", "CPU", "STORAGE/disk"].index)
+                levels[hottest] = levels.get(hottest, 0) + 1
+                length += 1
+            if length:
+                expected[engine] = Match(engine, length * SIZE, levels)
+        found = self.index.match(tokens(prompt))
+        assert {match.engine: match for match in found} == expected
+        assert [m.tokens for m in found] == sorted((m.tokens for m in found), reverse=True)
+
+    @invariant()
+    def adds_up(self) -> None:
+        self.index.check()
+        assert self.index.rows == sum(map(len, self.held.values()))
+
+
+TestIndex = IndexMachine.TestCase
+
+
+def fill(index: Index, engine: str, count: int, level: str = "GPU") -> None:
+    for number in range(count):
+        index.stored(engine, level, [number], tokens=[number, 1], block_size=2)
+
+
+def test_many_rows_come_and_go() -> None:
+    index = Index()
+    fill(index, "a", 3000)
+    fill(index, "b", 3000)
+    index.check()
+    index.removed("a", "GPU", range(0, 3000, 2))
+    index.check()
+    assert [match.engine for match in index.match([5, 1])] == ["a", "b"]
+    assert [match.engine for match in index.match([4, 1])] == ["b"]
+    index.forget("b")
+    index.check()
+    assert index.rows == 1500
+    assert index.match([4, 1]) == []
+    assert index.match([5, 1]) == [Match("a", 2, {"GPU": 1})]
+
+
+def test_hotter_engines_come_first_and_longer_ones_before() -> None:
+    index = Index()
+    fill(index, "cold", 1, "STORAGE")
+    fill(index, "hot", 1)
+    index.stored("long", "STORAGE", ["x"[0].encode(), b"y"], tokens=[0, 1, 2, 3], block_size=2)
+    assert [m.engine for m in index.match([0, 1, 2, 3])] == ["long", "hot", "cold"]
+
+
+def test_engines_with_other_block_sizes_are_compared_by_tokens() -> None:
+    index = Index()
+    index.stored("small", "GPU", [1, 2, 3], tokens=range(6), block_size=2)
+    index.stored("large", "GPU", [1], tokens=range(4), block_size=4)
+    found = index.match(list(range(6)))
+    assert [(m.engine, m.tokens) for m in found] == [("small", 6), ("large", 4)]
+
+
+@pytest.mark.parametrize(
+    "other", [{"salt": "s"}, {"lora": "l"}, {"extra": {0: [["image", 3]]}}, {"extra": {1: ["x"]}}]
+)
+def test_salts_adapters_and_images_are_other_content(other: dict[str, Any]) -> None:
+    index = Index()
+    index.stored("plain", "GPU", [1, 2], tokens=range(4), block_size=2)
+    more = dict(other)
+    if (salt := more.pop("salt", None)) is not None:
+        more["extra"] = {0: [salt]}
+    index.stored("other", "GPU", [1, 2], tokens=range(4), block_size=2, **more)
+    begin = 2 if other == {"extra": {1: ["x"]}} else 0
+    expected = {"plain": begin, "other": 4}
+    found = {m.engine: m.tokens for m in index.match(list(range(4)), **other)}
+    assert found == {engine: length for engine, length in expected.items() if length}
+    assert {m.engine for m in index.match(list(range(4)))} >= {"plain"}
+
+
+def test_blocks_without_tokens_are_matched_once_they_are_told() -> None:
+    index = Index()
+    index.stored("a", "STORAGE/disk", [b"1", b"2"])
+    assert (index.unplaced, index.match([0, 1])) == (2, [])
+    index.stored("a", "GPU", [b"1", b"2"], tokens=range(4), block_size=2)
+    index.removed("a", "GPU", [b"1", b"2"])
+    assert index.match([0, 1, 2, 3]) == [Match("a", 4, {"STORAGE/disk": 2})]
+    index.check()
+
+
+def test_what_is_told_again_with_less_keeps_its_place() -> None:
+    index = Index()
+    index.stored("a", "GPU", [b"1"], tokens=[0, 1], block_size=2, extra={0: ["salt"]})
+    index.stored("a", "CPU", [b"1"], tokens=[0, 1], block_size=2)
+    assert index.match([0, 1], salt="salt") == [Match("a", 2, {"GPU": 1})]
+    assert index.match([0, 1]) == []
+
+
+def test_a_block_whose_parent_nobody_told_is_not_matched() -> None:
+    index = Index()
+    index.stored("a", "GPU", [b"2"], parent=b"1", tokens=[2, 3], block_size=2)
+    assert (index.match([2, 3]), index.unplaced) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({"tokens": [1, 2, 3], "block_size": 2}, "3 tokens for 1 blocks of 2, expected 2"),
+        ({"tokens": [1, -2], "block_size": 2}, "token ids are integers in 0 .. 2"),
+    ],
+)
+def test_what_cannot_be_is_refused(told: dict[str, Any], said: str) -> None:
+    index = Index()
+    with pytest.raises(ValueError, match=said.replace("*", ".")):
+        index.stored("a", "GPU", [b"1"], **told)
+    assert index.rows == 0
+
+
+def test_engines_and_levels_are_bounded() -> None:
+    index = Index()
+    for number in range(10):  # beside those that are known
+        index.stored("a", f"level {number}", [1])
+    with pytest.raises(ValueError, match="16 levels"):
+        index.stored("a", "one more", [1])
+    for number in range(3):  # a number is used again
+        fill(index, f"engine {number}", 1)
+        index.forget(f"engine {number}")
+    assert max(index._numbers.values(), default=0) < ENGINES_MAX
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=20), st.integers(1, 5))
+def test_names_chain(prompt: list[int], size: int) -> None:
+    whole = names(prompt, size)
+    cut = len(whole) // 2
+    assert whole[:cut] == names(prompt[: cut * size], size)
+    if cut:
+        assert whole[cut:] == names(prompt[cut * size :], size, parent=whole[cut - 1])
+
+
+def test_it_takes_what_it_says() -> None:
+    index = Index()
+    fill(index, "a", 1 << 14)
+    chains = (index._by_name, index._by_hash)
+    columns = [*index._columns, *(c.heads for c in chains), *(c.after for c in chains)]
+    assert sum(column.nbytes for column in columns) == 36 * (1 << 14)

@@ -1,0 +1,130 @@
+"""The example's router in front of two real servers: more of the prompts is found than in turns."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+import pytest
+
+from kvladder.testing.redisserver import free_ports
+from tests.patience import PATIENCE_S
+from tests.vllm.harness import BLOCK, HERE, environment
+from tests.vllm.server import Server
+
+ROUTER = HERE.parents[1] / "examples" / "router.py"
+COMMAND = (
+    "vllm serve MODEL --kv-transfer-config"
+    """ '{"kv_connector": "KVLadderConnector", "kv_role": "kv_both","""
+    """ "kv_connector_extra_config": {"config": "stack.yaml"}}'"""
+)
+STACK = "arena: {size: 64 MiB}\ntiers:\n  - {type: host}\n"
+
+
+def serve(folder: Path, name: str, model: Path) -> tuple[Server, str]:
+    """A server that tells what it holds, and how the router is told of it."""
+    where = folder / name
+    where.mkdir()
+    (where / "MODEL").symlink_to(model)
+    (where / "stack.yaml").write_text(STACK)
+    events = {name: f"ipc://{where}/{name}" for name in ("events", "replay")}
+    config = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": events["events"],
+        "replay_endpoint": events["replay"],
+    }
+    server = Server(where, COMMAND, "--kv-events-config", f"'{json.dumps(config)}'")
+    return server, f"http://127.0.0.1:{server.port},{events['events']},{events['replay']}"
+
+
+@pytest.fixture
+def routers() -> Iterator[list[subprocess.Popen[bytes]]]:
+    begun: list[subprocess.Popen[bytes]] = []
+    yield begun
+    for process in begun:
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 0
+
+
+def route(engines: list[str], *more: str) -> tuple[int, subprocess.Popen[bytes]]:
+    """The example, as its first lines say that it is started."""
+    (port,) = free_ports(1)
+    named = [part for engine in engines for part in ("--engine", engine)]
+    line = [sys.executable, str(ROUTER), "--port", str(port), *named, *more]
+    return port, subprocess.Popen(line, env=environment())
+
+
+def ask(port: int, prompt: list[int], salt: str) -> tuple[list[int], int]:
+    """What is said after a prompt, and how much of it was found."""
+    body = {
+        "model": "MODEL",
+        "prompt": prompt,
+        "max_tokens": 4,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "cache_salt": salt,
+    }
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    asked = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    told = answer_of(asked)
+    cached = (told["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+    return told["choices"][0]["token_ids"], cached
+
+
+def answer_of(asked: Request) -> dict[str, Any]:
+    """What is answered, once the router has started."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            with urlopen(asked, timeout=PATIENCE_S) as answer:
+                return dict(json.loads(answer.read()))
+        except URLError as error:
+            if not isinstance(error.reason, ConnectionRefusedError) or time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+
+
+def conversations(port: int, salt: str) -> tuple[list[list[int]], int]:
+    """Five that grow turn by turn; answers, and how many tokens of prompts were found."""
+    chance = random.Random(5)
+    told = [chance.choices(range(3, 1000), k=10 * BLOCK) for _ in range(5)]
+    answers, found = [], 0
+    for _ in range(3):
+        for prompt in told:
+            answer, cached = ask(port, prompt, salt)
+            answers.append(answer)
+            found += cached
+            prompt += [*answer, *chance.choices(range(3, 1000), k=3 * BLOCK)]
+            time.sleep(0.3)  # people read; and events arrive
+    return answers, found
+
+
+def test_a_router_that_knows_finds_more_than_turns(
+    model: Path, tmp_path: Path, started: list[Server], routers: list[subprocess.Popen[bytes]]
+) -> None:
+    servers, engines = zip(*(serve(tmp_path, name, model) for name in "ab"), strict=True)
+    started.extend(servers)
+    for server in servers:
+        server.ready()
+    results = {}
+    for salt, more in (("turns", ["--blind"]), ("index", [])):
+        port, process = route(list(engines), *more)
+        routers.append(process)
+        results[salt] = conversations(port, salt)
+    (said, in_turns), (again, by_index) = results["turns"], results["index"]
+    assert said == again
+    whole = 5 * (10 + 13) * BLOCK  # of the second and third turns, what the ones before them left
+    assert in_turns < 0.6 * whole
+    assert by_index == whole
+    for server in servers:
+        server.stop()
