@@ -11,6 +11,7 @@ from kvladder.errors import ConfigError
 from kvladder.layout import Layout
 from kvladder.policy.eviction import PrioritizedLRU
 from kvladder.policy.offload import OffloadRule
+from kvladder.tiers.label import LABEL_BYTES
 from kvladder.tiers.memory import MemoryTier
 from kvladder.units import Duration, Share
 
@@ -110,6 +111,19 @@ def test_a_mapping_is_read_and_left_as_it_is():
     config = load_config(source, env={}, overrides=overrides)
     assert (config.arena.size_bytes, config.levels[0].min_priority) == (5 << 20, 3)
     assert msgspec.json.encode(source) == before
+
+
+@pytest.mark.parametrize(
+    "level",
+    [
+        {"type": "redis", "url": "redis://127.0.0.1:1"},
+        {"type": "object", "url": "s3://blocks"},
+        {"type": "mooncake", "master": "127.0.0.1:1"},
+    ],
+)
+def test_a_capacity_pays_for_the_labels_of_blocks(level):
+    (found,) = load_config(tiers({**level, "capacity": "1 GiB"}), env={}).levels
+    assert found.capacity_blocks(LAYOUT) == (1 << 30) // ((1 << 20) + LABEL_BYTES)
 
 
 # ---- a plug-in's own settings

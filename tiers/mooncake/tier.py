@@ -85,6 +85,7 @@ class MooncakeTier(Tier):
     Options: ClassVar[type[MooncakeOptions]] = MooncakeOptions
     shared = True
     isolates = True
+    overhead_bytes = LABEL_BYTES
     probe_max = PROBE_BLOCKS_MAX
 
     def __init__(self, options: MooncakeOptions) -> None:

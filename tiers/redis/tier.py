@@ -56,6 +56,7 @@ class RedisTier(Tier):
 
     Options: ClassVar[type[RedisOptions]] = RedisOptions
     shared = True
+    overhead_bytes = LABEL_BYTES
     probe_max = PROBE_BLOCKS_MAX
 
     def __init__(self, options: RedisOptions) -> None:
