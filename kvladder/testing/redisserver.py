@@ -47,8 +47,68 @@ def free_ports(count: int) -> list[int]:
     return [port for port in ports if port < 55000][:count]
 
 
-class RedisServer:
-    """One server process; a context manager. What it logs is in ``folder``.
+class ServerProcess:
+    """A server in a process of its own; a context manager, at whose end it is killed.
+
+    Parameters
+    ----------
+    log:
+        The file that it writes to.
+    """
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs."""
+        assert self._process is not None
+        return self._process.pid
+
+    def launch(self, command: Sequence[str]) -> None:
+        """Start the process."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: S603 - ours
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until ``condition`` holds."""
+        assert self._process is not None
+        for _ in range(int(timeout_s * _TRIES_PER_S)):
+            if condition():
+                return
+            with suppress(subprocess.TimeoutExpired):  # a wait that ends with the process
+                self._process.wait(1 / _TRIES_PER_S)
+                raise AssertionError(self._log.read_text())
+        raise AssertionError(f"not within {timeout_s:g} s: {condition}")
+
+    def pause(self) -> None:
+        """Stop the process where it is: its sockets stay open and nobody answers."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Have it go on."""
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._signal(signal.SIGKILL)
+        assert self._process is not None
+        self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+class RedisServer(ServerProcess):
+    """One server. What it logs is in ``folder``.
 
     Parameters
     ----------
@@ -73,6 +133,7 @@ class RedisServer:
         self.port = free_ports(1)[0]
         self.folder = folder / f"redis-{self.port}"
         self.folder.mkdir(parents=True)
+        super().__init__(self.folder / "log")
         self.path = self.folder / "server.sock"
         self._tls = tls
         self._mode = mode
@@ -90,7 +151,6 @@ class RedisServer:
             self._settings += [("tls-cert-file", str(tls / "server.crt"))]
             self._settings += [("tls-key-file", str(tls / "server.key"))]
         self._settings += settings
-        self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
     @property
@@ -107,20 +167,8 @@ class RedisServer:
             rows = (f'{name} "{value}"' for name, value in self._settings)
             config.write_text("\n".join(rows) + "\n")
         arguments = [found, str(config), *([self._mode] if self._mode else [])]
-        with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(arguments, stdout=log, stderr=log)  # noqa: S603 - ours
+        self.launch(arguments)
         self.wait_for(self.answers)
-
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until ``condition`` holds."""
-        assert self._process is not None
-        for _ in range(int(timeout_s * _TRIES_PER_S)):
-            if condition():
-                return
-            with suppress(subprocess.TimeoutExpired):  # a wait that ends with the process
-                self._process.wait(1 / _TRIES_PER_S)
-                raise AssertionError((self.folder / "log").read_text())
-        raise AssertionError(f"not within {timeout_s:g} s: {condition}")
 
     def answers(self) -> bool:
         """Whether it takes commands; one that wants a password first does as well."""
@@ -153,30 +201,6 @@ class RedisServer:
         """Change settings while it runs; their names with ``_`` for ``-``."""
         for name, value in settings.items():  # servers before 7.0 take one at a time
             self.run("CONFIG", "SET", name.replace("_", "-"), value)
-
-    def pause(self) -> None:
-        """Stop the process where it is: its sockets stay open and nobody answers."""
-        self._signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Have it go on."""
-        self._signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        """End it at once."""
-        self._signal(signal.SIGKILL)
-        assert self._process is not None
-        self._process.wait()
-
-    def _signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
 
 
 def start_cluster(folder: Path, nodes: int = 3) -> list[RedisServer]:

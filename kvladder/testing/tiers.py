@@ -223,6 +223,21 @@ class TierTests(LabelTests):
         await blocks.store(tier, again)
         assert await blocks.get(tier, [kept, damaged]) == [True, True]
 
+    async def test_a_shared_tier_is_purged_of_one_salt_or_of_all(
+        self, tier: Tier, blocks: Blocks
+    ) -> None:
+        if not tier.shared:
+            pytest.skip("it is not shared")
+        salted = [block.of(salt=b"8 bytes!") for block in blocks.some(0, 1)]
+        await blocks.store(tier, salted)
+        others = await blocks.put(tier, 2)
+        told: list[tuple[int, int]] = []
+        assert await tier.purge(b"8 bytes!", lambda *numbers: told.append(numbers)) == 2
+        assert all(0 <= done <= total for done, total in told)
+        assert await blocks.get(tier, [*salted, *others]) == [False, False, True]
+        assert await tier.purge(None, lambda *_: None) == 1
+        assert await blocks.get(tier, others) == [False]
+
     # ---- cancellation
 
     async def test_a_cancelled_get_leaves_its_slots_alone(self, tier: Tier, blocks: Blocks) -> None:

@@ -13,11 +13,13 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 from urllib.request import urlopen
 
-from kvladder.testing.redisserver import free_ports
+from kvladder.testing.redisserver import ServerProcess, free_ports
 
 LEASE_MS = 500
 DISCARD_S = 1
@@ -80,10 +82,11 @@ def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-class Mooncake:
-    """A master and a node; a context manager."""
+class Mooncake(ServerProcess):
+    """A master, and nodes."""
 
     def __init__(self, folder: Path, *, memory: int = 256 << 20, nodes: int = 1) -> None:
+        super().__init__(folder / "master.log")
         self._folder = folder
         self._memory, self._count = memory, nodes
         self.nodes: list[Client] = []
@@ -91,38 +94,25 @@ class Mooncake:
     def __enter__(self) -> Self:
         port, admin = free_ports(2)
         self.master, self.admin = f"127.0.0.1:{port}", f"127.0.0.1:{admin}"
-        with (self._folder / "master.log").open("w") as log:
-            self.process = subprocess.Popen(
-                [
-                    str(PROGRAM),
-                    "--rpc_address=127.0.0.1",
-                    f"--rpc_port={port}",
-                    "--rpc_thread_num=2",
-                    f"--metrics_port={admin}",
-                    "--enable_http_metadata_server=false",
-                    f"--default_kv_lease_ttl={LEASE_MS}",
-                    f"--put_start_discard_timeout_sec={DISCARD_S}",
-                    "--logtostderr",
-                ],
-                stdout=log,
-                stderr=log,
-            )
-        for where in (self.master, self.admin):
-            self._await(where)
+        self.launch(
+            [
+                str(PROGRAM),
+                "--rpc_address=127.0.0.1",
+                f"--rpc_port={port}",
+                "--rpc_thread_num=2",
+                f"--metrics_port={admin}",
+                "--enable_http_metadata_server=false",
+                f"--default_kv_lease_ttl={LEASE_MS}",
+                f"--put_start_discard_timeout_sec={DISCARD_S}",
+                "--logtostderr",
+            ]
+        )
+        for number in (port, admin):
+            self.wait_for(partial(_listens, number))
         for _ in range(self._count):
             self.add()
         self.client = Client(self.master, self._folder / "client.log")
         return self
-
-    def _await(self, where: str) -> None:
-        host, port = where.split(":")
-        while True:
-            assert self.process.poll() is None, (self._folder / "master.log").read_text()
-            try:
-                socket.create_connection((host, int(port)), 1.0).close()
-                return
-            except OSError:
-                time.sleep(0.05)
 
     def add(self) -> None:
         """Start one more node."""
@@ -142,5 +132,11 @@ class Mooncake:
         for one in (self.client, *self.nodes):
             if one.process.poll() is None:
                 one.kill()
-        self.process.kill()
-        self.process.wait()
+        self.kill()
+
+
+def _listens(port: int) -> bool:
+    with suppress(OSError):
+        socket.create_connection(("127.0.0.1", port), 1.0).close()
+        return True
+    return False
