@@ -18,7 +18,7 @@ from kvladder.arena import memory_available
 from kvladder.config.settings import LevelConfig
 from kvladder.config.stack import StackConfig
 from kvladder.control.sockets import require_name
-from kvladder.errors import ConfigError
+from kvladder.errors import ConfigError, TierError
 from kvladder.layout import Layout
 from kvladder.schema import within
 from kvladder.tiers.codecs.base import Stage
@@ -96,7 +96,11 @@ def _examined(level: LevelConfig, where: str, warnings: list[str]) -> Mapping[st
     def warn(text: str) -> None:
         warnings.append(f"{where}: {text}")
 
-    return asyncio.run(level.make_tier().examine(level.capacity_bytes, warn))
+    try:
+        return asyncio.run(level.make_tier().examine(level.capacity_bytes, warn))
+    except TierError as error:  # a level that does not open for such a reason is left out
+        warn(f"it cannot be looked at: {error}")
+        return {}
 
 
 def _bindable(config: StackConfig, warn: Callable[[str], object]) -> None:

@@ -17,7 +17,7 @@ from kvladder.errors import ConfigError, TierError
 from kvladder.keys import KEY_BYTES, Namespace, salt_digest
 from kvladder.layout import PAGE_BYTES, Layout
 from kvladder.runtime import Runtime, SystemClock
-from kvladder.schema import is_text
+from kvladder.schema import is_text, within
 from kvladder.tiers.base import TierContext
 from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.purge import purge_files
@@ -139,7 +139,7 @@ def _running(
 ) -> tuple[list[str], set[str]]:
     """Have the caches do it that run; nothing if there is none. One that fails stops no other.
 
-    What they did, and their processes.
+    What they did, and their processes, those of isolated tiers among them.
     """
     request: dict[str, Any] = {"command": "purge", "wait_s": wait_s, "all": salt is None}
     if salt is not None:
@@ -161,7 +161,7 @@ def _running(
         for name, removed in done["removed"].items():
             also = f", {done['purged'][name]} purged from its tier" if done["purged"][name] else ""
             lines.append(f"{path.name}: {name}: {removed} blocks removed{also}")
-        processes.add(str(done["process"]))
+        processes.update(map(str, done["processes"]))
         left += done["left"]
     if left:
         lines.append(f"{left} removals or purges are not over")
@@ -232,6 +232,8 @@ def _purge_shared(level: LevelConfig, space: Namespace, salt: bytes | None) -> l
         removed = runtime.call(tier.purge(salt, _bar(level.name, "keys")))
     except TierError as error:
         raise ConfigError(str(error), path=level.name) from error
+    except ConfigError as error:
+        raise within(level.name, error) from error
     finally:
         runtime.call(tier.aclose())
         runtime.close()

@@ -284,6 +284,9 @@ class HostConfig(TierSettings, frozen=True, kw_only=True):
     """Level 0: blocks in the arena's slots; its capacity is the arena's size."""
 
 
+ABANDON_S = Duration(1)
+
+
 class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
     """A level below host."""
 
@@ -297,7 +300,7 @@ class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
     breaker: BreakerConfig = BreakerConfig()
     isolate: bool | None = None
     """Whether the tier runs in a process of its own; by default, if its class ``isolates``."""
-    abandon_s: Duration = msgspec.field(name="abandon", default=Duration(1))
+    abandon_s: Duration = msgspec.field(name="abandon", default=ABANDON_S)
     """How long a call that is given up may take to end before that process is killed."""
 
     def __post_init__(self) -> None:
@@ -306,9 +309,14 @@ class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
         if not self.queue:
             raise ConfigError(str(self.queue), path="queue", hint="expected more than 0")
         require_chain([codec.make for codec in self.codecs])
-        if self.isolate is False and self._isolates:
+        if self.isolate is None:
+            msgspec.structs.force_setattr(self, "isolate", self._isolates)
+        if self._isolates and not self.isolate:
             hint = "leave it out: its library can neither be cancelled nor trusted to live"
             raise ConfigError("false", path="isolate", hint=hint)
+        if self.abandon_s != ABANDON_S and not self.isolate:
+            hint = "it is for a tier in a process of its own: isolate: true"
+            raise ConfigError(str(self.abandon_s), path="abandon", hint=hint)
 
     @property
     def _isolates(self) -> bool:
@@ -331,7 +339,7 @@ class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
 
     def make_tier(self) -> Tier:
         """A new tier for this level, not yet opened."""
-        if self.isolate or self._isolates:
+        if self.isolate:
             return IsolatedTier(self.make, self.options, abandon_s=self.abandon_s)
         tier: Tier = self._made()
         return tier

@@ -174,7 +174,7 @@ class ControlServer:
         names = [name for name, counts in now.items() if "removed" in counts]
         return {
             "namespace": manager.namespace.hex(),
-            "process": os.getpid(),
+            "processes": [os.getpid(), *filter(None, (now[name].get("process") for name in names))],
             **{
                 what: {name: now[name][what] - before[name][what] for name in names}
                 for what in ("removed", "purged")

@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,6 +45,13 @@ class UnrulyTier(MemoryTier):
         if self._order() == "absent":
             raise TierError("nobody is there")
         context.say("it is open")
+
+    async def examine(
+        self, capacity_bytes: int, warn: Callable[[str], object]
+    ) -> Mapping[str, str]:
+        await self._obey()
+        warn("it may be late")
+        return {"capacity": str(capacity_bytes)}
 
     def _order(self) -> str:
         return self._path.read_text() if self._path.exists() else ""

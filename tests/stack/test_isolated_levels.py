@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import signal
 import time
 from contextlib import contextmanager, suppress
@@ -12,7 +13,9 @@ from random import Random
 import pytest
 
 import kvladder
+from kvladder.config.stack import load_config
 from kvladder.errors import ConfigError
+from kvladder.tiers.isolated.tier import IsolatedTier
 
 LAYOUT = kvladder.Layout(block_tokens=4, block_bytes=8192)
 TRIALS = 24
@@ -25,7 +28,7 @@ def stack(*tiers):
 def files(path, **more):
     level = {"type": "files", "path": str(path), "capacity": "8 MiB", "when": "commit"}
     breaker = {"failures": 2, "retry": "100 ms", "retry_max": "200 ms"}
-    return {**level, "isolate": True, "abandon": "200 ms", "breaker": breaker, **more}
+    return {**level, "isolate": True, "breaker": breaker, **more}
 
 
 def keys(number, count=8):
@@ -85,7 +88,9 @@ def test_blocks_go_down_and_come_up_and_are_found_by_the_next(tmp_path):
 @pytest.mark.slow
 def test_no_death_costs_more_than_misses(tmp_path):
     random = Random(7)
-    with kvladder.open_cache(stack(files(tmp_path, timeout="500 ms")), layout=LAYOUT) as cache:
+    with kvladder.open_cache(
+        stack(files(tmp_path, timeout="500 ms", abandon="200 ms")), layout=LAYOUT
+    ) as cache:
         for trial in range(TRIALS):
             save(cache, keys(trial))
             while not (pid := process(cache)):
@@ -111,7 +116,30 @@ def test_no_death_costs_more_than_misses(tmp_path):
         cache.check()
 
 
-def test_what_cannot_be_isolated_is_refused():
+@pytest.mark.parametrize(
+    ("settings", "path"),
+    [
+        ({"isolate": "maybe"}, "tiers[1].isolate"),
+        ({"isolate": False, "abandon": "2 s"}, "tiers[1].abandon"),
+        ({"abandon": "0 s"}, "tiers[1].abandon"),
+    ],
+)
+def test_what_cannot_be_isolated_is_refused(settings, path):
     with pytest.raises(ConfigError) as refused:
-        kvladder.open_cache(stack(files("/tmp/x", isolate="maybe")), layout=LAYOUT)
-    assert refused.value.path == "tiers[1].isolate"
+        kvladder.open_cache(stack(files("/tmp/x", **settings)), layout=LAYOUT)
+    assert refused.value.path == path
+
+
+@pytest.mark.parametrize(
+    ("level", "isolated"),
+    [
+        ({"type": "memory"}, False),
+        ({"type": "memory", "isolate": True}, True),
+        ({"type": "mooncake", "master": "127.0.0.1:1"}, True),
+    ],
+)
+def test_whether_a_level_is_isolated_is_told(level, isolated):
+    config = load_config(stack({"capacity": "8 MiB", **level}))
+    (told,) = re.findall(r"^  isolate +(\w+) ", config.describe(), re.MULTILINE)
+    assert told == str(isolated)
+    assert isinstance(config.levels[0].make_tier(), IsolatedTier) == isolated

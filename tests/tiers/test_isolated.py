@@ -283,10 +283,14 @@ class TestFaults(TierFixtures):
         assert tier.gauges()["process"] == 0
 
 
-def test_a_class_that_nobody_else_can_import_is_refused():
+@pytest.mark.parametrize("module", [__name__, "__main__"])
+def test_a_class_that_nobody_else_can_import_is_refused(module, monkeypatch):
     class Mine(MemoryTier):
         pass
 
+    if module == "__main__":  # where this process finds it
+        Mine.__module__, Mine.__qualname__ = module, "Mine"
+        monkeypatch.setattr(sys.modules[module], "Mine", Mine, raising=False)
     with pytest.raises(ConfigError, match="Mine cannot be made in another process"):
         IsolatedTier(Mine, None)
 

@@ -21,9 +21,9 @@ def server(tmp_path):
         yield server
 
 
-@pytest.fixture
-def config(server, tmp_path):
-    redis = {"type": "redis", "url": server.url, "capacity": "1 GiB"}
+@pytest.fixture(params=[False, True], ids=["here", "isolated"])
+def config(server, tmp_path, request):
+    redis = {"type": "redis", "url": server.url, "capacity": "1 GiB", "isolate": request.param}
     path = tmp_path / "stack.yaml"
     path.write_text(
         yaml.safe_dump({"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, redis]})
@@ -53,6 +53,14 @@ def test_the_command_purges_a_salt_and_then_all(server, config, capsys):
     assert main(purge) == 0
     assert capsys.readouterr().out == "redis: 2 values removed\n"
     assert server.run("DBSIZE") == 0
+
+
+def test_the_command_checks_a_server(server, config, capsys):
+    assert main(["check", config]) == 0
+    assert "  redis: servers 127.0.0.1:" in capsys.readouterr().out
+    server.kill()
+    assert main(["check", config]) == 2
+    assert "tiers[1].url" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

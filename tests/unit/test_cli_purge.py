@@ -141,13 +141,14 @@ def test_without_a_namespace_that_a_server_needs_nothing_is_purged(tmp_path, cap
         assert left(write(tmp_path)) == 3
 
 
-def test_what_was_done_before_a_server_failed_is_said(tmp_path, capsys):
+@pytest.mark.parametrize("isolate", [False, True])
+def test_what_was_done_before_a_server_failed_is_said(tmp_path, capsys, isolate):
     save(write(tmp_path))
-    away = {"type": "redis", "url": "redis://127.0.0.1:1", "capacity": "1 MiB"}
+    away = {"type": "redis", "url": "redis://127.0.0.1:1", "capacity": "1 MiB", "isolate": isolate}
     assert main(["purge", write(tmp_path, away), "--namespace", SPACE]) == 2
     said = capsys.readouterr().err
     assert "done all the same: files: 3 blocks removed" in said
-    assert "127.0.0.1:1" in said
+    assert "kvladder: redis.url: 127.0.0.1:1" in said
 
 
 def test_a_salt_that_is_no_text_is_refused(config, capsys):

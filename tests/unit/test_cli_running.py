@@ -88,12 +88,17 @@ def running(config):
 
 
 @pytest.fixture
-def config(tmp_path):
-    return write(tmp_path, control=str(tmp_path / "kv.sock"))
+def config(tmp_path, request):
+    isolate = getattr(request, "param", False)
+    return write(tmp_path, isolate=isolate, control=str(tmp_path / "kv.sock"))
 
 
-def write(tmp_path, **more):
+IN_A_PROCESS_OR_NOT = pytest.mark.parametrize("config", [False, True], indirect=True)
+
+
+def write(tmp_path, *, isolate=False, **more):
     files = {"type": "files", "path": str(tmp_path / "kv"), "capacity": "1 MiB", "when": "commit"}
+    files["isolate"] = isolate
     whole = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, files], **more}
     path = tmp_path / "stack.yaml"
     path.write_text(yaml.safe_dump(whole))
@@ -106,6 +111,7 @@ def lies(tmp_path):
     return [salt for salt in ("red", "blue") if mark(salt)[:100] in raw]
 
 
+@IN_A_PROCESS_OR_NOT
 def test_a_running_cache_is_purged_and_tells(config, tmp_path, capsys):
     with running(config) as engine:
         assert main(["stats", config, "--json"]) == 0
@@ -132,6 +138,7 @@ def test_a_running_cache_is_purged_and_tells(config, tmp_path, capsys):
         assert "has namespace" in capsys.readouterr().err
 
 
+@IN_A_PROCESS_OR_NOT
 def test_without_an_engine_the_directory_is_purged(config, tmp_path, capsys):
     with running(config):
         pass
@@ -154,6 +161,7 @@ def test_without_an_engine_the_directory_is_purged(config, tmp_path, capsys):
     assert main(["purge", config, "--all"]) == 0
 
 
+@IN_A_PROCESS_OR_NOT
 def test_what_a_killed_engine_left_is_purged_at_rest(config, tmp_path, capsys):
     with running(config) as engine, pytest.raises(ValueError):  # noqa: PT011 - it says no more
         engine.look("die")

@@ -102,7 +102,7 @@ def test_a_salt_and_then_all_are_purged(cache, path):
     done = ask(path, {"command": "purge", "salt": "red"})
     assert done == {
         "namespace": cache.namespace.hex(),
-        "process": os.getpid(),
+        "processes": [os.getpid()],
         "removed": {"host": 5, "memory": 5},
         "purged": {"host": 0, "memory": 0},
         "left": 0,

@@ -10,8 +10,10 @@ import pytest
 
 from kvladder import preflight as module
 from kvladder.cli import main
+from kvladder.config import registry
 from kvladder.config.stack import load_config
 from kvladder.preflight import preflight
+from tests.kit.unruly import UnrulyTier
 
 
 def config(*below, **more):
@@ -75,6 +77,20 @@ def test_a_directory_that_cannot_be_used(tmp_path):
         (error,) = preflight(config(files(path))).errors
         assert error.path == "tiers[1].path"
         assert says in str(error)
+
+
+def test_a_tier_in_a_process_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setitem(registry._registered, ("tiers", "unruly"), UnrulyTier)
+    order = tmp_path / "order"
+    unruly = {"type": "unruly", "path": str(order), "capacity": "1 MiB", "isolate": True}
+    found = preflight(config(unruly))
+    assert found.facts["unruly"] == {"capacity": str(1 << 20)}
+    assert found.warnings == ["tiers[1]: it may be late"]
+    order.write_text("exit")
+    found = preflight(config(unruly))
+    ended = "the process of UnrulyTier has ended: exit status 3"
+    assert found.warnings == [f"tiers[1]: it cannot be looked at: {ended}"]
+    assert (found.errors, "unruly" in found.facts) == ([], False)
 
 
 def test_a_key_that_is_not_set(monkeypatch, tmp_path):

@@ -67,10 +67,9 @@ class IsolatedTier(Tier):
         try:
             self._pickled = pickle.dumps((make, options))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            what = f"{make.__name__} cannot be made in another process: {error}"
-            raise ConfigError(
-                what, hint="expected a class of a module that can be imported"
-            ) from error
+            raise _not_importable(make, str(error)) from error
+        if make.__module__ == "__main__":  # which is another program over there
+            raise _not_importable(make, "it is of the program that is run")
         self._process: Process | None = None
         self._ready = False
         self._starting: asyncio.Task[None] | None = None
@@ -91,7 +90,8 @@ class IsolatedTier(Tier):
         process = self._new(warn)
         try:
             await process.start(self._pickled)
-            told = await process.call(Examine(capacity_bytes=capacity_bytes), Done, limit_s=START_S)
+            message = Examine(capacity_bytes=int(capacity_bytes))  # which may be a ``Size``
+            told = await process.call(message, Done, limit_s=START_S)
             return cast("dict[str, str]", told.value)
         finally:
             await process.aclose()
@@ -225,7 +225,8 @@ class IsolatedTier(Tier):
         return {**self._gauges, "process": pid, "process_ends": self._ends}
 
     def describe(self) -> dict[str, str]:
-        return {**self._described, "process": f"of its own, killed after {self._abandon_s:g} s"}
+        how = f"of its own, killed if a call that is given up takes {self._abandon_s:g} s more"
+        return {**self._described, "process": how}
 
     async def aclose(self) -> None:
         self._closed = True
@@ -241,3 +242,8 @@ class IsolatedTier(Tier):
             await process.aclose()
         if self._asking is not None:
             await asyncio.wait({self._asking})
+
+
+def _not_importable(make: type[Tier], why: str) -> ConfigError:
+    what = f"{make.__name__} cannot be made in another process: {why}"
+    return ConfigError(what, hint="expected a class of a module that can be imported")
