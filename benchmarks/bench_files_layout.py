@@ -21,8 +21,8 @@ from benchmarks.row import Row
 from kvladder.arena import Arena
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
+from kvladder.tiers.blocking import BlockingPool
 from kvladder.tiers.files.header import HEADER_BYTES
-from kvladder.tiers.files.threads import IoPool
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
 from kvladder.tiers.label import LABEL_BYTES, Labels, Read, Ref, Write
 
@@ -38,7 +38,7 @@ class FilePerBlock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.pool = IoPool(THREADS, "bench")
+        self.pool = BlockingPool(THREADS, "bench")
         for number in range(256):
             (path / f"{number:02x}").mkdir(parents=True)
 
@@ -65,16 +65,16 @@ class FilePerBlock:
         return read.check()
 
     async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
-        return await self.pool.run([partial(self._write, write) for write in writes])
+        return await self.pool.run_all([partial(self._write, write) for write in writes])
 
     async def get(self, reads: Sequence[Read]) -> Sequence[bool]:
-        return await self.pool.run([partial(self._read, read) for read in reads], urgent=True)
+        return await self.pool.run_all([partial(self._read, read) for read in reads], urgent=True)
 
     async def close(self) -> None:
         await self.pool.aclose(lambda: None, timeout_s=5.0)
 
     async def evict(self, blocks: Sequence[BlockKey]) -> None:
-        await self.pool.run([self.name(block).unlink for block in blocks])
+        await self.pool.run_all([self.name(block).unlink for block in blocks])
 
     def recover(self) -> list[tuple[int, BlockKey]]:
         """Keys in the order of their writing; priorities would cost a read of each file more."""

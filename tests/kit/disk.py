@@ -12,8 +12,8 @@ from pathlib import Path
 from random import Random
 from typing import Literal, NamedTuple, TypeVar
 
+from kvladder.tiers.blocking import BlockingPool
 from kvladder.tiers.files.disk import DIRECTORY_MODE, FILE_MODE, Disk
-from kvladder.tiers.files.threads import IoPool
 
 T = TypeVar("T")
 
@@ -402,20 +402,20 @@ def _resize(content: bytearray, size: int) -> None:
         content.extend(bytes(size - len(content)))
 
 
-class InlinePool(IoPool):
+class InlinePool(BlockingPool):
     """Runs jobs at once, one after the other, on the loop itself: deterministic, no threads."""
 
     def __init__(self) -> None:
-        super().__init__(0)
+        super().__init__(0, "inline")
         self.closed = False
 
-    async def run(self, jobs: Sequence[Callable[[], T]], *, urgent: bool = False) -> list[T]:
+    async def run_all(self, calls: Sequence[Callable[[], T]], *, urgent: bool = False) -> list[T]:
         await asyncio.sleep(0)  # others may run, or cancel, before and after
-        results = [job() for job in jobs]
+        results = [call() for call in calls]
         await asyncio.sleep(0)
         return results
 
-    async def aclose(self, last: Callable[[], None], *, timeout_s: float) -> bool:
+    async def aclose(self, last: Callable[[], object], *, timeout_s: float) -> bool:
         self.closed = True
         last()
         return True

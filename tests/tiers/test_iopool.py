@@ -1,4 +1,4 @@
-"""The threads of the files tier: order, errors, cancellation and the end."""
+"""Threads for blocking calls, many at once: order, errors, cancellation and the end."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from functools import partial
 import pytest
 
 from kvladder.errors import ClosedError
-from kvladder.tiers.files.threads import BufferedPool, IoPool
+from kvladder.tiers.blocking import BlockingPool
+from kvladder.tiers.files.threads import BufferedPool
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.real
 
 
-@pytest.fixture(params=[IoPool, BufferedPool])
-async def pool(request: pytest.FixtureRequest) -> AsyncIterator[IoPool]:
+@pytest.fixture(params=[BlockingPool, BufferedPool])
+async def pool(request: pytest.FixtureRequest) -> AsyncIterator[BlockingPool]:
     """One thread, so that there is an order."""
-    pool: IoPool = request.param(1, "kvladder-test")
+    pool: BlockingPool = request.param(1, "kvladder-test")
     yield pool
     assert await pool.aclose(lambda: None, timeout_s=PATIENCE_S)
 
@@ -59,34 +60,36 @@ class Gate:
         assert await asyncio.to_thread(self.began.wait, PATIENCE_S)
 
 
-async def test_results_have_the_order_of_the_jobs(pool: IoPool) -> None:
-    assert await pool.run([partial(pow, n, 2) for n in range(20)]) == [n * n for n in range(20)]
-    assert await pool.run([]) == []
+async def test_results_have_the_order_of_the_jobs(pool: BlockingPool) -> None:
+    assert await pool.run_all([partial(pow, n, 2) for n in range(20)]) == [n * n for n in range(20)]
+    assert await pool.run_all([]) == []
 
 
-async def test_reads_are_begun_before_writes_that_wait(pool: IoPool) -> None:
+async def test_reads_are_begun_before_writes_that_wait(pool: BlockingPool) -> None:
     gate, order = Gate(), list[str]()
-    first = asyncio.create_task(pool.run([gate]))
+    first = asyncio.create_task(pool.run_all([gate]))
     await gate.wait()
-    write = asyncio.create_task(pool.run([Note(order, "write")] * 2))
+    write = asyncio.create_task(pool.run_all([Note(order, "write")] * 2))
     await asyncio.sleep(0.01)
-    read = asyncio.create_task(pool.run([Note(order, "read")] * 2, urgent=True))
+    read = asyncio.create_task(pool.run_all([Note(order, "read")] * 2, urgent=True))
     await asyncio.sleep(0.01)
     gate.go.set()
     await asyncio.gather(first, write, read)
     assert order == ["read", "read", "write", "write"]
 
 
-async def test_an_error_is_raised_once_all_jobs_have_ended(pool: IoPool) -> None:
+async def test_an_error_is_raised_once_all_jobs_have_ended(pool: BlockingPool) -> None:
     done: list[str] = []
     with pytest.raises(OSError, match="no"):
-        await pool.run(jobs(fail, Note(done, "a"), Note(done, "b")))
+        await pool.run_all(jobs(fail, Note(done, "a"), Note(done, "b")))
     assert done == ["a", "b"]
 
 
-async def test_a_cancellation_waits_for_what_runs_and_leaves_out_the_rest(pool: IoPool) -> None:
+async def test_a_cancellation_waits_for_what_runs_and_leaves_out_the_rest(
+    pool: BlockingPool,
+) -> None:
     gate, later = Gate(), list[str]()
-    task = asyncio.create_task(pool.run(jobs(gate, Note(later, "later"))))
+    task = asyncio.create_task(pool.run_all(jobs(gate, Note(later, "later"))))
     await gate.wait()
     for _ in range(3):
         task.cancel()
@@ -98,10 +101,26 @@ async def test_a_cancellation_waits_for_what_runs_and_leaves_out_the_rest(pool: 
     assert later == []
 
 
-@pytest.mark.parametrize("kind", [IoPool, BufferedPool])
-async def test_the_last_call_comes_after_all_jobs(kind: type[IoPool]) -> None:
+async def test_what_hangs_holds_up_nobody_once_it_is_given_up(pool: BlockingPool) -> None:
+    gates, order = [Gate(), Gate()], list[str]()
+    for gate in gates:
+        stuck = asyncio.create_task(pool.run_all(jobs(gate, Note(order, "left out"))))
+        await gate.wait()
+        stuck.cancel()
+        await pool.run_all([Note(order, "served")])
+        assert not stuck.done()
+    for gate in gates:
+        gate.go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await stuck
+    await pool.run_all([Note(order, "served")])
+    assert order == ["served"] * 3
+
+
+@pytest.mark.parametrize("kind", [BlockingPool, BufferedPool])
+async def test_the_last_call_comes_after_all_jobs(kind: type[BlockingPool]) -> None:
     pool, gate, order = kind(1, "kvladder-test"), Gate(), list[str]()
-    job = asyncio.create_task(pool.run(jobs(gate, Note(order, "job"))))
+    job = asyncio.create_task(pool.run_all(jobs(gate, Note(order, "job"))))
     await gate.wait()
     closing = asyncio.create_task(pool.aclose(lambda: order.append("last"), timeout_s=PATIENCE_S))
     await asyncio.sleep(0.01)
@@ -111,23 +130,23 @@ async def test_the_last_call_comes_after_all_jobs(kind: type[IoPool]) -> None:
     assert order == ["job", "last"]
 
 
-@pytest.mark.parametrize("kind", [IoPool, BufferedPool])
-async def test_a_job_that_hangs_is_left_behind(kind: type[IoPool]) -> None:
+@pytest.mark.parametrize("kind", [BlockingPool, BufferedPool])
+async def test_a_job_that_hangs_is_left_behind(kind: type[BlockingPool]) -> None:
     pool, gate, last = kind(2, "kvladder-test"), Gate(), threading.Event()
-    job = asyncio.create_task(pool.run([gate]))
+    job = asyncio.create_task(pool.run_all([gate]))
     await gate.wait()
     assert not await pool.aclose(last.set, timeout_s=0.01)
     assert not last.is_set()
     with pytest.raises(ClosedError):
-        await pool.run([Gate()])
+        await pool.run_all([Gate()])
     gate.go.set()
     assert await job == [0]
     assert await asyncio.to_thread(last.wait, PATIENCE_S)
 
 
 async def test_threads_end() -> None:
-    other = IoPool(3, "kvladder-ends")
-    assert await other.run([threading.get_ident] * 5)
+    other = BlockingPool(3, "kvladder-ends")
+    assert await other.run_all([threading.get_ident] * 5)
     assert await other.aclose(lambda: None, timeout_s=PATIENCE_S)
     left = [t for t in threading.enumerate() if t.name.startswith("kvladder-ends")]
     for thread in left:  # the last of them is just telling that all have ended

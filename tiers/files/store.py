@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +16,7 @@ from kvladder.tiers.files.disk import Disk, as_config_error, is_full
 from kvladder.tiers.files.header import Header
 from kvladder.tiers.files.log import IndexLog, kept_of
 from kvladder.tiers.files.segments import Segments
-from kvladder.tiers.label import Kept, Write
+from kvladder.tiers.label import Kept
 
 if TYPE_CHECKING:
     from kvladder.tiers.files.tier import FilesOptions
@@ -160,43 +158,3 @@ class FileStore:
         for step in (self.log.flush, self.segments.close, self.log.close, self.directory.close):
             with suppress(OSError):  # what is not on the disk yet is forgotten after a power cut
                 step()
-
-
-class PutBatch:
-    """A batch on its way to the disk, as jobs for several threads.
-
-    Whoever writes the last of it appends all of it to the log: a block is published after its
-    bytes are complete. If a job is left out, nothing is published.
-    """
-
-    def __init__(self, store: FileStore, writes: Sequence[Write], parts: int) -> None:
-        self._store = store
-        self._writes = writes
-        self._lock = threading.Lock()
-        self._written: set[int] = set()
-        self.kept: set[int] = set()
-        """Places of what is stored and published, once all jobs have run."""
-        self.failures: list[OSError] = []
-        self.jobs: list[Callable[[], None]] = []
-        number = store.log.number(len(writes))
-        store.segments.expect(writes)
-        for run in store.segments.runs(writes, parts):
-            self.jobs.append(partial(self._write, run, number))
-            number += len(run)
-        self._left = len(self.jobs)
-
-    def _write(self, run: Sequence[Write], number: int) -> None:
-        try:
-            self._store.segments.write(run, number)
-            self._written.update([write.place for write in run])
-        except OSError as error:
-            self.failures.append(error)
-        with self._lock:
-            self._left -= 1
-            is_last = self._left == 0
-        if is_last and not any(map(is_full, self.failures)):
-            try:
-                self._store.log.put([one for one in self._writes if one.place in self._written])
-                self.kept = self._written
-            except OSError as error:
-                self.failures.append(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,13 +19,14 @@ from kvladder.errors import ClosedError, TierError, TierFull
 from kvladder.keys import BlockKey
 from kvladder.schema import Settings
 from kvladder.tiers.base import Tier, TierContext
+from kvladder.tiers.blocking import BlockingPool
 from kvladder.tiers.files.directory import look
 from kvladder.tiers.files.disk import Disk, as_config_error, is_full
 from kvladder.tiers.files.header import HEADER_BYTES
 from kvladder.tiers.files.log import IndexLog, held, kept_of, tag_of
 from kvladder.tiers.files.purge import Eraser
-from kvladder.tiers.files.store import LOG_SLACK_RECORDS, SEGMENTS_MIN, FileStore, PutBatch
-from kvladder.tiers.files.threads import BufferedPool, IoPool
+from kvladder.tiers.files.store import LOG_SLACK_RECORDS, SEGMENTS_MIN, FileStore
+from kvladder.tiers.files.threads import BufferedPool
 from kvladder.tiers.label import Kept, Read, Ref, Write
 from kvladder.units import Size
 
@@ -99,7 +101,7 @@ class FilesTier(Tier):
         options: FilesOptions,
         *,
         disk: Disk | None = None,
-        pool: IoPool | None = None,
+        pool: BlockingPool | None = None,
         log_slack_records: int = LOG_SLACK_RECORDS,
         segments_min: int = SEGMENTS_MIN,
     ) -> None:
@@ -130,8 +132,8 @@ class FilesTier(Tier):
         await context.run_blocking(self._open)
         assert self._store is not None
         if self._pool is None:
-            kind = IoPool if self._store.segments.direct else BufferedPool
-            self._pool = kind(self.options.threads)
+            kind = BlockingPool if self._store.segments.direct else BufferedPool
+            self._pool = kind(self.options.threads, "kvladder-files")
         await self._restore(self._store)
 
     def _open(self) -> None:
@@ -197,7 +199,7 @@ class FilesTier(Tier):
         self._opened()
         assert self._pool is not None
         try:
-            return await self._pool.run([partial(attempt, job) for job in jobs], urgent=urgent)
+            return await self._pool.run_all([partial(attempt, job) for job in jobs], urgent=urgent)
         except ClosedError as error:
             raise TierError("the files tier is closed", temporary=False) from error
 
@@ -239,7 +241,7 @@ class FilesTier(Tier):
         missing = store.segments.missing(writes)
         if missing:
             await self._must([partial(store.allocate, missing)], put=True)
-        batch = PutBatch(store, writes, self.options.threads)
+        batch = _Puts(store, writes, self.options.threads)
         await self._run(batch.jobs)
         if not batch.kept:
             _raise_if_failed(batch.failures, put=True)
@@ -350,8 +352,48 @@ class FilesTier(Tier):
             await asyncio.wait({self._compacting}, timeout=CLOSE_TIMEOUT_S)
         if self._store is not None:
             # files under a call that hangs stay open, and so stays the lock: it may still write
-            pool = self._pool or IoPool(1)
+            pool = self._pool or BlockingPool(1, "kvladder-files")
             await pool.aclose(self._store.close, timeout_s=CLOSE_TIMEOUT_S)
+
+
+class _Puts:
+    """A batch on its way to the disk, as jobs for several threads.
+
+    Whoever writes the last of it appends all of it to the log: a block is published after its
+    bytes are complete. If a job is left out, nothing is published.
+    """
+
+    def __init__(self, store: FileStore, writes: Sequence[Write], parts: int) -> None:
+        self._store = store
+        self._writes = writes
+        self._lock = threading.Lock()
+        self._written: set[int] = set()
+        self.kept: set[int] = set()
+        """Places of what is stored and published, once all jobs have run."""
+        self.failures: list[OSError] = []
+        self.jobs: list[Callable[[], None]] = []
+        number = store.log.number(len(writes))
+        store.segments.expect(writes)
+        for run in store.segments.runs(writes, parts):
+            self.jobs.append(partial(self._write, run, number))
+            number += len(run)
+        self._left = len(self.jobs)
+
+    def _write(self, run: Sequence[Write], number: int) -> None:
+        try:
+            self._store.segments.write(run, number)
+            self._written.update([write.place for write in run])
+        except OSError as error:
+            self.failures.append(error)
+        with self._lock:
+            self._left -= 1
+            is_last = self._left == 0
+        if is_last and not any(map(is_full, self.failures)):
+            try:
+                self._store.log.put([one for one in self._writes if one.place in self._written])
+                self.kept = self._written
+            except OSError as error:
+                self.failures.append(error)
 
 
 def _raise_if_failed(results: Sequence[object], *, put: bool = False) -> None:
