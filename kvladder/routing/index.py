@@ -74,7 +74,7 @@ def names(
         content = data[start : start + step]
         if extra is not None and (more := extra.get(number)):
             content += msgspec.msgpack.encode(more)
-        name = digest(content, name)
+        name = digest(name.to_bytes(8, "little") + content)
         found.append(name)
     return found
 
@@ -323,10 +323,10 @@ class Index:
 
     @staticmethod
     def _digest(block_hash: Hash, engine: int) -> int:
-        """64 bits for a hash of an engine."""
+        """64 bits for a hash of an engine, whose number is no seed: seeds cancel out short inputs."""
         if isinstance(block_hash, int):
             block_hash = (block_hash & ((1 << 64) - 1)).to_bytes(8, "little")
-        return xxhash.xxh3_64_intdigest(block_hash, engine)
+        return xxhash.xxh3_64_intdigest(block_hash + engine.to_bytes(2, "little"))
 
     def _row(self, word: int) -> int:
         """Of the block with this digest of an engine's hash; -1 if there is none."""

@@ -158,6 +158,15 @@ def test_blocks_without_tokens_are_matched_once_they_are_told() -> None:
     index.check()
 
 
+def test_hashes_of_engines_do_not_cancel_out() -> None:
+    """With the engine's number as the digest's seed these two were one."""
+    index = Index()
+    index.stored("another", "GPU", [])
+    index.stored("c", "GPU", [b"c[0, 0, 0, 1, 1]"])
+    index.stored("b", "GPU", [b"b[0, 0, 1, 1, 1]"])
+    assert index.rows == 2
+
+
 def test_what_is_told_again_with_less_keeps_its_place() -> None:
     index = Index()
     index.stored("a", "GPU", [b"1"], tokens=[0, 1], block_size=2, extra={0: ["salt"]})
