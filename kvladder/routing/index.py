@@ -323,7 +323,7 @@ class Index:
 
     @staticmethod
     def _digest(block_hash: Hash, engine: int) -> int:
-        """64 bits for a hash of an engine, whose number is no seed: those cancel out short inputs."""
+        """64 bits for a hash of an engine, whose number is no seed: one cancels out."""
         if isinstance(block_hash, int):
             block_hash = (block_hash & ((1 << 64) - 1)).to_bytes(8, "little")
         return xxhash.xxh3_64_intdigest(block_hash + engine.to_bytes(2, "little"))
