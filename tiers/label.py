@@ -46,12 +46,14 @@ PARAMS_BYTES = 64
 STEPS_MAX = 6
 """Codecs that may have worked on one block."""
 
-_HEAD = Struct(f"<8sHBxHxxQ32s32sBBB5xd{SALT_BYTES}s{TAG_BYTES}s")
+_ROOM_BYTES = 440
+"""For steps, and zeros after them."""
+_BODY = Struct(f"<8sHBxHxxQ32s32sBBB5xd{SALT_BYTES}s{TAG_BYTES}s{_ROOM_BYTES}s")
 _STEP = Struct("<HB")
 _CHECK = Struct("<Q")
-_CHECK_AT = LABEL_BYTES - _CHECK.size
 _NO_SALT = bytes(SALT_BYTES)
-assert _HEAD.size + STEPS_MAX * (_STEP.size + PARAMS_BYTES) <= _CHECK_AT
+assert STEPS_MAX * (_STEP.size + PARAMS_BYTES) <= _ROOM_BYTES
+assert _BODY.size + _CHECK.size == LABEL_BYTES
 
 
 class Facts(NamedTuple):
@@ -145,7 +147,7 @@ def told(label: Buffer) -> Told | None:
     fields = _fields(label)
     if fields is None:
         return None
-    *_, length, key, space, priority, floor, terms, ends_s, salt, checksum = fields
+    *_, length, key, space, priority, floor, terms, ends_s, salt, checksum, _ = fields
     facts = Facts(
         priority,
         floor,
@@ -157,14 +159,14 @@ def told(label: Buffer) -> Told | None:
 
 
 def _fields(label: Buffer) -> tuple[Any, ...] | None:
-    """The fields of the head; None if the label is damaged or of another version."""
+    """The head's, and steps with zeros; None if the label is damaged or of another version."""
     if len(label) != LABEL_BYTES:
         return None
-    (check,) = _CHECK.unpack_from(label, _CHECK_AT)
-    if xxh3_64_intdigest(label[:_CHECK_AT]) != check:
+    (check,) = _CHECK.unpack_from(label, _BODY.size)
+    if xxh3_64_intdigest(label[: _BODY.size]) != check:
         return None
-    fields = _HEAD.unpack_from(label)
-    if fields[0] != MAGIC or fields[1] != VERSION or _HEAD.size + fields[3] > _CHECK_AT:
+    fields = _BODY.unpack_from(label)
+    if fields[0] != MAGIC or fields[1] != VERSION or fields[3] > _ROOM_BYTES:
         return None
     return fields
 
@@ -214,7 +216,7 @@ class Labels:
     ) -> bytes:
         """The label of bytes that are to be stored. Reads all of them, without the GIL."""
         coding, (priority, floor, expires_wall_s, salt, terms) = coding or self.whole, facts
-        head = _HEAD.pack(
+        body = _BODY.pack(
             MAGIC,
             VERSION,
             self.verify,
@@ -228,8 +230,8 @@ class Labels:
             inf if expires_wall_s is None else expires_wall_s,
             salt,
             xxh3_128_digest(stored) if self.verify else b"",
+            coding.steps,
         )
-        body = (head + coding.steps).ljust(_CHECK_AT, b"\0")
         return body + _CHECK.pack(xxh3_64_intdigest(body))
 
     def check(
@@ -250,11 +252,11 @@ class Labels:
             return Outcome.CORRUPT, None  # only codecs make less of a block
         if self.verify and not checked:
             return Outcome.STALE, None
-        if self.verify and xxh3_128_digest(stored[:length]) != fields[-1]:
+        if self.verify and xxh3_128_digest(stored[:length]) != fields[-2]:
             return Outcome.CORRUPT, None
         if not steps_bytes:
             return Outcome.GOOD, self.whole
-        return Outcome.GOOD, Coding(length, bytes(label[_HEAD.size : _HEAD.size + steps_bytes]))
+        return Outcome.GOOD, Coding(length, fields[-1][:steps_bytes])
 
 
 class Write:
@@ -353,42 +355,31 @@ class Side(NamedTuple):
     """Of a slot."""
 
 
-class _Late:
-    """What a level made, in little time: what bookkeeping never asks for comes when it is asked."""
-
-    _side: Side
-    slot: Slot
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in {"view", "length", "_labels"}:
-            raise AttributeError(name)
-        labels, view = self._side
-        self.__dict__.update(_labels=labels, length=labels.block_bytes, view=view(self.slot))
-        return self.__dict__[name]
-
-
-class LevelWrite(_Late, Write):
-    """A write as its level makes it."""
+class LevelWrite(Write):
+    """A write as its level makes it: many, in little time."""
 
     def __init__(
         self, side: Side, key: BlockKey, place: int, slot: Slot, facts: Facts, replace: bool
     ) -> None:
-        self._side = side
+        self._labels, view = side
         self.key = key
         self.place = place
         self.slot = slot
+        self.view = view(slot)
+        self.length = self._labels.block_bytes
         self.facts = facts
         self.replace = replace
 
 
-class LevelRead(_Late, Read):
+class LevelRead(Read):
     """A read as its level makes and sees it."""
 
     def __init__(self, side: Side, key: BlockKey, place: int, slot: Slot) -> None:
-        self._side = side
+        self._labels, view = side
         self.key = key
         self.place = place
         self.slot = slot
+        self.view = view(slot)
 
     @property
     def verdict(self) -> tuple[Outcome | None, Coding | None]:

@@ -195,10 +195,7 @@ class Node:
                 wire = await self._connected() if is_new else self._idle.pop()
                 self._busy.add(wire)
                 orphans = list(self._orphans)
-                # a server that was started again gives their numbers to others
-                run = wire.told.get("run_id")
-                lost = [one.told["id"] for one in orphans if run and one.told.get("run_id") == run]
-                kills = [Command(b"", encode(b"CLIENT", b"KILL", b"ID", n.encode())) for n in lost]
+                kills = _kills(wire, orphans) if orphans else []
                 try:
                     replies = await wire.exchange([*kills, *commands])
                 except OSError as error:
@@ -213,8 +210,8 @@ class Node:
                         self.drop_idle()
                     elif not wire.closed:
                         self._idle.append(wire)
-                # those of a process that is gone have gone with it
-                self._orphans = [orphan for orphan in self._orphans if orphan not in orphans]
+                if orphans:  # those of a process that is gone have gone with it
+                    self._orphans = [one for one in self._orphans if one not in orphans]
                 return replies[len(kills) :]
 
     async def _connected(self) -> Wire:
@@ -238,6 +235,13 @@ class Node:
         self.drop_idle()
         for wire in list(self._busy):
             wire.cut()
+
+
+def _kills(wire: Wire, orphans: Sequence[Wire]) -> list[Command]:
+    """What ends the work that a server has of others of its connections."""
+    run = wire.told.get("run_id")  # one that was started again gives their numbers to others
+    lost = [one.told["id"] for one in orphans if run and one.told.get("run_id") == run]
+    return [Command(b"", encode(b"CLIENT", b"KILL", b"ID", n.encode())) for n in lost]
 
 
 def parse_info(text: Any) -> dict[str, str]:

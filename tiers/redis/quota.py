@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvladder.errors import ConfigError, TierError, TierFull
 from kvladder.tiers.label import LABEL_BYTES, Told, told
@@ -55,6 +55,16 @@ RETRY_MS = 60_000
 """How soon somebody may count again after a recount that failed."""
 KNOWN_MAX = 1 << 16
 """Of how many salts an engine remembers what they have."""
+
+
+class Charge(NamedTuple):
+    """What a block that is stored comes to."""
+
+    salt: bytes
+    size: int
+    """Bytes, the label among them."""
+    old: Told | None
+    """The label of what it takes the place of."""
 
 
 class Quotas:
@@ -132,31 +142,31 @@ class Quotas:
     async def run(
         self,
         commands: Sequence[Command],
-        charges: Mapping[int, tuple[bytes, int]],
-        limit_s: float | None = None,
+        charges: Mapping[int, Charge],
+        limit_s: float | None,
     ) -> Sequence[Outcome]:
         """Run commands that store blocks, and add in the same batch what they come to.
 
-        ``charges`` has salt and bytes of a block for the command that makes it visible. Raises
+        ``charges`` are those of the commands that make blocks visible. Raises
         TierFull if they are more than the namespace may have.
         """
-        if not (self and charges):
-            return await self._servers.run(commands, limit_s)
-        limit, wanted = self._options.namespace, sum(size for _, size in charges.values())
+        limit, wanted = self._options.namespace, sum(charge.size for charge in charges.values())
         if limit is not None and self.total_bytes + wanted > limit:
             raise TierFull(f"the quota of the namespace, {limit}, is used up")
         if self._fresh is not None:
             self._fresh.update(commands[index].key for index in charges)
-        for salt, size in charges.values():
-            self.add(salt, size)
+        for charge in charges.values():
+            self.add(charge.salt, charge.size)
         outcomes: Sequence[Outcome] = [None] * len(commands)
         try:
-            salts = [salt for salt, _ in charges.values()]
+            salts = [charge.salt for charge in charges.values()]
             outcomes = await self._tell(salts, commands, limit_s)
         finally:
-            for index, (salt, size) in charges.items():
+            for index, (salt, size, old) in charges.items():
                 if outcomes[index] != b"OK":  # it was there already, or was not stored
                     self.add(salt, -size)
+                elif old is not None:
+                    self.remove(old)
         await self.settle()
         return outcomes
 
@@ -164,6 +174,10 @@ class Quotas:
         """Blocks of a salt have come, or gone if that is negative."""
         for field in (ALL, salt) if salt else (ALL,):
             self._owed[field] += count_bytes
+
+    def remove(self, old: Told) -> None:
+        """A block whose label told this has gone."""
+        self.add(old.facts.salt, -LABEL_BYTES - old.length)
 
     async def settle(self) -> None:
         """Tell the servers what they have not been told yet."""

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -33,7 +33,6 @@ BUFFERS_MAX = 1024
 VALUE_MAX = 64 << 20
 """The longest value that is taken without a target."""
 
-_BULK = b"$%d\r\n%b\r\n"
 _NOTHING = memoryview(b"")
 _INTEGER, _VALUE, _TEXT, _SIMPLE, _ERROR, _NULL, _MAP = b":$=+-_%"
 _ARRAYS = b"*~%"
@@ -72,7 +71,7 @@ class Command(NamedTuple):
 
 def encode(*arguments: bytes | int) -> bytes:
     """A whole command."""
-    return _template(len(arguments)) % _spelled(arguments)
+    return b"*%d\r\n" % len(arguments) + _spelled(arguments)
 
 
 def encode_around(
@@ -80,22 +79,17 @@ def encode_around(
 ) -> tuple[bytes, bytes]:
     """What stands before and after an argument of ``length`` bytes that is sent from its place."""
     count = len(before) + 1 + len(after)
-    head = b"*%d\r\n" % count + _BULK * len(before) % _spelled(before) + b"$%d\r\n" % length
-    return head, b"\r\n" + _BULK * len(after) % _spelled(after)
+    head = b"*%d\r\n%b$%d\r\n" % (count, _spelled(before), length)
+    return head, b"\r\n" + _spelled(after)
 
 
-@cache
-def _template(count: int) -> bytes:
-    return b"*%d\r\n" % count + _BULK * count
-
-
-def _spelled(arguments: Sequence[bytes | int]) -> tuple[bytes | int, ...]:
+def _spelled(arguments: Sequence[bytes | int]) -> bytes:
     """The arguments as bytes, each after its length."""
-    found: list[bytes | int] = []
+    text = b""
     for argument in arguments:
         data = argument if isinstance(argument, bytes) else b"%d" % argument
-        found += (len(data), data)
-    return tuple(found)
+        text += b"$%d\r\n%b\r\n" % (len(data), data)
+    return text
 
 
 def _number(text: bytes) -> int:

@@ -61,15 +61,20 @@ class Servers:
         """When to ask those again that did not answer in time."""
         self._closed = False
 
-    async def run(
+    def run(
         self, commands: Sequence[Command], limit_s: float | None = None
-    ) -> Sequence[Outcome]:
+    ) -> Coroutine[Any, Any, Sequence[Outcome]]:
         """One outcome per command, in their order; one pipelined batch per server.
 
         What one server of several has not answered after ``limit_s`` has failed.
         """
-        if not self._options.cluster:
-            return await self._run_alone(commands)
+        is_alone = not self._options.cluster
+        return self._run_alone(commands) if is_alone else self._run_all(commands, limit_s)
+
+    async def _run_all(
+        self, commands: Sequence[Command], limit_s: float | None
+    ) -> Sequence[Outcome]:
+        """``run`` where each of several servers has some of the keys."""
         now = asyncio.get_running_loop().time
         end_s = None if limit_s is None else now() + limit_s
         errand = _Errand(commands)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
-from functools import partial
+from functools import cached_property, partial
 from itertools import compress, pairwise
 from math import inf
 from typing import ClassVar
@@ -16,7 +16,7 @@ from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.tiers.base import Progress, Tier, TierContext
 from kvladder.tiers.label import LABEL_BYTES, VERSION, Facts, Read, Ref, Told, Write
 from kvladder.tiers.redis.nodes import Closed, Entrance, Unfit, pairs, parse_info
-from kvladder.tiers.redis.quota import STEP_KEYS, Quotas, labels, scan
+from kvladder.tiers.redis.quota import STEP_KEYS, Charge, Quotas, labels, scan
 from kvladder.tiers.redis.resp import Command, Part, ReplyError, Target, encode, encode_around
 from kvladder.tiers.redis.servers import Outcome, Servers, first
 from kvladder.tiers.redis.url import Address, RedisOptions
@@ -38,7 +38,7 @@ PART_MS = 600_000
 PREFIX = b"kvladder:"
 SPACE_DIGITS = 32
 _NOTHING = memoryview(b"")
-NO_CHARGES: Mapping[int, tuple[bytes, int]] = {}
+NO_CHARGES: Mapping[int, Charge] = {}
 GAUGES_S = 10.0
 GAUGES = {
     "server_used_bytes": "used_memory",
@@ -187,6 +187,12 @@ class RedisTier(Tier):
         begin = part * self._value_max - LABEL_BYTES
         return slice(max(0, begin), begin + self._value_max)
 
+    @cached_property
+    def _spans(self) -> Sequence[slice]:
+        """Which bytes of a whole block its values hold."""
+        every = map(self._span, range(self._count(self._size)))
+        return [slice(span.start, min(span.stop, self._size)) for span in every]
+
     def _written(self, write: Write, name: bytes, part: int, replace: bool) -> Iterable[Part]:
         """What stores a block, or a part of it: the first comes last, before it nobody sees one."""
         label = b"" if part else write.label()
@@ -222,22 +228,22 @@ class RedisTier(Tier):
     async def _run(
         self,
         commands: Sequence[Command],
-        charges: Mapping[int, tuple[bytes, int]] = NO_CHARGES,
+        charges: Mapping[int, Charge] = NO_CHARGES,
         limit_s: float | None = None,
     ) -> Sequence[Outcome]:
-        """The outcomes; a TierError only if there is no other outcome."""
+        """The outcomes, what is said of a server as a TierError; raised if there is no other."""
         if not commands:
             return []
-        await self._require_fit()
         self._ask_gauges()
-        outcomes = await self._quotas.run(commands, charges, limit_s)
-        failures = [
-            failure
-            for outcome in outcomes
-            if isinstance(outcome, Exception) and (failure := _failure(outcome))
-        ]
-        if len(failures) == len(outcomes):
-            raise failures[0]
+        if charges:
+            outcomes = await self._quotas.run(commands, charges, limit_s)
+        else:
+            outcomes = await self._servers.run(commands, limit_s)
+        if [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
+            outcomes = [*map(_of_server, outcomes)]
+            failures = [outcome for outcome in outcomes if isinstance(outcome, TierError)]
+            if len(failures) == len(outcomes):
+                raise failures[0]
         return outcomes
 
     def _ask_gauges(self) -> None:
@@ -272,13 +278,13 @@ class RedisTier(Tier):
 
     async def get(self, reads: Sequence[Read]) -> Sequence[bool | None]:
         await self._require_fit()
-        spans = [self._span(part) for part in range(self._count(self._size))]
+        spans = self._spans
         every = memoryview(bytearray(LABEL_BYTES * len(reads)))
         starts = range(0, len(every), LABEL_BYTES)
         beside = [every[start : start + LABEL_BYTES] for start in starts]
         commands: list[Command] = []
         for read, label in zip(reads, beside, strict=True):
-            view, name = read.view[: self._size], self._name(read.key)
+            view, name = read.view, self._name(read.key)
             for part, span in enumerate(spans):
                 head, body = _NOTHING if part else label, view[span]
                 # at once, while the next one comes and this one is still in a cache
@@ -287,18 +293,8 @@ class RedisTier(Tier):
                 parts = encode(b"GETRANGE", part_name(name, part), 0, len(head) + len(body))
                 commands.append(Command(name, parts, Target(head, body, whole)))
         outcomes = await self._run(commands, limit_s=self._limit_s)
-        found: list[bool | None] = []
-        for number, (read, label) in enumerate(zip(reads, beside, strict=True)):
-            own = outcomes[number * len(spans) : (number + 1) * len(spans)]
-            if any(map(_failure, own)):
-                found.append(None)  # its server is not there, or not ready
-                continue
-            lengths = [outcome for outcome in own if isinstance(outcome, int)]
-            if len(lengths) == len(spans) > 1 and lengths[0]:
-                read.came(label, sum(lengths) - LABEL_BYTES)
-            # what is there and did not come, since it is none of ours, is damaged
-            found.append(own[0] != 0 and read.check())
-        return found
+        owns = (outcomes[at : at + len(spans)] for at in range(0, len(outcomes), len(spans)))
+        return [*map(_found, reads, beside, owns)]
 
     async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
         await self._require_fit()
@@ -314,7 +310,6 @@ class RedisTier(Tier):
         """Of each block whether it was stored; None if something is there already."""
         commands: list[Command] = []
         ends: list[int] = []
-        charges: dict[int, tuple[bytes, int]] = {}
         for write in writes:
             name, anew = self._name(write.key), replace or write.replace
             commands += [
@@ -322,18 +317,18 @@ class RedisTier(Tier):
                 for part in reversed(range(self._count(write.length)))
             ]
             ends.append(len(commands))
-            charges[len(commands) - 1] = write.facts.salt, LABEL_BYTES + write.length
-        replaced = await self._told([write for write in writes if replace or write.replace])
+        charges: dict[int, Charge] = {}
+        if self._quotas:
+            told = await self._told([write for write in writes if replace or write.replace])
+            for write, last in zip(writes, (end - 1 for end in ends), strict=True):
+                old, size = told.get(commands[last].key), LABEL_BYTES + write.length
+                charges[last] = Charge(write.facts.salt, size, old)
         outcomes = await self._run(commands, charges, self._limit_s)
-        for end in ends:
-            if outcomes[end - 1] == b"OK" and (old := replaced.get(commands[end - 1].key)):
-                self._quotas.add(old.facts.salt, -LABEL_BYTES - old.length)
-        if replaced:
-            await self._quotas.settle()
+        if len(commands) == len(writes):  # as nearly always: a value each
+            return [None if outcome is None else outcome == b"OK" for outcome in outcomes]
         stored = [outcome in (b"OK", None) for outcome in outcomes]
         whole = [all(stored[begin:end]) for begin, end in pairwise([0, *ends])]
-        if len(commands) > len(writes):
-            await self._run([c for write in compress(writes, whole) for c in self._lasting(write)])
+        await self._run([c for write in compress(writes, whole) for c in self._lasting(write)])
         return [
             None if ok and outcomes[end - 1] is None else ok
             for ok, end in zip(whole, ends, strict=True)
@@ -393,13 +388,15 @@ class RedisTier(Tier):
         ]
         if self._quotas:
             for old in (told[name] for name in gone if name in told):
-                self._quotas.add(old.facts.salt, -LABEL_BYTES - old.length)
+                self._quotas.remove(old)
             await self._quotas.settle()
-        for failure in filter(None, map(_failure, outcomes)):
-            raise failure
+        for outcome in outcomes:
+            if isinstance(outcome, TierError):
+                raise outcome
         return sum(b"{" in name for name in gone)
 
     async def contains(self, blocks: Sequence[Ref]) -> Sequence[bool]:
+        await self._require_fit()
         outcomes = await self._lengths(blocks, self._probe_limit_s)
         return [isinstance(outcome, int) and self._fits(outcome) for outcome in outcomes]
 
@@ -474,16 +471,25 @@ def _came(read: Read, label: memoryview, length: int) -> None:
         read.check()
 
 
+def _found(read: Read, label: memoryview, own: Sequence[Outcome]) -> bool | None:
+    """Whether its values are the block; None if a server is not there, or not ready."""
+    lengths = [outcome for outcome in own if isinstance(outcome, int)]
+    if len(lengths) < len(own) and any(isinstance(outcome, TierError) for outcome in own):
+        return None
+    if len(lengths) == len(own) > 1 and lengths[0]:
+        read.came(label, sum(lengths) - LABEL_BYTES)
+    # what is there and did not come, since it is none of ours, is damaged
+    return own[0] != 0 and read.check()
+
+
 def _is_of_another_type(outcome: Outcome) -> bool:
     return isinstance(outcome, ReplyError) and outcome.code == "WRONGTYPE"
 
 
-def _failure(outcome: Outcome) -> TierError | None:
-    """What an outcome says about the server rather than about a key."""
-    if isinstance(outcome, TierError):
-        return outcome
+def _of_server(outcome: Outcome) -> Outcome:
+    """The outcome, as a TierError if it says something about the server rather than a key."""
     if not isinstance(outcome, ReplyError) or _is_of_another_type(outcome):
-        return None
+        return outcome
     if outcome.code == "OOM":
         return TierFull(str(outcome))
     return TierError(str(outcome), temporary=outcome.code not in {"NOPERM", "NOAUTH"})
