@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from inspect import signature
 from math import nan
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvladder import manager
+from kvladder.runtime import Runtime
 from kvladder.testing.fakes import Block, Fail, FakeTier, Hang, Raise, Wrong
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.sim import SimThreads
@@ -25,6 +29,7 @@ from kvladder.tiers.ladder.door import (
 from tests.kit.mirror import MirrorCodec
 from tests.stack.caches import COMMIT, QUICK, cache_of, flushed
 
+README = Path(__file__).parents[2] / "README.md"
 ANSWERS = (Wrong("long"), Wrong("short"), Wrong("nothing"), Wrong("words"))
 ERRORS = (SystemExit, KeyboardInterrupt, GeneratorExit, BaseException, asyncio.CancelledError)
 
@@ -334,6 +339,14 @@ async def test_a_tier_whose_threads_hang_holds_up_no_other_level() -> None:
 
 
 # ---- the end
+
+
+def test_closing_takes_no_longer_than_is_promised() -> None:
+    """Behind the flush: the levels, and then whatever is deaf on the loop."""
+    deaf_s: float = signature(Runtime.close).parameters["timeout_s"].default
+    assert manager.CLOSE_TIMEOUT_S >= CLOSE_TIMEOUT_S + 2 * CALLS_TIMEOUT_S
+    assert manager.CLOSE_TIMEOUT_S + deaf_s <= 10
+    assert "the flush's time and ten seconds" in " ".join(README.read_text().split())
 
 
 @pytest.mark.parametrize("operation", ["put", "get", "aclose", "remove"])

@@ -124,6 +124,16 @@ class TestValues(Values):
         assert f"begins with {LABEL_BYTES} bytes" in page
         assert f"its bytes and {LABEL_BYTES} more" in page
 
+    async def test_one_command_a_block_brings_it_with_its_label(self, tier, blocks):
+        items = await blocks.put(tier, 0, 1, 2)
+        self.run("CONFIG", "RESETSTAT")
+        assert await blocks.get(tier, items) == [True] * 3
+        stats = self.run("INFO", "commandstats")
+        reading = {"cmdstat_getrange", "cmdstat_get", "cmdstat_mget", "cmdstat_strlen"}
+        assert {name: stats[name]["calls"] for name in reading & stats.keys()} == {
+            "cmdstat_getrange": 3
+        }
+
     async def test_a_block_is_written_once(self, tier, blocks):
         (item,) = await blocks.put(tier, 0)
         first = self.run("GET", key_of(tier, item))
