@@ -11,6 +11,7 @@ from typing import get_args
 
 import pytest
 
+from kvladder.config.registry import BUILT_IN
 from kvladder.config.stack import load_config
 from kvladder.metrics import DropReason
 from kvladder.publishing.exposition import METRICS
@@ -101,7 +102,7 @@ def test_every_setting_is_explained():
 
 def rows(page, heading):
     """The cells of the table below a heading, without their backticks."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(heading)[2]
+    text = (ROOT / page).read_text(encoding="utf-8").partition(heading)[2]
     table = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
     assert table is not None
     return [
@@ -111,13 +112,17 @@ def rows(page, heading):
 
 
 def test_every_metric_is_explained_and_no_other():
-    explained = {name: labels for name, labels, *_ in rows("metrics.md", "## Metrics")}
+    explained = {name: labels for name, labels, *_ in rows("docs/metrics.md", "## Metrics")}
     assert explained == {metric.name: ", ".join(metric.labels) for metric in METRICS}
+
+
+def test_every_tier_is_in_the_table():
+    assert {name for name, *_ in rows("README.md", "## Tiers")} == set(BUILT_IN["tiers"])
 
 
 def test_every_reason_for_a_drop_is_explained():
     named = set(get_args(DropReason))
-    assert {reason for reason, *_ in rows("metrics.md", "Why blocks are dropped")} == named
+    assert {reason for reason, *_ in rows("docs/metrics.md", "Why blocks are dropped")} == named
 
 
 def test_decisions_have_numbers_of_their_own():
