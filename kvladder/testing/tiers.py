@@ -232,10 +232,14 @@ class TierTests(LabelTests):
         await blocks.store(tier, salted)
         others = await blocks.put(tier, 2)
         told: list[tuple[int, int]] = []
-        assert await tier.purge(b"8 bytes!", lambda *numbers: told.append(numbers)) == 2
-        assert all(0 <= done <= total for done, total in told)
+
+        def progress(done: int, total: int) -> None:
+            told.append((done, total))
+
+        assert await tier.purge(b"8 bytes!", progress) == 2
         assert await blocks.get(tier, [*salted, *others]) == [False, False, True]
-        assert await tier.purge(None, lambda *_: None) == 1
+        assert await tier.purge(None, progress) == 1
+        assert all(0 <= done <= total for done, total in told)
         assert await blocks.get(tier, others) == [False]
 
     # ---- cancellation
