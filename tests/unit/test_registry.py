@@ -46,7 +46,7 @@ def test_what_comes_with_kvladder_needs_no_metadata(installed):
 def test_another_package_adds_a_name(installed):
     installed("some-tiers", "tiers", "bucket", "kvladder.tiers.memory:MemoryTier")
     assert registry.load("tiers", "bucket") is MemoryTier
-    known = ["bucket", "files", "host", "memory", "mooncake", "object", "redis"]
+    known = ["bucket", "files", "host", "memory", "mooncake", "nixl", "object", "redis"]
     assert registry.names("tiers") == known
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Any, Protocol
 
 import zmq
@@ -103,6 +104,12 @@ def prepared(context: zmq.Context[Any], kind: int, keys: KeyFile) -> zmq.Socket[
     return socket
 
 
+@cache
+def _context() -> zmq.Context[Any]:
+    """Of all connections that this process makes."""
+    return zmq.Context()
+
+
 class Dialled:
     """A connection to a far end, over once it is closed: it is not made again."""
 
@@ -115,7 +122,7 @@ class Dialled:
     ) -> None:
         self._broke = broke
         self._frame = take
-        socket = prepared(zmq.Context.instance(), zmq.DEALER, keys)
+        socket = prepared(_context(), zmq.DEALER, keys)
         socket.curve_serverkey = keys.peers[0].encode()
         watch = socket.get_monitor_socket(sum(_BROKEN))
         self._mailbox = Mailbox(socket, self._took)

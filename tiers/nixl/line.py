@@ -247,7 +247,7 @@ class Connection(Channel):
         """Write blocks from slots here; ``label`` makes the labels of those that are wanted."""
         op = self._number()
         async with self._operation(op):
-            offer = Offer(op, b"".join(keys), list(lengths), [(*one,) for one in facts])
+            offer = Offer(op, b"".join(keys), list(lengths), [*facts])
             granted = (await self._asked(offer, Grant)).slots
             if len(granted) != len(keys) or max(granted) >= self._far_slots:
                 self._lies("slots that it does not have")

@@ -216,6 +216,6 @@ def load() -> Any:
 
 def _errors(library: Any) -> tuple[type[Exception], ...]:
     """What NIXL raises, which has no base of its own."""
-    known = vars(library.nixlBind).items()
-    own = tuple(kind for name, kind in known if name.endswith("Error"))
+    known = library.nixlBind
+    own = [getattr(known, name) for name in dir(known) if name.endswith("Error")]
     return (*own, RuntimeError, ValueError)
