@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from itertools import count
 from typing import Any
@@ -14,8 +15,9 @@ from zmq.utils import z85
 from kvladder.errors import ConfigError, TierError
 from kvladder.export.offers import Offers
 from kvladder.export.session import Session
+from kvladder.tiers.base import Blocking
 from kvladder.tiers.nixl.control import Mailbox, prepared
-from kvladder.tiers.nixl.curve import KeyFile
+from kvladder.tiers.nixl.curve import KeyFile, read_keys
 from kvladder.tiers.nixl.line import HEARTBEAT_S, SILENT_MAX
 from kvladder.tiers.nixl.messages import (
     WHY_MAX,
@@ -32,7 +34,7 @@ from kvladder.tiers.nixl.messages import (
     frame,
     request,
 )
-from kvladder.tiers.nixl.plane import Plane
+from kvladder.tiers.nixl.plane import NixlPlane, Plane, load
 from kvladder.tiers.nixl.pump import doze
 
 SESSIONS_MAX = 256
@@ -232,3 +234,47 @@ class Listener:
         for box in self._boxes:
             box.close()
         self._context.term()
+
+
+@asynccontextmanager
+async def exporting(
+    offers: Offers,
+    *,
+    listen: str,
+    keys: str,
+    transports: str,
+    interfaces: str,
+    run_blocking: Blocking,
+) -> AsyncGenerator[tuple[str, Exporter]]:
+    """Serve clients of a cache as long as it lasts, at the address that comes first.
+
+    Parameters
+    ----------
+    listen:
+        Host and port; port 0 for any that is free.
+    keys:
+        The file with the keys of this end.
+    transports, interfaces:
+        As ``NixlPlane`` has them.
+
+    Raises
+    ------
+    ConfigError
+        NIXL, a key or the address is not what it has to be.
+    TierError
+        NIXL does not work here.
+    """
+    await run_blocking(load)
+    own = read_keys(keys)
+    plane = partial(run_blocking, partial(NixlPlane, offers.arena, transports, interfaces))
+    (await plane()).destroy()  # so that nobody has to connect to see that it cannot be made
+    with ExitStack() as undo:
+        exporter = Exporter(offers, plane, lambda to, data: listener.send(to, data))
+        listener = Listener(listen, own, exporter.take)
+        undo.callback(listener.close)
+        running = asyncio.create_task(exporter.run(), name="kvladder-exporter")
+        undo.callback(running.cancel)
+        try:
+            yield f"{listen.rpartition(':')[0]}:{listener.port}", exporter
+        finally:
+            await exporter.aclose()

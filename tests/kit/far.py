@@ -14,19 +14,17 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import kvladder
 from kvladder.export.cache import TAIL, ServerOffers, server_layout
-from kvladder.export.exporter import Exporter, Listener
+from kvladder.export.exporter import Exporter, exporting
 from kvladder.keys import BlockKey
 from kvladder.runtime import BlockingPool
 from kvladder.testing.redisserver import free_ports
 from kvladder.tiers.label import LABEL_BYTES
-from kvladder.tiers.nixl.curve import make_keys, read_keys
-from kvladder.tiers.nixl.plane import NixlPlane
+from kvladder.tiers.nixl.curve import make_keys
 
 
 class Far:
@@ -152,21 +150,23 @@ class Inside:
 async def _serve(manager: kvladder.CacheManager, keys: str, address: str) -> None:
     pool = BlockingPool(4, "kvladder-far")
     offers = ServerOffers(manager, pool.run)
-    plane = partial(NixlPlane, offers.arena, "tcp", "")
-    listener: Listener
-    exporter = Exporter(offers, partial(pool.run, plane), lambda to, data: listener.send(to, data))
-    listener = Listener(address, read_keys(keys), exporter.take)
-    running = asyncio.create_task(exporter.run())
-    inside = Inside(manager, offers, exporter)
     reader = asyncio.StreamReader(limit=1 << 24)
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
-    print(json.dumps("ready"), flush=True)
-    while line := await reader.readline():
-        call, *arguments = json.loads(line)
-        answer = await getattr(inside, call)(*map(_unpacked, arguments))
-        print(json.dumps(_packed(answer)), flush=True)
-    running.cancel()
+    async with exporting(
+        offers,
+        listen=address,
+        keys=keys,
+        transports="tcp",
+        interfaces="lo",
+        run_blocking=pool.run,
+    ) as (_, exporter):
+        inside = Inside(manager, offers, exporter)
+        print(json.dumps("ready"), flush=True)
+        while line := await reader.readline():
+            call, *arguments = json.loads(line)
+            answer = await getattr(inside, call)(*map(_unpacked, arguments))
+            print(json.dumps(_packed(answer)), flush=True)
 
 
 def main() -> None:
