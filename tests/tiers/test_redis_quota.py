@@ -158,8 +158,9 @@ def test_above_the_namespaces_quota_blocks_give_way_to_new_ones(server):
             assert stranger.stats()["redis"]["stored"] == 12, "a namespace of its own"
 
 
-def test_what_is_above_a_quota_makes_nobody_give_way(server):
-    settings = {**quota(tenant=2), "capacity": 64 * VALUE, "slots": 128}
+@pytest.mark.parametrize("isolate", [False, True])
+def test_what_is_above_a_quota_makes_nobody_give_way(server, isolate):
+    settings = {**quota(tenant=2), "capacity": 64 * VALUE, "slots": 128, "isolate": isolate}
     with cache_over(server.url, **settings) as cache:
         stored(cache, keys(*range(64)))
         assert cache.stats()["redis"]["blocks"] == 64

@@ -16,6 +16,7 @@ from kvladder.tiers.base import Tier, TierContext
 from kvladder.tiers.blocking import BlockingPool, SystemClock
 from kvladder.tiers.isolated.spawn import run
 from kvladder.tiers.isolated.wire import (
+    UNHEARD,
     Ask,
     Cancel,
     Close,
@@ -143,7 +144,8 @@ class Child:
             timeout_s=timeout_s,
         )
         await self._tier.open(self._context)
-        return Done(value=(self._tier.batch_max, self._tier.describe()))
+        value = self._tier.batch_max, self._tier.describe()
+        return Done(value=value, spare=self._spare([UNHEARD]))
 
     def _labels(self, *, verify: bool) -> Labels:
         context = self._context

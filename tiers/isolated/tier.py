@@ -14,6 +14,7 @@ from kvladder.errors import ConfigError, TierError
 from kvladder.tiers.base import Medium, Progress, Tier, TierContext
 from kvladder.tiers.isolated.process import START_S, Process
 from kvladder.tiers.isolated.wire import (
+    UNHEARD,
     Ask,
     Close,
     Done,
@@ -74,6 +75,7 @@ class IsolatedTier(Tier):
         self._ready = False
         self._starting: asyncio.Task[None] | None = None
         self._spare: OrderedDict[bytes, float] = OrderedDict()
+        self._unheard = inf
         self._full: set[bytes] = set()
         """Salts that had nothing to spare when the level asked, since the process was."""
         self._asking: asyncio.Task[None] | None = None
@@ -121,6 +123,7 @@ class IsolatedTier(Tier):
             await process.aclose()
             raise
         self.batch_max, self._described = answer.value
+        self._unheard = answer.spare[UNHEARD]
         self._ready = True
 
     def _ended(self, process: Process) -> None:
@@ -192,8 +195,8 @@ class IsolatedTier(Tier):
         return count, following
 
     def spare(self, salt: bytes) -> float:
-        """As last heard; any number of a salt not heard of, since the process sees to it itself."""
-        found = self._spare.get(salt, inf)
+        """As last heard: the process, which knows it now, takes no more in any case."""
+        found = self._spare.get(salt, self._unheard if salt else inf)
         if found < 1 and self._ready:
             self._full.add(salt)
             if self._asking is None or self._asking.done():

@@ -14,6 +14,8 @@ import msgspec
 from kvladder.tiers.label import Arrival, Coding, Facts, Kept, Ref
 
 FRAME_BYTES_MAX = 256 << 20
+UNHEARD = b"\xff" * 8
+"""Stands for any salt of which nothing was put yet, where it is asked what it has to spare."""
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -116,7 +118,8 @@ class Done(Message):
 
     value: Any = None
     spare: dict[bytes, float] = {}
-    """``Tier.spare`` of the salts that were asked for, or of those of a put after it."""
+    """``Tier.spare`` of the salts that were asked for, or of those of a put after it; when it is
+    opened, of ``UNHEARD``."""
     gauges: dict[str, int] = {}
 
 
