@@ -200,7 +200,7 @@ class CacheManager:
             salt=self._digest(salt),
             saves=saves,
         )
-        self._stack.fetch(fetch)
+        self._stack.loader.fetch(fetch)
         return fetch
 
     def holding(
@@ -235,7 +235,7 @@ class CacheManager:
                 deadline_s=self._stack.shared.clock.now() + within_s,
                 levels=bits,
             )
-            self._stack.fetch(fetch)
+            self._stack.loader.fetch(fetch)
         return fetch
 
     def prefilled(self, tokens: int, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What is being saved is forgotten once it is published, a prompt's blocks together."""
+"""What is being saved is forgotten once it is published, and what was removed does not count."""
 
 from __future__ import annotations
 
@@ -19,51 +19,38 @@ def reserved(saving: Saving, *steps: range) -> None:
         saving.put([key(n) for n in step], [Slot(n) for n in step], [META] * len(step))
 
 
-def forgotten(saving: Saving) -> int:
-    """How many calls it takes."""
-    count = 1
-    while saving.forget():
-        count += 1
-    return count
-
-
-def test_all_that_is_published_goes_at_once_where_nothing_else_is_saved() -> None:
-    saving = Saving()
-    reserved(saving, range(3), range(3, 6))
-    saving.publish(key(3))
-    assert saving.slots() == [Slot(0), Slot(1), Slot(2)]
-    assert not saving.disjoint([key(5)]), "until the whole prompt is published"
-    saving.publish(key(0))
-    assert saving.slots() == []
-    assert forgotten(saving) == 1
-    assert len(saving) == 0
+def whole(saving: Saving, step: range) -> bool:
+    """Whether a step may be published as one."""
+    return saving.metas([key(n) for n in step], [Slot(n) for n in step]) is not None
 
 
 def test_what_others_save_stays() -> None:
     saving = Saving()
     reserved(saving, range(3), range(3, 6), range(6, 9))
-    saving.publish(key(0))
-    saving.publish(key(3))
-    assert forgotten(saving) == 2, "in steps"
+    for step in (range(3, 6), range(3)):
+        assert whole(saving, step)
+        saving.done([key(n) for n in step])
+        assert not whole(saving, step), "it is not published again"
     assert list(saving) == [key(6), key(7), key(8)]
     assert saving.slots() == [Slot(6), Slot(7), Slot(8)]
+    assert saving.disjoint([key(0), key(5)])
+    assert not saving.disjoint([key(0), key(6)])
 
 
-def test_what_was_removed_meanwhile_and_is_saved_anew_stays() -> None:
+def test_of_what_was_removed_meanwhile_and_is_saved_anew_each_goes_alone() -> None:
     saving = Saving()
     reserved(saving, range(3))
-    saving.publish(key(0))
     saving.discard([key(1)])
+    assert not whole(saving, range(3))
     saving.put([key(1)], [Slot(7)], [META])
-    assert forgotten(saving) == 1
+    assert not whole(saving, range(3))
+    assert saving.pop(key(1), Slot(1)) is None, "that one was removed"
+    assert [saving.pop(key(n), Slot(n)) for n in (0, 2)] == [META, META]
     assert saving.pop(key(1), Slot(7)) == META
     assert len(saving) == 0
 
 
-def test_what_is_published_is_not_published_again() -> None:
+def test_a_step_that_names_a_block_twice_is_not_whole() -> None:
     saving = Saving()
-    reserved(saving, range(3))
-    keys, slots = [key(n) for n in range(3)], [Slot(n) for n in range(3)]
-    assert saving.metas(keys, slots) == [META] * 3
-    saving.publish(key(0))
-    assert saving.metas(keys, slots) is None
+    saving.put([key(0), key(0)], [Slot(0), Slot(1)], [META, META])
+    assert saving.metas([key(0), key(0)], [Slot(0), Slot(1)]) is None

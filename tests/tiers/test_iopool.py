@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -102,17 +103,17 @@ async def test_a_cancellation_waits_for_what_runs_and_leaves_out_the_rest(
 
 
 async def test_what_hangs_holds_up_nobody_once_it_is_given_up(pool: BlockingPool) -> None:
-    gates, order = [Gate(), Gate()], list[str]()
+    gates, order, stuck = [Gate(), Gate()], list[str](), list[asyncio.Task[Any]]()
     for gate in gates:
-        stuck = asyncio.create_task(pool.run_all(jobs(gate, Note(order, "left out"))))
+        stuck.append(asyncio.create_task(pool.run_all(jobs(gate, Note(order, "left out")))))
         await gate.wait()
-        stuck.cancel()
+        stuck[-1].cancel()
         await pool.run_all([Note(order, "served")])
-        assert not stuck.done()
-    for gate in gates:
+        assert not any(call.done() for call in stuck)
+    for gate, call in zip(gates, stuck, strict=True):
         gate.go.set()
-    with pytest.raises(asyncio.CancelledError):
-        await stuck
+        with pytest.raises(asyncio.CancelledError):
+            await call
     await pool.run_all([Note(order, "served")])
     assert order == ["served"] * 3
 

@@ -12,7 +12,7 @@ from kvladder.tiers.ladder.index import Meta
 class _Lot:
     """What was reserved in one step, so that a whole prompt costs little more than one block."""
 
-    __slots__ = ("_by_key", "keys", "metas", "published", "slots", "whole")
+    __slots__ = ("_by_key", "keys", "metas", "slots", "whole")
 
     def __init__(
         self, keys: Sequence[BlockKey], slots: Sequence[Slot], metas: Sequence[Meta]
@@ -22,16 +22,11 @@ class _Lot:
         self.metas = metas
         self.whole = True
         """Whether all of it is there still, each block of it once."""
-        self.published = False
         self._by_key: dict[BlockKey, tuple[Slot, Meta]] = {}
 
     def tear(self) -> None:
         """Some of it is not there any more, or was named twice."""
         self.whole = False
-
-    def publish(self) -> None:
-        """All of it is hits."""
-        self.published = True
 
     def __getitem__(self, key: BlockKey) -> tuple[Slot, Meta]:
         if not self._by_key:
@@ -48,8 +43,6 @@ class Saving:
 
     def __init__(self) -> None:
         self._lots: dict[BlockKey, _Lot] = {}
-        self._published: list[_Lot] = []
-        """What is here no longer than until ``forget``."""
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._lots
@@ -62,7 +55,7 @@ class Saving:
 
     def disjoint(self, keys: Iterable[BlockKey]) -> bool:
         """Whether none of ``keys`` is being saved."""
-        return self._lots.keys().isdisjoint(keys)
+        return not self._lots or self._lots.keys().isdisjoint(keys)
 
     def put(self, keys: Sequence[BlockKey], slots: Sequence[Slot], metas: Sequence[Meta]) -> None:
         """These blocks are going to be filled; none is here yet."""
@@ -90,7 +83,7 @@ class Saving:
     def metas(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> Sequence[Meta] | None:
         """What goes with them, if they were reserved in one step and nothing happened since."""
         lot = self._lots.get(keys[0])
-        if lot is None or not lot.whole or lot.published:
+        if lot is None or not lot.whole:
             return None
         if lot.keys != [*keys] or lot.slots != [*slots]:
             return None
@@ -101,28 +94,11 @@ class Saving:
         lot = self._lots.get(key)
         return default if lot is None else len(lot.keys)
 
-    def publish(self, key: BlockKey) -> None:
-        """All blocks reserved in one step with this one, whose ``metas`` are known, are hits now.
-
-        They count as being saved until ``forget``, so that a prompt's are forgotten together.
-        """
-        lot = self._lots[key]
-        lot.publish()
-        self._published.append(lot)
-
-    def forget(self) -> bool:
-        """Forget a step of what was published, or all at once; whether some of it is left."""
-        lots = self._published
-        if sum([len(lot.keys) for lot in lots if lot.whole]) == len(self._lots):
-            self._lots.clear()
-            lots.clear()
-        elif lots:
-            lot = lots.pop()
-            for key in lot.keys:
-                if self._lots.get(key) is lot:  # not removed meanwhile, or saved anew
-                    del self._lots[key]
-        return bool(lots)
+    def done(self, keys: Sequence[BlockKey]) -> None:
+        """All of these, whose ``metas`` are known, are hits now."""
+        for key in keys:
+            del self._lots[key]
 
     def slots(self) -> list[Slot]:
-        """The slots of all of them that are not published."""
-        return [lot[key][0] for key, lot in self._lots.items() if not lot.published]
+        """The slots of all of them."""
+        return [lot[key][0] for key, lot in self._lots.items()]

@@ -23,7 +23,6 @@ from kvladder.tiers.ladder.host import HostSettings as HostSettings
 from kvladder.tiers.ladder.index import Meta, alike
 from kvladder.tiers.ladder.keeper import Keeper
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.loading.fetch import Fetch
 from kvladder.tiers.ladder.loading.loader import Loader
 from kvladder.tiers.ladder.saving import Saving
 from kvladder.tiers.ladder.seam import Seam
@@ -197,7 +196,7 @@ class TierStack(Seam):
             end = min(end, start + (step if is_plain else STEP))
             part, said = keys[start:end], metas[start:end]
         is_new = self.host.index.disjoint(part) and self._saving.disjoint(part)
-        if is_new and alike(said) and self.loader.keys().isdisjoint(part) and self._admitted(first):
+        if is_new and alike(said) and self.loader.disjoint(part) and self._admitted(first):
             return range(start, end), end
         wanted: list[int] = []
         if end > start + STEP:
@@ -231,7 +230,7 @@ class TierStack(Seam):
     def publish(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """The bytes of these reserved blocks are complete: from now on they are hits."""
         parts: list[Sequence[BlockKey]] = []
-        end, goes_on = len(keys), False
+        end = len(keys)
         while end:  # the tail first, so that a prefix outlives what follows it
             with self.lock:
                 start, part, places = 0, keys, slots
@@ -248,21 +247,21 @@ class TierStack(Seam):
                 self.host.stats.stored += len(stored)
                 self.shared.events.stored(self.host.name, stored)
                 self.wake()
-                goes_on = not start and self._saving.forget()
             parts.append(stored)
             end = start
-        while goes_on:
-            with self.lock:
-                goes_on = self._saving.forget()
         for stored in reversed(parts) if self.host.writes_through else ():
             with self.lock:
                 if self.host.write_through(stored):
                     self.wake()
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the cache is closed")
+
     def _publish_bulk(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> bool:
         """Hold all of these in host, the tail first, if nothing happened to any of them meanwhile.
 
-        They are published in ``_saving`` then; else nothing has changed, and False is returned.
+        Else nothing has changed, and False is returned.
         """
         metas = self._saving.metas(keys, slots)
         if (
@@ -270,10 +269,10 @@ class TierStack(Seam):
             or not alike(metas)
             or not self.host.admits(metas[0])
             or not self.host.index.disjoint(keys)
-            or not self.loader.keys().isdisjoint(keys)
+            or not self.loader.disjoint(keys)
         ):
             return False
-        self._saving.publish(keys[0])
+        self._saving.done(keys)
         self.host.hold(keys[::-1], slots[::-1], metas[0])
         return True
 
@@ -337,11 +336,6 @@ class TierStack(Seam):
                 if meta.floor < level.rule.min_priority:
                     level.forget([key], "evicted")
         return self.where(key)
-
-    def fetch(self, fetch: Fetch) -> None:
-        """See ``Loader.fetch``."""
-        self._require_open()
-        self.loader.fetch(fetch)
 
     # ---- everything else
 
@@ -474,10 +468,6 @@ class TierStack(Seam):
                 shelf.index.touch([place for place in places if place is not None])
         if keys:
             self._post(self._touch, keys)
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the cache is closed")
 
     async def flush(self) -> None:
         """Write what only the host level holds to the levels that outlive it and admit it."""

@@ -12,10 +12,11 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from kvladder.arena import Slot
+from kvladder.errors import ClosedError
 from kvladder.keys import BlockKey
 from kvladder.lock import BULK_STEP, STEP
 from kvladder.policy.eviction import BULK_MIN
-from kvladder.policy.worth import TRIAL_BLOCKS, Mark, Run, Worth
+from kvladder.policy.worth import TRIAL_BLOCKS, Mark, Run, Worth, stretches
 from kvladder.tiers.base import HOST, NO_SLOT
 from kvladder.tiers.label import LevelRead
 from kvladder.tiers.ladder.host import HostLevel
@@ -79,6 +80,10 @@ class Loader:
         """The blocks that are on their way."""
         return self._arrivals.keys()
 
+    def disjoint(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether none of ``keys`` is on its way."""
+        return not self._arrivals or self._arrivals.keys().isdisjoint(keys)
+
     def recall(self, keys: Sequence[BlockKey], salt: bytes | None = None) -> None:
         """Blocks were removed: what arrives of them, if it is of this salt, is thrown away."""
         self.prober.recall(keys)
@@ -92,7 +97,14 @@ class Loader:
 
         A block that is in host, or only in others than its levels, ends the prefix if host is not
         among them.
+
+        Raises
+        ------
+        ClosedError
+            The cache is closed.
         """
+        if self._closed:
+            raise ClosedError("the cache is closed")
         fetch.ask(asking=True)
         self._grow(fetch, new=True)
         if fetch.asking:
@@ -154,8 +166,9 @@ class Loader:
         """
         if not runs:
             return Judged(known, known, {})
+        parts = stretches(runs)
         with self._lock:
-            cut = self._planner.cut(fetch, known, runs)
+            cut = self._planner.cut(fetch, known, parts)
         left = bisect_left(wants, cut.end - fetch.length, key=attrgetter("position"))
         dropped = Counter(want.level for want in wants[left:])
         if cut.slower:

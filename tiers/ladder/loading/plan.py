@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, cast
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import BULK_MIN
-from kvladder.policy.worth import GRACE_S, Pace, Run, Stake, Worth, stretches
+from kvladder.policy.worth import GRACE_S, Pace, Run, Stake, Stretch, Worth
 from kvladder.tiers.base import ANYWHERE, HOST, NO_SLOT
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
@@ -176,12 +176,12 @@ class Planner:
         saves = fetch.saves
         return None if saves is None else self._worth.stake(saves, len(fetch.keys))
 
-    def cut(self, fetch: Fetch, end: int, missing: Sequence[Run]) -> Cut:
+    def cut(self, fetch: Fetch, end: int, parts: Sequence[Stretch]) -> Cut:
         """Where to end what ``fetch`` goes on with, which is known up to ``end``.
 
-        ``missing``, which count from where it goes on, are what of it has to come.
+        ``parts``, which count from where it goes on, say what of it has to come.
         """
-        start, now_s, parts = fetch.length, self._shared.clock.now(), stretches(missing)
+        start, now_s = fetch.length, self._shared.clock.now()
         runs = [run for part in parts for run in part]
         stake = self._stake(fetch)
         if stake is None:
