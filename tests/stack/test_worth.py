@@ -10,7 +10,7 @@ import pytest
 
 from kvladder.keys import BlockKey
 from kvladder.policy.offload import OffloadRule
-from kvladder.policy.worth import GRACE_S, SPARE, TRIAL_BLOCKS, TRIAL_EVERY, Saves, Stake
+from kvladder.policy.worth import GRACE_S, TRIAL_BLOCKS, TRIAL_EVERY, Saves, Stake
 from kvladder.testing.fakes import FakeStore, FakeTier
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
@@ -23,8 +23,10 @@ Link = Literal["calls", "lines", "wire"]
 
 BLOCK_S = 0.020
 """Seconds to compute a block."""
-MOST = 1 + SPARE + 1e-9
-"""Of the time without a cache."""
+MOST = 1.1 + 1e-9
+"""Of the time without a cache: what the README promises."""
+BESIDE_S = 0.002
+"""What it promises beside."""
 STEP_S = 0.002
 """How often an engine asks whether a fetch is done."""
 SPEEDS = [1e-5, 1e-4, 1e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 1.0, 10.0, 100.0]
@@ -86,7 +88,7 @@ class Engine:
         await asyncio.sleep(left * BLOCK_S)
         self.cache.manager.prefilled(left * LAYOUT.block_tokens, left * BLOCK_S)
         fetch.release()
-        return (self.now - began - GRACE_S - STEP_S) / (blocks * BLOCK_S)
+        return (self.now - began - BESIDE_S - STEP_S) / (blocks * BLOCK_S)
 
 
 async def opened(
