@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import socket
+import threading
+from contextlib import suppress
 
 import pytest
 
+import kvladder
+from kvladder.config.stack import load_config
+from kvladder.errors import ConfigError
 from kvladder.testing import TierTests
+from kvladder.testing.redisserver import free_ports
 from kvladder.tiers.isolated.tier import IsolatedTier
+from kvladder.tiers.nixl import plane
+from kvladder.tiers.nixl.curve import make_keys, read_keys
 from kvladder.tiers.nixl.tier import NixlOptions, NixlTier
 from tests.kit.far import Far
 
@@ -49,3 +58,153 @@ class TestNixl(TierTests):
 
     async def raw_corrupt(self, tier, ref):
         self.far("damage", tier.context.namespace, ref.key)
+
+
+# ---- bad input
+
+LAYOUT = kvladder.Layout(block_tokens=4, block_bytes=8192)
+
+
+def stack(far, **changed):
+    level = {"type": "nixl", "servers": [far.address], "keys": far.keys, "capacity": "8 MiB"}
+    return {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, {**level, **changed}]}
+
+
+def refused(far, layout=LAYOUT, **changed):
+    """Why a cache over it is not opened, and where."""
+    with pytest.raises(ConfigError) as error:
+        kvladder.open_cache(stack(far, **changed), layout=layout)
+    return str(error.value), error.value.path
+
+
+def test_who_has_another_key_is_refused(far, tmp_path):
+    make_keys(tmp_path)
+    what, where = refused(far, keys=str(tmp_path / "client.keys"))  # of another server
+    assert "another key" in what
+    assert where == "tiers[1].servers"
+    own = read_keys(far.keys)
+    stranger = tmp_path / "stranger.keys"
+    secret = read_keys(str(tmp_path / "client.keys")).secret
+    stranger.write_text(f'secret: "{secret}"\npeers: ["{own.peers[0]}"]\n')
+    stranger.chmod(0o600)
+    what, _ = refused(far, keys=str(stranger))
+    assert "it does not know the key of this end" in what
+    assert far("counts")["clients"] == 0
+
+
+def test_blocks_that_are_too_large_for_the_server_are_refused(far):
+    layout = kvladder.Layout(block_tokens=4, block_bytes=128 << 10)
+    what, where = refused(far, layout)
+    assert "at most 65536 fit into a slot" in what
+    assert where == "tiers[1].servers"
+
+
+def test_a_server_that_is_not_there_is_named(far, tmp_path):
+    (port,) = free_ports(1)
+    what, where = refused(far, servers=[f"127.0.0.1:{port}"])
+    assert f"127.0.0.1:{port}: nobody listens there" in what
+    assert "a kvladder serve that runs" in what
+    assert where == "tiers[1].servers"
+
+
+def test_who_answers_something_else_is_no_far_end(far):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer():
+            for _ in range(9):
+                with suppress(OSError):
+                    came, _ = other.accept()
+                    came.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9)
+                    came.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        what, _ = refused(far, servers=[f"127.0.0.1:{other.getsockname()[1]}"])
+        assert "is no kvladder" in what or "the connection was closed" in what
+        other.shutdown(socket.SHUT_RDWR)
+
+
+def test_an_interface_that_is_not_there_is_named(far):
+    what, _ = refused(far, interfaces="none0")
+    assert "NIXL" in what
+
+
+def test_without_a_server_that_is_not_required_there_are_misses(far):
+    (port,) = free_ports(1)
+    more = {"servers": [f"127.0.0.1:{port}"], "required": False}
+    with kvladder.open_cache(stack(far, **more), layout=LAYOUT) as cache:
+        fetch = cache.fetch([kvladder.BlockKey(bytes(32))])
+        fetch.wait()
+        assert not fetch.slots
+        fetch.release()
+
+
+@pytest.mark.parametrize("text", ["", "secret: x", "[]", "secret: 1\npeers: []", "\0"])
+def test_a_file_that_has_no_keys_is_refused(far, tmp_path, text):
+    file = tmp_path / "keys"
+    file.write_text(text)
+    file.chmod(0o600)
+    with pytest.raises(ConfigError) as error:
+        read_keys(str(file))
+    assert error.value.path == "keys"
+    assert "new-keys" in error.value.hint
+
+
+def test_keys_that_others_can_read_are_refused(tmp_path):
+    server, _ = make_keys(tmp_path / "new")
+    server.chmod(0o644)
+    with pytest.raises(ConfigError, match="can be read by others"):
+        read_keys(str(server))
+    with pytest.raises(FileExistsError):
+        make_keys(tmp_path / "new")
+
+
+@pytest.mark.parametrize("missing", ["nixl_cu13._api", "libcudart.so.99: cannot open"])
+def test_a_library_that_is_not_there_is_named(monkeypatch, missing):
+    def absent(name):
+        kind = ModuleNotFoundError if missing == name else ImportError
+        raise kind(f"No module named {name!r}" if missing == name else missing)
+
+    monkeypatch.setattr(plane, "import_module", absent)
+    with pytest.raises(ConfigError, match="NIXL cannot be loaded") as error:
+        plane.load()
+    assert "pip install kvladder[nixl]" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("changed", "path"),
+    [
+        ({"isolate": False}, "tiers[1].isolate"),
+        ({"servers": []}, "tiers[1]"),
+        ({"servers": ["nowhere"]}, "tiers[1]"),
+        ({"servers": ["x:1", "x:1"]}, "tiers[1]"),
+        ({"servers": ["x:1"], "peers": ["x:1"]}, "tiers[1]"),
+        ({"servers": "x:1"}, "tiers[1].servers"),
+        ({"transports": "cma,tcp"}, "tiers[1]"),
+    ],
+)
+def test_settings_that_cannot_be(changed, path):
+    level = {"type": "nixl", "servers": ["x:1"], "keys": "k", "capacity": "8 MiB", **changed}
+    with pytest.raises(ConfigError) as error:
+        load_config({"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, level]})
+    assert error.value.path == path
+
+
+# ---- as a level of a cache
+
+
+def test_coded_blocks_travel_short_and_come_back_whole(far):
+    level = {"when": "commit", "codecs": ["zstd", "checksum"]}
+    keys = [kvladder.BlockKey(bytes([n]) * 32) for n in range(8)]
+    with kvladder.open_cache(stack(far, **level), layout=LAYOUT) as cache:
+        saving = cache.save(keys)
+        for key, slot in zip(keys, saving.slots, strict=True):
+            cache.arena.view(slot)[:8192] = key * 256
+        saving.commit()
+        assert cache.flush(timeout_s=60)
+        assert len(far("stored", cache.namespace, keys[0])) < 1000
+    with kvladder.open_cache(stack(far, **level), layout=LAYOUT) as cache:
+        fetch = cache.fetch(keys)
+        fetch.wait()
+        for key, slot in zip(keys, fetch.slots, strict=True):
+            assert cache.arena.view(slot)[:8192] == key * 256
+        fetch.release()

@@ -20,6 +20,7 @@ DRAIN_MAX = 64
 """Messages that are taken before others have their turn."""
 LINGER_MS = 200
 _BROKEN: dict[int, str] = {
+    zmq.EVENT_CONNECT_RETRIED: "nobody listens there",
     zmq.EVENT_DISCONNECTED: "the connection was closed",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know the key of this end",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it has another key, or is no kvladder",
@@ -140,8 +141,8 @@ class Dialled:
     def _happened(self, frames: list[bytes]) -> None:
         event = parse_monitor_message(frames)["event"]
         if event in _BROKEN:
-            final = event != zmq.EVENT_DISCONNECTED
-            self._broke(TierError(_BROKEN[event], temporary=not final))
+            may_mend = event in {zmq.EVENT_CONNECT_RETRIED, zmq.EVENT_DISCONNECTED}
+            self._broke(TierError(_BROKEN[event], temporary=may_mend))
 
     def send(self, data: bytes) -> None:
         """Send a frame."""

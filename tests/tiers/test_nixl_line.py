@@ -1,0 +1,390 @@
+"""Connections to far ends over a fabric that is late, hangs, breaks, and lies."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from contextlib import asynccontextmanager, suppress
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvladder.arena import Arena
+from kvladder.errors import TierError
+from kvladder.keys import BlockKey, Namespace
+from kvladder.testing.cancel import cancel_at
+from kvladder.testing.sim import sim_run
+from kvladder.tiers.label import Facts, Labels
+from kvladder.tiers.nixl import messages as m
+from kvladder.tiers.nixl.line import Line
+from tests.kit.fabric import Fabric
+
+SIZE = 6000
+SPACE = Namespace(bytes(range(32)))
+POISON = 0xA5
+
+
+class Near:
+    """A client with an arena, and blocks to move."""
+
+    def __init__(self, fabric, *, timeout_s=None):
+        self.fabric = fabric
+        self.arena = Arena.create(16, 8192)
+        self.slots = self.arena.lease(16) or []
+        self.said: list[str] = []
+        client = fabric.client(self.arena, block_bytes=SIZE, timeout_s=timeout_s)
+        self.line = Line("far", client, fabric.dial, self.said.append)
+        self.labels = Labels(SPACE, SIZE, verify=True)
+
+    @staticmethod
+    def key(number):
+        return BlockKey(hashlib.sha256(b"%d" % number).digest())
+
+    def data(self, number):
+        return hashlib.shake_128(self.key(number)).digest(SIZE)
+
+    async def put(self, *numbers):
+        for n in numbers:
+            self.arena.view(self.slots[n])[:SIZE] = self.data(n)
+
+        async def label(wanted):
+            await asyncio.sleep(0.0005)
+            return [
+                self.labels.pack(
+                    self.key(numbers[w]), self.arena.view(self.slots[numbers[w]])[:SIZE]
+                )
+                for w in wanted
+            ]
+
+        sizes, facts = [SIZE] * len(numbers), [Facts()] * len(numbers)
+        keys = [self.key(n) for n in numbers]
+        return await self.line.here.put(keys, [*numbers], sizes, facts, label)
+
+    async def get(self, *numbers):
+        """Which blocks came, all of them right."""
+        self.poison()
+        got = await self.line.here.get([self.key(n) for n in numbers], [*numbers])
+        for n, length in zip(numbers, got.lengths, strict=True):
+            assert length in {0, SIZE}
+            if length:
+                assert bytes(self.arena.view(self.slots[n])[:SIZE]) == self.data(n)
+        return [bool(length) for length in got.lengths]
+
+    async def have(self, *numbers):
+        return [*await self.line.here.lookup([self.key(n) for n in numbers])]
+
+    def poison(self):
+        for slot in self.slots:
+            self.arena.view(slot)[:] = bytes([POISON]) * 8192
+
+    def is_untouched(self):
+        return all({*self.arena.view(slot)} == {POISON} for slot in self.slots)
+
+    async def aclose(self):
+        await self.line.aclose()
+        self.arena.release(self.slots)
+        self.arena.close()
+
+
+@asynccontextmanager
+async def pair(**more):
+    fabric = Fabric()
+    near = Near(fabric, **more)
+    try:
+        yield near, fabric
+    finally:
+        await near.aclose()
+        await fabric.aclose()
+        assert not any(plane.is_alive for plane in fabric.planes)
+
+
+async def until(is_so):
+    while not is_so():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+async def test_blocks_go_and_come():
+    async with pair() as (near, fabric):
+        assert await near.line.tried()
+        assert await near.put(0, 1) == [True, True]
+        assert await near.put(1, 2) == [True, True]
+        assert await near.have(0, 3, 2) == [1, 0, 1]
+        assert await near.get(0, 3, 2) == [True, False, True]
+        await near.line.here.remove([near.key(0)])
+        assert await near.have(0, 1) == [0, 1]
+        assert await near.line.here.purge(None) == 2
+        assert fabric.exporter.gauges()["messages_refused"] == 0
+
+
+@pytest.mark.parametrize("call", ["get", "put"])
+async def test_what_hangs_ends_with_the_fence_and_lands_nowhere(call):
+    async with pair(timeout_s=2.0) as (near, fabric):
+        await near.line.tried()
+        await near.put(0, 1)
+        fabric.hangs = True
+        began_s = asyncio.get_running_loop().time()
+        with pytest.raises(TierError, match="no answer within 1 s"):
+            await (near.get(0, 1) if call == "get" else near.put(2, 3))
+        assert asyncio.get_running_loop().time() - began_s < 1.6
+        near.poison()
+        for plane in fabric.planes:
+            for write in plane.posted:
+                write.land()
+        await asyncio.sleep(0.5)
+        assert near.is_untouched()
+        fabric.hangs = False
+        await until(lambda: near.line.is_up)
+        assert near.line.breaks == 1
+        assert await near.get(0, 1, 2) == [True, True, False]
+
+
+@pytest.mark.parametrize("call", ["get", "put", "have"])
+async def test_a_call_may_be_given_up_at_any_time(call):
+    async with pair() as (near, fabric):
+        await near.line.tried()
+        await near.put(0, 1)
+        fabric.offers.delay_s = 0.01
+        for suspension in count(1):
+            await near.line.here.remove([near.key(2)])
+            reached = await cancel_at(
+                getattr(near, call)(*((2,) if call == "put" else (0, 1))), suspension
+            )
+            near.poison()
+            await asyncio.sleep(0.1)
+            assert near.is_untouched()
+            fabric.offers.check()
+            if not reached:
+                break
+        assert near.line.breaks == 0, "nothing hung, so there was no need of the fence"
+
+
+async def test_a_far_end_that_is_silent_is_given_up_and_found_again():
+    async with pair() as (near, fabric):
+        await near.line.tried()
+        await near.put(0)
+        fabric.is_cut = True
+        await until(lambda: not near.line.is_up)
+        with pytest.raises(TierError, match="far: it is silent"):
+            await near.have(0)
+        await asyncio.sleep(10)
+        assert fabric.exporter.gauges()["clients_lost"] == 1, "it has given up the client as well"
+        fabric.is_cut = False
+        await until(lambda: near.line.is_up)
+        assert await near.get(0) == [True]
+
+
+async def test_slots_of_a_client_that_is_gone_come_back_after_its_agent_is_destroyed():
+    async with pair() as (near, fabric):
+        await near.line.tried()
+        fabric.hangs = True
+        putting = asyncio.create_task(near.put(0, 1, 2))
+        await until(lambda: fabric.offers.grants)
+        held = fabric.offers.arena.slots - fabric.offers.arena.free
+        assert held == 3
+        fabric.is_cut = True
+        (server,) = [plane for plane in fabric.planes if plane.arena is fabric.offers.arena]
+        while fabric.offers.grants:
+            assert server.is_alive
+            await asyncio.sleep(0.01)
+        assert not server.is_alive
+        fabric.offers.check()
+        with pytest.raises(TierError):
+            await putting
+
+
+async def test_a_data_plane_that_fails_ends_the_session_at_both_ends():
+    async with pair() as (near, fabric):
+        await near.line.tried()
+        await near.put(0)
+        fabric.is_broken = True
+        with pytest.raises(TierError):
+            await near.get(0)
+        await asyncio.sleep(1)
+        fabric.is_broken = False
+        await until(lambda: near.line.is_up)
+        assert await near.get(0) == [True]
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        ("get", lambda op: m.Got(op, [], b"")),
+        ("get", lambda op: m.Got(op, [SIZE], b"")),
+        ("get", lambda op: m.Found(op, b"\1")),
+        ("put", lambda op: m.Grant(op, [])),
+        ("put", lambda op: m.Grant(op, [64])),
+        ("put", lambda op: m.Grant(op, [1 << 30])),
+        ("have", lambda op: m.Found(op, b"\1\1")),
+    ],
+)
+async def test_answers_that_cannot_be_break_the_connection(asked, answer):
+    async with pair() as (near, fabric):
+        await near.line.tried()
+        kinds = {"get": m.Get, "put": m.Offer, "have": m.Lookup}
+
+        def lie(data):
+            message = m.request(data)
+            if isinstance(message, kinds[asked]):
+                fabric.later(fabric._arrive, b"client 0", m.frame(answer(message.op)))
+                return []
+            return [data]
+
+        fabric.to_far = lie
+        with pytest.raises(TierError, match="protocol"):
+            await getattr(near, asked)(0)
+        await asyncio.sleep(0.1)
+        assert near.line.breaks == 1
+        assert "protocol" in near.said[0]
+
+
+@pytest.mark.parametrize(
+    ("mangle", "why"),
+    [
+        (lambda data: [b"\2" + data[1:]], "speaks version 2"),
+        (lambda data: [b"HTTP/1.1 400"], "speaks version 72"),
+        (lambda data: [data[:-1]], "does not keep to the protocol"),
+        (lambda data: [b""], "speaks nothing"),
+    ],
+)
+async def test_a_far_end_that_speaks_something_else_is_named(mangle, why):
+    async with pair() as (near, fabric):
+        fabric.to_near = mangle
+        assert not await near.line.tried()
+        assert why in str(near.line.error)
+        assert not near.line.error.temporary
+
+
+async def test_blocks_that_do_not_fit_into_a_slot_there_are_refused():
+    fabric = Fabric()
+    fabric.offers.block_bytes_max = SIZE - 1
+    near = Near(fabric)
+    assert not await near.line.tried()
+    assert "blocks of 6000 bytes: at most 5999" in str(near.line.error)
+    assert not near.line.error.temporary
+    await near.aclose()
+    await fabric.aclose()
+
+
+# ---- fuzz
+
+KEYS = st.lists(st.integers(0, 5), max_size=4).map(
+    lambda numbers: b"".join(Near.key(n) for n in numbers)
+) | st.binary(max_size=70)
+OPS = st.integers(0, 40) | st.integers(0, (1 << 62) - 1)
+ROWS = st.tuples(
+    st.integers(0, 100),
+    st.integers(0, 100),
+    st.none() | st.floats(),
+    st.binary(max_size=8),
+    st.integers(0, 7),
+)
+SLOTS = st.lists(st.integers(-2, 20) | st.integers(0, (1 << 31) - 1), max_size=4)
+LABELS = st.integers(0, 3).map(lambda n: bytes(n * 576)) | st.binary(max_size=600)
+LENGTHS = st.lists(st.integers(0, 10**5), max_size=4)
+NOISE = st.binary(max_size=33)
+REQUESTS = st.one_of(
+    st.builds(m.Ping, OPS),
+    st.builds(m.Lookup, OPS, KEYS),
+    st.builds(m.Get, OPS, KEYS, SLOTS),
+    st.builds(
+        m.Offer, OPS, KEYS, st.lists(st.integers(0, 10**5), max_size=4), st.lists(ROWS, max_size=4)
+    ),
+    st.builds(m.Commit, OPS, LABELS),
+    st.builds(m.Abort, OPS, OPS),
+    st.builds(m.Remove, OPS, KEYS),
+    st.builds(m.Purge, OPS, st.none() | st.binary(max_size=9)),
+    st.builds(
+        m.Hello,
+        OPS,
+        st.binary(max_size=33),
+        st.integers(-1, 10**6),
+        st.binary(max_size=9),
+        st.tuples(OPS, OPS, OPS),
+    ),
+    st.builds(m.Bye, OPS),
+)
+REPLIES = st.one_of(
+    st.builds(m.Pong, OPS, st.booleans()),
+    st.builds(m.Found, OPS, st.binary(max_size=4)),
+    st.builds(m.Got, OPS, st.lists(st.integers(0, 10**5), max_size=3), LABELS),
+    st.builds(m.Grant, OPS, SLOTS),
+    st.builds(m.Stored, OPS, st.binary(max_size=4)),
+    st.builds(m.Done, OPS, OPS),
+    st.builds(m.Failed, OPS, st.text(max_size=9), st.booleans()),
+    st.builds(m.Gone, OPS, st.text(max_size=9)),
+)
+
+
+def frames(kinds):
+    """Frames that are whole, cut, changed, or noise."""
+    whole = kinds.map(m.frame)
+    cut = st.builds(lambda data, n: data[: n % (len(data) + 1)], whole, st.integers(0, 999))
+    changed = st.builds(
+        lambda data, at, byte: data[: at % len(data)] + bytes([byte]) + data[at % len(data) + 1 :],
+        whole,
+        st.integers(0, 999),
+        st.integers(0, 255),
+    )
+    return st.lists(
+        whole | cut | changed | st.binary(max_size=50) | whole.map(lambda data: data * 2),
+        max_size=25,
+    )
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(frames(REQUESTS), st.booleans())
+def test_no_client_harms_a_far_end(data, waits):
+    async def fuzzed():
+        async with pair() as (near, fabric):
+            await near.line.tried()
+            await near.put(0, 1)
+            blocks, view = fabric.offers.blocks, fabric.offers.arena.view
+            stored = {name: bytes(view(slot)) for name, (slot, *_) in blocks.items()}
+            rogue = Near(fabric)
+            await rogue.line.tried()
+            for frame in data:
+                fabric.exporter.take(b"client 1", frame)
+                if waits:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(1)
+            for name, (slot, *_) in blocks.items():
+                assert stored.get(name) in {None, bytes(view(slot))}
+            await near.put(2, 3)
+            assert await near.get(2, 3) == [True, True]
+            assert near.line.breaks == 0
+            await rogue.aclose()
+
+    sim_run(fuzzed())
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(frames(REPLIES))
+def test_no_far_end_harms_a_client(data):
+    async def fuzzed():
+        async with pair(timeout_s=2.0) as (near, fabric):
+            await near.line.tried()
+            await near.put(0, 1)
+            tasks = [asyncio.create_task(near.put(2, 3)), asyncio.create_task(near.have(0, 9))]
+            for frame in data:
+                await asyncio.sleep(0.0003)
+                fabric._arrive(b"client 0", frame)
+            await asyncio.wait(tasks)
+            for task in tasks:
+                assert task.exception() is None or isinstance(task.exception(), TierError)
+            await until(lambda: near.line.is_up)
+            await near.put(4)
+            assert await near.get(4) == [True]
+
+    sim_run(fuzzed())
+
+
+@given(frames(REQUESTS | REPLIES))
+def test_the_decoder_takes_or_refuses_anything(data):
+    for frame in data:
+        for decode in (m.request, m.reply):
+            with suppress(m.WireError):
+                assert m.frame(decode(m.frame(decode(frame)))) == m.frame(decode(frame))
