@@ -127,7 +127,7 @@ class Engine:
         end, manager = time.monotonic() + wait_s, self.half.connector.manager
         while time.monotonic() < end:
             self.half.settle()
-            if not self.half.busy and manager.idle() and not manager._stack.loader.keys():
+            if not self.half.busy and manager.idle() and not manager._stack.loader.arrivals:
                 break
             time.sleep(0.02)
         manager.check()

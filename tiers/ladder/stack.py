@@ -196,7 +196,8 @@ class TierStack(Seam):
             end = min(end, start + (step if is_plain else STEP))
             part, said = keys[start:end], metas[start:end]
         is_new = self.host.index.disjoint(part) and self._saving.disjoint(part)
-        if is_new and alike(said) and self.loader.disjoint(part) and self._admitted(first):
+        is_new = is_new and not self._any_coming(part)
+        if is_new and alike(said) and self._admitted(first):
             return range(start, end), end
         wanted: list[int] = []
         if end > start + STEP:
@@ -210,7 +211,7 @@ class TierStack(Seam):
                 if key in self.host.index:
                     self.host.index.widen(key, meta.terms)
                 self.host.doubt()
-            elif key not in self._saving and key not in self.loader:
+            elif key not in self._saving and key not in self.loader.arrivals:
                 if not self._admitted(meta):
                     return wanted, len(keys)
                 wanted.append(index)
@@ -223,6 +224,11 @@ class TierStack(Seam):
         if len(slots) < len(wanted):
             self.wake()
         return slots
+
+    def _any_coming(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether one of these is on its way up."""
+        arrivals = self.loader.arrivals
+        return bool(arrivals) and not arrivals.keys().isdisjoint(keys)
 
     def _admitted(self, meta: Meta) -> bool:
         return self.host.admits(meta) or any(level.admits(meta) for level in self.levels)
@@ -269,7 +275,7 @@ class TierStack(Seam):
             or not alike(metas)
             or not self.host.admits(metas[0])
             or not self.host.index.disjoint(keys)
-            or not self.loader.disjoint(keys)
+            or self._any_coming(keys)
         ):
             return False
         self._saving.done(keys)
@@ -281,7 +287,7 @@ class TierStack(Seam):
         stored: list[BlockKey] = []
         for key, slot in zip(reversed(keys), reversed(slots), strict=True):
             meta = self._saving.pop(key, slot)
-            if meta is None or key in self.loader or key in self.host.index:
+            if meta is None or key in self.loader.arrivals or key in self.host.index:
                 # removed or saved anew meanwhile, or a level below had it after all
                 self.shared.arena.release([slot])
             elif self.host.admits(meta):
@@ -441,7 +447,7 @@ class TierStack(Seam):
             self.loader.prober.void()
             coming = list(self._saving)
         with self.lock:
-            coming += self.loader.keys()
+            coming += self.loader.arrivals
         for level in levels:
             with self.lock:
                 coming += level.coming()

@@ -56,7 +56,7 @@ class Pins(Protocol):
         """Blocks from these levels, one each, have not arrived when the fetch was over."""
         ...
 
-    def discard(self, keys: Sequence[BlockKey]) -> None:
+    def discard(self, keys: Sequence[BlockKey], /) -> object:
         """Forget blocks whose bytes turned out to be of no use."""
         ...
 

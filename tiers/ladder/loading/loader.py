@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, KeysView, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial, reduce
 from itertools import islice
 from operator import attrgetter
@@ -52,7 +52,7 @@ class Loader:
         post: Callable[..., object],
         blocks_max: int,
         landed: Callable[[], None],
-        discard: Callable[[Sequence[BlockKey]], None],
+        discard: Callable[[Sequence[BlockKey]], object],
         worth: Worth,
     ) -> None:
         self._host = host
@@ -62,8 +62,10 @@ class Loader:
         self._post = post
         self._max = blocks_max
         self._landed = landed
-        self._discard = discard
-        self._arrivals: dict[BlockKey, Arrival] = {}
+        self.discard = discard
+        """Forgets blocks whose bytes turned out to be of no use."""
+        self.arrivals: dict[BlockKey, Arrival] = {}
+        """What is on its way; for others to look at, with the lock held."""
         self._parked: deque[tuple[Fetch, int, BlockKey]] = deque()
         """What waits for room: who, which block of its prefix, and its key."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -71,24 +73,13 @@ class Loader:
         self._wanting = [lv for lv in levels if lv.rule.when == "commit" and lv.rule.min_hits]
         """Levels that want blocks which were hit so often."""
         self.prober = Prober(levels, shared, self._known, self._grow)
-        self._planner = Planner(worth, host, levels, shared, self._arrivals, self.prober.pace)
-
-    def __contains__(self, key: BlockKey) -> bool:
-        return key in self._arrivals
-
-    def keys(self) -> KeysView[BlockKey]:
-        """The blocks that are on their way."""
-        return self._arrivals.keys()
-
-    def disjoint(self, keys: Sequence[BlockKey]) -> bool:
-        """Whether none of ``keys`` is on its way."""
-        return not self._arrivals or self._arrivals.keys().isdisjoint(keys)
+        self._planner = Planner(worth, host, levels, shared, self.arrivals, self.prober.pace)
 
     def recall(self, keys: Sequence[BlockKey], salt: bytes | None = None) -> None:
         """Blocks were removed: what arrives of them, if it is of this salt, is thrown away."""
         self.prober.recall(keys)
         for key in keys:
-            arrival = self._arrivals.get(key)
+            arrival = self.arrivals.get(key)
             if arrival is not None and (salt is None or arrival.meta.terms.salt == salt):
                 arrival.recall()
 
@@ -260,7 +251,7 @@ class Loader:
         """Whether the block is somewhere, as far as is known without asking."""
         return (
             self._host.find(key) is not None
-            or key in self._arrivals
+            or key in self.arrivals
             or any(level.find(key) is not None for level in self._levels if level.readable)
         )
 
@@ -283,15 +274,15 @@ class Loader:
         while self._prune():
             pass
         with self._lock:
-            stuck = not self._arrivals and not any(level.pending for level in self._levels)
+            stuck = not self.arrivals and not any(level.pending for level in self._levels)
             wants = self._due(STEP if stuck else self._host.room_max)
             slots = self._room_for(wants)
             reads = self._begin(wants[: len(slots)], slots)
             for want in wants[: len(slots)]:
                 fetch, position, key = self._parked.popleft()
                 assert key == want.key
-                self._arrivals[key].waiters.append((fetch, position))
-            stuck = not self._arrivals and not any(level.pending for level in self._levels)
+                self.arrivals[key].waiters.append((fetch, position))
+            stuck = not self.arrivals and not any(level.pending for level in self._levels)
             if stuck and self._parked and not self._host.has_looked:
                 self._host.doubt()
                 self._landed()
@@ -321,7 +312,7 @@ class Loader:
         """Drop the head of the queue, if it need not wait; whether it did."""
         if self._parked:
             fetch, position, key = self._parked[0]
-            slot, arrival = self._host.find(key), self._arrivals.get(key)
+            slot, arrival = self._host.find(key), self.arrivals.get(key)
             if fetch.queues_for([position], self._shared.clock.now()):
                 if slot is None and (arrival is None or arrival.dead):
                     return False
@@ -343,7 +334,7 @@ class Loader:
         if not due:
             return []
         levels = [level for level in self._levels if level.readable]
-        now_s, in_host, arrivals = self._shared.clock.now(), self._host.index.keys(), self._arrivals
+        now_s, in_host, arrivals = self._shared.clock.now(), self._host.index.keys(), self.arrivals
         if len({fetch for fetch, _, _ in due}) == 1:
             first, at, _ = due[0]
             of_one = among(levels, first.levels)
@@ -366,7 +357,7 @@ class Loader:
 
     def _room_for(self, wants: Sequence[Want]) -> list[Slot]:
         """Slots for what has to come, as far as budget and room go."""
-        count = min(len(wants), self._max - len(self._arrivals))
+        count = min(len(wants), self._max - len(self.arrivals))
         if count <= 0:
             return []
         lowest = min([want.level.index.priority(want.place) for want in wants[:count]])
@@ -382,7 +373,7 @@ class Loader:
             level.places.begin_reads(places)
             level.index.hit(places)
             for block, meta in zip(blocks, level.index.metas(places), strict=True):
-                self._arrivals[block.key] = Arrival(block, meta, level)
+                self.arrivals[block.key] = Arrival(block, meta, level)
         return self._reads(batches)
 
     def _reads(self, batches: dict[Level, list[LevelRead]]) -> list[Read]:
@@ -404,7 +395,7 @@ class Loader:
             if index in later:
                 sources.append(later[index].level.name)
             elif slot == NO_SLOT:
-                arrival = self._arrivals[key]
+                arrival = self.arrivals[key]
                 sources.append(arrival.level.name)
                 arrival.waiters.append((fetch, index))
             else:
@@ -456,9 +447,9 @@ class Loader:
         finally:
             with self._lock:
                 level.pace.came(mark, len(batch), self._shared.clock.now(), found=any(found))
-                was_full, free = len(self._arrivals) >= self._max, self._shared.arena.free
+                was_full, free = len(self.arrivals) >= self._max, self._shared.arena.free
                 reads = self._reads(self._land(level, batch, found))
-                goes_on = self._arrivals or any(level.queued for level in self._levels)
+                goes_on = self.arrivals or any(level.queued for level in self._levels)
                 # what came is pinned: who waits for room has it from writes, which say so
                 if was_full or self._shared.arena.free > free or not goes_on:
                     self._landed()
@@ -474,7 +465,7 @@ class Loader:
         here: list[BlockKey] = []
         for block, ok in zip(reversed(batch), reversed(found), strict=True):
             key = block.key
-            arrival = self._arrivals[key]
+            arrival = self.arrivals[key]
             wanted = [(f, i) for f, i in arrival.waiters if f.waits_for([i])]
             if ok and not arrival.dead:
                 if self._arrived(key, arrival, wanted):
@@ -486,7 +477,7 @@ class Loader:
             if not ok and wanted and not arrival.dead and not self._closed:
                 retry = self._reroute(level, key, arrival, wanted)
             if retry is None:
-                del self._arrivals[key]
+                del self.arrivals[key]
             else:
                 retries.setdefault(retry[0], []).insert(0, retry[1])
             for fetch, index in wanted:
@@ -504,7 +495,7 @@ class Loader:
         if len(batch) < BULK_MIN:
             return False
         keys, host = [block.key for block in batch], self._host
-        came = [self._arrivals[key] for key in keys]
+        came = [self.arrivals[key] for key in keys]
         fetch = came[0].waiters[0][0] if came[0].waiters else None
         positions: list[int] = []
         for one in came:
@@ -516,7 +507,7 @@ class Loader:
         if not alike([one.meta for one in came]) or not host.admits(came[0].meta):
             return False
         for key in keys:
-            del self._arrivals[key]
+            del self.arrivals[key]
         slots = [block.slot for block in batch]
         self._shared.arena.share(slots)
         host.hold(keys[::-1], slots[::-1], came[0].meta, pins=1)
@@ -529,7 +520,7 @@ class Loader:
         self, key: BlockKey, arrival: Arrival, wanted: Sequence[tuple[Fetch, int]]
     ) -> bool:
         """Hand the slot over to the host level, if that takes it, and to those who wait for it."""
-        del self._arrivals[key]
+        del self.arrivals[key]
         slot = arrival.read.slot
         self._shared.arena.share([slot] * len(wanted))
         is_taken = self._host.admits(arrival.meta)
@@ -571,10 +562,6 @@ class Loader:
             with self._lock:
                 self._host.unpin(keys[start:end], slots[start:end])
 
-    def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Forget blocks whose bytes turned out to be of no use."""
-        self._discard(keys)
-
     async def aclose(self) -> None:
         """End every load; what has not arrived is a miss."""
         self._closed = True
@@ -585,16 +572,16 @@ class Loader:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        while self._arrivals:  # their reads have not begun
+        while self.arrivals:  # their reads have not begun
             with self._lock:
-                for arrival in [*islice(self._arrivals.values(), STEP)]:
+                for arrival in [*islice(self.arrivals.values(), STEP)]:
                     arrival.level.read_ended([arrival.read])
                     self._land(arrival.level, [arrival.read], [False])
 
     def check(self) -> None:
         """Assert what must hold of every arrival; for tests."""
-        slots = [arrival.read.slot for arrival in self._arrivals.values()]
+        slots = [arrival.read.slot for arrival in self.arrivals.values()]
         assert len({*slots}) == len(slots) <= self._max
-        assert self._host.index.disjoint(self._arrivals)
+        assert self._host.index.disjoint(self.arrivals)
         assert not any(map(self._host.index.key_at, slots))
         assert all(map(self._shared.arena.claims, slots))
