@@ -410,6 +410,19 @@ def test_a_block_is_bound_to_what_was_done_to_it_before():
 
 
 @pytest.mark.usefixtures("master")
+def test_steps_of_which_the_length_tells_nothing_are_bound_too():
+    """Left out or repeated, they would make a whole block of other bytes."""
+    sender = chain(MirrorCodec(), AesGcmCodec())
+    stored, label = encoded(sender, numbers())
+    steps = steps_of(coding_of(sender, stored, label))
+    assert steps is not None
+    mirrored, encrypted = [(step.codec, step.params) for step in steps]
+    assert decoded(sender, stored, forged(stored, [mirrored, encrypted])) == numbers()
+    for made_up in ([encrypted], [mirrored, mirrored, encrypted]):
+        assert decoded(sender, stored, forged(stored, made_up)) is Outcome.CORRUPT
+
+
+@pytest.mark.usefixtures("master")
 def test_no_key_encrypts_more_blocks_than_random_nonces_allow(monkeypatch):
     monkeypatch.setattr(aesgcm, "BLOCKS_MAX", 3)
     monkeypatch.setattr(aesgcm, "KEYS_MAX", 2)
