@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby, repeat
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple, cast
@@ -77,8 +77,10 @@ def source(levels: Sequence[Level], position: int, key: BlockKey) -> Want | None
     return None
 
 
-def joined(parts: Iterable[tuple[int, int, Pace]]) -> list[Run]:
+def joined(parts: Sequence[tuple[int, int, Pace]]) -> list[Run]:
     """Parts of runs that follow each other: those of one level are one run."""
+    if len(parts) == 1:
+        return [Run(*parts[0])]
     runs: list[Run] = []
     for pace, same in groupby(parts, itemgetter(2)):
         firsts, new, _ = zip(*same, strict=True)
