@@ -70,60 +70,53 @@ class Growing:
         self.length -= tokens
 
 
-class BeamTable:
-    """Which buffer holds which block of each beam, so that beams are reordered without a copy.
+class Beams:
+    """How much of what beams wrote is the same, so that a beam takes over only what differs.
 
-    For beam search over buffers that grow in place, one per beam: entry ``[beam][block]`` is the
-    buffer whose ``block``-th block of tokens is that beam's. A new parent copies the table's row,
-    and of the tokens only those of the last block that it writes on in.
+    For beam search over buffers that grow in place, one per beam. An attention kernel reads a
+    beam's history in one piece, so each buffer holds a whole one; when beams are reordered, what
+    the new parent and the buffer have in common is there already: the prompt, and all up to where
+    the two parted.
 
     Parameters
     ----------
     beams:
-        Buffers, as many as there are beams.
-    block_tokens:
-        Tokens that are told apart at a time.
+        Buffers, as many as there are beams. What they hold at first has nothing in common.
     """
 
-    def __init__(self, beams: int, block_tokens: int) -> None:
-        if beams < 1 or block_tokens < 1:
-            raise PlanError(f"{beams} beams, blocks of {block_tokens} tokens", hint="1 or more")
-        self.block_tokens = block_tokens
-        self.length = 0
-        self.rows: list[list[int]] = [[] for _ in range(beams)]
+    def __init__(self, beams: int) -> None:
+        if beams < 1:
+            raise PlanError(f"{beams} beams", hint="1 or more")
+        self._alike = [[0] * beams for _ in range(beams)]
+        """How many leading tokens are the same, for each pair of different beams."""
 
-    def append(self, tokens: int = 1) -> None:
-        """Every beam writes so many tokens more, each to its own buffer."""
-        if tokens < 0:
-            raise PlanError(f"{tokens} tokens", hint="0 or more")
-        self.length += tokens
-        blocks = -(-self.length // self.block_tokens)
-        for beam, row in enumerate(self.rows):
-            row.extend([beam] * (blocks - len(row)))
+    def __len__(self) -> int:
+        return len(self._alike)
 
-    def reorder(self, parents: Sequence[int]) -> list[tuple[int, int, int, int]]:
-        """Beam ``b`` goes on from what beam ``parents[b]`` has so far.
+    def crop(self, length: int) -> None:
+        """All buffers hold at most so many tokens now."""
+        self._alike = [[min(alike, length) for alike in row] for row in self._alike]
 
-        Returns copies ``(source buffer, target buffer, first token, end)`` to be made before the
-        beams write on, all reads before any write: the last block, where it is cut short and
-        another's. What a buffer holds and some beam still reads is not written over, since a
-        beam's buffer is written at the end of the sequence alone.
+    def reorder(self, parents: Sequence[int], length: int) -> list[tuple[int, int, int]]:
+        """Beam ``b`` goes on from what beam ``parents[b]`` has, ``length`` tokens.
+
+        Returns copies ``(source, target, first)`` of the tokens from ``first`` on, to be made
+        before the beams write on, all reads before any write.
 
         Raises
         ------
         PlanError
             There is not one parent per beam; nothing was changed.
         """
-        beams = len(self.rows)
+        beams, alike = len(self._alike), self._alike
         if len(parents) != beams or not all(0 <= parent < beams for parent in parents):
             raise PlanError(f"parents {list(parents)}", hint=f"{beams} of 0 .. {beams - 1}")
-        self.rows = [self.rows[parent][:] for parent in parents]
-        first = self.length // self.block_tokens * self.block_tokens
-        if first == self.length:
-            return []
-        copies: list[tuple[int, int, int, int]] = []
-        for beam, row in enumerate(self.rows):
-            if row[-1] != beam:
-                copies.append((row[-1], beam, first, self.length))
-                row[-1] = beam
+        copies = [
+            (parent, beam, alike[beam][parent])
+            for beam, parent in enumerate(parents)
+            if parent != beam and alike[beam][parent] < length
+        ]
+        self._alike = [
+            [length if one == other else alike[one][other] for other in parents] for one in parents
+        ]
         return copies

@@ -1,0 +1,368 @@
+"""Caches for ``generate`` that grow in place, and the beginnings of prompts in a stack of tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from kvladder.arena import Slot
+from kvladder.compose import open_cache
+from kvladder.connectors.transformers.model import LayerShape, layer_shapes
+from kvladder.connectors.weights import model_digest
+from kvladder.errors import LayoutError
+from kvladder.gpu.sizing.grow import STEP, Beams, Growing, growth_step
+from kvladder.keys import KeyScheme
+from kvladder.layout import Layout
+
+
+class Room:
+    """Memory for the keys, or the values, of one layer: longer than what is in it.
+
+    Parameters
+    ----------
+    step:
+        It grows by multiples of so many tokens.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._memory: torch.Tensor | None = None
+        self.in_place = False
+        """Whether the last tokens were written behind the others, and none of those moved."""
+        self.copied_bytes = 0
+        """Of tokens that moved because the memory grew."""
+
+    @property
+    def bytes(self) -> int:
+        """What it takes, spare room included."""
+        return 0 if self._memory is None else self._memory.nbytes
+
+    def append(self, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """``held`` and ``new`` behind it, in one tensor ``[rows, heads, tokens, size]``.
+
+        In place where ``held`` is what this returned, or a part of it that begins further behind
+        or ends earlier, and what is to come fits in.
+        """
+        length = held.shape[2] if held.numel() else 0
+        whole = length + new.shape[2]
+        if new.requires_grad and torch.is_grad_enabled():  # who goes back needs what was
+            self._memory, self.in_place = None, False
+            return torch.cat((held, new), dim=2) if length else new
+        memory, start = self._memory, self._start(held) if length else None
+        self.in_place = start is not None
+        if memory is None or start is None or not self._fits(memory, start + whole, whole):
+            rows, heads, _, size = new.shape
+            capacity = Growing(self._step, length=whole).capacity
+            memory, start = new.new_empty(rows, heads, capacity, size), 0
+            if length:
+                memory[:, :, :length] = held
+                self.copied_bytes += held.nbytes
+            self._memory, self.in_place = memory, False
+        memory[:, :, start + length : start + whole] = new
+        return memory[:, :, start : start + whole]
+
+    def _start(self, held: torch.Tensor) -> int | None:
+        """The place of its first token in the memory; None if it lies elsewhere."""
+        memory = self._memory
+        if memory is None or held.stride() != memory.stride() or held.shape[:2] != memory.shape[:2]:
+            return None
+        if held.untyped_storage().data_ptr() != memory.untyped_storage().data_ptr():
+            return None
+        return int(held.storage_offset()) // int(memory.stride(2))
+
+    def _fits(self, memory: torch.Tensor, end: int, whole: int) -> bool:
+        """Whether tokens up to ``end`` may be written, and ``whole`` of them do not waste it."""
+        frozen = memory.is_inference() and not torch.is_inference_mode_enabled()
+        return end <= memory.shape[2] <= 2 * whole + self._step and not frozen
+
+
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]
+    """A layer of full attention. ``keys`` and ``values`` are views into rooms."""
+
+    keys: Any
+    values: Any
+
+    def __init__(self, step: int = STEP) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        self.rooms = Room(step), Room(step)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the new tokens and give all."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        of_keys, of_values = self.rooms
+        self.keys = of_keys.append(self.keys, key_states)
+        self.values = of_values.append(self.values, value_states)
+        return self.keys, self.values
+
+
+class GrowingWindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """A layer that sees a window: what it keeps moves once a step, not with every token."""
+
+    keys: Any
+    values: Any
+
+    def __init__(self, sliding_window: int, step: int = STEP) -> None:
+        super().__init__(sliding_window)  # pyright: ignore[reportUnknownMemberType]
+        self.rooms = Room(step), Room(step)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the new tokens and give what they see."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        new = key_states.shape[2]
+        self.cumulative_length += new
+        of_keys, of_values = self.rooms
+        keys = of_keys.append(self.keys, key_states)
+        values = of_values.append(self.values, value_states)
+        before = self.sliding_window - 1
+        kept = keys.shape[2] if self.record_past else min(keys.shape[2], before)
+        self.keys, self.values = _last(keys, kept), _last(values, kept)
+        seen = min(keys.shape[2], before + new)
+        return _last(keys, seen), _last(values, seen)
+
+
+def _last(states: torch.Tensor, tokens: int) -> torch.Tensor:
+    return states[:, :, states.shape[2] - tokens :]
+
+
+class GrowingCache(DynamicCache):  # type: ignore[misc]
+    """A cache for ``generate(past_key_values=...)`` whose layers grow in place.
+
+    New tokens are written into spare room behind those that are there; memory grows, and what is
+    in it moves, once in ``step`` tokens, in layers one after the other (as in OpenVINO's GPU
+    plug-in). Where a layer may not write in place, because somebody changed its tensors or goes
+    back through them, it moves its tokens and goes on. Beams take over from others what they do
+    not have in common. Layers that keep states instead of tokens are transformers' own.
+
+    Parameters
+    ----------
+    config:
+        The model's.
+    step:
+        Tokens; that of layer ``n`` is ``growth_step(n, step=step)``.
+    """
+
+    def __init__(self, config: Any, *, step: int = STEP) -> None:
+        super().__init__(config=config)
+        layers: list[Any] = list(DynamicCache(config=config).layers)
+        self.layers: list[Any] = [
+            _growing(layer, growth_step(number, step=step)) for number, layer in enumerate(layers)
+        ]
+        self._beams = Beams(1)
+
+    @property
+    def in_place(self) -> list[bool]:
+        """By layer and by keys and values, whether the last tokens moved no others."""
+        return [room.in_place for room in self._rooms()]
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of tokens that moved because memory grew."""
+        return sum(room.copied_bytes for room in self._rooms())
+
+    @property
+    def bytes(self) -> int:
+        """What the layers' memory takes, spare room included."""
+        return sum(room.bytes for room in self._rooms())
+
+    def _rooms(self) -> Iterator[Room]:
+        for layer in self.layers:
+            yield from getattr(layer, "rooms", ())
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row ``n`` goes on from what row ``beam_idx[n]`` has."""
+        parents = [int(parent) for parent in beam_idx]
+        if len(self._beams) != len(parents):
+            self._beams = Beams(len(parents))
+        length = self.get_seq_length()
+        copies = self._beams.reorder(parents, length)
+        for layer in self.layers:
+            kept = getattr(layer, "keys", None)
+            if not hasattr(layer, "rooms") or (
+                kept is not None and kept.is_inference() and not torch.is_inference_mode_enabled()
+            ):
+                layer.reorder_cache(beam_idx)
+            elif kept is not None:
+                for states in (layer.keys, layer.values):
+                    _take_over(states, copies, length)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens."""
+        super().crop(tokens_to_remove)  # pyright: ignore[reportUnknownMemberType]
+        self._beams.crop(self.get_seq_length())
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()  # pyright: ignore[reportUnknownMemberType]
+        self._beams = Beams(1)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        super().batch_repeat_interleave(repeats)  # pyright: ignore[reportUnknownMemberType]
+        self._beams = Beams(1)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows."""
+        super().batch_select_indices(indices)  # pyright: ignore[reportUnknownMemberType]
+        self._beams = Beams(1)
+
+
+def _growing(layer: Any, step: int) -> Any:
+    if type(layer) is DynamicLayer:
+        return GrowingLayer(step)
+    if type(layer) is DynamicSlidingWindowLayer:
+        return GrowingWindowLayer(layer.sliding_window, step)
+    return layer
+
+
+def _take_over(states: torch.Tensor, copies: Sequence[tuple[int, int, int]], length: int) -> None:
+    """Make copies between rows of which the last of ``length`` tokens are kept; reads first."""
+    before = length - states.shape[2]
+    written = {target for _, target, _ in copies}
+    parts: list[tuple[int, int, torch.Tensor]] = []
+    for source, target, first in copies:
+        at = max(0, first - before)
+        part = states[source, :, at:]
+        parts.append((target, at, part.clone() if source in written else part))
+    for target, at, part in parts:
+        states[target, :, at:] = part
+
+
+class Prefixes:
+    """Keeps what a model computed of prompts in a stack of tiers, for caches that begin with it.
+
+    One thread; a context manager.
+
+    Parameters
+    ----------
+    model:
+        Of full attention in all layers, in evaluation mode.
+    source:
+        The stack: a YAML file, or a mapping.
+    block_tokens:
+        Tokens that are kept and found together.
+    overrides:
+        Settings above those of the file.
+
+    Raises
+    ------
+    ConfigError, LayoutError
+        A setting is wrong, or a layer keeps something else than keys and values of all tokens.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        source: str | Path | Mapping[str, Any],
+        *,
+        block_tokens: int = 16,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._model = model
+        self._shapes = layer_shapes(model, context=1 << 62)
+        for number, shape in enumerate(self._shapes):
+            if shape.window:
+                what = f"layer {number} sees a window of {shape.window} tokens"
+                raise LayoutError(what, hint="expected full attention in all layers")
+        layout = Layout(
+            block_tokens,
+            sum(_bytes(shape, block_tokens) for shape in self._shapes),
+            {"engine": "transformers.generate", "model": model_digest(model)},
+        )
+        self.manager = open_cache(source, layout=layout, overrides=overrides)
+        """The cache of blocks."""
+        self._scheme = KeyScheme(self.manager.namespace, block_tokens=block_tokens)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def begin(
+        self, tokens: Sequence[int], *, salt: str = "", rows: int = 1, step: int = STEP
+    ) -> GrowingCache:
+        """A cache with the longest beginning of a prompt that is found.
+
+        Its last token is not in it, since a model computes at least one. ``rows`` is how many
+        ``generate`` makes of the prompt: beams, or sequences that are returned. Waits for tiers, as
+        long as the stack's ``fetch.deadline``.
+        """
+        cache = GrowingCache(self._model.config, step=step)
+        keys = self._scheme.chain(tokens[:-1], parent=self._scheme.root(salt=salt))
+        fetch = self.manager.fetch(keys, salt=salt)
+        fetch.wait()
+        try:
+            if fetch.slots:
+                blocks = [self._views(slot) for slot in fetch.slots]
+                for number in range(len(self._shapes)):
+                    states = (
+                        torch.cat([block[number][part] for block in blocks], dim=1)
+                        .to(self._model.device)
+                        .expand(rows, -1, -1, -1)
+                        for part in (0, 1)
+                    )
+                    cache.layers[number].update(*states)
+        finally:
+            fetch.release()
+        return cache
+
+    def keep(self, cache: Any, tokens: Sequence[int], *, salt: str = "") -> int:
+        """Save the whole blocks of the tokens that row 0 of a cache holds.
+
+        ``tokens`` are what was computed from the first on, what was generated included. Returns how
+        many blocks were new.
+
+        Raises
+        ------
+        LayoutError
+            The cache's layers are not this model's.
+        """
+        held, size = cache.get_seq_length(), self._scheme.block_tokens
+        if len(cache.layers) != len(self._shapes):
+            what = f"{len(cache.layers)} layers"
+            raise LayoutError(what, hint=f"expected the {len(self._shapes)} of the model")
+        keys = self._scheme.chain(tokens[:held], parent=self._scheme.root(salt=salt))
+        save = self.manager.save(keys, salt=salt)
+        done = False
+        try:
+            for at, slot in zip(save.indices, save.slots, strict=True):
+                for layer, views in zip(cache.layers, self._views(slot), strict=True):
+                    for states, view in zip((layer.keys, layer.values), views, strict=True):
+                        view.copy_(states[0, :, at * size : (at + 1) * size])
+            done = True
+        finally:
+            (save.commit if done else save.abort)()
+        return len(save.slots)
+
+    def _views(self, slot: Slot) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The keys and values of each layer in a slot, ``[heads, tokens, size]``."""
+        memory = torch.frombuffer(self.manager.arena.view(slot), dtype=torch.uint8)
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        at, size = 0, self._scheme.block_tokens
+        for shape in self._shapes:
+            pair: list[torch.Tensor] = []
+            for width in (shape.key_size, shape.value_size):
+                end = at + shape.heads * size * width * shape.dtype.itemsize
+                pair.append(memory[at:end].view(shape.dtype).view(shape.heads, size, width))
+                at = end
+            found.append((pair[0], pair[1]))
+        return found
+
+    def close(self) -> None:
+        """Flush to durable levels and close; may be called again."""
+        self.manager.close()
+
+
+def _bytes(shape: LayerShape, tokens: int) -> int:
+    """Of a block's keys and values of one layer."""
+    return shape.heads * tokens * (shape.key_size + shape.value_size) * shape.dtype.itemsize

@@ -1,0 +1,203 @@
+"""Caches that grow in place: what models say with them is what they say without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache
+
+from kvladder.connectors.transformers import GrowingCache, Prefixes
+from kvladder.errors import ConfigError, LayoutError
+from tests.connectors.test_transformers import MODELS, make_model, prompts_of
+
+pytestmark = pytest.mark.slow
+
+NEW = 40
+STACK = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}]}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 4, "num_return_sequences": 4},
+    "beams of samples": {"num_beams": 3, "do_sample": True},
+    "samples": {"do_sample": True, "num_return_sequences": 3},
+    "drafts": {"prompt_lookup_num_tokens": 4},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def say(model: Any, prompt: list[int], cache: Any = None, new: int = NEW, **way: Any) -> Any:
+    """What the model says after a prompt; with ``cache``, or one that it makes."""
+    torch.manual_seed(5)
+    ids = torch.tensor([prompt])
+    options = {"do_sample": False, **way}
+    said = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=new,
+        eos_token_id=None,
+        pad_token_id=0,
+        **options,
+    )
+    return said.tolist()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_said_is_the_same(name: str, way: str) -> None:
+    model = make_model(name)
+    (prompt,) = prompts_of(1)
+    if way == "drafts":
+        prompt = prompt * 2  # so that there is something to look up
+    expected = say(model, prompt, **WAYS[way])
+    for step in (4, 16):
+        cache = GrowingCache(model.config, step=step)
+        assert say(model, prompt, cache, **WAYS[way]) == expected
+
+
+def test_tokens_move_once_a_step_and_layers_one_after_the_other() -> None:
+    model = make_model()
+    cache = GrowingCache(model.config, step=16)
+    (prompt,) = prompts_of(1)
+    moved: list[list[bool]] = []
+    with torch.inference_mode():
+        model(torch.tensor([prompt]), past_key_values=cache)
+        for token in range(100):
+            model(torch.tensor([[token]]), past_key_values=cache)
+            moved.append([not one for one in cache.in_place])
+    for number in range(3):  # steps of 16, 17, 18 tokens
+        keys, values = ([step[2 * number + part] for step in moved] for part in (0, 1))
+        assert keys == values
+        ends = [at for at, one in enumerate(keys) if one]
+        assert {b - a for a, b in pairwise(ends)} == {16 + number}
+    assert max(sum(step[::2]) for step in moved) < 3  # never all of them
+    assert 0 < cache.copied_bytes < 100 * cache.bytes / 16
+
+
+@pytest.mark.parametrize("window", [2, 10, 64])
+def test_windows_hold_no_more_than_they_see_and_a_step(window: int) -> None:
+    model = make_model("mistral", sliding_window=window)
+    (prompt,) = prompts_of(1)
+    cache, plain = GrowingCache(model.config, step=8), DynamicCache(config=model.config)
+    with torch.inference_mode():
+        for number in range(60):
+            ids = torch.tensor([prompt if not number else [number]])
+            one = model(ids, past_key_values=cache).logits
+            assert torch.equal(one, model(ids, past_key_values=plain).logits)
+            held = 2 * (window + (len(prompt) if not number else 1) + 10) + 10
+            each = cache.bytes / len(list(cache._rooms()))
+            assert each <= held * 2 * 16 * 4  # heads, size, bytes of a number
+
+
+def test_beams_take_over_what_they_do_not_have_in_common(monkeypatch: Any) -> None:
+    from kvladder.connectors.transformers import growing
+
+    moved: list[int] = []
+    take_over = growing._take_over
+
+    def counted(states: torch.Tensor, copies: Any, length: int) -> None:
+        moved.append(sum(length - first for _, _, first in copies))
+        take_over(states, copies, length)
+
+    monkeypatch.setattr(growing, "_take_over", counted)
+    model = make_model()
+    (prompt,) = prompts_of(1, shared=200)
+    say(model, prompt, GrowingCache(model.config), num_beams=4)
+    first, rest = moved[:6], moved[6:]
+    assert first == [3 * len(prompt)] * 6  # all go on from the first
+    assert 0 < max(rest) <= 3 * NEW + NEW
+
+
+Change = Callable[[Any], object]
+CHANGES: dict[str, Change] = {
+    "offloaded": lambda cache: [layer.offload() for layer in cache.layers],
+    "copied": lambda cache: [vars(layer).update(keys=layer.keys.clone()) for layer in cache.layers],
+    "cropped": lambda cache: cache.crop(-7),
+    "repeated": lambda cache: cache.batch_repeat_interleave(3),
+    "selected": lambda cache: cache.batch_select_indices(torch.tensor([0])),
+    "reset": lambda cache: cache.reset(),
+    "reordered": lambda cache: cache.reorder_cache(torch.tensor([0])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("change", CHANGES)
+def test_whoever_changes_it_finds_it_right(change: str, mode: Any) -> None:
+    """Also between a pass in inference mode and one outside."""
+    model = make_model()
+    (prompt,) = prompts_of(1)
+    caches = GrowingCache(model.config, step=16), DynamicCache(config=model.config)
+    said: list[list[torch.Tensor]] = [[], []]
+    for cache, logits in zip(caches, said, strict=True):
+        with torch.inference_mode():
+            model(torch.tensor([prompt]), past_key_values=cache)
+        with mode():
+            CHANGES[change](cache)
+            rows = 3 if change == "repeated" else 1
+            for token in range(20):
+                logits.append(model(torch.tensor([[token]] * rows), past_key_values=cache).logits)
+    assert all(torch.equal(one, other) for one, other in zip(*said, strict=True))
+
+
+def test_gradients_go_through_it() -> None:
+    model = make_model()
+    (prompt,) = prompts_of(1)
+    found: list[torch.Tensor] = []
+    for cache in (GrowingCache(model.config), DynamicCache(config=model.config)):
+        model.zero_grad()
+        model(torch.tensor([prompt[:20]]), past_key_values=cache)
+        model(torch.tensor([prompt[20:]]), past_key_values=cache).logits.sum().backward()
+        found.append(model.model.embed_tokens.weight.grad.clone())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("way", "rows"), [("greedy", 1), ("samples", 3), ("beams", 4)])
+def test_prompts_begin_with_what_others_computed(way: str, rows: int, tmp_path: Path) -> None:
+    model = make_model()
+    first, second = prompts_of(2)
+    files = {"type": "files", "path": str(tmp_path), "capacity": "16 MiB", "when": "commit"}
+    stack = {**STACK, "fetch": {"deadline": "1 m"}, "tiers": [*STACK["tiers"], files]}
+    with Prefixes(model, stack, block_tokens=4) as prefixes:
+        cache = prefixes.begin(first)
+        assert cache.get_seq_length() == 0
+        (said,) = say(model, first, cache)
+        assert prefixes.keep(cache, said) == (len(said) - 1) // 4
+        assert prefixes.keep(cache, said) == 0
+        assert prefixes.begin(said, salt="another").get_seq_length() == 0
+    expected = say(model, second, **WAYS[way])
+    with Prefixes(model, stack, block_tokens=4) as prefixes:  # another process would do the same
+        cache = prefixes.begin(second, rows=rows)
+        assert cache.get_seq_length() == 28  # of 30 that they share
+        assert say(model, second, cache, **WAYS[way]) == expected
+        assert prefixes.begin(said).get_seq_length() == (len(said) - 1) // 4 * 4
+        assert prefixes.begin(first[:29]).get_seq_length() == 28
+        assert prefixes.begin(first[:28]).get_seq_length() == 24  # at least one is computed
+
+
+def test_models_and_caches_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(LayoutError, match="layer 0 sees a window of 10 tokens"):
+        Prefixes(make_model("mistral"), STACK)
+    with pytest.raises(ConfigError, match="tiers"):
+        Prefixes(make_model(), {"arena": {"size": "1 MiB"}})
+    model = make_model()
+    with Prefixes(model, STACK) as prefixes:
+        small = make_model(num_hidden_layers=2)
+        cache = GrowingCache(small.config)
+        said = say(small, [1, 2, 3], cache)
+        with pytest.raises(LayoutError, match="2 layers"):
+            prefixes.keep(cache, said[0])
+        assert prefixes.manager.arena.free == prefixes.manager.arena.slots
