@@ -4,14 +4,20 @@ The tier answers at once and moves nothing, so that bookkeeping alone is measure
 a load into a host that is free takes in the same run: nothing has to leave for it. A host that is
 full of blocks that a level below has is the steady state of loading. Where what leaves has still to
 be written, each block that is loaded has one written, too: the row is for both.
+
+One block at a time, which host alone has, costs the engine's own thread what calls cost: what is
+done for many at once says nothing of that.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from statistics import median
+from typing import TypeVar
 
 import kvladder
 from benchmarks.instant import InstantTier, keys_of
@@ -20,12 +26,17 @@ from kvladder.config.registry import register
 from kvladder.keys import BlockKey
 from kvladder.manager import CacheManager
 
+T = TypeVar("T")
+
 HOST_BLOCKS = 16384
 FETCH_BLOCKS = 4096
 ROUNDS = 3
 TURN = 32
 """Blocks of one kind that follow each other where there are two."""
 BLOCKS = 2 * HOST_BLOCKS + 3 * ROUNDS * FETCH_BLOCKS
+
+SINGLES = 2048
+"""Blocks that are saved and loaded one after the other."""
 
 HELD = keys_of("held", BLOCKS)
 
@@ -41,6 +52,7 @@ def rows() -> Iterable[Row]:
     """Loads into a host that is free, or full: of blocks that are below, are not, or of both."""
     register("tiers", "instant", Held)
     layout = kvladder.Layout(block_tokens=16, block_bytes=4096, fields={"model": "benchmark"})
+    yield from singles(layout)
     level = {"name": "instant", "type": "instant", "capacity": 4 * BLOCKS * 4096}
     stack = {
         "arena": {"size": HOST_BLOCKS * 4096},
@@ -59,6 +71,29 @@ def rows() -> Iterable[Row]:
             cache.save(list(islice(fresh, TURN))).commit()
             loaded(cache, held, TURN)
         yield row("load, and write half of what leaves", free, rounds(cache, held))
+
+
+def singles(layout: kvladder.Layout) -> Iterable[Row]:
+    """What an engine's thread asks for with one block."""
+    took: dict[str, list[float]] = defaultdict(list)
+
+    def timed(name: str, call: Callable[[], T]) -> T:
+        before = time.thread_time_ns()
+        answer = call()
+        took[name].append((time.thread_time_ns() - before) / 1e3)
+        return answer
+
+    stack = {"arena": {"size": SINGLES * 4096}, "tiers": [{"name": "host", "type": "host"}]}
+    with kvladder.open_cache(stack, layout=layout) as cache:
+        for key in keys_of("single", SINGLES):
+            save = timed("reserve", partial(cache.save, [key]))
+            timed("publish", save.commit)
+            fetch = timed("fetch", partial(cache.fetch, [key]))
+            assert timed("poll", lambda: fetch.done and fetch.slots)  # noqa: B023 - called at once
+            timed("release", fetch.release)
+    for name, each in took.items():
+        note = "CPU of the calling thread, and of reading its clock"
+        yield Row(name=f"one block, {name}", unit="us", ours=median(each), note=note)
 
 
 def row(name: str, limit: float, ours: float) -> Row:

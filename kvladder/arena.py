@@ -247,13 +247,11 @@ class Arena:
         """Add one claim to each of ``slots``, all of which are leased."""
         with self._lock:
             claims = self._claims
-            for index, slot in enumerate(slots):
-                count = claims[slot]
-                if count < 1:
-                    for undone in slots[:index]:
-                        claims[undone] -= 1
-                    raise ArenaError(f"slot {slot} is free: it cannot be shared")
-                claims[slot] = count + 1
+            if not all(map(claims.__getitem__, slots)):
+                free = next(slot for slot in slots if not claims[slot])
+                raise ArenaError(f"slot {free} is free: it cannot be shared")
+            for slot in slots:
+                claims[slot] += 1
 
     def release(self, slots: Sequence[Slot]) -> None:
         """Give up one claim on each of ``slots``; raises, changing nothing, on a free slot."""

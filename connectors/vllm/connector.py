@@ -283,8 +283,7 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_harmless(lambda: False)
     def has_pending_push_work(self) -> bool:
-        events = self._decides.events
-        return self._decides.busy or (events is not None and events.pending)
+        return self._decides.pending
 
     @_harmless(lambda: False)
     def reset_cache(self) -> bool | None:

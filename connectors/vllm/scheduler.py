@@ -467,9 +467,14 @@ class SchedulerHalf:
         return self._connector is not None
 
     @property
+    def pending(self) -> bool:
+        """Whether steps are needed where no request runs: copies or events are not over."""
+        return self.busy or (self.events is not None and self.events.pending)
+
+    @property
     def serving(self) -> bool:
-        """Whether any request is not over."""
-        return bool(self._states)
+        """Whether more steps follow: a request is not over, or something is ``pending``."""
+        return bool(self._states) or self.pending
 
     def reset(self) -> None:
         """What vLLM holds may be stale: use no name until ranks have looked at their weights.

@@ -195,6 +195,33 @@ def test_a_multi_connector_carries_them() -> None:
     assert value("tier_hit_blocks_total", tier="host") == 2
 
 
+def test_nothing_is_counted_up_in_steps_that_only_wait_for_copies() -> None:
+    from kvladder.connectors.vllm.reports.metrics import Changes
+
+    engine, asked = Engine({"host": "1 MiB"}), 0
+
+    def stats() -> Stats:
+        nonlocal asked
+        asked += 1
+        return engine.half.stats()
+
+    changes = Changes(lambda: 0.0)
+    try:
+        engine.add([11, 12, 13, 14, 15])
+        engine.run()
+        engine.copiers[0].held = True
+        engine.add([1, 2, 3, 4, 5, 6, 7, 8, 9])
+        for _ in range(8):
+            engine.step(64)
+            changes.take(stats, last=not engine.half.serving)
+        assert (len(engine.entries), asked) == (0, 1)
+        engine.copiers[0].held = False
+        engine.run()
+        assert changes.take(stats, last=not engine.half.serving) is not None
+    finally:
+        engine.close()
+
+
 def test_the_scheduler_half_has_a_value_for_every_metric() -> None:
     from kvladder.connectors.vllm.reports.metrics import Changes
 

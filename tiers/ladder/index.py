@@ -114,12 +114,15 @@ class LevelIndex(Generic[P]):
         return map(self._place.get, keys)
 
     def lasting(self, keys: Sequence[BlockKey]) -> Sequence[P] | None:
-        """The places of ``keys``, two or more, if all are held and nothing here ever expires.
+        """The places of ``keys``, one or more, if all are held and nothing here ever expires.
 
         None, too, where a key is named twice.
         """
         if self._expires is not None or self.next_end_s != inf:
             return None
+        if len(keys) == 1:
+            place = self._place.get(keys[0])
+            return None if place is None else (place,)
         try:
             places: tuple[P, ...] = itemgetter(*keys)(self._place)
         except KeyError:

@@ -44,7 +44,7 @@ from kvladder.tiers.ladder.door import Answer, Door, LevelSpec
 from kvladder.tiers.ladder.gate import Results
 from kvladder.tiers.ladder.index import Meta, alike
 from kvladder.tiers.ladder.places import Places
-from kvladder.tiers.ladder.queue import Inbox, Leaving, Pending
+from kvladder.tiers.ladder.queue import Inbox, Leaving, Pending, facts_of
 from kvladder.tiers.ladder.shelf import Above, Shared, Shelf
 
 LOST_MAX = 4096
@@ -427,11 +427,11 @@ class Level(Shelf[int]):
         places = self.places.take(len(self._writing))
         for one in list(self._writing.values())[len(places) :]:
             self.stats.drop("full" if self.places.limited else reason, one.meta.priority)
-        ttl_s, clock = self.rule.ttl_s, self.shared.clock
+        each = facts_of(self._writing.values(), ttl_s=self.rule.ttl_s, clock=self.shared.clock)
         lost, side = self._lost, self.door.edge.side
         return [
-            LevelWrite(side, key, place, one.slot, one.facts(ttl_s=ttl_s, clock=clock), key in lost)
-            for place, (key, one) in zip(places, self._writing.items(), strict=False)
+            LevelWrite(side, key, place, one.slot, facts, key in lost)
+            for place, (key, one), facts in zip(places, self._writing.items(), each, strict=False)
         ]
 
     def settle(self, blocks: Sequence[LevelWrite], answer: Answer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import islice
+from itertools import groupby, islice, repeat
 from math import inf
 from typing import NamedTuple
 
@@ -41,6 +41,15 @@ class Pending(NamedTuple):
             meta.terms.salt,
             meta.terms.packed(),
         )
+
+
+def facts_of(blocks: Iterable[Pending], *, ttl_s: float | None, clock: Clock) -> Iterator[Facts]:
+    """What a level with this TTL stores with each; those of one ``Meta`` share an object."""
+    meta, facts = None, Facts()
+    for one in blocks:
+        if one.meta is not meta:  # mostly it is: see ``LevelIndex.metas``
+            meta, facts = one.meta, one.facts(ttl_s=ttl_s, clock=clock)
+        yield facts
 
 
 class Inbox:
@@ -98,9 +107,10 @@ class Inbox:
         """Queue blocks, in that order, and take a claim on their slots; they fit."""
         assert len(keys) + len(self._blocks) <= self._max
         self._arena.share(slots)
-        for key, slot, meta in zip(keys, slots, metas, strict=True):
-            self._blocks[key] = Pending(slot, meta, now_s)
-            self._by_priority.setdefault(meta.priority, {})[key] = None
+        self._blocks.update(zip(keys, map(Pending, slots, metas, repeat(now_s)), strict=True))
+        for priority, same in groupby(zip(keys, metas, strict=True), lambda one: one[1].priority):
+            ranked = self._by_priority.setdefault(priority, {})
+            ranked.update(dict.fromkeys(key for key, _ in same))
 
     def among(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
         """Those of ``keys`` that wait."""

@@ -121,8 +121,7 @@ class Loader:
     def _serve(self, fetch: Fetch, *, new: bool) -> bool:
         """Take a step of blocks that are all in host; whether there may be more."""
         start, end, host = fetch.length, len(fetch.keys), self._host
-        is_short = end - start < BULK_MIN or not fetch.asking
-        if is_short or self._wanting or not fetch.levels & HOST:
+        if start == end or not fetch.asking or self._wanting or not fetch.levels & HOST:
             return False
         slots = host.index.lasting(fetch.keys[start : start + BULK_STEP])
         if slots is None:
