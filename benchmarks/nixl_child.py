@@ -1,0 +1,78 @@
+"""The other process of bench_nixl: one end of a bare data plane, and of a bare socket."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from kvladder.arena import Arena
+from kvladder.tiers.nixl.plane import Area, NixlPlane
+from kvladder.tiers.nixl.pump import doze
+
+
+def moved(plane: NixlPlane, is_over: Callable[[], bool]) -> None:
+    """Have bytes come and go until it is over."""
+    while not is_over():
+        if not plane.progress():
+            doze()
+
+
+def written(plane: NixlPlane, count: int, size: int) -> None:
+    """Write so many blocks to the other end."""
+    posted = plane.write(range(count), range(count), [size] * count)
+    moved(plane, lambda: plane.ended(posted))
+
+
+def told(end: socket.socket, value: object) -> None:
+    """Send something small."""
+    data = pickle.dumps(value)
+    end.sendall(len(data).to_bytes(4, "little") + data)
+
+
+def heard(end: socket.socket) -> Any:
+    """Receive it."""
+    size = int.from_bytes(end.recv(4, socket.MSG_WAITALL), "little")
+    return pickle.loads(end.recv(size, socket.MSG_WAITALL))
+
+
+def received(end: socket.socket, view: memoryview) -> None:
+    """Fill a view."""
+    while view:
+        view = view[end.recv_into(view) :]
+
+
+def main() -> None:
+    """Do what the benchmark says: b"g" and b"p" by the socket, b"G" and b"P" by NIXL."""
+    count, size = map(int, sys.argv[1:])
+    arena = Arena.create(count, size)
+    memory = memoryview(bytearray(count * size))
+    plane = NixlPlane(arena, "tcp", "lo")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        print(server.getsockname()[1], flush=True)
+        end, _ = server.accept()
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    told(end, (plane.metadata, tuple(plane.area)))
+    metadata, area = heard(end)
+    plane.join(metadata, Area(*area), size)
+    while call := end.recv(1):
+        number = int.from_bytes(end.recv(4, socket.MSG_WAITALL), "little")
+        if call == b"g":
+            end.sendall(memory[: number * size])
+        elif call == b"p":
+            received(end, memory[: number * size])
+            end.sendall(b"k")
+        elif call == b"G":
+            written(plane, number, size)
+            end.sendall(b"k")
+        else:
+            moved(plane, lambda: bool(select.select([end], [], [], 0)[0]))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
