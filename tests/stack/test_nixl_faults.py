@@ -17,10 +17,13 @@ from random import Random
 import pytest
 
 import kvladder
-from tests.kit.far import Far
 from tests.stack.test_isolated_levels import opened
 
-pytest.importorskip("nixl", reason="the extra nixl is not installed")
+for needed in ("zmq", "nixl_cu13"):
+    pytest.importorskip(needed, reason="the extra nixl is not installed")
+
+from tests.kit.far import Far  # noqa: E402
+
 TRIALS = int(os.environ.get("KVLADDER_TRIALS", "12"))
 BLOCK_BYTES = 1 << 20
 BLOCKS = 16

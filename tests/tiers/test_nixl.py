@@ -15,13 +15,16 @@ from kvladder.errors import ConfigError
 from kvladder.testing import TierTests
 from kvladder.testing.redisserver import free_ports
 from kvladder.tiers.isolated.tier import IsolatedTier
-from kvladder.tiers.nixl import plane
-from kvladder.tiers.nixl.curve import make_keys, read_keys
-from kvladder.tiers.nixl.tier import NixlOptions, NixlTier
-from tests.kit.far import Far
+
+for needed in ("zmq", "nixl_cu13"):
+    pytest.importorskip(needed, reason="the extra nixl is not installed")
+
+from kvladder.tiers.nixl import plane  # noqa: E402
+from kvladder.tiers.nixl.curve import make_keys, read_keys  # noqa: E402
+from kvladder.tiers.nixl.tier import NixlOptions, NixlTier  # noqa: E402
+from tests.kit.far import Far  # noqa: E402
 
 TESTS = itertools.count()
-pytest.importorskip("nixl", reason="the extra nixl is not installed")
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,9 @@ from kvladder.testing.cancel import cancel_at
 from kvladder.testing.sim import sim_run
 from kvladder.tiers.label import Facts, Labels
 from kvladder.tiers.nixl import messages as m
+
+pytest.importorskip("zmq")
+
 from kvladder.tiers.nixl.line import Line
 from tests.kit.fabric import Fabric
 
