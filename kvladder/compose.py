@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvladder.arena import Arena, Slot
 from kvladder.config.registry import finder
 from kvladder.config.settings import LevelConfig
@@ -30,6 +32,7 @@ from kvladder.tiers.ladder.shelf import EventBuffer, Shared
 from kvladder.tiers.ladder.stack import HostSettings, TierStack
 
 if TYPE_CHECKING:
+    from kvladder.export.process import Export
     from kvladder.publishing.publisher import Publisher
 
 
@@ -53,14 +56,23 @@ def open_cache(
 
 
 def open_manager(
-    config: StackConfig, layout: Layout, *, pools: bool = False, instance: str = ""
+    config: StackConfig,
+    layout: Layout,
+    *,
+    pools: bool = False,
+    instance: str = "",
+    serves: bool = False,
 ) -> CacheManager:
     """Build and open everything that ``config`` asks for; on an error nothing is left open.
 
     ``pools`` tells whether the caller makes block pools from the section ``gpu``, ``instance``
-    which of several engines with this configuration it is: its control socket is named by it.
+    which of several engines with this configuration it is: its control socket is named by it, and
+    its port for others. ``serves`` says that there is no engine: clients write to it.
     """
     config.check(layout)
+    if config.block.size_bytes is not None and not serves:
+        hint = "leave it out: the engine knows; it is for kvladder serve"
+        raise ConfigError("has no effect here", path="block.size", hint=hint)
     if "gpu" in config.source.raw and not pools:
         hint = "leave the section out: the engine has a block pool of its own"
         raise ConfigError("has no effect here", path="gpu", hint=hint)
@@ -98,8 +110,38 @@ def open_manager(
         if config.control.path is not None:
             path = socket_path(config.control.path, instance)
             manager.admit(ControlServer(path, manager, runtime))
+        if config.export.listen is not None:
+            export = _export(config, manager, stack, runtime, instance, serves=serves)
+            manager.admit(export)
+            manager.report("export", export.counts)
         undo.pop_all()
     return manager
+
+
+def _export(
+    config: StackConfig,
+    manager: CacheManager,
+    stack: TierStack,
+    runtime: Runtime,
+    instance: str,
+    *,
+    serves: bool,
+) -> Export:
+    """What serves others, at the port of the settings, or as far above it as ``dp3`` says."""
+    from kvladder.export.cache import EngineOffers, ServerOffers
+    from kvladder.export.process import Export
+
+    threads = runtime.threads("export")
+    private = [level.name for level in stack.levels if not level.tier.shared]
+    offers = ServerOffers(manager, threads) if serves else EngineOffers(manager, threads, private)
+    host, _, port = (config.export.listen or "").rpartition(":")
+    address = f"{host}:{int(port) + int(instance.removeprefix('dp') or 0)}"
+    return Export(
+        offers,
+        runtime,
+        msgspec.structs.replace(config.export, listen=address),
+        stack.shared.notices.say,
+    )
 
 
 def _in_effect(level: Level) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from math import inf
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
@@ -145,6 +145,7 @@ class CacheManager:
         self._description = description
         self._publisher = publisher
         self._guests: list[Closing] = []
+        self._sections: dict[str, Callable[[], dict[str, Any]]] = {}
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -376,7 +377,7 @@ class CacheManager:
                 found[level.name] = {**own, **level.stats.as_dict(size), **level_counts(level)}
             found["arena"] = {"slots": self.arena.slots, "free": self.arena.free}
             found["loop"] = {"faults": self._portal.faults}
-        return found
+        return found | {name: counts() for name, counts in self._sections.items()}
 
     def take_events(self) -> list[Event]:
         """What was stored and removed since the last call; for one caller, the publisher if any."""
@@ -400,6 +401,10 @@ class CacheManager:
     def admit(self, guest: Closing) -> None:
         """Close ``guest``, which uses this cache, before it."""
         self._guests.append(guest)
+
+    def report(self, section: str, counts: Callable[[], dict[str, Any]]) -> None:
+        """Have ``stats`` say what ``counts`` returns, which may be called from any thread."""
+        self._sections[section] = counts
 
     def flush(self, *, timeout_s: float) -> bool:
         """Write what only host memory holds to levels that outlive it; False if it took longer."""

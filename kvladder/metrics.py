@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-SECTIONS: Final = ("arena", "copies", "loop")
+SECTIONS: Final = ("arena", "copies", "export", "loop")
 """Sections of statistics that are not of a level; none may be called so."""
 
 Stats = dict[str, dict[str, Any]]

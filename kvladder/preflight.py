@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 from packaging.requirements import Requirement
 
 from kvladder.arena import memory_available
-from kvladder.config.settings import LevelConfig
+from kvladder.config.settings import ExportConfig, LevelConfig
 from kvladder.config.stack import StackConfig
 from kvladder.control.sockets import require_name
 from kvladder.errors import ConfigError, TierError
@@ -55,10 +55,14 @@ def _preflight(config: StackConfig) -> Findings:
     extras = {""}
     if config.events.publish is not None:
         extras.add("events")
-        _try(found, config, "", lambda: _bindable(config, found.warnings.append))
+        events = {f"events.{name}": getattr(config.events, name) for name in ("publish", "replay")}
+        _try(found, config, "", lambda: _bindable(events, "events", found.warnings.append))
     if config.control.path is not None:
         path = Path(config.control.path)
         _try(found, config, "", lambda: _socket(path))
+    if config.export.listen is not None:
+        extras.add("nixl")
+        _try(found, config, "", lambda: _exportable(config.export, found.warnings.append))
     for i, level in enumerate(config.levels, start=1):
         where = f"tiers[{i}]"
 
@@ -103,16 +107,17 @@ def _examined(level: LevelConfig, where: str, warnings: list[str]) -> Mapping[st
         return {}
 
 
-def _bindable(config: StackConfig, warn: Callable[[str], object]) -> None:
-    """Raise ConfigError if events cannot be published."""
+def _bindable(
+    addresses: Mapping[str, str | None], extra: str, warn: Callable[[str], object]
+) -> None:
+    """Raise ConfigError if nobody can listen at these addresses, by where they are set."""
     try:
         import zmq
     except ImportError as error:
-        hint = "install kvladder[events]"
-        raise ConfigError(f"needs pyzmq: {error}", path="events.publish", hint=hint) from error
+        hint, where = f"install kvladder[{extra}]", next(iter(addresses))
+        raise ConfigError(f"needs pyzmq: {error}", path=where, hint=hint) from error
     with zmq.Context() as context, context.socket(zmq.PUB) as socket:
-        for name in ("publish", "replay"):
-            address: str | None = getattr(config.events, name)
+        for where, address in addresses.items():
             if address is None:
                 continue
             try:
@@ -120,9 +125,19 @@ def _bindable(config: StackConfig, warn: Callable[[str], object]) -> None:
             except zmq.ZMQError as error:
                 if error.errno != zmq.EADDRINUSE:
                     hint = "expected an address such as 'tcp://*:5557'"
-                    where = f"events.{name}"
                     raise ConfigError(f"{address}: {error}", path=where, hint=hint) from error
-                warn(f"events.{name}: {address} is in use: does an engine run already?")
+                warn(f"{where}: {address} is in use: does an engine run already?")
+
+
+def _exportable(config: ExportConfig, warn: Callable[[str], object]) -> None:
+    """Raise ConfigError if nobody can be served."""
+    _bindable({"export.listen": f"tcp://{config.listen}"}, "nixl", warn)
+    from kvladder.tiers.nixl.curve import read_keys
+
+    try:
+        read_keys(config.keys)
+    except ConfigError as error:
+        raise within("export", error) from error
 
 
 def _socket(path: Path) -> None:

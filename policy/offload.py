@@ -7,7 +7,7 @@ from typing import Literal
 
 from kvladder.policy.eviction import PRIORITY_MAX, PRIORITY_MIN
 
-When = Literal["evict", "commit"]
+When = Literal["evict", "commit", "never"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class OffloadRule:
         whose parent was refused would be unreachable.
     when:
         ``evict`` writes back when the block leaves the level above; ``commit`` writes through as
-        soon as its content is complete.
+        soon as its content is complete; ``never`` leaves all writing to others who share it.
     min_hits:
         How often a block must have been used again before it is taken; 0 takes every block.
     ttl_s:
@@ -41,4 +41,5 @@ class OffloadRule:
 
     def admits(self, floor: int, hits: int) -> bool:
         """Whether a block of this prefix floor and hit count is taken."""
-        return floor >= self.min_priority and hits >= self.min_hits
+        is_due = floor >= self.min_priority and hits >= self.min_hits
+        return is_due and self.when != "never"

@@ -1,4 +1,4 @@
-"""The command line: ``kvladder check``, ``size``, ``stats``, ``describe``, ``purge``.
+"""The command line: ``kvladder check``, ``size``, ``serve``, ``stats``, ``purge`` ...
 
 Each command is a function: its parameters are the arguments, and its docstring is what ``--help``
 says of it and of them.
@@ -16,12 +16,13 @@ from typing import Final, get_args
 
 from kvladder.cli.check import check
 from kvladder.cli.purge import purge
+from kvladder.cli.serve import serve
 from kvladder.cli.size import size
 from kvladder.cli.stats import describe, stats
 from kvladder.errors import ConfigError
 
 EXIT_CONFIG: Final = 2
-COMMANDS: Final = (check, size, stats, describe, purge)
+COMMANDS: Final = (check, size, serve, stats, describe, purge)
 _SAID = re.compile(r"^(\w+):\n((?:    .*\n?)+)", re.MULTILINE)
 """What a docstring says of one parameter."""
 
@@ -63,7 +64,9 @@ def _add(command: argparse.ArgumentParser, one: Parameter, says: str) -> None:
     kind = next(iter(get_args(one.annotation)), one.annotation)  # of one that may be None
     flag = "--" + one.name.removesuffix("_s").rstrip("_").replace("_", "-")
     if one.kind is not one.KEYWORD_ONLY:
-        command.add_argument(one.name, type=kind, help=says)
+        command.add_argument(
+            one.name, type=kind, help=says, nargs=None if one.default is one.empty else "?"
+        )
     elif kind is bool:
         command.add_argument(flag, dest=one.name, action="store_true", help=says)
     else:

@@ -7,6 +7,7 @@ from typing import Final
 
 from kvladder.config.stack import StackConfig, load_config
 from kvladder.errors import ConfigError
+from kvladder.export.cache import server_layout
 from kvladder.layout import Layout
 from kvladder.planning.models import bytes_per_token
 from kvladder.preflight import preflight
@@ -54,7 +55,10 @@ def check(
     overrides = None if block_tokens is None else {"block": {"tokens": block_tokens}}
     found = load_config(config, overrides=overrides)
     if model is None:
-        return "\n".join([found.describe(), *([] if offline else _looked(found))])
+        layout = None if found.block.size_bytes is None else server_layout(found.block.size_bytes)
+        if layout is not None:
+            found.check(layout)
+        return "\n".join([found.describe(layout), *([] if offline else _looked(found))])
     tokens = found.block.tokens
     notes: list[str] = []
     if tokens == "auto":

@@ -57,6 +57,8 @@ class BlockConfig(Settings, frozen=True, kw_only=True):
 
     tokens: Positive | Literal["auto"] = "auto"
     """Tokens per block; ``auto`` takes the engine's."""
+    size_bytes: Size | None = msgspec.field(name="size", default=None)
+    """Of a server: the largest block that it keeps, as it is stored; written alone, too."""
     salt: str = ""
     """The deployment's secret: two deployments with other salts share nothing."""
 
@@ -134,6 +136,36 @@ class ControlConfig(Settings, frozen=True, kw_only=True):
             raise ConfigError(repr(self.path), path="path", hint=hint)
 
 
+Address = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"\A(\[[0-9a-fA-F:.%a-z]+\]|[^\s:/\[\]]+):\d{1,5}\Z",
+        description="host:port, such as 0.0.0.0:7700",
+    ),
+]
+
+
+class ExportConfig(Settings, frozen=True, kw_only=True):
+    """Whether other caches read blocks from this one, over NIXL."""
+
+    listen: Address | None = None
+    """Host and port for clients; further engines of one configuration take the next ports."""
+    keys: str = ""
+    """The file with the keys of this end, as ``kvladder serve --new-keys`` makes it."""
+    transports: str = "tcp"
+    """How bytes travel, as UCX names it: ``tcp``, or ``rc,tcp`` with RDMA."""
+    interfaces: str = ""
+    """The network devices, as UCX names them; all if empty."""
+
+    def __post_init__(self) -> None:
+        if self.listen is not None and not self.keys:
+            hint = "expected the file server.keys, which kvladder serve --new-keys DIR makes"
+            raise ConfigError("missing", path="keys", hint=hint)
+        if self.listen is None and (self.keys or self.interfaces or self.transports != "tcp"):
+            hint = "expected host:port, or leave the section out"
+            raise ConfigError("missing", path="listen", hint=hint)
+
+
 class Sections(Settings, frozen=True, kw_only=True):
     """The sections of a file, but for its list of tiers."""
 
@@ -144,6 +176,7 @@ class Sections(Settings, frozen=True, kw_only=True):
     fetch: FetchConfig = FetchConfig()
     events: EventsConfig = EventsConfig()
     control: ControlConfig = ControlConfig()
+    export: ExportConfig = ExportConfig()
 
 
 class BreakerConfig(Settings, frozen=True, kw_only=True):
@@ -308,6 +341,9 @@ class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
         Chosen.__post_init__(self)
         if not self.queue:
             raise ConfigError(str(self.queue), path="queue", hint="expected more than 0")
+        if self.when == "never" and not self.make.shared:
+            hint = "expected evict or commit: nobody else writes to this tier"
+            raise ConfigError("never", path="when", hint=hint)
         require_chain([codec.make for codec in self.codecs])
         if self.isolate is None:
             msgspec.structs.force_setattr(self, "isolate", self._isolates)

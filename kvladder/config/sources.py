@@ -168,8 +168,9 @@ def _gather(
             found.lay(keys, _text(env[name], name), "environment", name)
     for path, value in _leaves(_plain(overrides, "", found)):
         found.lay(path, value, "engine")
-    if isinstance(found.raw.get("control"), str):
-        found.raw["control"] = {"path": found.raw["control"]}
+    for section, key in (("control", "path"), ("block", "size")):
+        if isinstance(found.raw.get(section), str | int):
+            found.raw[section] = {key: found.raw[section]}
 
 
 def _plain(

@@ -234,7 +234,10 @@ class StackConfig(Sections, frozen=True, kw_only=True):
         """What capacities come to, by their paths."""
 
         def blocks(count: int) -> str:
-            return f"{count} blocks, {count * layout.block_tokens} tokens"
+            is_server = self.block.size_bytes is not None
+            return f"{count} blocks" + (
+                "" if is_server else f", {count * layout.block_tokens} tokens"
+            )
 
         found = {"arena.size": blocks(self.arena_slots(layout))}
         for i, level in enumerate(self.levels, start=1):
@@ -271,9 +274,9 @@ class StackConfig(Sections, frozen=True, kw_only=True):
             lines.append("a block's size is not known before an engine names its layout")
         else:
             slot = Size(layout.slot_bytes)
+            tokens = "" if self.block.size_bytes else f"{layout.block_tokens} tokens = "
             lines.append(
-                f"1 block = {layout.block_tokens} tokens = {layout.block_bytes} bytes"
-                f" in a slot of {slot.about()}"
+                f"1 block = {tokens}{layout.block_bytes} bytes in a slot of {slot.about()}"
             )
         found = self.rows(layout)
         lines += ["", *table("settings", (r for r in found if r.path[:6] != "tiers["))]

@@ -183,6 +183,33 @@ class CacheOffers(ABC):
         for lot in granted.lots:
             self._manager.ladder.abandon(lot.names, lot.slots)
 
+    # ---- what clients put
+
+    async def grant(
+        self,
+        session: int,
+        op: int,
+        keys: Sequence[bytes],
+        lengths: Sequence[int],
+        facts: Sequence[Facts],
+    ) -> Sequence[int]:
+        """See ``Offers``: nobody writes here, unless a subclass takes it."""
+        return [REFUSED] * len(keys)
+
+    async def commit(self, session: int, op: int, labels: Sequence[bytes]) -> Sequence[bool]:
+        """See ``Offers``: nothing was granted."""
+        return [False] * len(labels)
+
+    async def abort(self, session: int, op: int) -> None:
+        """See ``Offers``: nothing was granted."""
+
+    async def remove(self, session: int, keys: Sequence[bytes]) -> None:
+        """See ``Offers``: it is not theirs."""
+
+    async def purge(self, session: int, salt: bytes | None) -> int:
+        """See ``Offers``: nobody put anything."""
+        return 0
+
 
 class EngineOffers(CacheOffers):
     """What an engine's cache has, for engines of the same namespace, which read it only.
@@ -194,7 +221,6 @@ class EngineOffers(CacheOffers):
         self,
         manager: CacheManager,
         run_blocking: Blocking,
-        *,
         levels: Collection[str] | None = None,
     ) -> None:
         size = manager.layout.block_bytes
@@ -234,31 +260,6 @@ class EngineOffers(CacheOffers):
                 label = labels.pack(name, self.arena.view(slot)[:size], facts)
                 pinned.append(Pinned(slot, size, label))
         return pinned
-
-    async def grant(
-        self,
-        session: int,
-        op: int,
-        keys: Sequence[bytes],
-        lengths: Sequence[int],
-        facts: Sequence[Facts],
-    ) -> Sequence[int]:
-        """See ``Offers``: nobody writes here."""
-        return [REFUSED] * len(keys)
-
-    async def commit(self, session: int, op: int, labels: Sequence[bytes]) -> Sequence[bool]:
-        """See ``Offers``: nothing was granted."""
-        return [False] * len(labels)
-
-    async def abort(self, session: int, op: int) -> None:
-        """See ``Offers``: nothing was granted."""
-
-    async def remove(self, session: int, keys: Sequence[bytes]) -> None:
-        """See ``Offers``: the engine keeps what it has."""
-
-    async def purge(self, session: int, salt: bytes | None) -> int:
-        """See ``Offers``: nobody but the engine put anything."""
-        return 0
 
 
 def server_layout(block_bytes: int) -> Layout:

@@ -211,7 +211,7 @@ class Listener:
         except zmq.ZMQError as error:
             self.close()
             hint = "expected host:port of this machine, which nobody uses"
-            raise ConfigError(f"{address}: {error}", path="address", hint=hint) from error
+            raise ConfigError(f"{address}: {error}", path="listen", hint=hint) from error
         self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def _came(self, frames: list[bytes]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvladder.keys import BlockKey
 from kvladder.policy.offload import OffloadRule
-from kvladder.testing.fakes import Delay, Fail, FakeTier, Full, Hang, Hold
+from kvladder.testing.fakes import Delay, Fail, FakeStore, FakeTier, Full, Hang, Hold
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.ladder.door import LevelSettings
@@ -432,3 +432,17 @@ async def test_what_is_found_while_its_salt_is_purged_is_not_taken() -> None:
         assert len(cache.levels[0].index) == 0
         list(purging)
         fetch.release()
+
+
+async def test_a_level_that_is_only_read_is_never_written_to() -> None:
+    keys, tier = SimCache.keys(0, 0, 0), SharedFakeTier()
+    durable = FakeTier(store=FakeStore(), durable=True)
+    levels = LevelSpec(tier, OffloadRule(when="never")), LevelSpec(durable, COMMIT)
+    async with cache_of(*levels) as cache:
+        tier.others_put({key: cache.payload(key) for key in keys[:2]})
+        assert await cache.load(keys) == ["level1"] * 2
+        assert cache.manager.ladder.lasting() == {"level2": True}
+        cache.save(SimCache.keys(1, 1))
+        await cache.settle()
+        assert tier.batches("put") == []
+        assert sum(durable.batches("put")) == 2, "what is saved goes past it"

@@ -6,16 +6,18 @@ import re
 
 import pytest
 
+from kvladder.export.cache import EngineOffers
 from kvladder.metrics import DISTANCES, SECTIONS
 from kvladder.publishing.exposition import METRICS, samples
 from kvladder.testing.fakes import FakeTier
+from kvladder.testing.sim import inline_blocking
 from kvladder.testing.stacks import LevelSpec
 from tests.stack.caches import COMMIT, cache_of
 
 DERIVED = re.compile(r"dropped_\w+|breaker(_open|_opened)?")
 """Statistics that others tell, too."""
-QUANTITIES = ("_blocks", "_bytes", "_seconds", "_slots", "_state", "_calls")
-EVENTS = ("_errors", "_timeouts", "_openings", "_failures", "_faults")
+QUANTITIES = ("_blocks", "_bytes", "_seconds", "_slots", "_state", "_calls", "_clients")
+EVENTS = ("_errors", "_timeouts", "_openings", "_failures", "_faults", "_messages", "_ends")
 
 
 def test_names_follow_the_rules() -> None:
@@ -31,6 +33,8 @@ async def test_every_statistic_is_exposed() -> None:
     async with cache_of(LevelSpec(FakeTier(), COMMIT)) as cache:
         stats = cache.manager.stats()
         stats["copies"] = {"offload_bytes": 1, "offload_s": 1.0, "onboard_bytes": 0, "onboard_s": 0}
+        gauges = dict.fromkeys(("messages_refused", "clients_lost", "process_ends"), 0)
+        stats["export"] = {**EngineOffers(cache.manager, inline_blocking).counts(), **gauges}
         known = {(metric.section, key) for metric in METRICS for key in metric.fields}
         for name, values in stats.items():
             section = name if name in SECTIONS else "tier"

@@ -208,6 +208,10 @@ def test_a_rule_wants_its_hits() -> None:
     assert [rule_.admits(100, hits) for hits in range(4)] == [False, False, True, True]
 
 
+def test_a_level_that_others_write_to_takes_nothing() -> None:
+    assert not OffloadRule(when="never").admits(100, 5)
+
+
 @pytest.mark.parametrize("wrong", [{"min_priority": 101}, {"min_hits": -1}, {"ttl_s": 0.0}])
 def test_a_rule_makes_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(AssertionError):

@@ -274,7 +274,7 @@ def test_no_secret_is_in_the_repr_of_settings(remote):
     assert "hunter22" not in repr([options.parsed, named.parsed])
     assert "hunter22" not in str([*named.__rich_repr__()])
     assert "redis://***@cache" in repr(options)
-    assert repr(config.block) == "BlockConfig(tokens='auto', salt='***')"
+    assert repr(config.block) == "BlockConfig(tokens='auto', size_bytes=None, salt='***')"
 
 
 def test_errors_do_not_show_the_user_in_a_url(refusal):

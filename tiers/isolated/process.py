@@ -169,7 +169,7 @@ class Process:
         finally:
             self._progress.pop(number, None)
         if isinstance(answer, Failed):
-            raise _error(answer)
+            raise error_of(answer)
         assert isinstance(answer, wanted), answer
         return answer
 
@@ -196,7 +196,7 @@ class Process:
                 await asyncio.wait({self._serving})
 
 
-def _error(failed: Failed) -> TierError | ConfigError:
+def error_of(failed: Failed) -> TierError | ConfigError:
     """What a call raised."""
     if failed.kind == "config":
         return ConfigError(failed.message, path=failed.path, hint=failed.hint)

@@ -55,7 +55,8 @@ class Seam:
 
     def lasting(self) -> dict[str, bool]:
         """The levels that outlive the engine, and whether each takes blocks now."""
-        return {level.name: level.writable for level in self.levels if level.outlives}
+        given = [level for level in self.levels if level.outlives and level.rule.when != "never"]
+        return {level.name: level.writable for level in given}
 
     def lease(self, count: int) -> list[Slot]:
         """Up to ``count`` slots, evicting from host what levels below hold too."""

@@ -1,0 +1,79 @@
+"""``kvladder serve``: a cache without an engine, that engines share."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Final
+
+from kvladder.compose import open_manager
+from kvladder.config.stack import load_config
+from kvladder.errors import ConfigError
+from kvladder.export.cache import server_layout
+
+ENDINGS: Final = {signal.SIGTERM, signal.SIGINT}
+FLUSH_S: Final = 60.0
+
+
+def serve(
+    config: Path | None = None, *, new_keys: Path | None = None, flush_s: float = FLUSH_S
+) -> str:
+    """Run a cache without an engine, which others read from and write to.
+
+    Its levels are those of any stack. Says in a line when it is ready; ended by SIGTERM or SIGINT,
+    it first writes what only its memory holds to the levels that outlive it.
+
+    Parameters
+    ----------
+    config:
+        the YAML file, with block: and export: beside arena: and tiers:
+    new_keys:
+        make the keys of a server and of its clients in this folder, and nothing else
+    flush_s:
+        seconds for writing, at the end (default: 60)
+
+    Raises
+    ------
+    ConfigError
+        The configuration is wrong, or what it names is not there.
+    """
+    if new_keys is not None:
+        return _make_keys(new_keys)
+    if config is None:
+        raise ConfigError("missing", path="config", hint="the YAML file, or --new-keys")
+    found = load_config(config)
+    size, listen = found.block.size_bytes, found.export.listen
+    if size is None:
+        hint = "expected the longest block that clients store, such as block: 1 MiB"
+        raise found.source.explain(ConfigError("missing", path="block", hint=hint))
+    if listen is None:
+        hint = "expected host:port, such as 0.0.0.0:7470"
+        raise found.source.explain(ConfigError("missing", path="export.listen", hint=hint))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)  # no thread is to take one
+    try:
+        manager = open_manager(found, server_layout(size), serves=True)
+        try:
+            address = f"{listen.rpartition(':')[0]}:{manager.stats()['export']['port']}"
+            room = f"{manager.arena.slots} blocks of up to {size} in memory"
+            print(f"ready: clients at {address}, {room}", flush=True)
+            ending = signal.Signals(signal.sigwait(ENDINGS))
+        finally:
+            manager.close(timeout_s=flush_s)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return f"ended by {ending.name}"
+
+
+def _make_keys(folder: Path) -> str:
+    try:
+        from kvladder.tiers.nixl.curve import make_keys
+    except ModuleNotFoundError as error:
+        hint = "install kvladder[nixl]"
+        raise ConfigError(f"{error}", path="--new-keys", hint=hint) from error
+    try:
+        server, client = make_keys(folder)
+    except OSError as error:
+        what = f"{error.filename or folder}: {error.strerror}"
+        hint = "expected a folder that can be written and has no keys yet"
+        raise ConfigError(what, path="--new-keys", hint=hint) from error
+    return f"{server}: for the server's export.keys\n{client}: for keys of each client's level"

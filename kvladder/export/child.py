@@ -1,0 +1,93 @@
+"""The process that serves clients, between NIXL and ZeroMQ and the cache's process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import partial
+from typing import Final, NamedTuple
+
+from kvladder.arena import Arena, ArenaHandle
+from kvladder.errors import ConfigError, TierError
+from kvladder.export.link import FarOffers, Gauges, Serve, from_parent
+from kvladder.tiers.blocking import BlockingPool
+from kvladder.tiers.isolated.child import failure
+from kvladder.tiers.isolated.spawn import run
+from kvladder.tiers.isolated.wire import Close, Done, frame, take
+
+GAUGES_S: Final = 1.0
+"""How often what is counted here is told."""
+THREADS: Final = 4
+
+
+class Served(NamedTuple):
+    """Clients are served."""
+
+    address: str
+    gauges: Callable[[], Mapping[str, int]]
+
+
+Serving = Callable[[FarOffers, Serve], AbstractAsyncContextManager[Served]]
+
+
+async def attend(
+    serving: Serving, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """Do what the cache's process says: ``serving`` serves clients until it is left."""
+    told = from_parent.decode(await take(reader))
+    assert isinstance(told, Serve), told
+    fd, slots, slot_bytes = told.arena
+    arena = Arena.attach(ArenaHandle(os.getppid(), fd, slots, slot_bytes), inherited=fd)
+    offers, closing = FarOffers(arena, told, writer), asyncio.Event()
+    reading = asyncio.create_task(_read(reader, offers, closing))
+    try:
+        async with serving(offers, told) as served:
+            writer.write(frame(Done(value=served.address)))
+            while not closing.is_set():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(GAUGES_S):
+                        await closing.wait()
+                writer.write(frame(Gauges(counts=dict(served.gauges()))))
+    except (ConfigError, TierError) as error:
+        writer.write(frame(failure(0, error)))
+    await writer.drain()
+    reading.cancel()
+
+
+async def _read(reader: asyncio.StreamReader, offers: FarOffers, closing: asyncio.Event) -> None:
+    """Take answers; ``closing`` is set when it is time to go."""
+    try:
+        while True:
+            message = from_parent.decode(await take(reader))
+            if isinstance(message, Close):
+                closing.set()
+            else:
+                offers.take(message)
+    finally:
+        closing.set()
+
+
+@asynccontextmanager
+async def over_nixl(offers: FarOffers, told: Serve) -> AsyncGenerator[Served]:
+    """Serve clients as the settings say."""
+    try:
+        from kvladder.export.exporter import exporting
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error}", hint="install kvladder[nixl]") from error
+    pool = BlockingPool(THREADS, "kvladder-export")
+    clients = exporting(
+        offers,
+        listen=told.listen,
+        keys=told.keys,
+        transports=told.transports,
+        interfaces=told.interfaces,
+        run_blocking=pool.run,
+    )
+    async with clients as (address, exporter):
+        yield Served(address, exporter.gauges)
+
+
+if __name__ == "__main__":
+    run(partial(attend, over_nixl))

@@ -1,0 +1,180 @@
+"""The process that serves the clients of a cache, as the cache's side sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+from kvladder.config.settings import ExportConfig
+from kvladder.errors import ClosedError, ConfigError, TierError
+from kvladder.export.cache import CacheOffers
+from kvladder.export.link import Gauges, NearOffers, Serve
+from kvladder.manager import Portal
+from kvladder.schema import within
+from kvladder.tiers.isolated.process import START_S, error_of
+from kvladder.tiers.isolated.spawn import Spawned
+from kvladder.tiers.isolated.tier import RETRY_MAX_S, RETRY_S
+from kvladder.tiers.isolated.wire import Close, Done, Failed, Message, Said, frame
+
+CHILD: Final = "kvladder.export.child"
+CLOSE_S: Final = 2.0
+"""How long it may take to say good-bye to its clients."""
+
+
+class Export:
+    """Serves the clients of a cache, in a child that maps the arena: NIXL may crash there.
+
+    What a dead child held is free once it has been waited for; it starts again in the background,
+    at the same port. Ended by ``close``.
+
+    Parameters
+    ----------
+    say:
+        Tells who runs the cache what they should know: a kind, and a sentence.
+    module:
+        What the child runs.
+
+    Raises
+    ------
+    ConfigError
+        Nobody can be served so: an address in use, a file of keys that is none, no library.
+    """
+
+    def __init__(
+        self,
+        offers: CacheOffers,
+        portal: Portal,
+        config: ExportConfig,
+        say: Callable[[str, str], object],
+        *,
+        module: str = CHILD,
+    ) -> None:
+        self._offers = offers
+        self._portal = portal
+        self._config = config
+        self._say = say
+        self._module = module
+        self._serving: asyncio.Task[None] | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._process = 0
+        """The child's, 0 while there is none that serves."""
+        self._ends = 0
+        self._gauges: dict[str, int] = {}
+        self._closed = False
+        self.address = config.listen or ""
+        """Where clients are served."""
+        try:
+            portal.call(self._start())
+        except TierError as error:
+            raise ConfigError(str(error), path="export") from error
+
+    def counts(self) -> dict[str, int]:
+        """What was done, and where, as plain data."""
+        own = {"process": self._process, "process_ends": self._ends}
+        own["port"] = int(self.address.rpartition(":")[2])
+        return {**self._offers.counts(), **self._gauges, **own}
+
+    # ---- the child
+
+    async def _start(self) -> None:
+        """Start a child and wait until it serves; it is dead again if that fails."""
+        handle = self._offers.arena.handle
+        try:
+            spawned = await Spawned.start(self._module, [handle.fd])
+        except OSError as error:
+            raise TierError(f"a process for clients cannot be started: {error}") from error
+        ready: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        self._spawned = spawned
+        self._serving = asyncio.create_task(self._serve(spawned, ready), name="kvladder-export")
+        message = Serve(
+            arena=(handle.fd, handle.slots, handle.slot_bytes),
+            block_bytes_max=self._offers.block_bytes_max,
+            writable=self._offers.writable,
+            listen=self.address,
+            keys=self._config.keys,
+            transports=self._config.transports,
+            interfaces=self._config.interfaces,
+        )
+        spawned.writer.write(frame(message))
+        try:
+            async with asyncio.timeout(START_S):
+                self.address = str((await ready).value)
+        except BaseException as error:
+            spawned.kill()
+            await asyncio.wait({self._serving})
+            if isinstance(error, TimeoutError):
+                raise TierError(f"the process for clients needs more than {START_S} s") from error
+            raise
+        self._process = spawned.pid
+
+    async def _serve(self, spawned: Spawned, ready: asyncio.Future[Done]) -> None:
+        """Answer the child until it is gone; then what it held is free."""
+
+        def told(message: Message) -> None:
+            if isinstance(message, Gauges):
+                self._gauges = message.counts
+            elif isinstance(message, Said):
+                self._say("export", message.text)
+            elif isinstance(message, Failed) and not ready.done():
+                error = error_of(message)
+                if isinstance(error, ConfigError):
+                    error = within("export", error)
+                ready.set_exception(error)
+            elif isinstance(message, Done) and not ready.done():
+                ready.set_result(message)
+
+        try:
+            await NearOffers(self._offers, told).serve(spawned.reader, spawned.writer)
+        except (ConnectionError, OSError):
+            pass
+        except (msgspec.MsgspecError, ValueError) as error:
+            spawned.kill(f"it does not keep to the protocol: {error}")
+        finally:
+            await spawned.end()
+            await self._offers.all_gone()
+            if not ready.done():
+                ready.set_exception(TierError(f"the process for clients has ended: {spawned.how}"))
+            ready.exception()  # nobody may wait for it any more
+            self._ended(spawned)
+
+    def _ended(self, spawned: Spawned) -> None:
+        """A child is dead: if it had served, start another one."""
+        if self._process == spawned.pid and not self._closed:
+            self._process = 0
+            self._ends += 1
+            self._say("export", f"the process for clients has ended: {spawned.how}: again")
+            self._starting = asyncio.create_task(self._restart(), name="kvladder-export-start")
+
+    async def _restart(self) -> None:
+        wait_s = RETRY_S
+        while not self._process:
+            await asyncio.sleep(wait_s)
+            try:
+                await self._start()
+            except (TierError, ConfigError) as error:
+                self._say("export", f"clients cannot be served again: {error}")
+                wait_s = min(2 * wait_s, RETRY_MAX_S)
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Take leave of the clients, and end the child; may be called again."""
+        with suppress(TimeoutError, ClosedError):
+            self._portal.call(self.aclose(), timeout_s=CLOSE_S + 1.0)
+
+    async def aclose(self) -> None:
+        """The same, on the loop."""
+        self._closed = True
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait({self._starting})
+        if self._serving is not None and not self._serving.done():
+            self._spawned.writer.write(frame(Close()))
+            await asyncio.wait({self._serving}, timeout=CLOSE_S)
+            self._spawned.kill()
+            await asyncio.wait({self._serving})
+        self._process = 0

@@ -1,0 +1,147 @@
+"""Calls from an exporter's process to the cache's, over a socket pair within this one."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from kvladder.arena import Slot
+from kvladder.errors import TierError
+from kvladder.export.link import FarOffers, Gauges, NearOffers, Serve, from_parent
+from kvladder.export.offers import LOOKUP_MAX, Pinned
+from kvladder.tiers.isolated.wire import Done, Message, frame, take
+from kvladder.tiers.label import Facts
+from tests.export.clients import keys_of
+
+pytestmark = pytest.mark.real
+FACTS = Facts(70, 60, 123.5, b"8 bytes.", 3)
+
+
+class Recording:
+    """Answers of a cache, and what it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.began, self.goes_on = asyncio.Event(), asyncio.Event()
+        self.cancelled = 0
+
+    async def have(self, session: int, keys: list[bytes]) -> bytes:
+        self.calls.append((session, keys))
+        return bytes(len(keys))
+
+    async def pin(self, session: int, op: int, keys: list[bytes]) -> list[Pinned | None]:
+        self.calls.append((session, op, keys))
+        self.began.set()
+        try:
+            await self.goes_on.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return [Pinned(Slot(3), 10, b"label"), None]
+
+    async def grant(self, *arguments: Any) -> list[int]:
+        self.calls.append(arguments)
+        return [5, -1]
+
+    async def commit(self, session: int, op: int, labels: list[bytes]) -> list[bool]:
+        raise TierError("not now", temporary=False)
+
+    async def gone(self, session: int) -> None:
+        self.calls.append((session,))
+
+
+@asynccontextmanager
+async def linked(
+    near: Recording,
+) -> AsyncIterator[tuple[FarOffers, list[Message], asyncio.Task[None]]]:
+    """Both ends, what was told beside calls, and the task that serves."""
+    one, two = socket.socketpair()
+    reader, writer = await asyncio.open_unix_connection(sock=one)
+    far_reader, far_writer = await asyncio.open_unix_connection(sock=two)
+    told: list[Message] = []
+    offers: Any = near
+    serving = asyncio.create_task(NearOffers(offers, told.append).serve(reader, writer))
+    arena: Any = None
+    far = FarOffers(arena, Serve(block_bytes_max=9, writable=True), far_writer)
+
+    async def read() -> None:
+        while True:
+            message = from_parent.decode(await take(far_reader))
+            assert not isinstance(message, Serve)
+            far.take(message)
+
+    reading = asyncio.create_task(read())
+    try:
+        yield far, told, serving
+    finally:
+        reading.cancel()
+        far_writer.close()
+        await asyncio.wait({serving, reading})
+        serving.exception()
+        writer.close()
+
+
+async def test_calls_and_answers_arrive_as_what_they_are() -> None:
+    near = Recording()
+    near.goes_on.set()
+    async with linked(near) as (far, _, _):
+        assert far.writable
+        assert far.block_bytes_max == 9
+        many = keys_of(*range(LOOKUP_MAX))
+        assert await far.have(1, many) == bytes(LOOKUP_MAX)
+        assert await far.pin(1, 2, keys_of(1, 2)) == [Pinned(Slot(3), 10, b"label"), None]
+        assert await far.grant(1, 3, keys_of(1, 2), [4, 5], [FACTS, Facts()]) == [5, -1]
+        await far.gone(1)
+        wanted = (1, 3, keys_of(1, 2), [4, 5], [FACTS, Facts()])
+        assert near.calls == [(1, many), (1, 2, keys_of(1, 2)), wanted, (1,)]
+
+
+async def test_what_the_cache_raises_is_raised_over_there() -> None:
+    async with linked(Recording()) as (far, _, serving):
+        with pytest.raises(TierError, match="not now") as raised:
+            await far.commit(1, 2, [])
+        assert not raised.value.temporary
+        with pytest.raises(TierError, match="AttributeError"):
+            await far.abort(1, 2)
+        assert not serving.done()
+
+
+async def test_a_call_that_is_cancelled_ends_when_it_has_ended_at_the_cache() -> None:
+    near = Recording()
+    async with linked(near) as (far, _, _):
+        pinning = asyncio.ensure_future(far.pin(1, 2, keys_of(1)))
+        await near.began.wait()
+        pinning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pinning
+        assert near.cancelled == 1
+        assert await far.have(1, keys_of(1)) == b"\0"
+
+
+async def test_calls_under_way_are_ended_when_the_process_is_gone() -> None:
+    near = Recording()
+    async with linked(near) as (far, told, serving):
+        pinning = asyncio.ensure_future(far.pin(1, 2, keys_of(1)))
+        await near.began.wait()
+        far._writer.write(frame(Gauges(counts={"clients": 1})))
+        far._writer.write(frame(Done(value=7)))
+        far._writer.close()
+        await asyncio.wait({serving})
+        assert isinstance(serving.exception(), ConnectionError)
+        assert near.cancelled == 1
+        assert [type(message) for message in told] == [Gauges, Done]
+        pinning.cancel()
+        far.take(Done(1))
+        await asyncio.wait({pinning})
+
+
+async def test_whoever_does_not_keep_to_the_protocol_is_not_served() -> None:
+    async with linked(Recording()) as (far, _, serving):
+        far._writer.write(b"\x04\x00\x00\x00what")
+        await asyncio.wait({serving})
+        assert isinstance(serving.exception(), ValueError)

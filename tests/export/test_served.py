@@ -1,0 +1,287 @@
+"""``kvladder serve`` and exporting engines as processes, with caches that reach them over NIXL."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import kvladder
+from kvladder.errors import ConfigError
+from kvladder.keys import KeyScheme
+from kvladder.manager import CacheManager
+from kvladder.testing import TierTests
+from kvladder.tiers.isolated.tier import IsolatedTier
+from tests.kit.served import COMMAND, Server
+from tests.patience import PATIENCE_S
+
+pytest.importorskip("nixl", reason="the extra nixl is not installed")
+from kvladder.tiers.nixl.tier import NixlOptions, NixlTier
+
+pytestmark = [pytest.mark.slow, pytest.mark.crash]
+
+LAYOUT = kvladder.Layout(block_tokens=1, block_bytes=60_000, fields={"model": "served"})
+TESTS = itertools.count()
+BLOCKS = 12
+
+
+def until(holds: Callable[[], Any]) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("served"), block="256 KiB", arena="64 MiB") as server:
+        yield server
+
+
+class Engine:
+    """A cache with a level that others share; what it saves is told by the keys."""
+
+    def __init__(self, *levels: dict[str, Any], salt: str = "", **more: Any) -> None:
+        stack = {"arena": {"size": "2 MiB"}, "fetch": {"deadline": "1 m"}, **more}
+        stack["tiers"] = [{"type": "host"}, *levels]
+        self.cache: CacheManager = kvladder.open_cache(stack, layout=LAYOUT)
+        self._salt = salt
+
+    def keys(self, first: int = 0) -> list[Any]:
+        scheme = KeyScheme(self.cache.namespace, block_tokens=1)
+        parent = scheme.root(salt=self._salt)
+        return scheme.chain(range(first, first + BLOCKS), parent=parent)
+
+    def payload(self, key: bytes) -> bytes:
+        return (hashlib.sha512(key).digest() * 1000)[: LAYOUT.block_bytes]
+
+    def save(self, first: int = 0) -> None:
+        keys = self.keys(first)
+        saving = self.cache.save(keys, salt=self._salt)
+        for index, slot in zip(saving.indices, saving.slots, strict=True):
+            self.cache.arena.view(slot)[: LAYOUT.block_bytes] = self.payload(keys[index])
+        saving.commit()
+        until(self.cache.idle)
+
+    def load(self, first: int = 0) -> list[str]:
+        """Where each block of a prefix came from; they are what was saved."""
+        keys = self.keys(first)
+        fetch = self.cache.fetch(keys, salt=self._salt)
+        fetch.wait()
+        for key, slot in zip(keys, fetch.slots, strict=False):
+            assert self.cache.arena.view(slot)[: LAYOUT.block_bytes] == self.payload(key)
+        fetch.release()
+        return fetch.sources
+
+    def stats(self, level: str = "far") -> dict[str, Any]:
+        return self.cache.stats()[level]
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cache.close()
+
+
+class TestServed(TierTests):
+    """The whole chain: a tier in its process, NIXL, the exporter's process, the server."""
+
+    real = True
+
+    @pytest.fixture
+    def namespace(self, layout):
+        """One per test: they share a server."""
+        return layout.namespace(salt=f"served {next(TESTS)}")
+
+    @pytest.fixture
+    def make(self, server):
+        keys = str(server.keys / "client.keys")
+        return lambda: IsolatedTier(NixlTier, NixlOptions(servers=(server.address,), keys=keys))
+
+
+def test_engines_share_through_a_server_that_is_killed_and_comes_again(tmp_path: Path) -> None:
+    with Server(tmp_path) as server, Engine(server.level()) as one:
+        one.save()
+        assert one.stats()["stored"] == BLOCKS
+        assert server.stats()["export"]["taken"] == BLOCKS
+        with Engine(server.level()) as two:
+            assert two.load() == ["far"] * BLOCKS
+            assert server.stats()["export"]["sessions"] == 2
+            server.kill()
+            assert two.load() == ["host"] * BLOCKS
+            two.cache.reset()
+            until(lambda: not two.cache.resetting)
+            assert two.load() == [], "a miss, and no error"
+            server.again()
+            until(lambda: two.stats()["far_ends_connected"])
+            fresh = itertools.count(100, 100)
+
+            def is_shared(first: int) -> bool:
+                one.save(first)
+                return two.load(first) == ["far"] * BLOCKS
+
+            until(lambda: is_shared(next(fresh)))
+        assert server.stop() == 0
+
+
+def test_blocks_outlive_a_server_that_ends_in_the_usual_way(tmp_path: Path) -> None:
+    with Server(tmp_path) as server:
+        with Engine(server.level()) as engine:
+            engine.save()
+        assert server.stop(by=signal.SIGINT) == 0
+        server.again()
+        with Engine(server.level()) as engine:
+            assert engine.load() == ["far"] * BLOCKS
+        assert server.stats()["files"]["hits"] == BLOCKS
+        assert server.stop() == 0
+
+
+def test_what_the_process_of_clients_held_is_free_when_it_is_killed(tmp_path: Path) -> None:
+    with Server(tmp_path) as server, Engine(server.level()) as engine:
+        engine.save()
+        pid = server.stats()["export"]["process"]
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: server.stats()["export"]["process"] not in {0, pid})
+        until(lambda: engine.stats()["far_ends_connected"])
+        engine.cache.reset()
+        until(lambda: not engine.cache.resetting)
+        with Engine(server.level()) as other:
+            until(lambda: other.load() == ["far"] * BLOCKS)
+        until(lambda: server.stats()["export"]["pinned"] == 0)
+        assert server.stats()["export"]["process_ends"] == 1
+        free = server.stats()["arena"]["free"]
+        assert free == server.slots - BLOCKS
+        assert server.stop() == 0
+
+
+def test_a_tenant_is_purged_from_a_server_by_any_engine(tmp_path: Path) -> None:
+    with (
+        Server(tmp_path) as server,
+        Engine(server.level(), salt="red") as red,
+        Engine(server.level(), salt="blue") as blue,
+    ):
+        red.save()
+        blue.save()
+        with Engine(server.level()) as other:
+            for _ in other.cache.purge("red"):
+                pass
+            until(lambda: not other.cache.removals)
+        with Engine(server.level(), salt="red") as again:
+            assert again.load() == []
+        with Engine(server.level(), salt="blue") as again:
+            assert again.load() == ["far"] * BLOCKS
+
+
+def test_an_engine_lets_others_read_its_blocks_and_write_none(tmp_path: Path) -> None:
+    with Server(tmp_path) as keys:
+        export = {"listen": "127.0.0.1:0", "keys": str(keys.keys / "server.keys")}
+        files = {"type": "files", "path": str(tmp_path / "own"), "capacity": "64 MiB"}
+        with Engine(files, export=export) as exporter:
+            exporter.save()
+            address = f"127.0.0.1:{exporter.stats('export')['port']}"
+            level = keys.level(servers=[], peers=[address], when="never")
+            with Engine(level) as reader:
+                assert reader.load() == ["far"] * BLOCKS
+                reader.save(50)
+                assert exporter.stats("export")["sent"] == BLOCKS
+                assert exporter.stats("export")["taken"] == 0
+                pid = exporter.stats("export")["process"]
+                exporter.cache.close()
+                with pytest.raises(ProcessLookupError):
+                    os.kill(pid, 0)
+                reader.cache.reset()
+                until(lambda: not reader.cache.resetting)
+                assert reader.load() == []
+
+
+def test_an_engine_of_another_model_is_refused_by_an_engine_and_served_by_a_server(
+    tmp_path: Path,
+) -> None:
+    with Server(tmp_path) as server:
+        export = {"listen": "127.0.0.1:0", "keys": str(server.keys / "server.keys")}
+        model = {"fingerprint": "another"}
+        with Engine(export=export) as exporter, Engine(server.level(), model=model) as other:
+            other.save()
+            assert server.stats()["export"]["taken"] == BLOCKS
+            address = f"127.0.0.1:{exporter.stats('export')['port']}"
+            level = server.level(servers=[], peers=[address], when="never")
+            with pytest.raises(ConfigError, match="another model or layout: namespace"):
+                Engine(level, model=model)
+            assert exporter.stats("export")["refused"] == 1
+
+
+# ---- the command
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", COMMAND, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"block": None}, "block: missing (expected the longest block that clients store"),
+        ({"export": None}, "export.listen: missing (expected host:port"),
+        ({"export": {"listen": "7470", "keys": "k"}}, "export.listen: '7470'"),
+        ({"export": {"listen": "127.0.0.1:1"}}, "export.keys: missing"),
+        ({"export": {"keys": "k"}}, "export.listen: missing"),
+        ({"export": {"listen": "127.0.0.1:0", "keys": "/nowhere"}}, "export.keys: /nowhere"),
+        ({"export": {"listen": "192.0.2.1:7", "keys": True}}, "export.listen: 192.0.2.1:7: "),
+        ({"block": "many"}, "block.size: 'many'"),
+        ({"blok": 1}, "blok: unknown key"),
+    ],
+)
+def test_a_file_that_is_wrong_says_where_and_what_instead(
+    tmp_path: Path, server: Server, change: dict[str, Any], told: str
+) -> None:
+    stack = {**server.stack, "tiers": [{"type": "host"}], **change}
+    del stack["control"]
+    if stack["export"] and stack["export"].get("keys") is True:
+        stack["export"] = {**stack["export"], "keys": str(server.keys / "server.keys")}
+    file = tmp_path / "server.yaml"
+    file.write_text(yaml.safe_dump({key: value for key, value in stack.items() if value}))
+    ended = run("serve", str(file))
+    assert ended.returncode == 2
+    assert told in ended.stderr
+    assert str(file) in ended.stderr
+    assert not ended.stdout
+
+
+def test_keys_are_made_once_and_for_nobody_else_to_read(tmp_path: Path) -> None:
+    made = run("serve", "--new-keys", str(tmp_path))
+    assert made.returncode == 0
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["client.keys", "server.keys"]
+    assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.iterdir())
+    again = run("serve", "--new-keys", str(tmp_path))
+    assert again.returncode == 2
+    assert "File exists" in again.stderr
+    assert run("serve").returncode == 2
+
+
+def test_settings_of_a_server_are_refused_in_an_engines_stack(server: Server) -> None:
+    with pytest.raises(ConfigError, match=r"block\.size: has no effect here"):
+        kvladder.open_cache({**server.stack, "control": {}}, layout=LAYOUT)
+
+
+def test_what_is_checked_of_a_server(server: Server, tmp_path: Path) -> None:
+    found = run("check", str(server.file))
+    assert found.returncode == 0
+    assert "1 block = 262728 bytes in a slot of 260 KiB" in found.stdout
+    assert "tokens  " not in found.stdout.partition("level 0")[2]
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(server.file.read_text().replace("server.keys", "other.keys"))
+    found = run("check", str(bad))
+    assert found.returncode == 2
+    assert "export.keys" in found.stderr
