@@ -25,7 +25,7 @@ from tests.tiers.redistests import PATIENT
 pytestmark = pytest.mark.slow
 COUNT = 125
 BLOCK = 12_000
-ROUNDS = max(1, settings.default.max_examples // 100)
+ROUNDS = max(1, settings().max_examples // 100)
 PAGE = 4096
 Damage = Callable[[random.Random], object]
 
