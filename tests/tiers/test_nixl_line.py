@@ -217,7 +217,7 @@ async def test_a_data_plane_that_fails_ends_the_session_at_both_ends():
         ("get", lambda op: m.Got(op, [SIZE], b"")),
         ("get", lambda op: m.Found(op, b"\1")),
         ("put", lambda op: m.Grant(op, [])),
-        ("put", lambda op: m.Grant(op, [64])),
+        ("put", lambda op: m.Grant(op, [128])),
         ("put", lambda op: m.Grant(op, [1 << 30])),
         ("have", lambda op: m.Found(op, b"\1\1")),
     ],

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import compress
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, ClassVar, TypeVar, cast
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -221,7 +221,7 @@ class NixlTier(Tier):
             for line, numbers in groups.items():
                 come = found.get(line, [None] * len(numbers))  # there, as far as anybody knows
                 for n, has_come in zip(numbers, come, strict=True):
-                    results[n] = has_come if results[n] is False else results[n]
+                    results[n] = has_come or (None if has_come is None else results[n])
         return results
 
     def _ways(self, key: BlockKey, up: Sequence[Line]) -> list[Line]:
@@ -261,7 +261,7 @@ class NixlTier(Tier):
         if not up:
             return [False] * len(writes)  # peers are read only
         if replaced := [write.key for write in writes if write.replace]:
-            await self._remove(replaced)
+            await self._remove(replaced, up)
         groups = _grouped((self._owner(write.key, up), n) for n, write in enumerate(writes))
         found = await self._each(groups, partial(self._put, writes))
         results = [False] * len(writes)
@@ -288,19 +288,15 @@ class NixlTier(Tier):
         )
 
     async def remove(self, blocks: Sequence[Ref]) -> None:
-        await self._remove([block.key for block in blocks])
-
-    async def _remove(self, keys: Sequence[BlockKey]) -> None:
-        """Have all servers forget them: which of them has what, may have changed."""
         self._up()
-        if keys:
-            for key in keys:
-                self._known.pop(key, None)
-            await self._all(lambda line: line.here.remove(keys))
+        if blocks:  # from all servers: which of them has what, may have changed
+            await self._remove([block.key for block in blocks], self._servers)
 
-    async def _all(self, call: Callable[[Line], Awaitable[T]]) -> list[T]:
-        """What each server answers; raises TierError if one does not."""
-        return await asyncio.gather(*(call(line) for line in self._servers))
+    async def _remove(self, keys: Sequence[BlockKey], servers: Sequence[Line]) -> None:
+        async def removed(line: Line) -> None:
+            await line.here.remove(keys)
+
+        await _all(map(removed, servers))
 
     async def contains(self, blocks: Sequence[Ref]) -> Sequence[bool]:
         up, keys = self._up(), [block.key for block in blocks]
@@ -331,7 +327,11 @@ class NixlTier(Tier):
 
     async def purge(self, salt: bytes | None, progress: Progress) -> int:
         self._up()
-        count = sum(await self._all(lambda line: line.here.purge(salt)))
+
+        async def purged(line: Line) -> int:
+            return await line.here.purge(salt)
+
+        count = sum(await _all(map(purged, self._servers)))
         progress(count, count)
         return count
 
@@ -354,6 +354,15 @@ class NixlTier(Tier):
             "interfaces": options.interfaces or "all",
             "batch": f"{self.batch_max} blocks",
         }
+
+
+async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """What they return; if one fails its error, when all have ended."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return cast("list[T]", answers)
 
 
 def _grouped(pairs: Iterable[tuple[Line, int]]) -> dict[Line, list[int]]:
