@@ -44,7 +44,7 @@ def until(holds: Callable[[], Any]) -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("served"), block="256 KiB", arena="64 MiB") as server:
+    with Server(tmp_path_factory.mktemp("served"), block="64 KiB", arena="128 MiB") as server:
         yield server
 
 
@@ -278,7 +278,7 @@ def test_settings_of_a_server_are_refused_in_an_engines_stack(server: Server) ->
 def test_what_is_checked_of_a_server(server: Server, tmp_path: Path) -> None:
     found = run("check", str(server.file))
     assert found.returncode == 0
-    assert "1 block = 262728 bytes in a slot of 260 KiB" in found.stdout
+    assert "1 block = 66120 bytes in a slot of 68 KiB" in found.stdout
     assert "tokens  " not in found.stdout.partition("level 0")[2]
     bad = tmp_path / "bad.yaml"
     bad.write_text(server.file.read_text().replace("server.keys", "other.keys"))

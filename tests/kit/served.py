@@ -49,7 +49,7 @@ class Server:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         ready = _READY.fullmatch(line)
-        assert ready, f"{line}{self.process.wait()}"
+        assert ready, (line, self.process.communicate())
         self.address = f"127.0.0.1:{ready[2]}"
         self.slots = int(ready[3])
 

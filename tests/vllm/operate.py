@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,13 @@ def told(engine: Any, *, arguments: list[str]) -> dict[str, Any]:
     """A command while the engine has nothing to do."""
     del engine
     return command(*arguments)
+
+
+def until(engine: Any, *, path: str) -> None:
+    """Nothing, until somebody makes this file."""
+    del engine
+    while not Path(path).exists():
+        time.sleep(0.05)
 
 
 def kill(engine: Any, *, pid: int) -> None:
