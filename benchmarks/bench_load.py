@@ -44,6 +44,9 @@ HELD = keys_of("held", BLOCKS)
 class Held(InstantTier):
     """Has all of ``HELD`` from its start."""
 
+    batch_max = 128
+    """As Redis takes; files take up to 256."""
+
     def __init__(self) -> None:
         super().__init__(HELD)
 
