@@ -10,6 +10,7 @@ import pytest
 
 import kvladder
 from kvladder.errors import ConfigError
+from tests.patience import PATIENCE_S
 
 LAYOUT = kvladder.Layout(block_tokens=4, block_bytes=4096, fields={"model": "m"})
 
@@ -53,11 +54,13 @@ def test_several_engines_divide_a_capacity(tmp_path):
 def test_a_path_that_cannot_be_is_refused_and_nothing_stays_open(tmp_path):
     (tmp_path / "file").write_text("not a directory")
     files = {"type": "files", "path": str(tmp_path / "file"), "capacity": "10 MiB"}
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(ConfigError, match="is a file") as got:
         kvladder.open_cache(stack(files), layout=LAYOUT)
     assert got.value.path.startswith("tiers[1]")
-    assert threading.active_count() == before
+    for thread in set(threading.enumerate()) - before:  # it may be just about to end
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
 
 
 def test_what_does_not_fit_the_blocks_is_refused_before_anything_is_opened():
