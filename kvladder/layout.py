@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from kvladder.errors import ConfigError
 from kvladder.keys import Namespace, namespace
@@ -11,6 +12,9 @@ from kvladder.keys import Namespace, namespace
 PAGE_BYTES = 4096
 """Slots are multiples of this, so that O_DIRECT and huge pages can take them as they are."""
 
+
+Kind = Literal["full", "window", "local", "state"]
+"""What layers keep: every token, those of a window or of a section, or a recurrent state."""
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
 
@@ -37,6 +41,8 @@ class Layout:
         not known or not the same everywhere in it.
     row_elements:
         How many neighbours of them belong to one token and one head; 0 if that is not known.
+    kinds:
+        What layers keep, by group; a block that holds several kinds counts as full.
     """
 
     block_tokens: int
@@ -44,6 +50,7 @@ class Layout:
     fields: Mapping[str, str] = field(default_factory=dict[str, str])
     element: str = ""
     row_elements: int = 0
+    kinds: tuple[Kind, ...] = ("full",)
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1:

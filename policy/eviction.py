@@ -15,6 +15,9 @@ PRIORITY_DEFAULT = 35
 BULK_MIN = 32
 """From so many handles on it is quicker to use NumPy."""
 
+GROWTH_MAX = 1 << 16
+"""For how many handles more at most room is made at once."""
+
 _NIL = -1
 
 
@@ -25,6 +28,9 @@ class EvictionPolicy(ABC):
     non-negative int, the block's place in its level; the caller pushes each handle at most once
     before it is removed or popped. Subclasses are checked by ``kvladder.testing.PolicyTests``.
     """
+
+    def reserve(self, handles: int) -> None:
+        """Make room for handles below this number now, since later it may take too long."""
 
     @abstractmethod
     def push(self, handle: int, priority: int, *, front: bool = False) -> None:
@@ -89,9 +95,14 @@ class PrioritizedLRU(EvictionPolicy):
         self._used = 0
         self._len = 0
 
+    def reserve(self, handles: int) -> None:
+        if handles > len(self._priority):
+            self._grow(handles - 1)
+
     def _grow(self, handle: int) -> None:
-        """Make room for ``handle``; doubling keeps the cost per push constant."""
-        more = max(handle + 1 - len(self._priority), len(self._priority), 64)
+        """Make room for ``handle``, and for more, but never for so many that it takes long."""
+        held = len(self._priority)
+        more = max(handle + 1 - held, min(held, GROWTH_MAX), 64)
         blank = array("i", [_NIL]) * more
         self._next.extend(blank)
         self._prev.extend(blank)

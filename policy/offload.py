@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvladder.policy.eviction import PRIORITY_MAX, PRIORITY_MIN
+from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX, PRIORITY_MIN
 
 When = Literal["evict", "commit", "never"]
 
@@ -29,7 +29,7 @@ class OffloadRule:
         Seconds after which the level forgets the block; None means never.
     """
 
-    min_priority: int = PRIORITY_MIN
+    min_priority: int = PRIORITY_DEFAULT
     when: When = "evict"
     min_hits: int = 0
     ttl_s: float | None = None

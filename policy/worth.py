@@ -336,6 +336,11 @@ class Worth:
             first, second = second, first
         return second if first is None else first
 
+    def seconds(self, tokens: int) -> float | None:
+        """How long computing so many tokens of prompts takes; None as long as nobody told."""
+        token_s = self._token_s(tokens)
+        return None if token_s is None else token_s * tokens
+
     def sample(self, saves: Saves, blocks: int) -> int:
         """How many blocks should be computed only to see how long it takes.
 

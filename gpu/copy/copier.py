@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import Literal, NewType
 
 from kvladder.arena import Slot
+from kvladder.gpu.copy.ranges import ranged
 
 JobId = NewType("JobId", int)
 
@@ -54,8 +55,12 @@ class Copier(ABC):
     """
 
     @abstractmethod
-    def submit(self, job: CopyJob) -> None:
-        """Begin a copy after what the engine's device was told to do so far; returns at once."""
+    def submit(self, job: CopyJob, *, by_layer: bool = False) -> None:
+        """Begin a copy after what the engine's device was told to do so far; returns at once.
+
+        ``by_layer`` has it go layer by layer, all blocks of one before the next, so that a fence
+        may name a layer; where that is slower than whole blocks by far, these are copied.
+        """
 
     @abstractmethod
     def poll(self) -> list[Finished]:
@@ -70,8 +75,19 @@ class Copier(ABC):
         """Return when there is something to poll, or after ``timeout_s``."""
 
     @abstractmethod
-    def fence(self, ids: Sequence[JobId]) -> None:
-        """Whatever the engine tells its device from now on happens after these jobs."""
+    def fence(self, ids: Sequence[JobId], layer: str | None = None) -> None:
+        """Whatever the engine tells its device from now on happens after these jobs.
+
+        Of a job that goes by layer, after the bytes of one ``layer`` if that is named.
+        What is known to have failed is reported by the next ``poll``, before they may be read.
+        """
+
+    @abstractmethod
+    def drain(self) -> None:
+        """End what was submitted: nothing touches the engine's tensors until more is."""
+
+    def moved(self) -> None:
+        """The memory behind the pages lies elsewhere now; no job is under way."""
 
     @abstractmethod
     def close(self) -> None:
@@ -83,22 +99,24 @@ class Task:
     """A job under way."""
 
     job: CopyJob
-    steps: Iterator[None]
+    steps: Iterator[Sequence[str]]
     begun_s: float | None = None
 
 
 class ThreadedCopier(Copier):
     """A copier with a thread that works through jobs in small steps, onboarding first.
 
-    A step is what its subclass does between two yields; a job that is being offloaded gives way
-    to one that an engine waits for after at most one step.
+    A step is what its subclass does between two yields, of the names of layers that have come
+    whole; a job that is being offloaded gives way to one that an engine waits for after at most
+    one step.
     """
 
     def __init__(self, *, name: str, now: Callable[[], float] = perf_counter) -> None:
         self._now = now
         self._changed = threading.Condition()
         self._tasks: dict[Direction, deque[Task]] = {"onboard": deque(), "offload": deque()}
-        self._active: set[JobId] = set()
+        self._active: dict[JobId, set[str]] = {}
+        """The jobs under way, and what has come of those that go by layer."""
         self._finished: list[Finished] = []
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -108,13 +126,13 @@ class ThreadedCopier(Copier):
     def block_bytes(self, group: int) -> int:
         """Bytes that are copied per block of a group."""
 
-    def _submit(self, job: CopyJob, steps: Iterator[None]) -> None:
+    def _submit(self, job: CopyJob, steps: Iterator[Sequence[str]]) -> None:
         """Have the thread run ``steps``, an iterator that does a part of ``job`` at each turn."""
         with self._changed:
             if self._closed:
                 self._finished.append(Finished(job.id, False, 0, 0.0, "the copier is closed"))
                 return
-            self._active.add(job.id)
+            self._active[job.id] = set()
             self._tasks[job.direction].append(Task(job, steps))
             self._changed.notify_all()
 
@@ -136,25 +154,26 @@ class ThreadedCopier(Copier):
         if task.begun_s is None:
             task.begun_s = self._now()
         try:
-            next(task.steps)
+            with ranged(task.job.direction, len(task.job.blocks)):
+                came = next(task.steps)
         except StopIteration:
-            self._through(task.job, task.begun_s)
+            self._report(task.job, task.begun_s)
         except Exception as error:  # noqa: BLE001 - whatever it is, the bytes did not arrive
             self._report(task.job, task.begun_s, error=repr(error))
         else:
+            if came:
+                with self._changed:
+                    self._active[task.job.id].update(came)
+                    self._changed.notify_all()
             return False
         return True
-
-    def _through(self, job: CopyJob, begun_s: float) -> None:
-        """The thread has done all parts of a job."""
-        self._report(job, begun_s)
 
     def _report(self, job: CopyJob, begun_s: float, *, error: str = "") -> None:
         """The job is over, its copy included."""
         size = 0 if error else len(job.blocks) * self.block_bytes(job.group)
         finished = Finished(job.id, not error, size, self._now() - begun_s, error)
         with self._changed:
-            self._active.discard(job.id)
+            del self._active[job.id]
             self._finished.append(finished)
             self._changed.notify_all()
 
@@ -165,14 +184,22 @@ class ThreadedCopier(Copier):
 
     def wait(self, ids: Sequence[JobId]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._active.isdisjoint(ids))
+            self._changed.wait_for(lambda: self._active.keys().isdisjoint(ids))
 
     def rest(self, timeout_s: float) -> None:
         with self._changed:
             self._changed.wait_for(lambda: bool(self._finished), timeout_s)
 
-    def fence(self, ids: Sequence[JobId]) -> None:
-        self.wait(ids)
+    def fence(self, ids: Sequence[JobId], layer: str | None = None) -> None:
+        with self._changed:
+            under_way = self._active
+            self._changed.wait_for(
+                lambda: all(layer in under_way.get(number, (layer,)) for number in ids)
+            )
+
+    def drain(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._active)
 
     def close(self) -> None:
         with self._changed:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvladder.arena import Arena
-from kvladder.gpu.copy.copier import CopyJob, ThreadedCopier, require_places
+from kvladder.gpu.copy.copier import CopyJob, Direction, ThreadedCopier, require_places
 from kvladder.gpu.copy.pages import Page, Part, Parts, by_group
 
 Bytes = NDArray[np.uint8]
@@ -38,29 +38,39 @@ class CpuCopier(ThreadedCopier):
         self, parts: Parts, arena: Arena, *, now: Callable[[], float] = perf_counter
     ) -> None:
         self._slots = arena.slots
-        self._groups = {group: _Group(part, arena) for group, part in by_group(parts).items()}
+        self._arena, self._parts = arena, by_group(parts)
+        self.moved()
         super().__init__(name="kvladder-copy", now=now)
+
+    def moved(self) -> None:
+        self._groups = {group: _Group(part, self._arena) for group, part in self._parts.items()}
 
     def block_bytes(self, group: int) -> int:
         return self._groups[group].pages.block_bytes
 
-    def submit(self, job: CopyJob) -> None:
-        self._submit(job, self._steps(job))
+    def submit(self, job: CopyJob, *, by_layer: bool = False) -> None:
+        self._submit(job, self._layers(job) if by_layer else self._steps(job))
 
-    def _steps(self, job: CopyJob) -> Iterator[None]:
+    def _steps(self, job: CopyJob) -> Iterator[Sequence[str]]:
+        """Whole blocks, some at each turn."""
         group = self._groups[job.group]
         require_places(job, blocks=group.pages.blocks, slots=self._slots)
         for start in range(0, len(job.blocks), group.step_blocks):
             end = min(start + group.step_blocks, len(job.blocks))
-            for first, block, slot, count in _neighbours(job, start, end):
-                assert start <= first < end
-                for in_blocks, in_slots in group.runs:
-                    mine, theirs = in_blocks[block : block + count], in_slots[slot : slot + count]
-                    if job.direction == "offload":
-                        np.copyto(theirs, mine)
-                    else:
-                        np.copyto(mine, theirs)
-            yield
+            for neighbours in _neighbours(job, start, end):
+                for run in group.runs:
+                    _copy(job.direction, neighbours, run)
+            yield ()
+
+    def _layers(self, job: CopyJob) -> Iterator[Sequence[str]]:
+        """All blocks, a layer at each turn."""
+        group = self._groups[job.group]
+        require_places(job, blocks=group.pages.blocks, slots=self._slots)
+        runs = [*_neighbours(job, 0, len(job.blocks))]
+        for names, layer in group.layers:
+            for neighbours in runs:
+                _copy(job.direction, neighbours, layer)
+            yield names
 
 
 class _Group:
@@ -72,14 +82,27 @@ class _Group:
         assert 0 <= part.offset <= arena.slot_bytes - self.pages.block_bytes
         self.step_blocks = max(1, STEP_BYTES // self.pages.block_bytes)
         base = arena.address + part.offset
-        self.runs = [
-            (_blocks(run, self.pages.blocks), _slots(run, base, arena.slots, arena.slot_bytes))
-            for run in _even_runs(self.pages.pages)
-        ]
+
+        def both(run: Sequence[Page]) -> tuple[Bytes, Bytes]:
+            slots = _slots(run, base, arena.handle.slots, arena.slot_bytes)
+            return _blocks(run, self.pages.blocks), slots
+
+        self.runs = [both(run) for run in _even_runs(self.pages.pages)]
+        self.layers = [(page.names, both([page])) for page in self.pages.layers]
 
 
-def _neighbours(job: CopyJob, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Runs of pairs that follow each other on both sides: position, block, slot, count."""
+def _copy(direction: Direction, neighbours: tuple[int, int, int], run: tuple[Bytes, Bytes]) -> None:
+    """Copy some blocks' bytes in a run of pages."""
+    block, slot, count = neighbours
+    mine, theirs = run[0][block : block + count], run[1][slot : slot + count]
+    if direction == "offload":
+        np.copyto(theirs, mine)
+    else:
+        np.copyto(mine, theirs)
+
+
+def _neighbours(job: CopyJob, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Runs of pairs that follow each other on both sides: block, slot, count."""
     while start < end:
         block, slot = job.blocks[start], job.slots[start]
         stop = start + 1
@@ -88,7 +111,7 @@ def _neighbours(job: CopyJob, start: int, end: int) -> Iterator[tuple[int, int, 
             stop - start,
         ):
             stop += 1
-        yield start, block, slot, stop - start
+        yield block, slot, stop - start
         start = stop
 
 

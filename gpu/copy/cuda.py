@@ -1,244 +1,278 @@
-"""The copier for KV tensors on a device: its own streams, events, and a bounded staging buffer."""
+"""Copies on CUDA devices: batches by the driver, staging by torch; and the choice of a copier."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from functools import cache
+from importlib import import_module
 from math import gcd
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvladder.arena import Arena
 from kvladder.errors import LayoutError
-from kvladder.gpu.copy.copier import (
-    Copier,
-    CopyJob,
-    Direction,
-    Finished,
-    JobId,
-    ThreadedCopier,
-    require_places,
-)
+from kvladder.gpu.copy.copier import Copier
 from kvladder.gpu.copy.cpu import CpuCopier
-from kvladder.gpu.copy.pages import BlockPages, Page, Parts, by_group
+from kvladder.gpu.copy.device import Batch, Device, Event, Stream
+from kvladder.gpu.copy.kernel import SMALL_BYTES, Mover, mover, table_of
+from kvladder.gpu.copy.pages import Page, Parts, by_group
+from kvladder.gpu.copy.streams import StreamCopier
 
 logger = logging.getLogger("kvladder")
 
-STAGING_BYTES = 64 << 20
-"""Device memory per direction for gathering pages into blocks."""
+IN_STREAM_ORDER, ANY_TIME = 1, 3
+"""When a batch's sources are read: CUmemcpySrcAccessOrder."""
+REGISTER_FLAGS = 1 | 2
+"""Portable, and mapped: every context and every kernel may use the memory."""
+BATCH_SINCE = 12080
+"""The version of CUDA whose driver copies in batches, and by whose rules it is called."""
+_Call = Callable[..., int]
 
 
-Event = Any
-"""A point in a stream's work, which can be asked and waited for: ``torch.cuda.Event``."""
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes; the places are hints that matter for managed memory alone."""
+
+    _fields_ = (
+        ("order", ctypes.c_uint),
+        ("source_place", ctypes.c_int * 2),
+        ("target_place", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
 
 
-class CudaDevice:
-    """The few things a copier needs of CUDA, or of what torch calls CUDA on others' devices.
+_BATCH = ctypes.CFUNCTYPE(
+    ctypes.c_uint,
+    *[ctypes.c_void_p] * 3,  # targets, sources, sizes
+    ctypes.c_size_t,  # how many
+    *[ctypes.c_void_p] * 2,  # attributes, and from which copy on each holds
+    ctypes.c_size_t,  # how many
+    *[ctypes.c_void_p] * 2,  # where to say which copy failed, the stream
+)
 
-    ``None`` stands for the engine's own stream.
+
+@cache
+def driver() -> Any:
+    """The driver's library, which torch has loaded.
+
+    What is refused by a call of the driver itself is told by its answer alone. The runtime would
+    keep it as the last error, and the engine's next kernel would raise it.
+    """
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def batched_by_driver() -> _Call | None:
+    """``cuMemcpyBatchAsync``, where cuda-bindings are there and the driver has it."""
+    try:
+        bindings: Any = import_module("cuda.bindings.driver")
+    except ImportError:
+        return None
+    error, address, *_ = bindings.cuGetProcAddress(b"cuMemcpyBatchAsync", BATCH_SINCE, 0)
+    found = error == bindings.CUresult.CUDA_SUCCESS and int(address or 0)
+    return _BATCH(found) if found else None
+
+
+def batched_by_vllm() -> _Call | None:
+    """The operation of the same purpose that vLLM has, in its processes."""
+    found: Any = getattr(torch.ops._C_cache_ops, "swap_blocks_batch", None)
+    return found  # type: ignore[no-any-return]
+
+
+class CudaDevice(Device):
+    """A device of torch's on CUDA.
+
+    Parameters
+    ----------
+    device:
+        With its index.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cuda: Any = torch.cuda  # its annotations are incomplete
+        self._driver = driver()
+        self._mover: Mover | None = None
+        self._batch = batched_by_driver()
+        self._vllm = None if self._batch else batched_by_vllm()
+        self.batched = bool(self._batch or self._vllm)
+        if not self.batched:
+            logger.info("no copies in batches: they need cuda-bindings and a driver for CUDA 12.8")
 
-    def new_stream(self) -> Any:
-        """A stream that runs beside the engine's."""
+    def new_stream(self) -> Stream:
         return self._cuda.Stream(self._device)
 
-    def use(self, stream: Any) -> AbstractContextManager[Any]:
-        """What is told to the device in this context goes to ``stream``."""
-        used: AbstractContextManager[Any] = self._cuda.stream(stream)
-        return used
-
-    def _stream(self, stream: Any) -> Any:
+    def _stream(self, stream: Stream) -> Any:
         return self._cuda.current_stream(self._device) if stream is None else stream
 
-    def mark(self, stream: Any = None) -> Event:
-        """An event at the present end of a stream."""
-        event = self._cuda.Event()
+    def mark(self, stream: Stream = None) -> Event:
+        event = self._cuda.Event(enable_timing=stream is not None)
         self._stream(stream).record_event(event)
         return event
 
-    def after(self, stream: Any, event: Event) -> None:
-        """What ``stream`` is told from now on happens after ``event``."""
+    def after(self, stream: Stream, event: Event) -> None:
         self._stream(stream).wait_event(event)
 
-    def pin(self, address: int, size: int) -> bool:
-        """Register host memory, so that the device copies from and to it directly.
+    def is_over(self, event: Event) -> bool:
+        return bool(event.query())
 
-        False if that cannot be had: copies work, more slowly.
-        """
-        with self._cuda.device(self._device):
-            error = self._cuda.cudart().cudaHostRegister(address, size, 0)
-        return int(error) == 0
+    def wait(self, event: Event) -> None:
+        event.synchronize()
 
-    def unpin(self, address: int) -> None:
-        """Undo ``pin``."""
-        self._cuda.cudart().cudaHostUnregister(address)
+    def seconds(self, begun: Event, ended: Event) -> float:
+        return float(begun.elapsed_time(ended)) / 1e3
 
+    def now(self) -> float:
+        return perf_counter()
 
-class StreamCopier(ThreadedCopier):
-    """Gathers a block's pages on the device and moves whole blocks to and from pinned slots.
+    def pause(self, seconds: float) -> None:
+        threading.Event().wait(seconds)
 
-    The thread only launches; the device copies on one stream per direction while the engine
-    computes. Registering the arena with the device, which takes long, happens in the thread.
-
-    Parameters
-    ----------
-    parts:
-        This rank's pages, all on one device.
-    arena:
-        Stays open until the copier is closed.
-    device:
-        None: what the pages' device needs.
-    staging_bytes:
-        Bound of the device memory that each direction uses.
-    """
-
-    def __init__(
-        self,
-        parts: Parts,
-        arena: Arena,
-        *,
-        device: CudaDevice | None = None,
-        staging_bytes: int = STAGING_BYTES,
-        now: Callable[[], float] = perf_counter,
-    ) -> None:
-        self._groups = by_group(parts)
-        self._address, self._size = arena.address, arena.size_bytes
-        memory = (ctypes.c_uint8 * (arena.slots * arena.slot_bytes)).from_address(arena.address)
-        slots = torch.frombuffer(memory, dtype=torch.uint8).view(arena.slots, arena.slot_bytes)
-        self._slots: dict[int, torch.Tensor] = {}
-        for group, (pages, offset) in self._groups.items():
-            assert 0 <= offset <= arena.slot_bytes - pages.block_bytes
-            self._slots[group] = slots[:, offset : offset + pages.block_bytes]
-        widest = max(part.pages.block_bytes for part in self._groups.values())
-        self._staging_bytes = max(staging_bytes, widest)
-        self._torch_device = next(iter(self._groups.values())).pages.device
-        self._device = CudaDevice(self._torch_device) if device is None else device
-        self._staging: dict[Direction, torch.Tensor] = {}
-        self._streams: dict[Direction, Any] = {
-            "offload": self._device.new_stream(),
-            "onboard": self._device.new_stream(),
-        }
-        self._launched: list[tuple[CopyJob, float, Event]] = []
-        self._pinned: bool | None = None
-        super().__init__(name="kvladder-copy", now=now)
-
-    def block_bytes(self, group: int) -> int:
-        return self._groups[group].pages.block_bytes
-
-    def submit(self, job: CopyJob) -> None:
-        self._submit(job, self._steps(job, self._device.mark()))
-
-    def _steps(self, job: CopyJob, ready: Event) -> Iterator[None]:
-        pages, slots_of_group = self._groups[job.group].pages, self._slots[job.group]
-        require_places(job, blocks=pages.blocks, slots=slots_of_group.shape[0])
-        batch = self._staging_bytes // pages.block_bytes
-        self._pin()
-        stream = self._streams[job.direction]
-        self._device.after(stream, ready)
-        with torch.inference_mode():
-            for start in range(0, len(job.blocks), batch):
-                blocks = job.blocks[start : start + batch]
-                slots = [slots_of_group[slot] for slot in job.slots[start : start + batch]]
-                with self._device.use(stream):
-                    self._move(job.direction, pages, blocks, slots)
-        return
-        yield  # launching is quick: a job is one step
-
-    def _pin(self) -> None:
-        if self._pinned is None:
-            self._pinned = self._device.pin(self._address, self._size)
-            if not self._pinned:
-                logger.warning("%d bytes of host memory cannot be pinned: slower", self._size)
-
-    def _room(self, direction: Direction, pages: BlockPages, count: int) -> torch.Tensor:
-        """Rows of a direction's staging buffer; its stream keeps batches apart."""
-        if direction not in self._staging:
-            self._staging[direction] = torch.empty(
-                self._staging_bytes, dtype=torch.uint8, device=self._torch_device
-            )
-        return self._staging[direction][: count * pages.block_bytes].view(count, -1)
-
-    def _move(
-        self,
-        direction: Direction,
-        pages: BlockPages,
-        blocks: Sequence[int],
-        slots: Sequence[torch.Tensor],
-    ) -> None:
-        """Copy blocks to slots, by rows of the staging buffer that hold a block each, or back."""
-        out = direction == "offload"
-        page = pages.pages[0].view
-        if len(pages.pages) == 1:  # the engine keeps a block's layers together
-            for block, slot in zip(blocks, slots, strict=True):
-                source, target = (page[block], slot) if out else (slot, page[block])
-                target.copy_(source, non_blocking=True)
+    def copy(self, stream: Stream, batch: Batch) -> None:
+        count = len(batch.sizes)
+        if not count:
             return
-        rows = self._room(direction, pages, len(blocks))
-        ids = torch.tensor(blocks, dtype=torch.int64).to(self._torch_device)
-        for row, slot in zip(rows, slots, strict=True) if not out else ():
-            row.copy_(slot, non_blocking=True)
-        for one in pages.pages:
-            mine, theirs = _wide(one, rows)
-            if out:
-                theirs.copy_(mine.index_select(0, ids))
+        with self._cuda.stream(stream):  # and its device's context
+            if self._batch is not None:
+                self._in_one_call(self._batch, batch, stream.cuda_stream)
+            elif self._vllm is not None:
+                runs = (batch.sources, batch.targets, batch.sizes)
+                tensors = [torch.as_tensor(np.ascontiguousarray(a).view(np.int64)) for a in runs]
+                self._vllm(*tensors, batch.steady)
             else:
-                mine.index_copy_(0, ids, theirs)
-        for row, slot in zip(rows, slots, strict=True) if out else ():
-            slot.copy_(row, non_blocking=True)
+                to = ctypes.c_void_p(stream.cuda_stream)
+                for target, source, size in zip(*(a.tolist() for a in batch[:3]), strict=True):
+                    run = ctypes.c_void_p(target), ctypes.c_void_p(source), ctypes.c_size_t(size)
+                    self._check(self._driver.cuMemcpyAsync(*run, to))
 
-    def _through(self, job: CopyJob, begun_s: float) -> None:
-        done = self._device.mark(self._streams[job.direction])
-        with self._changed:
-            self._launched.append((job, begun_s, done))
-            self._changed.notify_all()
+    def _in_one_call(self, call: _Call, batch: Batch, stream: int) -> None:
+        arrays = [np.ascontiguousarray(array, np.uint64) for array in batch[:3]]
+        attributes = _Attributes(order=ANY_TIME if batch.steady else IN_STREAM_ORDER)
+        first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        error = call(
+            *(array.ctypes.data for array in arrays),
+            len(arrays[0]),
+            ctypes.addressof(attributes),
+            ctypes.addressof(first),
+            1,
+            ctypes.addressof(failed),
+            stream,
+        )
+        self._check(error)
 
-    def _collect(self) -> None:
-        """Report what the device is through with."""
-        over: list[tuple[CopyJob, float, Event]] = []
-        left: list[tuple[CopyJob, float, Event]] = []
-        with self._changed:
-            for entry in self._launched:
-                (over if entry[2].query() else left).append(entry)
-            self._launched = left
-        for job, begun_s, _ in over:
-            self._report(job, begun_s)
+    def _check(self, error: int) -> None:
+        if error:
+            raise RuntimeError(f"the driver refuses: {self._text(error)}")
 
-    def poll(self) -> list[Finished]:
-        self._collect()
-        return super().poll()
+    def _text(self, error: int) -> str:
+        found = ctypes.c_char_p()
+        self._driver.cuGetErrorString(error, ctypes.byref(found))
+        return f"{(found.value or b'?').decode()} ({error})"
 
-    def _events(self, ids: Sequence[JobId]) -> list[Event]:
-        """The ends of those of these jobs that the device has yet to reach."""
-        wanted = set(ids)
-        with self._changed:
-            self._changed.wait_for(
-                lambda: not (wanted & self._active) - {job.id for job, *_ in self._launched}
-            )
-            return [done for job, _, done in self._launched if job.id in wanted]
+    def prepare(self) -> None:
+        move = mover()
+        if move is None:
+            logger.info("small pages are copied as large ones are: a kernel for them needs triton")
+            return
+        # Each kind of element is a kernel of its own, whose making no copy is to wait for.
+        try:
+            stream = self.new_stream()
+            words = torch.zeros(2, dtype=torch.int64).pin_memory()
+            ends = [words[1:].data_ptr(), words.data_ptr(), 8]
+            table = torch.tensor(ends).view(3, 1).pin_memory()
+            with self._cuda.stream(stream):
+                for unit in (1, 2, 4, 8):
+                    move(table, unit)
+            stream.synchronize()
+        except Exception as error:  # noqa: BLE001 - a compiler fails in ways of its own
+            logger.warning("small pages are copied as large ones are: %r", error)
+            return
+        self._mover, self.small_bytes = move, SMALL_BYTES
 
-    def wait(self, ids: Sequence[JobId]) -> None:
-        for done in self._events(ids):
-            done.synchronize()
-        self._collect()
+    def move(self, stream: Stream, batch: Batch) -> torch.Tensor:
+        assert self._mover is not None, "it was not prepared"
+        table, unit = table_of(batch)
+        table = table.pin_memory()
+        with self._cuda.stream(stream):
+            self._mover(table, unit)
+        return table
 
-    def fence(self, ids: Sequence[JobId]) -> None:
-        for done in self._events(ids):
-            self._device.after(None, done)
+    def ids(self, blocks: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(blocks, dtype=torch.int64).pin_memory()
 
-    def close(self) -> None:
-        super().close()
-        self.wait([job.id for job, *_ in self._launched])
-        if self._pinned:
-            self._device.unpin(self._address)
-            self._pinned = False
+    def staging(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def gather(
+        self,
+        stream: Stream,
+        pages: Sequence[Page],
+        ids: torch.Tensor,
+        rows: torch.Tensor,
+        *,
+        out: bool,
+    ) -> None:
+        with self._cuda.stream(stream), torch.inference_mode():
+            index = ids.to(self._device, non_blocking=True)
+            for page in pages:
+                mine, theirs = _wide(page, rows)
+                if out:
+                    theirs.copy_(mine.index_select(0, index))
+                else:
+                    mine.index_copy_(0, index, theirs)
+
+    def register(self, address: int, size: int) -> str:
+        memory = ctypes.c_void_p(address), ctypes.c_size_t(size)
+        error = self._driver.cuMemHostRegister_v2(*memory, REGISTER_FLAGS)
+        return self._text(error) if error else ""
+
+    def unregister(self, address: int) -> None:
+        with self._cuda.device(self._device):
+            self._enter()
+            self._driver.cuMemHostUnregister(ctypes.c_void_p(address))
+
+    def bind(self) -> None:
+        self._cuda.set_device(self._device)
+        self._enter()
+
+    def _enter(self) -> None:
+        """Make the device's context the calling thread's, as calls of the driver need.
+
+        The runtime does so at a call of its own that works with the device. torch makes none where
+        the device is the first, which every new thread has.
+        """
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self._check(self._driver.cuDeviceGet(ctypes.byref(device), self._device.index or 0))
+        self._check(self._driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+        self._check(self._driver.cuCtxSetCurrent(context))
+
+    def background(self, steps: Iterator[None]) -> Callable[[], None]:
+        def work() -> None:
+            for _ in steps:
+                pass
+
+        thread = threading.Thread(target=work, name="kvladder-register", daemon=True)
+        thread.start()
+        return thread.join
+
+
+def numa_node(device: torch.device, root: Path = Path("/sys")) -> int | None:
+    """The NUMA node that a device is at; None if there is one only, or nobody tells."""
+    if device.type != "cuda":
+        return None
+    cuda: Any = torch.cuda  # its annotations are incomplete
+    has = cuda.get_device_properties(device)
+    try:
+        name = f"{has.pci_domain_id:04x}:{has.pci_bus_id:02x}:{has.pci_device_id:02x}.0"
+        node = int((root / "bus/pci/devices" / name / "numa_node").read_text())
+    except (AttributeError, OSError):  # an older torch tells no address
+        return None
+    return node if node >= 0 else None
 
 
 def _wide(page: Page, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -258,11 +292,16 @@ def copier_for(parts: Parts, arena: Arena) -> Copier:
     Raises
     ------
     LayoutError
-        The tensors are on a device that there is no copier for.
+        The tensors are on several devices, or on one that there is no copier for.
     """
-    device = next(iter(by_group(parts).values())).pages.device
+    devices = {part.pages.device for part in by_group(parts).values()}
+    if len(devices) > 1:
+        raise LayoutError(
+            f"KV tensors on {', '.join(sorted(map(str, devices)))}", hint="one device"
+        )
+    (device,) = devices
     if device.type == "cpu":
         return CpuCopier(parts, arena)
-    if device.type == "cuda":
-        return StreamCopier(parts, arena)
-    raise LayoutError(f"KV tensors on {device}", hint="expected cpu or cuda")
+    if device.type == "cuda" and torch.version.hip is None:
+        return StreamCopier(parts, arena, CudaDevice(device))
+    raise LayoutError(f"KV tensors on {device}", hint="expected cpu, or cuda of NVIDIA")

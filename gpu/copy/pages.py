@@ -51,6 +51,9 @@ class BlockPages:
     ) -> None:
         self._text = ";".join(f"{','.join(page.names)}={page.size_bytes}" for page in pages)
         self.pages = tuple(_merged(pages))
+        """What is copied of a whole block."""
+        self.layers = tuple(pages)
+        """The same bytes layer by layer, in the order in which they were given."""
         self.shapes = shapes
         """Element type and shape of one block in each of the tensors, as text."""
         self.element = element

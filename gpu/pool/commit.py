@@ -15,6 +15,7 @@ from kvladder.gpu.pool.ledger import Ledger
 from kvladder.gpu.pool.moves import Moves
 from kvladder.gpu.pool.retain import Retain, Retainer
 from kvladder.gpu.tree.columns import gather
+from kvladder.gpu.tree.index import Above
 from kvladder.gpu.tree.names import NO_NODE, NO_SLOT, TOKEN_BYTES, DeviceSlot, NodeId, Root
 from kvladder.keys import BlockKey
 from kvladder.policy.retention import checked_duration, checked_priority
@@ -131,7 +132,7 @@ class Committer:
 
     def _one_by_one(
         self,
-        above: NodeId,
+        above: Above,
         slots: Sequence[DeviceSlot],
         content: Content,
         labels: Sequence[bytes],
@@ -154,7 +155,7 @@ class Committer:
                 slot = self._same(node, slot)
             result.append(slot)
             nodes.append(node)
-            above = node if index.chained else above
+            above = node if index.chained else key
         return result, nodes, new
 
     def know(self, content: Content, at: int, known: Known) -> NodeId:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from kvladder.errors import ConfigError
 from kvladder.gpu.pool.events import Reports
 from kvladder.gpu.pool.slots import FreeSlots, References
-from kvladder.gpu.pool.stats import PoolStats
+from kvladder.gpu.pool.stats import PoolStats, Uses
 from kvladder.gpu.requests.groups import SIZES, is_size
 from kvladder.gpu.tree.columns import gather, split
 from kvladder.gpu.tree.index import PrefixIndex
@@ -38,7 +38,7 @@ class PoolSettings:
         a block of its own.
     chained:
         Whether a block is only of use with all blocks before it, so that leaves are evicted
-        first. False behind a sliding window, where partial matches must be off.
+        first. False behind a sliding window.
     level:
         Name of the device in events.
     group:
@@ -51,17 +51,19 @@ class PoolSettings:
     chained: bool = True
     level: str = "gpu"
     group: int = 0
+    first: int = 0
+    """The number of the first slot that it has at its start."""
+    places: int = 0
+    """Slots that it may ever have, see ``BlockPool.admit``; 0: no more than it has at its start."""
 
     def __post_init__(self) -> None:
-        settle(self, "blocks", "block_tokens", "group")
+        settle(self, "blocks", "block_tokens", "group", "first", "places")
         if self.blocks < 1:
             raise ConfigError(f"{self.blocks} blocks", path="gpu.blocks", hint="1 or more")
         if not is_size(self.block_tokens):
             raise ConfigError(f"{self.block_tokens} tokens", path="block.tokens", hint=SIZES)
         if self.partial not in ("off", "take", "copy"):
             raise ConfigError(f"{self.partial!r}", path="gpu.partial", hint="off, take or copy")
-        if not self.chained and self.partial != "off":
-            raise ConfigError("windows have no partial matches", path="gpu.partial", hint="off")
 
 
 class Ledger:
@@ -71,7 +73,14 @@ class Ledger:
     cached block is in it that nobody references.
     """
 
-    def __init__(self, settings: PoolSettings, reports: Reports, *, tiers: bool) -> None:
+    def __init__(
+        self,
+        settings: PoolSettings,
+        reports: Reports,
+        now: Callable[[], float],
+        *,
+        tiers: bool,
+    ) -> None:
         matches = settings.partial != "off"
         self.settings = settings
         self.reports = reports
@@ -79,14 +88,19 @@ class Ledger:
         self.nodes = Nodes()
         self.index = PrefixIndex(
             self.nodes,
-            slots=settings.blocks,
+            slots=max(settings.places, settings.blocks),
             chained=settings.chained,
-            family=settings.chained and (matches or tiers),
+            family=matches or (settings.chained and tiers),
             labels=matches or reports.enabled,
         )
         self.order = EvictionOrder(self.nodes)
-        self.free = FreeSlots(settings.blocks)
-        self.refs = References(settings.blocks)
+        self.uses = Uses(now, self.order.next_stamp)
+        self.slots = settings.blocks
+        """How many there are; others than ``settings`` say while memory is elsewhere."""
+        self.short = 0
+        """Slots that were asked for and that there were not, since it was made."""
+        self.free = FreeSlots(range(settings.first, settings.first + settings.blocks))
+        self.refs = References(max(settings.places, settings.blocks))
 
     @property
     def available(self) -> int:
@@ -157,6 +171,52 @@ class Ledger:
         if not self.nodes.kids[above]:
             self.order.orphaned(above)
 
+    def resize(self, slots: int) -> list[tuple[DeviceSlot, DeviceSlot]]:
+        """Have so many slots, at least as many as there are blocks; nobody holds any.
+
+        Blocks in slots that go are in others from now on: from where, and where to.
+        """
+        assert not self.refs
+        low = [slot for slot in self.free if slot < slots]
+        node_at = self.index.node_at
+        moves: list[tuple[DeviceSlot, DeviceSlot]] = []
+        for number in range(slots, self.slots):
+            if (node := node_at[number]) != NO_NODE:
+                moves.append((DeviceSlot(number), low.pop()))
+                self.index.replace(node, moves[-1][1])
+        node_at[slots:] = [NO_NODE] * (slots - self.slots)
+        self.free = FreeSlots([*low, *range(self.slots, slots)])
+        self.refs = References(slots)
+        self.slots = slots
+        return moves
+
+    def lacks(self, count: int) -> None:
+        """So many slots were asked for beyond those that there were."""
+        self.short += count
+
+    def admit(self, slots: Sequence[DeviceSlot]) -> None:
+        """See ``BlockPool.admit``."""
+        self.free.add(slots)
+        self.slots += len(slots)
+
+    def vacate_idle(
+        self, slots: Sequence[DeviceSlot]
+    ) -> tuple[list[DeviceSlot], list[tuple[DeviceSlot, DeviceSlot]]]:
+        """See ``BlockPool.vacate``."""
+        left, own, node_at = set(slots), list[DeviceSlot](), self.index.node_at
+        free: list[DeviceSlot] = []
+        for slot in self.free:
+            (own if slot in left else free).append(slot)
+        moves: list[tuple[DeviceSlot, DeviceSlot]] = []
+        for slot in slots:
+            if free and node_at[slot] != NO_NODE and slot not in self.refs:
+                moves.append((slot, free.pop()))
+                self.index.replace(node_at[slot], moves[-1][1])
+                own.append(slot)
+        self.free = FreeSlots(free)
+        self.slots -= len(own)
+        return own, moves
+
     def check(self) -> None:
         """Assert that every slot is in exactly one state, and that all parts agree; O(n)."""
         self.index.check()
@@ -172,6 +232,6 @@ class Ledger:
         assert not free & held.keys()
         assert not free & evictable
         assert not evictable & held.keys()
-        assert len(free) + len(held) + len(evictable) == self.settings.blocks
+        assert len(free) + len(held) + len(evictable) == self.slots
         assert all(count > 0 for count in held.values())
         assert all(self.index.node_at[slot] == NO_NODE for slot in free)

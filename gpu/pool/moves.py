@@ -50,6 +50,8 @@ class Moves:
         """
         ledger = self._ledger
         ledger.stats.evicted += len(victims)
+        stamp = ledger.nodes.stamp
+        ledger.uses.evicted([-stamp[node] for node in victims])
         if self.below is None:
             keys, slots = ledger.index.evict(victims)
             ledger.free.add(slots)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from kvladder.errors import NotHeld
+from kvladder.errors import NotHeld, PoolError
 from kvladder.gpu.pool.below import Below
 from kvladder.gpu.pool.commit import Committer, Content, token_ids
 from kvladder.gpu.pool.events import BELOW, PoolEvents, Reports, Stored, StoredBlock
@@ -18,6 +19,7 @@ from kvladder.gpu.tree.columns import gather
 from kvladder.gpu.tree.names import NO_NODE, NO_SLOT, DeviceSlot, NodeId, Root, Ticket
 from kvladder.keys import KEY_BYTES, BlockKey
 from kvladder.policy.numbers import whole
+from kvladder.policy.retention import checked_priority
 
 ROOT = Root(BlockKey(bytes(KEY_BYTES)))
 """Where prefixes begin for callers who make their keys without a root."""
@@ -53,7 +55,7 @@ class BlockPool:
         self.settings = settings
         self.events = PoolEvents() if events is None else events
         reports = Reports(self.events, settings.group, settings.level)
-        self._ledger = Ledger(settings, reports, tiers=below is not None)
+        self._ledger = Ledger(settings, reports, now, tiers=below is not None)
         self.stats = self._ledger.stats
         self._retainer = Retainer(self._ledger, now)
         self._moves = Moves(self._ledger, below)
@@ -73,13 +75,16 @@ class BlockPool:
 
     @property
     def blocks(self) -> int:
-        """All slots."""
-        return self.settings.blocks
+        """All slots; others than ``settings`` say while memory is elsewhere.
+
+        See ``resize``, and ``admit``.
+        """
+        return self._ledger.slots
 
     @property
     def free(self) -> int:
         """Slots that nobody holds, with or without a cached block in them."""
-        return self.settings.blocks - len(self._ledger.refs)
+        return self._ledger.slots - len(self._ledger.refs)
 
     @property
     def used(self) -> int:
@@ -89,7 +94,20 @@ class BlockPool:
     @property
     def cached(self) -> int:
         """Blocks on the device that can be reused, held or not."""
-        return self.settings.blocks - self._ledger.index.node_at.count(NO_NODE)
+        node_at = self._ledger.index.node_at
+        return len(node_at) - node_at.count(NO_NODE)
+
+    def counts(self) -> dict[str, Any]:
+        """Counters since it was made, blocks as they are now, and histograms; plain data.
+
+        May be called from any thread; histograms are up to date as of the last ``mark``.
+        """
+        now = {"capacity": self.blocks, "used": self.used, "free": self.free, "cached": self.cached}
+        return {**self.stats.as_dict(), **now, **self._ledger.uses.as_dict()}
+
+    def mark(self) -> None:
+        """Note the time, so that ages are known; an engine that runs calls it once a step."""
+        self._ledger.uses.mark(self._ledger.order.next_stamp)
 
     # ---- slots
 
@@ -149,6 +167,47 @@ class BlockPool:
         victims = self._ledger.order.select(count)
         self._moves.evict(victims)
         return len(victims)
+
+    def resize(self, blocks: int) -> list[tuple[DeviceSlot, DeviceSlot]]:
+        """Have so many slots from now on, which are the first ones.
+
+        Blocks that lie in others are elsewhere now: the caller copies what is in the first slot of
+        each pair to the second before it does anything else.
+
+        Raises
+        ------
+        PoolError
+            Somebody holds blocks, or more are cached than would have slots; nothing was changed.
+        """
+        blocks = whole(blocks, "blocks")
+        if self.used or self.cached > blocks or blocks < 1:
+            what = f"{blocks} blocks, while {self.used} are held and {self.cached} cached"
+            raise PoolError(f"{what}: expected 1 or more, as many as are cached, and none held")
+        return self._ledger.resize(blocks)
+
+    @property
+    def short(self) -> int:
+        """Slots that were asked for and that there were not, since it was made."""
+        return self._ledger.short
+
+    def held(self, slots: Sequence[DeviceSlot]) -> int:
+        """How many of these somebody holds."""
+        return sum(slot in self._ledger.refs for slot in slots)
+
+    def vacate(
+        self, slots: Sequence[DeviceSlot]
+    ) -> tuple[list[DeviceSlot], list[tuple[DeviceSlot, DeviceSlot]]]:
+        """Give those of ``slots`` up that nobody holds: they are not the pool's any more.
+
+        Cached blocks in them move to free slots, as many as there are others: the caller copies
+        what is in the first slot of each pair to the second before it does anything else. What is
+        held, and what there is no room for, stays.
+        """
+        return self._ledger.vacate_idle(slots)
+
+    def admit(self, slots: Sequence[DeviceSlot]) -> None:
+        """Have these slots too, which are less than ``places`` and no pool's, all free."""
+        self._ledger.admit(slots)
 
     # ---- blocks
 
@@ -218,6 +277,12 @@ class BlockPool:
             nothing was changed.
         """
         return self._committer.commit(slots, content, retain)
+
+    def reprioritize(self, keys: Sequence[BlockKey], priority: int) -> None:
+        """Give those of ``keys`` that are known this priority, for good."""
+        find = self._ledger.index.find
+        nodes = [node for key in keys if (node := find(key)) is not None]
+        self._retainer.apply(nodes, [Retain(checked_priority(priority))] * len(nodes), new=())
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         """Forget these blocks here and in the tiers, and all that follow them.

@@ -12,7 +12,15 @@ from kvladder.gpu.pool.moves import Moves
 from kvladder.gpu.pool.retain import Retain, Retainer
 from kvladder.gpu.pool.stats import RequestStats
 from kvladder.gpu.tree.columns import gather
-from kvladder.gpu.tree.names import NO_NODE, NO_SLOT, TOKEN_BYTES, DeviceSlot, NodeId, Ticket
+from kvladder.gpu.tree.names import (
+    NO_NODE,
+    NO_SLOT,
+    TOKEN_BYTES,
+    DeviceSlot,
+    NodeId,
+    Root,
+    Ticket,
+)
 from kvladder.keys import BlockKey
 
 HITS_MAX = 255
@@ -88,7 +96,8 @@ class Served(NamedTuple):
 class Serving:
     """Finds, holds and hands out blocks of one pool, so that several pools can serve one request.
 
-    ``reach`` comes first and claims; ``hold`` of every pool comes next and raises if there is not
+    ``reach`` comes first and claims; ``fitting`` says what of it is used; ``hold`` of every pool
+    comes next and raises if there is not
     enough; ``settle`` of every pool evicts: see ``reserve``. Until then ``cancel`` puts everything
     back, down to the order of eviction. What was got is used by ``place``.
     """
@@ -134,18 +143,26 @@ class Serving:
                 nodes.append(node)
             self._moves.disclaim(surplus)
             nodes += index.match(keys[len(nodes) :])
-        part = self._part(content, nodes) if self._partial != "off" else None
+        part = self._part(content, len(nodes)) if self._partial != "off" else None
         if part is not None and slot[part.node] == NO_SLOT:
             claimed.append(part.node)
         return Match(nodes, claimed, part, first)
 
-    def _part(self, content: Content, nodes: Sequence[NodeId]) -> Part | None:
-        """The cached block that shares most of what follows ``nodes``, if it can be used."""
+    def _part(self, content: Content, blocks: int) -> Part | None:
+        """The block that shares most of what follows the first ``blocks``, if it can be claimed."""
+        best = self._nearest(content, blocks)
+        if best is None or self._ledger.nodes.slot[best.node] != NO_SLOT:
+            return best
+        return best if self._moves.claim([self._ledger.index.key_of(best.node)]) else None
+
+    def _nearest(self, content: Content, blocks: int) -> Part | None:
+        """The known block that shares most of what follows the first ``blocks`` and can be used."""
         index, size = self._ledger.index, self._ledger.settings.block_tokens
-        begin, limits = len(nodes) * size, content.limits or {}
-        tokens = limits.get(len(nodes), size)
+        begin, limits = blocks * size, content.limits or {}
+        tokens = limits.get(blocks, size)
         query = content.tokens[begin * TOKEN_BYTES : (begin + tokens) * TOKEN_BYTES]
-        above = nodes[-1] if nodes else index.root(content.root, create=False)
+        parent = content.keys[blocks - 1] if blocks else content.parent
+        above = index.above(parent, content.root, create=False)
         if above is None or not query:
             return None
         best: Part | None = None
@@ -154,9 +171,18 @@ class Serving:
                 break
             if tokens > (0 if best is None else best.tokens) and self._usable(node):
                 best = Part(node, tokens, self._partial == "take")
-        if best is None or self._ledger.nodes.slot[best.node] != NO_SLOT:
-            return best
-        return best if self._moves.claim([index.key_of(best.node)]) else None
+        return best
+
+    def followed(self, parents: Sequence[BlockKey], root: Root) -> list[bool]:
+        """Whether blocks that may be matched in part are known behind each of these keys."""
+        if self._partial == "off":
+            return [False] * len(parents)
+        return self._ledger.index.followed(parents, root)
+
+    def shares(self, content: Content) -> int:
+        """How many tokens of a block, alone and without its key, a usable block begins with."""
+        best = self._nearest(content, 0)
+        return 0 if best is None else best.tokens
 
     def _usable(self, node: NodeId) -> bool:
         copied = self._ledger.nodes.slot[node] == NO_SLOT or self._partial == "copy"
@@ -169,7 +195,7 @@ class Serving:
     def covers(self, content: Content) -> bool:
         """Whether a known block begins with the tokens of this single one that tell its content."""
         index = self._ledger.index
-        above = index.above(content.parent, content.root)
+        above = index.above(content.parent, content.root, create=False)
         useful = len(content.tokens) // TOKEN_BYTES
         if content.limits:
             useful = min(useful, content.limits.get(0, useful))
@@ -191,12 +217,16 @@ class Serving:
         available = self._ledger.available - len(self._ledger.idle(kept))
         return fresh <= available + len(self._moves.leaving.difference(kept))
 
-    def _fitting(self, match: Match, part: Part, kept: list[NodeId], fresh: int) -> Match:
+    def fitting(self, match: Match, blocks: int) -> Match:
         """What of it there is room for: a part that is copied takes a slot beside its source.
 
         Where there is none the source is taken over, or what the prompt shares with it is not used.
         """
-        if part.taken or part.node in match.claimed or self._fits([*kept, part.node], fresh):
+        part, slot = match.part, self._ledger.nodes.slot
+        if part is None or part.taken or slot[part.node] == NO_SLOT:
+            return match
+        kept = [node for node in match.nodes if slot[node] != NO_SLOT]
+        if self._fits([*kept, part.node], blocks - match.first - len(kept)):
             return match
         takeable = self._takeable(part.node)
         return match._replace(part=part._replace(taken=True) if takeable else None)
@@ -204,7 +234,7 @@ class Serving:
     def hold(self, match: Match, blocks: int) -> Hold:
         """Hold what a match found, and choose who gives way to the others of so many ``blocks``.
 
-        Nothing is evicted before ``settle``.
+        The match is one for which ``fitting`` found room. Nothing is evicted before ``settle``.
 
         Raises
         ------
@@ -213,10 +243,9 @@ class Serving:
         """
         self._retainer.expire()
         ledger, slot = self._ledger, self._ledger.nodes.slot
+        ledger.uses.mark(ledger.order.next_stamp)
         kept = [node for node in match.nodes if slot[node] != NO_SLOT]
         fresh = blocks - match.first - len(kept)
-        if match.part is not None:
-            match = self._fitting(match, match.part, kept, fresh)
         if match.part is not None and slot[match.part.node] != NO_SLOT:
             kept.append(match.part.node)
             fresh -= match.part.taken
@@ -225,6 +254,7 @@ class Serving:
         leaving = len(self._moves.leaving.difference(kept)) if self._moves.leaving else 0
         if fresh > available + leaving:
             self.forgo(match)
+            ledger.lacks(fresh - available)
             raise OutOfBlocks(fresh, available)
         stamps = ledger.order.remove(idle)
         ledger.retain(gather(slot, kept))
@@ -246,8 +276,10 @@ class Serving:
         """
         self._retainer.expire()
         ledger, leaving = self._ledger, len(self._moves.leaving)
+        ledger.uses.mark(ledger.order.next_stamp)
         available = ledger.available
         if fresh > available + leaving:
+            ledger.lacks(fresh - available)
             raise OutOfBlocks(fresh, available)
         short = max(0, fresh - len(ledger.free) - leaving)
         victims = ledger.order.select(short)
@@ -287,6 +319,8 @@ class Serving:
             self.cancel(hold._replace(victims=[]))
             raise BlocksBusy(hold.fresh, free)
         self._moves.keep(hold.kept)
+        if hold.stamps:
+            self._ledger.uses.reused(self._ledger.order.next_stamp, hold.stamps)
         self._ledger.stats.allocated += hold.fresh
         return self._ledger.take(hold.fresh)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 from kvladder.errors import NotHeld
@@ -15,8 +15,8 @@ class FreeSlots:
 
     __slots__ = ("_at", "_slots")
 
-    def __init__(self, slots: int) -> None:
-        self._slots = cast("list[DeviceSlot]", list(range(slots)))
+    def __init__(self, slots: Iterable[int]) -> None:
+        self._slots = cast("list[DeviceSlot]", list(slots))
         self._at = 0
         """Where the first one is; what comes before it is room."""
 

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvladder.gpu.tree.order import STEP
+from kvladder.metrics import AGES_S, DISTANCES, Histogram
+
+MARK_S: Final = 0.25
+"""Between two marks: ages are known as exactly as that."""
+MARKS_MAX: Final = 4096
+"""Marks that are kept; of the older half every second goes when there are more."""
 
 
 def _rate(reused: int, missed: int) -> float:
@@ -67,3 +80,81 @@ class RequestStats:
     def hit_rate(self) -> float:
         """Reused blocks among all blocks of the prompt."""
         return _rate(self.reused, self.missed)
+
+
+class Uses:
+    """How long blocks that nobody holds stay, until they are used again or evicted.
+
+    Nothing is kept per block: the stamps by which the order of eviction goes are looked up among a
+    few marks, which say at what time which stamp came next. All but ``as_dict`` is called on the
+    pool's thread.
+
+    Parameters
+    ----------
+    now:
+        The pool's clock, in seconds.
+    stamp:
+        The stamp that comes next now.
+    """
+
+    def __init__(self, now: Callable[[], float], stamp: int) -> None:
+        self._now = now
+        self._stamps = [stamp]
+        self._times_s = [now()]
+        self._reused: list[tuple[int, Sequence[int]]] = []
+        """Since the last mark: the stamp that came next, and those of what was used then."""
+        self._evicted: list[int] = []
+        self.reuse_s = Histogram(AGES_S)
+        self.reuse_distance = Histogram(DISTANCES)
+        """In blocks that became idle between."""
+        self.eviction_s = Histogram(AGES_S)
+
+    def reused(self, stamp: int, stamps: Sequence[int]) -> None:
+        """Blocks with these stamps are used again, while ``stamp`` comes next."""
+        self._reused.append((stamp, stamps))
+
+    def evicted(self, stamps: Sequence[int]) -> None:
+        """Blocks with these stamps leave."""
+        self._evicted += stamps
+
+    def mark(self, stamp: int) -> None:
+        """Note that ``stamp`` comes next, and count what was used and evicted since, if it is time.
+
+        Called before anything else is done with the pool.
+        """
+        now_s = self._now()
+        if now_s < self._times_s[-1] + MARK_S:
+            return
+        if self._reused or self._evicted:
+            self._count(self._times_s[-1])
+        self._stamps.append(stamp)
+        self._times_s.append(now_s)
+        if len(self._stamps) > MARKS_MAX:
+            half = MARKS_MAX // 2
+            del self._stamps[1:half:2], self._times_s[1:half:2]
+
+    def _count(self, until_s: float) -> None:
+        for stamp, stamps in self._reused:
+            known = self._known(stamps)
+            self.reuse_distance.observe_all((stamp - known) // STEP)
+            self.reuse_s.observe_all(self._ages(known, until_s))
+        self.eviction_s.observe_all(self._ages(self._known(self._evicted), until_s))
+        self._reused, self._evicted = [], []
+
+    def _known(self, stamps: Sequence[int]) -> NDArray[np.int64]:
+        """Those that say when a block became idle; others were put before all that are."""
+        found = np.asarray(stamps, np.int64)
+        return found[found >= self._stamps[0]]
+
+    def _ages(self, stamps: NDArray[np.int64], until_s: float) -> NDArray[np.float64]:
+        """How long ago these stamps were given, in seconds, and up to ``MARK_S`` more."""
+        marks = np.searchsorted(np.asarray(self._stamps), stamps, side="right") - 1
+        return until_s - np.asarray(self._times_s)[marks]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The histograms as plain data."""
+        return {
+            "reuse_age_s": self.reuse_s.as_dict(),
+            "reuse_distance": self.reuse_distance.as_dict(),
+            "eviction_age_s": self.eviction_s.as_dict(),
+        }

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from kvladder.errors import ConfigError, PlanError
+from kvladder.gpu.sizing.base import ITEM_BYTES, Kept, ResourceHandler, type_name
 from kvladder.policy.numbers import settle
-
-ITEM_BYTES: Final[Mapping[str, int]] = {
-    "bfloat16": 2,
-    "float16": 2,
-    "float32": 4,
-    "fp8": 1,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-    "uint8": 1,
-}
-"""Bytes of an element by the name of its type."""
 
 Kind = Literal["full", "window", "state"]
 
@@ -81,40 +70,63 @@ class Group:
         """The first block that a sequence keeps then: enough to rewind by a block."""
         return self.first(max(0, end - self.block_tokens))
 
-    def serves(self, holes: Sequence[int], end: int, step: int) -> int:
+    def holes(self, present: Sequence[bool]) -> list[int]:
+        """By ``n``, one of the first ``n`` blocks that is not present, or -1 if all are.
+
+        The first where all are read, so that nobody goes through the others; else the last.
+        """
+        if self.kind == "full":
+            whole = next((at for at, here in enumerate(present) if not here), len(present))
+            return [-1] * (whole + 1) + [whole] * (len(present) - whole)
+        absent = (-1 if here else at for at, here in enumerate(present))
+        return list(accumulate(absent, max, initial=-1))
+
+    def serves(self, holes: Sequence[int], shared: Shared, end: int, step: int) -> int:
         """The longest prefix up to ``end`` tokens that the cached blocks can serve.
 
-        A multiple of ``step``, as ``end`` is; it needs every block that is read after it.
-        ``holes`` are those of the group's blocks, see ``holes_of``.
+        A multiple of ``step``, as ``end`` is; it needs every block that is read after it, and of
+        the block that it cuts short, one that shares its tokens. ``holes`` are those of the group's
+        blocks.
         """
-        while (hole := holes[end // self.block_tokens]) >= self.first(end):
-            end = hole * self.block_tokens // step * step
+        size = self.block_tokens
+        while end:
+            block, rest = divmod(end, size)
+            if rest and (begun := shared(block)) < rest:
+                end = (block * size + begun) // step * step
+            elif (hole := holes[block]) >= self.first(end):
+                end = (hole * size + shared(hole)) // step * step
+            else:
+                break
         return end
 
 
-def holes_of(present: Iterable[bool]) -> list[int]:
-    """By ``n``, the last of the first ``n`` blocks that is not present, or -1 if all are."""
-    absent = (-1 if here else at for at, here in enumerate(present))
-    return list(accumulate(absent, max, initial=-1))
+Shared = Callable[[int], int]
+"""By block, with how many of its tokens, but not all, a cached one begins that can be used."""
 
 
 def served_by_all(
-    groups: Sequence[Group], holes: Sequence[Sequence[int]], end: int, step: int
+    groups: Sequence[Group],
+    holes: Sequence[Sequence[int]],
+    shared: Sequence[Shared],
+    end: int,
+    step: int,
 ) -> int:
     """The longest prefix up to ``end`` tokens that every group can serve, a multiple of ``step``.
 
     Reads a few numbers per step of the prompt, whatever is missing where.
     """
+    found = list(zip(groups, holes, shared, strict=True))
+    found.sort(key=lambda one: one[0].kind != "full")  # these say the most at once
     before = -1
     while before != end:
         before = end
-        for group, missing in zip(groups, holes, strict=True):
-            end = group.serves(missing, end, step)
+        for group, missing, begun in found:
+            end = group.serves(missing, begun, end, step)
     return end
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(ResourceHandler):
     """One layer's paged KV.
 
     Parameters
@@ -128,11 +140,13 @@ class Layer:
     factor:
         2 for keys and values, 1 for one latent vector per token (MLA).
     layout:
-        The engine's name for the order of what is in a block.
+        The order of what is in a block: ``nhd`` has all heads of a token together, ``hnd`` all
+        tokens of a head; another name is an engine's own, for memory that it lays out itself.
     side_bytes:
         Per token and head, of buffers that travel with the block, such as quantization scales.
     """
 
+    kind: ClassVar[Kept] = "paged"
     name: str
     heads: int
     head_dim: int
@@ -156,8 +170,37 @@ class Layer:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token: ``factor x heads x (head_dim x itemsize)`` and side buffers."""
-        per_head = self.factor * self.head_dim * ITEM_BYTES[self.dtype] + self.side_bytes
-        return self.heads * per_head
+        return self.size_bytes(1) + self.heads * self.side_bytes
+
+    def shape_of(self, tokens: int) -> tuple[int, ...]:
+        """``[factor, tokens, heads, head_dim]``, or ``[factor, heads, tokens, head_dim]``."""
+        inner = (self.heads, tokens) if self.layout == "hnd" else (tokens, self.heads)
+        return self.factor, *inner, self.head_dim
+
+    def family(self) -> Hashable:
+        """All but the heads, the window and what travels along."""
+        return self.head_dim, self.dtype, self.factor, self.layout
+
+    def check(self, others: Mapping[str, ResourceHandler]) -> None:
+        """A latent has one head."""
+        if self.factor == 1 and self.heads != 1:
+            raise PlanError(f"a latent of {self.heads} heads", path=self.name, hint="1 head")
+
+    @classmethod
+    def collect(cls, at: int, layer: Any) -> Iterable[ResourceHandler]:
+        """Keys and values, what stands for both, and an indexer's keys."""
+        keys = getattr(layer, "keys", None)
+        if keys is not None:
+            window = getattr(layer, "sliding_window", None)
+            heads, key_size, value_size = keys.shape[1], keys.shape[-1], layer.values.shape[-1]
+            if key_size == value_size:
+                yield cls(f"{at}.kv", heads, key_size, type_name(keys), window)
+            else:  # a latent and what is rotated, or heads of two sizes
+                size = heads * (key_size + value_size)
+                yield cls(f"{at}.latent", 1, size, type_name(keys), window, factor=1)
+        indexer = getattr(layer, "indexer_keys", None)
+        if indexer is not None:
+            yield cls(f"{at}.indexer", 1, indexer.shape[-1], type_name(indexer), factor=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import lcm
 
 from kvladder.errors import PoolError
-from kvladder.gpu.pool.serving import Match, reserve
-from kvladder.gpu.requests.groups import Group, holes_of, served_by_all
+from kvladder.gpu.pool.serving import Match, Serving, reserve
+from kvladder.gpu.requests.groups import Group, served_by_all
 from kvladder.gpu.requests.sequence import BlockCopy, Extra, KVSequence, Sequences
 from kvladder.gpu.tree.names import DeviceSlot
 from kvladder.policy.numbers import whole
@@ -74,6 +74,43 @@ class Request:
         return any(part.lost for part in self.parts)
 
 
+class Kept:
+    """What one group has cached of a prompt, whose first ``limit`` tokens may be served."""
+
+    def __init__(self, group: Group, pool: Serving, part: KVSequence, limit: int) -> None:
+        self.group = group
+        self._pool, self._part, self._limit = pool, part, limit
+        blocks = limit // group.block_tokens
+        self._present = part.present(blocks)
+        self._followed = pool.followed([part.root.key, *part.keys[:blocks]], part.root)
+        """By block, whether one is known in its place that may be matched in part."""
+        self._shared: dict[int, int] = {}
+        self.holes = group.holes(self._present)
+
+    def shared(self, block: int) -> int:
+        """See ``Shared``."""
+        if not self._followed[block]:
+            return 0
+        if block not in self._shared:
+            end = min(self._limit, (block + 1) * self.group.block_tokens - 1)
+            self._shared[block] = self._pool.shares(self._part.content(block, block, end))
+        return self._shared[block]
+
+    def reach(self, end: int) -> Match:
+        """What serves so many tokens, which must be given to ``hold`` or ``forgo``."""
+        first, last = self.group.first(end), end // self.group.block_tokens
+        return self._pool.reach(self._part.content(first, last, end), first)
+
+    def lacks(self, match: Match, end: int) -> None:
+        """A tier that had what serves so many tokens gave no more than this."""
+        block = match.first + len(match.nodes)
+        if block < end // self.group.block_tokens:
+            self._present[block] = False
+            self.holes = self.group.holes(self._present)
+        else:
+            self._shared[block] = 0 if match.part is None else match.part.tokens
+
+
 class Requests:
     """Running requests of one model. Calls come from the pools' thread and never wait.
 
@@ -89,7 +126,7 @@ class Requests:
     ----------
     groups, sequences:
         What each group is, and its sequences, in the same order. The pool of a window or a state
-        is not ``chained``. With several groups, and with a window, ``partial`` is off.
+        is not ``chained``; of a state ``partial`` is off.
     reuse:
         Whether blocks are served to later requests, see ``CachePlan.no_reuse``.
     """
@@ -103,14 +140,24 @@ class Requests:
         self._pools = [one.serving for one in sequences]
         self.reuse = reuse
         self.step = lcm(*(group.block_tokens for group in groups))
-        """Cached prefixes of several groups, or of a window, end at multiples of so many tokens."""
-        self._whole = len(groups) == 1 and groups[0].kind == "full"
-        """Whether a prompt is served block by block, and the last one in part."""
+        """After so many tokens blocks of all groups end."""
+        self._single = len(groups) == 1 and groups[0].kind == "full"
+        matched_whole: list[int] = []
         for group, one in zip(groups, sequences, strict=True):
             settings = one.pool.settings
             assert settings.block_tokens == group.block_tokens
             assert settings.chained == (group.kind == "full")
-            assert settings.partial == "off" or self._whole
+            assert settings.partial == "off" or group.kind != "state"
+            if settings.partial == "off":
+                matched_whole.append(group.block_tokens)
+        self._grain = lcm(*matched_whole)
+        """Cached prefixes of several groups, or of a window, end at multiples of so many tokens."""
+
+        self.lacking: list[int] = []
+        """By group, tokens that all others could have served, counted since ``watch``.
+
+        Those of a pool that evicted what other pools kept.
+        """
 
     # ---- begin
 
@@ -159,40 +206,79 @@ class Requests:
         count = len(parts[0].tokens)
         limit = count - 1 if cached_max is None else min(count - 1, whole(cached_max, "cached_max"))
         more = count if room is None else max(1, whole(room, "room"))
-        matches = self._find(parts, max(0, limit) if self.reuse else 0)
-        end = min(count, matches[0].tokens(self.groups[0].block_tokens) + more)
-        blocks = [-(-end // group.block_tokens) for group in self.groups]
+        matches, blocks = self._find(parts, max(0, limit) if self.reuse else 0, more)
         got = reserve(self._pools, matches, blocks)
         for part, (match, slots) in zip(parts, got, strict=True):
             part.fill(match, slots)
         return Request(parts)
 
-    def _find(self, parts: Sequence[KVSequence], limit: int) -> list[Match]:
+    def _find(
+        self, parts: Sequence[KVSequence], limit: int, more: int
+    ) -> tuple[list[Match], list[int]]:
+        """The longest prefix that all groups can serve, and have room for as far as it is copied.
+
+        What only tiers hold is claimed. And by group, how many blocks there are for it and so many
+        tokens ``more``.
+        """
+        while True:
+            matches = [self._reach(parts[0], limit)] if self._single else self._match(parts, limit)
+            end = matches[0].tokens(self.groups[0].block_tokens) + more
+            end = min(end, len(parts[0].tokens))
+            blocks = [-(-end // group.block_tokens) for group in self.groups]
+            fitted = list(map(Serving.fitting, self._pools, matches, blocks))
+            ends = [
+                match.tokens(group.block_tokens)
+                for match, group in zip(fitted, self.groups, strict=True)
+            ]
+            if self._single or ends == [
+                match.tokens(group.block_tokens)
+                for match, group in zip(matches, self.groups, strict=True)
+            ]:
+                return fitted, blocks
+            # what is not copied into one group is of no use in any other
+            for pool, match in zip(self._pools, fitted, strict=True):
+                pool.forgo(match)
+            limit = min(ends)
+
+    def _reach(self, part: KVSequence, limit: int) -> Match:
+        """The longest prefix of a single group that reads all tokens."""
+        return self._pools[0].reach(part.content(0, limit // part.block_tokens, limit))
+
+    def _match(self, parts: Sequence[KVSequence], limit: int) -> list[Match]:
         """The longest prefix that all groups can serve; what only tiers hold is claimed."""
-        if self._whole:
-            [part], [pool] = parts, self._pools
-            return [pool.reach(part.content(0, limit // part.block_tokens, limit))]
-        step, end = self.step, limit // self.step * self.step
-        presents = [
-            one.pool.present(part.keys[: end // group.block_tokens])
-            for one, part, group in zip(self.sequences, parts, self.groups, strict=True)
+        end = limit // self._grain * self._grain
+        kept = [
+            Kept(group, pool, part, end)
+            for group, pool, part in zip(self.groups, self._pools, parts, strict=True)
         ]
         while True:
-            end = served_by_all(self.groups, [holes_of(one) for one in presents], end, step)
+            holes = [one.holes for one in kept]
+            shared, most = [one.shared for one in kept], end
+            end = served_by_all(self.groups, holes, shared, most, self._grain)
+            if self.lacking:
+                self._blame(kept, most, end)
             found: list[Match] = []
-            for at, (pool, part, group) in enumerate(
-                zip(self._pools, parts, self.groups, strict=True)
-            ):
-                first, last = group.first(end), end // group.block_tokens
-                found.append(pool.reach(part.content(first, last), first))
-                got = first + len(found[-1].nodes)
-                if got < last:  # a tier that had it does not give it
-                    presents[at][got] = False
+            for one in kept:
+                found.append(one.reach(end))
+                if found[-1].tokens(one.group.block_tokens) < end:
+                    one.lacks(found[-1], end)
                     break
             else:
                 return found
             for pool, match in zip(self._pools, found, strict=False):
                 pool.forgo(match)
+
+    def watch(self) -> None:
+        """Count what pools lack from now on."""
+        self.lacking = [0] * len(self.groups)
+
+    def _blame(self, kept: Sequence[Kept], most: int, end: int) -> None:
+        """Count what is not served since one group alone lacks it."""
+        for at in range(len(kept)):
+            others = [one for number, one in enumerate(kept) if number != at]
+            groups, holes = [one.group for one in others], [one.holes for one in others]
+            shared = [one.shared for one in others]
+            self.lacking[at] += served_by_all(groups, holes, shared, most, self._grain) - end
 
     def restore(self, parts: Sequence[KVSequence]) -> tuple[Request, list[int]]:
         """A request whose blocks are elsewhere, with as many slots as it had.

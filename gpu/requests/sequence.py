@@ -67,7 +67,7 @@ class Sequences:
             raise ValueError("no tokens: expected 1 or more")
         extra = [(whole(at, "offset"), content) for at, content in extra]
         root, ids = self._root, as_tokens(tokens)
-        if salt or lora:
+        if salt != "" or lora != "":  # also what is no text, which has no key
             root = Root(self.scheme.root(salt=salt, lora=lora), salt, lora)
         prompt = len(ids) if prompt_tokens is None else whole(prompt_tokens, "prompt_tokens")
         if not 0 <= prompt <= len(ids):
@@ -260,6 +260,10 @@ class KVSequence:
         return wanted
 
     # ---- get blocks
+
+    def present(self, blocks: int) -> list[bool]:
+        """Whether each of its first ``blocks`` is on the device or in a tier."""
+        return self._pool.present(self.keys[:blocks])
 
     def fill(self, match: Match, slots: Sequence[DeviceSlot]) -> None:
         """Begin with what was reserved for a match."""

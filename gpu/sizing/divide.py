@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import lcm, prod
 
 from kvladder.errors import PlanError
 from kvladder.gpu.requests.groups import Group
 from kvladder.policy.numbers import whole
+
+REGIONS = 64
+"""About so many regions the memory has that goes from one pool to another."""
+REGIONS_MIN = 8
+"""With fewer the smallest step would be a large part of a pool."""
 
 
 def _positive(**numbers: int) -> None:
@@ -111,11 +117,26 @@ class Division:
     step: int
     shares: tuple[Share, ...]
     explicit: bool
+    region_bytes: int = 0
+    """Memory goes from one pool to another in regions of so many bytes; 0: it stays."""
+    regions: int = 0
+    """How many there are in all: those of the first pool come first."""
 
     @property
     def sequences(self) -> int:
         """Sequences of ``context`` tokens that fit at the same time."""
         return min(share.blocks // share.needed for share in self.shares)
+
+    def places(self, share: Share) -> int:
+        """Slots that a pool may ever have: those in regions of others included."""
+        return self.regions * self.region_bytes // share.block_bytes or share.blocks
+
+    def firsts(self) -> list[int]:
+        """By pool, the number of its first slot."""
+        if not self.regions:
+            return [0] * len(self.shares)
+        ends = accumulate((share.blocks * share.block_bytes for share in self.shares), initial=0)
+        return [end // share.block_bytes for end, share in zip(ends, self.shares, strict=False)]
 
     def __str__(self) -> str:
         rule = "by explicit shares" if self.explicit else "the same number of sequences in each"
@@ -127,6 +148,10 @@ class Division:
             lines.append(
                 f"  {group.name} ({kind}): {share.blocks} blocks of {group.block_tokens} tokens,"
                 f" {share.block_bytes} bytes each; a sequence holds {share.needed}"
+            )
+        if self.regions:
+            lines.append(
+                f"  {self.regions} regions of {self.region_bytes} bytes, rebalanced by use"
             )
         return "\n".join(lines)
 
@@ -198,3 +223,43 @@ def divide(
         what = f"{memory} bytes do not hold one sequence of {context} tokens"
         raise PlanError(what, hint=f"{sum(bytes_each)} bytes do, or fewer tokens at a time")
     return found
+
+
+def in_regions(division: Division) -> Division:
+    """The same, rounded to regions that hold whole blocks of every pool.
+
+    Raises
+    ------
+    PlanError
+        There are too few of them: blocks differ too much in size, or one sequence does not fit.
+    """
+    shares, memory = division.shares, division.memory
+    size = lcm(*(share.block_bytes for share in shares))
+    size *= max(1, memory // (REGIONS * size))
+    count = memory // size
+    least = [-(-share.needed * share.block_bytes // size) for share in shares]
+    if count < REGIONS_MIN or sum(least) > count:
+        what = (
+            f"{memory} bytes are {count} regions of {size} bytes, and a sequence needs {sum(least)}"
+        )
+        hint = f"{REGIONS_MIN} or more, so that memory can go from pool to pool, or leave it out"
+        raise PlanError(what, path="gpu.rebalance", hint=hint)
+    # Each pool gets what it had, in whole regions; what is over goes where it changes least.
+    wanted = [share.blocks * share.block_bytes / size for share in shares]
+    got = [max(few, int(want)) for few, want in zip(least, wanted, strict=True)]
+    at = range(len(got))
+    while sum(got) > count:
+        got[
+            max((one for one in at if got[one] > least[one]), key=lambda a: got[a] - wanted[a])
+        ] -= 1
+    while sum(got) < count:
+        got[max(at, key=lambda a: wanted[a] - got[a])] += 1
+    return replace(
+        division,
+        shares=tuple(
+            replace(share, blocks=regions * size // share.block_bytes)
+            for share, regions in zip(shares, got, strict=True)
+        ),
+        region_bytes=size,
+        regions=count,
+    )

@@ -1,20 +1,30 @@
 """A cache plan: what a model keeps per request, what of it is pooled, and how memory is divided.
 
 Made in phases that can be printed: collect, check, group, size, allocate, and resize after a
-forward pass was measured.
+forward pass was measured. ``kvladder size`` prints one, and ``open_device`` opens one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Final, Literal, NamedTuple
 
 from kvladder.errors import PlanError
-from kvladder.gpu.requests.groups import ITEM_BYTES, SIZES, Group, Layer, group_layers, is_size
-from kvladder.gpu.sizing.divide import Division, divide, pool_bytes
-from kvladder.policy.numbers import settle, whole
+from kvladder.gpu.requests.groups import SIZES, Group, Layer, group_layers, is_size
+from kvladder.gpu.sizing.adapt import adapted
+from kvladder.gpu.sizing.base import ITEM_BYTES, ResourceHandler, require
+from kvladder.gpu.sizing.divide import (
+    Division,
+    blocks_of,
+    divide,
+    in_regions,
+    needed,
+    pool_bytes,
+)
+from kvladder.gpu.sizing.handlers import ConvState, Side, State, StateHandler
+from kvladder.policy.numbers import whole
 
 Phase = Literal["collect", "check", "group", "size", "allocate", "resize"]
 _AFTER: Final[dict[Phase, tuple[Phase, ...]]] = {
@@ -27,105 +37,18 @@ _AFTER: Final[dict[Phase, tuple[Phase, ...]]] = {
 }
 
 
-def _require(name: str, dtype: str, *sizes: int) -> None:
-    if dtype not in ITEM_BYTES:
-        raise PlanError(f"dtype {dtype!r}", path=name, hint=f"one of: {', '.join(ITEM_BYTES)}")
-    if not sizes or min(sizes) < 1:
-        raise PlanError(f"sizes {list(sizes)}", path=name, hint="each 1 or more")
+SHARED: Final = "pools"
+"""What memory is asked for as that pools share, see ``CachePlan.size``."""
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """A recurrent state of one layer: ``heads x head_dim x d_state`` elements per sequence."""
+class Place(NamedTuple):
+    """Where a handler's elements are in each block of its pool."""
 
     name: str
-    heads: int
-    head_dim: int
-    d_state: int
-    dtype: str
-
-    def __post_init__(self) -> None:
-        settle(self, "heads", "head_dim", "d_state")
-        _require(self.name, self.dtype, self.heads, self.head_dim, self.d_state)
-
-    @property
-    def bytes(self) -> int:
-        """Per sequence, and per checkpoint."""
-        return self.heads * self.head_dim * self.d_state * ITEM_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class ConvState:
-    """The last ``width`` inputs of a layer's convolution, ``conv_dim`` elements each."""
-
-    name: str
-    conv_dim: int
-    width: int
-    dtype: str
-
-    def __post_init__(self) -> None:
-        settle(self, "conv_dim", "width")
-        _require(self.name, self.dtype, self.conv_dim, self.width)
-
-    @property
-    def bytes(self) -> int:
-        """Per sequence, and per checkpoint."""
-        return self.conv_dim * self.width * ITEM_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class PerSequence:
-    """Something of one shape per sequence that is no state of its prefix, and is not pooled."""
-
-    name: str
+    offset: int
+    """Bytes."""
     shape: tuple[int, ...]
     dtype: str
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(whole(size, "shape") for size in self.shape))
-        _require(self.name, self.dtype, *self.shape)
-
-    @property
-    def bytes(self) -> int:
-        """Per sequence."""
-        return prod(self.shape) * ITEM_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class Unpaged:
-    """Something that grows by ``width`` elements per token and lies in one piece."""
-
-    name: str
-    width: int
-    dtype: str
-
-    def __post_init__(self) -> None:
-        settle(self, "width")
-        _require(self.name, self.dtype, self.width)
-
-    @property
-    def token_bytes(self) -> int:
-        """Per token."""
-        return self.width * ITEM_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """A buffer beside a layer's KV that travels with its blocks, such as quantization scales."""
-
-    name: str
-    of: str
-    """The layer's name."""
-    head_bytes: int
-    """Per token and head."""
-
-    def __post_init__(self) -> None:
-        settle(self, "head_bytes")
-        if self.head_bytes < 1:
-            raise PlanError(f"{self.head_bytes} bytes", path=self.name, hint="1 or more")
-
-
-Resource = Layer | State | ConvState | PerSequence | Unpaged | Side
 
 
 class Pool(NamedTuple):
@@ -134,6 +57,7 @@ class Pool(NamedTuple):
     group: Group
     block_bytes: int
     members: tuple[str, ...]
+    places: tuple[Place, ...]
 
 
 class Alone(NamedTuple):
@@ -143,6 +67,8 @@ class Alone(NamedTuple):
     bytes: int
     """Per sequence."""
     why: str
+    shape: tuple[int, ...]
+    dtype: str
 
 
 Allocate = Callable[[str, int, int], object]
@@ -155,8 +81,8 @@ class CachePlan:
     Parameters
     ----------
     resources:
-        All that the model keeps: paged KV (:class:`Layer`; a latent is one of factor 1), states,
-        side buffers and the rest, each with a name of its own.
+        Handlers of all that the model keeps: paged KV (:class:`Layer`; a latent is one of factor
+        1), states, side buffers and the rest, each with a name of its own.
     block_tokens:
         Tokens per block.
     max_tokens:
@@ -171,7 +97,7 @@ class CachePlan:
 
     def __init__(
         self,
-        resources: Sequence[Resource],
+        resources: Sequence[ResourceHandler],
         *,
         block_tokens: int,
         max_tokens: int,
@@ -190,11 +116,15 @@ class CachePlan:
         self.alone: list[Alone] = []
         self.division: Division | None = None
         self.sequences = 0
+        """How many run at a time: what is allocated by itself is for so many."""
         self.memory: dict[str, object] = {}
         """By name of a pool or of what is alone, what ``allocate`` returned."""
         self._free = 0
-        self._fraction = 0.0
+        self._fraction: float | None = None
         self._max_tokens: int | None = None
+        self._shares: Sequence[float] = ()
+        self._rebalance = False
+        self._wanted: int | None = None
         self._allocate: Allocate | None = None
 
     def _enter(self, phase: Phase) -> None:
@@ -205,27 +135,20 @@ class CachePlan:
     # ---- what may be reused
 
     @property
-    def states(self) -> list[State | ConvState]:
+    def states(self) -> list[StateHandler]:
         """What is the same for all prefixes of one length: states and convolution states."""
-        return [one for one in self.resources if isinstance(one, State | ConvState)]
+        return [one for one in self.resources if isinstance(one, StateHandler)]
 
     @property
     def no_reuse(self) -> str:
-        """Why blocks are not reused by later requests; empty if they are."""
-        kept = (State, ConvState) if self.checkpoint_tokens else ()
-        paged = (Layer, Side, *kept)
-        rest = [one for one in self.resources if not isinstance(one, paged) or self._lone(one)]
-        if not rest:
-            return ""
-        states = isinstance(rest[0], State | ConvState) and not self.checkpoint_tokens
-        return f"{rest[0].name} is not paged" + (" and no checkpoints are kept" if states else "")
-
-    def _lone(self, one: Resource) -> bool:
-        """Whether it is a convolution without a state whose pool it joins."""
-        states = [each for each in self.states if isinstance(each, State)]
-        return isinstance(one, ConvState) and not any(
-            fits(one.conv_dim, each.heads, each.head_dim, each.d_state) for each in states
-        )
+        """Why blocks are not reused by later requests, once they are grouped; empty if they are."""
+        apart = {one.name for one in self.alone}
+        for one in self.resources:
+            if one.kind == "alone" or one.name in apart:
+                return f"{one.name} is not paged"
+            if one.kind == "state" and not self.checkpoint_tokens:
+                return f"{one.name} is not paged and no checkpoints are kept"
+        return ""
 
     @property
     def partial(self) -> bool:
@@ -234,6 +157,16 @@ class CachePlan:
 
     # ---- the phases
 
+    def adapt(self, *, dtype: str = "auto", windows: Sequence[int] = ()) -> CachePlan:
+        """Have layers keep another type, with scales if it has 8 bits, or see fewer tokens.
+
+        Before ``check``; see ``adapted``.
+        """
+        if self.phase != "collect":
+            raise PlanError(f"adapt after {self.phase}", hint="it comes before check")
+        self.resources = tuple(adapted(self.resources, dtype=dtype, windows=windows))
+        return self
+
     def check(self) -> CachePlan:
         """Raise PlanError where resources contradict each other."""
         self._enter("check")
@@ -241,13 +174,13 @@ class CachePlan:
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None or not names:
             raise PlanError(f"{twice!r} twice" if names else "no resources", path="resources")
-        layers = {one.name: one for one in self.resources if isinstance(one, Layer)}
+        others = {one.name: one for one in self.resources}
         for one in self.resources:
-            if isinstance(one, Side) and one.of not in layers:
-                raise PlanError(f"{one.of!r} is no paged layer", path=one.name)
-        for layer in layers.values():
-            if layer.factor == 1 and layer.heads != 1:
-                raise PlanError(f"a latent of {layer.heads} heads", path=layer.name, hint="1 head")
+            require(one.name, one.dtype, *one.shape_of(1))
+            if one.kind == "paged" and not isinstance(one, Layer | Side):
+                what = f"{type(one).__name__} is paged and no Layer"
+                raise PlanError(what, path=one.name, hint="derive it from Layer, or from Side")
+            one.check(others)
         size, every = self.block_tokens, self.checkpoint_tokens
         for path, tokens in (("block_tokens", size), ("checkpoint_tokens", every or size)):
             if not is_size(tokens):
@@ -261,115 +194,230 @@ class CachePlan:
         return self
 
     def group(self) -> CachePlan:
-        """Decide what is pooled, and with what."""
+        """Decide what is pooled, and with what, and where it lies in a block."""
         self._enter("group")
-        sides: dict[str, int] = {}
-        for one in self.resources:
-            if isinstance(one, Side):
-                sides[one.of] = sides.get(one.of, 0) + one.head_bytes
-        layers = [
-            replace(one, side_bytes=one.side_bytes + sides.get(one.name, 0))
-            for one in self.resources
-            if isinstance(one, Layer)
-        ]
-        shapes: dict[tuple[object, ...], list[str]] = {}
-        for layer in layers:
-            shape = (layer.head_dim, layer.dtype, layer.factor, layer.layout)
-            shapes.setdefault(shape, []).append(layer.name)
-        self.pooled = [tuple(names) for names in shapes.values()]
-        if layers:
-            found = group_layers(layers, block_tokens=self.block_tokens, max_tokens=self.max_tokens)
-            for group in found:
-                members = tuple(layer.name for layer in group.layers)
-                self.pools.append(Pool(group.group, group.block_bytes, members))
+        self._group_layers()
         self._group_states()
-        for rest in self.resources:
-            if isinstance(rest, PerSequence):
-                self.alone.append(Alone(rest.name, rest.bytes, "one per sequence, not paged"))
-            elif isinstance(rest, Unpaged):
-                size = rest.token_bytes * self.max_tokens
-                self.alone.append(Alone(rest.name, size, "grows in one piece, not paged"))
+        for one in self.resources:
+            if one.kind == "alone":
+                self._leave_alone(one, one.why)
         self.phase = "group"
         return self
 
-    def _group_states(self) -> None:
-        """Pool states of one shape, and the convolution states that fit their heads."""
-        shapes: dict[tuple[int, int, int, str], list[str]] = {}
+    def _leave_alone(self, one: ResourceHandler, why: str) -> None:
+        shape, size = one.shape_of(self.max_tokens), one.size_bytes(self.max_tokens)
+        self.alone.append(Alone(one.name, size, why, shape, one.dtype))
+
+    def _group_layers(self) -> None:
+        """Pool paged KV by shape and window; side buffers travel with their layers."""
+        sides: dict[str, list[Side]] = {}
         for one in self.resources:
-            if isinstance(one, State):
-                shape = (one.heads, one.head_dim, one.d_state, one.dtype)
-                shapes.setdefault(shape, []).append(one.name)
-        for conv in self.resources:
+            if isinstance(one, Side):
+                sides.setdefault(one.of, []).append(one)
+        layers: list[Layer] = []
+        shapes: dict[Hashable, list[str]] = {}
+        for one in self.resources:
+            if isinstance(one, Layer):
+                more = sum(side.head_bytes for side in sides.get(one.name, ()))
+                layers.append(replace(one, side_bytes=one.side_bytes + more))
+                shapes.setdefault(one.family(), []).append(one.name)
+        if not layers:
+            return
+        self.pooled = [tuple(names) for names in shapes.values()]
+        size = self.block_tokens
+        for group in group_layers(layers, block_tokens=size, max_tokens=self.max_tokens):
+            parts = [(each.name, each.shape_of(size), each.dtype) for each in group.layers]
+            for each in group.layers:
+                own = [(side.name, side.head_bytes) for side in sides.get(each.name, ())]
+                told = each.side_bytes - sum(count for _, count in own)
+                own += [(f"{each.name}.side", told)] if told else []
+                parts += [(name, (size, each.heads, count), "uint8") for name, count in own]
+            self._pool(group.group, [layer.name for layer in group.layers], parts)
+
+    def _group_states(self) -> None:
+        """Pool equal states, and the convolutions that fit their heads and are equal to each other.
+
+        Others are allocated by themselves.
+        """
+        families: dict[Hashable, list[StateHandler]] = {}
+        for one in self.states:
+            if not isinstance(one, ConvState):
+                families.setdefault(one.family(), []).append(one)
+        for conv in self.states:
             if isinstance(conv, ConvState):
-                fitting = next((s for s in shapes if fits(conv.conv_dim, *s[:3])), None)
-                if fitting is not None:
-                    shapes[fitting].append(conv.name)
-                else:
-                    why = f"conv_dim {conv.conv_dim} is not head_dim x heads + 2 x n x d_state"
-                    self.alone.append(Alone(conv.name, conv.bytes, f"{why} of any state"))
-        sizes = {one.name: one.bytes for one in self.states}
-        for (heads, head_dim, d_state, dtype), names in shapes.items():
-            self.pooled.append(tuple(names))
-            name = f"state-{heads}x{head_dim}x{d_state}-{dtype}"
+                self._join(conv, list(families.values()))
+        for members in families.values():
+            names = tuple(one.name for one in members)
+            self.pooled.append(names)
+            first = members[0]
+            name = f"state-{'x'.join(map(str, first.shape_of(1)))}-{first.dtype}"
             every = self.checkpoint_tokens or _power_of_two(self.max_tokens)
             group = Group(name, max(every, self.block_tokens), "state")
-            self.pools.append(Pool(group, sum(sizes[one] for one in names), tuple(names)))
+            self._pool(group, names, [(one.name, one.shape_of(1), one.dtype) for one in members])
+
+    def _join(self, conv: ConvState, families: Sequence[list[StateHandler]]) -> None:
+        fed = [
+            members
+            for members in families
+            if isinstance(members[0], State) and members[0].feeds(conv)
+        ]
+        others = [[one for one in members if isinstance(one, ConvState)] for members in fed]
+        for members, there in zip(fed, others, strict=True):
+            if not there or there[0].family() == conv.family():
+                members.append(conv)
+                return
+        if fed:
+            other = others[0][0]
+            why = f"its shape or type is not that of {other.name}: {_like(conv)}, {_like(other)}"
+        else:
+            why = f"conv_dim {conv.conv_dim} is not head_dim x heads + 2 x n x d_state of any state"
+        self._leave_alone(conv, why)
+
+    def _pool(
+        self,
+        group: Group,
+        members: Sequence[str],
+        parts: Sequence[tuple[str, tuple[int, ...], str]],
+    ) -> None:
+        """A pool whose blocks hold these parts: the widest elements first, so that all align."""
+        ordered = sorted(parts, key=lambda part: -ITEM_BYTES[part[2]])
+        places: list[Place] = []
+        end = 0
+        for name, shape, dtype in ordered:
+            places.append(Place(name, end, shape, dtype))
+            end += prod(shape) * ITEM_BYTES[dtype]
+        align = ITEM_BYTES[ordered[0][2]]
+        size = -(-end // align) * align
+        self.pools.append(Pool(group, size, tuple(members), tuple(places)))
+
+    @property
+    def pairs(self) -> list[tuple[Group, int]]:
+        """Each pool's group and the bytes of its block, as ``divide`` takes them."""
+        return [(pool.group, pool.block_bytes) for pool in self.pools]
+
+    @property
+    def alone_bytes(self) -> int:
+        """Of what is allocated by itself, for one sequence."""
+        return sum(one.bytes for one in self.alone)
+
+    @property
+    def pooled_bytes(self) -> int:
+        """Of the blocks that one sequence of ``max_tokens`` holds at most."""
+        step = self.max_tokens if self.step is None else min(self.step, self.max_tokens)
+        return sum(needed(group, self.max_tokens, step) * size for group, size in self.pairs)
 
     def size(
         self,
         free: int,
         *,
-        fraction: float,
-        sequences: int,
+        fraction: float | None = None,
+        sequences: int | None = None,
         peak: int = 0,
         max_tokens: int | None = None,
+        shares: Sequence[float] = (),
+        rebalance: bool = False,
     ) -> CachePlan:
         """Divide the memory; see ``pool_bytes`` and ``divide``.
 
-        ``sequences`` is how many run at a time: what is allocated by itself is for so many.
+        Parameters
+        ----------
+        free:
+            Bytes: all of them for the cache, or of them ``fraction``, once a forward pass has what
+            it takes at its peak.
+        sequences:
+            How many run at a time, for what is allocated by itself; None for as many as fit.
+        shares:
+            What each pool gets, in proportion, instead of what a sequence needs of it.
+        rebalance:
+            Whether pools share one memory, of which regions go from one to another; of a single
+            pool nothing does.
+
+        Raises
+        ------
+        PlanError
+            A number is out of its range, or not one sequence fits, or memory cannot be shared.
         """
         self._enter("size")
-        free, sequences, peak = whole(free), whole(sequences), whole(peak)
-        max_tokens = None if max_tokens is None else whole(max_tokens)
-        if sequences < 1:
-            raise PlanError(f"{sequences} sequences", path="sequences", hint="1 or more")
-        self._free, self._fraction, self.sequences = free, fraction, sequences
-        self._max_tokens = max_tokens
-        self._divide(peak)
+        self._rebalance = rebalance and len(self.pools) > 1
+        kinds = sorted({place.dtype for pool in self.pools for place in pool.places})
+        if self._rebalance and len(kinds) > 1:  # what one left is no number of another's
+            what = f"pools hold {', '.join(kinds)}"
+            raise PlanError(what, path="gpu.rebalance", hint="false, or layers of one type alone")
+        self._wanted = None if sequences is None else whole(sequences, "sequences")
+        self._free, self._fraction, self._shares = whole(free), fraction, shares
+        self._max_tokens = None if max_tokens is None else whole(max_tokens)
+        if self._wanted is not None and self._wanted < 1:
+            raise PlanError(f"{self._wanted} sequences", path="sequences", hint="1 or more")
+        self._divide(whole(peak))
         self.phase = "size"
         return self
 
     def _divide(self, peak: int) -> None:
-        other = self.sequences * sum(one.bytes for one in self.alone)
-        pairs = [(pool.group, pool.block_bytes) for pool in self.pools]
-        paged = sum(p.block_bytes // p.group.block_tokens for p in self.pools if _paged(p))
-        memory = pool_bytes(
-            free=self._free,
-            fraction=self._fraction,
-            other=other,
-            peak=peak,
-            max_tokens=self._max_tokens if paged else None,
-            token_bytes=max(1, paged),
+        apart, part = self.alone_bytes, self._fraction
+        self.sequences = self._wanted or self._fitting(peak)
+        other = self.sequences * apart
+        if part is None:
+            memory = self._free - other - peak
+        else:
+            context = self.max_tokens
+            token = sum(size * blocks_of(context, one.block_tokens) for one, size in self.pairs)
+            memory = pool_bytes(
+                free=self._free,
+                fraction=part,
+                other=other,
+                peak=peak,
+                max_tokens=self._max_tokens if token else None,
+                token_bytes=max(1, -(-token // context)),
+            )
+        if self.pools and memory < 1:
+            raise PlanError(
+                f"{self._free} bytes, of which {self.sequences} sequences take {other} apart from"
+                f" the pools and a forward pass {peak}",
+                hint=f"more than {other + peak}, or fewer sequences",
+            )
+        self.division = (
+            divide(self.pairs, memory, context=self.max_tokens, step=self.step, shares=self._shares)
+            if self.pools
+            else None
         )
-        context = self.max_tokens
-        self.division = divide(pairs, memory, context=context, step=self.step) if pairs else None
+        if self.division is not None and self._rebalance:
+            self.division = in_regions(self.division)
 
-    def allocate(self, allocate: Allocate) -> CachePlan:
-        """Have every pool, and what is by itself, allocated."""
+    def _fitting(self, peak: int) -> int:
+        """Sequences that fit at the same time, 1 at least."""
+        part = 1 if self._fraction is None else self._fraction
+        one = self.pooled_bytes + part * self.alone_bytes
+        return max(1, int(part * (self._free - peak) // one)) if one else 1
+
+    def allocate(self, allocate: Allocate, *, least: bool = False) -> CachePlan:
+        """Have every pool, and what is by itself, allocated.
+
+        With ``least`` for one sequence only: a forward pass is measured over it, then ``resize``.
+        """
         self._enter("allocate")
         self._allocate = allocate
-        self._make()
+        self._make(least=least)
         self.phase = "allocate"
         return self
 
-    def _make(self) -> None:
+    def _make(self, *, least: bool = False) -> None:
         assert self._allocate is not None
         self.memory.clear()  # first, so that there is room for what comes
         for one in self.alone:
-            self.memory[one.name] = self._allocate(one.name, self.sequences, one.bytes)
-        for share in self.division.shares if self.division is not None else ():
-            name = share.group.name
-            self.memory[name] = self._allocate(name, share.blocks, share.block_bytes)
+            count = 1 if least else self.sequences
+            self.memory[one.name] = self._allocate(one.name, count, one.bytes)
+        if self.division is None:
+            return
+        if self.division.regions:
+            size = self.division.region_bytes
+            each = (-(-one.needed * one.block_bytes // size) for one in self.division.shares)
+            count = max(each) if least else self.division.regions
+            whole = self._allocate(SHARED, count, size)
+            self.memory.update((share.group.name, whole) for share in self.division.shares)
+            return
+        for share in self.division.shares:
+            name, count = share.group.name, share.needed if least else share.blocks
+            self.memory[name] = self._allocate(name, count, share.block_bytes)
 
     def resize(self, peak: int) -> CachePlan:
         """A forward pass was measured to take ``peak`` bytes at most: divide and allocate anew."""
@@ -383,7 +431,7 @@ class CachePlan:
         lines = [f"plan of {len(self.resources)} resources, after phase {self.phase}"]
         lines += [f"  together: {', '.join(names)}" for names in self.pooled]
         for pool in self.pools:
-            group, members = pool.group, ", ".join(pool.members)
+            group, members = pool.group, ", ".join(place.name for place in pool.places)
             lines.append(f"  pool {group.name}: {pool.block_bytes} bytes a block, for {members}")
         lines += [
             f"  alone {one.name}: {one.bytes} bytes a sequence ({one.why})" for one in self.alone
@@ -397,15 +445,9 @@ class CachePlan:
         return "\n".join(lines)
 
 
-def fits(conv_dim: int, heads: int, head_dim: int, d_state: int) -> bool:
-    """Whether a convolution's inputs are those of such a state: values, and two of each group."""
-    rest = conv_dim - head_dim * heads
-    return rest >= 0 and rest % (2 * d_state) == 0
+def _like(one: StateHandler) -> str:
+    return f"{'x'.join(map(str, one.shape_of(1)))} {one.dtype}"
 
 
 def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length() if least > 1 else 2
-
-
-def _paged(pool: Pool) -> bool:
-    return pool.group.kind != "state"

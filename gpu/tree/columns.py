@@ -89,12 +89,12 @@ def forget(held: dict[T, Any], keys: Sequence[T]) -> None:
         del held[key]
 
 
-def forget_single(held: dict[Row, Any], keys: Sequence[Row]) -> dict[Row, int]:
+def forget_single(held: dict[T, Any], keys: Sequence[T]) -> dict[T, int]:
     """Delete those of these keys, which are there, whose value is a number.
 
     How often each of the others is among them.
     """
-    left: dict[Row, int] = {}
+    left: dict[T, int] = {}
     for key in keys:
         if isinstance(held[key], int):
             del held[key]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import cast
 
 from kvladder.gpu.tree.columns import fill, forget, forget_single, gather, leading, scatter
 from kvladder.gpu.tree.names import NO_NODE, NO_SLOT, NOWHERE, DeviceSlot, NodeId, Root
@@ -13,6 +14,9 @@ from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 
 _ROOTS_MIN = 64
+
+Above = NodeId | BlockKey
+"""What children are listed under: the node before them, or its key where blocks have no parents."""
 
 
 def _nodes(held: NodeId | Siblings) -> list[NodeId]:
@@ -34,7 +38,8 @@ class PrefixIndex:
         Whether a block is only of use with all blocks before it. Without, as behind a sliding
         window, blocks have no parents here.
     family:
-        Whether children are listed, which partial matches and tiers need.
+        Whether children are listed, which partial matches and tiers need: where blocks have no
+        parents, those that follow one key, known or not.
     labels:
         Whether token ids are kept.
     """
@@ -59,7 +64,9 @@ class PrefixIndex:
         self._roots: dict[BlockKey, NodeId] = {}
         self._root_of: dict[NodeId, Root] = {}
         self._roots_max = _ROOTS_MIN
-        self._children: dict[NodeId, NodeId | Siblings] | None = {} if family else None
+        self._children: dict[Above, NodeId | Siblings] | None = {} if family else None
+        self._before: dict[NodeId, BlockKey] = {}
+        """The key before each block that is listed and has no parent."""
 
     def __len__(self) -> int:
         return len(self._node)
@@ -115,17 +122,34 @@ class PrefixIndex:
             self.nodes.give([node])
         self._roots_max = max(_ROOTS_MIN, 2 * len(self._roots))
 
-    def above(self, parent: BlockKey, root: Root) -> NodeId | None:
-        """The node whose children follow ``parent``, which may be the root's key."""
+    def above(self, parent: BlockKey, root: Root, *, create: bool = True) -> Above | None:
+        """What the blocks behind ``parent`` are listed under, which may be the root's key."""
         if not self.chained:
-            return NOWHERE
+            return parent
         if parent == root.key:
-            return self.root(root, create=True)
+            return self.root(root, create=create)
         return self._node.get(parent)
 
+    def followed(self, parents: Sequence[BlockKey], root: Root) -> list[bool]:
+        """Whether children are listed behind each of these keys; the first may be the root's."""
+        children, node = self._children or {}, self._node
+        if not self.chained:
+            return [key in children for key in parents]
+        roots = self._roots if parents[0] == root.key else node
+        above = [roots.get(parents[0]), *map(node.get, parents[1:])]
+        return [one in children for one in above]
+
     def has_children(self, node: NodeId) -> bool:
-        """Whether a known block follows this one, wherever it is."""
+        """Whether a known block follows this one, wherever it is, as far as that is listed."""
+        if not self.chained:
+            return bool(self._children and self.key_of(node) in self._children)
         return self.nodes.kids[node] > 0 or bool(self._children and node in self._children)
+
+    def _above_each(self, nodes: Sequence[NodeId]) -> list[Above]:
+        """What each of these, which are listed, is listed under."""
+        if self.chained:
+            return cast("list[Above]", gather(self.nodes.parent, nodes))
+        return [self._before[node] for node in nodes]
 
     def subtree(self, tops: Iterable[NodeId]) -> list[NodeId]:
         """These blocks and all that follow them, each once, followers after what they follow."""
@@ -140,16 +164,16 @@ class PrefixIndex:
                 ahead.extend(more)
         return list(found)
 
-    def _families(self) -> Mapping[NodeId, NodeId | Siblings]:
+    def _families(self) -> Mapping[Above, NodeId | Siblings]:
         """Children by parent; O(n) where they are not listed."""
         if self._children is not None:
             return self._children
-        listed: dict[NodeId, Siblings] = {}
+        listed: dict[Above, Siblings] = {}
         for node in self._node.values() if self.chained else ():
             listed.setdefault(self.nodes.parent[node], Siblings(self.nodes)).add(node)
         return listed
 
-    def _adopt(self, above: NodeId, node: NodeId) -> None:
+    def _adopt(self, above: Above, node: NodeId) -> None:
         assert self._children is not None
         held = self._children.get(above)
         if held is None:
@@ -161,7 +185,7 @@ class PrefixIndex:
             self._children[above] = held
         held.add(node)
 
-    def partial(self, above: NodeId, tokens: bytes) -> Iterator[tuple[NodeId, int, int]]:
+    def partial(self, above: Above, tokens: bytes) -> Iterator[tuple[NodeId, int, int]]:
         """Children of ``above`` that begin like ``tokens``, those that share most first.
 
         Yields ``(node, tokens shared, those that count)``: fewer count where something else than
@@ -182,7 +206,7 @@ class PrefixIndex:
 
     def add(
         self,
-        above: NodeId,
+        above: Above,
         keys: Sequence[BlockKey],
         slots: Sequence[DeviceSlot],
         tokens: Sequence[bytes],
@@ -199,27 +223,41 @@ class PrefixIndex:
         scatter(self.node_at, slots, made)
         if tokens:
             scatter(nodes.tokens, made, tokens)
-        if not self.chained:
-            fill(nodes.parent, made, above)
+        if isinstance(above, bytes):
+            fill(nodes.parent, made, NOWHERE)
+            if self._children is not None:
+                self._follow([above, *keys[:-1]], made)
         elif made:
             scatter(nodes.parent, made, [above, *made[:-1]])
             nodes.kids[above] += 1
             fill(nodes.kids, made[:-1], 1)
-        if self._children is not None and made:
-            self._adopt(above, made[0])
-            self._children.update(pairwise(made))
+            if self._children is not None:
+                self._adopt(above, made[0])
+                self._children.update(pairwise(made))
         return made
 
-    def know(self, above: NodeId, key: BlockKey, tokens: bytes) -> NodeId:
+    def _follow(self, keys: Sequence[BlockKey], nodes: Sequence[NodeId]) -> None:
+        """List each node, which has no parent, under the key before it."""
+        assert self._children is not None
+        self._before.update(zip(nodes, keys, strict=True))
+        if self._children.keys().isdisjoint(keys):
+            self._children.update(zip(keys, nodes, strict=True))
+        else:
+            for key, node in zip(keys, nodes, strict=True):
+                self._adopt(key, node)
+
+    def know(self, above: Above, key: BlockKey, tokens: bytes) -> NodeId:
         """Know a block that was not known, and that only a tier holds."""
         [node] = self.nodes.take(1)
         self._node[key] = node
         self.nodes.key[node] = key
         self.nodes.slot[node] = NO_SLOT
-        self.nodes.parent[node] = above
+        self.nodes.parent[node] = NOWHERE if isinstance(above, bytes) else above
         self.nodes.tokens[node] = tokens
         self.colder.add(node)
         if self._children is not None:
+            if isinstance(above, bytes):
+                self._before[node] = above
             self._adopt(above, node)
         return node
 
@@ -263,11 +301,13 @@ class PrefixIndex:
         assert len(keys) == len(nodes)
         forget(self._node, keys)
         if children is not None:
-            for above, count in forget_single(children, gather(rows.parent, nodes)).items():
+            for above, count in forget_single(children, self._above_each(nodes)).items():
                 held = children[above]
                 assert isinstance(held, Siblings)
                 if not held.drop(count):  # their rows are freed before anything is asked
                     del children[above]
+            if not self.chained:
+                forget(self._before, nodes)
         if self.colder:
             self.colder.difference_update(nodes)
         if self.limits or self.origin or self.salts:
@@ -319,9 +359,11 @@ class PrefixIndex:
         assert taken.isdisjoint(rows.free)
         assert len(taken) + len(rows.free) == len(rows)
         if self._children is not None:
-            listed: dict[NodeId, list[NodeId]] = {}
-            for node in sorted(known, key=lambda node: label(rows, node)):
-                listed.setdefault(rows.parent[node], []).append(node)
+            listed: dict[Above, list[NodeId]] = {}
+            ordered = sorted(known, key=lambda node: label(rows, node))
+            for node, listed_under in zip(ordered, self._above_each(ordered), strict=True):
+                listed.setdefault(listed_under, []).append(node)
+            assert self.chained or self._before.keys() == known
             assert {above: _nodes(held) for above, held in self._children.items()} == listed
             held = [held for held in self._children.values() if isinstance(held, Siblings)]
             assert all(some.alive == len(some.nodes()) for some in held)

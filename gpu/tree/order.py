@@ -13,7 +13,7 @@ from kvladder.gpu.tree.names import NodeId
 from kvladder.gpu.tree.nodes import Nodes
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 
-_STEP: Final = 2
+STEP: Final = 2
 _FIRST: Final = 1 << 40
 """Stamps begin here, so that there are as many before it for what is to go next."""
 RUN_MAX: Final = 1024
@@ -39,7 +39,7 @@ class _Run:
         if mine.stop != stamps.start or len(self.nodes) + len(nodes) > RUN_MAX:
             return False
         self.nodes += nodes
-        self.stamps = range(mine.start, stamps.stop, _STEP)
+        self.stamps = range(mine.start, stamps.stop, STEP)
         return True
 
 
@@ -80,7 +80,8 @@ class EvictionOrder:
         self._len = 0
         self.entries = 0
         """How much is kept, the invalid entries included."""
-        self._next = _FIRST
+        self.next_stamp = _FIRST
+        """Of what becomes evictable next; grows by ``STEP`` with each node."""
         self._front = _FIRST - 1
         self._sweeping = 0
 
@@ -96,10 +97,10 @@ class EvictionOrder:
 
         Takes the list over.
         """
-        first = self._next
-        self._next = end = first + _STEP * len(nodes)
-        stamps = range(first, end, _STEP)
-        number(self._nodes.stamp, nodes, first, _STEP)
+        first = self.next_stamp
+        self.next_stamp = end = first + STEP * len(nodes)
+        stamps = range(first, end, STEP)
+        number(self._nodes.stamp, nodes, first, STEP)
         self._len += len(nodes)
         self.entries += len(nodes)
         if not self._nodes.special:
@@ -135,7 +136,7 @@ class EvictionOrder:
         The first of them goes first.
         """
         for node in reversed(nodes):
-            self._front -= _STEP
+            self._front -= STEP
             self._place(node, self._front)
         self._len += len(nodes)
         self._tidy(len(nodes))

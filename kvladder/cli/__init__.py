@@ -1,4 +1,4 @@
-"""The command line: ``kvladder check``, ``size``, ``serve``, ``stats``, ``purge`` ...
+"""The command line: ``kvladder check``, ``size``, ``eval``, ``serve``, ``stats``, ``purge`` ...
 
 Each command is a function: its parameters are the arguments, and its docstring is what ``--help``
 says of it and of them.
@@ -15,14 +15,16 @@ from inspect import Parameter, getdoc, signature
 from typing import Final, get_args
 
 from kvladder.cli.check import check
+from kvladder.cli.evaluate import TooMuch, eval_
 from kvladder.cli.purge import purge
 from kvladder.cli.serve import serve
 from kvladder.cli.size import size
 from kvladder.cli.stats import describe, stats
 from kvladder.errors import ConfigError
 
+EXIT_TOO_MUCH: Final = 1
 EXIT_CONFIG: Final = 2
-COMMANDS: Final = (check, size, serve, stats, describe, purge)
+COMMANDS: Final = (check, size, eval_, serve, stats, describe, purge)
 _SAID = re.compile(r"^(\w+):\n((?:    .*\n?)+)", re.MULTILINE)
 """What a docstring says of one parameter."""
 
@@ -38,6 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(*(f"kvladder: {one}" for one in errors), sep="\n", file=sys.stderr)
         return EXIT_CONFIG
+    except TooMuch as error:
+        print(error.report)
+        print(f"kvladder: {error}", file=sys.stderr)
+        return EXIT_TOO_MUCH
     return 0
 
 
@@ -50,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     for run in COMMANDS:
         says, _, more = (getdoc(run) or "").partition("\n\nParameters\n----------\n")
         command = commands.add_parser(
-            run.__name__, help=says.partition(".\n")[0].rstrip("."), description=says
+            run.__name__.rstrip("_"), help=says.partition(".\n")[0].rstrip("."), description=says
         )
         said = dict(_SAID.findall(more))
         for one in signature(run, eval_str=True).parameters.values():

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from kvladder.config.stack import load_config
+from kvladder.config.settings import GpuConfig
+from kvladder.config.stack import StackConfig, load_config
 from kvladder.errors import ConfigError, PlanError
 from kvladder.gpu.requests.groups import Layer
-from kvladder.gpu.sizing.divide import blocks_of, divide, needed
+from kvladder.gpu.sizing.divide import blocks_of
 from kvladder.gpu.sizing.plan import CachePlan
 from kvladder.layout import Layout
 from kvladder.planning.models import kept_by
@@ -28,6 +29,7 @@ def size(
     context: int,
     step: int = STEP,
     dtype: str | None = None,
+    state_dtype: str | None = None,
     block_tokens: int = 16,
     checkpoint_tokens: int = 0,
     stack: Path | None = None,
@@ -49,16 +51,18 @@ def size(
         tokens computed at a time, as with chunked prefill (default %(default)s)
     dtype:
         of the KV cache, such as fp8 (default: the model's)
+    state_dtype:
+        of recurrent states (default: what the file says, else the model's)
     block_tokens:
         default %(default)s
     checkpoint_tokens:
         tokens between kept states of a hybrid model (default %(default)s: none are kept)
     stack:
-        a YAML file whose tiers are sized, too
+        a YAML file whose tiers are sized, too, and whose gpu.dtype, windows, shares and reuse hold
     """
     room = _room(memory)
     step = min(_tokens("--step", step), _tokens("--context", context))
-    found = kept_by(model, dtype=dtype, hint=_HINT)
+    found = kept_by(model, dtype=dtype, state_dtype=state_dtype, hint=_HINT)
     plan = CachePlan(
         found.resources,
         block_tokens=block_tokens,
@@ -66,29 +70,25 @@ def size(
         step=step,
         checkpoint_tokens=checkpoint_tokens,
     )
-    _checked(plan).group()
-    pairs = [(pool.group, pool.block_bytes) for pool in plan.pools]
-    alone = sum(one.bytes for one in plan.alone)
-    one = sum(needed(group, context, step) * each for group, each in pairs) + alone
+    config = None if stack is None else load_config(stack)
+    gpu = GpuConfig() if config is None else config.gpu
+    _checked(plan.adapt(dtype=gpu.dtype, windows=gpu.windows)).group()
+    one = plan.pooled_bytes + plan.alone_bytes
     if room < one:
         hint = f"one takes {Size(one).about()}"
         raise PlanError(f"{room} holds no sequence of {context} tokens", path="--memory", hint=hint)
-    sequences = room // one
-    division = divide(pairs, room - sequences * alone, context=context, step=step)
+    plan.size(room, shares=gpu.shares)
+    fit = plan.sequences if plan.division is None else plan.division.sequences
     lines = [
         f"{found.model.file}: {found.layers} layers, {found.model.dtype}, {found.how}",
         *_kept(plan),
         f"a sequence of {context} tokens, computed {step} at a time, takes {Size(one).about()}",
         "",
-        f"{Size(room)}: {min(sequences, division.sequences)} sequences",
-        str(division),
-        *(
-            f"  {each.name}: {each.bytes} bytes a sequence, by itself: {each.why}"
-            for each in plan.alone
-        ),
+        f"{Size(room)}: {min(plan.sequences, fit)} sequences",
+        *_divided(plan),
     ]
-    if stack is not None:
-        lines += ["", *_tiers(stack, plan, context)]
+    if config is not None and config.arena_bytes:
+        lines += ["", *_tiers(config, plan, context)]
     return "\n".join(lines)
 
 
@@ -125,11 +125,20 @@ def _kept(plan: CachePlan) -> list[str]:
     return lines
 
 
-def _tiers(stack: Path, plan: CachePlan, context: int) -> list[str]:
+def _divided(plan: CachePlan) -> list[str]:
+    """What each pool has, and what a sequence has by itself."""
+    lines = [] if plan.division is None else [str(plan.division)]
+    return lines + [
+        f"  {each.name}: {each.bytes} bytes a sequence, by itself: {each.why}"
+        for each in plan.alone
+    ]
+
+
+def _tiers(config: StackConfig, plan: CachePlan, context: int) -> list[str]:
     """What each level of a stack holds, in blocks and whole prefixes; nothing without reuse."""
-    config = load_config(stack)
-    if plan.no_reuse:
-        return [f"reuse off: {plan.no_reuse}; the tiers hold nothing that later requests can use"]
+    why = plan.no_reuse if config.gpu.reuse else "gpu.reuse is false"
+    if why:
+        return [f"reuse off: {why}; the tiers hold nothing that later requests can use"]
     layout = Layout(plan.block_tokens, max(pool.block_bytes for pool in plan.pools))
     config.check(layout)
     prefix = 0

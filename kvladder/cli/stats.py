@@ -108,6 +108,8 @@ def _table(path: str, counts: dict[str, Any]) -> Iterator[str]:
     for name, level in levels.items():
         cells = [*(str(level.get(column, "")) for column in COLUMNS), _breakers(level)]
         yield f"{name:{width}}" + "".join(f"{cell:>10}" for cell in cells)
+    if "export" in counts:
+        yield "export: " + ", ".join(f"{name} {n}" for name, n in counts["export"].items())
 
 
 def _breakers(level: dict[str, Any]) -> str:

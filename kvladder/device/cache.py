@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,42 +11,40 @@ import torch
 
 from kvladder.compose import open_manager
 from kvladder.config.stack import StackConfig, load_config
+from kvladder.device.memory import Allocate, PlanMemory
 from kvladder.device.port import TierPort
 from kvladder.device.preempt import Preemption, Suspended
+from kvladder.device.rebalance import Rebalance
+from kvladder.device.room import Room
 from kvladder.errors import ConfigError, LayoutError, PlanError
-from kvladder.gpu.copy.cuda import copier_for
+from kvladder.gpu.copy.cuda import copier_for, numa_node
 from kvladder.gpu.copy.pages import BlockPages, Part, common_element
+from kvladder.gpu.copy.ranges import ranged
 from kvladder.gpu.pool.events import PoolEvent, PoolEvents, Stored
 from kvladder.gpu.pool.pool import BlockPool, Partial, PoolSettings
 from kvladder.gpu.requests.groups import Group
 from kvladder.gpu.requests.requests import Request, Requests
 from kvladder.gpu.requests.sequence import Sequences
-from kvladder.gpu.sizing.divide import Division, blocks_of, divide, pool_bytes
+from kvladder.gpu.sizing.divide import Division
+from kvladder.gpu.sizing.plan import CachePlan
 from kvladder.keys import KeyScheme, namespace
-from kvladder.layout import Layout
+from kvladder.layout import Kind, Layout
 from kvladder.lock import STEP
 from kvladder.manager import CacheManager
-from kvladder.metrics import Stats
+from kvladder.metrics import POOL, Stats
+from kvladder.policy.eviction import PRIORITY_MIN
 
 Tensors = Mapping[str, torch.Tensor]
-Allocate = Callable[[int, int], Tensors]
-"""``allocate(group, blocks)``: the group's tensors, each ``[blocks, ...]``, by name."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceGroup:
-    """One group of a model's layers, as its engine describes it."""
-
-    group: Group
-    block_bytes: int
-    """Of one block in all tensors of the group together."""
+Forward = Callable[[PlanMemory], int]
+"""Runs a pass of the most tokens over memory for one sequence: the bytes that it took besides."""
 
 
 class DeviceCache:
     """Block pools on a device and the tiers below them. Calls come from one thread, the engine's.
 
-    Made by ``open_device``. ``requests`` is what the engine runs on; ``tensors[g]`` is the memory
-    of group ``g``, in which ``requests``' tables name the blocks. ``poll`` is called once a step.
+    Made by ``open_device``. ``requests`` is what the engine runs on; ``memory`` has the views of
+    each layer and state, in which ``requests``' tables name the blocks; ``tensors[g]`` are those of
+    group ``g``. ``poll`` is called once a step.
     """
 
     def __init__(
@@ -58,16 +55,33 @@ class DeviceCache:
         tensors: Sequence[Tensors],
         events: PoolEvents,
         division: Division,
+        memory: PlanMemory | None = None,
     ) -> None:
+        self._memory = memory
         self.manager = manager
         self.port = port
         self.requests = requests
         self.tensors = tuple(tensors)
         self.division = division
         self._events = events
+        self._room = Room(port, requests, self.tensors)
         self.preemption = Preemption(
             port, requests, [share.block_bytes for share in division.shares]
         )
+        self.rebalance: Rebalance | None = None
+        """Moves memory between pools that share it."""
+        if division.regions:
+            self.rebalance = Rebalance(requests, division, self._room.move)
+            manager.report("rebalance", self.rebalance.counts)
+        for group, pool in zip(requests.groups, self.pools, strict=True):
+            manager.report(f"{POOL}{group.name}", pool.counts)
+        manager.report("preemption", self.preemption.counts)
+
+    @property
+    def memory(self) -> PlanMemory:
+        """Where each layer, state and convolution lies; not of pools that were opened without."""
+        assert self._memory is not None, "opened without a plan"
+        return self._memory
 
     @property
     def pools(self) -> list[BlockPool]:
@@ -76,7 +90,12 @@ class DeviceCache:
 
     def poll(self) -> None:
         """Take note of copies that ended and of what the tiers did; never waits."""
-        self.port.poll()
+        with ranged("poll"):
+            self.port.poll()
+            for pool in self.pools:
+                pool.mark()
+            if self.rebalance is not None:
+                self.rebalance.poll()
 
     def wait(self, timeout_s: float) -> None:
         """Return when a copy ended, or soon, at the latest after ``timeout_s``; then poll."""
@@ -84,11 +103,39 @@ class DeviceCache:
 
     def suspend(self, request: Request) -> Suspended:
         """Have a running request give its device memory up, see ``Preemption.suspend``."""
-        return self.preemption.suspend(request)
+        with ranged("suspend", len(request.tokens)):
+            return self.preemption.suspend(request)
 
     def resume(self, suspended: Suspended, *, room: int | None = None) -> Request:
         """Go on with it, see ``Preemption.resume``."""
-        return self.preemption.resume(suspended, room=room)
+        with ranged("resume"):
+            return self.preemption.resume(suspended, room=room)
+
+    def use_session(self, session: str, request: Request) -> None:
+        """A request belongs to a session: its whole blocks do, as far as they are computed.
+
+        Called before the request is released. Raises ValueError if the session has ended.
+        """
+        parts = request.parts
+        runs = [part.keys[: part.computed // part.block_tokens] for part in parts]
+        self.manager.sessions.use(session, runs, parts[0].root.salt)
+
+    def prefetch(self, session: str) -> None:
+        """Have the tiers bring to host what the next request of a session begins with.
+
+        A hint: where there is no room nothing comes. Raises ValueError if the session has ended, or
+        nobody knows of it.
+        """
+        self.port.prefetch(session)
+
+    def end_session(self, session: str) -> None:
+        """Nobody comes back for a session: its blocks that no other has are the next to go.
+
+        On the device; levels with a threshold forget them at once. Raises as ``prefetch`` does.
+        """
+        keys = self.manager.end_session(session)
+        for pool in self.pools:
+            pool.reprioritize(keys, PRIORITY_MIN)
 
     def take_events(self) -> list[PoolEvent]:
         """What happened to which block since the last call, oldest first."""
@@ -117,21 +164,30 @@ class DeviceCache:
             pass
 
     def stats(self) -> Stats:
-        """Counters of the pools, by ``gpu`` and the group's name, and of the tiers; plain data."""
-        found: Stats = {}
-        for group, pool in zip(self.requests.groups, self.pools, strict=True):
-            counts = {"capacity": pool.blocks, "free": pool.free, "cached": pool.cached}
-            found[f"gpu.{group.name}"] = {**pool.stats.as_dict(), **counts}
-        return {**found, **self.manager.stats()}
+        """Counters of the tiers, the pools (``gpu.`` and the group's name) and preemption."""
+        return self.manager.stats()
 
     def describe(self) -> str:
         """The resolved configuration, and how the device's memory is divided."""
-        partial = self.pools[0].settings.partial
-        return f"{self.manager.describe()}\n\ngpu: {self.division}\n  partial matches: {partial}"
+        matches = {pool.settings.partial for pool in self.pools} - {"off"}
+        memory = self.division if self._memory is None else self._memory.plan
+        reuse = "on" if self.requests.reuse else "off: nothing is kept for later requests"
+        lines = [
+            f"gpu: {memory}",
+            f"  reuse: {reuse}",
+            f"  partial matches: {matches.pop() if matches else 'off'}",
+        ]
+        for group, pool in zip(self.requests.groups, self.pools, strict=True):
+            if pool.blocks != pool.settings.blocks:
+                where = "elsewhere" if self.rebalance is not None else "given back"
+                lines.append(f"  {group.name}: {pool.blocks} blocks now, the others are {where}")
+        return "\n".join([self.manager.describe(), "", *lines])
 
     def check(self) -> None:
         """Assert every invariant on both sides; O(n), for tests."""
         self.port.check()
+        if self.rebalance is not None:
+            self.rebalance.check()
 
     def hand_down(self, *, timeout_s: float) -> bool:
         """Have what is cached and held by nobody leave the device for levels that outlive it.
@@ -179,6 +235,40 @@ class DeviceCache:
                 break
         return leaving, room
 
+    # ---- memory for others while this is idle
+
+    def shrink(self, share: float = 0.0, *, timeout_s: float) -> int:
+        """Give device memory back: pools keep this share of their blocks, and one at least.
+
+        What is cached and worth most stays, on the device as far as there is room, else in tiers as
+        far as they take it within ``timeout_s``. Requests that run have to be suspended or released
+        before. Requests that need more than is left raise OutOfBlocks until ``grow``. How many
+        bytes were given back.
+
+        Raises
+        ------
+        PoolError
+            A request holds blocks, or copies did not end in time; nothing was given back.
+        LayoutError
+            The engine's memory is not so that a part of it can be given back, or is shared by
+            pools, see ``gpu.rebalance``.
+        ValueError
+            ``share`` is not in 0..1.
+        """
+        return self._room.shrink(share, timeout_s=timeout_s, leave=self._leave)
+
+    def grow(self) -> int:
+        """Take back what ``shrink`` gave; how many bytes.
+
+        Raises
+        ------
+        PoolError
+            A request holds blocks, which could not be used meanwhile.
+        RuntimeError
+            The device has no memory for it, as torch says; what there was before is still there.
+        """
+        return self._room.grow()
+
     def close(self, *, timeout_s: float | None = None) -> None:
         """End all copies, flush to durable levels, close everything; may be called again.
 
@@ -198,67 +288,113 @@ class DeviceCache:
 
 def open_device(
     source: str | Path | Mapping[str, Any],
-    groups: Sequence[DeviceGroup],
-    allocate: Allocate,
+    plan: CachePlan,
     *,
     fields: Mapping[str, str],
-    context: int,
-    step: int | None = None,
+    device: torch.device | str = "cpu",
+    allocate: Allocate | None = None,
+    sequences: int | None = None,
     free_bytes: int | None = None,
-    other_bytes: int = 0,
     peak_bytes: int = 0,
-    reuse: bool = True,
+    forward: Forward | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> DeviceCache:
-    """Open pools and tiers as a YAML file or a mapping says; the caller closes what is returned.
+    """Open what a plan says over tiers as a file or a mapping says; the caller closes it.
 
     Parameters
     ----------
-    groups:
-        The model's layers; those of a group share one table of blocks.
-    allocate:
-        Called once per group with its number of blocks.
+    plan:
+        What the model keeps, collected; checked, grouped, sized and allocated here.
     fields:
         What names the model's bytes: model, weights, dtype ...
-    context, step:
-        Tokens of the longest request, and how many of a prompt are computed at a time (None: all);
-        memory is divided by them.
-    free_bytes, other_bytes, peak_bytes:
-        Device memory that is free, what other caches take of it, and what a forward pass does.
-        They are asked for where ``gpu.memory`` does not say how much the pools get.
-    reuse:
-        Whether blocks may be served to later requests, see ``CachePlan.no_reuse``.
+    device, allocate:
+        See ``PlanMemory``.
+    sequences:
+        How many run at a time, for what is allocated by itself; None for as many as fit.
+    free_bytes, peak_bytes:
+        Device memory that is free, and what of it a forward pass takes. They are asked for where
+        ``gpu.memory`` does not say how much the cache gets.
+    forward:
+        Measures ``peak_bytes`` instead: it is called where ``gpu.memory`` does not say it, with
+        memory for one sequence, which is then sized anew.
     overrides:
         What the engine sets, above file and environment.
 
     Raises
     ------
     ConfigError
-        A setting is wrong, two groups have one name, or the memory does not suffice; nothing
-        stays open.
+        A setting is wrong, handlers disagree, nothing is pooled, or the memory does not suffice;
+        nothing stays open.
     """
-    names = [one.group.name for one in groups]
-    if not names or len(set(names)) < len(names):
-        hint = "one or more, each with a name of its own, which is part of its blocks' keys"
-        raise PlanError(f"groups {names}", hint=hint)
     config = load_config(source, overrides={"gpu": {}, **(overrides or {})})
-    partial = _partial(config, groups)
-    memory = _memory(config, groups, context, free_bytes, other_bytes, peak_bytes)
-    pairs = [(one.group, one.block_bytes) for one in groups]
-    division = divide(pairs, memory, context=context, step=step, shares=config.gpu.shares)
-    widest = max(one.block_bytes for one in groups)
-    tensors, parts = _allocate(groups, allocate, division)
+    gpu = config.gpu
+    with config.source.explained():
+        if gpu.dtype != "auto":
+            _require_type(gpu.dtype, device)
+        if plan.phase == "collect":
+            plan.adapt(dtype=gpu.dtype, windows=gpu.windows).check().group()
+        elif gpu.dtype != "auto" or gpu.windows:
+            path = "gpu.windows" if gpu.windows else "gpu.dtype"
+            hint = "leave it out: the engine has grouped its plan already"
+            raise ConfigError("has no effect here", path=path, hint=hint)
+    if not plan.pools:
+        alone = ", ".join(one.name for one in plan.alone)
+        hint = "a layer of paged KV, or a state whose pool it joins"
+        raise PlanError(f"nothing is pooled: {alone} are by themselves", path="plan", hint=hint)
+    _size(config, plan, sequences, free_bytes, peak_bytes)
+    measured = config.gpu.memory_bytes is None and forward is not None
+    memory = PlanMemory(plan, device=device, allocate=allocate, least=measured)
+    if measured and forward is not None:
+        memory.resize(forward(memory))
+    assert plan.division is not None
+    places = ";".join(f"{one.name} {one.shape} {one.dtype}" for p in plan.pools for one in p.places)
+    return open_pools(
+        config,
+        plan.division,
+        memory.tensors,
+        fields={**fields, "places": places, **_windows(gpu.windows)},
+        reuse=not plan.no_reuse,
+        memory=memory,
+    )
+
+
+def open_pools(
+    config: StackConfig,
+    division: Division,
+    tensors: Sequence[Tensors],
+    *,
+    fields: Mapping[str, str],
+    reuse: bool = True,
+    memory: PlanMemory | None = None,
+) -> DeviceCache:
+    """Open pools of these sizes over memory that is there; ``tensors`` are those of each."""
+    partial = _partial(config, [share.group for share in division.shares])
+    names = [share.group.name for share in division.shares]
+    if len(set(names)) < len(names):
+        hint = "each with a name of its own, which is part of its blocks' keys"
+        raise PlanError(f"groups {names}", hint=hint)
+    parts: dict[int, Part] = {}
+    for at, (share, held) in enumerate(zip(division.shares, tensors, strict=True)):
+        pages = BlockPages.of(held, blocks=division.places(share))
+        if pages.block_bytes > share.block_bytes:
+            what = f"{share.group.name}: a block takes {pages.block_bytes} bytes in the tensors"
+            raise LayoutError(what, hint=f"the group says {share.block_bytes}")
+        parts[at] = Part(pages)
+    widest = max(share.block_bytes for share in division.shares)
     element = common_element(part.pages.element for part in parts.values())
-    layout = Layout(groups[0].group.block_tokens, widest, fields, *element)
-    manager = open_manager(config, layout, pools=True)
+    kinds: tuple[Kind, ...] = tuple(share.group.kind for share in division.shares)
+    layout = Layout(division.shares[0].group.block_tokens, widest, fields, *element, kinds)
+    node = numa_node(parts[0].pages.device)
+    manager = open_manager(config, layout, pools=True, nodes=() if node is None else (node,))
     events = PoolEvents(config.gpu.events)
     with ExitStack() as undo:
         undo.callback(manager.close)
         port = TierPort(manager, copier_for(parts, manager.arena))
         undo.callback(port.close)
+        reuse = reuse and config.gpu.reuse
         requests = make_pools(manager, port, division, events, partial=partial, reuse=reuse)
         undo.pop_all()
-    return DeviceCache(manager, port, requests, tensors, events, division)
+    return DeviceCache(manager, port, requests, tensors, events, division, memory)
 
 
 def make_pools(
@@ -270,17 +406,29 @@ def make_pools(
     partial: Partial,
     reuse: bool = True,
 ) -> Requests:
-    """A pool for each group of ``division`` over the manager's tiers, and requests over them."""
+    """A pool for each group of ``division`` over the manager's tiers, and requests over them.
+
+    Without slots in the arena there are no tiers.
+    """
     now = manager.ladder.clock.now
     alone = len(division.shares) == 1
     sequences: list[Sequences] = []
-    for at, share in enumerate(division.shares):
+    for at, (share, first) in enumerate(zip(division.shares, division.firsts(), strict=True)):
         group = share.group
         chained = group.kind == "full"
+        matched = "off" if group.kind == "state" else partial
         pool = BlockPool(
-            PoolSettings(share.blocks, group.block_tokens, partial, chained=chained, group=at),
+            PoolSettings(
+                share.blocks,
+                group.block_tokens,
+                matched,
+                chained=chained,
+                group=at,
+                first=first,
+                places=division.places(share),
+            ),
             now=now,
-            below=port,
+            below=port if manager.arena.slots else None,
             events=events,
         )
         port.attach(at, pool)
@@ -288,57 +436,58 @@ def make_pools(
     return Requests([share.group for share in division.shares], sequences, reuse=reuse)
 
 
-def _partial(config: StackConfig, groups: Sequence[DeviceGroup]) -> Partial:
-    """What the setting comes to: partial matches are for one group that reads all tokens."""
-    asked = config.gpu.partial
-    possible = len(groups) == 1 and groups[0].group.kind == "full"
+def _partial(config: StackConfig, groups: Sequence[Group]) -> Partial:
+    """What the setting comes to: nothing is matched in part where states end with every block."""
+    asked = config.gpu.partial if config.gpu.reuse else "off"
+    checkpoint = max((one.block_tokens for one in groups if one.kind == "state"), default=1)
+    possible = any(one.block_tokens > checkpoint for one in groups if one.kind != "state")
     if asked == "auto":
         return "take" if possible else "off"
     if asked != "off" and not possible:
-        hint = "auto or off: blocks of several groups, windows and states are matched whole"
+        hint = f"auto or off: what states serve ends at a multiple of {checkpoint} tokens"
         raise config.source.explain(ConfigError(asked, path="gpu.partial", hint=hint))
     return asked
 
 
-def _memory(
-    config: StackConfig,
-    groups: Sequence[DeviceGroup],
-    context: int,
-    free: int | None,
-    other: int,
-    peak: int,
-) -> int:
-    """Bytes for all pools."""
+def _require_type(dtype: str, device: torch.device | str) -> None:
+    """Raise ConfigError unless the device can have numbers of a type."""
+    kind: torch.dtype = getattr(torch, "float8_e4m3fn" if dtype == "fp8" else dtype)
+    try:
+        _one(device, kind).float()
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        what = f"{dtype} on {device}: {error}"
+        raise ConfigError(what, path="gpu.dtype", hint="auto, or a type that it has") from error
+
+
+def _one(device: torch.device | str, kind: torch.dtype) -> torch.Tensor:
+    return torch.ones(1, device=device).to(kind)
+
+
+def _windows(windows: Sequence[int]) -> dict[str, str]:
+    """What tells the blocks of layers behind such windows from those behind the model's own."""
+    return {"windows": ",".join(map(str, windows))} if windows else {}
+
+
+def _size(
+    config: StackConfig, plan: CachePlan, sequences: int | None, free: int | None, peak: int
+) -> None:
+    """Divide what the settings give a plan, or their part of what is free."""
     gpu = config.gpu
     if gpu.memory_bytes is not None:
-        return gpu.memory_bytes
-    if free is None:
+        plan.size(gpu.memory_bytes, sequences=sequences, shares=gpu.shares, rebalance=gpu.rebalance)
+    elif free is None:
         hint = "a size such as 4 GiB, where the engine does not say how much is free"
         raise ConfigError("missing", path="gpu.memory", hint=hint)
-    each = [one.block_bytes * blocks_of(context, one.group.block_tokens) for one in groups]
-    return pool_bytes(
-        free=free,
-        fraction=gpu.fraction,
-        other=other,
-        peak=peak,
-        max_tokens=gpu.max_tokens,
-        token_bytes=-(-sum(each) // context),
-    )
-
-
-def _allocate(
-    groups: Sequence[DeviceGroup], allocate: Allocate, division: Division
-) -> tuple[list[Tensors], dict[int, Part]]:
-    tensors: list[Tensors] = []
-    parts: dict[int, Part] = {}
-    for at, (one, share) in enumerate(zip(groups, division.shares, strict=True)):
-        tensors.append(allocate(at, share.blocks))
-        pages = BlockPages.of(tensors[-1], blocks=share.blocks)
-        if pages.block_bytes != one.block_bytes:
-            what = f"{one.group.name}: a block takes {pages.block_bytes} bytes in the tensors"
-            raise LayoutError(what, hint=f"the group says {one.block_bytes}")
-        parts[at] = Part(pages)
-    return tensors, parts
+    else:
+        plan.size(
+            free,
+            fraction=gpu.fraction,
+            sequences=sequences,
+            peak=peak,
+            max_tokens=gpu.max_tokens,
+            shares=gpu.shares,
+            rebalance=gpu.rebalance,
+        )
 
 
 def _scheme(manager: CacheManager, group: Group, *, alone: bool) -> KeyScheme:

@@ -15,11 +15,11 @@ from kvladder.gpu.copy.copier import Copier, CopyJob, Direction, Finished, JobId
 from kvladder.gpu.pool.below import Known, Taken, Victim
 from kvladder.gpu.pool.pool import BlockPool
 from kvladder.gpu.tree.names import DeviceSlot, Ticket
-from kvladder.keys import BlockKey, salt_digest
+from kvladder.keys import BlockKey
 from kvladder.lock import BULK_STEP, STEP
 from kvladder.manager import CacheManager
 from kvladder.policy.worth import ANYTHING
-from kvladder.tiers.base import NO_TERMS, Terms
+from kvladder.tiers.base import NO_TERMS
 from kvladder.tiers.ladder.index import Meta
 from kvladder.tiers.ladder.loading.fetch import Fetch
 
@@ -91,7 +91,7 @@ class TierPort:
         self.byte_s: dict[Direction, float] = {}
         """Seconds per byte of recent copies."""
         self._asking: list[Fetch] = []
-        """Fetches that found nothing yet; what shared tiers answer is there for the next claim."""
+        """Fetches that nobody waits for; what they bring is there for the next claim."""
         with self._ladder.lock:
             self._journal = self._ladder.events.follow()
 
@@ -153,11 +153,11 @@ class TierPort:
         for start in range(0, len(victims), STEP):
             with self._ladder.lock:
                 for victim in victims[start : start + STEP]:
-                    meta = self._meta(victim)
+                    meta = self._meta(group, victim)
                     if self._ladder.used(victim.key, meta) is not None:
                         taken.append(Taken())
                         continue
-                    _, leased = self._ladder.reserve([victim.key], [meta], explicit=True)
+                    _, leased, _ = self._ladder.reserve([victim.key], [meta], explicit=True)
                     taken.append(Taken(ticket) if leased else None)
                     if leased:
                         keys.append(victim.key)
@@ -178,10 +178,10 @@ class TierPort:
                 self._journal.add(keys[start : start + BULK_STEP])
         self._pools[group].landed(ticket, ok=ok)
 
-    def _meta(self, victim: Victim) -> Meta:
+    def _meta(self, group: int, victim: Victim) -> Meta:
         """What a level is told of it; whose it is, for ``CacheManager.purge``."""
-        salt = victim.salt
-        terms = Terms(salt=salt_digest(self.manager.namespace, salt)) if salt else NO_TERMS
+        plain = not victim.salt and not self.manager.kinds
+        terms = NO_TERMS if plain else self.manager.terms(salt=victim.salt, group=group)
         return Meta(victim.priority, victim.floor, victim.hits, victim.until_s, terms)
 
     def _copy(
@@ -287,6 +287,10 @@ class TierPort:
         self._let_go([fetch for fetch in self._asking if fetch.done])
         self._reconcile()
 
+    def prefetch(self, session: str) -> None:
+        """See ``CacheManager.prefetch``; ``poll`` lets go of what has come."""
+        self._asking += self.manager.prefetch(session)
+
     def _let_go(self, fetches: Sequence[Fetch]) -> None:
         for fetch in fetches:
             self._asking.remove(fetch)
@@ -312,8 +316,9 @@ class TierPort:
         """Tell the pools of blocks that are in no level any more."""
         with self._ladder.lock:
             lost = self._journal.take()
+        each = dict.fromkeys(lost)
         for pool in self._pools.values():
-            known = [key for key in lost if pool.knows(key)]
+            known = [key for key in each if pool.knows(key)]
             held = self.holds(known)
             pool.forgotten([key for key, here in zip(known, held, strict=True) if not here])
 

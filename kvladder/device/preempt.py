@@ -6,17 +6,25 @@ released, and what is not cached any more is computed again.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Literal
+from typing import Any, Final, Literal
 
 from kvladder.arena import Slot
 from kvladder.device.port import TierPort, blended
 from kvladder.errors import NotReady
 from kvladder.gpu.requests.requests import Request, Requests
 from kvladder.gpu.requests.sequence import KVSequence
+from kvladder.notices import Notices
 
 How = Literal["tiers", "recompute"]
+SUSTAINED: Final = 10
+"""So many requests that make way ..."""
+SUSTAINED_S: Final = 60.0
+"""... within so many seconds are worth a word of advice, ..."""
+ADVICE_EVERY_S: Final = 600.0
+"""... once in so many."""
 
 
 class Suspended:
@@ -50,6 +58,21 @@ class Preemption:
         self._block_bytes = block_bytes
         self._token_s: float | None = None
         self._suspended: set[Suspended] = set()
+        """Those whose blocks are in slots of the arena, or on their way there."""
+        self._clock = port.manager.ladder.clock
+        self._notices = Notices(self._clock.now, every_s=ADVICE_EVERY_S)
+        self._recent: deque[tuple[float, str]] = deque(maxlen=SUSTAINED)
+        """When requests were suspended, and how."""
+        self._counted: dict[str, Counter[str]] = {
+            name: Counter(tiers=0, recompute=0) for name in ("suspended", "resumed")
+        }
+        self._over = 0
+        """Of those that were suspended, how many went on or never will."""
+
+    def counts(self) -> dict[str, Any]:
+        """How many requests were suspended and resumed, by how, and how many wait; any thread."""
+        waiting = sum(self._counted["suspended"].values()) - self._over
+        return {**{name: dict(by) for name, by in self._counted.items()}, "waiting": waiting}
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """The engine computed so many tokens of a prompt in ``seconds``; the manager hears it."""
@@ -89,7 +112,27 @@ class Preemption:
             It was released, or its blocks are not in place.
         """
         request.require_ready()
-        way = self.choice(request) if how is None else how
+        suspended = self._suspend(request, self.choice(request) if how is None else how)
+        self._counted["suspended"][suspended.how] += 1
+        self._recent.append((self._clock.now(), suspended.how))
+        self._advise()
+        return suspended
+
+    def _advise(self) -> None:
+        """Say what helps, once in a while, where requests make way again and again."""
+        first_s, last_s = self._recent[0][0], self._recent[-1][0]
+        if len(self._recent) < SUSTAINED or last_s - first_s > SUSTAINED_S:
+            return
+        again = sum(how == "recompute" for _, how in self._recent)
+        self._notices.say(
+            "preemption",
+            f"{SUSTAINED} requests gave their device memory up within {last_s - first_s:.0f} s,"
+            f" {again} of them to be computed again. What helps: fewer requests at a time, a"
+            " shorter context, more for the pools (gpu.memory, gpu.fraction), or keys and values"
+            " in fp8 (gpu.dtype); see docs/out-of-memory.md",
+        )
+
+    def _suspend(self, request: Request, way: How) -> Suspended:
         counts = [len(part.held) for part in request.parts]
         slots = self._port.lease(sum(counts)) if way == "tiers" else None
         suspended = Suspended([part.copy() for part in request.parts], way)
@@ -140,6 +183,8 @@ class Preemption:
         copied = suspended.how == "tiers"
         request = self._restore(suspended) if copied else self._again(suspended, room)
         suspended.over = True
+        self._over += 1
+        self._counted["resumed"][suspended.how] += 1
         return request
 
     def _again(self, suspended: Suspended, room: int | None) -> Request:
@@ -187,6 +232,7 @@ class Preemption:
         """A suspended request is not going to go on; once its copies have ended."""
         if suspended.copies_left:
             raise NotReady("still being suspended")
+        self._over += not suspended.over
         suspended.over = True
         self._free(suspended)
 

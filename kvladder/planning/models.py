@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from kvladder.errors import LayoutError
 from kvladder.gpu.requests.groups import Layer
-from kvladder.gpu.sizing.plan import Resource
+from kvladder.gpu.sizing.base import ResourceHandler
 from kvladder.planning import rules
 from kvladder.planning.reading import ModelFile
 
@@ -25,12 +25,14 @@ class Kept(NamedTuple):
 
     model: ModelFile
     layers: int
-    resources: list[Resource]
+    resources: list[ResourceHandler]
     how: str
     """By which way it was found out, in words."""
 
 
-def kept_by(path: Path, *, dtype: str | None = None, hint: str = _HINT) -> Kept:
+def kept_by(
+    path: Path, *, dtype: str | None = None, state_dtype: str | None = None, hint: str = _HINT
+) -> Kept:
     """What the model of a ``config.json``, or of the folder that holds it, keeps.
 
     Parameters
@@ -39,6 +41,8 @@ def kept_by(path: Path, *, dtype: str | None = None, hint: str = _HINT) -> Kept:
         The file or its folder.
     dtype:
         Of the KV cache; None takes the model's.
+    state_dtype:
+        Of recurrent states; None takes what the file says of them, or the model's.
     hint:
         What to do where it cannot be found out.
 
@@ -49,7 +53,7 @@ def kept_by(path: Path, *, dtype: str | None = None, hint: str = _HINT) -> Kept:
     ConfigError
         The file cannot be read.
     """
-    model = ModelFile(path, dtype=dtype, hint=hint)
+    model = ModelFile(path, dtype=dtype, hint=hint, state_dtype=state_dtype)
     try:
         from kvladder.planning import running
 

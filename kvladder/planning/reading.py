@@ -8,18 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from kvladder.errors import ConfigError, LayoutError
-from kvladder.gpu.requests.groups import ITEM_BYTES
+from kvladder.gpu.sizing.base import ITEM_BYTES
 from kvladder.schema import is_mapping
 
 
 class ModelFile:
     """A model's configuration; what is missing or wrong raises LayoutError naming the file.
 
-    ``dtype`` is that of its KV cache, None the model's; ``hint`` what to do where the file does
-    not do.
+    ``dtype`` is that of its KV cache, ``state_dtype`` that of recurrent states, None the model's;
+    ``hint`` what to do where the file does not do.
     """
 
-    def __init__(self, path: Path, *, dtype: str | None, hint: str) -> None:
+    def __init__(
+        self, path: Path, *, dtype: str | None, hint: str, state_dtype: str | None = None
+    ) -> None:
         self.file = path / "config.json" if path.is_dir() else path
         self.whole: Mapping[str, Any] = _read(self.file)
         """All that the file says."""
@@ -37,7 +39,10 @@ class ModelFile:
         """Of the KV cache."""
         self.conv_dtype: str = own if own in ITEM_BYTES else "float32"
         """Of the inputs that convolutions keep: the model's own."""
-        state: Any = self.get("mamba_ssm_dtype")
+        state: Any = state_dtype or self.get("mamba_ssm_dtype")
+        if state_dtype not in {None, *ITEM_BYTES}:
+            hint = f"--state-dtype with one of: {', '.join(ITEM_BYTES)}"
+            raise self.wrong(f"state dtype {state_dtype!r}", hint=hint)
         self.state_dtype: str = state if state in ITEM_BYTES else self.conv_dtype
 
     def wrong(self, what: str, *, hint: str | None = None) -> LayoutError:

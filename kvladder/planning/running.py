@@ -6,7 +6,8 @@ allocated, and code that comes with a model is not run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 from warnings import catch_warnings, simplefilter
 
@@ -16,11 +17,14 @@ from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, cache_utils
 
 from kvladder.gpu.requests.groups import Layer
-from kvladder.gpu.sizing.plan import ConvState, Resource, State, fits
+from kvladder.gpu.sizing.base import ResourceHandler
+from kvladder.gpu.sizing.handlers import ConvState, State
+from kvladder.planning.collecting import collected
 from kvladder.planning.reading import ModelFile
 
 _NUMBERS: Final = dict.fromkeys(("item", "__float__", "__index__", "__int__"), 0)
 _TRUE: Final = ("__bool__", "__contains__")
+_OURS: Final = (Layer.__module__, State.__module__)
 
 
 class _Numbers(TorchFunctionMode):
@@ -39,7 +43,7 @@ class _Numbers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def run(model: ModelFile) -> tuple[int, list[Resource], str]:
+def run(model: ModelFile) -> tuple[int, list[ResourceHandler], str]:
     """The model's number of layers, all that they keep, and how that was found out.
 
     Raises
@@ -52,11 +56,21 @@ def run(model: ModelFile) -> tuple[int, list[Resource], str]:
         What the class raises.
     """
     name, cache = _after_one_token(model)
-    kinds: list[Any] = [type(cache), *map(type, cache.layers)]
-    for kind in kinds:
-        if kind.__module__ != cache_utils.__name__:
-            raise model.wrong(f"{name} keeps a cache of its own, {kind.__name__}")
-    found = [one for at, layer in enumerate(cache.layers) for one in _kept(at, layer, model)]
+    kinds: list[Any] = [*map(type, cache.layers)]
+    unknown: list[Any] = [type(cache)]
+    by_layer: list[list[ResourceHandler]] = []
+    if type(cache).__module__ == cache_utils.__name__:
+        by_layer = collected(cache.layers)
+        unknown = [
+            kind
+            for kind, kept in zip(kinds, by_layer, strict=True)
+            if kind.__module__ != cache_utils.__name__
+            and all(type(one).__module__ in _OURS for one in kept)
+        ]
+    for kind in unknown:
+        hint = f"a handler for it (docs/write-a-handler.md); {model.hint}"
+        raise model.wrong(f"{name} keeps a cache of its own, {kind.__name__}", hint=hint)
+    found = [_typed(one, model) for kept in by_layer for one in kept]
     if not found:
         raise LookupError(f"{name} caches nothing")
     apart = ", without its encoder" if model.get("is_encoder_decoder") else ""
@@ -89,33 +103,13 @@ def _after_one_token(model: ModelFile) -> tuple[str, Any]:
     return type(made).__name__, getattr(cache, "self_attention_cache", cache)
 
 
-def _kept(at: int, layer: Any, model: ModelFile) -> Iterator[Resource]:
-    """What one layer of a cache holds: keys and values, an indexer's keys, recurrent states."""
-    keys = getattr(layer, "keys", None)
-    if keys is not None:
-        window = getattr(layer, "sliding_window", None)
-        heads, key_size, value_size = keys.shape[1], keys.shape[-1], layer.values.shape[-1]
-        if key_size == value_size:
-            yield Layer(f"{at}.kv", heads, key_size, model.dtype, window)
-        else:  # a latent and what is rotated, or heads of two sizes
-            size = heads * (key_size + value_size)
-            yield Layer(f"{at}.latent", 1, size, model.dtype, window, factor=1)
-    indexer = getattr(layer, "indexer_keys", None)
-    if indexer is not None:
-        yield Layer(f"{at}.indexer", 1, indexer.shape[-1], model.dtype, factor=1)
-    convolutions = _tensors(layer, "conv_states")
-    for number, state in _tensors(layer, "recurrent_states").items():
-        *heads, head_dim, d_state = 1, 1, *state.shape[1:]
-        conv = convolutions.get(number)
-        count = torch.Size(heads).numel()
-        if conv is not None and not fits(conv.shape[1], count, head_dim, d_state):
-            head_dim, d_state = d_state, head_dim  # keys come first in a delta net's state
-        yield State(f"{at}.state{number or ''}", count, head_dim, d_state, model.state_dtype)
-    for number, conv in convolutions.items():
-        width = max(1, conv.shape[-1] - 1)  # the newest input is not kept by engines
-        yield ConvState(f"{at}.conv{number or ''}", conv.shape[1], width, model.conv_dtype)
-
-
-def _tensors(layer: Any, name: str) -> dict[int, torch.Tensor]:
-    found: Mapping[int, torch.Tensor | None] = getattr(layer, name, {})
-    return {number: state for number, state in found.items() if state is not None}
+def _typed(one: ResourceHandler, model: ModelFile) -> ResourceHandler:
+    """With the type that the file says; what it says nothing of keeps the one that was found."""
+    types: dict[type[ResourceHandler], str] = {
+        Layer: model.dtype,
+        State: model.state_dtype,
+        ConvState: model.conv_dtype,
+    }
+    dtype = types.get(type(one))
+    known: Any = one
+    return one if dtype is None else replace(known, dtype=dtype)

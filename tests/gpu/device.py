@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
-from kvladder.device.cache import DeviceCache, DeviceGroup, open_device
+from kvladder.config.stack import load_config
+from kvladder.device.cache import DeviceCache, open_pools
 from kvladder.gpu.requests.groups import Group
 from kvladder.gpu.requests.requests import Request
+from kvladder.gpu.sizing.divide import divide
 
 WIDTH = 24
 """Bytes per token of each group."""
@@ -33,18 +35,18 @@ class Model:
     ) -> None:
         self.groups = groups or (FULL,)
         self.device = device
-        parts = [DeviceGroup(group, group.block_tokens * WIDTH) for group in self.groups]
-        memory = blocks * sum(part.block_bytes for part in parts)
-        gpu = {"memory": memory, "shares": [part.block_bytes for part in parts]}
-        self.cache: DeviceCache = open_device(
-            source,
-            parts,
-            self.allocate,
+        pairs = [(group, group.block_tokens * WIDTH) for group in self.groups]
+        sizes = [size for _, size in pairs]
+        memory = blocks * sum(sizes)
+        config = load_config(source, overrides={"gpu": {"memory": memory, "shares": sizes}})
+        shares = config.gpu.shares
+        division = divide(pairs, memory, context=context, step=step, shares=shares)
+        self.cache: DeviceCache = open_pools(
+            config,
+            division,
+            [self.allocate(at, share.blocks) for at, share in enumerate(division.shares)],
             fields={"model": "tiny", **fields},
-            context=context,
-            step=step,
             reuse=reuse,
-            overrides={"gpu": gpu},
         )
         self.requests = self.cache.requests
 

@@ -21,6 +21,8 @@ from kvladder.policy.retention import Retention, RetentionRange
 from tests.gpu.engine import Engine
 
 HALF: Any = 0.5
+NUMBER: Any = 0
+NOTHING: Any = None
 Call = Callable[[Engine, KVSequence], object]
 
 
@@ -78,6 +80,8 @@ CALLS: dict[str, tuple[type[Exception], Call]] = {
     "no slot": (NotHeld, lambda e, s: e.pool.release([DeviceSlot(99)])),
     "a prompt of -1": (ValueError, lambda e, s: e.sequences.begin([1, 2], prompt_tokens=-1)),
     "a prompt of 3": (ValueError, lambda e, s: e.sequences.begin([1, 2], prompt_tokens=3)),
+    "adapter 0": (AttributeError, lambda e, s: e.begin([1], lora=NUMBER)),
+    "no salt": (AttributeError, lambda e, s: e.begin([1], salt=NOTHING)),
     "no integer": (TypeError, lambda e, s: e.pool.release([s.table[0], HALF])),
     "no integer among shared": (TypeError, shared_and_wrong),
     "fork of what was released": (NotHeld, released_fork),

@@ -1,8 +1,7 @@
 """Every copier against plain indexing, over every layout that engines use."""
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +12,9 @@ from kvladder.arena import Arena, Slot
 from kvladder.errors import LayoutError
 from kvladder.gpu.copy.copier import Copier, CopyJob, Direction, JobId, ThreadedCopier
 from kvladder.gpu.copy.cpu import CpuCopier
-from kvladder.gpu.copy.cuda import CudaDevice, StreamCopier
-from kvladder.gpu.copy.pages import BlockPages, Part, copy_tokens
+from kvladder.gpu.copy.pages import BlockPages, Part, Parts, by_group, copy_tokens
+from kvladder.gpu.copy.streams import StreamCopier
+from tests.kit.gpu import FakeDevice
 from tests.patience import PATIENCE_S
 
 BLOCKS, LAYERS, HEADS, TOKENS, WIDTH = 12, 3, 2, 8, 16
@@ -61,48 +61,28 @@ SHAPES = [
 Make = Callable[[BlockPages, Arena, int], Copier]
 
 
-class HostDevice(CudaDevice):
-    """Main memory as a device whose every operation is over when it returns."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-
-    def new_stream(self) -> Any:
-        return "beside the engine"
-
-    def use(self, stream: Any) -> AbstractContextManager[Any]:
-        return nullcontext(stream)
-
-    def mark(self, stream: Any = None) -> Any:
-        return Past()
-
-    def after(self, stream: Any, event: Any) -> None:
-        event.synchronize()
-
-    def pin(self, address: int, size: int) -> bool:
-        return address > 0 and size > 0
-
-    def unpin(self, address: int) -> None:
-        assert address > 0
-
-
-class Past:
-    """An event that is over."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        return None
-
-
 def on_cpu(pages: BlockPages, arena: Arena, offset: int) -> Copier:
     return CpuCopier({0: Part(pages, offset)}, arena)
 
 
 def on_streams(pages: BlockPages, arena: Arena, offset: int) -> Copier:
+    return streams({0: Part(pages, offset)}, arena, FakeDevice())
+
+
+def by_staging(pages: BlockPages, arena: Arena, offset: int) -> Copier:
     small = 3 * pages.block_bytes  # so that a job takes several batches
-    return StreamCopier({0: Part(pages, offset)}, arena, device=HostDevice(), staging_bytes=small)
+    device = FakeDevice(batched=False)
+    return streams({0: Part(pages, offset)}, arena, device, staging_bytes=small)
+
+
+def streams(parts: Parts, arena: Arena, device: FakeDevice, **options: int) -> StreamCopier:
+    """A copier whose arena is registered, and whose tensors are the device's."""
+    for part in by_group(parts).values():
+        for page in part.pages.pages:
+            device.own(page.view)
+    copier = StreamCopier(parts, arena, device, **options)
+    device.work_in_background()
+    return copier
 
 
 @pytest.fixture
@@ -112,7 +92,7 @@ def arena() -> Iterator[Arena]:
     arena.close()
 
 
-@pytest.fixture(params=[on_cpu, on_streams])
+@pytest.fixture(params=[on_cpu, on_streams, by_staging])
 def make(request: pytest.FixtureRequest) -> Make:
     made: Make = request.param
     return made
@@ -134,17 +114,12 @@ def as_bytes(tensors: Tensors, block: int) -> bytes:
     return b"".join(parts)
 
 
-def copier_bytes(copier: Copier) -> int:
-    assert isinstance(copier, ThreadedCopier)
-    return copier.block_bytes(0)
-
-
-def run(copier: Copier, work: CopyJob) -> None:
+def run(copier: Copier, work: CopyJob, size: int) -> None:
     copier.submit(work)
     copier.wait([work.id])
     (finished,) = copier.poll()
     assert (finished.id, finished.ok, finished.error) == (work.id, True, "")
-    assert finished.bytes == len(work.blocks) * copier_bytes(copier)
+    assert finished.bytes == len(work.blocks) * size
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -157,11 +132,11 @@ def test_what_is_offloaded_comes_back_into_other_blocks(
     copier = make(pages, arena, 128)
     before = {block: as_bytes(tensors, block) for block in range(BLOCKS)}
     pairs = {0: 4, 1: 5, 2: 6, 5: 1, 9: 0}  # a run of neighbours, and two that are none
-    run(copier, job(1, "offload", pairs))
+    run(copier, job(1, "offload", pairs), pages.block_bytes)
     for block, slot in pairs.items():
         assert bytes(arena.view(Slot(slot))[128 : 128 + pages.block_bytes]) == before[block]
     moved = {3: 4, 4: 5, 11: 0, 5: 6}
-    run(copier, job(2, "onboard", moved))
+    run(copier, job(2, "onboard", moved), pages.block_bytes)
     copier.close()
     origin = {slot: block for block, slot in pairs.items()}
     for block in range(BLOCKS):
@@ -175,7 +150,7 @@ def test_parts_of_two_ranks_lie_side_by_side_in_a_slot(make: Make, arena: Arena)
     size = described[0].block_bytes
     for index, pages in enumerate(described):
         copier = make(pages, arena, index * size)
-        run(copier, job(index, "offload", {7: 2}))
+        run(copier, job(index, "offload", {7: 2}), size)
         copier.close()
     stored = bytes(arena.view(Slot(2)))
     assert stored[: 2 * size] == as_bytes(ranks[0], 7) + as_bytes(ranks[1], 7)
@@ -211,9 +186,37 @@ def test_close_ends_what_was_submitted_and_still_reports_it(make: Make, arena: A
     assert [(f.id, f.ok) for f in copier.poll()] == [(9, False)]
 
 
+def test_memory_that_was_given_back_is_found_where_it_is_taken_again(
+    make: Make, arena: Arena
+) -> None:
+    kv = torch.randn(BLOCKS, HEADS, TOKENS, WIDTH)
+    pages = BlockPages.of({"kv": kv}, blocks=BLOCKS)
+    copier = make(pages, arena, 0)
+    run(copier, job(1, "offload", {0: 0}), pages.block_bytes)
+    copier.drain()
+    storage = kv.untyped_storage()
+    before, size = kv.data_ptr(), storage.nbytes()
+    storage.resize_(0)
+    taken = [torch.empty(size, dtype=torch.uint8)]  # what lay there lies elsewhere afterwards
+    storage.resize_(size)
+    while kv.data_ptr() == before and len(taken) < 100:
+        storage.resize_(0)
+        taken.append(torch.empty(size, dtype=torch.uint8))
+        storage.resize_(size)
+    copier.moved()
+    device: Any = getattr(copier, "_device", None)
+    if device is not None:
+        device.own(kv)
+    kv.fill_(7.0)
+    run(copier, job(2, "offload", {3: 1}), pages.block_bytes)
+    copier.close()
+    assert bytes(arena.view(Slot(1)))[: pages.block_bytes] == as_bytes({"kv": kv}, 3)
+
+
 def test_waiting_for_what_was_never_submitted_or_is_over_returns(make: Make, arena: Arena) -> None:
-    copier = make(BlockPages.of(layers_outside(), blocks=BLOCKS), arena, 0)
-    run(copier, job(1, "offload", {0: 0}))
+    pages = BlockPages.of(layers_outside(), blocks=BLOCKS)
+    copier = make(pages, arena, 0)
+    run(copier, job(1, "offload", {0: 0}), pages.block_bytes)
     copier.wait([JobId(1), JobId(77)])
     copier.fence([JobId(1), JobId(77)])
     copier.close()
@@ -231,15 +234,16 @@ class Stepwise(ThreadedCopier):
     def block_bytes(self, group: int) -> int:
         return 1
 
-    def submit(self, job: CopyJob) -> None:
+    def submit(self, job: CopyJob, *, by_layer: bool = False) -> None:
+        del by_layer
         self._submit(job, self._steps(job))
 
-    def _steps(self, job: CopyJob) -> Iterator[None]:
+    def _steps(self, job: CopyJob) -> Iterator[Sequence[str]]:
         for _ in job.blocks:
             self.begun.set()
             self.allowed.acquire()
             self.log.append(job.id)
-            yield
+            yield [f"layer{len(self.log)}"]
 
 
 def test_an_engine_that_waits_for_blocks_overtakes_what_is_being_saved() -> None:
@@ -252,6 +256,22 @@ def test_an_engine_that_waits_for_blocks_overtakes_what_is_being_saved() -> None
     copier.wait([JobId(1), JobId(2)])
     copier.close()
     assert copier.log == [1, 2, 2, 1, 1]
+
+
+def test_a_fence_that_names_a_layer_returns_when_that_has_come() -> None:
+    copier = Stepwise()
+    copier.submit(job(1, "onboard", {0: 0, 1: 1, 2: 2}))
+    for number in (1, 2):
+        copier.allowed.release()
+        copier.fence([JobId(1)], f"layer{number}")
+        assert copier.log == [1] * number
+        assert copier.poll() == []
+    copier.allowed.release()
+    copier.fence([JobId(1)], "a layer that it does not know")
+    [finished] = copier.poll()
+    assert finished.ok
+    copier.fence([JobId(1), JobId(7)], "layer1")
+    copier.close()
 
 
 def test_a_fence_returns_only_when_the_job_is_over() -> None:
@@ -272,51 +292,6 @@ def test_a_fence_returns_only_when_the_job_is_over() -> None:
     thread.join()
     copier.close()
     assert copier.log == [1]
-
-
-class Timeline(HostDevice):
-    """A device whose copies end when the test says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.over = threading.Event()
-        self.fenced = 0
-        self.pins: list[int] = []
-
-    def mark(self, stream: object = None) -> "Timeline":
-        return self
-
-    def query(self) -> bool:
-        return self.over.is_set()
-
-    def synchronize(self) -> None:
-        assert self.over.wait(PATIENCE_S)
-
-    def after(self, stream: object, event: object) -> None:
-        self.fenced += stream is None
-
-    def pin(self, address: int, size: int) -> bool:
-        self.pins.append(address)
-        return True
-
-    def unpin(self, address: int) -> None:
-        self.pins.remove(address)
-
-
-def test_a_launched_copy_is_reported_when_the_device_is_through_with_it(arena: Arena) -> None:
-    device = Timeline()
-    pages = BlockPages.of(layers_outside(), blocks=BLOCKS)
-    copier = StreamCopier(pages, arena, device=device)
-    copier.submit(job(1, "offload", {0: 0}))
-    copier.fence([JobId(1)])  # returns at once: the device waits, not the engine
-    assert device.fenced == 1
-    assert copier.poll() == []
-    assert device.pins == [arena.address]
-    device.over.set()
-    copier.wait([JobId(1)])
-    assert [f.id for f in copier.poll()] == [1]
-    copier.close()
-    assert device.pins == []
 
 
 def test_layouts_that_would_have_to_be_guessed_are_refused() -> None:
@@ -363,11 +338,11 @@ def test_each_group_of_layers_has_its_own_place_and_size(make: Make, arena: Aren
     first, second = layers_outside(), uneven()
     groups = {0: first, 2: second}
     parts = {g: Part(BlockPages.of(t, blocks=BLOCKS), 64 * g) for g, t in groups.items()}
-    copier: ThreadedCopier = (
-        CpuCopier(parts, arena)
-        if make is on_cpu
-        else StreamCopier(parts, arena, device=HostDevice(), staging_bytes=1)
-    )
+    copier: Copier = CpuCopier(parts, arena)
+    if make is not on_cpu:
+        copier.close()
+        device = FakeDevice(batched=make is on_streams)
+        copier = streams(parts, arena, device, staging_bytes=1)
     before = {g: [as_bytes(t, block) for block in range(BLOCKS)] for g, t in groups.items()}
     for number, (g, pairs) in enumerate([(0, {1: 3, 2: 4}), (2, {1: 5, 3: 6})]):
         copier.submit(replace(job(number, "offload", pairs), group=g))

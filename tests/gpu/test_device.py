@@ -14,11 +14,12 @@ import torch
 import kvladder
 from kvladder.config.stack import load_config
 from kvladder.device import cache as device
-from kvladder.device.cache import DeviceGroup, open_device
+from kvladder.device import open_device
 from kvladder.errors import ConfigError, OutOfBlocks, PlanError
 from kvladder.gpu.pool.events import PoolEvent
 from kvladder.gpu.pool.pool import PoolSettings
-from kvladder.gpu.requests.groups import Group
+from kvladder.gpu.requests.groups import Group, Layer
+from kvladder.gpu.sizing.plan import CachePlan
 from kvladder.policy.retention import Retention, RetentionRange
 from tests.gpu.device import Model
 from tests.gpu.engine import Indexed, replay
@@ -190,6 +191,30 @@ def test_every_setting_of_the_section_is_shown_and_has_its_effect() -> None:
 
 
 @pytest.mark.parametrize(
+    ("gpu", "memory", "first"),
+    [
+        ({}, int(0.9 * 900_000), 0.5),
+        ({"fraction": 0.5}, 450_000, 0.5),
+        ({"max_tokens": 64}, 64 * 1024, 0.5),
+        ({"shares": [3, 1]}, int(0.9 * 900_000), 0.75),
+        ({"memory": "256 KiB"}, 256 * 1024, 0.5),
+        ({"memory": "256 KiB", "shares": [3, 1]}, 256 * 1024, 0.75),
+    ],
+)
+def test_what_settings_give_the_pools_is_what_they_have(
+    gpu: dict[str, Any], memory: int, first: float
+) -> None:
+    """A pass takes 100,000 of 1,000,000 bytes that are free; a token 512 in each of two pools."""
+    layers = [Layer("0", 4, 16, "float32"), Layer("1", 2, 32, "float32")]
+    plan = CachePlan(layers, block_tokens=4, max_tokens=32)
+    given: dict[str, Any] = {"fields": {}, "free_bytes": 1_000_000, "peak_bytes": 100_000}
+    with open_device({"gpu": gpu}, plan, **given) as cache:
+        assert cache.division.memory == memory
+        parts = [round(memory * part) // 2048 for part in (first, 1 - first)]
+        assert [pool.blocks for pool in cache.pools] == parts
+
+
+@pytest.mark.parametrize(
     ("gpu", "path"),
     [
         ({"fraction": 1.0}, "gpu.fraction"),
@@ -205,12 +230,70 @@ def test_every_setting_of_the_section_is_shown_and_has_its_effect() -> None:
         ({"shares": [float("nan")]}, "gpu.shares[0]"),
         ({"memory": "1 MiB", "fraction": 0.5}, "gpu.fraction"),
         ({"memory": "1 MiB", "max_tokens": 64}, "gpu.max_tokens"),
+        ({"reuse": "no"}, "gpu.reuse"),
+        ({"reuse": False, "partial": "copy"}, "gpu.partial"),
     ],
 )
 def test_wrong_settings_are_refused(gpu: dict[str, Any], path: str) -> None:
     with pytest.raises(ConfigError) as got:
         load_config({**stack(), "gpu": gpu}, env={})
     assert got.value.path == path
+
+
+def test_without_reuse_nothing_is_served_kept_or_handed_down() -> None:
+    with model({**stack(), "gpu": {"reuse": False}}) as engine:
+        text = engine.cache.describe()
+        assert "reuse: off" in text
+        assert "partial matches: off" in text
+        for _ in range(2):
+            assert engine.run(range(15)) == 0
+        assert engine.cache.pools[0].cached == 0
+        engine.evict()
+        assert engine.cache.stats()["host"]["blocks"] == 0
+
+
+def test_pools_stand_alone_without_tiers() -> None:
+    with model({"gpu": {}}, blocks=4) as engine:
+        text = engine.cache.describe()
+        assert text.startswith("no tiers: what leaves the device is forgotten")
+        assert "arena" not in text
+        assert engine.run(range(8)) == 0
+        assert engine.run(range(9)) == 8
+        running = engine.begin([*range(8), 99])
+        engine.compute(running)
+        suspended = engine.cache.suspend(running)
+        assert suspended.how == "recompute", "there is nowhere to copy it to"
+        resumed = engine.cache.resume(suspended)
+        assert resumed.cached == 8
+        engine.compute(resumed)
+        engine.requests.release(resumed)
+        assert engine.cache.hand_down(timeout_s=0.0), "nothing outlives the engine"
+        engine.cache.purge("a salt")
+        engine.evict()
+        assert engine.run(range(9)) == 0
+        assert engine.cache.stats()["arena"] == {"slots": 0, "free": 0}
+        engine.cache.reset()
+
+
+@pytest.mark.parametrize(
+    ("source", "path"),
+    [
+        ({"gpu": {}, "tiers": [{"type": "host"}]}, "arena.size"),
+        ({"gpu": {}, "arena": {"size": "1 MiB"}}, "tiers"),
+        ({"gpu": {}, "fetch": {"when": "always"}}, "fetch"),
+        ({"gpu": {}, "export": {"listen": "0.0.0.0:7700", "keys": "k"}}, "export"),
+        ({"events": {}}, "tiers"),
+    ],
+)
+def test_half_a_stack_is_none(source: dict[str, Any], path: str) -> None:
+    with pytest.raises(ConfigError) as got:
+        load_config(source, env={})
+    assert got.value.path == path
+
+
+def test_an_engine_with_a_pool_of_its_own_needs_tiers() -> None:
+    with pytest.raises(ConfigError, match=r"gpu: has no effect here .*a block pool of its own"):
+        kvladder.open_cache({"gpu": {}}, layout=kvladder.Layout(16, 4096))
 
 
 @pytest.mark.parametrize("tokens", [1, 12])
@@ -294,14 +377,9 @@ def test_memory_that_holds_no_sequence_is_refused_and_nothing_stays_open() -> No
         Model(stack(), context=0)
 
 
-def test_two_groups_of_one_name_are_refused_before_anything_is_allocated() -> None:
-    def allocate(group: int, blocks: int) -> dict[str, torch.Tensor]:
-        raise AssertionError("allocated")
-
-    for names in ((), ("all", "all")):
-        groups = [DeviceGroup(Group(name, 4), 96) for name in names]
-        with pytest.raises(PlanError, match="a name of its own"):
-            open_device(stack(), groups, allocate, fields={}, context=16, free_bytes=1 << 20)
+def test_two_groups_of_one_name_are_refused() -> None:
+    with pytest.raises(PlanError, match="a name of its own"):
+        Model(stack(), Group("all", 4), Group("all", 4))
 
 
 def test_blocks_of_a_wrong_size_are_refused() -> None:
@@ -346,3 +424,63 @@ def test_the_same_on_every_device(device: str, windows: int, tmp_path: Path) -> 
         engine.requests.release(again)
     with model(stack(files(tmp_path), slots=32), *groups, device=device) as engine:
         assert engine.run([*range(16), 99]) == 16
+
+
+# ---- sessions
+
+
+def prefix(engine: Model, tokens: Any, session: str) -> None:
+    request = engine.begin(tokens)
+    engine.compute(request)
+    engine.cache.use_session(session, request)
+    engine.requests.release(request)
+
+
+def test_a_session_that_ends_gives_up_what_it_alone_had() -> None:
+    with model(stack()) as engine:
+        prefix(engine, range(12), "a")
+        engine.evict()
+        prefix(engine, [*range(4), *range(50, 58)], "b")
+        assert engine.cache.stats()["host"]["blocks"] == 3
+        engine.cache.end_session("a")
+        assert engine.cache.stats()["host"]["blocks"] == 1, "what b has, too"
+        assert engine.run([*range(4), *range(50, 58), 9]) == 12
+        assert engine.run([*range(12), 9]) == 4
+        for call in (engine.cache.end_session, engine.cache.prefetch):
+            with pytest.raises(ValueError, match="'a' has ended"):
+                call("a")
+        request = engine.begin(range(4))
+        with pytest.raises(ValueError, match="'a' has ended"):
+            engine.cache.use_session("a", request)
+        engine.compute(request)
+        engine.requests.release(request)
+
+
+def test_on_the_device_what_an_ended_session_had_goes_first() -> None:
+    with model({"gpu": {}}, blocks=6) as engine:
+        prefix(engine, range(8), "a")
+        prefix(engine, range(50, 58), "b")
+        prefix(engine, range(8), "a")  # used last
+        engine.cache.end_session("a")
+        engine.run(range(90, 106))
+        assert engine.run([*range(50, 58), 9]) == 8
+        assert engine.run([*range(8), 9]) == 0
+
+
+def test_a_session_is_prefetched_from_files(tmp_path: Path) -> None:
+    with model(stack(files(tmp_path))) as engine:
+        prefix(engine, range(12), "a")
+        engine.evict()
+        manager = engine.cache.manager
+        [run], _ = manager.sessions.last("a")
+        with manager._stack.lock:
+            manager._stack.host.forget(run, "evicted")
+        assert manager.lookup(run) == (0, 3)
+        engine.cache.prefetch("a")
+        for _ in range(500):
+            engine.cache.poll()
+            if manager.lookup(run).host == 3 and not engine.cache.port._asking:
+                break
+            engine.cache.wait(0.01)
+        assert manager.lookup(run).host == 3
+        assert engine.run([*range(12), 9]) == 12

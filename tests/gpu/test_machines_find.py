@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase
 from hypothesis import settings as profile
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from kvladder.gpu.pool.commit import Committer
-from kvladder.gpu.requests.sequence import Sequences
+from kvladder.gpu.pool.serving import Match
+from kvladder.gpu.requests.requests import Kept, Requests
+from kvladder.gpu.requests.sequence import KVSequence, Sequences
+from tests.gpu.test_device_machine import PartialGroups
 from tests.gpu.test_pool_tiers_machine import TiersMachine
+
+
+def match_one(self: Requests, parts: Sequence[KVSequence], limit: int) -> list[Match]:
+    """``Requests._match``, but what the first group has is taken to be in all of them."""
+    each = zip(self.groups, self._pools, parts, strict=True)
+    first, *others = [Kept(*one, limit) for one in each]
+    end = first.group.serves(first.holes, first.shared, limit // self._grain * self._grain, 1)
+    return [one.reach(end) for one in (first, *others)]
+
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "what is still on its way is shared": (
@@ -23,10 +36,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*FAULTS[fault])
+def find(machine: type[RuleBasedStateMachine]) -> None:
     settings = profile(
         max_examples=2000,
         stateful_step_count=50,
@@ -36,5 +46,21 @@ def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         phases=[Phase.generate],
         suppress_health_check=[*HealthCheck],
     )
+    run_state_machine_as_test(machine, settings=settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*FAULTS[fault])
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(TiersMachine, settings=settings)
+        find(TiersMachine)
+
+
+@pytest.mark.slow
+def test_that_one_group_alone_is_asked_what_it_has_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Requests, "_match", match_one)
+    with pytest.raises(AssertionError):
+        find(PartialGroups)

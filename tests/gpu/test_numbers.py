@@ -11,16 +11,10 @@ import torch
 
 from kvladder.gpu.pool.pool import PoolSettings
 from kvladder.gpu.requests.groups import Group, Layer
+from kvladder.gpu.sizing.base import ResourceHandler
 from kvladder.gpu.sizing.divide import blocks_of, divide, kv_bytes_per_token, pool_bytes
-from kvladder.gpu.sizing.plan import (
-    CachePlan,
-    ConvState,
-    PerSequence,
-    Resource,
-    Side,
-    State,
-    Unpaged,
-)
+from kvladder.gpu.sizing.handlers import ConvState, PerSequence, Side, State, Unpaged
+from kvladder.gpu.sizing.plan import CachePlan
 from kvladder.policy.numbers import whole
 from kvladder.policy.retention import Retention, RetentionRange
 from kvladder.testing.stacks import SimCache
@@ -74,7 +68,7 @@ def requests(n: Callable[[int], Any]) -> object:
 
 
 def plans(n: Callable[[int], Any]) -> object:
-    resources: list[Resource] = [
+    resources: list[ResourceHandler] = [
         Layer("kv", n(8), n(64), "float16"),
         Layer("near", n(8), n(64), "float16", n(100), n(2)),
         Side("scales", "kv", n(4)),

@@ -258,7 +258,7 @@ def test_a_block_size_that_is_no_power_of_two_above_1_is_refused(tokens: int) ->
 
 
 def test_wrong_settings_and_counts_are_refused() -> None:
-    for wrong in ({"blocks": 0}, {"partial": "half"}, {"chained": False, "partial": "take"}):
+    for wrong in ({"blocks": 0}, {"partial": "half"}):
         with pytest.raises(ConfigError):
             PoolSettings(**{"blocks": 8, "block_tokens": 4, **wrong})  # type: ignore[arg-type]
     engine = Engine(8)

@@ -9,17 +9,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvladder.errors import BlocksBusy, ConfigError, NotReady, OutOfBlocks, PlanError, PoolError
-from kvladder.gpu.requests.groups import Group, Kind, Layer, group_layers, holes_of, served_by_all
+from kvladder.gpu.pool.pool import Partial
+from kvladder.gpu.requests.groups import Group, Kind, Layer, group_layers, served_by_all
 from tests.gpu.device import FULL, Model
 from tests.gpu.engine import Engine
 
 NEAR = Group("near", 4, "window", 8)
 STATE = Group("state", 4, "state")
 WIDE = Group("wide", 8, "state")
+BROAD = Group("broad", 8)
 
 
-def model(*groups: Group, blocks: int = 24, slots: int = 64, **options: Any) -> Model:
-    source = {"arena": {"size": slots * 4096}, "tiers": [{"type": "host"}]}
+def model(
+    *groups: Group, blocks: int = 24, slots: int = 64, partial: str = "auto", **options: Any
+) -> Model:
+    source = {
+        "arena": {"size": slots * 4096},
+        "tiers": [{"type": "host"}],
+        "gpu": {"partial": partial},
+    }
     return Model(source, *groups, blocks=blocks, **options)
 
 
@@ -186,6 +194,75 @@ def test_s7_a_prefix_ends_where_every_group_can_serve_it(
     engine.close()
 
 
+@pytest.mark.parametrize(
+    ("groups", "lost", "prompt", "taken", "copied"),
+    [
+        ((FULL, NEAR), (), 22, 22, 22),
+        ((NEAR,), (), 23, 23, 23),
+        ((NEAR, FULL), ((0, 5),), 22, 20, 20),  # a window without a part of its own
+        ((FULL, NEAR), ((0, 5),), 22, 20, 20),
+        ((FULL, NEAR), (), 10, 8, 10),  # a block that others follow is only copied
+        ((FULL, NEAR), ((1, 1),), 10, 4, 4),  # and of no use without the one before it
+        ((BROAD, NEAR), (), 22, 22, 22),
+        ((BROAD, NEAR), ((1, 5),), 22, 20, 20),
+        ((BROAD, NEAR), (), 18, 16, 18),
+        ((BROAD, STATE), (), 22, 20, 20),  # a state is only where a block of it ends
+        ((BROAD, STATE), (), 14, 8, 12),
+        ((FULL, NEAR, WIDE), (), 22, 16, 16),
+    ],
+)
+@pytest.mark.parametrize("partial", ["take", "copy"])
+@pytest.mark.parametrize("tiered", [False, True])
+def test_s7_a_prefix_goes_on_into_a_block_that_every_group_has_a_part_of(
+    groups: tuple[Group, ...],
+    lost: tuple[tuple[int, int], ...],
+    prompt: int,
+    taken: int,
+    copied: int,
+    partial: Partial,
+    tiered: bool,
+) -> None:
+    asked = "auto" if WIDE in groups else partial
+    engine = model(*groups, partial=asked)
+    assert engine.run(range(24)) == 0
+    for group, block in lost:
+        forget(engine, group, block)
+    if tiered:
+        engine.evict()
+    expected = copied if partial == "copy" or tiered else taken  # what is below is copied anyway
+    assert engine.run([*range(prompt), 99]) == expected
+    assert engine.run([*range(prompt), 98]) >= (0 if lost else expected // 4 * 4)
+    engine.settle()
+    engine.close()
+
+
+def test_s7_where_states_end_with_every_block_nothing_is_matched_in_part() -> None:
+    for groups in ((FULL, WIDE), (STATE,)):
+        with pytest.raises(ConfigError, match="at a multiple of [48] tokens"):
+            model(*groups, partial="copy")
+
+
+def test_s7_the_beginning_of_a_prompt_that_was_cut_short_is_kept_by_every_group() -> None:
+    engine = model(FULL, NEAR)
+    assert engine.run(range(10)) == 0
+    assert engine.run([*range(10), 50]) == 10
+    other = engine.begin([*range(9), 60])
+    again = engine.begin([*range(9), 70])
+    assert (other.cached, again.cached) == (9, 8), "taken by one, and held by it"
+    for one in (other, again):
+        engine.compute(one)
+        engine.requests.release(one)
+    assert engine.cache.stats()["gpu.near"]["partial"] == 2
+    engine.close()
+
+
+def test_s7_what_one_group_has_no_room_to_copy_is_copied_in_none() -> None:
+    engine = Model({"gpu": {"partial": "copy"}}, BROAD, NEAR, blocks=4)
+    engine.run(range(14))
+    assert engine.run([*range(6), *range(50, 58)]) == 4
+    engine.close()
+
+
 @pytest.mark.slow
 def test_s7_of_several_prefixes_by_brute_force() -> None:
     @given(st.data())
@@ -193,14 +270,17 @@ def test_s7_of_several_prefixes_by_brute_force() -> None:
     def check(data: st.DataObject) -> None:
         group = data.draw(st.sampled_from([FULL, NEAR, STATE, Group("odd", 4, "window", 6)]))
         present = data.draw(st.lists(st.booleans(), max_size=12))
-        step = data.draw(st.sampled_from([4, 8]))
-        end = len(present) * 4 // step * step
+        step = data.draw(st.sampled_from([4, 8] if group is STATE else [1, 4, 8]))
+        end = (4 * len(present) + data.draw(st.integers(0, 3))) // step * step
+        begun = [0] * (len(present) + 1)  # of each block, how many tokens are shared in part
+        if step == 1:
+            begun = [data.draw(st.integers(0, 3)) for _ in begun]
         good = [
             at
             for at in range(0, end + 1, step)
-            if at == 0 or all(present[group.first(at) : at // 4])
+            if at == 0 or (all(present[group.first(at) : at // 4]) and at % 4 <= begun[at // 4])
         ]
-        assert group.serves(holes_of(present), end, step) == max(good)
+        assert group.serves(group.holes(present), begun.__getitem__, end, step) == max(good)
 
     check()
 
@@ -219,8 +299,10 @@ def test_s7_states_that_are_never_kept_together_are_found_in_a_few_steps_a_block
     blocks = 1000
     groups = [FULL, Group("even", 4, "state"), Group("odd", 4, "state"), NEAR]
     kept = [[True] * blocks, [False, True] * (blocks // 2), [True, False] * (blocks // 2)]
-    holes = [Counted(holes_of(one)) for one in (*kept, [True] * blocks)]
-    assert served_by_all(groups, holes, blocks * 4, 4) == 0
+    present = [*kept, [True] * blocks]
+    holes = [Counted(group.holes(one)) for group, one in zip(groups, present, strict=True)]
+    shared = [lambda block: 0] * len(groups)
+    assert served_by_all(groups, holes, shared, blocks * 4, 4) == 0
     assert sum(one.reads for one in holes) <= 2 * len(groups) * blocks
 
 

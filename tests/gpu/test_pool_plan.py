@@ -6,24 +6,18 @@ from typing import Any
 
 import pytest
 
-from kvladder.errors import PlanError
+from kvladder.errors import ConfigError, PlanError
 from kvladder.gpu.requests.groups import Layer
-from kvladder.gpu.sizing.plan import (
-    CachePlan,
-    ConvState,
-    PerSequence,
-    Resource,
-    Side,
-    State,
-    Unpaged,
-)
+from kvladder.gpu.sizing.base import ResourceHandler
+from kvladder.gpu.sizing.handlers import ConvState, PerSequence, Side, State, Unpaged
+from kvladder.gpu.sizing.plan import CachePlan
 
 KV = Layer("kv", 2, 64, "float16")
 STATE = State("state", 8, 64, 16, "float32")
 CONV = ConvState("conv", 8 * 64 + 2 * 3 * 16, 3, "float16")
 
 
-def plan(*resources: Resource, **options: Any) -> CachePlan:
+def plan(*resources: ResourceHandler, **options: Any) -> CachePlan:
     given: dict[str, Any] = {"block_tokens": 16, "max_tokens": 1024, **options}
     return CachePlan(resources, **given).check().group()
 
@@ -75,6 +69,32 @@ def test_p2_a_convolution_joins_a_state_whose_inputs_it_holds(conv_dim: int, joi
 
 
 @pytest.mark.parametrize(
+    ("second", "together"),
+    [
+        (ConvState("b", 512, 3, "float16"), True),
+        (ConvState("b", 608, 3, "float16"), False),
+        (ConvState("b", 512, 4, "float16"), False),
+        (ConvState("b", 512, 3, "float32"), False),
+        (ConvState("b", 608, 3, "float32"), False),
+    ],
+)
+def test_p2_convolutions_share_a_pool_where_shape_and_type_agree(
+    second: ConvState, together: bool
+) -> None:
+    made = plan(STATE, ConvState("a", 512, 3, "float16"), second, checkpoint_tokens=64)
+    assert made.pooled == [("state", "a", "b") if together else ("state", "a")]
+    assert [one.name for one in made.alone] == ([] if together else ["b"])
+    if not together:
+        assert "its shape or type is not that of a: " in made.alone[0].why
+        assert made.no_reuse == "b is not paged"
+    wider = State("wide", 8, 64, 4, "float32")
+    other = plan(STATE, wider, ConvState("a", 512, 3, "float16"), second, checkpoint_tokens=64)
+    pools = [("state", "a", "b"), ("wide",)] if together else [("state", "a"), ("wide", "b")]
+    assert other.pooled == pools
+    assert not other.no_reuse
+
+
+@pytest.mark.parametrize(
     ("resources", "every", "reuse", "partial"),
     [
         ([KV], 0, True, True),
@@ -89,7 +109,7 @@ def test_p2_a_convolution_joins_a_state_whose_inputs_it_holds(conv_dim: int, joi
     ],
 )
 def test_p3_reuse_needs_blocks_or_checkpoints(
-    resources: list[Resource], every: int, reuse: bool, partial: bool
+    resources: list[ResourceHandler], every: int, reuse: bool, partial: bool
 ) -> None:
     made = plan(*resources, checkpoint_tokens=every)
     assert (not made.no_reuse, made.partial) == (reuse, partial)
@@ -162,7 +182,7 @@ def test_side_buffers_travel_with_their_blocks() -> None:
     ],
 )
 def test_resources_that_contradict_each_other_are_refused(
-    resources: list[Resource], options: dict[str, Any], says: str
+    resources: list[ResourceHandler], options: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(PlanError, match=says):
         plan(*resources, **options)
@@ -182,3 +202,27 @@ def test_wrong_shapes_are_refused() -> None:
     ):
         with pytest.raises(PlanError):
             make()
+
+
+def test_settings_give_layers_another_type_with_scales_and_narrower_windows() -> None:
+    layers = [Layer(f"{at}.kv", 2, 64, "float16", window=(None, 8)[at % 2]) for at in range(5)]
+    made = CachePlan([*layers, STATE], block_tokens=16, max_tokens=1024)
+    made.adapt(dtype="fp8", windows=[32, 0, 4]).check().group()
+    kept = {one.name: one for one in made.resources}
+    windows = [one.window for one in made.resources if isinstance(one, Layer)]
+    assert windows == [32, 8, 4, 8, None]
+    assert {kept[f"{at}.kv"].dtype for at in range(5)} == {"fp8"}
+    assert kept["0.kv.scales"] == Side("0.kv.scales", "0.kv", 8)
+    assert kept["state"] == STATE
+    [pool] = [pool for pool in made.pools if "0.kv" in pool.members]
+    assert pool.block_bytes == 16 * 2 * (2 * 64 + 8)
+    with pytest.raises(PlanError, match=r"adapt after group .*it comes before check"):
+        made.adapt(dtype="auto")
+
+
+def test_a_list_of_windows_is_no_longer_than_the_layers() -> None:
+    made = CachePlan([KV], block_tokens=16, max_tokens=1024)
+    with pytest.raises(
+        ConfigError, match=r"gpu\.windows: 2 windows \(1 at most, one for each layer"
+    ):
+        made.adapt(windows=[8, 16])

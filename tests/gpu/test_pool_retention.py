@@ -139,6 +139,16 @@ def test_blocks_filled_while_decoding_take_the_decode_priority_not_the_range() -
     engine.check()
 
 
+def test_what_is_said_while_decoding_has_a_duration_of_its_own() -> None:
+    engine = Engine(8)
+    wanted = Retention((RetentionRange(0, None, 80, None),), 90, 2.0)
+    engine.run(range(6), range(6, 18), retention=wanted)
+    for now_s, decoded in ((1.0, 90), (2.0, 35)):
+        engine.clock.now_s = now_s
+        engine.pool._retainer.expire()
+        assert priorities(engine) == [80, 80, decoded, decoded, decoded]
+
+
 def test_an_expired_block_takes_its_place_by_its_last_use() -> None:
     engine = Engine(3)
     engine.run(range(4), retention=retention((0, None, 80), duration_s=1.0))

@@ -13,7 +13,8 @@ from kvladder.cli import main
 from kvladder.errors import PlanError
 from kvladder.gpu.requests.groups import Group, Layer
 from kvladder.gpu.sizing.divide import blocks_of, divide, kv_bytes_per_token, needed, pool_bytes
-from kvladder.gpu.sizing.plan import CachePlan, ConvState
+from kvladder.gpu.sizing.handlers import ConvState
+from kvladder.gpu.sizing.plan import CachePlan
 from kvladder.planning.models import kept_by
 from tests.gpu import models
 from tests.gpu.engine import Engine
@@ -255,6 +256,33 @@ def test_a_hybrid_model_and_the_tiers_of_a_stack(tmp_path: Path, capsys: Any) ->
 
 
 @pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("", "the same number of sequences in each; "),
+        (", shares: [3, 1]", "by explicit shares; "),
+        (", reuse: false", "reuse off: gpu.reuse is false"),
+        (", windows: [0, 64]", "window 64"),
+        (", dtype: float32", "2x16-float32"),
+    ],
+)
+def test_what_a_stack_says_of_the_device_is_what_is_sized(
+    more: str, says: str, tmp_path: Path, capsys: Any
+) -> None:
+    made = {"model_type": "gemma3_text", "num_hidden_layers": 12, "hidden_size": 64, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**made, **heads, "dtype": "bfloat16"}))
+    stack = tmp_path / "stack.yaml"
+    given = {"--model": str(tmp_path), "--memory": "16 MiB", "--context": "2048", "--step": "64"}
+    arguments = [*[part for pair in given.items() for part in pair], "--stack", str(stack)]
+    for tiers in ("arena: {size: 1 MiB}\ntiers: [{type: host}]", ""):
+        stack.write_text(f"gpu: {{memory: 16 MiB{more}}}\n{tiers}")
+        code, text = size(capsys, *arguments)
+        assert code == 0
+        assert ("host: " in text) == (bool(tiers) and "reuse" not in more)
+        assert says in text or not tiers
+
+
+@pytest.mark.parametrize(
     ("changed", "says"),
     [
         ({"--memory": "40 Gib"}, "--memory"),
@@ -262,6 +290,7 @@ def test_a_hybrid_model_and_the_tiers_of_a_stack(tmp_path: Path, capsys: Any) ->
         ({"--step": "0"}, "--step: 0 (expected 1 token or more)"),
         ({"--context": "0"}, "--context: 0 (expected 1 token or more)"),
         ({"--block-tokens": "12"}, "--block-tokens: 12 tokens (a power of two above 1)"),
+        ({"--state-dtype": "fp9"}, "state dtype 'fp9' (--state-dtype with one of: bfloat16,"),
         ({"--checkpoint-tokens": "8"}, "--checkpoint-tokens: 8 tokens"),
         ({"--model": "/nowhere"}, "No such file"),
     ],

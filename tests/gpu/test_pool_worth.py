@@ -15,6 +15,7 @@ from kvladder.policy.retention import Retention, RetentionRange
 from kvladder.tiers.ladder.index import Meta
 from tests.gpu.device import FULL, Model
 from tests.gpu.engine import Engine, priority_of
+from tests.patience import PATIENCE_S
 
 ANY = OffloadRule(min_priority=0)
 
@@ -81,7 +82,7 @@ def test_what_is_worth_too_little_now_leaves_the_level() -> None:
 
 
 def test_what_is_worth_too_little_for_host_goes_to_a_level_that_takes_it() -> None:
-    cold = {"type": "memory", "name": "cold", "capacity": "1 MiB"}
+    cold = {"type": "memory", "name": "cold", "capacity": "1 MiB", "min_priority": 0}
     m = model(host={"min_priority": 35}, tiers=[cold])
     m.run(range(4))
     m.evict()
@@ -136,7 +137,7 @@ def test_a_restart_keeps_the_priority_of_what_files_hold(tmp_path: Path) -> None
     m = opened()
     m.run(range(4), retention=at(90))
     m.evict()
-    assert m.cache.manager.flush(timeout_s=5)
+    assert m.cache.manager.flush(timeout_s=PATIENCE_S)
     m.close()
     m = opened()
     assert m.run([*range(4), 1]) == 4

@@ -1,0 +1,55 @@
+"""What settings change of that which a model keeps: the type of its cache, and windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from kvladder.errors import ConfigError
+from kvladder.gpu.requests.groups import Layer
+from kvladder.gpu.sizing.base import ResourceHandler
+from kvladder.gpu.sizing.handlers import Side
+
+SCALED: Final = ("fp8", "float8_e4m3fn", "float8_e5m2")
+"""Types that are kept with a scale, of 4 bytes, for keys and values of each head of each token."""
+SCALES: Final = ".scales"
+"""How the side buffer of a layer is called that has them."""
+
+
+def windows_of(layers: Sequence[Layer], windows: Sequence[int]) -> list[int | None]:
+    """The window of each layer where this list, repeated over them, narrows what they have.
+
+    0 leaves a layer as it is; a window is never wider than the model's own.
+
+    Raises
+    ------
+    ConfigError
+        There are more windows than layers.
+    """
+    if len(windows) > len(layers):
+        what, hint = f"{len(windows)} windows", f"{len(layers)} at most, one for each layer"
+        raise ConfigError(what, path="gpu.windows", hint=f"{hint}: a shorter list is repeated")
+    if not windows:
+        return [layer.window for layer in layers]
+    given = [windows[at % len(windows)] or None for at in range(len(layers))]
+    both = [(layer.window, own) for layer, own in zip(layers, given, strict=True)]
+    return [min((one for one in pair if one is not None), default=None) for pair in both]
+
+
+def adapted(
+    resources: Sequence[ResourceHandler], *, dtype: str = "auto", windows: Sequence[int] = ()
+) -> list[ResourceHandler]:
+    """The same with the types and windows that settings say; raises as ``windows_of`` does."""
+    layers = [one for one in resources if isinstance(one, Layer)]
+    seen = dict(zip(layers, windows_of(layers, windows), strict=True))
+    found: list[ResourceHandler] = []
+    for one in resources:
+        if not isinstance(one, Layer):
+            found.append(one)
+            continue
+        kept = one.dtype if dtype == "auto" else dtype
+        found.append(replace(one, dtype=kept, window=seen[one]))
+        if dtype in SCALED:
+            found.append(Side(f"{one.name}{SCALES}", one.name, 4 * one.factor))
+    return found

@@ -1,0 +1,160 @@
+"""The handlers that come with kvladder beside a layer's paged KV: states, side buffers, others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar
+
+from kvladder.errors import PlanError
+from kvladder.gpu.requests.groups import Layer
+from kvladder.gpu.sizing.base import Kept, ResourceHandler, require, type_name
+from kvladder.policy.numbers import settle, whole
+
+
+class StateHandler(ResourceHandler):
+    """What a prefix leaves behind in one layer, of one size: a base for handlers of such states."""
+
+    __slots__ = ()
+    kind: ClassVar[Kept] = "state"
+
+    @property
+    def bytes(self) -> int:
+        """Per sequence, and per checkpoint."""
+        return self.size_bytes(1)
+
+
+@dataclass(frozen=True, slots=True)
+class State(StateHandler):
+    """A recurrent state of one layer: ``heads x head_dim x d_state`` elements per sequence."""
+
+    name: str
+    heads: int
+    head_dim: int
+    d_state: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        settle(self, "heads", "head_dim", "d_state")
+        require(self.name, self.dtype, self.heads, self.head_dim, self.d_state)
+
+    def shape_of(self, tokens: int) -> tuple[int, ...]:
+        """``[heads, head_dim, d_state]``."""
+        return self.heads, self.head_dim, self.d_state
+
+    def feeds(self, conv: ConvState) -> bool:
+        """Whether a convolution's inputs are this state's: values, and two of each group."""
+        rest = conv.conv_dim - self.head_dim * self.heads
+        return rest >= 0 and rest % (2 * self.d_state) == 0
+
+    @classmethod
+    def collect(cls, at: int, layer: Any) -> Iterable[ResourceHandler]:
+        """The recurrent states of a layer."""
+        convolutions = {one.name: one for one in ConvState.collect(at, layer)}
+        for number, tensor in _tensors(layer, "recurrent_states").items():
+            sizes: list[int] = [1, 1, *tensor.shape[1:]]
+            *heads, head_dim, d_state = sizes
+            count = prod(heads)
+            state = cls(f"{at}.state{number or ''}", count, head_dim, d_state, type_name(tensor))
+            conv = convolutions.get(f"{at}.conv{number or ''}")
+            if conv is not None and not state.feeds(conv):  # a delta net's state has keys first
+                state = cls(state.name, count, d_state, head_dim, state.dtype)
+            yield state
+
+
+@dataclass(frozen=True, slots=True)
+class ConvState(StateHandler):
+    """The last ``width`` inputs of a layer's convolution, ``conv_dim`` elements each."""
+
+    name: str
+    conv_dim: int
+    width: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        settle(self, "conv_dim", "width")
+        require(self.name, self.dtype, self.conv_dim, self.width)
+
+    def shape_of(self, tokens: int) -> tuple[int, ...]:
+        """``[conv_dim, width]``."""
+        return self.conv_dim, self.width
+
+    @classmethod
+    def collect(cls, at: int, layer: Any) -> Iterable[ConvState]:
+        """The convolutions of a layer; the newest input of each is not kept by engines."""
+        for number, tensor in _tensors(layer, "conv_states").items():
+            width = max(1, tensor.shape[-1] - 1)
+            yield cls(f"{at}.conv{number or ''}", tensor.shape[1], width, type_name(tensor))
+
+
+@dataclass(frozen=True, slots=True)
+class PerSequence(ResourceHandler):
+    """Something of one shape per sequence that is no state of its prefix, and is not pooled."""
+
+    kind: ClassVar[Kept] = "alone"
+    why: ClassVar[str] = "one per sequence, not paged"
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(whole(size, "shape") for size in self.shape))
+        require(self.name, self.dtype, *self.shape)
+
+    def shape_of(self, tokens: int) -> tuple[int, ...]:
+        """Its shape."""
+        return self.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Unpaged(ResourceHandler):
+    """Something that grows by ``width`` elements per token and lies in one piece."""
+
+    kind: ClassVar[Kept] = "alone"
+    why: ClassVar[str] = "grows in one piece, not paged"
+    name: str
+    width: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        settle(self, "width")
+        require(self.name, self.dtype, self.width)
+
+    def shape_of(self, tokens: int) -> tuple[int, ...]:
+        """``[tokens, width]``."""
+        return tokens, self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Side(ResourceHandler):
+    """A buffer beside a layer's KV that travels with its blocks, such as quantization scales."""
+
+    kind: ClassVar[Kept] = "paged"
+    name: str
+    of: str
+    """The layer's name."""
+    head_bytes: int
+    """Per token and head."""
+    dtype: str = "uint8"
+
+    def __post_init__(self) -> None:
+        settle(self, "head_bytes")
+        if self.head_bytes < 1:
+            raise PlanError(f"{self.head_bytes} bytes", path=self.name, hint="1 or more")
+
+    def shape_of(self, tokens: int) -> tuple[int, ...]:
+        """``[tokens, bytes]`` of one head."""
+        return tokens, self.head_bytes
+
+    def check(self, others: Mapping[str, ResourceHandler]) -> None:
+        """Its layer is there."""
+        if not isinstance(others.get(self.of), Layer):
+            layers = ", ".join(name for name, one in others.items() if isinstance(one, Layer))
+            hint = f"one of: {layers or 'none is planned'}"
+            raise PlanError(f"{self.of!r} is no paged layer", path=self.name, hint=hint)
+
+
+def _tensors(layer: Any, name: str) -> dict[int, Any]:
+    found: Mapping[int, Any] = getattr(layer, name, {})
+    return {number: state for number, state in found.items() if state is not None}

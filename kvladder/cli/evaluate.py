@@ -1,0 +1,220 @@
+"""``kvladder eval``: what codecs cost in the answers of a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, get_args
+
+from yaml import YAMLError
+
+from kvladder.config import registry
+from kvladder.config.settings import LevelConfig
+from kvladder.config.stack import load_config
+from kvladder.errors import ConfigError, KvladderError
+from kvladder.layout import Kind
+from kvladder.schema import is_list, is_mapping, parse_yaml
+from kvladder.units import Size
+
+if TYPE_CHECKING:  # which needs torch and transformers
+    from kvladder.planning.loss import Evaluation, Loss
+
+NEEDS: Final = "install kvladder[transformers]"
+
+
+class TooMuch(KvladderError):
+    """What codecs cost is more than was allowed; ``report`` says all of it."""
+
+    def __init__(self, what: str, report: str) -> None:
+        super().__init__(what)
+        self.report = report
+
+
+def eval_(
+    *,
+    model: Path,
+    prompts: Path,
+    codec: str,
+    kinds: str | None = None,
+    tokens: int = 2048,
+    block_tokens: int = 16,
+    max_divergence: float | None = None,
+    min_agreement: float | None = None,
+) -> str:
+    """Print what codecs cost in the answers of a model.
+
+    Each prompt is run twice: its second half over the keys and values of its first half as they
+    were, and as they come back from the codecs. Exits with 1 if that costs more than is allowed,
+    with 2 if an argument or a file is wrong. Needs transformers.
+
+    Parameters
+    ----------
+    model:
+        a folder with a causal language model of transformers
+    prompts:
+        a file with a prompt a line: text, or token ids as [1, 2, ...]
+    codec:
+        as in a stack's codecs: fp8, or {name: zstd, level: 3}, or a list of them
+    kinds:
+        the layers whose keys and values go through it, as allow_lossy lists them, such as
+        full,window (default: all)
+    tokens:
+        that count of each prompt (default %(default)s)
+    block_tokens:
+        default %(default)s
+    max_divergence:
+        the most that the words' probabilities may differ: Kullback-Leibler, nats a token
+    min_agreement:
+        the share of tokens, 0 to 1, after which the most likely word has to be the same
+    """
+    wanted, level = _kinds(kinds), _level(codec)
+    for flag, count, least in (
+        ("block-tokens", block_tokens, 1),
+        ("tokens", tokens, 2 * block_tokens),
+    ):
+        if count < least:
+            raise ConfigError(str(count), path=f"--{flag}", hint=f"expected {least} or more")
+    try:
+        from kvladder.planning.loss import Evaluation
+    except ImportError as error:
+        raise ConfigError(f"needs torch and transformers: {error}", hint=NEEDS) from error
+    loaded = _loaded(model)
+    run = Evaluation(loaded, level.make_codecs, kinds=wanted, block_tokens=block_tokens)
+    counted = 0
+    for line, prompt in _prompts(prompts, model):
+        _check(prompt, loaded, f"{prompts}:{line}", least=run.shortest)
+        run.run(prompt[:tokens])
+        counted += 1
+    if not counted:
+        raise ConfigError(f"{prompts} is empty", path="--prompts", hint="expected a prompt a line")
+    if not run.changed:
+        kinds_there = ", ".join(sorted(run.spared))
+        raise ConfigError(f"{kinds!r}: the model's layers are {kinds_there}", path="--kinds")
+    report = f"{model}: {_report(run, level)}; {counted} prompts, {_costs(run.loss)}"
+    exceeded = list(_exceeded(run.loss, max_divergence, min_agreement))
+    if exceeded:
+        raise TooMuch("; ".join(exceeded), report)
+    return report
+
+
+def _report(run: Evaluation, level: LevelConfig) -> str:
+    """What went through which codecs."""
+    names = ", ".join(one.name for one in level.codecs)
+    spared = f", not {', '.join(sorted(run.spared))}" if run.spared else ""
+    return f"{names} on layers that are {', '.join(sorted(run.changed))}{spared}"
+
+
+def _costs(loss: Loss) -> str:
+    plain, coded = loss.perplexity
+    ratio = loss.stored_bytes / loss.plain_bytes
+    return "\n".join(
+        (
+            f"{loss.tokens} tokens compared",
+            f"bytes          {Size(loss.plain_bytes)} -> {Size(loss.stored_bytes)} ({ratio:.3f})",
+            f"divergence     {loss.mean:.3g} nats a token, {loss.most:.3g} at most",
+            f"perplexity     {plain:.6g} -> {coded:.6g} ({coded / plain - 1:+.2%})",
+            f"likeliest word the same after {loss.agreement:.2%} of the tokens",
+        )
+    )
+
+
+def _exceeded(loss: Loss, divergence: float | None, agreement: float | None) -> Iterator[str]:
+    """Which limits are; what is not a number is within none."""
+    if divergence is not None and not loss.mean <= divergence:
+        yield f"a divergence of {loss.mean:.3g} is more than {divergence:g}"
+    if agreement is not None and not loss.agreement >= agreement:
+        yield f"an agreement of {loss.agreement:.4g} is less than {agreement:g}"
+
+
+def _kinds(said: str | None) -> Sequence[str]:
+    known = get_args(Kind)
+    wanted = known if said is None else [one.strip() for one in said.split(",")]
+    for one in wanted:
+        if one not in known:
+            raise ConfigError(repr(one), path="--kinds", hint=f"expected of: {', '.join(known)}")
+    return wanted
+
+
+def _level(said: str) -> LevelConfig:
+    """A level with these codecs, what is lossy in them allowed: that is what is asked here."""
+    found = _yaml(said)
+    entries: list[Any] = list(found) if is_list(found) else [found]
+    for at, one in enumerate(entries):
+        entry = dict(one) if is_mapping(one) else {"name": one}
+        with suppress(ConfigError):  # which is said where the whole is read
+            if registry.load("codecs", str(entry.get("name"))).lossy:
+                entry.setdefault("allow_lossy", list(get_args(Kind)))
+        entries[at] = entry
+    tier = {"type": "memory", "capacity": "1 MiB", "codecs": entries}
+    source = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, tier]}
+    try:
+        (level,) = load_config(source, env={}).levels
+    except ConfigError as error:
+        raise ConfigError(error.message, path="--codec", hint=error.hint) from error
+    return level
+
+
+def _yaml(said: str) -> object:
+    try:
+        return parse_yaml(said)
+    except YAMLError as error:
+        hint = "expected a name, {name: ...} or a list of them"
+        raise ConfigError(repr(said), path="--codec", hint=hint) from error
+
+
+def _loaded(folder: Path) -> Any:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    auto: Any = transformers.AutoModelForCausalLM
+    try:
+        model: Any = auto.from_pretrained(folder, dtype="auto", local_files_only=True)
+    except (OSError, ValueError) as error:
+        what = f"{folder}: {str(error).partition(chr(10))[0]}"
+        hint = "expected a folder with a causal language model of transformers"
+        raise ConfigError(what, path="--model", hint=hint) from error
+    return model.eval()
+
+
+def _prompts(file: Path, model: Path) -> Iterator[tuple[int, list[int]]]:
+    """The number of a line and its tokens, of those that have any."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: {error}", path="--prompts") from error
+    tokenizer: Any = None
+    for number, line in enumerate(lines, 1):
+        found: Any = line
+        with suppress(json.JSONDecodeError):
+            found = json.loads(line)
+        if is_list(found) and all(type(one) is int for one in found):
+            yield number, list(found)
+        elif line.strip():
+            tokenizer = tokenizer or _tokenizer(model, f"{file}:{number}")
+            yield number, list(tokenizer.encode(found if isinstance(found, str) else line))
+
+
+def _tokenizer(model: Path, where: str) -> Any:
+    from transformers import AutoTokenizer
+
+    auto: Any = AutoTokenizer
+    try:
+        return auto.from_pretrained(model, local_files_only=True)
+    except (ImportError, LookupError, OSError, TypeError, ValueError) as error:
+        what = f"{where} is text, and {model} has no tokenizer that can be used"
+        raise ConfigError(what, path="--prompts", hint="give token ids: [1, 2, ...]") from error
+
+
+def _check(prompt: Sequence[int], model: Any, where: str, *, least: int) -> None:
+    """Raise ConfigError unless a prompt can be run."""
+    if len(prompt) < least:
+        hint = f"expected {least} or more, two blocks, or a smaller --block-tokens"
+        raise ConfigError(f"{where}: {len(prompt)} tokens", path="--prompts", hint=hint)
+    size = int(model.get_input_embeddings().weight.shape[0])
+    wrong = next((one for one in prompt if not 0 <= one < size), None)
+    if wrong is not None:
+        hint = f"the model knows 0 to {size - 1}"
+        raise ConfigError(f"{where}: token {wrong}", path="--prompts", hint=hint)

@@ -1,0 +1,433 @@
+"""Copies on a simulated device: their order against compute, what the host waits for, its faults.
+
+An engine runs in virtual time: its forward passes write blocks for a while and read others, and
+check what they read. Each fault that a copier could have is put in, and found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from kvladder.arena import Arena, Slot
+from kvladder.gpu.copy.device import Batch, Event, Stream
+from kvladder.gpu.copy.registration import Registration
+from kvladder.gpu.copy.streams import StreamCopier
+from tests.gpu.simulated import (
+    BLOCKS,
+    LAYERS,
+    LAYOUTS,
+    SEEDS,
+    SLOT_BYTES,
+    SLOTS,
+    Start,
+    Tensors,
+    lbhnc,
+    run,
+)
+from tests.kit.gpu import FakeDevice, Line, Operation
+
+
+@pytest.mark.parametrize(
+    ("batched", "small"),
+    [(True, 0), (False, 0), (True, SLOT_BYTES)],
+    ids=["batched", "staged", "kernel"],
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_block_is_whole_whatever_the_engine_does_meanwhile(
+    layout: Callable[[], list[Tensors]], batched: bool, small: int, start: Start
+) -> None:
+    for seed in SEEDS:
+        engine = run(start, layout, FakeDevice(batched=batched, small=small), seed)
+        assert bool(small) == ("move" in engine.device.calls)
+        assert bool(small) != ("copy" in engine.device.calls)
+        assert engine.wrong == []
+        assert not engine.jobs
+        assert engine.device.host_waits == []
+
+
+# ---- faults that are put in, and found
+
+
+class SavesBeforeCompute(FakeDevice):
+    """Saves do not wait for the forward pass that fills their blocks."""
+
+    def after(self, stream: Stream, event: Event) -> None:
+        if stream is not self.lines[1]:
+            super().after(stream, event)
+
+
+class LoadsBeforeCompute(FakeDevice):
+    """Loads do not wait for the forward pass that still uses their blocks."""
+
+    def after(self, stream: Stream, event: Event) -> None:
+        if stream is not self.lines[2]:
+            super().after(stream, event)
+
+
+class NoFence(FakeDevice):
+    """The forward pass waits for no copy."""
+
+    def after(self, stream: Stream, event: Event) -> None:
+        if stream is not None:
+            super().after(stream, event)
+
+
+class SavesAnyTime(FakeDevice):
+    """The driver may read what is saved before its turn."""
+
+    def copy(self, stream: Stream, batch: Batch) -> None:
+        super().copy(stream, batch._replace(steady=True))
+
+
+class EndsBefore(FakeDevice):
+    """A copy's end is marked before its last part."""
+
+    def mark(self, stream: Stream = None) -> Event:
+        last = None
+        if isinstance(stream, Line) and stream.todo and isinstance(stream.todo[-1], Operation):
+            last = stream.todo.pop()
+        event = super().mark(stream)
+        if last is not None:
+            stream.todo.append(last)
+        return event
+
+
+class OneBuffer(StreamCopier):
+    """Both directions stage in the same memory."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+
+        class Same(dict[str, torch.Tensor]):
+            def get(self, key: str, default: Any = None) -> Any:
+                del key
+                return super().get("any", default)
+
+            def __setitem__(self, key: str, value: torch.Tensor) -> None:
+                super().__setitem__("any", value)
+
+        self._staging = Same()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("batched", [True, False], ids=["batched", "staged"])
+@pytest.mark.parametrize("fault", [SavesBeforeCompute, LoadsBeforeCompute, NoFence, EndsBefore])
+def test_a_copy_out_of_order_is_found(fault: type[FakeDevice], batched: bool, start: Start) -> None:
+    assert any(run(start, lbhnc, fault(batched=batched), seed).wrong for seed in SEEDS)
+
+
+def test_saves_that_are_read_before_their_turn_are_found(start: Start) -> None:
+    assert any(run(start, lbhnc, SavesAnyTime(), seed).wrong for seed in SEEDS)
+
+
+def test_a_staging_buffer_for_both_directions_is_found(start: Start) -> None:
+    device = lambda: FakeDevice(batched=False)  # noqa: E731
+    assert any(run(start, lbhnc, device(), seed, copies=OneBuffer).wrong for seed in SEEDS)
+
+
+# ---- what the host does
+
+
+def test_a_job_is_one_call_whatever_its_size(start: Start) -> None:
+    engine = start(lbhnc)
+    engine.forward(0.1, [], [(0, block) for block in range(BLOCKS)])
+    engine.save(0, range(8), [*map(Slot, range(8))])
+    assert engine.device.calls.count("copy") == 1
+    staged = start(lbhnc, FakeDevice(batched=False), staging_bytes=1 << 20)
+    staged.forward(0.1, [], [(0, block) for block in range(BLOCKS)])
+    staged.save(0, range(8), [*map(Slot, range(8))])
+    assert [call for call in staged.device.calls if call != "register"] == ["gather", "copy"]
+
+
+def test_neighbours_on_both_sides_are_one_run(start: Start) -> None:
+    size = SLOT_BYTES
+    batches: list[Batch] = []
+
+    class Noting(FakeDevice):
+        def copy(self, stream: Stream, batch: Batch) -> None:
+            batches.append(batch)
+            super().copy(stream, batch)
+
+    dense = lambda: [{"kv": torch.zeros(BLOCKS, size, dtype=torch.uint8)}]  # noqa: E731
+    engine = start(dense, Noting())
+    engine.forward(0.1, [], [(0, block) for block in range(BLOCKS)])
+    engine.save(0, [1, 2, 3, 6, 5], [*map(Slot, [0, 1, 2, 4, 5])])
+    engine.settle()
+    assert batches[0].sizes.tolist() == [3 * size, size, size]
+    assert engine.wrong == []
+
+
+@pytest.mark.parametrize("batched", [True, False], ids=["batched", "staged"])
+def test_nothing_but_a_wait_keeps_the_host(batched: bool, start: Start) -> None:
+    engine = start(lbhnc, FakeDevice(batched=batched))
+    engine.forward(0.5, [], [(0, block) for block in range(BLOCKS)])
+    engine.save(0, range(4), [*map(Slot, range(4))])
+    engine.forward(0.5, [], [(0, 0)])
+    engine.poll()
+    assert (engine.device.time_s, engine.device.host_waits) == (0.0, [])
+    engine.settle()
+    engine.load(0, [Slot(0)], [7], sync=True)
+    engine.forward(0.5, [(0, 7)], [])
+    assert engine.device.host_waits == []
+    engine.settle()
+    assert engine.wrong == []
+
+
+def test_a_load_waits_for_no_forward_pass_but_those_before_it(start: Start) -> None:
+    engine = start(lbhnc, FakeDevice(batched=False))
+    engine.forward(0.1, [], [(0, 0)])
+    engine.save(0, [0], [Slot(0)])
+    engine.settle()
+    begun_s = engine.device.time_s
+    load = engine.load(0, [Slot(0)], [1], sync=False)
+    engine.forward(0.5, [], [(0, 2)])  # a long one, and a save behind it
+    engine.save(0, [2], [Slot(1)])
+    engine.copier.wait([load])
+    assert engine.device.time_s - begun_s < 0.02
+    assert [finished.id for finished in engine.poll()] == [load]
+
+
+class PageableIds(FakeDevice):
+    """Ids lie in ordinary memory."""
+
+    def ids(self, blocks: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(blocks, dtype=torch.int64)
+
+
+class OneByOne(FakeDevice):
+    """Each block is a call of its own."""
+
+    def copy(self, stream: Stream, batch: Batch) -> None:
+        for at in range(len(batch.sizes)):
+            one = slice(at, at + 1)
+            targets, sources, sizes = (array[one] for array in batch[:3])
+            super().copy(stream, Batch(targets, sources, sizes, batch.steady))
+
+
+def test_ids_in_ordinary_memory_are_found(start: Start) -> None:
+    engine = start(lbhnc, PageableIds(batched=False))
+    engine.forward(0.5, [], [(0, 0)])
+    engine.save(0, [0], [Slot(0)])
+    [(why, seconds)] = engine.device.host_waits
+    assert why == "ids that are not registered"
+    assert seconds >= 0.5
+
+
+def test_a_call_for_each_block_is_found(start: Start) -> None:
+    engine = start(lbhnc, OneByOne())
+    engine.forward(0.1, [], [(0, block) for block in range(8)])
+    engine.save(0, range(8), [*map(Slot, range(8))])
+    assert engine.device.calls.count("copy") == 8 * LAYERS
+
+
+# ---- registering the arena
+
+
+def pieces(arena: Arena, device: FakeDevice, slots: int) -> Registration:
+    return Registration(device, arena, piece_bytes=slots * arena.slot_bytes)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena.create(9, 4096)
+    yield arena
+    arena.check()
+    arena.close()
+
+
+def test_a_slot_is_handed_out_when_its_piece_is_registered(arena: Arena) -> None:
+    device = FakeDevice()
+    registration = pieces(arena, device, 4)
+    assert (arena.admitted, arena.free, arena.lease(1)) == (0, 0, None)
+    for ready in (4, 8, 9):
+        device.advance(0.0)
+        assert (arena.admitted, arena.free) == (ready, ready)
+        arena.check()
+        assert device.registered == ready * 4096
+    registration.close()
+    registration.close()
+    assert device.registered == 0
+    assert arena.free == 9
+
+
+def test_slots_that_are_leased_meanwhile_stay_leased(arena: Arena) -> None:
+    [first, *_] = held = arena.lease(3) or []
+    device = FakeDevice()
+    registration = pieces(arena, device, 4)
+    assert arena.free == 0
+    arena.release([first])
+    device.advance(0.0)
+    arena.check()
+    arena.release(held[1:])
+    device.work_in_background()
+    assert sorted(arena.lease(9) or []) == [*range(9)]
+    arena.release([*map(Slot, range(9))])
+    registration.close()
+
+
+def test_what_cannot_be_registered_is_said_once_and_works(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start(lbhnc, FakeDevice(register_max=0))
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1
+    assert "cannot be registered, copies there are slower" in said[0]
+    assert engine.arena.free == SLOTS
+    engine.forward(0.1, [], [(0, 0)])
+    engine.save(0, [0], [Slot(0)])
+    engine.settle()
+    assert engine.wrong == []
+    assert len(engine.stored) == 1
+
+
+def test_a_piece_is_no_larger_than_it_may_be_and_holds_whole_slots(arena: Arena) -> None:
+    device = FakeDevice(register_max=4 * 4096)
+    registration = Registration(device, arena, piece_bytes=4 * 4096 + 5)
+    device.work_in_background()
+    assert device.calls == ["register"] * 3
+    assert device.registered == arena.slots * 4096
+    registration.close()
+    whole = Registration(device, arena)  # one call for all of it is refused
+    device.work_in_background()
+    assert device.registered == 0
+    whole.close()
+
+
+def test_progress_is_told_in_a_few_lines(arena: Arena, caplog: pytest.LogCaptureFixture) -> None:
+    device = FakeDevice()
+    with caplog.at_level("INFO", logger="kvladder"):
+        registration = pieces(arena, device, 1)
+        device.work_in_background()
+    registration.close()
+    told = [record.message for record in caplog.records]
+    assert [line.split(" after")[0].rpartition(": ")[2] for line in told] == [
+        "33 %", "55 %", "77 %", "100 %",
+    ]  # fmt: skip
+
+
+def test_registering_names_its_device(arena: Arena) -> None:
+    class Unbound(FakeDevice):
+        def bind(self) -> None:
+            """Whoever asks stays where a new thread is."""
+
+    for device, found in ((FakeDevice(), {1}), (Unbound(), {0})):
+        registration = pieces(arena, device, 4)
+        device.work_in_background()
+        registration.close()
+        assert device.contexts == found
+
+
+def test_a_refusal_that_leaves_an_error_behind_is_found(start: Start) -> None:
+    class ByRuntime(FakeDevice):
+        def register(self, address: int, size: int) -> str:
+            self.pending = super().register(address, size)
+            return self.pending
+
+    engine = start(lbhnc, ByRuntime(register_max=0))
+    with pytest.raises(RuntimeError, match="too many"):
+        engine.forward(0.1, [], [(0, 0)])
+    quiet = start(lbhnc, FakeDevice(register_max=0))
+    quiet.forward(0.1, [], [(0, 0)])
+    quiet.settle()
+
+
+def test_closing_ends_the_registration_where_it_is(arena: Arena) -> None:
+    device = FakeDevice()
+    registration = pieces(arena, device, 2)
+    device.advance(0.0)
+    registration.close()
+    assert device.registered == 0
+    assert device.calls == ["register"]
+    assert arena.free == 9
+
+
+# ---- what goes wrong
+
+
+def test_a_job_that_the_device_refuses_fails_and_the_next_one_works(start: Start) -> None:
+    engine = start(lbhnc)
+    engine.forward(0.1, [], [(0, 0)])
+    engine.device.pending = "out of order"
+    engine.save(0, [0], [Slot(0)])
+    engine.save(0, [0], [Slot(1)])
+    engine.device.settle()
+    ended = engine.poll()
+    assert [finished.ok for finished in ended] == [False, True]
+    assert "out of order" in ended[0].error
+    assert engine.wrong == []
+
+
+def test_a_device_that_fails_ends_all_jobs_and_no_call_raises(start: Start) -> None:
+    engine = start(lbhnc)
+    engine.forward(0.1, [], [(0, 0)])
+    first = engine.save(0, [0], [Slot(0)])
+    engine.device.failing = "an illegal memory access"
+    engine.save(0, [0], [Slot(1)])
+    engine.copier.wait([first])
+    engine.copier.rest(1.0)
+    ended = engine.poll()
+    assert {finished.ok for finished in ended} == {False}
+    assert len(ended) == 2
+    assert "illegal memory access" in ended[0].error
+
+
+def test_a_job_that_is_begun_in_part_keeps_its_blocks_until_that_is_over(start: Start) -> None:
+    class Second(FakeDevice):
+        def gather(self, *arguments: Any, **options: Any) -> None:
+            if self.calls.count("gather"):
+                raise RuntimeError("no more")
+            super().gather(*arguments, **options)
+
+    engine = start(lbhnc, Second(batched=False), staging_bytes=1)
+    engine.forward(0.5, [], [(0, 0), (0, 1)])
+    engine.save(0, [0, 1], [Slot(0), Slot(1)])
+    assert engine.poll() == []
+    engine.device.settle()
+    [finished] = engine.poll()
+    assert (finished.ok, finished.bytes) == (False, 0)
+    assert "no more" in finished.error
+
+
+@pytest.mark.parametrize(("blocks", "works"), [(4.5, True), (1.5, True), (0.5, False)])
+def test_staging_is_as_large_as_there_is_room_for_it(
+    blocks: float, works: bool, start: Start
+) -> None:
+    device = FakeDevice(batched=False, room=10**9)
+    engine = start(lbhnc, device)
+    device.room = int(blocks * engine.parts[0].pages.block_bytes)
+    engine.forward(0.1, [], [(0, block) for block in range(8)])
+    engine.save(0, range(8), [*map(Slot, range(8))])
+    engine.device.settle()
+    [finished] = engine.poll()
+    assert finished.ok is works
+    assert works or "OutOfMemory" in finished.error
+    assert engine.wrong == []
+
+
+def test_what_was_begun_ends_before_the_engine_sleeps(start: Start) -> None:
+    for drains in (True, False):
+        engine = start(lbhnc)
+        engine.forward(0.5, [], [(0, 0)])
+        engine.save(0, [0], [Slot(0)])
+        if drains:
+            engine.copier.drain()
+            assert [finished.ok for finished in engine.poll()] == [True]
+        engine.device.unmap(engine.parts[0].pages.pages[0].view)
+        if drains:
+            engine.device.advance(1.0)
+        else:
+            with pytest.raises(AssertionError, match="unmapped"):
+                engine.device.advance(1.0)
+        engine.device.remap()
+
+
+def test_a_fork_leaves_the_device_alone(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(lbhnc)
+    registered = engine.device.registered
+    with monkeypatch.context() as patch:
+        patch.setattr("os.getpid", lambda: -1)
+        engine.copier.close()
+    assert engine.device.registered == registered
