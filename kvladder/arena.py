@@ -9,25 +9,23 @@ process that maps it ends, however it ends: nothing is left behind by ``kill -9`
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NewType, cast
 
 from kvladder.errors import ArenaError, ConfigError
+from kvladder.keys import unseen
 from kvladder.layout import PAGE_BYTES, align
+from kvladder.mapping import HUGE_PAGE_BYTES, make, map_shared, populate, prefer_nodes
 
 Slot = NewType("Slot", int)
 """Number of a slot, ``0 <= slot < arena.slots``: a physical place, never a block's name."""
 
-HUGE_PAGE_BYTES = 2 << 20
-POPULATE_BYTES = 4 << 20
-"""How much is mapped by one call: memory that others map meanwhile waits so much longer."""
-_MADV_POPULATE_WRITE = 23  # linux/mman.h; from Linux 5.14 on, and not in Python's mmap
 _MEMFD_NAME = "kvladder-arena"
 
 
@@ -105,21 +103,34 @@ class Arena:
         self.huge = huge
         """Whether the mapping has huge pages of its own, reserved by the administrator."""
         self._fd = fd
-        self._map = mmap.mmap(fd, align(slots * slot_bytes, HUGE_PAGE_BYTES))
-        self._buffer = memoryview(self._map)
+        self.size_bytes = align(slots * slot_bytes, HUGE_PAGE_BYTES)
+        """Bytes of the whole mapping."""
+        memory = map_shared(fd, self.size_bytes)
+        self.address = ctypes.addressof(memory)
+        """Address of slot 0 in this process; slot n begins ``n * slot_bytes`` later."""
+        self._memory: ctypes.Array[ctypes.c_uint8] | None = memory
+        self._buffer = memoryview(memory).cast("B")
         self._lock = threading.Lock()
-        self._claims = [0] * slots
-        self._free = list(range(slots - 1, -1, -1))
+        self._claims = unseen([0] * slots)
+        self._free = unseen(list(range(slots - 1, -1, -1)))
+        self._admitted: dict[object, int] = {}
+        self._held_back = unseen(list[int]())
+        """Free, but not to be handed out yet; descending."""
         self._closing = False
         self._kept = False
         """Whether it is closed, but stays mapped for those who claim slots."""
         self._populating: threading.Thread | None = None
-        with suppress(OSError):  # a kernel without transparent huge pages
-            self._map.madvise(mmap.MADV_HUGEPAGE)
 
     @classmethod
-    def create(cls, slots: int, slot_bytes: int, *, available_bytes: int | None = None) -> Arena:
-        """Map ``slots`` slots of ``slot_bytes`` and reserve their memory.
+    def create(
+        cls,
+        slots: int,
+        slot_bytes: int,
+        *,
+        nodes: Collection[int] = (),
+        available_bytes: int | None = None,
+    ) -> Arena:
+        """Map ``slots`` slots of ``slot_bytes`` and reserve their memory, near NUMA ``nodes``.
 
         Raises
         ------
@@ -144,25 +155,28 @@ class Arena:
             )
         if huge:
             with suppress(ConfigError):  # taken by another process meanwhile
-                return cls._reserve(slots, slot_bytes, os.MFD_HUGETLB)
-        return cls._reserve(slots, slot_bytes, 0)
+                return cls._reserve(slots, slot_bytes, os.MFD_HUGETLB, nodes)
+        return cls._reserve(slots, slot_bytes, 0, nodes)
 
     @classmethod
-    def _reserve(cls, slots: int, slot_bytes: int, flags: int) -> Arena:
+    def _reserve(cls, slots: int, slot_bytes: int, flags: int, nodes: Collection[int]) -> Arena:
         size = align(slots * slot_bytes, HUGE_PAGE_BYTES)
-        fd = -1
+        arena, fd = None, -1
         try:
             fd = os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC | flags)
             os.ftruncate(fd, size)
-            os.posix_fallocate(fd, 0, size)
             arena = cls(fd, slots=slots, slot_bytes=slot_bytes, huge=bool(flags))
+            prefer_nodes(arena.address, size, nodes)
+            make(arena.address, size, huge=arena.huge)
+            os.posix_fallocate(fd, 0, size)  # nothing is left to do, or it raises
         except OSError as error:
-            if fd >= 0:
+            if arena is not None:
+                arena.close()
+            elif fd >= 0:
                 os.close(fd)
             what = f"{size} bytes of shared memory cannot be had: {error.strerror}"
             hint = "a smaller arena, or a higher memory limit"
             raise ConfigError(what, path="arena.size", hint=hint) from error
-        arena._populate()
         return arena
 
     @classmethod
@@ -188,14 +202,7 @@ class Arena:
         return arena
 
     def _populate(self) -> None:
-        """Map all pages now: a copy pays 3 to 14 us for each one that it has to map itself."""
-        madvise = ctypes.CDLL(None).madvise  # which lets go of the interpreter lock
-        first = self.address
-        for start in range(0, self.size_bytes, POPULATE_BYTES):
-            size = min(POPULATE_BYTES, self.size_bytes - start)
-            part = ctypes.c_void_p(first + start), ctypes.c_size_t(size)
-            if self._closing or madvise(*part, _MADV_POPULATE_WRITE):
-                break  # or the kernel does not know how: it maps a page when it is first used
+        populate(self.address, self.size_bytes, stop=lambda: self._closing)
 
     @property
     def handle(self) -> ArenaHandle:
@@ -206,16 +213,6 @@ class Arena:
     def free(self) -> int:
         """How many slots nobody claims."""
         return len(self._free)
-
-    @property
-    def address(self) -> int:
-        """Address of slot 0 in this process; slot n begins ``n * slot_bytes`` later."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the whole mapping."""
-        return len(self._map)
 
     def lease(self, count: int) -> list[Slot] | None:
         """Claim ``count`` free slots, all or none; None at once if there are too few."""
@@ -238,10 +235,33 @@ class Arena:
             aside = sorted(self._free[:count])
             del self._free[:count]
             self.slots -= count
-            assert len(self._free) == self.slots > 0, "the rest has to be free"
+            assert len(self._free) == self.slots >= 0, "the rest has to be free"
             for slot in aside:
                 self._claims[slot] = 1
         return [Slot(slot) for slot in aside]
+
+    @property
+    def admitted(self) -> int:
+        """How many slots, from the first, are handed out: all, unless somebody says less."""
+        return min(self._admitted.values(), default=self.slots)
+
+    def admit(self, who: object, slots: int) -> None:
+        """Have no slots but the first ``slots`` handed out from now on, as far as ``who`` says.
+
+        Who copies to a device does not want a slot before that can reach it.
+        """
+        with self._lock:
+            before = self.admitted
+            self._admitted[who] = slots
+            after, held = self.admitted, self._held_back
+            if after < before:
+                held += [slot for slot in self._free if slot >= after]
+                held.sort(reverse=True)
+                self._free[:] = [slot for slot in self._free if slot < after]
+            else:
+                first = bisect_right(held, -after, key=lambda slot: -slot)
+                self._free[:0] = held[first:]
+                del held[first:]
 
     def share(self, slots: Sequence[Slot]) -> None:
         """Add one claim to each of ``slots``, all of which are leased."""
@@ -269,7 +289,7 @@ class Arena:
             ended = self._kept and not any(claims[: self.slots])
             self._kept = self._kept and not ended
         if ended:
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._map))
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._memory))
             self._unmap()
 
     def _unrelease(self, slot: Slot) -> None:
@@ -298,7 +318,9 @@ class Arena:
             assert all(self._claims[slot] == 0 for slot in self._free)
             leased = sum(1 for count in self._claims[: self.slots] if count)
             assert min(self._claims, default=0) >= 0
-            assert leased + len(self._free) == self.slots, (leased, len(self._free))
+            states = leased, len(self._free), len(self._held_back)
+            assert sum(states) == self.slots, states
+            assert all(self._claims[slot] == 0 for slot in self._held_back)
 
     def close(self) -> bool:
         """Unmap; may be called again. Views that are still held keep their memory alive.
@@ -317,14 +339,12 @@ class Arena:
             if any(self._claims[: self.slots]):
                 self._kept = True
                 # a thread of a library outlives this object, and the end of the interpreter
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
                 return False
         self._unmap()
         return True
 
     def _unmap(self) -> None:
-        try:
+        with suppress(BufferError):  # a view is still held: its holder frees the mapping
             self._buffer.release()
-            self._map.close()
-        except BufferError:  # a view is still held: its holder frees the mapping
-            pass
+        self._memory = None

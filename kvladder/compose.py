@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from kvladder.arena import Arena, Slot
 from kvladder.config.registry import finder
@@ -24,7 +23,7 @@ from kvladder.manager import CacheManager
 from kvladder.notices import Notices
 from kvladder.policy.worth import Worth
 from kvladder.runtime import Runtime, SystemClock
-from kvladder.tiers.codecs.edge import EdgeSettings
+from kvladder.tiers.codecs.edge import EdgeSettings, told_apart
 from kvladder.tiers.ladder.door import LevelSettings, LevelSpec
 from kvladder.tiers.ladder.gate import BreakerSettings, GateSettings
 from kvladder.tiers.ladder.level import Level
@@ -60,14 +59,16 @@ def open_manager(
     layout: Layout,
     *,
     pools: bool = False,
-    instance: str = "",
+    instance: int = 0,
     serves: bool = False,
+    nodes: Collection[int] = (),
 ) -> CacheManager:
     """Build and open everything that ``config`` asks for; on an error nothing is left open.
 
     ``pools`` tells whether the caller makes block pools from the section ``gpu``, ``instance``
-    which of several engines with this configuration it is: its control socket is named by it, and
-    its port for others. ``serves`` says that there is no engine: clients write to it.
+    which of several engines with this configuration it is, 0 the first: its control socket is named
+    by it, and its port for others. ``serves`` says that there is no engine: clients write to it.
+    ``nodes`` are the NUMA nodes of the devices that copy from the arena.
     """
     config.check(layout)
     if config.block.size_bytes is not None and not serves:
@@ -81,8 +82,10 @@ def open_manager(
     edges = [EdgeSettings(level.make_codecs(), find) for level in config.levels]
     scratch = [level.scratch_blocks(layout) for level in config.levels]
     slots = config.arena_slots(layout) + sum(scratch)
+    none = int(not slots)  # no memory is mapped without one, which nobody gets
     with config.source.explained(), ExitStack() as undo:
-        arena = Arena.create(slots, layout.slot_bytes)
+        arena = Arena.create(slots + none, layout.slot_bytes, nodes=nodes)
+        arena.set_aside(none)
         undo.callback(arena.close)
         runtime = Runtime()
         undo.callback(runtime.close)
@@ -103,6 +106,7 @@ def open_manager(
             stack=stack,
             portal=runtime,
             fetch_deadline_s=config.fetch.deadline_s,
+            kinds=told_apart(layout, chain.from_iterable(edge.codecs for edge in edges)),
             description=f"{config.describe(layout)}\n\n{in_effect}\nnamespace {space.hex()}",
             publisher=publisher,
         )
@@ -123,23 +127,21 @@ def _export(
     manager: CacheManager,
     stack: TierStack,
     runtime: Runtime,
-    instance: str,
+    instance: int,
     *,
     serves: bool,
 ) -> Export:
-    """What serves others, at the port of the settings, or as far above it as ``dp3`` says."""
+    """What serves others."""
     from kvladder.export.cache import EngineOffers, ServerOffers
     from kvladder.export.process import Export
 
     threads = runtime.threads("export")
     private = [level.name for level in stack.levels if not level.tier.shared]
     offers = ServerOffers(manager, threads) if serves else EngineOffers(manager, threads, private)
-    host, _, port = (config.export.listen or "").rpartition(":")
-    address = f"{host}:{int(port) + int(instance.removeprefix('dp') or 0)}"
     return Export(
         offers,
         runtime,
-        msgspec.structs.replace(config.export, listen=address),
+        config.export.of(instance),
         stack.shared.notices.say,
     )
 

@@ -4,16 +4,23 @@ A key is the SHA-256 digest of its parent's key and the tokens of its block, so 
 prefix. The chain starts at a root into which salt, LoRA adapter and the namespace are bound, and a
 namespace binds model, weights, layout, block size and algorithm: whoever differs in one of them
 cannot even ask for the block.
+
+What is known of a million blocks is kept by key in ``by_key`` and by place in columns that are
+``unseen``: Python copies a dictionary whole when its table is full, with a million keys in some
+50 ms, and its collector of garbage goes through every list whenever it collects all.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import struct
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import NewType, cast
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain
+from operator import itemgetter
+from typing import Any, NewType, TypeAlias, TypeVar, cast
 
 from kvladder.errors import ConfigError
 
@@ -26,6 +33,16 @@ Namespace = NewType("Namespace", bytes)
 KEY_BYTES = 32
 ALGORITHM = "sha256-chain-v1"
 FORMAT_VERSION = 1
+
+
+T = TypeVar("T")
+V = TypeVar("V")
+
+PART_KEYS = 4096
+"""About as many keys are in each part of a ``Spread``: copied in a tenth of a millisecond."""
+PARTS_MAX = 256
+SMALL = 8 * PART_KEYS
+"""So many keys one dictionary may have."""
 
 
 def _bind(domain: str, fields: Mapping[str, str]) -> bytes:
@@ -190,3 +207,123 @@ class KeyScheme:
             packed = struct.pack("<QQ", within, len(content)) + content
             parts[block] = parts.get(block, b"") + packed
         return parts
+
+
+def unseen(column: T) -> T:
+    """Have the collector of garbage pass by a list or a deque that leads back to no other object.
+
+    That is so of one that holds numbers, bytes, None and tuples of these.
+    """
+    ctypes.pythonapi.PyObject_GC_UnTrack(ctypes.py_object(column))
+    return column
+
+
+def by_key(keys_max: int) -> Book[Any]:
+    """An empty book that will hold so many keys: one dictionary, if that is not long to copy."""
+    return Whole() if keys_max <= SMALL else Spread(keys_max)
+
+
+class Whole(dict[BlockKey, V]):
+    """One dictionary. The calls with many keys are those of a ``Spread``."""
+
+    __slots__ = ()
+
+    def all_of(self, keys: Sequence[BlockKey]) -> Sequence[V]:
+        """What is known of each of ``keys``, two or more; KeyError if one is not here."""
+        return cast("tuple[V, ...]", itemgetter(*keys)(self))
+
+    def get_all(self, keys: Iterable[BlockKey]) -> list[V | None]:
+        """What is known of each of ``keys``, None of one that is not here."""
+        return [*map(self.get, keys)]
+
+    def pop_all(self, keys: Iterable[BlockKey]) -> list[V]:
+        """Forget ``keys`` and return what was known of each; KeyError if one is not here."""
+        return [*map(self.pop, keys)]
+
+    def add(self, keys: Sequence[BlockKey], values: Sequence[V]) -> bool:
+        """Know ``values`` of ``keys``; if no two of them are equal, whether each key was new."""
+        before = len(self)
+        self.update(zip(keys, values, strict=True))
+        return len(self) == before + len(keys)
+
+    def put_all(self, known: Mapping[BlockKey, V]) -> None:
+        """Know all of this, whether or not its keys were here."""
+        self.update(known)
+
+    def isdisjoint(self, keys: Iterable[BlockKey]) -> bool:
+        """Whether none of ``keys`` is here."""
+        return self.keys().isdisjoint(keys)
+
+
+class Spread(MutableMapping[BlockKey, V]):
+    """Many small dictionaries by the first byte of a key, each of which is copied by itself.
+
+    Keys are digests, so the parts are alike, and outgrow their tables one after the other. Its
+    order is not that of insertion. A call with many keys takes half as long for each of them.
+    """
+
+    __slots__ = ("_of", "_parts")
+
+    def __init__(self, keys_max: int) -> None:
+        count = min(PARTS_MAX, 1 << (keys_max // PART_KEYS).bit_length())
+        self._parts = [dict[BlockKey, V]() for _ in range(count)]
+        self._of = [self._parts[byte % count] for byte in range(256)]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def __bool__(self) -> bool:
+        return any(self._parts)
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        return chain.from_iterable(self._parts)
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._of[key[0]]
+
+    def __getitem__(self, key: BlockKey) -> V:
+        return self._of[key[0]][key]
+
+    def __setitem__(self, key: BlockKey, value: V) -> None:
+        self._of[key[0]][key] = value
+
+    def __delitem__(self, key: BlockKey) -> None:
+        del self._of[key[0]][key]
+
+    def get(self, key: BlockKey, default: Any = None) -> Any:
+        return self._of[key[0]].get(key, default)
+
+    def pop(self, key: BlockKey, *default: Any) -> Any:
+        return self._of[key[0]].pop(key, *default)
+
+    def all_of(self, keys: Sequence[BlockKey]) -> Sequence[V]:
+        of = self._of
+        return [of[key[0]][key] for key in keys]
+
+    def get_all(self, keys: Iterable[BlockKey]) -> list[V | None]:
+        of = self._of
+        return [of[key[0]].get(key) for key in keys]
+
+    def pop_all(self, keys: Iterable[BlockKey]) -> list[V]:
+        of = self._of
+        return [of[key[0]].pop(key) for key in keys]
+
+    def add(self, keys: Sequence[BlockKey], values: Sequence[V]) -> bool:
+        of, pairs = self._of, zip(keys, values, strict=True)
+        return [of[key[0]].setdefault(key, value) for key, value in pairs] == [*values]
+
+    def put_all(self, known: Mapping[BlockKey, V]) -> None:
+        of = self._of
+        for key, value in known.items():
+            of[key[0]][key] = value
+
+    def isdisjoint(self, keys: Iterable[BlockKey]) -> bool:
+        of = self._of
+        for key in keys:  # noqa: SIM110 - a generator costs as much as all else
+            if key in of[key[0]]:
+                return False
+        return True
+
+
+Book: TypeAlias = Whole[V] | Spread[V]
+"""What is known of blocks by their keys."""

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any, Final
 from weakref import WeakSet
 
-STEP: Final = 128
-"""Blocks that are looked at one by one before the lock is released: a fraction of a millisecond,
-but where a dictionary outgrows its table or garbage is collected meanwhile."""
+STEP: Final = 64
+"""Blocks that are looked at one by one before the lock is released: a fraction of a millisecond."""
+BATCH: Final = 128
+"""The same where they go to a tier at once, or come from it."""
 BULK_STEP: Final = 2048
-"""The same where built-in functions run over all of them at once."""
+"""The same where built-in functions run over all of them at once; see ``Shared.bulk_step``."""
 
 _locks: WeakSet[StackLock] = WeakSet()
 

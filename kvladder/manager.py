@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from math import inf
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
@@ -12,28 +14,34 @@ from kvladder.errors import ClosedError
 from kvladder.events import Event
 from kvladder.keys import BlockKey, Namespace, salt_digest
 from kvladder.layout import Layout
-from kvladder.lock import STEP
+from kvladder.lock import BATCH, STEP
 from kvladder.metrics import Stats
-from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
+from kvladder.policy.eviction import PRIORITY_MAX, PRIORITY_MIN
 from kvladder.policy.retention import checked_duration, checked_priority
-from kvladder.policy.worth import Saves
+from kvladder.policy.sessions import Sessions
+from kvladder.policy.worth import ANYTHING, Saves
 from kvladder.tiers.base import ANYWHERE, HOST, Terms
 from kvladder.tiers.label import Outcome
 from kvladder.tiers.ladder import Ladder
 from kvladder.tiers.ladder.door import CALLS_TIMEOUT_S
 from kvladder.tiers.ladder.door import CLOSE_TIMEOUT_S as TIER_CLOSE_TIMEOUT_S
 from kvladder.tiers.ladder.gate import BREAKER_STATES, KINDS
-from kvladder.tiers.ladder.index import Meta
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.fetch import Fetch as Fetch
 from kvladder.tiers.ladder.loading.fetch import SetFetch as SetFetch
+from kvladder.tiers.ladder.paced import PINNED_MAX, Reserved, Turns
+from kvladder.tiers.ladder.paced import POLL_S as POLL_S
+from kvladder.tiers.ladder.paced import PacedFetch as PacedFetch
+from kvladder.tiers.ladder.paced import PacedSave as PacedSave
+from kvladder.tiers.ladder.saving import metas_of
 from kvladder.tiers.ladder.stack import Post, TierStack
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Reserved)
 
 FLUSH_TIMEOUT_S = 10.0
 """How long closing waits for levels that outlive the engine, unless the caller says otherwise."""
-SET_MAX = STEP
+SET_MAX = BATCH
 """How many blocks a set that is fetched may have."""
 CLOSE_TIMEOUT_S = TIER_CLOSE_TIMEOUT_S + 2 * CALLS_TIMEOUT_S + 1.0
 """How long closing may take after the flush: all levels close at once, and each within its time."""
@@ -91,6 +99,7 @@ class Save:
         indices: list[int],
         slots: list[Slot],
         floor: int,
+        end: int,
     ) -> None:
         self._stack = stack
         self._keys = keys
@@ -98,6 +107,8 @@ class Save:
         """Positions of these blocks in the keys that were given, ascending."""
         self.slots = slots
         """Their slots, in the same order."""
+        self.end = end
+        """Position of the first block for which there was no room; the number of keys if none."""
         self.floor = floor
         """The lowest priority so far: ``parent_floor`` of the prefix's next blocks."""
         self._open = True
@@ -131,6 +142,7 @@ class CacheManager:
         stack: TierStack,
         portal: Portal,
         fetch_deadline_s: float = 2.0,
+        kinds: Sequence[str] = (),
         description: str = "",
         publisher: Closing | None = None,
     ) -> None:
@@ -142,10 +154,17 @@ class CacheManager:
         self._stack = stack
         self._portal = portal
         self._fetch_deadline_s = fetch_deadline_s
+        self.kinds = kinds
+        """``Layout.kinds`` where a codec may work on some only: then blocks are told apart."""
         self._description = description
         self._publisher = publisher
+        self._clock = stack.shared.clock
+        self._fetches = Turns(max(1, int(arena.slots * PINNED_MAX)), self._clock)
+        self._saves = Turns(1, self._clock)
         self._guests: list[Closing] = []
         self._sections: dict[str, Callable[[], dict[str, Any]]] = {}
+        self.sessions = Sessions()
+        """Whose blocks are whose, as far as engines say."""
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -239,12 +258,49 @@ class CacheManager:
             self._stack.loader.fetch(fetch)
         return fetch
 
+    def fetch_paced(
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        whole_set: bool = False,
+        deadline_s: float | None = None,
+        levels: Collection[str] | None = None,
+        **told: Any,
+    ) -> PacedFetch:
+        """Fetch blocks of which there may be more than the arena has slots, piece by piece.
+
+        As ``fetch``, which takes ``told``, too, or with ``whole_set`` as ``fetch_set``. Each piece
+        has a deadline of its own, and no more of the slots than leaves some to others; when it was
+        used, ``PacedFetch.advance`` has the next one come. Who comes first has the next slots.
+        """
+        within_s = self._fetch_deadline_s if deadline_s is None else deadline_s
+
+        def begin(part: Sequence[BlockKey]) -> Fetch:
+            if whole_set:
+                return self.fetch_set(part, deadline_s=within_s, levels=levels)
+            return self.fetch(part, deadline_s=within_s, levels=levels, **told)
+
+        return PacedFetch(
+            keys,
+            self._fetches,
+            begin=begin,
+            knows=partial(self.holding, levels=levels),
+            clock=self._clock,
+            deadline_s=within_s,
+            most=SET_MAX if whole_set else self.arena.slots,
+        )
+
     def prefilled(self, tokens: int, seconds: float) -> None:
         """Tell how long computing so many tokens of prompts at once took, without what a step
         takes in any case. Of fewer than 64 tokens nothing is learned.
         """
         with self._stack.lock:
             self._stack.worth.prefilled(tokens, seconds)
+
+    def computing_s(self, tokens: int) -> float | None:
+        """How long computing so many tokens of prompts takes, as it was told; None: nobody did."""
+        with self._stack.lock:
+            return self._stack.worth.seconds(tokens)
 
     def _bits(self, levels: Collection[str] | None) -> int:
         return ANYWHERE if levels is None else self._stack.bits(levels)
@@ -260,6 +316,8 @@ class CacheManager:
         levels: Collection[str] | None = None,
         ttl_s: float | None = None,
         salt: str = "",
+        patient: bool = False,
+        group: int = 0,
     ) -> Save:
         """Lease slots for those of ``keys`` that are not here yet and that some level would take.
 
@@ -281,6 +339,10 @@ class CacheManager:
             After so many seconds every level forgets them.
         salt:
             Whose they are, for ``purge``: the salt that is bound into the keys.
+        patient:
+            Whether what finds no room is tried again, and not counted as dropped.
+        group:
+            Which of the layout's groups of layers they are of.
 
         A block that several requests save may be wherever, and as long as, one of them allows.
 
@@ -298,20 +360,87 @@ class CacheManager:
         now = self._stack.shared.clock.now()
         floor = checked_priority(parent_floor)
         expires_s = inf if (lasts_s := checked_duration(ttl_s)) is None else now + lasts_s
-        terms = Terms(self._bits(levels), expires_s, self._digest(salt))
-        metas = _metas(len(keys), priorities, durations_s, floor, now, terms)
+        terms = self.terms(levels, expires_s, salt, group)
+        metas = metas_of(len(keys), priorities, durations_s, floor, now, terms)
         floor = metas[-1].floor if metas else floor
+        total = len(keys)
         if only is not None:
             keys, metas = [keys[at] for at in only], [metas[at] for at in only]
-        indices, slots = self._stack.reserve(keys, metas, explicit=priorities is not None)
+        indices, slots, end = self._stack.reserve(
+            keys, metas, explicit=priorities is not None, patient=patient
+        )
         kept = list(keys) if len(indices) == len(keys) else [keys[at] for at in indices]
         if only is not None:
             indices = [only[at] for at in indices]
-        return Save(self._stack, kept, indices, slots, floor)
+            end = only[end] if end < len(only) else total
+        return Save(self._stack, kept, indices, slots, floor, end)
+
+    def save_paced(
+        self, keys: Sequence[BlockKey], *, only: Sequence[int] | None = None, **told: Any
+    ) -> PacedSave[Save]:
+        """Save blocks of which there may be more than the arena has slots, piece by piece.
+
+        ``told`` is what ``save`` takes beside ``keys``. Each piece is a ``Save`` of those that
+        find room; when it is committed, ``PacedSave.advance`` has the next one come. Nothing here
+        waits, but ``PacedSave.wait`` and ``settle``.
+        """
+        wanted = range(len(keys)) if only is None else only
+
+        def begin(first: int, patient: bool) -> Save:
+            rest = wanted[bisect_left(wanted, first) :]
+            return self.save(keys, only=rest, patient=patient, **told)
+
+        return self.reserve_paced(len(keys), begin)
+
+    def reserve_paced(self, total: int, begin: Callable[[int, bool], R]) -> PacedSave[R]:
+        """As ``save_paced``, for who reserves slots in a way of its own, see ``PacedSave``."""
+        return PacedSave(
+            total,
+            self._saves,
+            begin=begin,
+            moving=lambda wanted: self._stack.moving(wanted=wanted),
+            clock=self._clock,
+        )
+
+    def terms(
+        self,
+        levels: Collection[str] | None = None,
+        expires_s: float = inf,
+        salt: str = "",
+        group: int = 0,
+    ) -> Terms:
+        """What levels are told of a block of a group, with ``save``'s options; loop time."""
+        kind = self.kinds[group] if self.kinds else ""
+        return Terms(self._bits(levels), expires_s, self._digest(salt), kind)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """The blocks of a prefix were used: none of them is the next to go, its tail first."""
         self._stack.touch(keys)
+
+    def prefetch(self, session: str) -> list[Fetch]:
+        """Begin to bring up what the next request of a session begins with, whatever that takes.
+
+        The caller releases each when it is ``done``. Raises ValueError if the session has ended,
+        or nobody knows of it.
+        """
+        runs, salt = self.sessions.last(session)
+        return [self.fetch(run, salt=salt, saves=ANYTHING) for run in runs if run]
+
+    def end_session(self, session: str) -> list[BlockKey]:
+        """Nobody comes back for a session: its blocks that no other has are worth nothing.
+
+        They leave the levels that have a threshold, and are the next to go in the others. Returns
+        them. Raises ValueError if the session has ended, or nobody knows of it.
+        """
+        keys = self.sessions.end(session)
+        for start in range(0, len(keys), STEP):
+            with self._stack.lock:
+                for key in keys[start : start + STEP]:
+                    meta = self._stack.meta(key)
+                    if meta is not None:
+                        worth = meta._replace(priority=PRIORITY_MIN, floor=PRIORITY_MIN)
+                        self._stack.used(key, worth._replace(until_s=inf))
+        return keys
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         """Forget these blocks in every level."""
@@ -437,29 +566,6 @@ class CacheManager:
         if not self.arena.close() and behind:
             what = f"{behind} calls to tiers have not ended: the arena stays mapped until they do"
             self._stack.shared.notices.say("arena", what)
-
-
-def _metas(
-    count: int,
-    priorities: Sequence[int] | None,
-    durations_s: Sequence[float | None] | None,
-    floor: int,
-    now: float,
-    terms: Terms,
-) -> list[Meta]:
-    """What levels are told of consecutive blocks of a prefix, ``floor`` being that before them."""
-    if priorities is None and durations_s is None:  # one for all of them
-        return [Meta(PRIORITY_DEFAULT, min(floor, PRIORITY_DEFAULT), 0, inf, terms)] * count
-    metas: list[Meta] = []
-    wanted = [PRIORITY_DEFAULT] * count if priorities is None else priorities
-    durations = [None] * count if durations_s is None else durations_s
-    for priority, duration_s in zip(wanted, durations, strict=True):
-        priority = checked_priority(priority)
-        floor = min(floor, priority)
-        lasts_s = checked_duration(duration_s)
-        until_s = inf if lasts_s is None else now + lasts_s
-        metas.append(Meta(priority, floor, 0, until_s, terms))
-    return metas
 
 
 def level_counts(level: Level) -> dict[str, Any]:

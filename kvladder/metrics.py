@@ -11,8 +11,10 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-SECTIONS: Final = ("arena", "copies", "export", "loop")
+SECTIONS: Final = ("arena", "copies", "export", "loop", "preemption", "rebalance")
 """Sections of statistics that are not of a level; none may be called so."""
+POOL: Final = "gpu."
+"""How the sections of the device's pools begin; a group's name follows."""
 
 Stats = dict[str, dict[str, Any]]
 """Plain data by level: numbers, and mappings or lists of numbers."""
@@ -43,7 +45,7 @@ class Histogram:
         self.counts[bisect_left(self.le, value)] += 1
         self.sum += value
 
-    def observe_all(self, values: NDArray[np.int64] | NDArray[np.float32]) -> None:
+    def observe_all(self, values: NDArray[np.int64 | np.float32 | np.float64]) -> None:
         """Count each of ``values``."""
         buckets = np.searchsorted(np.asarray(self.le), values)
         found = np.bincount(buckets, minlength=len(self.counts)).tolist()

@@ -62,12 +62,14 @@ def _preflight(config: StackConfig) -> Findings:
         _try(found, config, "", lambda: _socket(path))
     if config.export.listen is not None:
         extras.add("nixl")
-        _try(found, config, "", lambda: _exportable(config.export, found.warnings.append))
+        told = _try(found, config, "", lambda: _exportable(config.export, found.warnings.append))
+        if told:
+            found.facts["export"] = told
     for i, level in enumerate(config.levels, start=1):
         where = f"tiers[{i}]"
 
-        if level.type == "object":
-            extras.add("object")
+        if level.type in {"object", "nixl"}:
+            extras.add(level.type)
         facts = _try(found, config, where, partial(_examined, level, where, found.warnings))
         for codec in level.make_codecs():
             if codec.stage == Stage.ENCRYPT:
@@ -79,7 +81,7 @@ def _preflight(config: StackConfig) -> Findings:
     available = 0
     with suppress(OSError):  # not every system tells
         available = memory_available(_ROOT)
-    if 0 < available < config.arena.size_bytes:
+    if 0 < available < config.arena_bytes:
         found.warnings.append(
             f"arena.size is {config.arena.size_bytes}, and this machine has"
             f" {Size(available).about()} of memory left"
@@ -129,15 +131,22 @@ def _bindable(
                 warn(f"{where}: {address} is in use: does an engine run already?")
 
 
-def _exportable(config: ExportConfig, warn: Callable[[str], object]) -> None:
-    """Raise ConfigError if nobody can be served."""
+def _exportable(config: ExportConfig, warn: Callable[[str], object]) -> Mapping[str, str]:
+    """Who has announced itself beside it; raises ConfigError if nobody can be served."""
     _bindable({"export.listen": f"tcp://{config.listen}"}, "nixl", warn)
     from kvladder.tiers.nixl.curve import read_keys
+    from kvladder.tiers.nixl.roster import listed
 
     try:
-        read_keys(config.keys)
+        public = read_keys(config.keys).public.decode()
+        if not config.roster:
+            return {}
+        return {"announced": ", ".join(asyncio.run(listed(config.roster, public))) or "nobody"}
     except ConfigError as error:
         raise within("export", error) from error
+    except TierError as error:
+        warn(f"export.roster: {error}")
+        return {}
 
 
 def _socket(path: Path) -> None:

@@ -10,7 +10,18 @@ from datetime import date
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, cast, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    TypeGuard,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+)
 
 import msgspec
 import yaml
@@ -187,6 +198,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
         return [(k, cleared(k, value)) for k, value in msgspec.structs.asdict(self).items()]
+
+
+HOST: Final = r"(\[[0-9a-fA-F:.%a-z]+\]|[^\s:/\[\]]+)"
+Address = Annotated[
+    str,
+    msgspec.Meta(pattern=rf"\A{HOST}:\d{{1,5}}\Z", description="host:port, such as 0.0.0.0:7700"),
+]
 
 
 def is_text(text: str) -> bool:

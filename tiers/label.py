@@ -267,6 +267,8 @@ class Write:
 
     view: memoryview
     """The whole slot, aligned to pages; not to be written."""
+    kind = ""
+    """For codecs: what its layers keep, of ``Layout.kinds``; empty if unknown, or all alike."""
     _label = b""
     _coding: Coding | None = None
 
@@ -359,7 +361,14 @@ class LevelWrite(Write):
     """A write as its level makes it: many, in little time."""
 
     def __init__(
-        self, side: Side, key: BlockKey, place: int, slot: Slot, facts: Facts, replace: bool
+        self,
+        side: Side,
+        key: BlockKey,
+        place: int,
+        slot: Slot,
+        facts: Facts,
+        replace: bool,
+        kind: str = "",
     ) -> None:
         self._labels, view = side
         self.key = key
@@ -369,6 +378,7 @@ class LevelWrite(Write):
         self.length = self._labels.block_bytes
         self.facts = facts
         self.replace = replace
+        self.kind = kind
 
 
 class LevelRead(Read):

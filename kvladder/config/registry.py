@@ -1,8 +1,8 @@
 """Names to classes: what comes with kvladder, what other packages add, what a process registers.
 
 A package adds a tier by an entry point in the group ``kvladder.tiers`` (or ``.policies``,
-``.codecs``); its module is imported when the name is first used. Codecs are found by ids, too,
-for blocks that others have stored with other settings.
+``.codecs``, ``.handlers``); its module is imported when the name is first used. Codecs are found by
+ids, too, for blocks that others have stored with other settings.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, Literal, cast
 
 from kvladder.errors import ConfigError
+from kvladder.gpu.sizing.base import ResourceHandler
 from kvladder.keys import Namespace
 from kvladder.layout import Layout
 from kvladder.policy.eviction import EvictionPolicy
@@ -22,7 +23,7 @@ from kvladder.schema import nearest
 from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.base import Codec
 
-Group = Literal["tiers", "policies", "codecs"]
+Group = Literal["tiers", "policies", "codecs", "handlers"]
 
 BUILT_IN: Final[Mapping[Group, Mapping[str, str]]] = {
     "tiers": {
@@ -41,6 +42,11 @@ BUILT_IN: Final[Mapping[Group, Mapping[str, str]]] = {
         "fp8": "kvladder.tiers.codecs.fp8:Fp8Codec",
         "aes-gcm": "kvladder.tiers.codecs.aesgcm:AesGcmCodec",
     },
+    "handlers": {
+        "kv": "kvladder.gpu.requests.groups:Layer",
+        "state": "kvladder.gpu.sizing.handlers:State",
+        "convolution": "kvladder.gpu.sizing.handlers:ConvState",
+    },
 }
 """What comes with kvladder, whether it is installed or run from its source tree."""
 
@@ -48,6 +54,7 @@ _KINDS: Final[Mapping[Group, tuple[str, type]]] = {
     "tiers": ("tier type", Tier),
     "policies": ("policy", EvictionPolicy),
     "codecs": ("codec", Codec),
+    "handlers": ("handler", ResourceHandler),
 }
 HOST: Final = ("tiers", "host")
 _registered: Final[dict[tuple[Group, str], Any]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -11,15 +12,21 @@ import msgspec
 
 from kvladder.config import registry
 from kvladder.errors import ConfigError
-from kvladder.layout import Layout
-from kvladder.policy.eviction import PRIORITY_MAX, PRIORITY_MIN, EvictionPolicy
+from kvladder.layout import Kind, Layout
+from kvladder.policy.eviction import (
+    PRIORITY_DEFAULT,
+    PRIORITY_MAX,
+    PRIORITY_MIN,
+    EvictionPolicy,
+)
 from kvladder.policy.offload import OffloadRule, When
-from kvladder.schema import Settings, cleared
+from kvladder.schema import HOST, Address, Settings, cleared
 from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.base import ChecksumCodec, Codec, Stage
 from kvladder.tiers.codecs.edge import scratch_blocks
 from kvladder.tiers.isolated.tier import IsolatedTier
 from kvladder.tiers.label import STEPS_MAX
+from kvladder.tiers.nixl.roster import NAME, require_url
 from kvladder.units import Duration, Share, Size
 
 Count = Annotated[int, msgspec.Meta(ge=0, description="a whole number, 0 or more")]
@@ -74,16 +81,32 @@ class GpuConfig(Settings, frozen=True, kw_only=True):
     """Not more than so many tokens, where a fraction is taken."""
     shares: tuple[Part, ...] = ()
     """What each group gets of the memory, in proportion; by default by need."""
+    dtype: Literal[
+        "auto", "bfloat16", "float16", "float32", "fp8", "float8_e4m3fn", "float8_e5m2"
+    ] = "auto"
+    """The type of keys and values in the pools; ``auto`` is the model's."""
+    windows: tuple[Count, ...] = ()
+    """How many tokens each layer sees, repeated over the layers; 0: as many as the model says."""
+    reuse: bool = True
+    """Whether blocks are kept for later requests."""
     partial: Literal["auto", "off", "take", "copy"] = "auto"
     """What to do with a cached block of which a prompt shares only the beginning."""
+    rebalance: bool = False
+    """Whether memory goes from pools of a model that do not need it to those that do."""
     events: Count = 0
     """Events of the pools that are kept until somebody takes them."""
+
+    def __post_init__(self) -> None:
+        if not self.reuse and self.partial in ("take", "copy"):
+            hint = "auto or off: without reuse nothing is served"
+            raise ConfigError(self.partial, path="partial", hint=hint)
 
 
 class ArenaConfig(Settings, frozen=True, kw_only=True):
     """The host slots that every byte below the GPU passes through."""
 
-    size_bytes: Size = msgspec.field(name="size")
+    size_bytes: Size | None = msgspec.field(name="size", default=None)
+    """None, with no tiers either: the device's pools alone."""
     reserve: Share = Share(percent=5)
     """Slots kept free or clean in the background, so that a save finds room at once."""
 
@@ -136,13 +159,8 @@ class ControlConfig(Settings, frozen=True, kw_only=True):
             raise ConfigError(repr(self.path), path="path", hint=hint)
 
 
-Address = Annotated[
-    str,
-    msgspec.Meta(
-        pattern=r"\A(\[[0-9a-fA-F:.%a-z]+\]|[^\s:/\[\]]+):\d{1,5}\Z",
-        description="host:port, such as 0.0.0.0:7700",
-    ),
-]
+WILDCARDS = {"0.0.0.0", "*", "[::]"}  # noqa: S104 - what is refused as an address of clients
+PORT_MAX = 65535
 
 
 class ExportConfig(Settings, frozen=True, kw_only=True):
@@ -154,16 +172,66 @@ class ExportConfig(Settings, frozen=True, kw_only=True):
     """The file with the keys of this end, as ``kvladder serve --new-keys`` makes it."""
     transports: str = "tcp"
     """How bytes travel, as UCX names it: ``tcp``, or ``rc,tcp`` with RDMA."""
-    interfaces: str = ""
-    """The network devices, as UCX names them; all if empty."""
+    interfaces: str = "all"
+    """The network devices, as UCX names them."""
+    roster: str = ""
+    """The URL of a Redis where it announces itself, for clients that are given no addresses."""
+    host: str = ""
+    """Under which clients reach it; by default that of ``listen``."""
+    name: Annotated[
+        str,
+        msgspec.Meta(
+            pattern=rf"\A({NAME})?\Z", description="letters, digits, - _ . and :, at most 200"
+        ),
+    ] = ""
+    """What it is called there, also at another address; by default its address."""
 
     def __post_init__(self) -> None:
+        others = self.keys, self.roster, self.host, self.name
+        how = self.transports, self.interfaces
+        if self.listen is None and (any(others) or how != ("tcp", "all")):
+            hint = "expected host:port, or leave the section out"
+            raise ConfigError("missing", path="listen", hint=hint)
         if self.listen is not None and not self.keys:
             hint = "expected the file server.keys, which kvladder serve --new-keys DIR makes"
             raise ConfigError("missing", path="keys", hint=hint)
-        if self.listen is None and (self.keys or self.interfaces or self.transports != "tcp"):
-            hint = "expected host:port, or leave the section out"
-            raise ConfigError("missing", path="listen", hint=hint)
+        if self.roster:
+            require_url(self.roster)
+            if not self.host and self.at in WILDCARDS:
+                hint = "expected the host under which clients reach it, such as 10.0.0.7"
+                raise ConfigError("missing", path="host", hint=hint)
+            if self.host and not re.fullmatch(HOST, self.host):
+                hint = "expected a host without a port, such as 10.0.0.7 or [fd00::7]"
+                raise ConfigError(repr(self.host), path="host", hint=hint)
+        elif named := [name for name in ("host", "name") if getattr(self, name)]:
+            hint = "it is for a server that announces itself: set export.roster"
+            raise ConfigError("has no effect", path=named[0], hint=hint)
+
+    @property
+    def at(self) -> str:
+        """The host under which clients reach it."""
+        return self.host or (self.listen or "").rpartition(":")[0]
+
+    def of(self, instance: int) -> ExportConfig:
+        """The settings of one of several engines, which is named by its number, too.
+
+        Its port is as far above the one that is set, or any if that is 0.
+
+        Raises
+        ------
+        ConfigError
+            There is no such port.
+        """
+        host, _, port = (self.listen or "").rpartition(":")
+        own = int(port) + instance if int(port or 0) else 0
+        if own > PORT_MAX:
+            hint = f"expected a port of at most {PORT_MAX - instance}"
+            what = f"engine {instance} would listen at {own}"
+            raise ConfigError(what, path="export.listen", hint=hint)
+        if not host:
+            return self
+        name = f"{self.name}-dp{instance}" if self.name and instance else self.name
+        return msgspec.structs.replace(self, listen=f"{host}:{own}", name=name)
 
 
 class Sections(Settings, frozen=True, kw_only=True):
@@ -172,7 +240,7 @@ class Sections(Settings, frozen=True, kw_only=True):
     model: ModelConfig = ModelConfig()
     block: BlockConfig = BlockConfig()
     gpu: GpuConfig = GpuConfig()
-    arena: ArenaConfig
+    arena: ArenaConfig = ArenaConfig()
     fetch: FetchConfig = FetchConfig()
     events: EventsConfig = EventsConfig()
     control: ControlConfig = ControlConfig()
@@ -273,14 +341,31 @@ class CodecConfig(Chosen, frozen=True, kw_only=True):
 class LossyCodecConfig(CodecConfig, frozen=True, kw_only=True):
     """A codec that changes what the engine reads."""
 
-    allow_lossy: bool = False
+    allow_lossy: bool | tuple[Kind, ...] = False
+    """The kinds of layers whose blocks it may change; True for all but those of full attention."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.allow_lossy:
             what = f"{self.make.name!r} changes the numbers that the engine reads"
-            hint = f"if that is meant, write {{name: {self.make.name}, allow_lossy: true}}"
+            hint = (
+                f"if that is meant, write {{name: {self.make.name}, allow_lossy: true}}, or [full]"
+            )
             raise ConfigError(what, hint=hint)
+
+    @property
+    def allowed(self) -> frozenset[str]:
+        """The kinds of layers whose blocks it may change."""
+        some = self.allow_lossy
+        return frozenset(some if isinstance(some, tuple) else ("window", "local", "state"))
+
+    def make_codec(self) -> Codec:
+        codec = super().make_codec()
+        codec.allowed = self.allowed
+        return codec
+
+    def _with(self, write: Callable[[str, object], str]) -> str:
+        return f"{super()._with(write)} for {', '.join(sorted(self.allowed))}"
 
 
 CHECKSUM = CodecConfig.of(ChecksumCodec)(name=ChecksumCodec.name)
@@ -292,7 +377,7 @@ class TierSettings(Settings, frozen=True, kw_only=True):
     name: Name = ""
     """By default its type."""
     type: str
-    min_priority: Priority = PRIORITY_MIN
+    min_priority: Priority = PRIORITY_DEFAULT
     min_hits: Count = 0
     ttl_s: Duration | None = msgspec.field(name="ttl", default=None)
     policy: str = "prioritized-lru"

@@ -65,11 +65,11 @@ class Source:
         origin, variable = self.who(error.path)
         if variable:
             hint = f"{error.hint}; set by {variable}" if error.hint else f"set by {variable}"
-            return ConfigError(error.message, path=error.path, hint=hint)
+            return type(error)(error.message, path=error.path, hint=hint)
         path = self.short.get(error.path, error.path)
         apart = origin == "engine" or error.file or path.startswith((self.file or PREFIX, PREFIX))
         file = error.file if apart else self.file
-        return ConfigError(error.message, path=path, hint=error.hint, file=file)
+        return type(error)(error.message, path=path, hint=error.hint, file=file)
 
     @contextmanager
     def explained(self) -> Generator[None]:

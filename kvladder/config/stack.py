@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast, get_args
 
 import msgspec
 
@@ -27,6 +27,7 @@ from kvladder.errors import ConfigError
 from kvladder.gpu.requests.groups import SIZES, is_size
 from kvladder.layout import Layout
 from kvladder.metrics import SECTIONS
+from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.schema import (
     cleared,
     convert,
@@ -73,6 +74,8 @@ def rows(
         if isinstance(value, msgspec.Struct) and not is_secret(where):
             found += rows(value, where, source, means, slots)
             continue
+        if value is None and bool in get_args(field.type):  # it depends on what else is said
+            value = "auto"
         meaning = means.get(where, "")
         if isinstance(value, Share) and slots is not None:
             meaning = f"{value.of(slots)} blocks"
@@ -131,6 +134,13 @@ class StackConfig(Sections, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         self._require_names()
         raw = self.source.raw
+        if self.arena.size_bytes is None and not is_alone(raw):
+            raise ConfigError("missing", path="arena.size", hint=f"expected {Size.EXPECTED}")
+        for section in ("fetch", "export") if is_alone(raw) else ():
+            # a variable of the environment is for whatever runs there
+            if not all(self.source.loose(join(section, key)) for key in raw.get(section) or ()):
+                hint = "leave it out: without arena: and tiers: nothing leaves the device"
+                raise ConfigError("has no effect here", path=section, hint=hint)
         memory = self.gpu.memory_bytes
         for where in ("gpu.fraction", "gpu.max_tokens"):
             given = value_at(raw, where)
@@ -181,9 +191,14 @@ class StackConfig(Sections, frozen=True, kw_only=True):
             if level.unchecked
         )
 
+    @property
+    def arena_bytes(self) -> int:
+        """Of all slots; 0 where pools on the device stand alone."""
+        return self.arena.size_bytes or 0
+
     def arena_slots(self, layout: Layout) -> int:
         """How many blocks the arena holds."""
-        return self.arena.size_bytes // layout.slot_bytes
+        return self.arena_bytes // layout.slot_bytes
 
     def check(self, layout: Layout) -> None:
         """Raise ConfigError if blocks of this layout do not fit what is configured."""
@@ -191,7 +206,7 @@ class StackConfig(Sections, frozen=True, kw_only=True):
         if tokens not in {"auto", layout.block_tokens}:
             hint = f"the engine's blocks have {layout.block_tokens} tokens: that, or auto"
             raise self._wrong("block.tokens", str(tokens), hint)
-        if self.arena_slots(layout) < 1:
+        if self.arena.size_bytes is not None and self.arena_slots(layout) < 1:
             hint = f"expected room for at least one block, {layout.slot_bytes} bytes"
             raise self._wrong("arena.size", str(self.arena.size_bytes), hint)
         for i, level in enumerate(self.levels, start=1):
@@ -219,9 +234,12 @@ class StackConfig(Sections, frozen=True, kw_only=True):
         """Every setting with its value and who set it, in the order of the file."""
         slots = None if layout is None else self.arena_slots(layout)
         means = {} if layout is None else self._means(layout)
-        told = [name for name in keys_of(Sections) if name != "gpu" or name in self.source.raw]
-        sections = [(name, getattr(self, name)) for name in told]  # an engine may have its own pool
-        tiers = [(f"tiers[{i}]", tier) for i, tier in enumerate(self.tiers)]
+        alone = is_alone(self.source.raw)
+        # an engine may have a pool of its own, and a pool may have no tiers
+        silent = ("arena", "fetch", "export") if alone else ("gpu",)
+        told = [one for one in keys_of(Sections) if one not in silent or one in self.source.raw]
+        sections = [(name, getattr(self, name)) for name in told]
+        tiers = [] if alone else [(f"tiers[{i}]", tier) for i, tier in enumerate(self.tiers)]
         found: list[Row] = []
         for path, settings in [*sections, *tiers]:
             found += rows(settings, path, self.source, means, slots)
@@ -257,7 +275,8 @@ class StackConfig(Sections, frozen=True, kw_only=True):
             capacity = self.arena.size_bytes if whole else level.capacity_bytes
             blocks = self.arena_slots(layout) if whole else level.capacity_blocks(layout)
             when = "" if whole else f", when: {level.when}"
-            least = f", min_priority: {level.min_priority}" if level.min_priority else ""
+            is_usual = level.min_priority == PRIORITY_DEFAULT
+            least = "" if is_usual else f", min_priority: {level.min_priority}"
             lines.append(f"{level.name}: {level.type}, {capacity}, {blocks} blocks{when}{least}")
         if len(lines) > SUMMARY_LINES_MAX:
             more = len(lines) - SUMMARY_LINES_MAX + 1
@@ -269,7 +288,10 @@ class StackConfig(Sections, frozen=True, kw_only=True):
 
         Without a layout nothing is said in blocks and tokens. Secrets are masked.
         """
+        alone = is_alone(self.source.raw)
         lines = [f"stack of {len(self.levels) + 1} levels, hottest first"]
+        if alone:
+            lines = ["no tiers: what leaves the device is forgotten"]
         if layout is None:
             lines.append("a block's size is not known before an engine names its layout")
         else:
@@ -280,7 +302,7 @@ class StackConfig(Sections, frozen=True, kw_only=True):
             )
         found = self.rows(layout)
         lines += ["", *table("settings", (r for r in found if r.path[:6] != "tiers["))]
-        for i, level in enumerate((self.host, *self.levels)):
+        for i, level in enumerate(() if alone else self.tiers):
             own = f"tiers[{i}]."
             listed = [r._replace(path=r.path[len(own) :]) for r in found if r.path.startswith(own)]
             lines += ["", *table(f"level {i}: {level.name} ({level.type})", listed)]
@@ -324,10 +346,16 @@ def _built(found: Source) -> StackConfig:
         if key not in known:
             hint = nearest(key, [*known, *(SHORT_KEYS if found.short else ())])
             raise ConfigError("unknown key", path=key, hint=hint)
-    tiers = tuple.__class_getitem__(_tier_types(raw.get("tiers"), found))
+    listed = {**raw, "tiers": [{"type": HOST}]} if is_alone(raw) else raw
+    tiers = tuple.__class_getitem__(_tier_types(listed.get("tiers"), found))
     file = msgspec.defstruct("File", [("tiers", tiers)], bases=(Sections,), kw_only=True)
-    settings = convert(raw, file, loose=found.loose)
+    settings = convert(listed, file, loose=found.loose)
     return StackConfig(source=found, **msgspec.structs.asdict(settings))
+
+
+def is_alone(raw: Mapping[str, Any]) -> bool:
+    """Whether settings ask for pools on the device, and for nothing below them."""
+    return "gpu" in raw and "arena" not in raw and "tiers" not in raw
 
 
 def _tier_types(raw: Any, found: Source) -> tuple[Any, ...]:

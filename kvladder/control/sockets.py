@@ -27,10 +27,10 @@ _OTHER_HINT: Final = "give each engine its own, for example with ${NAME}"
 _RUNNING_HINT: Final = "expected the socket of a running cache"
 
 
-def socket_path(path: str, instance: str) -> Path:
-    """The socket of one of several engines with one setting: of dp1 ``kv.dp1.sock``."""
+def socket_path(path: str, instance: int) -> Path:
+    """The socket of one of several engines with one setting: of the second ``kv.dp1.sock``."""
     whole = Path(path)
-    return whole.with_name(f"{whole.stem}.{instance}{whole.suffix}") if instance else whole
+    return whole.with_name(f"{whole.stem}.dp{instance}{whole.suffix}") if instance else whole
 
 
 def sockets(path: str) -> list[Path]:

@@ -13,11 +13,11 @@ from struct import Struct
 from typing import Final
 
 from kvladder.arena import Slot
-from kvladder.export.offers import HAVE, REFUSED, Pinned
+from kvladder.export.offers import HAVE, LATER, REFUSED, Pinned
 from kvladder.keys import SALT_BYTES, BlockKey
 from kvladder.layout import Layout
 from kvladder.lock import STEP
-from kvladder.manager import SET_MAX, CacheManager, SetFetch
+from kvladder.manager import CacheManager, PacedFetch, SetFetch
 from kvladder.tiers.base import Blocking, Terms
 from kvladder.tiers.label import LABEL_BYTES, Facts, Labels, told
 from kvladder.tiers.ladder.index import Meta
@@ -29,8 +29,6 @@ SPACE_BYTES: Final = 3
 """Of a server's salt: so many stand for the client's namespace, the others for its salt."""
 PURGED_S: Final = 0.02
 """Until it is looked again whether all tiers have forgotten what was purged: they tell nobody."""
-PINNED_MAX: Final = 0.5
-"""Clients pin no larger share of the slots: who saves needs some, too."""
 
 
 @dataclass
@@ -50,6 +48,18 @@ class Granted:
     keys: Sequence[bytes]
     lengths: Sequence[int]
     lots: list[Lot]
+    later: set[int] = field(default_factory=set[int])
+    """Positions of those for which there is no room now."""
+
+    @property
+    def slots(self) -> list[Slot]:
+        """All of them."""
+        return [slot for lot in self.lots for slot in lot.slots]
+
+    @property
+    def end(self) -> int:
+        """0 if it is only for want of room that there are no slots."""
+        return 0 if self.later and not self.slots else len(self.keys)
 
 
 @dataclass
@@ -58,7 +68,7 @@ class Session:
 
     namespace: bytes
     block_bytes: int
-    pins: dict[int, list[SetFetch]] = field(default_factory=dict[int, list[SetFetch]])
+    pins: dict[int, PacedFetch] = field(default_factory=dict[int, PacedFetch])
     grants: dict[int, Granted] = field(default_factory=dict[int, Granted])
 
 
@@ -83,6 +93,8 @@ class CacheOffers(ABC):
         block_bytes_max: int,
     ) -> None:
         self.arena = manager.arena
+        self.namespace = b"" if writable else manager.namespace
+        """Of whose clients it has blocks; of any if empty."""
         self.writable = writable
         self.block_bytes_max = block_bytes_max
         self._manager = manager
@@ -108,8 +120,7 @@ class CacheOffers(ABC):
     @property
     def _pinned(self) -> int:
         """How many slots clients have pinned, or will have."""
-        pins = [fetches for s in self._sessions.values() for fetches in s.pins.values()]
-        return sum(len(fetch.keys) for fetches in pins for fetch in fetches)
+        return sum(paced.held for s in self._sessions.values() for paced in s.pins.values())
 
     def counts(self) -> dict[str, int]:
         """How many sessions there are and slots they hold, and what was done, as plain data."""
@@ -145,32 +156,27 @@ class CacheOffers(ABC):
         if known is None:
             return [None] * len(keys)
         names = self._names(known, keys)
-        room = max(0, int(self.arena.slots * PINNED_MAX) - self._pinned)
-        ends = range(0, min(room, len(names)), SET_MAX)
-        parts = [names[start : min(room, start + SET_MAX)] for start in ends]
-        fetches = [self._manager.fetch_set(part, levels=self._levels) for part in parts]
-        known.pins[op] = fetches
-        found: dict[BlockKey, Slot] = {}
-        for fetch in fetches:
-            await fetch.settle()
-            found |= fetch.found
-        pinned = await self._labelled(known, [(name, found.get(name)) for name in names])
+        paced = self._manager.fetch_paced(names, whole_set=True, levels=self._levels)
+        known.pins[op] = paced
+        await paced.settle()
+        found = paced.fetch.found if isinstance(paced.fetch, SetFetch) else {}
+        piece = names[: paced.count]
+        pinned = await self._labelled(known, [(name, found.get(name)) for name in piece])
         self._counts["sent"] += len(pinned) - pinned.count(None)
         return pinned
 
     async def release(self, session: int, op: int) -> None:
         """See ``Offers``."""
         known = self._sessions.get(session)
-        for fetch in known.pins.pop(op, ()) if known is not None else ():
-            fetch.release()
+        if known is not None and (paced := known.pins.pop(op, None)) is not None:
+            paced.close()
 
     async def gone(self, session: int) -> None:
         """See ``Offers``."""
         known = self._sessions.pop(session, None)
         if known is not None:
-            for fetches in known.pins.values():
-                for fetch in fetches:
-                    fetch.release()
+            for paced in known.pins.values():
+                paced.close()
             for granted in known.grants.values():
                 self._abandon(granted)
 
@@ -309,31 +315,57 @@ class ServerOffers(CacheOffers):
         facts: Sequence[Facts],
     ) -> Sequence[int]:
         """See ``Offers``."""
-        answers = [REFUSED] * len(keys)
         known = self._sessions.get(session)
         if known is None:
-            return answers
-        names, granted = self._names(known, keys), Granted(keys, lengths, [])
+            return [REFUSED] * len(keys)
+        names = self._names(known, keys)
+
+        def reserve(_first: int, patient: bool) -> Granted:
+            return self._reserved(known, Granted(keys, lengths, []), names, facts, patient)
+
+        paced = self._manager.reserve_paced(len(keys), reserve)
+        try:
+            await paced.settle()
+            granted = paced.piece
+        finally:
+            paced.close()
+        if granted is None or session not in self._sessions:
+            if granted is not None:
+                self._abandon(granted)
+            return [REFUSED] * len(keys)
+        known.grants[op] = granted
+        here = self._manager.holding(names)
+        answers = [HAVE if is_here else REFUSED for is_here in here]
+        for position in granted.later if granted.slots else ():  # else it waited for room in vain
+            answers[position] = HAVE if here[position] else LATER
+        for lot in granted.lots:
+            for position, slot in zip(lot.positions, lot.slots, strict=True):
+                answers[position] = slot
+        return answers
+
+    def _reserved(
+        self,
+        known: Session,
+        granted: Granted,
+        names: Sequence[BlockKey],
+        facts: Sequence[Facts],
+        patient: bool,
+    ) -> Granted:
+        """Slots for as many as there is room for."""
         alike: dict[Meta, list[int]] = {}
-        for position, (length, fact) in enumerate(zip(lengths, facts, strict=True)):
+        for position, (length, fact) in enumerate(zip(granted.lengths, facts, strict=True)):
             if 0 < length <= known.block_bytes:
                 alike.setdefault(self._meta(known, fact), []).append(position)
         for meta, positions in alike.items():
             wanted = [names[position] for position in positions]
-            indices, slots = self._manager.ladder.reserve(
-                wanted, [meta] * len(wanted), explicit=True
+            indices, slots, end = self._manager.ladder.reserve(
+                wanted, [meta] * len(wanted), explicit=True, patient=patient
             )
             taken = [positions[index] for index in indices]
             lot = Lot(meta.terms.salt, taken, [names[position] for position in taken], slots)
             granted.lots.append(lot)
-            for position, slot in zip(taken, slots, strict=True):
-                answers[position] = slot
-        known.grants[op] = granted
-        here = self._manager.holding(names)
-        return [
-            HAVE if answer == REFUSED and is_here else answer
-            for answer, is_here in zip(answers, here, strict=True)
-        ]
+            granted.later.update(positions[end:])
+        return granted
 
     def _meta(self, session: Session, facts: Facts) -> Meta:
         """What this cache is to know of a block of which the client says ``facts``."""

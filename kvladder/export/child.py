@@ -73,6 +73,7 @@ async def _read(reader: asyncio.StreamReader, offers: FarOffers, closing: asynci
 async def over_nixl(offers: FarOffers, told: Serve) -> AsyncGenerator[Served]:
     """Serve clients as the settings say."""
     try:
+        from kvladder.export.announcing import announced
         from kvladder.export.exporter import exporting
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error}", hint="install kvladder[nixl]") from error
@@ -85,8 +86,8 @@ async def over_nixl(offers: FarOffers, told: Serve) -> AsyncGenerator[Served]:
         interfaces=told.interfaces,
         run_blocking=pool.run,
     )
-    async with clients as (address, exporter):
-        yield Served(address, exporter.gauges)
+    async with clients as (address, exporter), announced(offers, told, address) as announcing:
+        yield Served(address, lambda: {**exporter.gauges(), **announcing()})
 
 
 if __name__ == "__main__":

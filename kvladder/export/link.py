@@ -50,6 +50,12 @@ class Serve(Message):
     keys: str = ""
     transports: str = ""
     interfaces: str = ""
+    roster: str = ""
+    host: str = ""
+    """Under which clients reach it."""
+    name: str = ""
+    namespace: bytes = b""
+    """Of an engine, whose clients have the same."""
 
 
 class Call(Message):
@@ -82,6 +88,10 @@ class FarOffers:
         self._writer = writer
         self._numbers = count(1)
         self._calls: dict[int, asyncio.Future[Done | Failed]] = {}
+
+    def say(self, text: str) -> None:
+        """Tell who runs the cache what they should know."""
+        self._writer.write(frame(Said(text=text)))
 
     def take(self, message: Done | Failed) -> None:
         """A call is answered."""

@@ -9,6 +9,7 @@ from kvladder.arena import Arena, Slot
 from kvladder.tiers.label import Facts
 from kvladder.tiers.nixl.messages import BATCH_MAX as BATCH_MAX  # keys of pin and grant
 from kvladder.tiers.nixl.messages import HAVE as HAVE
+from kvladder.tiers.nixl.messages import LATER as LATER
 from kvladder.tiers.nixl.messages import LOOKUP_MAX as LOOKUP_MAX  # keys of have and remove
 from kvladder.tiers.nixl.messages import REFUSED as REFUSED
 
@@ -52,7 +53,10 @@ class Offers(Protocol):
         ...
 
     async def pin(self, session: int, op: int, keys: Sequence[bytes]) -> Sequence[Pinned | None]:
-        """Hold the blocks that are there, until ``release``; colder levels are read for them."""
+        """Hold the blocks that are there, until ``release``; colder levels are read for them.
+
+        Of the first keys, as many as there is room for: the others are asked for after that.
+        """
         ...
 
     async def release(self, session: int, op: int) -> None:
@@ -67,7 +71,10 @@ class Offers(Protocol):
         lengths: Sequence[int],
         facts: Sequence[Facts],
     ) -> Sequence[int]:
-        """Slots for the client to write to, until ``commit`` or ``abort``; REFUSED, or HAVE."""
+        """Slots for the client to write to, until ``commit`` or ``abort``; REFUSED, or HAVE.
+
+        LATER if there will be room once these slots are committed.
+        """
         ...
 
     async def commit(self, session: int, op: int, labels: Sequence[bytes]) -> Sequence[bool]:

@@ -16,8 +16,7 @@ from kvladder.export.link import Gauges, NearOffers, Serve
 from kvladder.manager import Portal
 from kvladder.schema import within
 from kvladder.tiers.isolated.process import START_S, error_of
-from kvladder.tiers.isolated.spawn import Spawned
-from kvladder.tiers.isolated.tier import RETRY_MAX_S, RETRY_S
+from kvladder.tiers.isolated.spawn import Spawned, start_again
 from kvladder.tiers.isolated.wire import Close, Done, Failed, Message, Said, frame
 
 CHILD: Final = "kvladder.export.child"
@@ -98,6 +97,10 @@ class Export:
             keys=self._config.keys,
             transports=self._config.transports,
             interfaces=self._config.interfaces,
+            roster=self._config.roster,
+            host=self._config.at,
+            name=self._config.name,
+            namespace=self._offers.namespace,
         )
         spawned.writer.write(frame(message))
         try:
@@ -147,17 +150,11 @@ class Export:
             self._process = 0
             self._ends += 1
             self._say("export", f"the process for clients has ended: {spawned.how}: again")
-            self._starting = asyncio.create_task(self._restart(), name="kvladder-export-start")
+            again = start_again(self._start, self._not_started)
+            self._starting = asyncio.create_task(again, name="kvladder-export-start")
 
-    async def _restart(self) -> None:
-        wait_s = RETRY_S
-        while not self._process:
-            await asyncio.sleep(wait_s)
-            try:
-                await self._start()
-            except (TierError, ConfigError) as error:
-                self._say("export", f"clients cannot be served again: {error}")
-                wait_s = min(2 * wait_s, RETRY_MAX_S)
+    def _not_started(self, error: Exception) -> None:
+        self._say("export", f"clients cannot be served again: {error}")
 
     # ---- the end
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from kvladder.errors import TierError
-from kvladder.export.offers import Offers
+from kvladder.export.offers import Offers, Pinned
 from kvladder.tiers.nixl.messages import (
     REFUSED,
     WHY_MAX,
@@ -87,6 +87,8 @@ class Session:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._firm: set[int] = set()
         """Operations that nobody gives up any more but ``close``: they end by themselves."""
+        self._unwanted: set[int] = set()
+        """Operations that were given up while they were firm: they begin nothing more."""
         self._granted: dict[int, int] = {}
         """Of each offer that was granted slots, how many blocks it names."""
         self._silent = 0
@@ -133,10 +135,12 @@ class Session:
             case Ping():
                 self._send(Pong(message.op, known=True))
             case Commit():
-                if message.op not in self._granted or message.op in self._tasks:
+                # it may come before the task that has just granted it is seen to have ended
+                if (count := self._granted.pop(message.op, None)) is None:
                     raise WireError("what is committed was not granted")
+                self._pump.end()
                 self._firm.add(message.op)
-                self._begin(message.op, self._commit(message))
+                self._begin(message.op, self._commit(message, count))
             case _ if message.op <= self._last:
                 raise WireError("a number that was used already")
             case Abort():
@@ -163,10 +167,12 @@ class Session:
         task = self._tasks[op] = asyncio.create_task(self._answered(op, work))
         task.add_done_callback(partial(self._ended, op, work))
 
-    def _ended(self, op: int, work: Coroutine[Any, Any, Reply], _: object) -> None:
+    def _ended(self, op: int, work: Coroutine[Any, Any, Reply], task: asyncio.Task[None]) -> None:
         work.close()  # it may be that it was given up before it began
-        del self._tasks[op]
-        self._firm.discard(op)
+        if self._tasks.get(op) is task:
+            del self._tasks[op]
+            self._firm.discard(op)
+            self._unwanted.discard(op)
 
     async def _answered(self, op: int, work: Coroutine[Any, Any, Reply]) -> None:
         """Do it, and tell the client what came of it."""
@@ -194,10 +200,24 @@ class Session:
         keys = keys_in(message.keys, len(slots))
         if any(not 0 <= slot < self._far.slots for slot in slots) or len({*slots}) < len(slots):
             raise WireError("slots that the client does not have")
+        found: list[Pinned | None] = []
+        while len(found) < len(keys) and op not in self._unwanted:
+            piece = await self._sent(op, keys[len(found) :], slots[len(found) :])
+            if not piece:
+                break
+            found += piece
+        found += [None] * (len(keys) - len(found))
+        lengths = [one.length if one else 0 for one in found]
+        return Got(op, lengths, labels_packed(one.label if one else b"" for one in found))
+
+    async def _sent(
+        self, op: int, keys: Sequence[bytes], slots: Sequence[int]
+    ) -> list[Pinned | None]:
+        """What has been written to the client, of the first keys, as many as there is room for."""
         try:
             pinned = await self._offers.pin(self.number, op, keys)
             found = [one if one and self._fits(one.length) else None for one in pinned]
-            pairs = [(one, slot) for one, slot in zip(found, slots, strict=True) if one]
+            pairs = [(one, slot) for one, slot in zip(found, slots, strict=False) if one]
             if pairs:
                 self._firm.add(op)
                 await self._pump.write(
@@ -208,8 +228,8 @@ class Session:
         finally:
             self._firm.add(op)
             await self._offers.release(self.number, op)
-        lengths = [one.length if one else 0 for one in found]
-        return Got(op, lengths, labels_packed(one.label if one else b"" for one in found))
+        self._firm.discard(op)
+        return found
 
     def _fits(self, length: int) -> bool:
         return 0 < length <= self._block_bytes
@@ -232,10 +252,9 @@ class Session:
             self._pump.begin()
         return Grant(op, [int(slot) for slot in slots])
 
-    async def _commit(self, message: Commit) -> Reply:
+    async def _commit(self, message: Commit, count: int) -> Reply:
         """Publish what was written."""
-        op, count = message.op, self._granted.pop(message.op)
-        self._pump.end()
+        op = message.op
         try:
             labels = labels_in(message.labels, count)
         except WireError:
@@ -247,6 +266,7 @@ class Session:
         """Have another operation be over, one way or the other."""
         of = message.of
         if (task := self._tasks.get(of)) is not None:
+            self._unwanted.add(of)
             if of not in self._firm:
                 task.cancel()
             await asyncio.wait({task})

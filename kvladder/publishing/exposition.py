@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from kvladder.metrics import AGES_S, DISTANCES, SECTIONS, Stats
+from kvladder.metrics import AGES_S, DISTANCES, POOL, SECTIONS, Stats
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,7 +53,9 @@ def samples(stats: Stats) -> Iterator[Sample]:
     """The values of all metrics in some statistics."""
     for name, values in stats.items():
         section = name if name in SECTIONS else "tier"
-        first = (name,) if section == "tier" else ()
+        if name.startswith(POOL):
+            section, name = "pool", name.removeprefix(POOL)
+        first = (name,) if section in ("tier", "pool") else ()
         for metric in METRICS:
             if metric.section == section:
                 for key, own in metric.fields.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, Final, NamedTuple
@@ -144,8 +143,8 @@ class Index:
         self._levels = {name: 1 << number for number, name in enumerate(levels)}
         self._numbers: dict[str, int] = {}
         """Of engines."""
-        self._sizes: dict[str, Counter[int]] = {}
-        """By engine, the sizes of its blocks, and how often they were told."""
+        self._sizes: dict[str, set[int]] = {}
+        """By engine, of how many tokens its blocks are."""
         self.rows = 0
         """Blocks that are held, counted once for each engine that holds them."""
         self.unplaced = 0
@@ -206,7 +205,7 @@ class Index:
         if tokens and before != -1:  # -1: its beginning is not known
             start = None if before is None else self._name[before]
             told = names(tokens, block_size, parent=start, lora=lora, extra=extra)
-            self._sizes[engine][block_size] += 1
+            self._sizes[engine].add(block_size)
         else:
             self.unplaced += len(hashes)
         for at, block_hash in enumerate(hashes):
@@ -264,7 +263,7 @@ class Index:
         if salt is not None:
             more[0] = [*more.get(0, ()), salt]
         found: list[tuple[int, int, Match]] = []
-        for size in {size for sizes in self._sizes.values() for size in sizes}:
+        for size in set[int]().union(*self._sizes.values()):
             wanted = names(tokens, size, lora=lora, extra=more)
             found += self._matches(np.array(wanted, np.uint64), size)
         return [match for *_, match in sorted(found, key=lambda one: one[:2])]
@@ -310,7 +309,7 @@ class Index:
             used = set(self._numbers.values())
             number = next(number for number in count() if number not in used)
             self._numbers[engine] = number
-            self._sizes[engine] = Counter()
+            self._sizes[engine] = set()
         return number
 
     def _bit(self, level: str) -> int:

@@ -3,6 +3,7 @@
 Its pytest plugin has pytest-asyncio use the simulated loop, see :mod:`kvladder.testing.plugin`.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvladder.testing import _rewrite as _rewrite
@@ -28,12 +29,13 @@ from kvladder.testing.stacks import LevelSpec as LevelSpec
 from kvladder.testing.stacks import SimCache as SimCache
 
 if TYPE_CHECKING:
+    from kvladder.testing.handlers import HandlerTests as HandlerTests
     from kvladder.testing.tiers import TierTests as TierTests
+
+_ROOMS = {"HandlerTests": "handlers", "TierTests": "tiers"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "TierTests":  # not before it is asked for: pytest loads this plugin in any case
-        from kvladder.testing.tiers import TierTests
-
-        return TierTests
+    if name in _ROOMS:  # not before it is asked for: pytest loads this plugin in any case
+        return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,5 +3,8 @@
 import pytest
 
 pytest.register_assert_rewrite(
-    "kvladder.testing.fixtures", "kvladder.testing.policies", "kvladder.testing.tiers"
+    "kvladder.testing.fixtures",
+    "kvladder.testing.handlers",
+    "kvladder.testing.policies",
+    "kvladder.testing.tiers",
 )

@@ -5,11 +5,13 @@ The program is ``redis-server``, or what ``KVLADDER_REDIS_SERVER`` names, e.g. `
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -27,6 +29,12 @@ from cryptography.x509.oid import NameOID
 
 START_TIMEOUT_S = 300.0
 _TRIES_PER_S = 100
+_RANGE = range(18_000, 22_700)
+"""Below the ports that Linux gives to connections (from 32,768 on), as is 10,000 above each of
+them, where a node of a Redis cluster listens too."""
+_claims = (Path(tempfile.gettempdir()) / f"kvladder-ports-{os.getuid()}").open("ab")
+"""Each byte's lock claims a port for one process, until that ends."""
+_given: set[int] = set()
 
 
 def program() -> str | None:
@@ -35,16 +43,35 @@ def program() -> str | None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, low enough for a cluster's second port."""
-    sockets = [socket.socket() for _ in range(count * 8)]
+    """Ports of 127.0.0.1 that nobody listens on, and that no process is given a second time.
+
+    Raises
+    ------
+    RuntimeError
+        If all of them are taken.
+    """
+    ports: list[int] = []
+    first = os.getpid() * 61  # so that processes rarely meet, and one's ports rest for a while
+    for number in range(first, first + len(_RANGE)):
+        if len(ports) == count:
+            break
+        port = _RANGE[number % len(_RANGE)]
+        if port not in _given and _claim(port):
+            _given.add(port)
+            ports.append(port)
+    if len(ports) < count:
+        raise RuntimeError(f"no {count} ports are free from {_RANGE.start} to {_RANGE.stop - 1}")
+    return ports
+
+
+def _claim(port: int) -> bool:
     try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        ports = [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
-    return [port for port in ports if port < 55000][:count]
+        fcntl.lockf(_claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+        with socket.socket() as probe:
+            probe.bind(("", port))
+    except OSError:
+        return False
+    return True
 
 
 class ServerProcess:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeVar
 
 from kvladder.arena import Arena
@@ -18,7 +19,7 @@ from kvladder.policy.eviction import PrioritizedLRU
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.sim import EPOCH_S, SimClock, inline_blocking
 from kvladder.tiers.base import Tier
-from kvladder.tiers.codecs.edge import scratch_blocks
+from kvladder.tiers.codecs.edge import scratch_blocks, told_apart
 from kvladder.tiers.ladder.door import LevelSettings, Threads
 from kvladder.tiers.ladder.door import LevelSpec as Spec
 from kvladder.tiers.ladder.shelf import EventBuffer, Shared
@@ -140,6 +141,7 @@ class SimCache:
             arena=arena,
             stack=stack,
             portal=LoopPortal(loop),
+            kinds=told_apart(layout, chain.from_iterable(edges)),
         )
         return cls(manager, stack)
 

@@ -10,8 +10,7 @@ import pytest
 
 from kvladder.errors import ConfigError, TierError
 from kvladder.testing.cancel import cancel_at
-from kvladder.testing.fixtures import Blocks, MakeTier, Opener
-from kvladder.testing.labels import LabelTests
+from kvladder.testing.fixtures import Blocks, LabelTests, MakeTier, Opener
 from kvladder.tiers.base import Tier, TierContext
 from kvladder.tiers.label import Kept, Labels, Outcome, Ref
 

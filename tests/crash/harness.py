@@ -90,17 +90,17 @@ class Machine:
         capacity: int = CAPACITY,
         direct: bool | None = None,
         engines: int = 1,
+        segment: int = 3 * STRIDE,
+        segments_min: int = 2,
     ) -> tuple[FilesTier, list[Kept]]:
         """A tier with segments of three blocks, and what it recovered."""
         tier = self.wrap(
             FilesTier(
-                FilesOptions(
-                    path=str(ROOT), segment=Size(3 * STRIDE), direct=direct, engines=engines
-                ),
+                FilesOptions(path=str(ROOT), segment=Size(segment), direct=direct, engines=engines),
                 disk=self.disk,
                 pool=InlinePool(),
                 log_slack_records=4,
-                segments_min=2,
+                segments_min=segments_min,
             )
         )
         self.labels = Labels(self.space, LAYOUT.block_bytes, verify=verify)

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvladder.arena import Slot
 from kvladder.export.cache import CacheOffers, EngineOffers, ServerOffers, server_layout
-from kvladder.export.offers import Offers
+from kvladder.export.offers import HAVE, LATER, Offers
 from kvladder.keys import BlockKey, Namespace
 from kvladder.testing.fakes import FakeTier
 from kvladder.testing.sim import inline_blocking
@@ -39,6 +39,8 @@ class Client:
     session: int = 1
     space: bytes = SPACE
     op: int = 0
+    pieces: int = 0
+    """Of gets."""
 
     async def hello(self, block_bytes: int = SIZE) -> str:
         return await self.offers.hello(self.session, self.space, block_bytes)
@@ -61,7 +63,7 @@ class Client:
     async def put(
         self, keys: Sequence[bytes], facts: Facts = NO_FACTS, *, length: int = SIZE
     ) -> list[bool]:
-        """Put blocks as a client does; which of them are there."""
+        """Put blocks as a client does, in as many pieces as that takes; which of them are there."""
         slots = await self.granted(keys, facts, length=length)
         labels = [b""] * len(keys)
         for at, (key, slot) in enumerate(zip(keys, slots, strict=True)):
@@ -69,15 +71,28 @@ class Client:
                 self.write(slot, payload(key, length))
                 labels[at] = self.label(key, payload(key, length), facts)
         done = await self.offers.commit(self.session, self.op, labels)
-        return [ok or slot == -2 for ok, slot in zip(done, slots, strict=True)]
+        stored = [ok or slot == HAVE for ok, slot in zip(done, slots, strict=True)]
+        if later := [at for at, slot in enumerate(slots) if slot == LATER]:
+            again = await self.put([keys[at] for at in later], facts, length=length)
+            for at, ok in zip(later, again, strict=True):
+                stored[at] = ok
+        return stored
 
     async def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The bytes of these blocks, whose labels are checked."""
+        """The bytes of these blocks, whose labels are checked, piece by piece."""
+        found: list[bytes | None] = []
+        while len(found) < len(keys):
+            found += await self._piece(keys[len(found) :])
+            self.pieces += 1
+        return found
+
+    async def _piece(self, keys: Sequence[bytes]) -> list[bytes | None]:
         self.op += 1
         found: list[bytes | None] = []
         labels = Labels(Namespace(self.space), SIZE, verify=True)
         pinned = await self.offers.pin(self.session, self.op, keys)
-        for key, one in zip(keys, pinned, strict=True):
+        assert pinned
+        for key, one in zip(keys, pinned, strict=False):
             if one is None:
                 found.append(None)
                 continue

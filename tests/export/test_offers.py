@@ -7,13 +7,14 @@ import asyncio
 import pytest
 
 from kvladder.export.cache import own_salt
-from kvladder.export.offers import HAVE, REFUSED
+from kvladder.export.offers import HAVE, LATER, REFUSED
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import FakeStore, FakeTier
 from kvladder.testing.sim import EPOCH_S
 from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
 from kvladder.testing.steps import Hold
 from kvladder.tiers.label import Facts, told
+from kvladder.tiers.ladder.paced import ROOM_S
 from tests.export.clients import SIZE, SPACE, Client, engine, keys_of, payload, server
 
 FOUR = keys_of(1, 2, 3, 4)
@@ -216,7 +217,7 @@ async def test_a_purge_by_salt_reaches_one_tenant_and_one_without_all_of_a_names
 async def test_a_servers_levels_honour_priority_and_expiry() -> None:
     tier = FakeTier(store=FakeStore(), durable=True)
     rule = OffloadRule(min_priority=50, when="commit")
-    async with server(LevelSpec(tier, rule)) as (cache, offers):
+    async with server(LevelSpec(tier, rule), host=OffloadRule(0)) as (cache, offers):
         client = Client(offers)
         await client.hello()
         loop = asyncio.get_running_loop()
@@ -244,16 +245,69 @@ async def test_a_server_finds_the_blocks_of_its_durable_level_again() -> None:
         assert await offers.purge(client.session, TENANT) == 4
 
 
-async def test_clients_pin_half_of_the_slots_at_most() -> None:
+async def test_clients_pin_half_of_the_slots_at_most_and_then_wait_for_their_turn() -> None:
     async with server(slots=6) as (_, offers):
-        client = Client(offers)
-        await client.hello()
-        await client.put(FOUR)
-        pinned = await offers.pin(client.session, 50, FOUR)
-        assert [one is not None for one in pinned] == [True, True, True, False]
-        assert await offers.pin(client.session, 51, FOUR) == [None] * 4
-        await offers.release(client.session, 50)
+        clients = [Client(offers, number) for number in (1, 2, 3, 4)]
+        for client in clients:
+            await client.hello()
+        await clients[0].put(FOUR)
+        pinned = await offers.pin(1, 50, FOUR)
+        assert [one is not None for one in pinned] == [True] * 3, "the others come after that"
+        waiting = [asyncio.create_task(offers.pin(number, 50, FOUR)) for number in (2, 3, 4)]
+        await asyncio.sleep(100.0)
+        assert not any(task.done() for task in waiting)
+        await offers.gone(2)
+        waiting[1].cancel()
+        await asyncio.wait({waiting[1]})
+        await offers.release(3, 50)
+        await offers.release(1, 50)
+        assert len(await waiting[2]) == 3, "whoever left the queue is not waited for"
+        assert await waiting[0] == []
+        await offers.release(4, 50)
         assert offers.counts()["pinned"] == 0
+
+
+async def test_a_batch_larger_than_the_arena_is_put_and_got_in_pieces() -> None:
+    keys = keys_of(*range(20))
+    tier = FakeTier(store=FakeStore(), durable=True, latency_s=0.01)
+    async with server(LevelSpec(tier), slots=6) as (cache, offers):
+        one, two = Client(offers, 1), Client(offers, 2)
+        await one.hello()
+        await two.hello()
+        both = await asyncio.gather(one.put(keys[:10]), two.put(keys[10:]))
+        assert both == [[True] * 10] * 2, "in turn with others, what was left out is offered again"
+        assert "dropped_room" not in cache.manager.stats()["host"]
+        wanted = [payload(key) for key in keys]
+        assert await asyncio.gather(one.get(keys), two.get(keys[::-1])) == [wanted, wanted[::-1]]
+        assert one.pieces > 6
+        holes = [*keys[:5], *keys_of(99), *keys[5:]]
+        assert await one.get(holes) == [*wanted[:5], None, *wanted[5:]]
+
+
+async def test_room_that_does_not_come_is_not_waited_for_without_end() -> None:
+    tier = FakeTier(store=FakeStore(), durable=True)
+    async with server(LevelSpec(tier), slots=4) as (cache, offers):
+        client, other = Client(offers, 1), Client(offers, 2)
+        await client.hello()
+        await other.hello()
+        assert REFUSED not in await client.granted(FOUR)
+        clock = cache.manager.ladder.clock
+        begun_s = clock.now()
+        third = Client(offers, 3)
+        await third.hello()
+        both = asyncio.gather(other.granted(keys_of(8, 9)), third.granted(keys_of(10)))
+        assert await both == [[REFUSED] * 2, [REFUSED]], "each waits for as long, not in turn"
+        assert clock.now() - begun_s == pytest.approx(ROOM_S, abs=0.1)
+        waiting = asyncio.create_task(other.granted(keys_of(8, 9)))
+        await asyncio.sleep(0.5)
+        await offers.abort(client.session, client.op)
+        assert REFUSED not in await waiting
+        assert (await client.granted(FOUR))[2:] == [LATER] * 2
+        waiting = asyncio.create_task(client.granted(keys_of(10, 11)))
+        await asyncio.sleep(0.5)
+        await offers.gone(client.session)
+        assert await waiting == [REFUSED] * 2
+        assert offers.counts()["granted"] == 2
 
 
 async def test_a_server_that_is_full_refuses_and_takes_what_is_worth_more() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,9 @@ from kvladder.export.process import Export
 from kvladder.manager import CacheManager
 from kvladder.runtime import Runtime
 from tests.export.clients import SERVER
-from tests.patience import PATIENCE_S
+from tests.patience import until
 
 CHILD = "tests.export.scripted"
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 class Served:

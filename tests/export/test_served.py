@@ -8,10 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import yaml
@@ -23,7 +23,7 @@ from kvladder.manager import CacheManager
 from kvladder.testing import TierTests
 from kvladder.tiers.isolated.tier import IsolatedTier
 from tests.kit.served import COMMAND, Server
-from tests.patience import PATIENCE_S
+from tests.patience import until
 
 pytest.importorskip("nixl", reason="the extra nixl is not installed")
 from kvladder.tiers.nixl.tier import NixlOptions, NixlTier
@@ -35,13 +35,6 @@ TESTS = itertools.count()
 BLOCKS = 12
 
 
-def until(holds: Callable[[], Any]) -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with Server(tmp_path_factory.mktemp("served"), block="64 KiB", arena="128 MiB") as server:
@@ -51,16 +44,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 class Engine:
     """A cache with a level that others share; what it saves is told by the keys."""
 
-    def __init__(self, *levels: dict[str, Any], salt: str = "", **more: Any) -> None:
+    def __init__(
+        self, *levels: dict[str, Any], salt: str = "", blocks: int = BLOCKS, **more: Any
+    ) -> None:
         stack = {"arena": {"size": "2 MiB"}, "fetch": {"deadline": "1 m"}, **more}
         stack["tiers"] = [{"type": "host"}, *levels]
         self.cache: CacheManager = kvladder.open_cache(stack, layout=LAYOUT)
         self._salt = salt
+        self._blocks = blocks
 
     def keys(self, first: int = 0) -> list[Any]:
         scheme = KeyScheme(self.cache.namespace, block_tokens=1)
         parent = scheme.root(salt=self._salt)
-        return scheme.chain(range(first, first + BLOCKS), parent=parent)
+        return scheme.chain(range(first, first + self._blocks), parent=parent)
 
     def payload(self, key: bytes) -> bytes:
         return (hashlib.sha512(key).digest() * 1000)[: LAYOUT.block_bytes]
@@ -86,7 +82,7 @@ class Engine:
     def stats(self, level: str = "far") -> dict[str, Any]:
         return self.cache.stats()[level]
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -114,6 +110,9 @@ def test_engines_share_through_a_server_that_is_killed_and_comes_again(tmp_path:
         one.save()
         assert one.stats()["stored"] == BLOCKS
         assert server.stats()["export"]["taken"] == BLOCKS
+        told = run("stats", str(server.file)).stdout
+        export = f"export: sessions 1, pinned 0, granted 0, refused 0, sent 0, taken {BLOCKS}"
+        assert f"\n{export}" in told
         with Engine(server.level()) as two:
             assert two.load() == ["far"] * BLOCKS
             assert server.stats()["export"]["sessions"] == 2
@@ -131,6 +130,21 @@ def test_engines_share_through_a_server_that_is_killed_and_comes_again(tmp_path:
                 return two.load(first) == ["far"] * BLOCKS
 
             until(lambda: is_shared(next(fresh)))
+        assert server.stop() == 0
+
+
+def test_batches_larger_than_the_arena_of_a_server_go_through_it_in_pieces(tmp_path: Path) -> None:
+    room: dict[str, Any] = {"arena": {"size": "16 MiB"}, "blocks": 60}
+    with Server(tmp_path, arena="1 MiB") as server:
+        assert server.slots == 15
+        with Engine(server.level(), **room) as one, Engine(server.level(), **room) as two:
+            one.save()
+            one.save(500)
+            assert one.stats()["stored"] == 120
+            until(lambda: server.stats()["files"]["stored"] >= 105)
+            with ThreadPoolExecutor(2) as threads:
+                assert [*threads.map(two.load, (0, 500))] == [["far"] * 60] * 2
+            assert server.stats()["export"]["pinned"] == 0
         assert server.stop() == 0
 
 
@@ -278,6 +292,7 @@ def test_settings_of_a_server_are_refused_in_an_engines_stack(server: Server) ->
 def test_what_is_checked_of_a_server(server: Server, tmp_path: Path) -> None:
     found = run("check", str(server.file))
     assert found.returncode == 0
+    assert "nixl 1." in found.stdout
     assert "1 block = 66120 bytes in a slot of 68 KiB" in found.stdout
     assert "tokens  " not in found.stdout.partition("level 0")[2]
     bad = tmp_path / "bad.yaml"

@@ -402,6 +402,11 @@ def _resize(content: bytearray, size: int) -> None:
         content.extend(bytes(size - len(content)))
 
 
+def _ended(task: asyncio.Task[object]) -> None:
+    if not task.cancelled():
+        task.exception()
+
+
 class InlinePool(BlockingPool):
     """Runs jobs at once, one after the other, on the loop itself: deterministic, no threads."""
 
@@ -411,7 +416,13 @@ class InlinePool(BlockingPool):
 
     async def run_all(self, calls: Sequence[Callable[[], T]], *, urgent: bool = False) -> list[T]:
         await asyncio.sleep(0)  # others may run, or cancel, before and after
-        results = [call() for call in calls]
+        try:
+            results = [call() for call in calls]
+        except PowerCut:
+            task = asyncio.current_task()
+            assert task is not None
+            task.add_done_callback(_ended)  # nobody may be left to ask a task in the background
+            raise
         await asyncio.sleep(0)
         return results
 

@@ -6,9 +6,7 @@ All of it is in one process, so that one signal stops all of it, and a test can 
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
-import json
 import os
 import signal
 import subprocess
@@ -25,6 +23,7 @@ from kvladder.runtime import BlockingPool
 from kvladder.testing.redisserver import free_ports
 from kvladder.tiers.label import LABEL_BYTES
 from kvladder.tiers.nixl.curve import make_keys
+from tests.kit.puppet import Puppet, heard, line
 
 
 class Far:
@@ -36,9 +35,9 @@ class Far:
     def __init__(self, folder: Path, *, slots: int = 512, block_bytes: int = 64 << 10) -> None:
         self.keys = str(folder / "client.keys")
         self._folder = folder
-        self._arguments = [str(slots), str(block_bytes)]
-        (self._port,) = free_ports(1)
-        self.address = f"127.0.0.1:{self._port}"
+        (port,) = free_ports(1)
+        self.address = f"127.0.0.1:{port}"
+        self._arguments = [folder / "server.keys", self.address, slots, block_bytes]
 
     def __enter__(self) -> Self:
         if not Path(self.keys).exists():
@@ -48,55 +47,23 @@ class Far:
 
     def start(self) -> None:
         """Start it, again under the same address."""
-        with (self._folder / "far.log").open("a") as log:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    "from tests.kit.far import main; main()",
-                    str(self._folder / "server.keys"),
-                    self.address,
-                    *self._arguments,
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(part or "." for part in sys.path)},
-            )
-        assert self._answer() == "ready", (self._folder / "far.log").read_text()
+        self._puppet = Puppet("tests.kit.far", self._arguments, self._folder / "far.log")
+
+    @property
+    def process(self) -> subprocess.Popen[str]:
+        """Of the far end."""
+        return self._puppet.process
 
     def __call__(self, call: str, *arguments: Any) -> Any:
-        """Have ``Inside`` do something; bytes go in and come out as such."""
-        assert self.process.stdin is not None
-        plain = [_packed(argument) for argument in arguments]
-        print(json.dumps([call, *plain]), file=self.process.stdin, flush=True)
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, (self._folder / "far.log").read_text()
-        return _unpacked(json.loads(line))
+        """Have ``Inside`` do something."""
+        return self._puppet(call, *arguments)
 
     def kill(self, sent: int = signal.SIGKILL) -> None:
         """Send it a signal; after SIGKILL, wait for it."""
-        self.process.send_signal(sent)
-        if sent == signal.SIGKILL:
-            self.process.communicate()
+        self._puppet.kill(sent)
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-
-
-def _packed(value: object) -> object:
-    return {"bytes": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
-
-
-def _unpacked(value: Any) -> Any:
-    return (
-        base64.b64decode(value["bytes"]) if isinstance(value, dict) and "bytes" in value else value
-    )
 
 
 class Inside:
@@ -162,18 +129,18 @@ async def _serve(manager: kvladder.CacheManager, keys: str, address: str) -> Non
         run_blocking=pool.run,
     ) as (_, exporter):
         inside = Inside(manager, offers, exporter)
-        print(json.dumps("ready"), flush=True)
-        while line := await reader.readline():
-            call, *arguments = json.loads(line)
-            answer = await getattr(inside, call)(*map(_unpacked, arguments))
-            print(json.dumps(_packed(answer)), flush=True)
+        print(line("ready"), flush=True)
+        while said := await reader.readline():
+            call, *arguments = heard(said)
+            print(line(await getattr(inside, call)(*arguments)), flush=True)
 
 
 def main() -> None:
     """Serve until nobody holds the other end of stdin."""
     _, keys, address, slots, block_bytes = sys.argv
     layout = server_layout(int(block_bytes))
-    stack = {"arena": {"size": int(slots) * layout.slot_bytes}, "tiers": [{"type": "host"}]}
+    tiers = [{"type": "host", "min_priority": 0}]
+    stack = {"arena": {"size": int(slots) * layout.slot_bytes}, "tiers": tiers}
     with ExitStack() as undo:
         manager = undo.enter_context(kvladder.open_cache(stack, layout=layout))
         asyncio.run(_serve(manager, keys, address))

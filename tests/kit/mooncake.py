@@ -5,81 +5,43 @@ The library runs in processes of these tests alone: its threads outlive what beg
 
 from __future__ import annotations
 
-import base64
-import json
-import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 from urllib.request import urlopen
 
 from kvladder.testing.redisserver import ServerProcess, free_ports
+from tests.kit.puppet import Puppet, heard, line
 
 LEASE_MS = 500
 DISCARD_S = 1
 """How long a put that was killed keeps its name; Mooncake's own default is 30."""
 PROGRAM = Path(sys.executable).parent / "mooncake_master"
-CLIENT = """
-import base64, json, sys
-from mooncake.store import MooncakeDistributedStore
-host, memory, master = sys.argv[1:]
-store = MooncakeDistributedStore()
-code = store.setup(host, "P2PHANDSHAKE", int(memory), 16 << 20, "tcp", "", master)
-print(json.dumps(code), flush=True)
-for line in sys.stdin:
-    call, *arguments = json.loads(line)
-    arguments = [base64.b64decode(a["bytes"]) if isinstance(a, dict) else a for a in arguments]
-    answer = getattr(store, call)(*arguments)
-    if isinstance(answer, bytes):
-        answer = {"bytes": base64.b64encode(answer).decode()}
-    print(json.dumps(answer), flush=True)
-"""
 
 
-class Client:
+class Client(Puppet):
     """A process with a store in it, which does what it is told; with memory, a node."""
 
     def __init__(self, master: str, log: Path, *, memory: int = 0) -> None:
         host = f"127.0.0.1:{free_ports(1)[0]}"
-        with log.open("w") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", CLIENT, host, str(memory), master],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-        assert self._answer() == 0, log.read_text()
-
-    def __call__(self, call: str, *arguments: Any) -> Any:
-        """Call the store."""
-        assert self.process.stdin is not None
-        plain = [{"bytes": _text(a)} if isinstance(a, bytes) else a for a in arguments]
-        print(json.dumps([call, *plain]), file=self.process.stdin, flush=True)
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        while not (line := self.process.stdout.readline()).startswith(tuple('{[-"0123456789tfn')):
-            assert line, "it has ended"
-        answer = json.loads(line)
-        return base64.b64decode(answer["bytes"]) if isinstance(answer, dict) else answer
-
-    def kill(self, sent: int = signal.SIGKILL) -> None:
-        """Send it a signal; after SIGKILL, wait for it."""
-        os.kill(self.process.pid, sent)
-        if sent == signal.SIGKILL:
-            self.process.communicate()
+        super().__init__("tests.kit.mooncake", [host, memory, master], log)
+        assert self.ready == 0, log.read_text()
 
 
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
+def main() -> None:
+    """Be such a process."""
+    host, memory, master = sys.argv[1:]
+    store = import_module("mooncake.store").MooncakeDistributedStore()
+    code = store.setup(host, "P2PHANDSHAKE", int(memory), 16 << 20, "tcp", "", master)
+    print(line(code), flush=True)
+    for said in sys.stdin:
+        call, *arguments = heard(said)
+        print(line(getattr(store, call)(*arguments)), flush=True)
 
 
 class Mooncake(ServerProcess):
@@ -89,11 +51,17 @@ class Mooncake(ServerProcess):
         super().__init__(folder / "master.log")
         self._folder = folder
         self._memory, self._count = memory, nodes
-        self.nodes: list[Client] = []
+        self._ports = free_ports(2)
+        self.master, self.admin = (f"127.0.0.1:{port}" for port in self._ports)
 
     def __enter__(self) -> Self:
-        port, admin = free_ports(2)
-        self.master, self.admin = f"127.0.0.1:{port}", f"127.0.0.1:{admin}"
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Start all of it, again under the same addresses."""
+        port, admin = self._ports
+        self.nodes: list[Client] = []
         self.launch(
             [
                 str(PROGRAM),
@@ -112,7 +80,6 @@ class Mooncake(ServerProcess):
         for _ in range(self._count):
             self.add()
         self.client = Client(self.master, self._folder / "client.log")
-        return self
 
     def add(self) -> None:
         """Start one more node."""

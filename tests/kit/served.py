@@ -22,19 +22,32 @@ class Server:
     """A server in a folder, with a level of files; ended by ``stop`` or ``kill``."""
 
     def __init__(
-        self, folder: Path, *, block: str = "64 KiB", arena: str = "16 MiB", port: int = 0
+        self,
+        folder: Path,
+        *,
+        block: str = "64 KiB",
+        arena: str = "16 MiB",
+        keys: Path | None = None,
+        when: str = "evict",
+        **export: str,
     ):
+        folder.mkdir(exist_ok=True)
         self.folder = folder
         self.file = folder / "server.yaml"
-        self.keys = folder / "keys"
+        self.keys = keys or folder / "keys"
         if not self.keys.exists():
             make_keys(self.keys)
-        files = {"type": "files", "path": str(folder / "kv"), "capacity": "64 MiB"}
+        files = {"type": "files", "path": str(folder / "kv"), "capacity": "64 MiB", "when": when}
+        anything = {"min_priority": 0}
         self.stack: dict[str, Any] = {
             "block": block,
             "arena": {"size": arena},
-            "tiers": [{"type": "host"}, files],
-            "export": {"listen": "127.0.0.1:0", "keys": str(self.keys / "server.keys")},
+            "tiers": [{"type": "host", **anything}, {**files, **anything}],
+            "export": {
+                "listen": "127.0.0.1:0",
+                "keys": str(self.keys / "server.keys"),
+                **export,
+            },
             "control": str(folder / "control"),
         }
         self._start()

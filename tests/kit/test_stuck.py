@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests import stuck
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
 
@@ -71,10 +70,7 @@ def test_what_it_has_started_is_ended_with_it() -> None:
     assert "in wait" in done.stderr, "it was still waiting when it told where it stands"
     pids = done.stdout.split()
     assert len(pids) == 2
-    end = time.monotonic() + PATIENCE_S
-    while any(lives(pid) for pid in pids):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: not any(lives(pid) for pid in pids))
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "a call has no claim of its own": (Door, "call", unclaimed),
     "the writer never looks again": (Writer, "wake", nothing),
     "events of evictions are lost": (EventBuffer, "removed", nothing),
-    "a flush does nothing": (TierStack, "_flush_one", nothing),
+    "a flush does nothing": (TierStack, "_flush_some", nothing),
 }
 
 

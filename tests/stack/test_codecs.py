@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from struct import pack
 
 import pytest
 from xxhash import xxh3_64_intdigest
 
+from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey, salt_digest
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import FakeTier
 from kvladder.testing.shared import SharedFakeTier
-from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
 from kvladder.tiers.codecs.aesgcm import AesGcmCodec
-from kvladder.tiers.codecs.base import ChecksumCodec, Codec
+from kvladder.tiers.codecs.base import ChecksumCodec, Codec, Stage, Subject
 from kvladder.tiers.codecs.edge import EdgeSettings
 from kvladder.tiers.codecs.zstd import ZstdCodec
 from kvladder.tiers.label import Coding, Labels, packed_step
 from kvladder.tiers.ladder.door import LevelSettings
+from kvladder.tiers.ladder.index import Meta
 
 
 def level(tier: FakeTier, *codecs: Codec) -> LevelSpec:
@@ -47,6 +50,61 @@ async def test_a_block_is_encrypted_with_the_key_of_its_salt() -> None:
     assert await cache.load(SimCache.keys(0, 0)) == ["level1", "level1"]
     assert await cache.load(SimCache.keys(1, 0)) == ["level1", "level1"]
     await cache.aclose()
+
+
+class Coarse(Codec):
+    """Keeps the upper half of each byte."""
+
+    name = "coarse"
+    id = 60001
+    stage = Stage.REDUCE
+    lossy = True
+
+    def __init__(self, *kinds: str) -> None:
+        self.allowed = frozenset(kinds)
+
+    def encode(
+        self, data: memoryview, target: memoryview, subject: Subject
+    ) -> tuple[memoryview, bytes]:
+        target[: len(data)] = bytes(byte & 0xF0 for byte in data)
+        return target[: len(data)], b""
+
+    def decode(
+        self, data: memoryview, params: bytes, target: memoryview, subject: Subject
+    ) -> memoryview:
+        return data
+
+
+MIXED = replace(LAYOUT, kinds=("full", "window", "full"))
+
+
+async def test_what_loses_something_is_kept_off_groups_that_it_is_not_allowed_for() -> None:
+    tier = FakeTier(checks=False)
+    cache = await SimCache.open(level(tier, Coarse("window", "local")), layout=MIXED)
+    groups = [SimCache.keys(group) for group in range(3)]
+    for group, keys in enumerate(groups):
+        cache.save(keys, group=group)
+    (unknown,) = SimCache.keys(3)  # what was recovered, or came from others: nobody knows its group
+    _, (slot,), _ = cache.stack.reserve([unknown], [Meta()], explicit=True)
+    cache.arena.view(slot)[:64] = SimCache.payload(unknown)
+    cache.stack.publish([unknown], [slot])
+    await cache.settle()
+    exact = {one.key: SimCache.payload(one.key) in one.data for one in tier.records.values()}
+    assert exact == {groups[0][0]: True, groups[1][0]: False, groups[2][0]: True, unknown: True}
+    await cache.aclose()
+
+
+async def test_what_may_lose_all_kinds_asks_for_none_and_what_may_none_is_refused() -> None:
+    tier = FakeTier(checks=False)
+    cache = await SimCache.open(level(tier, Coarse("full", "window")), layout=MIXED)
+    assert not cache.manager.kinds
+    cache.save(SimCache.keys(0))
+    await cache.settle()
+    (record,) = tier.records.values()
+    assert SimCache.payload(record.key) not in record.data
+    await cache.aclose()
+    with pytest.raises(ConfigError, match=r"codecs.allow_lossy: coarse .*full, window .*\[full\]"):
+        await SimCache.open(level(FakeTier(), Coarse("local")), layout=MIXED)
 
 
 async def test_damage_below_the_codecs_ends_a_prefix_and_is_counted() -> None:

@@ -293,7 +293,8 @@ async def test_a_load_larger_than_the_arena_does_not_wait_for_what_cannot_come()
 async def test_back_pressure_drops_the_least_valuable_first() -> None:
     hold = Hold(on="put")
     tier = FakeTier([hold], batch_max=1)
-    spec = LevelSpec(tier, settings=LevelSettings(queue_blocks=2))
+    every = OffloadRule(min_priority=0)
+    spec = LevelSpec(tier, every, settings=LevelSettings(queue_blocks=2))
     async with cache_of(spec, slots=8, host=OffloadRule(min_priority=100)) as cache:
         cache.save(cache.keys(0))
         await hold.reached()

@@ -131,7 +131,7 @@ async def test_e_12_a_threshold_is_inclusive_and_ends_the_prefix() -> None:
 
 async def test_blocks_that_are_not_saved_count_for_the_floor_of_those_after_them() -> None:
     draw = Random(1)
-    async with cache_of(slots=16) as cache:
+    async with cache_of(slots=16, host=OffloadRule(min_priority=0)) as cache:
         for _ in range(100):
             count = draw.randrange(1, 12)
             said = [draw.choice([10, 35, 80]) for _ in range(count)]
@@ -207,7 +207,9 @@ async def test_the_lowest_priority_is_evicted_first() -> None:
 
 async def test_a_level_below_gives_up_nothing_for_what_is_worth_less() -> None:
     tier = FakeTier()
-    async with cache_of(LevelSpec(tier, COMMIT, capacity_blocks=2), slots=8) as cache:
+    every = OffloadRule(when="commit", min_priority=0)
+    spec = LevelSpec(tier, every, capacity_blocks=2)
+    async with cache_of(spec, slots=8, host=OffloadRule(min_priority=0)) as cache:
         (high, low), newcomers = cache.keys(1, 2), cache.keys(3, 4, 5)
         cache.save([high], priorities=[80])
         cache.save([low], priorities=[20], parent_floor=80)

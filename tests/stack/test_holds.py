@@ -26,7 +26,7 @@ from kvladder.gpu.requests.groups import Group
 from kvladder.gpu.sizing.divide import Division, Share
 from kvladder.gpu.tree.names import DeviceSlot
 from kvladder.keys import BlockKey, salt_digest
-from kvladder.lock import BULK_STEP, STEP, StackLock, holding
+from kvladder.lock import BATCH, BULK_STEP, StackLock, holding
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.worth import Saves
 from kvladder.publishing.announcer import Announcer
@@ -38,10 +38,10 @@ from kvladder.tiers.ladder.index import LevelIndex
 from kvladder.tiers.ladder.queue import Inbox
 from kvladder.tiers.ladder.saving import Saving
 
-BLOCKS = 32 * STEP
+BLOCKS = 32 * BATCH
 LINES_A_BLOCK = 250
 """More than anything does for one block; all the blocks in one hold would be many more."""
-LINES_MAX = STEP * LINES_A_BLOCK
+LINES_MAX = BATCH * LINES_A_BLOCK
 
 
 class Meter(StackLock):
@@ -252,6 +252,8 @@ async def test_forgetting(meter: Meter) -> None:
         under_way = cache.manager.save(coming)
         meter.check("saving again")
         forget()
+        if forget == cache.manager.reset:
+            assert cache.manager.resetting, "the call itself goes through some of them at most"
         while cache.manager.resetting:  # noqa: ASYNC110 - an engine asks at every step
             await asyncio.sleep(0)
         under_way.commit()
@@ -299,7 +301,8 @@ class InstantCopier(Copier):
     def __init__(self) -> None:
         self._jobs: list[CopyJob] = []
 
-    def submit(self, job: CopyJob) -> None:
+    def submit(self, job: CopyJob, *, by_layer: bool = False) -> None:
+        del by_layer
         self._jobs.append(job)
 
     def poll(self) -> list[Finished]:
@@ -309,13 +312,16 @@ class InstantCopier(Copier):
     def wait(self, ids: Sequence[JobId]) -> None:
         raise NotImplementedError
 
-    fence = wait
+    def fence(self, ids: Sequence[JobId], layer: str | None = None) -> None:
+        raise NotImplementedError
 
     def rest(self, timeout_s: float) -> None:
         pass
 
-    def close(self) -> None:
+    def drain(self) -> None:
         pass
+
+    close = drain
 
 
 def device_over(cache: SimCache) -> DeviceCache:

@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from contextlib import contextmanager, suppress
+from itertools import count
 from random import Random
 
 import pytest
@@ -16,13 +17,15 @@ import kvladder
 from kvladder.config.stack import load_config
 from kvladder.errors import ConfigError
 from kvladder.tiers.isolated.tier import IsolatedTier
+from tests.patience import PATIENCE_S, until
 
 LAYOUT = kvladder.Layout(block_tokens=4, block_bytes=8192)
 TRIALS = 24
+SLOTS = 128
 
 
 def stack(*tiers):
-    return {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, *tiers]}
+    return {"arena": {"size": SLOTS * LAYOUT.block_bytes}, "tiers": [{"type": "host"}, *tiers]}
 
 
 def files(path, **more):
@@ -31,9 +34,9 @@ def files(path, **more):
     return {**level, "isolate": True, "breaker": breaker, **more}
 
 
-def keys(number, count=8):
+def keys(number, blocks=8):
     return [
-        kvladder.BlockKey(hashlib.sha256(b"%d %d" % (number, n)).digest()) for n in range(count)
+        kvladder.BlockKey(hashlib.sha256(b"%d %d" % (number, n)).digest()) for n in range(blocks)
     ]
 
 
@@ -48,21 +51,44 @@ def save(cache, wanted):
     saving.commit()
 
 
-def load(cache, wanted):
-    """How many blocks of a prefix come, each of them right."""
-    fetch = cache.fetch(wanted, deadline_s=30.0)
-    while not fetch.done:
-        time.sleep(0.001)
+def load(cache, wanted, sources=None):
+    """How many blocks of a prefix come, each of them right; from where is added to ``sources``."""
+    fetch = cache.fetch(wanted, deadline_s=PATIENCE_S)
+    until(lambda: fetch.done)
     slots = list(fetch.slots)
+    if sources is not None:
+        sources += fetch.sources
     for key, slot in zip(wanted, slots, strict=False):
         assert bytes(cache.arena.view(slot)[: LAYOUT.block_bytes]) == data(key)
     fetch.release()
     return len(slots)
 
 
+def comes_back(cache, number):
+    """Whether the level below host stores blocks and has them when host does not any more."""
+    save(cache, keys(number))
+    cache.flush(timeout_s=PATIENCE_S)
+    save(cache, keys(number + 1000, blocks=SLOTS))  # host has room for nothing else
+    sources: list[str] = []
+    return load(cache, keys(number), sources) == 8 and "host" not in sources
+
+
 def process(cache):
     """The process id of the first level below host; 0 while it is being started."""
     return cache.stats()["files"]["process"]
+
+
+def another(process_of, but):
+    """A process id that the level has now, once it has one that is none of these."""
+    pid = 0
+
+    def has_come():
+        nonlocal pid
+        pid = process_of()
+        return pid not in {0, *but}
+
+    until(has_come)
+    return pid
 
 
 @contextmanager
@@ -79,7 +105,7 @@ def test_blocks_go_down_and_come_up_and_are_found_by_the_next(tmp_path):
         stack(files(tmp_path, codecs=["zstd", "checksum"])), layout=LAYOUT
     ) as cache:
         save(cache, keys(0))
-        assert cache.flush(timeout_s=60)
+        assert cache.flush(timeout_s=PATIENCE_S)
         assert process(cache) not in {0, os.getpid()}
     with kvladder.open_cache(stack(files(tmp_path, isolate=False)), layout=LAYOUT) as cache:
         assert load(cache, keys(0)) == 8, "what a process stored is read without one, too"
@@ -93,8 +119,7 @@ def test_no_death_costs_more_than_misses(tmp_path):
     ) as cache:
         for trial in range(TRIALS):
             save(cache, keys(trial))
-            while (pid := process(cache)) in {0, *killed}:
-                time.sleep(0.01)
+            pid = another(lambda: process(cache), but=killed)
             sent, after_s = random.choice([signal.SIGKILL, signal.SIGSTOP]), random.random() * 0.02
             with suppress(ProcessLookupError), opened(os.pidfd_open(pid)) as fd:
                 time.sleep(after_s)
@@ -104,15 +129,8 @@ def test_no_death_costs_more_than_misses(tmp_path):
             save(cache, keys(trial + 1000))
             for number in random.sample(range(trial + 1), min(3, trial + 1)):
                 load(cache, keys(number))
-        # it is well again, and no slot is missing
-        for number in range(5000, 6000):
-            save(cache, keys(number))
-            cache.flush(timeout_s=10)
-            save(cache, keys(number + 1000, count=100))  # host has room for nothing else
-            if load(cache, keys(number)) == 8:
-                break
-        else:
-            pytest.fail("it does not recover")
+        numbers = count(5000)
+        until(lambda: comes_back(cache, next(numbers)))  # it is well again, and no slot is missing
         # some were stopped and met no call
         assert cache.stats()["files"]["process_ends"] >= len(killed) >= TRIALS // 4
         cache.check()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
+
+from kvladder.testing.fakes import FakeTier
+from kvladder.testing.stacks import LevelSpec, SimCache
 
 SCRIPT = """
 import ctypes, sys, threading
@@ -69,3 +74,34 @@ def test_a_process_ends_though_a_tier_hangs_and_its_memory_stays(way: str) -> No
     assert "Traceback" not in done.stderr
     assert "Task was destroyed" not in done.stderr
     assert ("the arena stays mapped" in done.stderr) == (way != "loop")
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["at that moment", "later"])
+async def test_a_call_whose_caller_is_cancelled_is_told_of_once(ends: bool) -> None:
+    cache = await SimCache.open(LevelSpec(FakeTier()))
+    door, go_on, told = cache.levels[0].door, asyncio.Event(), list[bool]()
+    slots = cache.arena.lease(2) or []
+
+    async def operation() -> list[bool]:
+        loop = asyncio.get_running_loop()  # its end is known to the door, and not yet to the caller
+        loop.call_soon(lambda: loop.call_soon(caller.cancel))
+        while not (ends or go_on.is_set()):
+            with suppress(asyncio.CancelledError):
+                await go_on.wait()
+        return [True]
+
+    def late() -> None:
+        told.append(cache.stack.lock.held())
+
+    call = door.call("put", operation, late, slots=slots, expected=1)
+    caller = asyncio.ensure_future(call)
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert told == [True] * ends
+    go_on.set()
+    await asyncio.sleep(1)
+    assert told == [True]
+    assert door.behind == 0
+    assert [cache.arena.claims(slot) for slot in slots] == [1, 1]
+    cache.arena.release(slots)
+    await cache.aclose()

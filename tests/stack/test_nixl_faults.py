@@ -1,30 +1,34 @@
 """Engines over servers that are killed and stopped, and the other way round, in mid-transfer.
 
-``KVLADDER_TRIALS`` says how often; a few dozen are enough to find what is wrong in most runs.
+``KVLADDER_TRIALS`` says how often; ``python -m tests.kit.trials 200`` says how long things take.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
+from importlib.util import find_spec
+from itertools import count
 from random import Random
 
 import pytest
 
 import kvladder
-from tests.stack.test_isolated_levels import opened
+from tests.patience import until
+from tests.stack.test_isolated_levels import another, opened
 
 for needed in ("zmq", "nixl_cu13"):
     pytest.importorskip(needed, reason="the extra nixl is not installed")
 
 from tests.kit.far import Far  # noqa: E402
+from tests.kit.trials import ALL_LANES, NIXL_LANES, run, told  # noqa: E402
 
-TRIALS = int(os.environ.get("KVLADDER_TRIALS", "12"))
+TRIALS = int(os.environ.get("KVLADDER_TRIALS", "48"))
+ENGINE_TRIALS = 8
 BLOCK_BYTES = 1 << 20
 BLOCKS = 16
 LAYOUT = kvladder.Layout(block_tokens=4, block_bytes=BLOCK_BYTES)
@@ -63,8 +67,7 @@ def load(cache, number, strike=lambda: None):
     wanted = keys(number)
     fetch = cache.fetch(wanted, deadline_s=30.0)
     strike()
-    while not fetch.done:
-        time.sleep(0.001)
+    until(lambda: fetch.done)
     slots = list(fetch.slots)
     for key, slot in zip(wanted, slots, strict=False):
         assert cache.arena.view(slot) == data(key)
@@ -77,16 +80,19 @@ def child(cache):
     return cache.stats()["nixl"]["process"]
 
 
-def recover(cache, far, number):
+def recover(cache, number):
     """Save and load until what host has forgotten comes back."""
-    for again in range(10_000):
-        save(cache, number + again)
+    numbers = count(number)
+
+    def comes_back():
+        again = next(numbers)
+        save(cache, again)
         cache.flush(timeout_s=10)
         for other in range(3):
             save(cache, 10**6 + other)  # host has room for nothing else
-        if load(cache, number + again) == BLOCKS:
-            return
-    pytest.fail("it does not recover")
+        return load(cache, again) == BLOCKS
+
+    until(comes_back)
 
 
 @pytest.mark.slow
@@ -97,13 +103,12 @@ def test_no_death_in_mid_transfer_costs_more_than_misses(tmp_path):
         Far(tmp_path, slots=160, block_bytes=BLOCK_BYTES) as far,
         kvladder.open_cache(stack(far), layout=LAYOUT) as cache,
     ):
-        for trial in range(TRIALS):
+        for trial in range(ENGINE_TRIALS):
             victim = random.choice(["server", "child"])
             sent = random.choice([signal.SIGKILL, signal.SIGSTOP])
             first = 100 * trial
-            recover(cache, far, first)
-            while not (pid := child(cache)):
-                time.sleep(0.01)
+            recover(cache, first)
+            pid = another(lambda: child(cache), but=())
             pid = far.process.pid if victim == "server" else pid
 
             def strike(pid=pid, sent=sent):
@@ -122,52 +127,16 @@ def test_no_death_in_mid_transfer_costs_more_than_misses(tmp_path):
             elif victim == "server":
                 far.process.send_signal(signal.SIGCONT)
             cache.check()
-        recover(cache, far, 10**5)
-        deadline_s = time.monotonic() + 60
-        while far("counts")["granted"] or far("counts")["pinned"]:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)
-
-
-ENGINE = """
-import itertools, os, sys
-import kvladder
-from tests.stack import test_nixl_faults as faults
-
-class There:
-    address, keys = sys.argv[1:]
-
-with kvladder.open_cache(faults.stack(There), layout=faults.LAYOUT) as cache:
-    print("ready", flush=True)
-    for number in itertools.count(os.getpid() << 20):
-        faults.save(cache, number)
-        cache.flush(timeout_s=10)
-        faults.load(cache, number)
-"""
+        recover(cache, 10**5)
+        until(lambda: not (far("counts")["granted"] or far("counts")["pinned"]))
 
 
 @pytest.mark.slow
 @pytest.mark.crash
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_slots_of_an_engine_that_is_gone_come_back(tmp_path, sent):
-    random = Random(5)
-    with Far(tmp_path, slots=160, block_bytes=BLOCK_BYTES) as far:
-        engines = []
-        for _ in range(max(2, TRIALS // 6)):
-            engine = subprocess.Popen(
-                [sys.executable, "-c", ENGINE, far.address, far.keys],
-                stdout=subprocess.PIPE,
-                start_new_session=True,  # stopped with the process of its level
-            )
-            engines.append(engine)
-            assert engine.stdout is not None
-            assert engine.stdout.readline() == b"ready\n"
-            time.sleep(0.2 + random.random() * 0.3)
-            os.killpg(engine.pid, sent)
-        while (held := far("counts"))["clients"] or held["granted"] or held["pinned"]:
-            time.sleep(0.05)
-        for engine in engines:
-            os.killpg(engine.pid, signal.SIGKILL)
-            engine.communicate()
-        with kvladder.open_cache(stack(far), layout=LAYOUT) as cache:
-            recover(cache, far, 0)
+def test_no_death_in_mid_transfer_costs_more_than_its_calls(tmp_path):
+    """Of servers, clients and processes of tiers, over NIXL and Mooncake."""
+    has_mooncake = find_spec("mooncake") is not None
+    figures = asyncio.run(run(tmp_path, TRIALS, ALL_LANES if has_mooncake else NIXL_LANES))
+    assert figures.trials.total() == TRIALS
+    assert figures.late_bytes == 0
+    print(told(figures))

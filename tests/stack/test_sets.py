@@ -105,6 +105,20 @@ async def test_what_is_removed_while_it_comes_is_missing() -> None:
         assert await loaded(again) == {SAVED[0], SAVED[2]}
 
 
+async def test_to_forget_a_set_costs_what_came_and_nothing_else() -> None:
+    store = await flushed((0, 0, 0, 0))
+    tier = FakeTier(store=store, durable=True)
+    async with cache_of(LevelSpec(tier, settings=QUICK)) as cache:
+        tier.script.append(Fail(on="get"))
+        cache.save(OTHERS[:1])
+        fetch = cache.manager.fetch_set([*SAVED, *OTHERS[:1]])
+        await fetch.settle()
+        assert set(fetch.found) == set(OTHERS[:1])
+        fetch.forget()
+        assert cache.manager.holding([*SAVED, *OTHERS[:1]]) == [True, True, True, True, False]
+        assert await loaded(cache.manager.fetch_set(SAVED)) == set(SAVED)
+
+
 async def test_a_set_expires_block_by_block() -> None:
     async with cache_of() as cache:
         cache.save(SAVED[:2], ttl_s=1.0)

@@ -14,7 +14,7 @@ import pytest
 from kvladder.errors import ConfigError, TierFull
 from kvladder.testing.fixtures import Blocks, MakeTier, Opener
 from kvladder.testing.tiers import TierTests
-from kvladder.tiers.base import Tier
+from kvladder.tiers.base import Medium, Tier
 from kvladder.tiers.label import Ref
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +91,22 @@ class TestSqliteInThreads(TestSqlite):
 
 def code_of(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+
+
+def test_the_page_counts_the_methods_and_names_them_all() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    said = re.search(r"A tier has six methods: (.*?)\.", page)
+    assert said is not None
+    six = re.findall(r"`(\w+)`", said[1])
+    assert len(six) == 6
+    kinds = {example.SqliteTier: "recover", loaded("shared_folder").FolderTier: "purge"}
+    for tier, seventh in kinds.items():
+        written = {name for name, value in vars(tier).items() if callable(value) and name[0] != "_"}
+        assert written - {"Options"} == {*six, seventh}
+    offered = {name for name in dir(Tier) if name[0] != "_"}
+    of_few = {name for name in vars(Medium) if name[0] != "_"}
+    assert of_few <= set(re.findall(r"`(\w+)[`(]", page.split("## What few tiers need")[1]))
+    assert offered - of_few == {*six, *kinds.values(), "batch_max", "durable", "shared"}
 
 
 def test_the_page_shows_the_examples() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from xxhash import xxh3_64_intdigest
 from kvladder.errors import ConfigError, TierError, TierFull
 from kvladder.tiers.files.directory import SEGMENTS_MAX, sealed
 from kvladder.tiers.files.purge import purge_files
+from kvladder.tiers.files.store import SEGMENTS_MIN
 from kvladder.tiers.files.tier import FilesOptions
 from tests.crash.harness import CAPACITY, ROOT, STRIDE, Machine, key, new_disk
 from tests.kit.disk import FakeDisk
@@ -355,6 +357,21 @@ async def test_other_namespaces_stay_as_long_as_there_is_room(new: New) -> None:
     assert len(recovered) == 3
     assert all(await a.get(tier, [(key(n), n) for n in range(3)]))
     await tier.aclose()
+
+
+async def test_who_stores_little_leaves_what_others_stored(new: New) -> None:
+    """A segment is a sixteenth of the capacity at most, however large a one is asked for."""
+    capacity = 16 * 2
+    large: dict[str, Any] = {"capacity": capacity, "segment": capacity * STRIDE}
+    machines = [new(str(number)) for number in range(16)]
+    for machine in machines:
+        tier, _ = await machine.open(**large, segments_min=SEGMENTS_MIN)
+        await machine.put(tier, (0, 0), (1, 1))
+        await tier.aclose()
+    for machine in machines:
+        tier, recovered = await machine.open(**large, segments_min=SEGMENTS_MIN)
+        assert len(recovered) == 2
+        await tier.aclose()
 
 
 async def test_other_namespaces_give_way_to_a_full_disk_too(disk: FakeDisk, new: New) -> None:

@@ -272,6 +272,14 @@ class TestFaults(TierFixtures):
         await tier.aclose()
         assert not is_alive(pid)
 
+    async def test_a_close_that_is_not_answered_ends_at_its_limit(self, tier, monkeypatch):
+        monkeypatch.setattr("kvladder.tiers.isolated.tier.CLOSE_S", 0.05)
+        tier._process._abandon_s = 3600.0  # which would be waited for, too
+        pid = tier.gauges()["process"]
+        os.kill(pid, signal.SIGSTOP)
+        await tier.aclose()
+        assert not is_alive(pid)
+
     async def test_it_is_looked_at_in_a_process_too(self, order, tmp_path):
         options = FilesOptions(path=str(tmp_path / "new"))
         tier = IsolatedTier(FilesTier, options)

@@ -187,8 +187,8 @@ def test_a_master_that_is_not_there_is_named():
     ("changed", "path"),
     [
         ({"isolate": False}, "tiers[1].isolate"),
-        ({"master": "nowhere"}, "tiers[1]"),
-        ({"admin": "http://x:1"}, "tiers[1]"),
+        ({"master": "nowhere"}, "tiers[1].master"),
+        ({"admin": "http://x:1"}, "tiers[1].admin"),
         ({"replicas": 0}, "tiers[1].replicas"),
         ({"pin_priority": 102}, "tiers[1].pin_priority"),
     ],

@@ -23,6 +23,7 @@ from kvladder.tiers.nixl import plane  # noqa: E402
 from kvladder.tiers.nixl.curve import make_keys, read_keys  # noqa: E402
 from kvladder.tiers.nixl.tier import NixlOptions, NixlTier  # noqa: E402
 from tests.kit.far import Far  # noqa: E402
+from tests.patience import PATIENCE_S  # noqa: E402
 
 TESTS = itertools.count()
 
@@ -96,7 +97,7 @@ def test_who_has_another_key_is_refused(far, tmp_path):
 
 
 def test_blocks_that_are_too_large_for_the_server_are_refused(far):
-    layout = kvladder.Layout(block_tokens=4, block_bytes=128 << 10)
+    layout = kvladder.Layout(block_tokens=4, block_bytes=96 << 10)
     what, where = refused(far, layout)
     assert "at most 65536 fit into a slot" in what
     assert where == "tiers[1].servers"
@@ -178,7 +179,8 @@ def test_a_library_that_is_not_there_is_named(monkeypatch, missing):
     [
         ({"isolate": False}, "tiers[1].isolate"),
         ({"servers": []}, "tiers[1]"),
-        ({"servers": ["nowhere"]}, "tiers[1]"),
+        ({"servers": ["nowhere"]}, "tiers[1].servers[0]"),
+        ({"peers": ["x:1\n"]}, "tiers[1].peers[0]"),
         ({"servers": ["x:1", "x:1"]}, "tiers[1]"),
         ({"servers": ["x:1"], "peers": ["x:1"]}, "tiers[1]"),
         ({"servers": "x:1"}, "tiers[1].servers"),
@@ -203,7 +205,7 @@ def test_coded_blocks_travel_short_and_come_back_whole(far):
         for key, slot in zip(keys, saving.slots, strict=True):
             cache.arena.view(slot)[:8192] = key * 256
         saving.commit()
-        assert cache.flush(timeout_s=60)
+        assert cache.flush(timeout_s=PATIENCE_S)
         assert len(far("stored", cache.namespace, keys[0])) < 1000
     with kvladder.open_cache(stack(far, **level), layout=LAYOUT) as cache:
         fetch = cache.fetch(keys)

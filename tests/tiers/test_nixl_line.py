@@ -22,6 +22,7 @@ from kvladder.tiers.nixl import messages as m
 pytest.importorskip("zmq")
 
 from kvladder.tiers.nixl.line import Line
+from kvladder.tiers.nixl.pump import NAPS
 from tests.kit.fabric import Fabric
 
 SIZE = 6000
@@ -119,6 +120,34 @@ async def test_blocks_go_and_come():
         assert await near.have(0, 1) == [0, 1]
         assert await near.line.here.purge(None) == 2
         assert fabric.exporter.gauges()["messages_refused"] == 0
+
+
+async def test_a_commit_may_come_as_soon_as_the_grant_is_sent():
+    async with pair() as (near, fabric):
+        await near.line.tried()
+
+        def at_once(data):
+            message = m.reply(data)
+            if isinstance(message, m.Grant):
+                fabric.exporter.take(b"client 0", m.frame(m.Commit(message.op, bytes(576))))
+            return [data]
+
+        fabric.to_near = at_once
+        fabric.to_far = lambda data: [] if isinstance(m.request(data), m.Commit) else [data]
+        with pytest.raises(TierError, match="no answer"):
+            await near.put(0)
+        assert fabric.exporter.gauges()["messages_refused"] == 0
+
+
+async def test_nobody_polls_at_the_client_while_a_put_is_checked():
+    async with pair() as (near, fabric):
+        await near.line.tried()
+        (plane,) = [plane for plane in fabric.planes if plane.arena is near.arena]
+        polls, progress = count(), plane.progress
+        plane.progress = lambda: bool(next(polls)) and progress()
+        fabric.offers.delay_s = 0.4
+        assert await near.put(0, 1) == [True, True]
+        assert next(polls) < NAPS + 100, "while it is written, and not for each millisecond after"
 
 
 @pytest.mark.parametrize("call", ["get", "put"])

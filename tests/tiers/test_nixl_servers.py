@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import pytest_asyncio
@@ -14,13 +17,16 @@ from kvladder.tiers.label import LABEL_BYTES
 
 pytest.importorskip("zmq")
 
+from kvladder.tiers.nixl import messages as m
 from kvladder.tiers.nixl import tier as tier_module
+from kvladder.tiers.nixl.roster import FOLLOW_S, Entry, run_of
 from kvladder.tiers.nixl.tier import NixlOptions, NixlTier
 from tests.kit.fabric import Fabric, FakePlane
 from tests.tiers.test_nixl_line import until
 
 SERVERS = ("a:1", "b:1", "c:1")
 PEERS = ("p:1", "q:1")
+URL = "redis://list"
 
 
 class Fabrics(TierFixtures):
@@ -184,3 +190,213 @@ class TestWhoHasIt(Fabrics):
         await until(lambda: tier.gauges()["far_ends_connected"] == 1)
         assert await tier.contains([]) == []
         await tier.aclose()
+
+
+class FakeRoster:
+    """A list that tests write."""
+
+    def __init__(self, url, public):
+        assert (url, public) == (URL, "server")
+        self.entries = dict(FakeRoster.first)
+        self.error = FakeRoster.wrong
+        self.ignored = 0
+        FakeRoster.made.append(self)
+
+    first: ClassVar[dict[str, Entry]] = {}
+    wrong: ClassVar[Exception | None] = None
+    made: ClassVar[list[FakeRoster]] = []
+
+    async def read(self):
+        if self.error is not None:
+            raise self.error
+        return dict(self.entries)
+
+    async def aclose(self):
+        self.made.remove(self)
+
+
+def entry(address, **more):
+    return Entry(
+        **{"address": address, "run": address, "writable": True, "block_bytes": 1 << 30, **more}
+    )
+
+
+class TestRoster(Fabrics):
+    """Who is there is read from a Redis."""
+
+    @pytest.fixture
+    def capacity(self):
+        return 32
+
+    @pytest.fixture
+    def make(self, fabrics, monkeypatch):
+        self.network = fabrics
+        found = {"one": entry("a:1"), "two": entry("b:1"), "engine": entry("p:1", writable=False)}
+        monkeypatch.setattr(FakeRoster, "first", found)
+        monkeypatch.setattr(FakeRoster, "made", [])
+        monkeypatch.setattr(tier_module, "Roster", FakeRoster)
+        monkeypatch.setattr(tier_module, "read_keys", lambda _: SimpleNamespace(peers=["server"]))
+        return lambda: NixlTier(NixlOptions(roster=URL, keys="k"))
+
+    @staticmethod
+    def lines(tier):
+        return {(line.name, line.address, line.is_up) for line in (*tier._servers, *tier._peers)}
+
+    def names(self, tier):
+        return sorted(name for name, *_ in self.lines(tier))
+
+    async def test_who_comes_is_used_and_who_has_left_is_not(self, tier, blocks):
+        (roster,) = FakeRoster.made
+        assert self.names(tier) == ["engine", "one", "two"]
+        stored = await blocks.put(tier, *range(32))
+        before = {key: tier._owner(key, tier._servers).name for key in (b.key for b in stored)}
+        roster.entries["three"] = entry("c:1")
+        await until(lambda: tier.gauges()["far_ends_connected"] == 4)
+        after = {key: tier._owner(key, tier._servers).name for key in before}
+        moved = {key for key in before if before[key] != after[key]}
+        assert {after[key] for key in moved} == {"three"}, "those that it takes, and no others"
+        assert 0 < len(moved) < 32
+        self.network["c:1"].is_cut = True
+        del roster.entries["three"]
+        await until(lambda: self.names(tier) == ["engine", "one", "two"])
+        assert {key: tier._owner(key, tier._servers).name for key in before} == before
+        assert await blocks.get(tier, stored) == [True] * 32
+
+    async def test_who_is_connected_stays_when_the_list_is_lost(self, tier, blocks):
+        (roster,) = FakeRoster.made
+        stored = await blocks.put(tier, *range(32))
+        roster.entries.clear()
+        await asyncio.sleep(10 * FOLLOW_S)
+        assert self.names(tier) == ["engine", "one", "two"]
+        assert await blocks.get(tier, stored) == [True] * 32
+        self.network["b:1"].is_cut = True
+        await until(lambda: self.names(tier) == ["engine", "one"])
+
+    async def test_a_list_that_cannot_be_read_changes_nothing_and_is_said_once(
+        self, tier, blocks, context
+    ):
+        (roster,) = FakeRoster.made
+        self.network["b:1"].is_cut = True
+        for error in (TierError("redis: refused"), ConfigError("no", path="roster")):
+            roster.error = error
+            await asyncio.sleep(10 * FOLLOW_S)
+        assert self.names(tier) == ["engine", "one", "two"], "also who is away"
+        assert tier.gauges()["roster_failures"] >= 18
+        self.network["b:1"].is_cut = False
+        await until(lambda: tier.gauges()["far_ends_connected"] == 3)
+        roster.error = None
+        del roster.entries["engine"]
+        self.network["p:1"].is_cut = True
+        await until(lambda: self.names(tier) == ["one", "two"])
+
+    async def test_a_name_at_another_address_has_the_same_blocks(self, tier, blocks):
+        (roster,) = FakeRoster.made
+        stored = await blocks.put(tier, *range(32))
+        before, after = self.network["b:1"].offers, self.network["c:1"].offers
+        for name, (slot, length, label) in before.blocks.items():
+            (new,) = after.arena.lease(1)
+            after.arena.view(new)[:length] = before.arena.view(slot)[:length]
+            after.blocks[name] = new, length, label
+        roster.entries["two"] = entry("c:1")
+        await until(lambda: ("two", "c:1", True) in self.lines(tier))
+        assert await blocks.get(tier, stored) == [True] * 32
+        assert self.names(tier) == ["engine", "one", "two"]
+
+    async def test_who_is_of_no_use_here_is_left_out(self, tier, context):
+        (roster,) = FakeRoster.made
+        own = context.namespace.hex()
+        roster.entries |= {
+            "small": entry("c:1", block_bytes=100),
+            "later": entry("c:1", version=99),
+            "other": entry("q:1", writable=False, namespace="ab" * 32),
+            "self": entry("q:1", run=run_of(context.arena), writable=False, namespace=own),
+        }
+        await until(lambda: tier.gauges()["far_ends_unfit"] == 3)
+        assert self.names(tier) == ["engine", "one", "two"]
+        roster.entries["same"] = entry("q:1", writable=False, namespace=own)
+        await until(lambda: tier.gauges()["far_ends_connected"] == 4)
+        assert self.names(tier) == ["engine", "one", "same", "two"]
+
+    async def test_it_opens_late_if_the_list_cannot_be_read(self, make, context, monkeypatch):
+        monkeypatch.setattr(FakeRoster, "wrong", TierError("redis: refused"))
+        with pytest.raises(TierError, match="redis: refused"):
+            await make().open(context)
+        assert not FakeRoster.made
+        needy = NixlTier(NixlOptions(roster=URL, keys="k", required=True))
+        with pytest.raises(ConfigError, match="roster: redis: refused"):
+            await needy.open(context)
+        monkeypatch.setattr(FakeRoster, "wrong", None)
+        monkeypatch.setattr(FakeRoster, "first", {})
+        with pytest.raises(ConfigError, match="roster: names no server that is there"):
+            await needy.open(context)
+        assert not FakeRoster.made
+
+    async def test_nobody_need_be_there_yet(self, make, context, blocks, monkeypatch):
+        monkeypatch.setattr(FakeRoster, "first", {})
+        tier = make()
+        await tier.open(context)
+        assert await tier.put(blocks.writes(blocks.some(0))) == [False]
+        assert await tier.contains([]) == []
+        (roster,) = FakeRoster.made
+        roster.entries["one"] = entry("a:1")
+        await until(lambda: tier.gauges()["far_ends_connected"] == 1)
+        assert await blocks.put(tier, 0) != []
+        await tier.aclose()
+
+
+class TestParts(Fabrics):
+    """A batch to one server, which travels in several parts."""
+
+    @pytest.fixture
+    def capacity(self):
+        return 16
+
+    @pytest.fixture
+    def make(self, fabrics, monkeypatch):
+        monkeypatch.setattr(tier_module, "PART_BYTES_MIN", 1)
+        self.fabric = fabrics["a:1"]
+        self.came: list[m.Message] = []
+
+        def seen(data):
+            self.came.append(m.request(data))
+            return [data]
+
+        self.fabric.to_far = seen
+        return lambda: NixlTier(NixlOptions(servers=SERVERS[:1], keys="k"))
+
+    def count(self, kind):
+        return sum(isinstance(message, kind) for message in self.came)
+
+    async def test_so_many_messages_carry_it(self, tier, blocks):
+        stored = await blocks.put(tier, *range(16))
+        assert self.count(m.Offer) == self.count(m.Commit) == tier_module.PARTS
+        assert await blocks.get(tier, stored) == [True] * 16
+        assert self.count(m.Get) == tier_module.PARTS
+        assert await blocks.get(tier, stored[:1]) == [True]
+        assert self.count(m.Get) == tier_module.PARTS + 1
+
+    @pytest.mark.parametrize(("kind", "lost"), [(m.Get, None), (m.Offer, False)])
+    async def test_one_that_fails_costs_its_own_blocks(self, tier, blocks, kind, lost):
+        stored = await blocks.put(tier, *range(8))
+
+        def fails(data):
+            message = m.request(data)
+            if isinstance(message, kind) and self.count(kind) == seen + 1:
+                (ident,) = self.fabric.controls
+                answer = m.frame(m.Failed(message.op, "no"))
+                self.fabric.later(self.fabric._arrive, ident, answer)
+                self.came.append(message)
+                return []
+            return record(data)
+
+        seen, record = self.count(kind), self.fabric.to_far
+        self.fabric.to_far = fails
+        if kind is m.Get:
+            found = await blocks.get(tier, stored)
+        else:
+            more = blocks.some(*range(8, 16))
+            blocks.fill(more)
+            found = await tier.put(blocks.writes(more))
+        parts = [(found[n], found[n + 1]) for n in range(0, 8, 2)]
+        assert parts.count((True, True)) == 3
+        assert parts.count((lost, lost)) == 1

@@ -16,6 +16,7 @@ from kvladder.testing.fixtures import Blocks, MakeTier
 from kvladder.testing.tiers import TierTests
 from kvladder.tiers.base import Tier, TierContext
 from kvladder.tiers.label import LABEL_BYTES, Ref
+from tests.patience import PATIENCE_S
 from tests.tiers.coded import CodedTests, CodedTier
 from tests.tiers.test_custom_tier import loaded
 
@@ -97,7 +98,7 @@ def test_two_caches_share_it_and_purge_it(tmp_path: Path, monkeypatch: pytest.Mo
         for number, slot in zip(save.indices, save.slots, strict=True):
             one.arena.view(slot)[:] = bytes([number]) * layout.slot_bytes
         save.commit()
-        one.flush(timeout_s=20)
+        assert one.flush(timeout_s=PATIENCE_S)
         fetch = two.fetch(keys, salt="tenant")
         fetch.wait()
         assert fetch.sources == ["folder"] * 4
@@ -105,5 +106,5 @@ def test_two_caches_share_it_and_purge_it(tmp_path: Path, monkeypatch: pytest.Mo
         fetch.release()
         assert list(tmp_path.glob("*/*"))
         list(two.purge("tenant"))
-        two.flush(timeout_s=20)
+        assert two.flush(timeout_s=PATIENCE_S)
     assert not list(tmp_path.glob("*/*"))

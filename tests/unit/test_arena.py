@@ -17,8 +17,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvladder.arena import HUGE_PAGE_BYTES, Arena, ArenaHandle, Slot, memory_available
+from kvladder import mapping
+from kvladder.arena import Arena, ArenaHandle, Slot, memory_available
 from kvladder.errors import ArenaError, ConfigError
+from kvladder.mapping import HUGE_PAGE_BYTES
 
 SLOT_BYTES = 4096
 MIB = 2**20
@@ -168,6 +170,7 @@ def test_an_attached_arena_is_the_same_memory(arena: Arena) -> None:
 
 ATTACH = """
 import sys
+from kvladder import mapping
 from kvladder.arena import Arena, ArenaHandle, Slot
 arena = Arena.attach(ArenaHandle(*map(int, sys.argv[1:])))
 assert bytes(arena.view(Slot(2))[:5]) == b"hello"
@@ -262,6 +265,56 @@ def test_no_copy_has_to_map_pages() -> None:
     attached.close()
     Arena.attach(arena.handle).close()
     assert "kvladder-populate" not in [thread.name for thread in threading.enumerate()]
+    arena.close()
+
+
+def mapped(arena: Arena, field: str) -> str:
+    """What ``/proc/self`` tells of its mapping: a field of smaps, or its line in numa_maps."""
+    name = "numa_maps" if field == "policy" else "smaps"
+    lines = Path("/proc/self", name).read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"{arena.address:x}"))
+    if field == "policy":
+        return lines[start].split()[1]
+    return next(line for line in lines[start:] if line.startswith(field)).split()[1]
+
+
+def test_several_threads_make_it_of_huge_pages_or_say_why_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mapping, "MAKE_BYTES", 4 * MIB)
+    with caplog.at_level("INFO", logger="kvladder"):
+        arena = Arena.create(9, MIB)
+    assert arena.address % HUGE_PAGE_BYTES == 0
+    huge = int(mapped(arena, "ShmemPmdMapped")) * 1024
+    assert (huge == arena.size_bytes) != ("have no huge pages" in caplog.text)
+    assert resident_bytes(arena) == arena.size_bytes
+    assert not any(arena.view(Slot(8)))
+    arena.close()
+
+
+def test_where_huge_pages_are_not_allowed_it_is_made_all_the_same_and_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mapping, "MAKE_BYTES", 4 * MIB)
+    monkeypatch.setattr(mapping, "_MADV_COLLAPSE", 0xBAD)
+    with caplog.at_level("INFO", logger="kvladder"):
+        arena = Arena.create(9, MIB)
+    assert resident_bytes(arena) == arena.size_bytes
+    assert [record.message for record in caplog.records] == [
+        "100 % of the arena have no huge pages: Invalid argument"
+    ]
+    arena.close()
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/numa_maps").exists(), reason="this kernel knows no NUMA nodes"
+)
+@pytest.mark.parametrize(
+    ("nodes", "policy"), [((), "default"), ((0,), "prefer:0"), ((0, 0), "prefer:0")]
+)
+def test_memory_lies_near_the_nodes_that_are_named(nodes: tuple[int, ...], policy: str) -> None:
+    arena = Arena.create(1, MIB, nodes=nodes)
+    assert mapped(arena, "policy").replace(" (many)", "") == policy
     arena.close()
 
 

@@ -103,7 +103,7 @@ def test_an_unknown_dtype_exits_with_2_and_names_those_that_are_known(stack, mod
 def test_help_explains_every_argument(run, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit) as got:
-        main([run.__name__, "--help"])
+        main([run.__name__.rstrip("_"), "--help"])
     assert got.value.code == 0
     said = re.findall(
         r"^  (?:--)?(\w[\w-]*)(?: [A-Z_]+)?\s+\w", capsys.readouterr().out, re.MULTILINE

@@ -118,7 +118,7 @@ def test_what_an_engine_left_is_purged_beside_those_that_run(config, tmp_path, c
     """Two engines of one configuration, each in a directory of its own; one has ended."""
     with open_cache(config, layout=LAYOUT) as cache:
         cache.save(KEYS, salt="red").commit()
-        with open_manager(load_config(config), LAYOUT, instance="dp1") as second:
+        with open_manager(load_config(config), LAYOUT, instance=1) as second:
             second.save(KEYS, salt="red").commit()
             assert f"directory {SPACE[:16]}.1" in second.describe()
         assert main(["purge", config, "--salt", "red", "--wait", "10"]) == 0
@@ -126,7 +126,7 @@ def test_what_an_engine_left_is_purged_beside_those_that_run(config, tmp_path, c
         assert "kv.sock: host: 3 blocks removed" in said
         assert f"files: 3 blocks removed, 3 overwritten, of {SPACE}" in said
     whole = load_config(config)
-    with open_manager(whole, LAYOUT) as one, open_manager(whole, LAYOUT, instance="dp1") as other:
+    with open_manager(whole, LAYOUT) as one, open_manager(whole, LAYOUT, instance=1) as other:
         assert one.lookup(KEYS).total == other.lookup(KEYS).total == 0
 
 

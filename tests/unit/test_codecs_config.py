@@ -69,6 +69,22 @@ def test_what_loses_something_has_to_be_allowed():
 
 
 @pytest.mark.parametrize(
+    ("said", "told"),
+    [(True, "fp8 for local, state, window"), (["full", "window"], "fp8 for full, window")],
+)
+def test_layers_that_may_lose_something_are_told(said, told):
+    text = load([{"name": "fp8", "allow_lossy": said}]).describe(LAYOUT)
+    (line,) = [line for line in text.splitlines() if line.startswith("  codecs")]
+    assert told in line
+
+
+@pytest.mark.parametrize("said", ["full", ["whole"], [], False])
+def test_layers_that_nobody_knows_are_refused(said):
+    with pytest.raises(ConfigError, match="allow_lossy|codecs"):
+        load([{"name": "fp8", "allow_lossy": said}])
+
+
+@pytest.mark.parametrize(
     ("codecs", "says"),
     [
         (["zstd", {"name": "fp8", "allow_lossy": True}], "as the engine wrote them"),
@@ -83,12 +99,15 @@ def test_the_order_has_to_make_sense(codecs, says):
 def test_whoever_is_content_with_less_shares_with_nobody_who_is_not():
     layout = Layout(16, 8192, {}, "bfloat16", 64)
     spaces = set()
-    for codecs in (["checksum"], ["zstd"], [{"name": "fp8", "allow_lossy": True}]):
+    some, more = (
+        [{"name": "fp8", "allow_lossy": kinds}] for kinds in (["full"], ["full", "window"])
+    )
+    for codecs in (["checksum"], ["zstd"], some, more):
         entry = {"type": "memory", "capacity": "1 MiB", "codecs": codecs}
         source = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, entry]}
         with open_cache(source, layout=layout) as cache:
             spaces.add(cache.namespace)
-    assert len(spaces) == 2
+    assert len(spaces) == 3
 
 
 class VaultOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,7 +138,7 @@ def test_secrets_of_a_codec_are_not_shown_and_tell_its_blocks_apart(monkeypatch)
     spaces = set()
     for key in ("hunter22", "hunter23"):
         where = {"url": "x://me:hunter22@here", "token": "hunter22"}
-        codec = {"name": "vault", "allow_lossy": True, "key": key, "where": where}
+        codec = {"name": "vault", "allow_lossy": ["full"], "key": key, "where": where}
         entry = {"type": "memory", "capacity": "1 MiB", "codecs": [codec]}
         source = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, entry]}
         with open_cache(source, layout=Layout(16, 8192)) as cache:
@@ -168,8 +187,12 @@ def test_a_codec_that_cannot_be_made_alone_is_not_found(monkeypatch):
     [
         (["aes-gcm"], "tiers[1].codecs.aes-gcm.variable: KVLADDER_KEY is not set"),
         (
-            [{"name": "fp8", "allow_lossy": True}],
+            [{"name": "fp8", "allow_lossy": ["full"]}],
             "tiers[1].codecs: fp8 does not shrink elements of a type that is not known",
+        ),
+        (
+            [{"name": "fp8", "allow_lossy": True}],
+            "tiers[1].codecs.allow_lossy: fp8 may not change layers of this model: full",
         ),
     ],
 )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 import kvladder
+from kvladder.config.settings import ExportConfig
 from kvladder.errors import ConfigError
 from tests.patience import PATIENCE_S
 
@@ -70,6 +72,28 @@ def test_what_does_not_fit_the_blocks_is_refused_before_anything_is_opened():
     assert got.value.path == "tiers[1].capacity"
 
 
+def test_its_loop_lets_the_engine_have_the_lock_first():
+    order: list[str] = []
+    asked = threading.Event()
+    with kvladder.open_cache(stack(), layout=LAYOUT) as cache:
+        lock = cache.ladder.lock
+
+        def take(who: str) -> None:
+            asked.set()
+            with lock:
+                order.append(who)
+
+        engine = threading.Thread(target=take, args=["engine"])
+        with lock:
+            cache._portal.post(take, "loop")
+            asked.wait()
+            engine.start()
+            while not lock.wanted:
+                time.sleep(0.001)
+        engine.join()
+    assert order == ["engine", "loop"]
+
+
 def test_importing_the_package_imports_nothing_else():
     """Every process of an engine imports it, for a plug-in that most of them do not use."""
     code = "import sys, kvladder; print([m for m in sys.modules if m.startswith('kvladder.')])"
@@ -77,3 +101,32 @@ def test_importing_the_package_imports_nothing_else():
     assert done.stdout == "[]\n"
     with pytest.raises(AttributeError, match="no attribute 'Cache'"):
         _ = kvladder.Cache
+
+
+@pytest.mark.parametrize(
+    ("listen", "instance", "own"),
+    [
+        ("0.0.0.0:7470", 0, "0.0.0.0:7470"),
+        ("0.0.0.0:7470", 3, "0.0.0.0:7473"),
+        ("[::1]:7470", 1, "[::1]:7471"),
+        ("here:0", 1, "here:0"),  # any port stays any
+        ("here:65534", 1, "here:65535"),
+        (None, 1, None),
+    ],
+)
+def test_engines_of_one_configuration_listen_at_ports_of_their_own(listen, instance, own):
+    export = ExportConfig(listen=listen, keys="server.keys") if listen else ExportConfig()
+    assert export.of(instance).listen == own
+
+
+def test_engines_of_one_configuration_announce_themselves_by_names_of_their_own():
+    roster = {"roster": "redis://here", "name": "a"}
+    export = ExportConfig(listen="here:7470", keys="server.keys", **roster)
+    assert [export.of(instance).name for instance in (0, 2)] == ["a", "a-dp2"]
+
+
+def test_an_engine_for_which_there_is_no_port_is_refused():
+    with pytest.raises(ConfigError, match="engine 2 would listen at 65536") as refused:
+        ExportConfig(listen="here:65534", keys="server.keys").of(2)
+    assert refused.value.path == "export.listen"
+    assert refused.value.hint == "expected a port of at most 65533"

@@ -9,7 +9,7 @@ from kvladder.config import registry
 from kvladder.config.stack import load_config
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
-from kvladder.policy.eviction import PrioritizedLRU
+from kvladder.policy.eviction import PRIORITY_DEFAULT, PrioritizedLRU
 from kvladder.policy.offload import OffloadRule
 from kvladder.tiers.label import LABEL_BYTES
 from kvladder.tiers.memory import MemoryTier
@@ -48,9 +48,19 @@ def test_what_is_not_said_has_a_default(load):
     (level,) = config.levels
     assert (level.name, level.capacity_bytes) == ("cold", 4 << 30)
     assert [str(codec) for codec in level.codecs] == ["checksum"]
-    assert (level.rule, level.timeout_s) == (OffloadRule(0, "evict", 0, None), 5.0)
+    assert (level.rule, level.timeout_s) == (OffloadRule(35, "evict", 0, None), 5.0)
     assert (level.breaker.failures, level.breaker.retry_s, level.breaker.retry_max_s) == (3, 5, 60)
     assert config.warnings == ()
+
+
+def test_a_level_takes_by_default_what_nobody_marked_lower():
+    rule = load_config(tiers(cold()), env={}).host.rule
+    assert rule == load_config(tiers(cold()), env={}).levels[0].rule
+    assert [rule.admits(floor, hits=0) for floor in (34, PRIORITY_DEFAULT, 36)] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_everything_that_may_be_said(load):
@@ -207,6 +217,15 @@ def test_the_stack_is_described(load):
     expected = "capacity 4 GiB (4294967296 bytes) 4096 blocks, 65536 tokens file"
     assert " ".join(capacity.split()) == expected
     assert "warning" not in text
+
+
+def test_what_depends_on_other_settings_is_told_as_auto():
+    pytest.importorskip("zmq", reason="the extra nixl is not installed")
+    entry = {"type": "nixl", "servers": ["10.0.0.7:7470"], "keys": "k", "capacity": "1 GiB"}
+    found = {row.path: row.value for row in load_config(tiers(entry), env={}).rows()}
+    assert found["tiers[1].required"] == "auto"
+    assert found["tiers[1].interfaces"] == "all"
+    assert found["tiers[1].roster"] == "none"
 
 
 def test_blocks_on_a_medium_are_checked_unless_somebody_says_no():

@@ -97,7 +97,7 @@ def test_a_directory_has_no_null_character(refusal):
         ({"arena": {"size": "-1 GiB"}}, "arena.size", "'-1 GiB' (expected a size such as"),
         ({"arena": {"size": 0}}, "arena.size", "0 (expected a size such as"),
         ({"arena": {"size": -5}}, "arena.size", "-5 (expected a size"),
-        ({"arena": {"size": None}}, "arena.size", "null (expected a size"),
+        ({"arena": {"size": None}}, "arena.size", "missing (expected a size"),
         ({"arena": {"size": ["1 GiB"]}}, "arena.size", "a list (expected a size"),
         ({"arena": {"reserve": "101 %"}}, "arena.reserve", "'101 %' (expected a number of blocks"),
         ({"arena": {"sise": 1}}, "arena.sise", "unknown key (did you mean 'size'?)"),

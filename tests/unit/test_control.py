@@ -29,7 +29,7 @@ from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.runtime import Runtime
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
 
@@ -56,10 +56,7 @@ def save(cache, numbers, salt=""):
     keys = [BlockKey(number.to_bytes(32, "little")) for number in numbers]
     saving = cache.save(keys, salt=salt)
     saving.commit()
-    end = time.monotonic() + PATIENCE_S
-    while not cache.idle():
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    until(cache.idle)
     return keys
 
 
@@ -337,7 +334,7 @@ def test_a_path_that_cannot_be_had_is_refused(tmp_path, monkeypatch, name, why):
 def test_engines_with_one_setting_have_a_socket_each(tmp_path):
     setting = str(tmp_path / "kv.sock")
     assert sockets(setting) == []
-    first, second = (socket_path(setting, instance) for instance in ("", "dp1"))
+    first, second = (socket_path(setting, instance) for instance in (0, 1))
     assert (first.name, second.name) == ("kv.sock", "kv.dp1.sock")
     bound = [BoundSocket(first), BoundSocket(second)]
     assert sockets(setting) == [first, second]
@@ -348,7 +345,7 @@ def test_engines_with_one_setting_have_a_socket_each(tmp_path):
 @pytest.mark.parametrize("name", ["kv[1].sock", "kv", "a*.s?ck", "k v.x.sock"])
 def test_sockets_of_other_settings_are_not_taken(tmp_path, name):
     setting = tmp_path / name
-    own = [socket_path(str(setting), instance) for instance in ("", "dp2", "dp10")]
+    own = [socket_path(str(setting), instance) for instance in (0, 2, 10)]
     others = [f"{setting.stem}.dp{what}{setting.suffix}" for what in ("x", "1.old", "")]
     for one in (*own, *map(setting.with_name, others), tmp_path / "kv1.sock"):
         with socket.socket(socket.AF_UNIX) as bound:

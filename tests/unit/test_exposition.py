@@ -16,8 +16,13 @@ from tests.stack.caches import COMMIT, cache_of
 
 DERIVED = re.compile(r"dropped_\w+|breaker(_open|_opened)?")
 """Statistics that others tell, too."""
-QUANTITIES = ("_blocks", "_bytes", "_seconds", "_slots", "_state", "_calls", "_clients")
-EVENTS = ("_errors", "_timeouts", "_openings", "_failures", "_faults", "_messages", "_ends")
+QUANTITIES = (
+    *("_blocks", "_bytes", "_seconds", "_slots", "_state", "_calls", "_clients", "_requests"),
+)
+EVENTS = (
+    *("_errors", "_timeouts", "_openings", "_failures", "_faults", "_messages", "_ends"),
+    *("_preemptions", "_resumptions", "_moves"),
+)
 
 
 def test_names_follow_the_rules() -> None:
@@ -26,7 +31,7 @@ def test_names_follow_the_rules() -> None:
         assert re.fullmatch(r"kvladder_[a-z_]+", metric.name)
         assert metric.name.endswith("_total") == (metric.kind == "counter")
         assert metric.name.removesuffix("_total").endswith(QUANTITIES + EVENTS), metric.name
-        assert metric.section in ("tier", *SECTIONS)
+        assert metric.section in ("tier", "pool", *SECTIONS)
 
 
 async def test_every_statistic_is_exposed() -> None:
@@ -35,7 +40,9 @@ async def test_every_statistic_is_exposed() -> None:
         stats["copies"] = {"offload_bytes": 1, "offload_s": 1.0, "onboard_bytes": 0, "onboard_s": 0}
         gauges = dict.fromkeys(("messages_refused", "clients_lost", "process_ends"), 0)
         stats["export"] = {**EngineOffers(cache.manager, inline_blocking).counts(), **gauges}
-        known = {(metric.section, key) for metric in METRICS for key in metric.fields}
+        device = ("pool", "preemption", "rebalance")
+        ours = [metric for metric in METRICS if metric.section not in device]
+        known = {(metric.section, key) for metric in ours for key in metric.fields}
         for name, values in stats.items():
             section = name if name in SECTIONS else "tier"
             missing = [key for key in values if (section, key) not in known]

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 
 from kvladder.lock import StackLock, holding
-
-
-def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.001)
+from tests.patience import until
 
 
 def test_is_held_by_one_thread_as_often_as_it_likes() -> None:

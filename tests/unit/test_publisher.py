@@ -18,8 +18,9 @@ from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.manager import CacheManager
 from kvladder.publishing.wire import END, AllBlocksCleared, Batch, BlockRemoved, BlockStored
+from kvladder.testing.redisserver import free_ports
 from kvladder.testing.stacks import SimCache
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 zmq = pytest.importorskip("zmq")
 
@@ -42,14 +43,8 @@ def test_the_bytes_are_those_of_vllm() -> None:
 
 def addresses() -> dict[str, str]:
     """Two that are free."""
-    with socket.socket() as one, socket.socket() as two:
-        for probe in (one, two):
-            probe.bind(("127.0.0.1", 0))
-        ports = [probe.getsockname()[1] for probe in (one, two)]
-    return {
-        name: f"tcp://127.0.0.1:{port}"
-        for name, port in zip(("publish", "replay"), ports, strict=True)
-    }
+    ports = zip(("publish", "replay"), free_ports(2), strict=True)
+    return {name: f"tcp://127.0.0.1:{port}" for name, port in ports}
 
 
 class Listener:
@@ -68,7 +63,7 @@ class Listener:
         """Have everything from this batch on sent again."""
         self.asking.send_multipart([b"", first.to_bytes(8)])
         while True:
-            assert self.asking.poll(5000)
+            assert self.asking.poll(1000 * PATIENCE_S)
             empty, topic, number, payload = self.asking.recv_multipart()
             if number == END:
                 assert (empty, topic, payload) == (b"", b"", b"")
@@ -134,10 +129,7 @@ def save(cache: CacheManager, *numbers: int) -> list[BlockKey]:
 
 
 def settled(cache: CacheManager) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not cache.idle():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    until(cache.idle)
 
 
 def heard(cache: CacheManager, listener: Listener, batches: int) -> None:

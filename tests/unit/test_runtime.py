@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +18,7 @@ from kvladder.runtime import THREADS, BlockingPool, Runtime
 from kvladder.tiers.base import TierContext
 from kvladder.tiers.ladder import keeper
 from kvladder.tiers.memory import MemoryTier
+from tests.patience import PATIENCE_S, until
 
 LAYOUT = kvladder.Layout(block_tokens=4, block_bytes=4096, fields={"model": "m"})
 
@@ -53,9 +53,9 @@ def test_the_loop_survives_what_others_raise_on_it(
     tasks: list[asyncio.Task[None]] = []
     for _ in range(3):
         runtime.post(fail)
-    assert runtime.call(nothing(), timeout_s=30.0) == "alive"
+    assert runtime.call(nothing(), timeout_s=PATIENCE_S) == "alive"
     tasks.clear()  # what nobody awaited is told when it is forgotten
-    assert runtime.call(nothing(), timeout_s=30.0) == "alive"
+    assert runtime.call(nothing(), timeout_s=PATIENCE_S) == "alive"
     assert runtime.faults >= 3
     assert len(caplog.messages) == 1, "the rate is bounded"
     assert error.__name__ in caplog.messages[0]
@@ -63,7 +63,7 @@ def test_the_loop_survives_what_others_raise_on_it(
 
 def test_the_loop_goes_on_when_somebody_stops_it(runtime: Runtime) -> None:
     runtime.post(lambda: asyncio.get_running_loop().stop())
-    assert runtime.call(nothing(), timeout_s=30.0) == "alive"
+    assert runtime.call(nothing(), timeout_s=PATIENCE_S) == "alive"
     assert runtime.faults == 1
 
 
@@ -87,11 +87,6 @@ def test_closing_leaves_a_task_that_is_deaf_behind() -> None:
 # ---- threads
 
 
-def wait_for(what: Callable[[], object]) -> None:
-    while not what():
-        time.sleep(0.001)
-
-
 @pytest.mark.real
 async def test_threads_are_begun_when_they_are_needed() -> None:
     before = threading.active_count()
@@ -103,7 +98,7 @@ async def test_threads_are_begun_when_they_are_needed() -> None:
     gate = threading.Barrier(THREADS)
     await asyncio.gather(*[pool.run(gate.wait) for _ in range(2 * THREADS)])
     assert threading.active_count() == before + THREADS
-    pool.close(timeout_s=30.0)
+    pool.close(timeout_s=PATIENCE_S)
     with pytest.raises(ClosedError):
         await pool.run(lambda: None)
 
@@ -132,7 +127,7 @@ async def test_calls_that_hang_hold_up_no_other_once_they_are_given_up() -> None
     await asyncio.wait(stuck)
     assert all(call.cancelled() for call in stuck)
     assert await pool.run(lambda: "served") == "served"
-    pool.close(timeout_s=30.0)
+    pool.close(timeout_s=PATIENCE_S)
 
 
 @pytest.mark.real
@@ -145,7 +140,7 @@ async def test_what_a_function_raises_is_handed_over(error: type[BaseException])
     with pytest.raises((error, RuntimeError), match="scripted"):
         await pool.run(fail)
     assert await pool.run(lambda: 1) == 1
-    pool.close(timeout_s=30.0)
+    pool.close(timeout_s=PATIENCE_S)
 
 
 # ---- a whole cache
@@ -207,5 +202,5 @@ def test_a_cache_closes_though_a_tier_hangs_in_its_start(monkeypatch: pytest.Mon
 def test_a_tier_whose_own_task_exits_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_rogue("exit beside the call", monkeypatch) as cache:
         cache.save(keys(0, 4)).commit()
-        wait_for(lambda: cache.stats()["rogue"]["stored"] == 4)
+        until(lambda: cache.stats()["rogue"]["stored"] == 4)
         assert cache.stats()["loop"]["faults"] == 1

@@ -211,3 +211,13 @@ def test_always_remembers_nothing() -> None:
     worth.prefilled(1000, 0.001)
     assert worth.stake(Saves(100), 10) is None
     assert worth.sample(Saves(1600), 100) == 0
+
+
+def test_how_long_computing_takes_is_told_as_measured() -> None:
+    worth = Worth()
+    assert worth.seconds(100) is None
+    worth.prefilled(100, 2.0)
+    worth.prefilled(1000, 10.0)
+    assert worth.seconds(50) == pytest.approx(1.0)
+    assert worth.seconds(2000) == pytest.approx(20.0)
+    assert Worth(always=True).seconds(1) is None

@@ -35,6 +35,8 @@ class Subject(NamedTuple):
     """``Facts.salt``, which is known when a block is encoded and not when it is decoded."""
     steps: bytes = b""
     """What the codecs before this one did: id, length and parameters of each, as stored."""
+    kind: str = ""
+    """Of ``Layout.kinds``; known when a block is encoded, if at all, and not when it is decoded."""
 
 
 class Codec(ABC):
@@ -55,6 +57,8 @@ class Codec(ABC):
     """Whether ``decode`` finds any change of the stored bytes and of what they belong to."""
     Options: ClassVar[Any] = None
     """A frozen ``msgspec.Struct``, or None."""
+    allowed: frozenset[str] | None = None
+    """Set from outside: the kinds of layers whose blocks it encodes; None for all blocks."""
 
     def open(self, layout: Layout, namespace: bytes) -> Layout:
         """Get ready for blocks of this layout and namespace: called once, before all else.

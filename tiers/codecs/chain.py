@@ -53,6 +53,8 @@ class Chain:
         for index, codec in enumerate(self.codecs):
             goes = _THERE if index == last else 1 - max(held, 0)
             into = target if goes == _THERE else self._spare(goes)
+            if codec.allowed is not None and subject.kind not in codec.allowed:
+                continue
             done = codec.encode(source, into[: len(source)], subject._replace(steps=steps))
             if done is None:
                 continue

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kvladder.arena import Slot
 from kvladder.errors import ConfigError, TierFull
-from kvladder.layout import align
+from kvladder.layout import Layout, align
 from kvladder.schema import within
 from kvladder.tiers.base import Blocking, Tier, TierContext
 from kvladder.tiers.codecs.base import ChecksumCodec, Codec, Subject
@@ -46,6 +46,29 @@ class EdgeSettings:
     """Applied in this order to blocks that are stored; not opened yet, of this level alone."""
     find: Find = lambda _: None
     """Finds the codecs of blocks that were stored with others, opened."""
+
+
+def _narrow(codec: Codec, kinds: Sequence[str]) -> None:
+    """Have a codec ask for the kind of a block only where it may not encode all of a layout's.
+
+    Raises
+    ------
+    ConfigError
+        It may encode none.
+    """
+    if codec.allowed is None:
+        return
+    if codec.allowed.isdisjoint(kinds):
+        what = f"{codec.name} may not change layers of this model: {', '.join(sorted(set(kinds)))}"
+        hint = f"find out by kvladder eval what that costs, then list them: [{kinds[0]}]"
+        raise ConfigError(what, path="allow_lossy", hint=hint)
+    if codec.allowed.issuperset(kinds):
+        codec.allowed = None
+
+
+def told_apart(layout: Layout, codecs: Iterable[Codec]) -> Sequence[str]:
+    """The kinds by which opened codecs ask for blocks; none where each may encode all of them."""
+    return layout.kinds if any(codec.allowed for codec in codecs) else ()
 
 
 class Edge:
@@ -99,6 +122,7 @@ class Edge:
         layout = context.layout
         for codec in codecs:
             try:
+                _narrow(codec, context.layout.kinds)
                 layout = codec.open(layout, context.namespace)
             except ConfigError as error:
                 raise within("codecs", error) from error
@@ -134,7 +158,7 @@ class Edge:
         plain, scratch = pair
         data = plain.view[: self._size]
         slot, view, target = plain.slot, plain.view, self.side.view(scratch)
-        subject = Subject(plain.key, plain.facts.salt)
+        subject = Subject(plain.key, plain.facts.salt, kind=plain.kind)
         stored, coding = self._chain.encode(subject, data, target[: self._size])
         length = len(stored)
         if stored is not data:  # a tier may store whole pages, and before this came another block

@@ -10,11 +10,15 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Self
 
+from kvladder.errors import ConfigError, TierError
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+RETRY_S, RETRY_MAX_S = 0.2, 30.0
+"""From the end of a child to the next start; doubled each time that fails."""
 
 
 class Spawned:
@@ -93,6 +97,21 @@ class Spawned:
         os.close(self._pidfd)
         self._child.wait()
         self.writer.close()
+
+
+async def start_again(
+    start: Callable[[], Awaitable[object]], failed: Callable[[Exception], object]
+) -> None:
+    """Try to ``start`` until it can be done; ``failed`` is told why not, each time."""
+    wait_s = RETRY_S
+    while True:
+        await asyncio.sleep(wait_s)
+        try:
+            await start()
+            return
+        except (TierError, ConfigError) as error:
+            failed(error)
+            wait_s = min(2 * wait_s, RETRY_MAX_S)
 
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]

@@ -13,6 +13,7 @@ from typing import cast
 from kvladder.errors import ConfigError, TierError
 from kvladder.tiers.base import Medium, Progress, Tier, TierContext
 from kvladder.tiers.isolated.process import START_S, Process
+from kvladder.tiers.isolated.spawn import start_again
 from kvladder.tiers.isolated.wire import (
     UNHEARD,
     Ask,
@@ -32,8 +33,6 @@ from kvladder.tiers.isolated.wire import (
 from kvladder.tiers.label import Kept, Read, Ref, Write, arrived, is_verified, to_write
 
 CLOSE_S = 4.0
-RETRY_S, RETRY_MAX_S = 0.2, 30.0
-"""From the end of a process to the next start; doubled each time that fails."""
 SALTS_MAX = 1024
 """Salts whose spare room is remembered."""
 _TRAITS = tuple(Medium.__annotations__ | Tier.__annotations__)
@@ -132,17 +131,11 @@ class IsolatedTier(Tier):
             self._ready = False
             self._ends += 1
             self._say(f"{process.how}: it is started again")
-            self._starting = asyncio.create_task(self._restart(), name="kvladder-isolated-start")
+            again = start_again(self._open, self._not_opened)
+            self._starting = asyncio.create_task(again, name="kvladder-isolated-start")
 
-    async def _restart(self) -> None:
-        wait_s = RETRY_S
-        while not self._ready:
-            await asyncio.sleep(wait_s)
-            try:
-                await self._open()
-            except (TierError, ConfigError) as error:
-                self._say(f"{self._name} cannot be opened again: {error}")
-                wait_s = min(2 * wait_s, RETRY_MAX_S)
+    def _not_opened(self, error: Exception) -> None:
+        self._say(f"{self._name} cannot be opened again: {error}")
 
     def _running(self) -> Process:
         """The process, if it can be called."""
@@ -238,11 +231,16 @@ class IsolatedTier(Tier):
             await asyncio.wait({self._starting})
         process = self._process
         if process is not None:
+            closing: set[asyncio.Future[Done]] = set()
             if self._ready:
                 self._ready = False
-                with suppress(TierError):
-                    await process.call(Close(), Done, limit_s=CLOSE_S)
-            await process.aclose()
+                closing.add(asyncio.ensure_future(process.call(Close(), Done)))
+            try:
+                if closing:
+                    await asyncio.wait(closing, timeout=CLOSE_S)
+            finally:
+                await process.aclose()  # which ends the call
+            await asyncio.gather(*closing, return_exceptions=True)
         if self._asking is not None:
             await asyncio.wait({self._asking})
 

@@ -94,12 +94,18 @@ class Ladder(Protocol):
         ...
 
     def reserve(
-        self, keys: Sequence[BlockKey], metas: Sequence[Meta], *, explicit: bool
-    ) -> tuple[list[int], list[Slot]]:
+        self,
+        keys: Sequence[BlockKey],
+        metas: Sequence[Meta],
+        *,
+        explicit: bool,
+        patient: bool = False,
+    ) -> tuple[list[int], list[Slot], int]:
         """Lease slots for those of ``keys`` that are to be saved: their positions, and the slots.
 
         Consecutive blocks of a prefix. ``explicit`` metas replace those of blocks that are here.
-        Each key returned must be given to ``publish`` or ``abandon``.
+        Last comes the position of the first one without room, ``len(keys)`` if all have some; who
+        is ``patient`` tries again. Each key returned must be given to ``publish`` or ``abandon``.
         """
         ...
 

@@ -311,8 +311,8 @@ class Door:
     ) -> Answer:
         """Call the tier; a call that does not return ``expected`` booleans has failed.
 
-        If it is left behind, ``late`` runs under the lock when it has ended. None for ``expected``
-        takes any answer for none.
+        If it is left behind, or nobody takes its answer, ``late`` runs under the lock when it has
+        ended. None for ``expected`` takes any answer for none.
         """
         shared, breaker = self._shared, self.breakers[kind]
         timeout_s = self.settings.timeout_s if timeout_s is None else timeout_s
@@ -327,12 +327,12 @@ class Door:
 
         loop = asyncio.get_running_loop()
         task = loop.create_task(calling(), name=f"kvladder-call-{self._name}")
-        over: asyncio.Future[None] = loop.create_future()
+        over: asyncio.Future[bool] = loop.create_future()
         has_ended = left_behind = False
 
         def settle() -> None:
             if not over.done():
-                over.set_result(None)
+                over.set_result(True)
 
         def quiet(task: asyncio.Task[Results]) -> None:
             nonlocal has_ended
@@ -352,8 +352,7 @@ class Door:
         task.add_done_callback(quiet)
         timer, decided = loop.call_later(timeout_s, settle), False
         try:
-            await over  # in less time than ``asyncio.wait`` takes
-            decided = True
+            decided = await over  # in less time than ``asyncio.wait`` takes
         finally:
             timer.cancel()
             left_behind = not has_ended
@@ -363,11 +362,18 @@ class Door:
                 task.cancel()
             if not decided:  # cancelled: the cache closes, and the tier has failed at nothing
                 breaker.give_up()
+                if has_ended:  # at the same moment
+                    self._tell(late)
         if left_behind:
             self._failed(kind, f"no answer within {timeout_s:g} s")
             self._stats.timeouts += 1
             return Answer(None, quiet=False, took_s=timeout_s)
         return self._answer(kind, task, shared.clock.now() - begun_s)
+
+    def _tell(self, late: Callable[[], None]) -> None:
+        """A call has ended of which nobody takes the answer."""
+        with self._shared.lock:
+            late()
 
     def _recount(self) -> None:
         """Calls were left behind or have ended: see whether others may begin."""

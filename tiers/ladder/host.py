@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from math import inf
 from typing import NamedTuple
@@ -11,17 +11,17 @@ from typing import NamedTuple
 from kvladder.arena import Slot
 from kvladder.events import Reason
 from kvladder.keys import BlockKey
-from kvladder.lock import STEP
+from kvladder.lock import BATCH
 from kvladder.policy.eviction import EvictionPolicy
 from kvladder.policy.offload import OffloadRule
 from kvladder.tiers.base import HOST, Terms
-from kvladder.tiers.ladder.index import Meta
+from kvladder.tiers.ladder.index import Meta, runs
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.shelf import Shared, Shelf
 
-CLEAN_MAX = 4 * STEP
+CLEAN_MAX = 4 * BATCH
 """Blocks, next to go, that are written below while loads wait for their slots."""
-SCAN_MAX = STEP
+SCAN_MAX = BATCH
 """How far past a block that may not go yet the search for one that may goes on."""
 
 Admitting = dict[tuple[int, int, Terms], Level | None]
@@ -49,7 +49,10 @@ class HostLevel(Shelf[Slot]):
     medium = "CPU"
 
     def __init__(self, settings: HostSettings, shared: Shared, below: Sequence[Level]) -> None:
-        super().__init__(settings.name, settings.rule, settings.policy, shared, bit=HOST)
+        blocks_max = shared.arena.slots
+        super().__init__(
+            settings.name, settings.rule, settings.policy, shared, bit=HOST, blocks_max=blocks_max
+        )
         self.reserve_blocks = settings.reserve_blocks
         self.has_looked = False
         """Whether ``clean`` did not go by what it had found before."""
@@ -59,6 +62,7 @@ class HostLevel(Shelf[Slot]):
         """At most so many blocks may go now, as far as is known since room was short."""
         self._ahead = 0
         """So many of the next to go were found to need nothing, or to be on their way below."""
+        self._save_blocks = 0
         self._refused: dict[BlockKey, int] = {}
         """Which levels did not take a block of this one, or gave it up again: their bits."""
         self._backlog: dict[Level, OrderedDict[BlockKey, None]] = {
@@ -96,8 +100,8 @@ class HostLevel(Shelf[Slot]):
         A block that was removed meanwhile, or is somewhere else, is not pinned any more.
         """
         self._may_go += len(slots)
-        pairs = zip(slots[::-1], self.index.places_of(keys[::-1]), strict=True)
-        self.index.unpin([slot for slot, place in pairs if slot == place])
+        both = zip(slots[::-1], keys[::-1], self.index.at(slots[::-1]), strict=True)
+        self.index.unpin([slot for slot, key, there in both if key == there])
         self.shared.arena.release(slots)
 
     def room(self, count: int, priority: int) -> list[Slot]:
@@ -137,20 +141,20 @@ class HostLevel(Shelf[Slot]):
         """
         found: list[Level | None] = []
         refused = self._refused
-        last: Meta | None = None
-        level: Level | None = None
-        held: Collection[BlockKey] = ()
-        for key, meta in zip(keys, metas, strict=True):
-            if meta is not last:  # mostly it is: see ``LevelIndex.metas``
-                last, kind = meta, (meta.floor, meta.hits, meta.terms)
-                if kind not in admitting:
-                    admitting[kind] = next((lv for lv in self._below if lv.admits(meta)), None)
-                level = admitting[kind]
-                held = () if level is None else level.index.keys()
-            if level is None or key in held or (refused and refused.get(key, 0) & level.bit):
-                found.append(None)
-            else:
-                found.append(level)
+        for meta, run in runs(metas):
+            part = keys[run]
+            kind = (meta.floor, meta.hits, meta.terms)
+            if kind not in admitting:
+                admitting[kind] = next((lv for lv in self._below if lv.admits(meta)), None)
+            level = admitting[kind]
+            if level is None:
+                found += [None] * len(part)
+                continue
+            lacks = [level if place is None else None for place in level.index.places_of(part)]
+            if refused:
+                both = zip(part, lacks, strict=True)
+                lacks = [None if refused.get(key, 0) & level.bit else to for key, to in both]
+            found += lacks
         return found
 
     def settled(self, level: Level, keys: Sequence[BlockKey], *, stored: bool) -> None:
@@ -179,7 +183,7 @@ class HostLevel(Shelf[Slot]):
         """
         is_behind = False
         for level, waiting in self._backlog.items():
-            count = min(len(waiting), STEP, level.inbox.room)
+            count = min(len(waiting), BATCH, level.inbox.room)
             if count and level.writable:
                 keys: list[BlockKey] = []
                 slots: list[Slot] = []
@@ -201,6 +205,13 @@ class HostLevel(Shelf[Slot]):
     def demand(self, blocks: int) -> None:
         """Loads wait for so many slots, on top of the reserve."""
         self._demand_blocks = blocks
+
+    def wait_for(self, blocks: int) -> None:
+        """A save waits for so many slots: what may go for them is looked at anew."""
+        self._save_blocks = blocks
+        if blocks:
+            self.doubt()
+            self.has_looked = False
 
     def _evictable(self, count: int, priority: int) -> list[BlockKey]:
         chosen: list[BlockKey] = []
@@ -238,17 +249,18 @@ class HostLevel(Shelf[Slot]):
         if takes != self._open:
             self._open = takes
             self.doubt()
-        short = self.reserve_blocks + self._demand_blocks - self.shared.arena.free
+        wanted = self.reserve_blocks + self._demand_blocks + self._save_blocks
+        short = wanted - self.shared.arena.free
         window = min(short, CLEAN_MAX)
-        self.has_looked = self._ahead <= max(window // 4, min(window, STEP) - 1)
+        self.has_looked = self._ahead <= max(window // 4, min(window, BATCH) - 1)
         if short <= 0 or not self.has_looked:
             return
         index = self.index
         # loads ask ``room`` for the first ones next, which notes if they are not as they were
-        passed = self._ahead = max(0, self._ahead) if window > STEP else 0
+        passed = self._ahead = max(0, self._ahead) if window > BATCH else 0
         staying: list[Slot] = []
         victims = islice(index.victims(), passed, window)
-        while len(staying) < STEP and (places := list(islice(victims, STEP - len(staying)))):
+        while len(staying) < BATCH and (places := list(islice(victims, BATCH - len(staying)))):
             passed += len(places)
             staying += self.shared.arena.unshared(places)  # others are on their way
         keys, metas = index.keys_at(staying), index.metas(staying)
@@ -275,4 +287,4 @@ class HostLevel(Shelf[Slot]):
             place = self.index.place(key)
             assert place is not None
             assert self.shared.arena.claims(place) >= 1 + self.index.pins(place)
-        assert self._refused.keys() <= self.index.keys()
+        assert all(key in self.index for key in self._refused)

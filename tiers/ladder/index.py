@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from itertools import groupby, takewhile
 from math import inf
 from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -12,16 +12,18 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvladder.keys import BlockKey
+from kvladder.keys import BlockKey, Book, by_key, unseen
 from kvladder.lock import BULK_STEP, STEP
 from kvladder.metrics import AGES_S, DISTANCES, Histogram
-from kvladder.policy.eviction import BULK_MIN, PRIORITY_DEFAULT, EvictionPolicy
+from kvladder.policy.eviction import BULK_MIN, GROWTH_MAX, PRIORITY_DEFAULT, EvictionPolicy
 from kvladder.tiers.base import NO_TERMS, Deadlines, Terms, TermsByPlace
 from kvladder.tiers.label import Kept
 
 P = TypeVar("P", bound=int)
 """A place in a level: a small non-negative int, of host a slot."""
 HITS_MAX = 255
+RESERVED_MAX = 1 << 20
+"""For how many blocks an index has room from its start: to move more takes the longest."""
 _MASK = 0xFFFFFFFF
 
 
@@ -44,20 +46,41 @@ def alike(metas: Sequence[Meta]) -> bool:
     return bool(metas) and metas.count(metas[0]) == len(metas)
 
 
+def runs(metas: Iterable[Meta]) -> Iterator[tuple[Meta, slice]]:
+    """Those that follow each other and are the same: which, and where; mostly it is one run."""
+    end = 0
+    for meta, run in groupby(metas):
+        start, end = end, end + len([*run])
+        yield meta, slice(start, end)
+
+
 class LevelIndex(Generic[P]):
     """Keys, places and the order of eviction of the blocks that one level holds.
 
     A place is a small non-negative int that the level gives out, at most one block in each.
     A pinned block is not in the policy, so it is never a victim. Not thread-safe: the stack's lock
     is held around every call. Costs about 190 bytes a block: the key (80), the dict (42), the
-    place (32) and flat arrays (28, and 8 more with a TTL). Blocks with terms of their own cost
-    about 100 more.
+    place (32) and flat columns (40, and 8 more with a TTL). Blocks that expire by their terms cost
+    about 125 more. No change of it takes long, and no collection of garbage goes through it.
+
+    Parameters
+    ----------
+    policy:
+        Says which block goes first.
+    blocks_max:
+        How many it will hold at most: it has columns for these from its start, but not for more
+        than ``RESERVED_MAX``.
+    ttl:
+        Whether blocks expire here, whatever their terms are.
+    now:
+        Loop time.
     """
 
     def __init__(
         self,
         policy: EvictionPolicy,
         *,
+        blocks_max: int = 0,
         ttl: bool = False,
         now: Callable[[], float] = lambda: 0.0,
     ) -> None:
@@ -72,16 +95,23 @@ class LevelIndex(Generic[P]):
         self._used = array("I")
         """Per place, ``_uses`` when its block was used last."""
         self._used_s = array("f")
-        self._place: dict[BlockKey, P] = {}
-        self._key: list[BlockKey | None] = []
+        self._place: Book[P] = by_key(blocks_max)
+        self.disjoint = self._place.isdisjoint
+        """Whether none of some keys is held."""
+        self._key: list[BlockKey | None] = unseen([])
         self._priority = bytearray()
         self._floor = bytearray()
         self._hits = bytearray()
         self._expires = array("d") if ttl else None
-        self._pins: dict[int, int] = {}
+        self._pins = array("I")
+        """Per place, how often its block is pinned."""
+        self._pinned = 0
         self._until = Deadlines()
         """When retention ends that does."""
         self._terms = TermsByPlace()
+        self._end = 0
+        self._reserve(min(blocks_max, RESERVED_MAX))
+        policy.reserve(len(self._key))
 
     def __len__(self) -> int:
         return len(self._place)
@@ -90,12 +120,12 @@ class LevelIndex(Generic[P]):
         return key in self._place
 
     def __iter__(self) -> Iterator[BlockKey]:
-        """All keys, oldest insertion first; do not change the index meanwhile."""
+        """All keys; do not change the index meanwhile."""
         return iter(self._place)
 
-    def keys(self) -> KeysView[BlockKey]:
-        """A view of all keys."""
-        return self._place.keys()
+    def keys(self) -> Container[BlockKey]:
+        """All keys, whatever changes."""
+        return self._place
 
     def as_dict(self) -> dict[str, Any]:
         """How many blocks it holds, and its histograms, as plain data."""
@@ -105,13 +135,18 @@ class LevelIndex(Generic[P]):
             "reuse_distance": self.distances.as_dict(),
         }
 
+    @property
+    def pinned(self) -> int:
+        """How many blocks are pinned."""
+        return self._pinned
+
     def place(self, key: BlockKey) -> P | None:
         """The block's place, or None if it is not held."""
         return self._place.get(key)
 
-    def places_of(self, keys: Iterable[BlockKey]) -> Iterator[P | None]:
-        """``place`` of each of ``keys``; do not change the index meanwhile."""
-        return map(self._place.get, keys)
+    def places_of(self, keys: Iterable[BlockKey]) -> list[P | None]:
+        """``place`` of each of ``keys``."""
+        return self._place.get_all(keys)
 
     def lasting(self, keys: Sequence[BlockKey]) -> Sequence[P] | None:
         """The places of ``keys``, one or more, if all are held and nothing here ever expires.
@@ -124,7 +159,7 @@ class LevelIndex(Generic[P]):
             place = self._place.get(keys[0])
             return None if place is None else (place,)
         try:
-            places: tuple[P, ...] = itemgetter(*keys)(self._place)
+            places = self._place.all_of(keys)
         except KeyError:
             return None
         return places if len({*places}) == len(places) else None
@@ -141,19 +176,23 @@ class LevelIndex(Generic[P]):
         """The priority of the block at ``place``."""
         return self._priority[place]
 
+    def lowest(self, places: Iterable[int]) -> int:
+        """The lowest priority among the blocks at ``places``, one or more."""
+        return min(map(self._priority.__getitem__, places))
+
     def meta(self, place: int) -> Meta:
         """What is known of the block at ``place``."""
         return Meta(
             self._priority[place],
             self._floor[place],
             self._hits[place],
-            self._until.get(place, inf),
-            self._terms.get(place, NO_TERMS),
+            self._until.get(place),
+            self._terms.of[place],
         )
 
     def metas(self, places: Sequence[int]) -> list[Meta]:
         """What is known of the blocks at ``places``; those that are alike share an object."""
-        if len(places) < 2 or self._until.of or self._terms.of:
+        if len(places) < 2 or self._until.of or self._terms.count:
             return [self.meta(place) for place in places]
         at = itemgetter(*places)
         columns = [bytes(at(column)) for column in (self._priority, self._floor, self._hits)]
@@ -164,13 +203,20 @@ class LevelIndex(Generic[P]):
         metas = {kind: Meta(*kind) for kind in dict.fromkeys(kinds)}
         return [*map(metas.__getitem__, kinds)]
 
+    def at(self, places: Iterable[int]) -> list[BlockKey | None]:
+        """The key at each of ``places``, which were taken once; None where there is no block now.
+
+        Whether a block is still at a place is known from there in less time than from its key.
+        """
+        return [*map(self._key.__getitem__, places)]
+
     def keys_at(self, places: Iterable[int]) -> list[BlockKey]:
         """The keys of the blocks at ``places``, at each of which there is one."""
-        return cast("list[BlockKey]", [*map(self._key.__getitem__, places)])
+        return cast("list[BlockKey]", self.at(places))
 
     def expires_s(self, place: int) -> float:
         """Loop time at which the block at ``place`` expires; inf if never."""
-        own_s = self._terms.get(place, NO_TERMS).expires_s
+        own_s = self._terms.of[place].expires_s
         return own_s if self._expires is None else min(own_s, self._expires[place])
 
     def insert(
@@ -193,7 +239,8 @@ class LevelIndex(Generic[P]):
         now_s = self._now() - self._began_s
         for key, place in zip(keys, places, strict=True):
             assert key not in self._place, "a key is held already"
-            self._grow(place)
+            if place >= self._end:
+                self._reach(place)
             assert self._key[place] is None, f"place {place} is taken"
             self._place[key] = place
             self._key[place] = key
@@ -211,6 +258,7 @@ class LevelIndex(Generic[P]):
                 self._until.put(place, meta.until_s)
             if pins:
                 self._pins[place] = pins
+                self._pinned += 1
             else:
                 self.policy.push(place, meta.priority)
 
@@ -223,10 +271,9 @@ class LevelIndex(Generic[P]):
         pins: int,
     ) -> None:
         """``insert`` many of which nothing special was said."""
-        self._grow(max(places))
-        held = len(self._place) + len(keys)
-        self._place.update(zip(keys, places, strict=True))
-        assert len(self._place) == held, "a key is held already"
+        self._reach(max(places))
+        are_new = self._place.add(keys, places)
+        assert are_new, "a key is held already"
         names, chain = self._key, array("i", places)
         for key, place in zip(keys, chain, strict=True):
             assert names[place] is None, f"place {place} is taken"
@@ -239,18 +286,15 @@ class LevelIndex(Generic[P]):
         if self._expires is not None:
             np.frombuffer(self._expires, np.float64)[at] = expires_s
         if pins:
-            self._pins.update(dict.fromkeys(places, pins))
+            np.frombuffer(self._pins, np.uint32)[at] = pins
+            self._pinned += len(at)
         else:
             self.policy.push_all(chain, meta.priority)
-
-    def disjoint(self, keys: Iterable[BlockKey]) -> bool:
-        """Whether none of ``keys`` is held."""
-        return self._place.keys().isdisjoint(keys)
 
     def widen(self, key: BlockKey, terms: Terms) -> None:
         """Another request offers a held block: from now on it may what either allows."""
         place = self._place[key]
-        before = self._terms.get(place, NO_TERMS)
+        before = self._terms.of[place]
         after = before.merged(terms)
         if after != before:
             self._terms.put(place, after)
@@ -273,10 +317,10 @@ class LevelIndex(Generic[P]):
         if salt is None:
             return self.held(start, start + STEP), start + STEP
         found: list[BlockKey] = []
-        end, terms = min(start + BULK_STEP, len(self._key)), self._terms.get
+        end, terms = min(start + BULK_STEP, self._end), self._terms.of
         for place in range(start, end):
             key = self._key[place]
-            if key is not None and terms(place, NO_TERMS).salt == salt:
+            if key is not None and terms[place].salt == salt:
                 found.append(key)
                 if len(found) == STEP:
                     return found, place + 1
@@ -288,8 +332,8 @@ class LevelIndex(Generic[P]):
 
     @property
     def places(self) -> int:
-        """All places are below it."""
-        return len(self._key)
+        """All places that were ever taken are below it."""
+        return self._end
 
     def fill(self, blocks: Sequence[Kept], behind_s: float, here: int) -> None:
         """Hold what a tier recovered, oldest first: like ``insert``, in less time.
@@ -298,10 +342,10 @@ class LevelIndex(Generic[P]):
         """
         if not blocks:
             return
-        self._grow(max(block.place for block in blocks))
-        held = len(self._place) + len(blocks)
-        self._place.update([(block.key, cast("P", block.place)) for block in blocks])
-        assert len(self._place) == held, "a key is recovered twice"
+        self._reach(max(block.place for block in blocks))
+        places = cast("list[P]", [block.place for block in blocks])
+        are_new = self._place.add([block.key for block in blocks], places)
+        assert are_new, "a key is recovered twice"
         keys, priorities, floors, push = self._key, self._priority, self._floor, self.policy.push
         for key, place, facts in blocks:
             priority, floor, _, salt, terms = facts
@@ -317,15 +361,22 @@ class LevelIndex(Generic[P]):
                 end_s = facts.expires_wall_s
                 self._expires[place] = inf if end_s is None else end_s + behind_s
 
-    def _grow(self, place: int) -> None:
-        """Make room for ``place``, if there is none, and for more."""
-        if place < len(self._key):
+    def _reach(self, place: int) -> None:
+        """``place`` is going to be taken."""
+        self._end = max(self._end, place + 1)
+        self._reserve(place + 1)
+
+    def _reserve(self, places: int) -> None:
+        """Make room for so many places, if there is none, and for more."""
+        if places <= len(self._key):
             return
-        more = max(place + 1 - len(self._key), min(len(self._key), 1 << 16), 64)
+        more = max(places - len(self._key), min(len(self._key), GROWTH_MAX), 64)
         self._key.extend([None] * more)
+        self._terms.of.extend([NO_TERMS] * more)
         for column in (self._priority, self._floor, self._hits):
             column.extend(bytes(more))
         self._used.extend(array("I", [self._uses]) * more)
+        self._pins.extend(array("I", [0]) * more)
         self._used_s.extend(array("f", [self._now() - self._began_s]) * more)
         if self._expires is not None:
             self._expires.extend(array("d", [inf]) * more)
@@ -335,15 +386,18 @@ class LevelIndex(Generic[P]):
 
         ``evicted_s`` is the loop time if they go because others need the room; then none is pinned.
         """
-        places = [*map(self._place.pop, keys)]
+        places = self._place.pop_all(keys)
         for place in places:
             self._key[place] = None
-        for place in places if self._until.of or self._terms.of else ():
+        for place in places if self._until.of or self._terms.count else ():
             self._until.drop(place)
             self._terms.drop(place)
         pins, unpinned = self._pins, places
-        if pins and evicted_s is None:
-            unpinned = [place for place in places if not pins.pop(place, 0)]
+        if self._pinned and evicted_s is None:
+            unpinned = [place for place in places if not pins[place]]
+            self._pinned -= len(places) - len(unpinned)
+            for place in places:
+                pins[place] = 0
         if len(unpinned) == 1:
             self.policy.remove(unpinned[0])
         else:
@@ -359,17 +413,18 @@ class LevelIndex(Generic[P]):
     def touch(self, places: Sequence[int]) -> None:
         """Make these the most recently used; the last of ``places`` ends up the most recent."""
         now_s = self._now() - self._began_s
-        if len(places) >= BULK_MIN and self._pins.keys().isdisjoint(places):
+        if len(places) >= BULK_MIN:
             chain = array("i", places)
             at = np.frombuffer(chain, np.intc)
-            np.frombuffer(self._used, np.uint32)[at] = self._uses
-            np.frombuffer(self._used_s, np.float32)[at] = now_s
-            self.policy.touch_all(chain)
-            return
+            if not np.frombuffer(self._pins, np.uint32)[at].any():
+                np.frombuffer(self._used, np.uint32)[at] = self._uses
+                np.frombuffer(self._used_s, np.float32)[at] = now_s
+                self.policy.touch_all(chain)
+                return
         for place in places:
             self._used[place] = self._uses
             self._used_s[place] = now_s
-            if place not in self._pins:
+            if not self._pins[place]:
                 self.policy.touch(place)
 
     def hit(self, places: Sequence[int]) -> None:
@@ -399,38 +454,44 @@ class LevelIndex(Generic[P]):
 
     def pin(self, places: Sequence[int]) -> None:
         """Take the blocks at ``places`` out of eviction, once more for each time it is named."""
-        pins, alone = self._pins, dict.fromkeys(reversed(places), 1)
-        if len(alone) == len(places) and pins.keys().isdisjoint(alone):
-            self.policy.remove_all(array("i", alone))  # a prefix lies there with its tail first
-            pins.update(alone)
-            return
+        pins = self._pins
+        if len(places) >= BULK_MIN and len({*places}) == len(places):
+            chain = array("i", places[::-1])  # a prefix lies there with its tail first
+            at, column = np.frombuffer(chain, np.intc), np.frombuffer(pins, np.uint32)
+            if not column[at].any():
+                self.policy.remove_all(chain)
+                column[at] = 1
+                self._pinned += len(places)
+                return
         for place in places:
-            if place not in pins:
+            if not pins[place]:
                 self.policy.remove(place)
-            pins[place] = pins.get(place, 0) + 1
+                self._pinned += 1
+            pins[place] += 1
 
     def unpin(self, places: Sequence[int]) -> None:
         """Undo one pin of each; after the last a block is the most recent of its priority."""
         pins = self._pins
         if len(places) >= BULK_MIN:
             chain = array("i", places)
-            priorities = np.frombuffer(self._priority, np.uint8)[np.frombuffer(chain, np.intc)]
-            alone = itemgetter(*places)(pins).count(1) == len(places)
-            if alone and (priorities == priorities[0]).all() and len({*places}) == len(places):
-                for place in places:
-                    del pins[place]
+            at, column = np.frombuffer(chain, np.intc), np.frombuffer(pins, np.uint32)
+            priorities = np.frombuffer(self._priority, np.uint8)[at]
+            alone = (column[at] == 1).all() and len({*places}) == len(places)
+            if alone and (priorities == priorities[0]).all():
+                column[at] = 0
+                self._pinned -= len(places)
                 self.policy.push_all(chain, int(priorities[0]))
                 return
         for place in places:
-            if pins[place] == 1:
-                del pins[place]
+            assert pins[place], f"the block at place {place} is not pinned"
+            pins[place] -= 1
+            if not pins[place]:
+                self._pinned -= 1
                 self.policy.push(place, self._priority[place])
-            else:
-                pins[place] -= 1
 
     def pins(self, place: int) -> int:
         """How often the block at ``place`` is pinned."""
-        return self._pins.get(place, 0)
+        return self._pins[place]
 
     def note(self, key: BlockKey, meta: Meta) -> None:
         """A held block was used elsewhere, and is worth this now; its terms stay."""
@@ -444,7 +505,7 @@ class LevelIndex(Generic[P]):
     def _reprioritize(self, place: int, priority: int) -> None:
         if priority != self._priority[place]:
             self._priority[place] = priority
-            if place not in self._pins:
+            if not self._pins[place]:
                 self.policy.remove(place)
                 self.policy.push(place, priority)
 
@@ -469,7 +530,8 @@ class LevelIndex(Generic[P]):
         for place, key in enumerate(self._key):
             assert held.get(place) == key
         for place in held:
-            assert (place in self.policy) != (place in self._pins), place
-        assert len(self.policy) + len(self._pins) == len(held)
+            assert (place in self.policy) != bool(self._pins[place]), place
+        assert len(self.policy) + self._pinned == len(held)
+        assert sum(map(bool, self._pins)) == self._pinned
         self._until.check(held)
         self._terms.check(held)

@@ -34,7 +34,7 @@ from math import inf
 from kvladder.arena import Slot
 from kvladder.events import Reason
 from kvladder.keys import BlockKey
-from kvladder.lock import STEP
+from kvladder.lock import BATCH, STEP
 from kvladder.metrics import DropReason
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.policy.worth import Pace
@@ -61,12 +61,13 @@ class Level(Shelf[int]):
     """
 
     def __init__(self, spec: LevelSpec, shared: Shared, above: Above, *, bit: int) -> None:
-        super().__init__(spec.name, spec.rule, spec.policy, shared, bit=bit)
+        blocks_max = spec.capacity_blocks
+        super().__init__(spec.name, spec.rule, spec.policy, shared, bit=bit, blocks_max=blocks_max)
         self.tier: Tier = spec.tier
         self.settings = spec.settings
         self.capacity_blocks = spec.capacity_blocks
         self.door = Door(spec, shared, self.stats, on_calm=above.wake)
-        self.batch_max = min(spec.tier.batch_max, STEP)
+        self.batch_max = min(spec.tier.batch_max, BATCH)
         """The largest batch that is given to the tier, so that its bookkeeping stays short."""
         self.places = Places(spec.capacity_blocks)
         self.pace = Pace()
@@ -75,7 +76,7 @@ class Level(Shelf[int]):
         self._above = above
         self._writing: dict[BlockKey, Pending] = {}
         self._tombstones: set[BlockKey] = set()
-        self._leaving = Leaving()
+        self._leaving = Leaving(blocks_max)
         self._lost: dict[BlockKey, None] = {}
         """Blocks that a shared tier did not deliver, or damaged: to be replaced there."""
         self._full_until_s = -inf
@@ -413,7 +414,8 @@ class Level(Shelf[int]):
 
     def evict(self, victims: Sequence[Ref]) -> list[Ref]:
         """Those of the victims go that nobody reads; what the tier has to be told."""
-        held = [one for one in victims if self.index.place(one.key) == one.place]
+        there = self.index.at([one.place for one in victims])
+        held = [one for one, key in zip(victims, there, strict=True) if key == one.key]
         gone = [one for one in held if not self.places.being_read(one.place)]
         self._evict([one.key for one in gone])
         if self._tells:
@@ -430,7 +432,7 @@ class Level(Shelf[int]):
         each = facts_of(self._writing.values(), ttl_s=self.rule.ttl_s, clock=self.shared.clock)
         lost, side = self._lost, self.door.edge.side
         return [
-            LevelWrite(side, key, place, one.slot, facts, key in lost)
+            LevelWrite(side, key, place, one.slot, facts, key in lost, one.meta.terms.kind)
             for place, (key, one), facts in zip(places, self._writing.items(), each, strict=False)
         ]
 
@@ -452,11 +454,10 @@ class Level(Shelf[int]):
             self._publish(blocks, answer.results)
         writing, self._writing = self._writing, {}
         self.shared.arena.release([pending.slot for pending in writing.values()])
-        stored = [*filter(self.index.keys().__contains__, writing)]
-        self._above.settled(self, stored, stored=True)
-        if len(stored) < len(writing):
-            lost = [key for key in writing if key not in self.index]
-            self._above.settled(self, lost, stored=False)
+        both = [*zip(writing, self.index.places_of(writing), strict=True)]
+        for is_there in (True, False):
+            keys = [key for key, place in both if (place is not None) == is_there]
+            self._above.settled(self, keys, stored=is_there)
         if self.tier.shared:  # what was not stored others may have put there
             self.remove_later([Ref(key, NO_PLACE) for key in self._tombstones])
         self._tombstones.clear()
@@ -528,9 +529,8 @@ class Level(Shelf[int]):
         stats.loaded_s += answer.took_s
         if results is None:
             return [False] * len(blocks)
-        places = self.index.places_of([block.key for block in blocks])
-        both = zip(blocks, results, places, strict=True)
-        held = [(block, ok) for block, ok, place in both if place == block.place]
+        both = zip(blocks, results, self.index.at([block.place for block in blocks]), strict=True)
+        held = [(block, ok) for block, ok, key in both if key == block.key]
         held.reverse()
         lost = [block.key for block, ok in held if ok is False]  # None: it may be there later
         stats.misses += len(lost)
@@ -543,7 +543,7 @@ class Level(Shelf[int]):
     def unrecovered(self, keys: Sequence[BlockKey]) -> None:
         """Know nothing of blocks that the tier will tell of again."""
         self.index.drop(keys)
-        self._leaving = Leaving()
+        self._leaving = Leaving(self.capacity_blocks)
 
     def opened(self) -> None:
         """The tier is open, now or late: the level is there."""

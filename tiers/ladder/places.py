@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
+
+from kvladder.keys import unseen
 
 
 class Places:
@@ -19,8 +21,8 @@ class Places:
         """Whether the medium was found full: only places that were used before are given out."""
         self.taken = 0
         self._next = 0
-        self._free: list[int] = []
-        self._withheld: list[int] = []
+        self._free: deque[int] = unseen(deque())  # which is never copied, as a list is
+        self._withheld: deque[int] = unseen(deque())
         self._reads: Counter[int] = Counter()
         self._retired: set[int] = set()
 
@@ -32,8 +34,7 @@ class Places:
     def take(self, count: int) -> list[int]:
         """At most ``count`` places."""
         reused = min(count, len(self._free))
-        taken = self._free[len(self._free) - reused :]
-        del self._free[len(self._free) - reused :]
+        taken = [self._free.pop() for _ in range(reused)]
         fresh = 0 if self.limited else min(count - reused, self.capacity - self._next)
         taken += range(self._next, self._next + fresh)
         self._next += fresh
@@ -92,13 +93,13 @@ class Places:
         for place in places:
             filled[place] = 1
         self._next = len(filled)
-        self._free = [place for place, taken in enumerate(filled) if not taken]
+        self._free += [place for place, taken in enumerate(filled) if not taken]
         self._free.reverse()
         self.taken = len(places)
 
     def check(self) -> None:
         """Assert that every place is in exactly one state."""
-        idle = self._free + self._withheld
+        idle = [*self._free, *self._withheld]
         assert len(set(idle)) == len(idle)
         assert all(0 <= place < self._next for place in idle)
         assert self.taken + len(idle) == self._next <= self.capacity

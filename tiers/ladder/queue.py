@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import groupby, islice, repeat
+from itertools import islice, repeat
 from math import inf
 from typing import NamedTuple
 
 from kvladder.arena import Arena, Slot
-from kvladder.keys import BlockKey
+from kvladder.keys import BlockKey, Book, by_key, unseen
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.tiers.base import NO_TERMS, Clock
 from kvladder.tiers.label import Facts, Ref
-from kvladder.tiers.ladder.index import Meta
+from kvladder.tiers.ladder.index import Meta, runs
 
 
 class Pending(NamedTuple):
@@ -108,9 +108,9 @@ class Inbox:
         assert len(keys) + len(self._blocks) <= self._max
         self._arena.share(slots)
         self._blocks.update(zip(keys, map(Pending, slots, metas, repeat(now_s)), strict=True))
-        for priority, same in groupby(zip(keys, metas, strict=True), lambda one: one[1].priority):
-            ranked = self._by_priority.setdefault(priority, {})
-            ranked.update(dict.fromkeys(key for key, _ in same))
+        for meta, run in runs(metas):
+            ranked = self._by_priority.setdefault(meta.priority, {})
+            ranked.update(dict.fromkeys(keys[run]))
 
     def among(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
         """Those of ``keys`` that wait."""
@@ -161,14 +161,16 @@ class Leaving:
     """What a tier has still to forget, and what calls left behind may still store or undo.
 
     Removals are first in, first out. A block is in it until its removal, or the call, has ended.
-    The stack's lock guards every call.
+    The stack's lock guards every call. A level of ``blocks_max`` blocks may lose them all at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, blocks_max: int = 0) -> None:
         self.removing = 0
         """Removals that have not ended, whether or not they have begun."""
-        self._waiting: deque[Ref] = deque()
-        self._removals: Counter[BlockKey] = Counter()
+        self._keys: deque[BlockKey] = unseen(deque())
+        self._places: deque[int] = unseen(deque())
+        """Of those that wait, in the same order."""
+        self._removals: Book[int] = by_key(blocks_max)
         self.behind: dict[BlockKey, bytes] = {}
         """Blocks of a write or removal that was left behind and has not ended; their salts."""
         self._unwanted: set[BlockKey] = set()
@@ -182,12 +184,14 @@ class Leaving:
 
     def among(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
         """Those of ``keys`` that are being removed."""
-        return [*filter(self._removals.__contains__, keys)]
+        return [key for key in keys if key in self._removals] if self.removing else []
 
     def add(self, blocks: Sequence[Ref]) -> None:
         """Have these removed."""
         self.begin(blocks)
-        self._waiting += blocks
+        for key, place in blocks:
+            self._keys.append(key)
+            self._places.append(place)
 
     def begin(self, blocks: Sequence[Ref]) -> None:
         """The removal of these begins without having waited."""
@@ -199,9 +203,9 @@ class Leaving:
     def take(self, count: int) -> list[Ref]:
         """Begin with the oldest, at most ``count``, no block twice."""
         taken: dict[BlockKey, Ref] = {}
-        while self._waiting and len(taken) < count and self._waiting[0].key not in taken:
-            block = self._waiting.popleft()
-            taken[block.key] = block
+        while self._keys and len(taken) < count and self._keys[0] not in taken:
+            key = self._keys.popleft()
+            taken[key] = Ref(key, self._places.popleft())
         return list(taken.values())
 
     def ended(self, blocks: Sequence[Ref]) -> None:
@@ -241,4 +245,5 @@ class Leaving:
     def check(self) -> None:
         """Assert that counts agree; for tests."""
         assert self._unwanted <= self.behind.keys()
-        assert self._removals.total() == self.removing >= len(self._waiting)
+        assert sum(self._removals.values()) == self.removing >= len(self._keys)
+        assert len(self._keys) == len(self._places)

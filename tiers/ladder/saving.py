@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import inf
 
 from kvladder.arena import Slot
-from kvladder.keys import BlockKey
+from kvladder.keys import BlockKey, Book, by_key
+from kvladder.policy.eviction import PRIORITY_DEFAULT
+from kvladder.policy.retention import checked_duration, checked_priority
+from kvladder.tiers.base import Terms
 from kvladder.tiers.ladder.index import Meta
 
 
@@ -38,11 +42,12 @@ class _Lot:
 class Saving:
     """What is reserved and neither published nor abandoned yet; with the stack's lock held.
 
-    A block that was removed is not there any more; whoever fills its slot is told so by ``pop``.
+    At most ``blocks_max`` blocks. One that was removed is not there any more; whoever fills its
+    slot is told so by ``pop``.
     """
 
-    def __init__(self) -> None:
-        self._lots: dict[BlockKey, _Lot] = {}
+    def __init__(self, blocks_max: int = 0) -> None:
+        self._lots: Book[_Lot] = by_key(blocks_max)
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._lots
@@ -55,13 +60,14 @@ class Saving:
 
     def disjoint(self, keys: Iterable[BlockKey]) -> bool:
         """Whether none of ``keys`` is being saved."""
-        return not self._lots or self._lots.keys().isdisjoint(keys)
+        return not self._lots or self._lots.isdisjoint(keys)
 
     def put(self, keys: Sequence[BlockKey], slots: Sequence[Slot], metas: Sequence[Meta]) -> None:
         """These blocks are going to be filled; none is here yet."""
-        lot, before = _Lot(keys, slots, metas), len(self._lots)
-        self._lots.update(dict.fromkeys(keys, lot))
-        if len(self._lots) < before + len(keys):
+        lot = _Lot(keys, slots, metas)
+        lots = dict.fromkeys(keys, lot)
+        self._lots.put_all(lots)
+        if len(lots) < len(keys):
             lot.tear()
 
     def pop(self, key: BlockKey, slot: Slot) -> Meta | None:
@@ -102,3 +108,26 @@ class Saving:
     def slots(self) -> list[Slot]:
         """The slots of all of them."""
         return [lot[key][0] for key, lot in self._lots.items()]
+
+
+def metas_of(
+    count: int,
+    priorities: Sequence[int] | None,
+    durations_s: Sequence[float | None] | None,
+    floor: int,
+    now: float,
+    terms: Terms,
+) -> list[Meta]:
+    """What levels are told of consecutive blocks of a prefix, ``floor`` being that before them."""
+    if priorities is None and durations_s is None:  # one for all of them
+        return [Meta(PRIORITY_DEFAULT, min(floor, PRIORITY_DEFAULT), 0, inf, terms)] * count
+    metas: list[Meta] = []
+    wanted = [PRIORITY_DEFAULT] * count if priorities is None else priorities
+    durations = [None] * count if durations_s is None else durations_s
+    for priority, duration_s in zip(wanted, durations, strict=True):
+        priority = checked_priority(priority)
+        floor = min(floor, priority)
+        lasts_s = checked_duration(duration_s)
+        until_s = inf if lasts_s is None else now + lasts_s
+        metas.append(Meta(priority, floor, 0, until_s, terms))
+    return metas

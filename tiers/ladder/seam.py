@@ -7,7 +7,7 @@ from typing import Any
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
-from kvladder.lock import BULK_STEP, STEP, StackLock
+from kvladder.lock import BATCH, StackLock
 from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.tiers.base import ANYWHERE, HOST, Clock
 from kvladder.tiers.ladder.host import HostLevel
@@ -61,7 +61,7 @@ class Seam:
     def lease(self, count: int) -> list[Slot]:
         """Up to ``count`` slots, evicting from host what levels below hold too."""
         slots: list[Slot] = []
-        while (wanted := min(STEP, count - len(slots))) > 0:
+        while (wanted := min(BATCH, count - len(slots))) > 0:
             with self.shared.lock:
                 part = self.host.room(wanted, PRIORITY_MAX)
             slots += part
@@ -71,18 +71,20 @@ class Seam:
 
     def give_back(self, slots: Sequence[Slot]) -> None:
         """These leased slots are not used any more."""
-        for start in range(0, len(slots), BULK_STEP):
+        step = self.shared.bulk_step
+        for start in range(0, len(slots), step):
             with self.shared.lock:
-                self.shared.arena.release(slots[start : start + BULK_STEP])
+                self.shared.arena.release(slots[start : start + step])
 
     def lookup(self, keys: Sequence[BlockKey], levels: int = ANYWHERE) -> tuple[int, int]:
         """How many leading ``keys`` the host level holds, and how many one of ``levels`` does."""
-        if len(keys) <= BULK_STEP:
+        if len(keys) <= BATCH:
             with self.lock:
                 return self._lookup(keys, levels)
+        step = self.shared.bulk_step
         host = total = 0
         while total < len(keys):
-            part = keys[total : total + BULK_STEP]
+            part = keys[total : total + step]
             with self.lock:
                 here, found = self._lookup(part, levels)
             host += here if host == total else 0
@@ -113,8 +115,9 @@ class Seam:
     def holding(self, keys: Sequence[BlockKey], levels: int = ANYWHERE) -> list[bool]:
         """Whether each of ``keys`` is in host or in one of ``levels``: a set, not a prefix."""
         found: list[bool] = []
-        for start in range(0, len(keys), BULK_STEP):
-            part = keys[start : start + BULK_STEP]
+        step = self.shared.bulk_step
+        for start in range(0, len(keys), step):
+            part = keys[start : start + step]
             with self.lock:
                 below = [level for level in self.levels if level.bit & levels and level.readable]
                 indexes: list[LevelIndex[Any]] = [self.host.index, *(lv.index for lv in below)]

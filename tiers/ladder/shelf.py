@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Generic, Protocol
 
 from kvladder.arena import Arena, Slot
 from kvladder.events import Event, Overflow, Reason, Removed, Stored
-from kvladder.keys import BlockKey
-from kvladder.lock import StackLock
+from kvladder.keys import SMALL, BlockKey, unseen
+from kvladder.lock import BATCH, BULK_STEP, STEP, StackLock
 from kvladder.metrics import LevelStats
 from kvladder.notices import Notices
 from kvladder.policy.eviction import EvictionPolicy
@@ -31,18 +31,18 @@ class Journal:
     """
 
     def __init__(self) -> None:
-        self._keys: dict[BlockKey, None] = {}
+        self._keys: deque[BlockKey] = unseen(deque())
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._keys
 
     def add(self, keys: Iterable[BlockKey]) -> None:
         """Something happened to these."""
-        self._keys.update(dict.fromkeys(keys))
+        self._keys.extend(keys)
 
     def take(self) -> Collection[BlockKey]:
-        """Each of them once, since the last call; in no time, however many there are."""
-        taken, self._keys = self._keys, {}
+        """All of them since the last call, some twice; in no time, however many there are."""
+        taken, self._keys = self._keys, unseen(deque[BlockKey]())
         return taken
 
 
@@ -142,6 +142,16 @@ class Shared:
     purging: Counter[bytes] = field(default_factory=Counter[bytes])
     """Salts whose blocks are being removed: nothing of theirs is taken meanwhile."""
 
+    @property
+    def bulk_step(self) -> int:
+        """``BULK_STEP``, or less where books are too large for the processor's caches."""
+        return BULK_STEP if self.arena.slots <= SMALL else BULK_STEP // 8
+
+    @property
+    def load_step(self) -> int:
+        """How many blocks begin to come up at once, for which others may have to leave."""
+        return BATCH if self.arena.slots <= SMALL else STEP
+
     def refuses(self, salt: bytes) -> bool:
         """Whether no level takes blocks of this salt now."""
         purging = self.purging
@@ -176,7 +186,14 @@ class Shelf(ABC, Generic[P]):
     """
 
     def __init__(
-        self, name: str, rule: OffloadRule, policy: EvictionPolicy, shared: Shared, *, bit: int
+        self,
+        name: str,
+        rule: OffloadRule,
+        policy: EvictionPolicy,
+        shared: Shared,
+        *,
+        bit: int,
+        blocks_max: int,
     ) -> None:
         self.name = name
         self.rule = rule
@@ -184,7 +201,9 @@ class Shelf(ABC, Generic[P]):
         self.shared = shared
         self.stats = LevelStats()
         now = shared.clock.now
-        self.index: LevelIndex[P] = LevelIndex(policy, ttl=rule.ttl_s is not None, now=now)
+        self.index: LevelIndex[P] = LevelIndex(
+            policy, blocks_max=blocks_max, ttl=rule.ttl_s is not None, now=now
+        )
 
     def admits(self, meta: Meta) -> bool:
         """Whether a block of this meta would be taken now."""

@@ -12,7 +12,7 @@ from kvladder.arena import Slot
 from kvladder.errors import ClosedError, ConfigError
 from kvladder.keys import BlockKey, Namespace
 from kvladder.layout import Layout
-from kvladder.lock import BULK_STEP, STEP
+from kvladder.lock import BATCH, STEP
 from kvladder.policy.worth import Worth
 from kvladder.schema import within
 from kvladder.tiers.base import ANYWHERE, EVERYTHING, HOST, NO_TERMS
@@ -28,8 +28,6 @@ from kvladder.tiers.ladder.saving import Saving
 from kvladder.tiers.ladder.seam import Seam
 from kvladder.tiers.ladder.shelf import Shared
 
-EVICT_STEP = 4 * STEP
-"""Blocks for which others leave host in one hold."""
 RESET_STEPS = 16
 """Steps of a reset that its caller takes; the loop thread takes the others."""
 
@@ -67,7 +65,7 @@ class TierStack(Seam):
         self._shelves: Sequence[HostLevel | Level] = (self.host, *self.levels)
         self._keepers = [Keeper(level, self) for level in self.levels]
         self._post = post
-        self._saving = Saving()
+        self._saving = Saving(shared.arena.slots)
         self._scheduled = False
         self._resetting: Generator[object] | None = None
         self._closed = False
@@ -149,13 +147,20 @@ class TierStack(Seam):
     # ---- save
 
     def reserve(
-        self, keys: Sequence[BlockKey], metas: Sequence[Meta], *, explicit: bool
-    ) -> tuple[list[int], list[Slot]]:
+        self,
+        keys: Sequence[BlockKey],
+        metas: Sequence[Meta],
+        *,
+        explicit: bool,
+        patient: bool = False,
+    ) -> tuple[list[int], list[Slot], int]:
         """Lease slots for those ``keys``, consecutive blocks of a prefix, that are to be saved.
 
         Left out is what is here already and what no level takes, with all that follows it. Returns
-        positions in ``keys`` and their slots. ``explicit`` metas replace those of blocks that are
-        here. Each key returned must be given to ``publish`` or ``abandon``.
+        positions in ``keys``, their slots, and the position of the first one for which there is
+        no room, ``len(keys)`` if there is for all. ``explicit`` metas replace those of blocks that
+        are here. What finds no room is dropped, or tried again by who is ``patient``. Each key
+        returned must be given to ``publish`` or ``abandon``.
         """
         self._require_open()
         wanted: list[int] = []
@@ -172,13 +177,17 @@ class TierStack(Seam):
                     kept = found[: len(leased)]
                     said = [metas[index] for index in kept]
                     self._saving.put([keys[index] for index in kept], leased, said)
-                for index in found[len(leased) :]:
+                for index in () if patient else found[len(leased) :]:
                     self.host.stats.drop("room", metas[index].priority)
             wanted += found
             slots += leased
             start = end
+        short = wanted[len(slots)] if len(slots) < len(wanted) else len(keys)
+        if patient and slots:
+            with self.lock:
+                self.host.wait_for(0)
         del wanted[len(slots) :]
-        return wanted, slots
+        return wanted, slots, short
 
     def _missing(
         self, keys: Sequence[BlockKey], metas: Sequence[Meta], start: int, *, explicit: bool
@@ -191,8 +200,9 @@ class TierStack(Seam):
         is_plain = first.terms == NO_TERMS and first.until_s == inf
         end, part, said = len(keys), keys, metas
         if end > STEP:
-            has_room = self.shared.arena.free >= BULK_STEP  # or else some have to leave
-            step = BULK_STEP if has_room else EVICT_STEP
+            bulk_step = self.shared.bulk_step
+            has_room = self.shared.arena.free >= bulk_step  # or else some have to leave
+            step = bulk_step if has_room else bulk_step // 4
             end = min(end, start + (step if is_plain else STEP))
             part, said = keys[start:end], metas[start:end]
         is_new = self.host.index.disjoint(part) and self._saving.disjoint(part)
@@ -228,7 +238,7 @@ class TierStack(Seam):
     def _any_coming(self, keys: Sequence[BlockKey]) -> bool:
         """Whether one of these is on its way up."""
         arrivals = self.loader.arrivals
-        return bool(arrivals) and not arrivals.keys().isdisjoint(keys)
+        return bool(arrivals) and not arrivals.isdisjoint(keys)
 
     def _admitted(self, meta: Meta) -> bool:
         return self.host.admits(meta) or any(level.admits(meta) for level in self.levels)
@@ -480,27 +490,26 @@ class TierStack(Seam):
         left: list[BlockKey] = []
         durable = [level for level in self.levels if level.outlives]
         keepers = [keeper for keeper in self._keepers if keeper.level.outlives]
-        for start in range(0, self.host.index.places if durable else 0, BULK_STEP):
+        bulk_step = self.shared.bulk_step
+        for start in range(0, self.host.index.places if durable else 0, bulk_step):
             with self.lock:
-                left += self.host.index.held(start, start + BULK_STEP)
-        step = min([STEP, *(level.settings.queue_blocks for level in durable)])
+                left += self.host.index.held(start, start + bulk_step)
+        step = min([BATCH, *(level.settings.queue_blocks for level in durable)])
         for start in range(0, len(left) + step if durable else 0, step):
             for keeper in keepers:  # so that its queue has room
                 await keeper.drain()
             with self.lock:
-                for key in left[start : start + step]:
-                    self._flush_one(durable, key)
+                self._flush_some(durable, left[start : start + step])
         for keeper in keepers:
             await keeper.drain(erased=True)
 
-    def _flush_one(self, durable: Sequence[Level], key: BlockKey) -> None:
-        slot = self.host.find(key)
-        if slot is None or any(level.holds(key) for level in durable):
-            return
-        meta = self.host.index.meta(slot)
+    def _flush_some(self, durable: Sequence[Level], keys: Sequence[BlockKey]) -> None:
+        """Offer those of ``keys`` that none of the levels has to the first that takes them."""
         for level in durable:
-            if level.offer([key], [slot], [meta]):
-                return
+            left = [key for key in keys if not any(other.holds(key) for other in durable)]
+            found = [(key, slot) for key in left if (slot := self.host.find(key)) is not None]
+            slots = [slot for _, slot in found]
+            level.offer([key for key, _ in found], slots, self.host.index.metas(slots))
 
     async def aclose(self, *, flush_timeout_s: float) -> None:
         """Flush, end every transfer, close every tier, release every slot; may be called again."""
@@ -525,6 +534,20 @@ class TierStack(Seam):
                 held = self.host.index.held(start, start + STEP)
                 self.host.on_drop(held)
                 self.shared.arena.release(self.host.index.drop(held))
+
+    def moving(self, *, wanted: int = 0) -> bool:
+        """Whether anything is under way that may make room: writes, loads, copies, pinned blocks.
+
+        A save that begins to wait says how many blocks it has, so that the next victims are
+        written meanwhile.
+        """
+        with self.lock:
+            if wanted:
+                self.host.wait_for(wanted)
+                self.wake()
+            looks = self.levels and not self.host.has_looked
+            held = self.loader.arrivals or len(self._saving) or self.host.index.pinned
+            return bool(looks or held or self.pending)
 
     @property
     def pending(self) -> bool:

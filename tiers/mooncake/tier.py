@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import re
 import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from kvladder.arena import Slot
 from kvladder.errors import ConfigError, TierError
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_MAX
-from kvladder.schema import Settings
+from kvladder.schema import Address, Settings
 from kvladder.tiers.base import Progress, Tier, TierContext
 from kvladder.tiers.label import LABEL_BYTES, VERSION, Read, Ref, Write, told
 from kvladder.units import Size
@@ -42,13 +41,12 @@ THREADS = 4
 LIST_TIMEOUT_S = 5.0
 # error_code.h of the store
 OK, NOT_THERE, THERE_ALREADY, NO_ROOM = 0, -704, -705, -200
-_ADDRESS = re.compile(r"[^\s:/]+:\d+")
 
 
 class MooncakeOptions(Settings, frozen=True, kw_only=True):
     """What a configuration says about a Mooncake tier."""
 
-    master: str
+    master: Address
     """Host and port of ``mooncake_master``."""
     metadata: str = "P2PHANDSHAKE"
     """The metadata server; by default nodes tell each other."""
@@ -64,14 +62,8 @@ class MooncakeOptions(Settings, frozen=True, kw_only=True):
         int, msgspec.Meta(ge=0, le=PRIORITY_MAX + 1, description="a priority, or 101 for none")
     ] = PRIORITY_MAX + 1
     """Blocks of this priority and above are pinned softly: evicted after all others."""
-    admin: str = ""
+    admin: Address | None = None
     """Host and port of the master's HTTP server: a purge of one salt has it list names."""
-
-    def __post_init__(self) -> None:
-        for name in ("master", "admin"):
-            address = getattr(self, name)
-            if not _ADDRESS.fullmatch(address) and (address or name == "master"):
-                raise ValueError(f"{name} is {address!r}: expected host:port")
 
 
 class MooncakeTier(Tier):

@@ -14,6 +14,7 @@ from kvladder.tiers.label import LABEL_BYTES, Facts
 from kvladder.tiers.nixl.control import Dial
 from kvladder.tiers.nixl.messages import (
     HAVE,
+    LATER,
     Abort,
     Bye,
     Commit,
@@ -231,7 +232,8 @@ class Connection(Channel):
         """Have blocks written into slots here; a length of 0 is a miss."""
         message = Get(self._number(), b"".join(keys), list(slots))
         async with self._operation(message.op):
-            got = await self._asked(message, Got)
+            with self._pump.busy():
+                got = await self._asked(message, Got)
         if not len(got.lengths) * LABEL_BYTES == len(got.labels) == len(slots) * LABEL_BYTES:
             self._lies(f"{len(got.lengths)} lengths of {len(slots)} blocks")
         return got
@@ -243,8 +245,11 @@ class Connection(Channel):
         lengths: Sequence[int],
         facts: Sequence[Facts],
         label: Callable[[Sequence[int]], Awaitable[Sequence[bytes]]],
-    ) -> list[bool]:
-        """Write blocks from slots here; ``label`` makes the labels of those that are wanted."""
+    ) -> list[bool | None]:
+        """Write blocks from slots here; ``label`` makes the labels of those that are wanted.
+
+        Returns whether each is there now; None if it may be offered again at once.
+        """
         op = self._number()
         async with self._operation(op):
             offer = Offer(op, b"".join(keys), list(lengths), [*facts])
@@ -257,7 +262,10 @@ class Connection(Channel):
                 stored = (await self._asked(Commit(op, labels), Stored)).stored
         if len(stored) != len(keys):
             self._lies(f"{len(stored)} answers to {len(keys)} blocks")
-        return [slot == HAVE or bool(one) for slot, one in zip(granted, stored, strict=True)]
+        return [
+            None if slot == LATER else slot == HAVE or bool(one)
+            for slot, one in zip(granted, stored, strict=True)
+        ]
 
     async def _written(
         self,
@@ -284,9 +292,8 @@ class Connection(Channel):
     async def _operation(self, op: int) -> AsyncGenerator[None]:
         """An operation that touches slots: it has a limit, and a sure end."""
         try:
-            with self._pump.busy():
-                async with asyncio.timeout(self._limit_s):
-                    yield
+            async with asyncio.timeout(self._limit_s):
+                yield
         except (TimeoutError, asyncio.CancelledError, TierError) as error:
             await self._give_up(op)
             if isinstance(error, TimeoutError):
@@ -338,12 +345,20 @@ class Line:
         Host and port, for messages.
     say:
         Is told when the connection breaks, and why.
+    name:
+        What stays when the far end comes back at another address; the address if it is empty.
     """
 
     def __init__(
-        self, address: str, client: Client, dial: Dial, say: Callable[[str], object]
+        self,
+        address: str,
+        client: Client,
+        dial: Dial,
+        say: Callable[[str], object],
+        name: str = "",
     ) -> None:
         self.address = address
+        self.name = name or address
         self._client = client
         self._dial = dial
         self._say = say

@@ -28,12 +28,14 @@ REFUSED = -1
 """Instead of a slot: the block is not wanted, or there is no room for it."""
 HAVE = -2
 """Instead of a slot: the block is there."""
+LATER = -3
+"""Instead of a slot: it may be offered again once what was granted is committed."""
 METADATA_BYTES_MAX = 64 << 10
 WHY_MAX = 400
 
 Int = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Slots = Annotated[
-    list[Annotated[int, msgspec.Meta(ge=-2, lt=1 << 31)]], msgspec.Meta(max_length=BATCH_MAX)
+    list[Annotated[int, msgspec.Meta(ge=-3, lt=1 << 31)]], msgspec.Meta(max_length=BATCH_MAX)
 ]
 Lengths = Annotated[list[Int], msgspec.Meta(max_length=BATCH_MAX)]
 Keys = Annotated[bytes, msgspec.Meta(max_length=LOOKUP_MAX * KEY_BYTES)]
@@ -156,7 +158,7 @@ class Got(Message, frozen=True):
 
 
 class Grant(Message, frozen=True):
-    """Slots to write to; REFUSED, or HAVE."""
+    """Slots to write to; REFUSED, HAVE, or LATER."""
 
     slots: Slots
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import compress
+from itertools import compress, repeat, starmap
+from math import inf
 from typing import Annotated, ClassVar, TypeVar, cast
 
 import msgspec
@@ -17,11 +17,12 @@ from kvladder.arena import Arena
 from kvladder.errors import ConfigError, TierError
 from kvladder.keys import BlockKey
 from kvladder.layout import PAGE_BYTES
-from kvladder.schema import Settings
+from kvladder.schema import Address, Settings, masked
 from kvladder.tiers.base import Progress, Tier, TierContext
 from kvladder.tiers.label import LABEL_BYTES, Read, Ref, Write
-from kvladder.tiers.nixl.messages import BATCH_MAX, LOOKUP_MAX
+from kvladder.tiers.nixl.messages import BATCH_MAX, LOOKUP_MAX, VERSION
 from kvladder.tiers.nixl.plane import NixlPlane, load
+from kvladder.tiers.nixl.roster import FOLLOW_S, Entry, Roster, listed, require_url, run_of
 
 try:
     from kvladder.tiers.nixl.control import Dialled
@@ -33,13 +34,18 @@ except ModuleNotFoundError as missing:
 T = TypeVar("T")
 
 BATCH_BYTES = 64 << 20
+PARTS, PART_BYTES_MIN = 4, 4 << 20
+"""A batch travels in so many parts, none smaller: one is checked while the next one travels."""
 INLINE_BYTES = 256 << 10
 """Of blocks whose checksums are made on the loop: a thread would cost more."""
+PIECES = 0.25
+"""Of a call's time: after it no further piece of a put is begun."""
 KNOWN_MAX = 1 << 16
 """Blocks of which it is remembered who has them."""
-_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.%a-z]+\]|[^\s:/\[\]]+):\d{1,5}")
 _OF_ONE_MACHINE = {"all", "cma", "knem", "posix", "shm", "sm", "sysv", "xpmem"}
-Addresses = Annotated[tuple[str, ...], msgspec.Meta(max_length=256)]
+Part = tuple[Line, Sequence[int]]
+"""Whom a call goes to, and for which of its blocks."""
+Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=256)]
 
 
 class NixlOptions(Settings, frozen=True, kw_only=True):
@@ -49,22 +55,31 @@ class NixlOptions(Settings, frozen=True, kw_only=True):
     """Host and port of each ``kvladder serve``; a block is put into one of them."""
     peers: Addresses = ()
     """Host and port of each engine with ``export:``, whose blocks are read and never written."""
+    roster: str = ""
+    """Instead of both: the URL of a Redis where they announce themselves."""
     keys: str
     """The file with the keys of this end."""
     transports: str = "tcp"
     """How bytes travel, as UCX names it: ``tcp``, or ``rc,tcp`` with RDMA."""
-    interfaces: str = ""
-    """The network devices, as UCX names them; all if empty."""
-    required: bool = True
-    """Whether the engine does not start while none of the servers can be reached."""
+    interfaces: str = "all"
+    """The network devices, as UCX names them."""
+    required: bool | None = None
+    """Whether the engine does not start while none of the servers can be reached; by default, if
+    they are listed here."""
 
     def __post_init__(self) -> None:
         named = [*self.servers, *self.peers]
-        if not named:
-            raise ValueError("names neither servers nor peers: expected host:port of one at least")
+        if self.roster:
+            if named:
+                hint = "expected one of the two: a list, or a Redis that has it"
+                raise ConfigError("stands beside servers or peers", path="roster", hint=hint)
+            require_url(self.roster)
+        elif not named:
+            what = "names neither servers, peers nor a roster"
+            raise ValueError(f"{what}: expected host:port of one at least, or the URL of a Redis")
         for address in named:
-            if not _ADDRESS.fullmatch(address) or named.count(address) > 1:
-                raise ValueError(f"{address!r}: expected host:port, each of them once")
+            if named.count(address) > 1:
+                raise ValueError(f"{address!r}: expected each of them once")
         if found := _OF_ONE_MACHINE.intersection(self.transports.split(",")):
             what = "a transport of one machine, with which bytes come after a call was given up"
             raise ValueError(f"transports: {', '.join(found)} is {what}: expected tcp, or rc,tcp")
@@ -82,6 +97,7 @@ class NixlTier(Tier):
     Options: ClassVar[type[NixlOptions]] = NixlOptions
     shared = True
     isolates = True
+    overhead_bytes = LABEL_BYTES
     probe_max = LOOKUP_MAX
 
     def __init__(self, options: NixlOptions) -> None:
@@ -90,6 +106,13 @@ class NixlTier(Tier):
         self._peers: list[Line] = []
         self._known: OrderedDict[BlockKey, Line] = OrderedDict()
         """The peer that had a block when it was asked."""
+        self._roster: Roster | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._dropped: set[asyncio.Task[None]] = set()
+        self._unfit = 0
+        """Of those who are on the roster, who has or takes no blocks such as ours."""
+        self._unread = 0
+        """How often the roster could not be read."""
         self._closed = False
 
     # ---- the beginning and the end
@@ -105,16 +128,19 @@ class NixlTier(Tier):
         try:
             NixlPlane(arena, options.transports, options.interfaces).destroy()
         except TierError as error:
-            what = f"{options.transports} over {options.interfaces or 'any interface'}: {error}"
+            what = f"{options.transports}, interfaces {options.interfaces}: {error}"
             raise ConfigError(what, path="transports") from error
         finally:
             arena.close()
-        for address in (*options.servers, *options.peers):
+        found = await listed(options.roster, keys.peers[0]) if options.roster else {}
+        addresses = [*options.servers, *options.peers, *(one.address for one in found.values())]
+        for address in addresses:
             try:
                 await greet(partial(Dialled, address, keys))
             except TierError as error:
                 warn(f"{address}: {error}")
-        return self.describe()
+        told = {"announced": ", ".join(found) or "nobody"} if options.roster else {}
+        return {**self.describe(), **told}
 
     async def open(self, context: TierContext) -> None:
         self.context = context
@@ -130,14 +156,24 @@ class NixlTier(Tier):
             plane=partial(context.run_blocking, plane),
             timeout_s=context.timeout_s,
         )
-        for lines, addresses in ((self._servers, options.servers), (self._peers, options.peers)):
-            for address in addresses:
-                dial = partial(Dialled, address, keys)
-                lines.append(Line(address, client, dial, context.say))
+
+        def line(name: str, address: str) -> Line:
+            dial = partial(Dialled, address, keys)
+            return Line(address, client, dial, context.say, name)
+
+        self._line = line
         try:
+            if options.roster:
+                self._roster = Roster(options.roster, keys.peers[0])
+                await self._look(self._roster)
+                self._following = asyncio.create_task(self._follow(self._roster))
+            self._servers += [line(address, address) for address in options.servers]
+            self._peers += [line(address, address) for address in options.peers]
             await self._reached()
-        except BaseException:
+        except BaseException as error:
             await self.aclose()
+            if isinstance(error, TierError) and options.required:
+                raise ConfigError(str(error), path="roster") from error
             raise
 
     async def _reached(self) -> None:
@@ -146,22 +182,77 @@ class NixlTier(Tier):
         await asyncio.gather(*(line.tried() for line in lines))
         down = [line for line in lines if not line.is_up]
         for line in down:
-            if not line.error.temporary:
+            if not line.error.temporary and self._roster is None:
                 raise ConfigError(
                     str(line.error), path="peers" if line in self._peers else "servers"
                 )
         for line in self._servers:
-            if line.is_up and not line.here.writable:
+            if line.is_up and not line.here.writable and self._roster is None:
                 what = f"{line.address} is an engine, whose blocks are only read"
                 raise ConfigError(what, path="servers", hint="expected it among the peers")
-        if self._servers and self.options.required and {*self._servers} <= {*down}:
+        is_required, listed = self.options.required, self._roster is None
+        if is_required is None:
+            is_required = bool(self._servers) and listed
+        if is_required and {*self._servers} <= {*down}:
+            where = "servers" if listed else "roster"
+            what = str(self._servers[0].error) if self._servers else "names no server that is there"
             hint = "expected a kvladder serve that runs, or required: false to start without it"
-            raise ConfigError(str(self._servers[0].error), path="servers", hint=hint)
+            raise ConfigError(what, path=where, hint=hint)
 
     async def aclose(self) -> None:
         self._closed = True
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait({self._following})
         lines = [*self._servers, *self._peers]
-        await asyncio.gather(*(line.aclose() for line in lines))
+        await asyncio.gather(*self._dropped, *(line.aclose() for line in lines))
+        if self._roster is not None:
+            await self._roster.aclose()
+
+    # ---- who is there
+
+    async def _follow(self, roster: Roster) -> None:
+        """Use who is on the roster; while it cannot be read, who was on it last."""
+        is_known = True
+        while True:
+            await asyncio.sleep(FOLLOW_S)
+            try:
+                await self._look(roster)
+                is_known = True
+            except (TierError, ConfigError) as error:
+                self._unread += 1
+                if is_known:
+                    self.context.say(f"{error}: the far ends that were known are used")
+                is_known = False
+
+    async def _look(self, roster: Roster) -> None:
+        """Have a line to each that is on the roster, and is of use here.
+
+        Who is not on it any more, but is connected, stays: it lives, and has blocks.
+        """
+        found = await roster.read()
+        own, space = run_of(self.context.arena), self.context.namespace.hex()
+        others = {name: entry for name, entry in found.items() if entry.run != own}
+        fit = {name: entry for name, entry in others.items() if self._fits(entry, space)}
+        self._unfit = len(others) - len(fit)
+        for lines, writable in ((self._servers, True), (self._peers, False)):
+            wanted = {name: e.address for name, e in fit.items() if e.writable is writable}
+            for line in [*lines]:
+                address = wanted.get(line.name)
+                if address == line.address or (address is None and line.is_up):
+                    wanted.pop(line.name, None)
+                else:
+                    lines.remove(line)
+                    leaving = asyncio.create_task(line.aclose())
+                    self._dropped.add(leaving)
+                    leaving.add_done_callback(self._dropped.discard)
+            lines += [self._line(*one) for one in wanted.items()]
+
+    def _fits(self, entry: Entry, space: str) -> bool:
+        """Whether it understands us, and has or takes blocks such as ours."""
+        has_ours = entry.namespace in {"", space}
+        is_large = entry.block_bytes >= self.context.layout.block_bytes
+        return has_ours and is_large and entry.version == VERSION
 
     # ---- which far end
 
@@ -179,27 +270,33 @@ class NixlTier(Tier):
         """The server that a block belongs to."""
         if len(servers) == 1:
             return servers[0]
-        return max(servers, key=lambda line: xxh3_64_intdigest(key + line.address.encode()))
+        return max(servers, key=lambda line: xxh3_64_intdigest(key + line.name.encode()))
+
+    def _parts(self, pairs: Iterable[tuple[Line, int]]) -> list[Part]:
+        """Blocks by whom they go to, in the parts in which they travel."""
+        least, parts = PART_BYTES_MIN // self.context.layout.slot_bytes, list[Part]()
+        for line, numbers in _grouped(pairs).items():
+            step = max(1, least, -(-len(numbers) // PARTS))
+            parts += [(line, numbers[at : at + step]) for at in range(0, len(numbers), step)]
+        return parts
 
     @staticmethod
     async def _each(
-        groups: Mapping[Line, Sequence[int]],
-        call: Callable[[Line, Sequence[int]], Awaitable[Sequence[T]]],
-    ) -> dict[Line, Sequence[T]]:
-        """What far ends answer of their blocks, those that do; an error if there are none."""
-        answers = await asyncio.gather(
-            *(call(line, numbers) for line, numbers in groups.items()), return_exceptions=True
-        )
-        found: dict[Line, Sequence[T]] = {}
+        parts: Sequence[Part], call: Callable[[Line, Sequence[int]], Awaitable[Sequence[T]]]
+    ) -> list[Sequence[T] | None]:
+        """What is answered to each part, None where that failed; an error if all have failed."""
+        answers = await asyncio.gather(*starmap(call, parts), return_exceptions=True)
+        found: list[Sequence[T] | None] = []
         error: TierError | None = None
-        for line, answer in zip(groups, answers, strict=True):
+        for (line, _), answer in zip(parts, answers, strict=True):
             if isinstance(answer, TierError):
                 error = TierError(f"{line.address}: {answer}", temporary=answer.temporary)
+                found.append(None)
             elif isinstance(answer, BaseException):
                 raise answer
             else:
-                found[line] = answer
-        if error is not None and not found:
+                found.append(answer)
+        if error is not None and not any(answer is not None for answer in found):
             raise error
         return found
 
@@ -212,15 +309,15 @@ class NixlTier(Tier):
             None if self._is_away(read.key, up) else False for read in reads
         ]
         for turn in range(max(map(len, ways), default=0)):
-            groups = _grouped(
+            parts = self._parts(
                 (ways[n][turn], n)
                 for n in range(len(reads))
                 if not results[n] and turn < len(ways[n])
             )
-            found = await self._each(groups, partial(self._get, reads))
-            for line, numbers in groups.items():
-                come = found.get(line, [None] * len(numbers))  # there, as far as anybody knows
-                for n, has_come in zip(numbers, come, strict=True):
+            found = await self._each(parts, partial(self._get, reads))
+            for (_, numbers), come in zip(parts, found, strict=True):
+                # where nobody answers they are there, as far as anybody knows
+                for n, has_come in zip(numbers, come or repeat(None), strict=False):
                     results[n] = has_come or (None if has_come is None else results[n])
         return results
 
@@ -262,17 +359,34 @@ class NixlTier(Tier):
             return [False] * len(writes)  # peers are read only
         if replaced := [write.key for write in writes if write.replace]:
             await self._remove(replaced, up)
-        groups = _grouped((self._owner(write.key, up), n) for n, write in enumerate(writes))
-        found = await self._each(groups, partial(self._put, writes))
+        parts = self._parts((self._owner(write.key, up), n) for n, write in enumerate(writes))
+        found = await self._each(parts, partial(self._put, writes))
         results = [False] * len(writes)
-        for line, stored in found.items():
-            for n, is_stored in zip(groups[line], stored, strict=True):
+        for (_, numbers), stored in zip(parts, found, strict=True):
+            for n, is_stored in zip(numbers, stored or (), strict=False):
                 results[n] = is_stored
         return results
 
     async def _put(
         self, every: Sequence[Write], line: Line, numbers: Sequence[int]
     ) -> Sequence[bool]:
+        """Put blocks into a server, in as many pieces as it has room for one after the other."""
+        begun_s, now = self.context.clock.now(), self.context.clock.now
+        limit_s = inf if self.context.timeout_s is None else PIECES * self.context.timeout_s
+        stored = dict(zip(numbers, await self._put_some(every, line, numbers), strict=True))
+        while (
+            later := [n for n, answer in stored.items() if answer is None]
+        ) and now() < begun_s + limit_s:
+            try:
+                answers = await self._put_some(every, line, later)
+            except TierError:
+                break  # what went before is stored
+            stored |= zip(later, answers, strict=True)
+        return [bool(stored[n]) for n in numbers]
+
+    async def _put_some(
+        self, every: Sequence[Write], line: Line, numbers: Sequence[int]
+    ) -> Sequence[bool | None]:
         writes = [every[n] for n in numbers]
 
         async def label(wanted: Sequence[int]) -> Sequence[bytes]:
@@ -303,15 +417,15 @@ class NixlTier(Tier):
         if not keys:
             return []
         every = range(len(keys))
-        groups: dict[Line, Sequence[int]] = {line: every for line in self._peers if line.is_up}
+        parts: list[Part] = [(line, every) for line in self._peers if line.is_up]
         if len(up) == 1:
-            groups[up[0]] = every
+            parts.append((up[0], every))
         else:
-            groups |= _grouped((self._owner(key, up), n) for n, key in enumerate(keys) if up)
-        found = await self._each(groups, partial(self._lookup, keys))
+            parts += _grouped((self._owner(key, up), n) for n, key in enumerate(keys) if up).items()
+        found = await self._each(parts, partial(self._lookup, keys))
         results = [False] * len(keys)
-        for line, have in found.items():
-            for n in compress(groups[line], have):
+        for (line, numbers), have in zip(parts, found, strict=True):
+            for n in compress(numbers, have or b""):
                 results[n] = True
                 if line in self._peers:
                     self._known[keys[n]] = line
@@ -343,15 +457,27 @@ class NixlTier(Tier):
             "far_ends": len(lines),
             "far_ends_connected": sum(line.is_up for line in lines),
             "connections_broken": sum(line.breaks for line in lines),
+            **self._of_roster(),
+        }
+
+    def _of_roster(self) -> dict[str, int]:
+        if self._roster is None:
+            return {}
+        return {
+            "far_ends_unfit": self._unfit,
+            "roster_ignored": self._roster.ignored,
+            "roster_failures": self._unread,
         }
 
     def describe(self) -> dict[str, str]:
         options = self.options
+        who = {name: ", ".join(getattr(options, name)) or "none" for name in ("servers", "peers")}
+        if options.roster:
+            who = {"roster": masked(options.roster)}
         return {
-            "servers": ", ".join(options.servers) or "none",
-            "peers": ", ".join(options.peers) or "none",
+            **who,
             "transports": options.transports,
-            "interfaces": options.interfaces or "all",
+            "interfaces": options.interfaces,
             "batch": f"{self.batch_max} blocks",
         }
 

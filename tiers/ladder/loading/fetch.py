@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 from kvladder.arena import Slot
-from kvladder.keys import BlockKey
+from kvladder.keys import BlockKey, unseen
 from kvladder.policy.worth import Patience, Saves
 from kvladder.tiers.base import ANYWHERE, NO_SLOT
 from kvladder.tiers.label import LevelRead
@@ -43,6 +45,38 @@ class Arrival:
     def reroute(self, read: LevelRead, level: Level) -> None:
         """The block comes from another level, into another slot."""
         self.read, self.level = read, level
+
+
+class Parked:
+    """Blocks that wait for room, first in, first out, in columns: no object for each of them."""
+
+    def __init__(self) -> None:
+        self._fetches: deque[Fetch] = deque()
+        self._positions: deque[int] = unseen(deque())
+        self._keys: deque[BlockKey] = unseen(deque())
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, fetch: Fetch, positions: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        """More of them: for whom, which blocks of its prefix, and their keys."""
+        self._fetches.extend([fetch] * len(keys))
+        self._positions.extend(positions)
+        self._keys.extend(keys)
+
+    def oldest(self, count: int) -> tuple[list[Fetch], list[int], list[BlockKey]]:
+        """What has waited longest, at most so many."""
+        positions, keys = islice(self._positions, count), islice(self._keys, count)
+        return [*islice(self._fetches, count)], [*positions], [*keys]
+
+    @property
+    def first(self) -> tuple[Fetch, int, BlockKey]:
+        """The oldest."""
+        return self._fetches[0], self._positions[0], self._keys[0]
+
+    def pop(self) -> tuple[Fetch, int, BlockKey]:
+        """The oldest waits no longer."""
+        return self._fetches.popleft(), self._positions.popleft(), self._keys.popleft()
 
 
 class Pins(Protocol):
@@ -248,12 +282,16 @@ class Fetch:
         with self._lock:
             is_first, self._released = not self._released, True
         if is_first:
-            self._stack.unpin(self.keys[: len(self._slots)], self._slots)
+            self._stack.unpin(*self._pinned())
+
+    def _pinned(self) -> tuple[Sequence[BlockKey], Sequence[Slot]]:
+        """The blocks of the answer, and their slots."""
+        return self.keys[: len(self._slots)], self._slots
 
     def forget(self) -> None:
         """Release, and have every level forget the blocks: their bytes could not be used."""
         self.release()
-        self._stack.discard(self.keys[: len(self._slots)])
+        self._stack.discard(self._pinned()[0])
 
 
 class SetFetch(Fetch):
@@ -294,10 +332,6 @@ class SetFetch(Fetch):
                 async with asyncio.timeout(self._end_s - self._clock.now()):
                     await self._told.wait()
 
-    def release(self) -> None:
-        self._answer()
-        with self._lock:
-            is_first, self._released = not self._released, True
-        if is_first:
-            found = self.found
-            self._stack.unpin([*found], [*found.values()])
+    def _pinned(self) -> tuple[Sequence[BlockKey], Sequence[Slot]]:
+        found = self.found
+        return [*found], [*found.values()]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial, reduce
 from itertools import islice
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from kvladder.arena import Slot
 from kvladder.errors import ClosedError
-from kvladder.keys import BlockKey
-from kvladder.lock import BULK_STEP, STEP
+from kvladder.keys import BlockKey, Book, by_key
+from kvladder.lock import BATCH
 from kvladder.policy.eviction import BULK_MIN
 from kvladder.policy.worth import TRIAL_BLOCKS, Mark, Run, Worth, stretches
 from kvladder.tiers.base import HOST, NO_SLOT
@@ -22,8 +20,8 @@ from kvladder.tiers.label import LevelRead
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.index import alike
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.loading.fetch import Arrival, Fetch
-from kvladder.tiers.ladder.loading.plan import Judged, Planner, Want, among, joined, source
+from kvladder.tiers.ladder.loading.fetch import Arrival, Fetch, Parked
+from kvladder.tiers.ladder.loading.plan import Judged, Planner, Wants, among, joined, source
 from kvladder.tiers.ladder.loading.probe import Prober
 from kvladder.tiers.ladder.shelf import Shared
 
@@ -64,10 +62,9 @@ class Loader:
         self._landed = landed
         self.discard = discard
         """Forgets blocks whose bytes turned out to be of no use."""
-        self.arrivals: dict[BlockKey, Arrival] = {}
+        self.arrivals: Book[Arrival] = by_key(blocks_max)
         """What is on its way; for others to look at, with the lock held."""
-        self._parked: deque[tuple[Fetch, int, BlockKey]] = deque()
-        """What waits for room: who, which block of its prefix, and its key."""
+        self._parked = Parked()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._wanting = [lv for lv in levels if lv.rule.when == "commit" and lv.rule.min_hits]
@@ -112,7 +109,8 @@ class Loader:
         while goes_on:
             with self._lock:
                 goes_on = self._serve(fetch, new=new)
-                is_known = judged is not None or len(fetch.keys) - fetch.length <= STEP
+                left = len(fetch.keys) - fetch.length
+                is_known = judged is not None or left <= self._shared.load_step
                 if not goes_on and is_known and fetch.asking:
                     goes_on = self._grow_on(fetch, judged, new=new)
             if not goes_on and not is_known and fetch.asking:
@@ -123,7 +121,7 @@ class Loader:
         start, end, host = fetch.length, len(fetch.keys), self._host
         if start == end or not fetch.asking or self._wanting or not fetch.levels & HOST:
             return False
-        slots = host.index.lasting(fetch.keys[start : start + BULK_STEP])
+        slots = host.index.lasting(fetch.keys[start : start + self._shared.bulk_step])
         if slots is None:
             return False
         host.pin(slots)
@@ -137,19 +135,19 @@ class Loader:
     def _preview(self, fetch: Fetch) -> Judged:
         """How far a long prefix is known, and up to where it is to be fetched."""
         start, known = fetch.length, 0
-        wants, runs = list[Want](), list[Run]()
+        wants, runs = Wants(), list[Run]()
         while known < len(fetch.keys) - start:
-            keys = fetch.keys[start + known : start + known + STEP]
+            keys = fetch.keys[start + known : start + known + BATCH]
             with self._lock:
                 plan = self._planner.plan(keys, fetch.levels, known)
             known += len(plan.slots)
-            wants += plan.wants
+            wants.extend(plan.wants)
             runs += plan.runs
             if len(plan.slots) < len(keys):
                 break
         return self._cut(fetch, start + known, wants, joined(runs))
 
-    def _cut(self, fetch: Fetch, known: int, wants: Sequence[Want], runs: Sequence[Run]) -> Judged:
+    def _cut(self, fetch: Fetch, known: int, wants: Wants, runs: Sequence[Run]) -> Judged:
         """Where to end what ``fetch`` goes on with, since fetching more takes too long.
 
         Up to ``known`` levels have it; ``wants`` and ``runs`` are what of it has to come.
@@ -159,8 +157,7 @@ class Loader:
         parts = stretches(runs)
         with self._lock:
             cut = self._planner.cut(fetch, known, parts)
-        left = bisect_left(wants, cut.end - fetch.length, key=attrgetter("position"))
-        dropped = Counter(want.level for want in wants[left:])
+        dropped = Counter(wants.levels[wants.before(cut.end - fetch.length) :])
         if cut.slower:
             with self._lock:
                 for level, blocks in dropped.items():
@@ -172,25 +169,26 @@ class Loader:
     def _grow_on(self, fetch: Fetch, judged: Judged | None, *, new: bool) -> bool:
         """Take a step of blocks wherever they are; whether there may be more."""
         start, end = fetch.length, len(fetch.keys)
-        keys = fetch.keys[start : min(start + STEP, end if judged is None else judged.end)]
+        step = self._shared.load_step
+        keys = fetch.keys[start : min(start + step, end if judged is None else judged.end)]
         found, wants, runs = self._planner.plan(keys, fetch.levels)
         if judged is None:
             judged = self._cut(fetch, start + len(found), wants, runs)
             del found[judged.end - start :]
-            wants = [want for want in wants if want.position < len(found)]
+            wants = wants[: wants.before(len(found))]
         self._host.pin([slot for slot in found if slot != NO_SLOT])
         slots = self._room_for(wants) if wants else []
         later = self._park(fetch, start, wants[len(slots) :]) if wants else {}
         cut_at, is_short = len(found), len(slots) + len(later) < len(wants)
         if is_short:
-            cut_at = wants[len(slots) + len(later)].position
+            cut_at = wants.positions[len(slots) + len(later)]
             self._host.stats.throttled += len(wants) - len(slots) - len(later)
             cut = [i for i in range(cut_at, len(found)) if found[i] != NO_SLOT]
             self._host.unpin([keys[i] for i in cut], [found[i] for i in cut])
-        reads = self._begin(wants[: len(slots)], slots) if wants else []
+        reads = self._begin(wants, slots) if wants else []
         hits, waiting = self._attach(fetch, found[:cut_at], later)
         goes_on = cut_at == len(keys) and start + cut_at < judged.end
-        there = Counter(want.level for want in wants[: len(slots) + len(later)])
+        there = Counter(wants.levels[: len(slots) + len(later)])
         if not goes_on:
             there.update(judged.dropped)
         asked = len(keys) if goes_on else end - start
@@ -227,7 +225,7 @@ class Loader:
         with self._lock:
             wants = self._planner.plan(keys, levels).wants
             slots = self._room_for(wants)
-            reads = self._begin(wants[: len(slots)], slots)
+            reads = self._begin(wants, slots)
         self._start(*reads)
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
@@ -260,13 +258,13 @@ class Loader:
             return keys
         return [key for key in keys if self._planner.plan([key], mask).slots]
 
-    def _park(self, fetch: Fetch, start: int, wants: Sequence[Want]) -> dict[int, Want]:
-        """Have these wait for room; bounded by what the arena could ever hold."""
+    def _park(self, fetch: Fetch, start: int, wants: Wants) -> dict[int, Level]:
+        """Have these wait for room, bounded by what the arena could ever hold; of which levels."""
         bound = max(0, self._shared.arena.slots - len(self._parked))
-        later = {start + want.position: want for want in wants[:bound]}
-        self._parked.extend((fetch, position, want.key) for position, want in later.items())
+        positions = [start + position for position in wants.positions[:bound]]
+        self._parked.add(fetch, positions, wants.keys[:bound])
         self._host.demand(len(self._parked))
-        return later
+        return dict(zip(positions, wants.levels, strict=False))
 
     def resume(self) -> None:
         """Begin what waited for room, as far as there is some now (loop thread)."""
@@ -274,12 +272,12 @@ class Loader:
             pass
         with self._lock:
             stuck = not self.arrivals and not any(level.pending for level in self._levels)
-            wants = self._due(STEP if stuck else self._host.room_max)
+            wants = self._due(BATCH if stuck else self._host.room_max)
             slots = self._room_for(wants)
-            reads = self._begin(wants[: len(slots)], slots)
-            for want in wants[: len(slots)]:
-                fetch, position, key = self._parked.popleft()
-                assert key == want.key
+            reads = self._begin(wants, slots)
+            for wanted in wants.keys[: len(slots)]:
+                fetch, position, key = self._parked.pop()
+                assert key == wanted
                 self.arrivals[key].waiters.append((fetch, position))
             stuck = not self.arrivals and not any(level.pending for level in self._levels)
             if stuck and self._parked and not self._host.has_looked:
@@ -293,16 +291,16 @@ class Loader:
 
     def _drop_parked(self) -> int:
         """Have the next that wait for room wait no longer, a step; how many."""
-        dropped = min(STEP, len(self._parked))
+        dropped = min(BATCH, len(self._parked))
         for _ in range(dropped):
-            fetch, position, _ = self._parked.popleft()
+            fetch, position, _ = self._parked.pop()
             fetch.failed(position)
         return dropped
 
     def _prune(self) -> bool:
         """Drop a step of the queue's head: nobody waits for it. Whether there may be more."""
         with self._lock:
-            for _ in range(STEP):
+            for _ in range(BATCH):
                 if not self._prune_one():
                     return False
         return True
@@ -310,7 +308,7 @@ class Loader:
     def _prune_one(self) -> bool:
         """Drop the head of the queue, if it need not wait; whether it did."""
         if self._parked:
-            fetch, position, key = self._parked[0]
+            fetch, position, key = self._parked.first
             slot, arrival = self._host.find(key), self.arrivals.get(key)
             if fetch.queues_for([position], self._shared.clock.now()):
                 if slot is None and (arrival is None or arrival.dead):
@@ -323,49 +321,49 @@ class Loader:
                     self._host.pin([slot])
                     fetch.arrived([position], [slot], self._host.name)
                     self._host.stats.hits += 1
-            self._parked.popleft()
+            self._parked.pop()
             return True
         return False
 
-    def _due(self, room: float) -> list[Want]:
+    def _due(self, room: float) -> Wants:
         """The next blocks that wait for room, and where they are now; lost ones end a prefix."""
-        due = list(islice(self._parked, int(min(room, STEP))))
-        if not due:
-            return []
+        fetches, positions, keys = self._parked.oldest(int(min(room, self._shared.load_step)))
+        wants = Wants()
+        if not keys:
+            return wants
         levels = [level for level in self._levels if level.readable]
         now_s, in_host, arrivals = self._shared.clock.now(), self._host.index.keys(), self.arrivals
-        if len({fetch for fetch, _, _ in due}) == 1:
-            first, at, _ = due[0]
-            of_one = among(levels, first.levels)
-            found = self._planner.wants_bulk([key for _, _, key in due], at, of_one)
-            if found and first.queues_for([position for _, position, _ in due], now_s):
+        first = fetches[0]
+        if fetches.count(first) == len(fetches):
+            found = self._planner.wants_bulk(keys, positions[0], among(levels, first.levels))
+            if found and first.queues_for(positions, now_s):
                 return found
-        wants: list[Want] = []
         seen: set[BlockKey] = set()
-        for fetch, position, key in due:
-            want = source(among(levels, fetch.levels), position, key)
+        for fetch, position, key in zip(fetches, positions, keys, strict=True):
+            found_in = source(among(levels, fetch.levels), key)
             ready = key in arrivals or key in in_host
             if ready or key in seen or not fetch.queues_for([position], now_s):
                 break  # its turn comes with the next resumption
-            if want is None:
+            if found_in is None:
                 fetch.failed(position)
                 break
             seen.add(key)
-            wants.append(want)
+            wants.add(position, key, *found_in)
         return wants
 
-    def _room_for(self, wants: Sequence[Want]) -> list[Slot]:
+    def _room_for(self, wants: Wants) -> list[Slot]:
         """Slots for what has to come, as far as budget and room go."""
         count = min(len(wants), self._max - len(self.arrivals))
         if count <= 0:
             return []
-        lowest = min([want.level.index.priority(want.place) for want in wants[:count]])
-        return self._host.room(count, lowest)
+        both = zip(wants.levels[:count], wants.places, strict=False)
+        return self._host.room(count, min([level.index.priority(place) for level, place in both]))
 
-    def _begin(self, wants: Sequence[Want], slots: Sequence[Slot]) -> list[Read]:
-        """Register an arrival for each block that has to come: what to read, by level."""
+    def _begin(self, wants: Wants, slots: Sequence[Slot]) -> list[Read]:
+        """Register an arrival for each block that has a slot to come to: what to read, by level."""
         batches: dict[Level, list[LevelRead]] = {}
-        for (_, key, level, place), slot in zip(wants, slots, strict=True):
+        columns = zip(wants.keys, wants.levels, wants.places, slots, strict=False)
+        for key, level, place, slot in columns:
             batches.setdefault(level, []).append(LevelRead(level.door.edge.side, key, place, slot))
         for level, blocks in batches.items():
             places = [block.place for block in blocks]
@@ -384,7 +382,7 @@ class Loader:
         return reads
 
     def _attach(
-        self, fetch: Fetch, found: Sequence[Slot], later: dict[int, Want]
+        self, fetch: Fetch, found: Sequence[Slot], later: Mapping[int, Level]
     ) -> tuple[int, int]:
         """Fill ``fetch`` and have it wait; its blocks in the host level, and on their way."""
         sources, host = list[str](), self._host.name
@@ -392,7 +390,7 @@ class Loader:
         keys = fetch.keys[first : first + len(found)]
         for index, (key, slot) in enumerate(zip(keys, found, strict=True), first):
             if index in later:
-                sources.append(later[index].level.name)
+                sources.append(later[index].name)
             elif slot == NO_SLOT:
                 arrival = self.arrivals[key]
                 sources.append(arrival.level.name)
@@ -537,14 +535,15 @@ class Loader:
         """Have a block that ``level`` did not deliver come from below it, into another slot."""
         mask = reduce(int.__or__, [fetch.levels for fetch, _ in wanted])
         below = among([lv for lv in self._levels if lv.bit > level.bit and lv.readable], mask)
-        want = source(below, 0, key)
-        slots = [] if want is None else self._host.room(1, arrival.meta.priority)
-        if want is None or not slots:
+        found = source(below, key)
+        slots = [] if found is None else self._host.room(1, arrival.meta.priority)
+        if found is None or not slots:
             return None
-        want.level.places.begin_reads([want.place])
-        read = LevelRead(want.level.door.edge.side, key, want.place, slots[0])
-        arrival.reroute(read, want.level)
-        return want.level, read
+        lower, place = found
+        lower.places.begin_reads([place])
+        read = LevelRead(lower.door.edge.side, key, place, slots[0])
+        arrival.reroute(read, lower)
+        return lower, read
 
     # ---- for Fetch
 
@@ -556,8 +555,9 @@ class Loader:
 
     def unpin(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
         """Give pinned slots back, in steps, the tail first."""
-        for end in range(len(keys), 0, -BULK_STEP):
-            start = max(0, end - BULK_STEP)
+        step = self._shared.bulk_step
+        for end in range(len(keys), 0, -step):
+            start = max(0, end - step)
             with self._lock:
                 self._host.unpin(keys[start:end], slots[start:end])
 
@@ -573,7 +573,7 @@ class Loader:
             await asyncio.wait(self._tasks)
         while self.arrivals:  # their reads have not begun
             with self._lock:
-                for arrival in [*islice(self.arrivals.values(), STEP)]:
+                for arrival in [*islice(self.arrivals.values(), BATCH)]:
                     arrival.level.read_ended([arrival.read])
                     self._land(arrival.level, [arrival.read], [False])
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from itertools import groupby, repeat
+from dataclasses import dataclass, field
+from itertools import groupby
 from operator import itemgetter
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 from kvladder.arena import Slot
-from kvladder.keys import BlockKey
+from kvladder.keys import BlockKey, Book
 from kvladder.policy.eviction import BULK_MIN
 from kvladder.policy.worth import GRACE_S, Pace, Run, Stake, Stretch, Worth
 from kvladder.tiers.base import ANYWHERE, HOST, NO_SLOT
@@ -21,13 +23,41 @@ Asking = Literal["wait", "aside", "try", "leave"]
 """Shared tiers are asked and waited for, or asked only; a trial is due, or they are too slow."""
 
 
-class Want(NamedTuple):
-    """A block that a fetch has to bring from a level."""
+@dataclass(slots=True)
+class Wants:
+    """Blocks that a fetch has to bring, in order, in columns.
 
-    position: int
-    key: BlockKey
-    level: Level
-    place: int
+    An object for each would take longer to make, and to collect, than its block to look up.
+    """
+
+    positions: list[int] = field(default_factory=list[int])
+    keys: list[BlockKey] = field(default_factory=list[BlockKey])
+    levels: list[Level] = field(default_factory=list["Level"])
+    places: list[int] = field(default_factory=list[int])
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, part: slice) -> Wants:
+        return Wants(self.positions[part], self.keys[part], self.levels[part], self.places[part])
+
+    def add(self, position: int, key: BlockKey, level: Level, place: int) -> None:
+        """One more."""
+        self.positions.append(position)
+        self.keys.append(key)
+        self.levels.append(level)
+        self.places.append(place)
+
+    def extend(self, more: Wants) -> None:
+        """The next of them."""
+        self.positions += more.positions
+        self.keys += more.keys
+        self.levels += more.levels
+        self.places += more.places
+
+    def before(self, position: int) -> int:
+        """How many of them stand before this position."""
+        return bisect_left(self.positions, position)
 
 
 class Plan(NamedTuple):
@@ -35,7 +65,7 @@ class Plan(NamedTuple):
 
     slots: list[Slot]
     """Of host; ``NO_SLOT`` where a block has to come, or is on its way."""
-    wants: list[Want]
+    wants: Wants
     """What has to come, in order."""
     runs: list[Run]
     """What has to come or is on its way, by level."""
@@ -68,12 +98,12 @@ def among(levels: Sequence[Level], mask: int) -> Sequence[Level]:
     return levels if mask == ANYWHERE else [level for level in levels if level.bit & mask]
 
 
-def source(levels: Sequence[Level], position: int, key: BlockKey) -> Want | None:
-    """The block as the hottest of these levels has it, if one does."""
+def source(levels: Sequence[Level], key: BlockKey) -> tuple[Level, int] | None:
+    """The hottest of these levels that has the block, and where, if one does."""
     for level in levels:
         place = level.find(key)
         if place is not None:
-            return Want(position, key, level, place)
+            return level, place
     return None
 
 
@@ -108,7 +138,7 @@ class Planner:
         host: HostLevel,
         levels: Sequence[Level],
         shared: Shared,
-        arrivals: Mapping[BlockKey, Arrival],
+        arrivals: Book[Arrival],
         questions: Pace,
     ) -> None:
         self._worth = worth
@@ -125,9 +155,9 @@ class Planner:
         levels = among([level for level in self._levels if level.readable], mask)
         alike = self.wants_bulk(keys, first, levels)
         if alike is not None:
-            run = Run(first, len(alike), alike[0].level.pace)
+            run = Run(first, len(alike), alike.levels[0].pace)
             return Plan([NO_SLOT] * len(keys), alike, [run])
-        slots, wants, parts = list[Slot](), list[Want](), list[tuple[int, int, Pace]]()
+        slots, wants, parts = list[Slot](), Wants(), list[tuple[int, int, Pace]]()
         host_find, arrivals = self._host.find, self._arrivals
         for index, key in enumerate(keys, first):
             slot = host_find(key)
@@ -135,11 +165,11 @@ class Planner:
                 slot = NO_SLOT
                 arrival = arrivals.get(key)
                 if arrival is None:
-                    want = source(levels, index, key)
-                    if want is None:
+                    found = source(levels, key)
+                    if found is None:
                         break
-                    wants.append(want)
-                    parts.append((index, 1, want.level.pace))
+                    wants.add(index, key, *found)
+                    parts.append((index, 1, found[0].pace))
                 elif arrival.dead or not arrival.level.bit & mask:
                     break
                 else:
@@ -151,7 +181,7 @@ class Planner:
 
     def wants_bulk(
         self, keys: Sequence[BlockKey], first: int, levels: Sequence[Level]
-    ) -> list[Want] | None:
+    ) -> Wants | None:
         """Where the next blocks of a prefix are, if one level has all of them for good.
 
         None if that is not so, or if one of them is in host or a hotter level, or on its way there.
@@ -159,15 +189,13 @@ class Planner:
         """
         if len(keys) < BULK_MIN or not self._host.index.disjoint(keys):
             return None
-        if not self._arrivals.keys().isdisjoint(keys):
+        if not self._arrivals.isdisjoint(keys):
             return None
         for level in levels:
             places = level.index.lasting(keys)
             if places is not None:
-                positions = range(first, first + len(keys))
-                wants = zip(positions, keys, repeat(level), places, strict=False)
-                make = cast("Any", tuple.__new__)  # pyright: ignore[reportUnknownMemberType] - in C
-                return [*map(make, repeat(Want), wants)]
+                positions = [*range(first, first + len(keys))]
+                return Wants(positions, [*keys], [level] * len(keys), [*places])
             if not level.index.disjoint(keys):
                 return None
         return None

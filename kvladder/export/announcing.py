@@ -1,0 +1,105 @@
+"""Has what a cache offers found: an entry of the roster, renewed as long as clients are served."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+
+from kvladder.errors import ConfigError, TierError
+from kvladder.export.link import FarOffers, Serve
+from kvladder.tiers.nixl.curve import read_keys
+from kvladder.tiers.nixl.roster import BEAT_S, Entry, Roster, run_of
+
+LEAVE_S = 1.0
+"""For saying that it is not there any more: clients are taken leave of afterwards."""
+
+
+class Announcer:
+    """Keeps an entry on a roster.
+
+    Parameters
+    ----------
+    say:
+        Is told why clients do not find it.
+    """
+
+    def __init__(
+        self, roster: Roster, name: str, entry: Entry, say: Callable[[str], object]
+    ) -> None:
+        self._roster = roster
+        self._name = name
+        self._entry = entry
+        self._say = say
+        self._is_new = True
+        self._why = ""
+
+    def gauges(self) -> dict[str, int]:
+        """Whether clients find it."""
+        return {"announced": int(not self._is_new and not self._why)}
+
+    async def beat(self) -> None:
+        """Say that it is there; raises ConfigError if the Redis does not let it in."""
+        try:
+            is_there = await self._roster.announce(self._name, self._entry, first=self._is_new)
+            self._is_new = False
+            self._failed("" if is_there else f"another one has its name, {self._name}, now")
+        except TierError as error:
+            self._failed(str(error))
+
+    def _failed(self, why: str) -> None:
+        if why and not self._why:
+            self._say(f"new clients do not find this end: {why}: it goes on trying")
+        self._why = why
+
+    async def run(self) -> None:
+        """Say so again and again."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            try:
+                await self.beat()
+            except ConfigError as error:  # it had been let in: that may be mended
+                self._failed(str(error))
+
+    async def leave(self) -> None:
+        """It is not there any more."""
+        with suppress(TierError, ConfigError, TimeoutError):  # then its entry expires
+            async with asyncio.timeout(LEAVE_S):
+                await self._roster.leave(self._name, self._entry.run)
+
+
+@asynccontextmanager
+async def announced(
+    offers: FarOffers, told: Serve, address: str
+) -> AsyncGenerator[Callable[[], Mapping[str, int]]]:
+    """Have clients find what is served at ``address`` meanwhile; what is counted of that.
+
+    Raises
+    ------
+    ConfigError
+        The Redis does not let it in.
+    """
+    if not told.roster:
+        yield dict[str, int]
+        return
+    reached = f"{told.host}:{address.rpartition(':')[2]}"
+    entry = Entry(
+        address=reached,
+        run=run_of(offers.arena),
+        writable=offers.writable,
+        block_bytes=offers.block_bytes_max,
+        namespace=told.namespace.hex(),
+    )
+    roster = Roster(told.roster, read_keys(told.keys).public.decode())
+    announcer = Announcer(roster, told.name or reached, entry, offers.say)
+    running: asyncio.Task[None] | None = None
+    try:
+        await announcer.beat()
+        running = asyncio.create_task(announcer.run(), name="kvladder-announcer")
+        yield announcer.gauges
+    finally:
+        if running is not None:
+            running.cancel()
+            await asyncio.wait({running})
+            await announcer.leave()
+        await roster.aclose()

@@ -1,0 +1,142 @@
+"""Shared memory as the kernel gives it: mapped where huge pages fit, made by several threads."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import platform
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from weakref import finalize
+
+logger = logging.getLogger("kvladder")
+
+HUGE_PAGE_BYTES = 2 << 20
+MAKERS_MAX = 8
+"""Threads that make one mapping's memory: more wait for the kernel, not for zeros."""
+MAKE_BYTES = 64 << 20
+"""How much memory a thread makes at a time."""
+POPULATE_BYTES = 4 << 20
+"""How much is mapped by one call: memory that others map meanwhile waits so much longer."""
+
+# linux/mman.h and linux/mempolicy.h, which Python's mmap lacks
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # from Linux 5.14 on
+_MADV_COLLAPSE = 25  # from Linux 6.1 on
+_MPOL_PREFERRED, _MPOL_INTERLEAVE = 1, 3
+_SYS_MBIND = {"x86_64": 237, "aarch64": 235}
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)  # whose functions run without the interpreter lock
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def map_shared(fd: int, size: int) -> ctypes.Array[ctypes.c_uint8]:
+    """Map a file's first ``size`` bytes, a multiple of huge pages, beginning where one may begin.
+
+    It is unmapped when nothing refers to it, or to a view of it, any more.
+
+    Raises
+    ------
+    OSError
+        The kernel refuses.
+    """
+    reserve = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    whole = _mmap(None, size + HUGE_PAGE_BYTES, 0, reserve, -1)
+    address = -(-whole // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    if address > whole:
+        _libc.munmap(whole, address - whole)
+    if rest := whole + HUGE_PAGE_BYTES - address:
+        _libc.munmap(address + size, rest)
+    try:
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        _mmap(address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
+    except OSError:
+        _libc.munmap(address, size)
+        raise
+    _libc.madvise(address, size, mmap.MADV_HUGEPAGE)  # in vain where there are none
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    finalize(memory, _libc.munmap, address, size).atexit = False  # threads may outlive Python
+    return memory
+
+
+def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int) -> int:
+    found: int = _libc.mmap(address, size, protection, flags, fd, 0)
+    if found == _MAP_FAILED:
+        raise _error()
+    return found
+
+
+def _error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
+
+def _advise(address: int, size: int, advice: int) -> None:
+    """Tell the kernel something of mapped memory; raises OSError."""
+    if _libc.madvise(address, size, advice):
+        raise _error()
+
+
+def prefer_nodes(address: int, size: int, nodes: Collection[int]) -> bool:
+    """Have memory that is not made yet lie on a NUMA node, or in turns on several of them.
+
+    Returns False where the kernel does not know how; memory elsewhere is taken where a node has
+    none left.
+    """
+    number = _SYS_MBIND.get(platform.machine())
+    if not nodes or number is None:
+        return False
+    mask = ctypes.c_ulong(sum(1 << node for node in set(nodes)))
+    policy = _MPOL_PREFERRED if len(set(nodes)) == 1 else _MPOL_INTERLEAVE
+    arguments = ctypes.c_void_p(address), ctypes.c_ulong(size), policy
+    bits = ctypes.sizeof(mask) * 8
+    return not _libc.syscall(number, *arguments, ctypes.byref(mask), ctypes.c_ulong(bits), 0)
+
+
+def make(address: int, size: int, *, huge: bool) -> None:
+    """Have the kernel make a new mapping's memory now, by several threads.
+
+    It is to be of huge pages; where that cannot be had it is logged, unless the file is of huge
+    pages itself (``huge``). Memory that the kernel does not have is left out: the caller asks for
+    all of it once more, and is told.
+    """
+    starts = range(0, size, MAKE_BYTES)
+    threads = min(MAKERS_MAX, len(os.sched_getaffinity(0)), len(starts))
+
+    def one(start: int) -> str:
+        return _make(address + start, min(MAKE_BYTES, size - start), collapse=not huge)
+
+    with ThreadPoolExecutor(threads, "kvladder-make") as pool:
+        refusals = list(filter(None, pool.map(one, starts)))
+    if refusals:
+        share = len(refusals) / len(starts)
+        logger.info("%.0f %% of the arena have no huge pages: %s", 100 * share, refusals[0])
+
+
+def _make(address: int, size: int, *, collapse: bool) -> str:
+    """Make a part; why its pages are not made huge ones, "" if they are or need not be."""
+    if not collapse:
+        _libc.madvise(address, size, _MADV_POPULATE_WRITE)
+        return ""
+    try:
+        for start in range(0, size, HUGE_PAGE_BYTES):  # where nothing is, nothing is collapsed
+            _advise(address + start, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
+        _advise(address, size, _MADV_COLLAPSE)
+    except OSError as error:
+        _libc.madvise(address, size, _MADV_POPULATE_WRITE)
+        return str(error.strerror)
+    return ""
+
+
+def populate(address: int, size: int, *, stop: Callable[[], bool]) -> None:
+    """Map memory that another process made: a copy pays 3 to 14 us for each page left to it."""
+    for start in range(0, size, POPULATE_BYTES):
+        part = min(POPULATE_BYTES, size - start)
+        if stop() or _libc.madvise(address + start, part, _MADV_POPULATE_READ):
+            return  # or the kernel does not know how: it maps a page when it is first used

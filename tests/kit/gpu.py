@@ -1,0 +1,388 @@
+"""A device that is simulated: streams, events, virtual time, and a memory that tears.
+
+What is told to a stream happens in virtual time. A copy reads and writes one half of each run when
+it begins and the other when it ends, and what it has not written yet is garbage: whoever reads or
+writes the same bytes meanwhile finds a block that is nobody's. The rules that bite are CUDA's: who
+copies from or to memory that is not registered waits for the stream, a run must not lie in two
+registrations, a kernel raises the error that an earlier call left, a thread that names no device
+works on the first, and memory that was unmapped must not be touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
+
+import torch
+
+from kvladder.gpu.copy.device import Addresses, Batch, Device, Event, Stream
+from kvladder.gpu.copy.pages import Page
+
+GARBAGE = 0xEE
+BYTE_S = 1e-9
+STUCK_S = 1000.0
+CALL_S = 1e-4
+"""The device's time for any operation, beside its bytes'."""
+
+
+@dataclass(eq=False)
+class Operation:
+    """What a stream does for a while."""
+
+    seconds: float
+    begin: Callable[[], None]
+    end: Callable[[], None]
+    begun_s: float | None = None
+
+
+@dataclass(eq=False)
+class Moment:
+    """An event; ``at_s`` is when the device has reached it."""
+
+    at_s: float | None = None
+
+
+@dataclass(eq=False)
+class Line:
+    """A stream: what it has yet to do."""
+
+    name: str
+    todo: deque[Operation | Moment | tuple[Moment]] = field(default_factory=deque)
+    """Operations, events to reach, and, in tuples, events to wait for."""
+
+
+class FakeDevice(Device):
+    """The second of two devices, whose engine's thread is the test's.
+
+    ``batched`` and ``room`` (bytes of staging memory) are the machine's, ``register_max`` is what
+    its driver registers at a time, ``small`` what its kernel is for. ``calls`` counts what was
+    told to it, ``host_waits`` has each time for which the host waited, and why.
+    """
+
+    def __init__(
+        self,
+        *,
+        batched: bool = True,
+        room: int = 1 << 40,
+        register_max: int = 1 << 40,
+        small: int = 0,
+    ) -> None:
+        self.batched = batched
+        self.room = room
+        self.register_max = register_max
+        self._small = small
+        self.time_s = 0.0
+        self.engine = Line("engine")
+        self.lines = [self.engine]
+        self.calls: list[str] = []
+        self.host_waits: list[tuple[str, float]] = []
+        self.contexts: set[int] = set()
+        self.failing = ""
+        """Why whatever it is asked for fails from now on."""
+        self.pending = ""
+        """The error that the last refused call left, for the next kernel to raise."""
+        self._owned: dict[int, tuple[int, Any]] = {}
+        self._registered: dict[int, int] = {}
+        self._unmapped: list[tuple[int, int]] = []
+        self._thread_device = 1
+        self._background: list[Iterator[None]] = []
+        self._bound: set[Iterator[None]] = set()
+
+    # ---- the machine: memory and time
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Have a tensor's storage be device memory."""
+        storage = tensor.untyped_storage()
+        self._owned[storage.data_ptr()] = storage.nbytes(), storage
+        return tensor
+
+    def unmap(self, tensor: torch.Tensor) -> None:
+        """The engine sleeps: whoever touches this memory is killed."""
+        storage = tensor.untyped_storage()
+        self._unmapped.append((storage.data_ptr(), storage.nbytes()))
+
+    def remap(self) -> None:
+        """The engine is awake again."""
+        self._unmapped.clear()
+
+    @property
+    def registered(self) -> int:
+        """Bytes of host memory that are registered."""
+        return sum(self._registered.values())
+
+    def told(self, line: Line | None, operation: Operation) -> None:
+        """Append an operation to a stream, as a kernel of the engine's."""
+        if self.failing or self.pending:
+            error, self.pending = self.failing or self.pending, ""
+            raise RuntimeError(error)
+        self.contexts.add(self._thread_device)
+        (line or self.engine).todo.append(operation)
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass: streams work, and threads in the background do a step each."""
+        self.step_background()
+        self.run_on(seconds)
+
+    def run_on(self, seconds: float) -> None:
+        """Let time pass for streams alone."""
+        self._run(self.time_s + seconds)
+
+    def settle(self) -> None:
+        """Let all streams do what they were told."""
+        end_s = self.time_s + STUCK_S
+        while any(line.todo for line in self.lines):
+            assert self.time_s < end_s, "streams that wait for each other"
+            self._run(self.time_s + 1.0)
+
+    def work_in_background(self) -> None:
+        """Let the threads in the background do all that they have to."""
+        while self._background:
+            self.step_background()
+
+    def step_background(self) -> None:
+        """Let each thread in the background do a step."""
+        for steps in list(self._background):
+            before, self._thread_device = self._thread_device, 0  # as in any new thread
+            if steps in self._bound:
+                self._thread_device = 1
+            try:
+                next(steps)
+            except StopIteration:
+                self._background.remove(steps)
+            if self._thread_device == 1:
+                self._bound.add(steps)
+            self._thread_device = before
+
+    def _run(self, until_s: float) -> None:
+        while True:
+            while any(map(self._go_on, self.lines)):
+                pass
+            ends = [
+                head.begun_s + head.seconds
+                for line in self.lines
+                if line.todo
+                and isinstance(head := line.todo[0], Operation)
+                and head.begun_s is not None
+            ]
+            if not ends or min(ends) > until_s:
+                self.time_s = max(self.time_s, until_s)
+                return
+            self.time_s = max(self.time_s, min(ends))
+
+    def _go_on(self, line: Line) -> bool:
+        """Do what a stream can do at this instant; whether it did anything."""
+        if not line.todo:
+            return False
+        head = line.todo[0]
+        if isinstance(head, Moment):
+            head.at_s = self.time_s
+        elif isinstance(head, tuple):
+            if head[0].at_s is None:
+                return False
+        elif head.begun_s is None:
+            head.begun_s = self.time_s
+            head.begin()
+            return True
+        elif head.begun_s + head.seconds > self.time_s:
+            return False
+        else:
+            head.end()
+        line.todo.popleft()
+        return True
+
+    # ---- what a copier tells it
+
+    def new_stream(self) -> Stream:
+        self.lines.append(Line(f"stream {len(self.lines)}"))
+        return self.lines[-1]
+
+    def mark(self, stream: Stream = None) -> Event:
+        if self.failing:
+            raise RuntimeError(self.failing)
+        moment = Moment()
+        (stream or self.engine).todo.append(moment)
+        return moment
+
+    def after(self, stream: Stream, event: Event) -> None:
+        (stream or self.engine).todo.append((event,))
+
+    def is_over(self, event: Event) -> bool:
+        if self.failing:
+            raise RuntimeError(self.failing)
+        self._run(self.time_s)
+        return event.at_s is not None
+
+    def wait(self, event: Event) -> None:
+        self._wait_until(event, "event")
+
+    def seconds(self, begun: Event, ended: Event) -> float:
+        return float(ended.at_s - begun.at_s)
+
+    def now(self) -> float:
+        return self.time_s
+
+    def pause(self, seconds: float) -> None:
+        self.advance(seconds)
+
+    def copy(self, stream: Stream, batch: Batch) -> None:
+        self.calls.append("copy")
+        host = [self._host(address, size) for address, size in self._ends(batch)]
+        self._tell(stream, self._runs(batch), early=batch.steady)
+        if not all(host):
+            self._wait_for(stream, "memory that is not registered")
+
+    def prepare(self) -> None:
+        self.small_bytes = self._small
+
+    def move(self, stream: Stream, batch: Batch) -> torch.Tensor:
+        self.calls.append("move")
+        reached = all(self._host(address, size) for address, size in self._ends(batch))
+        assert reached, "a kernel reads or writes memory that is not registered"
+        table = torch.zeros(3 * len(batch.sizes), dtype=torch.int64)
+        kept = ref(table)
+        alive = lambda: kept() is not None  # noqa: E731
+        self._tell(stream, self._runs(batch), early=False, told=alive)
+        return table
+
+    def ids(self, blocks: Sequence[int]) -> torch.Tensor:
+        ids = torch.tensor(blocks, dtype=torch.int64)
+        self._registered[ids.data_ptr()] = ids.nbytes
+        return ids
+
+    def staging(self, size: int) -> torch.Tensor:
+        if size > self.room:
+            raise torch.OutOfMemoryError(f"{size} bytes")
+        self.room -= size
+        return self.own(torch.full((size,), GARBAGE, dtype=torch.uint8))
+
+    def gather(
+        self,
+        stream: Stream,
+        pages: Sequence[Page],
+        ids: torch.Tensor,
+        rows: torch.Tensor,
+        *,
+        out: bool,
+    ) -> None:
+        self.calls.append("gather")
+        runs: list[tuple[int, int, int]] = []
+        for page in pages:
+            mine, theirs = page.view.data_ptr(), rows.data_ptr() + page.offset
+            for row, block in enumerate(ids.tolist()):
+                ends = theirs + row * rows.stride(0), mine + block * page.stride_bytes
+                runs.append((*(ends if out else ends[::-1]), page.size_bytes))
+        registered = ids.data_ptr() in self._registered
+        self._tell(stream, runs, early=False)
+        if not registered:
+            self._wait_for(stream, "ids that are not registered")
+
+    def register(self, address: int, size: int) -> str:
+        self.calls.append("register")
+        self.contexts.add(self._thread_device)
+        if size > self.register_max:
+            return f"{size} bytes are too many"
+        self._registered[address] = size
+        return ""
+
+    def unregister(self, address: int) -> None:
+        del self._registered[address]
+
+    def bind(self) -> None:
+        self._thread_device = 1
+
+    def background(self, steps: Iterator[None]) -> Callable[[], None]:
+        self._background.append(steps)
+
+        def join() -> None:
+            while steps in self._background:
+                self.step_background()
+
+        return join
+
+    # ---- copies
+
+    def _ends(self, batch: Batch) -> Iterator[tuple[int, int]]:
+        for ends in (batch.targets, batch.sources):
+            yield from zip(ends.tolist(), batch.sizes.tolist(), strict=True)
+
+    def _host(self, address: int, size: int) -> bool:
+        """Whether memory is the device's or registered; a run in two registrations is refused."""
+        owned = ((at, length) for at, (length, _) in self._owned.items())
+        if _within(address, size, owned):
+            return True
+        inside = [
+            at
+            for at, length in self._registered.items()
+            if address < at + length and at < address + size
+        ]
+        if inside and not _within(address, size, self._registered.items()):
+            raise RuntimeError("invalid argument: a run in two registrations")
+        return bool(inside)
+
+    def _runs(self, batch: Batch) -> list[tuple[int, int, int]]:
+        arrays: list[Addresses] = [batch.targets, batch.sources, batch.sizes]
+        return [*zip(*(array.tolist() for array in arrays), strict=True)]
+
+    def _tell(
+        self,
+        stream: Stream,
+        runs: list[tuple[int, int, int]],
+        *,
+        early: bool,
+        told: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Have a stream copy runs; ``early`` ones are read, in part, before their turn.
+
+        ``told`` is whether what tells of them is still in memory.
+        """
+        firsts: list[bytes] = []
+
+        def read() -> None:
+            firsts.extend(self._bytes(source, size // 2) for _, source, size in runs)
+
+        def begin() -> None:
+            assert told(), "a kernel reads of its runs in memory that was freed"
+            if not early:
+                read()
+            for (target, _, size), first in zip(runs, firsts, strict=True):
+                self._write(target, first + bytes([GARBAGE]) * (size - len(first)))
+
+        def end() -> None:
+            for target, source, size in runs:
+                half = size // 2
+                self._write(target + half, self._bytes(source + half, size - half))
+
+        if early:
+            read()
+        seconds = CALL_S + BYTE_S * sum(size for *_, size in runs)
+        self.told(stream, Operation(seconds, begin, end))
+
+    def _wait_for(self, stream: Stream, why: str) -> None:
+        self._wait_until(self.mark(stream), why)
+
+    def _wait_until(self, event: Moment, why: str) -> None:
+        begun_s = self.time_s
+        while not self.is_over(event):
+            assert self.time_s < begun_s + STUCK_S, "an event that is never reached"
+            self._run(self.time_s + 0.01)
+        self.host_waits.append((why, self.time_s - begun_s))
+
+    def _bytes(self, address: int, size: int) -> bytes:
+        self._touch(address, size)
+        return ctypes.string_at(address, size)
+
+    def _write(self, address: int, data: bytes) -> None:
+        self._touch(address, len(data))
+        ctypes.memmove(address, data, len(data))
+
+    def _touch(self, address: int, size: int) -> None:
+        for at, length in self._unmapped:
+            assert not (address < at + length and at < address + size), "unmapped memory"
+
+
+def _within(address: int, size: int, places: Any) -> bool:
+    return any(at <= address and address + size <= at + length for at, length in places)

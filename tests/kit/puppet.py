@@ -1,0 +1,77 @@
+"""A process that does what a test says: lines of JSON in, a line of JSON out for each."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Puppet:
+    """Runs a function of a module with arguments; it says ``ready`` when it is.
+
+    Parameters
+    ----------
+    log:
+        Where what it writes to its standard error goes.
+    """
+
+    def __init__(
+        self, module: str, arguments: Sequence[object], log: Path, *, name: str = "main"
+    ) -> None:
+        self._log = log
+        command = [sys.executable, "-c", f"from {module} import {name}; {name}()"]
+        with log.open("a") as errors:
+            self.process = subprocess.Popen(
+                [*command, *map(str, arguments)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(part or "." for part in sys.path)},
+            )
+        self.ready = self._answer()
+
+    def __call__(self, call: str, *arguments: Any) -> Any:
+        """Have it do something; bytes go in and come out as such."""
+        assert self.process.stdin is not None
+        print(line(call, *arguments), file=self.process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> Any:
+        """The next line that is one: libraries print, too."""
+        assert self.process.stdout is not None
+        while not (said := self.process.stdout.readline()).startswith("["):
+            assert said, self._log.read_text()
+        return heard(said)[0]
+
+    def kill(self, sent: int = signal.SIGKILL) -> None:
+        """Send it a signal; after SIGKILL, wait for it."""
+        self.process.send_signal(sent)
+        if sent == signal.SIGKILL:
+            self.process.communicate()
+
+
+def line(*values: object) -> str:
+    """Values as one line."""
+    return json.dumps([_packed(value) for value in values])
+
+
+def heard(said: str | bytes) -> list[Any]:
+    """The values of a line."""
+    return [_unpacked(value) for value in json.loads(said)]
+
+
+def _packed(value: object) -> object:
+    return {"bytes": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
+
+
+def _unpacked(value: Any) -> Any:
+    is_bytes = isinstance(value, dict) and "bytes" in value
+    return base64.b64decode(value["bytes"]) if is_bytes else value

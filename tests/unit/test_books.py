@@ -1,0 +1,142 @@
+"""Books of a million blocks: nothing is copied whole, and no collection goes through them."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import deque
+from random import Random
+
+import pytest
+
+from kvladder.keys import PART_KEYS, SMALL, BlockKey, Book, Spread, Whole, by_key, unseen
+from kvladder.policy.eviction import PrioritizedLRU
+from kvladder.tiers.base import Deadlines, Terms
+from kvladder.tiers.label import Ref
+from kvladder.tiers.ladder.index import LevelIndex, Meta
+from kvladder.tiers.ladder.queue import Leaving
+
+MILLION = 10**6
+
+
+def keys_of(count: int, seed: int = 1) -> list[BlockKey]:
+    random = Random(seed)
+    return [BlockKey(random.randbytes(32)) for _ in range(count)]
+
+
+def test_a_spread_is_a_mapping() -> None:
+    random = Random(2)
+    held: dict[BlockKey, int] = {}
+    spread = Spread[int](MILLION)
+    known = keys_of(300)
+    for step in range(3000):
+        key = random.choice(known)
+        if random.random() < 0.6:
+            held[key] = spread[key] = step
+        else:
+            assert spread.pop(key, None) == held.pop(key, None)
+        assert (key in spread) == (key in held)
+        assert spread.get(key) == held.get(key)
+    assert dict(spread) == held
+    assert len(spread) == len(held)
+    gone = next(iter(held))
+    del spread[gone], held[gone]
+    with pytest.raises(KeyError):
+        spread[gone]
+
+
+@pytest.mark.parametrize("book", [Whole[int](), Spread[int](MILLION)], ids=["whole", "spread"])
+def test_a_book_is_asked_for_many_keys_at_once(book: Book[int]) -> None:
+    keys, others = keys_of(10), keys_of(10, seed=3)
+    assert book.add(keys, range(10))
+    assert book.get_all([*others, keys[3]]) == [None] * 10 + [3]
+    assert [*book.all_of(keys[2:5])] == [2, 3, 4]
+    with pytest.raises(KeyError):
+        book.all_of([keys[0], others[0]])
+    assert book.isdisjoint(others)
+    assert not book.isdisjoint([*others, keys[9]])
+    assert book.pop_all(keys[1::-1]) == [1, 0]
+    assert len(book) == 8
+    with pytest.raises(KeyError):
+        book.pop_all(keys[:1])
+    assert not book.add([others[0], keys[2]], [10, 11]), "one was there"
+    assert not book.add([others[1], others[1]], [12, 13]), "one is named twice"
+    book.put_all({others[1]: 14, others[2]: 15})
+    assert book.get_all(others[1:4]) == [14, 15, None]
+
+
+def test_no_dictionary_of_a_large_spread_is_large() -> None:
+    assert by_key(SMALL) == {}
+    spread = by_key(MILLION)
+    assert isinstance(spread, Spread)
+    for number, key in enumerate(keys_of(MILLION // 4)):
+        spread[key] = number
+    assert 4 * max(map(len, spread._parts)) < 2 * PART_KEYS
+
+
+def test_what_is_unseen_is_not_gone_through() -> None:
+    column, queue = unseen(["a"]), unseen(deque(["a"]))
+    for some in (column, queue):
+        assert not gc.is_tracked(some)
+        some.extend(["b"] * 1000)
+        assert not gc.is_tracked(some)
+    gc.collect()
+
+
+def test_an_index_moves_nothing_while_it_fills_up() -> None:
+    policy = PrioritizedLRU()
+    index = LevelIndex[int](policy, blocks_max=100_000)
+    columns = [index._key, index._terms.of, index._used, policy._next]
+    before = [*map(sys.getsizeof, columns)]
+    for start in range(0, 100_000, 1000):
+        index.insert(keys_of(1000, seed=start), range(start, start + 1000), Meta())
+    assert [*map(sys.getsizeof, columns)] == before
+    assert index.places == 100_000
+
+
+def gone_through() -> int:
+    """How many references a collection of garbage follows."""
+    gc.collect()
+    return sum(len(gc.get_referents(one)) for one in gc.get_objects())
+
+
+def test_a_collection_does_not_go_through_the_books_of_a_level() -> None:
+    blocks = 20_000
+    keys = tuple(keys_of(blocks))  # as keys of tiers, which hold them by others
+    before = gone_through()
+    index = LevelIndex[int](PrioritizedLRU(), blocks_max=MILLION)
+    for place, key in enumerate(keys):
+        terms = Terms(expires_s=9.0 + place // 100, salt=b"%08d" % (place // 1000))
+        index.insert([key], [place], Meta(terms=terms))
+    assert gone_through() - before < blocks / 4, "only through each request's terms"
+    leaving = Leaving(MILLION)
+    index.drop(keys)
+    for place, key in enumerate(keys):
+        leaving.add([Ref(key, place)])
+    assert gone_through() - before < blocks / 4
+    assert leaving.take(2) == [Ref(keys[0], 0), Ref(keys[1], 1)]
+
+
+def test_deadlines_of_blocks_that_are_gone_leave_a_few_at_a_time(monkeypatch) -> None:
+    ends = Deadlines()
+    for place in range(10_000):
+        ends.put(place, 1e6 + place)
+    for place in range(9_000):
+        ends.drop(place)
+    looked: list[int] = []
+    get = ends.get
+
+    def watched(place: int) -> float:
+        looked.append(place)
+        return get(place)
+
+    monkeypatch.setattr(ends, "get", watched)
+    for number in range(4_000):
+        looked.clear()
+        ends.put(9_000 + number % 1_000, 10.0 + number)
+        assert len(looked) <= 4
+    held = range(9_000, 10_000)
+    ends.check(held)
+    assert ends.next_s <= 10.0 + 3_000
+    assert ends.due(1e5) == [*held]
+    ends.check(())

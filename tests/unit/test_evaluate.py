@@ -1,0 +1,125 @@
+"""``kvladder eval``: what codecs cost in a model's answers, and when that is too much."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from kvladder.cli import main
+from tests.connectors.test_transformers import make_model, prompts_of
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models, and prompts for both."""
+    folder = tmp_path_factory.mktemp("eval")
+    for name in ("llama", "gemma3"):
+        make_model(name, initializer_range=0.1).save_pretrained(folder / name)
+    lines = [json.dumps(prompt) for prompt in prompts_of(3, shared=40, own=33)]
+    (folder / "prompts").write_text("\n\n".join(lines))
+    return folder
+
+
+def report(
+    folder: Path, capsys: Any, *more: str, model: str = "llama", prompts: str = "prompts"
+) -> tuple[int, str, str]:
+    files = ["--model", str(folder / model), "--prompts", str(folder / prompts)]
+    code = main(["eval", *files, *more])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def numbers(out: str) -> dict[str, list[float]]:
+    """By what stands before them, the numbers of a report."""
+    lines = [line.partition(" ") for line in out.splitlines()[1:]]
+    return {
+        name: [float(one.rstrip("%")) for one in re.findall(r"[-+]?\d[\d.e+-]*%?", rest)]
+        for name, _, rest in lines
+    }
+
+
+def test_what_loses_nothing_costs_nothing(folder: Path, capsys: Any) -> None:
+    limits = ["--max-divergence", "0", "--min-agreement", "1"]
+    for codec in ("zstd", "[{name: zstd, level: 3, min_saving: 0}, checksum]"):
+        code, out, err = report(folder, capsys, "--codec", codec, *limits)
+        assert (code, err) == (0, "")
+        told = numbers(out)
+        assert told["divergence"] == [0, 0]
+        assert told["perplexity"][0] == told["perplexity"][1]
+        assert told["likeliest"] == [100]
+        assert "3 prompts, 126 tokens compared" in out  # all but two blocks of each
+
+
+def test_what_loses_more_costs_more_and_saves_bytes(folder: Path, capsys: Any) -> None:
+    """Of Gemma 3: windows alone, layers with full attention alone, and both."""
+    found = {}
+    for kinds in ("window", "full", "window,full"):
+        said = ["--codec", "fp8", "--kinds", kinds]
+        code, out, _ = report(folder, capsys, *said, model="gemma3")
+        assert code == 0
+        found[kinds] = numbers(out)
+        assert ("not full" in out) == (kinds == "window")
+        ratio = found[kinds]["bytes"][-1]
+        assert ratio == pytest.approx((32 + 4) / (32 * 4), abs=0.001)  # 8 bits and a scale a row
+    both = found["window,full"]
+    assert both["divergence"][0] > 1e-6
+    assert all(found[one]["divergence"][0] < both["divergence"][0] for one in ("window", "full"))
+    assert both["divergence"][1] >= both["divergence"][0]
+
+
+def test_a_limit_that_is_exceeded_exits_with_1_after_the_report(folder: Path, capsys: Any) -> None:
+    said = ["--codec", "fp8", "--max-divergence", "1e-9", "--min-agreement", "1.01"]
+    code, out, err = report(folder, capsys, *said)
+    assert code == 1
+    assert "perplexity" in out
+    divergence, agreement = err.removeprefix("kvladder: ").split("; ")
+    assert re.fullmatch(r"a divergence of \S+ is more than 1e-09", divergence)
+    assert re.fullmatch(r"an agreement of \S+ is less than 1.01\n", agreement)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--codec", "fp9"], r"--codec: .*'fp9'.*fp8"),
+        (["--codec", "[zstd, fp8]"], r"--codec: .*as the engine wrote them"),
+        (["--codec", "{name: zstd, levle: 3}"], r"--codec: .*level"),
+        (["--codec", "[zstd"], r"--codec: '\[zstd' .*a list of them"),
+        (["--codec", "fp8", "--kinds", "whole"], r"--kinds: 'whole' .*full, window"),
+        (["--codec", "fp8", "--kinds", "window"], r"--kinds: 'window': .*layers are full"),
+        (["--codec", "fp8", "--block-tokens", "64"], r"prompts:1: 73 tokens .*128 or more"),
+        (["--codec", "fp8", "--block-tokens", "0"], r"--block-tokens: 0 .*1 or more"),
+        (["--codec", "fp8", "--tokens", "31"], r"--tokens: 31 .*32 or more"),
+    ],
+)
+def test_what_is_wrong_is_refused(folder: Path, capsys: Any, more: list[str], says: str) -> None:
+    code, out, err = report(folder, capsys, *more)
+    assert (code, out) == (2, "")
+    assert re.search(says, err), err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", r"--prompts: .*prompts.txt is empty"),
+        ("some words", r"--prompts: .*prompts.txt:1 is text, and .*llama has no tokenizer"),
+        (json.dumps([1] * 40 + [256]), r"prompts.txt:1: token 256 \(the model knows 0 to 255\)"),
+    ],
+)
+def test_prompts_that_cannot_be_run_are_refused(
+    folder: Path, capsys: Any, text: str, says: str
+) -> None:
+    (folder / "prompts.txt").write_text(text)
+    code, _, err = report(folder, capsys, "--codec", "fp8", prompts="prompts.txt")
+    assert code == 2
+    assert re.search(says, err), err
+    code, _, err = report(folder, capsys, "--codec", "fp8", model="none")
+    assert code == 2
+    assert re.search(r"--model: .*none.*expected a folder", err), err

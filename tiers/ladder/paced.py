@@ -1,0 +1,292 @@
+"""Batches of any size: piece by piece, each as large as there is room for, and in its turn."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Final, Generic, Protocol, TypeVar
+
+from kvladder.arena import Slot
+from kvladder.keys import BlockKey
+from kvladder.tiers.base import NO_SLOT, Clock
+from kvladder.tiers.ladder.loading.fetch import Fetch, SetFetch
+
+PINNED_MAX: Final = 0.5
+"""Pieces of fetches hold no larger share of the slots: who saves needs some, too."""
+ROOM_S: Final = 1.0
+"""How long a piece of a save waits for room that others are about to make."""
+POLL_S: Final = 0.005
+SILENT_S: Final = 1.0
+"""Whoever has not asked for so long does not hold up those behind it; it keeps its place."""
+
+
+class Turns:
+    """Who waits for slots, in the order in which they came; from any thread."""
+
+    def __init__(self, slots: float, clock: Clock) -> None:
+        self._lock = threading.Lock()
+        self._left = slots
+        self._clock = clock
+        self._asked_s: dict[object, float] = {}
+        """Who waits, the first first, and when it asked last."""
+
+    def take(self, who: object, wanted: int) -> int:
+        """So many slots for ``who``, to be given back; 0 as long as it has to wait, or leave."""
+        with self._lock:
+            now_s = self._clock.now()
+            self._asked_s[who] = now_s
+            first = next(one for one, at_s in self._asked_s.items() if now_s - at_s < SILENT_S)
+            taken = max(0, min(wanted, int(self._left)))
+            if first is not who or not taken:
+                return 0
+            del self._asked_s[who]
+            self._left -= taken
+            return taken
+
+    def give(self, who: object, count: int) -> None:
+        """Slots are free again, and ``who`` does not wait any more."""
+        with self._lock:
+            self._left += count
+            self._asked_s.pop(who, None)
+
+
+class Paced(ABC):
+    """Something that is done piece by piece. Ask ``ready``, use the piece, then ``advance``.
+
+    Owned by the caller, who calls ``close`` in the end; that may be called again.
+    """
+
+    first = 0
+    """Position of the piece's first block."""
+    count = 0
+    """How many blocks from there on the piece is about; with 0 it is over."""
+
+    def __init__(self, total: int, turns: Turns) -> None:
+        self._total = total
+        self._turns = turns
+        self._ready = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a piece to use, or nothing more to come; never waits."""
+        if not self._ready:
+            self._ready = self.first >= self._total or self._attempt()
+        return self._ready
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more comes; once it is ready."""
+        return self._ready and not self.count
+
+    @abstractmethod
+    def _attempt(self) -> bool:
+        """Make the next piece; whether that is settled, then ``count`` is known."""
+
+    @abstractmethod
+    def _let_go(self) -> None:
+        """The piece is not used any more, and there may be none."""
+
+    def advance(self) -> None:
+        """Let go of the piece, and have the next one come."""
+        self._let_go()
+        self.first, self.count, self._ready = self.first + self.count, 0, False
+
+    def close(self) -> None:
+        """Let go of the piece; nothing more comes."""
+        self._let_go()
+        self.first, self.count, self._ready = self._total, 0, True
+
+    async def settle(self) -> None:
+        """Wait until it is ready; on the loop thread."""
+        while not self.ready:  # noqa: ASYNC110 - who makes room tells nobody
+            await asyncio.sleep(POLL_S)
+
+    def wait(self) -> None:
+        """Wait until it is ready; not on the loop thread."""
+        while not self.ready:
+            threading.Event().wait(POLL_S)
+
+
+class PacedFetch(Paced):
+    """The prefix of some blocks, or those of a set, each piece a ``Fetch`` of its own.
+
+    A piece ends before a block that is here but for which there was no room, or no time; if that
+    is its first one it is tried again, up to the deadline. A prefix ends with a block that is not
+    here; in a set such a block ends nothing.
+
+    Parameters
+    ----------
+    begin:
+        Begins to fetch some of the blocks.
+    knows:
+        Which of some blocks are here, as far as is known.
+    deadline_s:
+        How long each piece may take.
+    most:
+        How many blocks a piece may have.
+    """
+
+    fetch: Fetch | None = None
+    """The piece, pinned until ``advance``."""
+
+    def __init__(
+        self,
+        keys: Sequence[BlockKey],
+        turns: Turns,
+        *,
+        begin: Callable[[Sequence[BlockKey]], Fetch],
+        knows: Callable[[Sequence[BlockKey]], Sequence[bool]],
+        clock: Clock,
+        deadline_s: float,
+        most: int,
+    ) -> None:
+        super().__init__(len(keys), turns)
+        self._most = most
+        self._keys = keys
+        self._begin = begin
+        self._knows = knows
+        self._clock = clock
+        self._lasts_s = deadline_s
+        self._until_s: float | None = None
+        self._held = 0
+        """Slots that others cannot have meanwhile."""
+
+    def _attempt(self) -> bool:
+        if self.fetch is None:
+            # its turn comes, since whoever holds slots gives them back
+            self._held = self._turns.take(self, min(self._most, self._total - self.first))
+            if not self._held:
+                return False
+            if self._until_s is None:
+                self._until_s = self._clock.now() + self._lasts_s
+            self.fetch = self._begin(self._keys[self.first : self.first + self._held])
+        if not self.fetch.done:
+            return False
+        is_set = isinstance(self.fetch, SetFetch)
+        came = self._came(self.fetch)
+        # nothing came: of a block that is here that may be for want of room, so it is tried again
+        is_late = self._until_s is None or self._clock.now() >= self._until_s
+        if not came and not is_late and self._knows([self._keys[self.first]])[0]:
+            self._let_go()
+            return False
+        self._until_s = None
+        self.count = came or int(is_set)
+        surplus = self._held - sum(slot != NO_SLOT for slot in self.fetch.slots)
+        self._held -= surplus
+        self._turns.give(self, surplus)
+        return True
+
+    @property
+    def held(self) -> int:
+        """How many slots it holds, or may."""
+        return self._held
+
+    def _came(self, fetch: Fetch) -> int:
+        """Of how many blocks it is settled whether they are here."""
+        if not isinstance(fetch, SetFetch):
+            return fetch.blocks
+        found, asked = fetch.found, self._keys[self.first : self.first + self._held]
+        missing = [at for at, key in enumerate(asked) if key not in found]
+        here = self._knows([asked[at] for at in missing])
+        return next((at for at, is_here in zip(missing, here, strict=True) if is_here), len(asked))
+
+    async def settle(self) -> None:
+        while not self.ready:
+            if isinstance(self.fetch, SetFetch):
+                await self.fetch.settle()
+            else:
+                await asyncio.sleep(POLL_S)
+
+    def wait(self) -> None:
+        while not self.ready:
+            if self.fetch is not None:
+                self.fetch.wait()
+            else:
+                super().wait()
+
+    def _let_go(self) -> None:
+        if self.fetch is not None:
+            self.fetch.release()
+            self.fetch = None
+        self._turns.give(self, self._held)
+        self._held = 0
+
+
+class Reserved(Protocol):
+    """Slots for blocks that are to be saved."""
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """May be none."""
+        ...
+
+    @property
+    def end(self) -> int:
+        """Position of the first block for which there was no room; behind the last if for all."""
+        ...
+
+
+R = TypeVar("R", bound=Reserved)
+
+
+class PacedSave(Paced, Generic[R]):
+    """A save for which there may not be room at once: each piece is as much as finds room.
+
+    It waits for room as long as others are about to make some. What finds none then is left out.
+
+    Parameters
+    ----------
+    begin:
+        Reserves what it can of the blocks from a position on; ``patient`` if it is tried again.
+    moving:
+        Whether anything is under way that may make room; is told once for how many blocks.
+    """
+
+    piece: R | None = None
+    """The piece, which the caller commits or aborts before it goes on."""
+
+    def __init__(
+        self,
+        total: int,
+        turns: Turns,
+        *,
+        begin: Callable[[int, bool], R],
+        moving: Callable[[int], bool],
+        clock: Clock,
+    ) -> None:
+        super().__init__(total, turns)
+        self._begin = begin
+        self._moving = moving
+        self._clock = clock
+        self._until_s: float | None = None
+        self._is_told = False
+        """Whether it is known that this one waits for room."""
+        self._held = 0
+
+    def _attempt(self) -> bool:
+        now_s = self._clock.now()
+        if self._until_s is None:
+            self._until_s = now_s + ROOM_S
+        is_late = now_s >= self._until_s  # also if its turn has not come
+        if not self._held and not is_late:
+            self._held = self._turns.take(self, 1)
+            if not self._held:
+                return False
+        piece = self._begin(self.first, True)
+        if not piece.slots and piece.end == self.first:
+            wanted = 0 if self._is_told else self._total - self.first
+            self._is_told = True
+            if self._moving(wanted) and not is_late:
+                return False
+            piece = self._begin(self.first, False)
+        self._let_go()
+        self.piece, self.count = piece, piece.end - self.first
+        return True
+
+    def _let_go(self) -> None:
+        self.piece = None
+        self._until_s, self._is_told = None, False
+        self._turns.give(self, self._held)
+        self._held = 0

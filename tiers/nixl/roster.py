@@ -1,0 +1,194 @@
+"""Who is there: far ends that announce themselves in a Redis, and what clients read of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Annotated, Any, Final, cast
+
+import msgspec
+
+from kvladder.arena import Arena
+from kvladder.errors import ConfigError, TierError
+from kvladder.schema import Address, masked
+from kvladder.tiers.nixl.messages import VERSION
+
+TTL_S: Final = 10.0
+"""How long an announcement lasts that is not renewed."""
+BEAT_S: Final = 3.0
+FOLLOW_S: Final = 2.0
+"""How often clients look."""
+LIMIT_S: Final = 2.0
+"""For one exchange with the Redis."""
+KEPT_S: Final = 24 * 3600
+"""After which the Redis forgets a list that nobody is on any more."""
+ENTRIES_MAX: Final = 1024
+ENTRY_BYTES_MAX: Final = 1024
+NAME: Final = r"[A-Za-z0-9\[][A-Za-z0-9_.:%\[\]-]{0,199}"
+URL_HINT: Final = "expected redis://[user:password@]host[:port][/db], rediss:// or unix:///path"
+
+Name = Annotated[str, msgspec.Meta(pattern=rf"\A{NAME}\Z")]
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """What a far end says of itself; JSON in the Redis."""
+
+    address: Annotated[Address, msgspec.Meta(max_length=300)]
+    """Host and port for clients."""
+    run: Annotated[str, msgspec.Meta(max_length=200)]
+    """Which cache it is, see ``run_of``: a name may have had another one before."""
+    writable: bool
+    """Whether it takes blocks, or lets its own be read only."""
+    block_bytes: Annotated[int, msgspec.Meta(gt=0)]
+    """The longest block that it takes."""
+    namespace: str = ""
+    """Of an engine, in hexadecimal: it has blocks of no other."""
+    version: int = VERSION
+    """Of the protocol that it speaks."""
+    until_s: float = 0.0
+    """When it is taken for dead unless it says so again, by the clock of the Redis."""
+
+
+_entry: Final = msgspec.json.Decoder(Entry)
+
+
+def require_url(url: str) -> None:
+    """Raise ConfigError unless it names a Redis; the message does not quote it."""
+    try:
+        _connect(url).connection_pool.make_connection()
+    except (ValueError, TypeError):  # which may quote a password
+        raise ConfigError("not a URL of a Redis", path="roster", hint=URL_HINT) from None
+
+
+def run_of(arena: Arena) -> str:
+    """What tells a cache from all others, in each process that maps its arena."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    file = os.fstat(arena.handle.fd)
+    return f"{boot}:{file.st_dev}:{file.st_ino}"
+
+
+def _connect(url: str) -> Any:
+    """A client that tries once."""
+    from redis.asyncio import Redis
+    from redis.asyncio.retry import Retry
+    from redis.backoff import NoBackoff
+
+    once = Retry(NoBackoff(), 0)
+    client = cast("Any", Redis)  # redis-py's types leave half of it open
+    return client.from_url(url, retry=once, socket_connect_timeout=LIMIT_S, socket_timeout=LIMIT_S)
+
+
+class Roster:
+    """The far ends that have one key, as a hash of a Redis has them: a field for each, by name.
+
+    What lies there and is no entry is ignored. All calls raise TierError if the Redis does not
+    answer, and ConfigError if it does not let us in.
+
+    Parameters
+    ----------
+    url:
+        Of the Redis, as redis-py understands it. No message tells its user.
+    public:
+        The public key of the far ends: who announces another one's address gains nothing, since
+        clients talk to nobody without it.
+    """
+
+    def __init__(self, url: str, public: str) -> None:
+        self.where = masked(url)
+        self.ignored = 0
+        """Values that were no entries, when it was last read."""
+        self._key = f"kvladder:far-ends:{public}"
+        self._redis = _connect(url)
+
+    @contextmanager
+    def _explained(self) -> Generator[None]:
+        """What goes wrong, in words that tell no secret."""
+        from redis.exceptions import (
+            AuthenticationError,
+            AuthorizationError,
+            NoPermissionError,
+            RedisError,
+        )
+
+        try:
+            yield
+        except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
+            what = f"{self.where} does not let us in: {error}"
+            hint = "expected the user and password of one who may use keys kvladder:far-ends:*"
+            raise ConfigError(what, path="roster", hint=hint) from None
+        except TimeoutError:
+            raise TierError(f"{self.where}: no answer within {LIMIT_S:g} s") from None
+        except (RedisError, OSError) as error:
+            raise TierError(f"{self.where}: {error}") from None
+
+    async def _all(self) -> tuple[float, dict[str, Entry]]:
+        """The time there, and all entries, those that are out of date, too."""
+        with self._explained():
+            async with asyncio.timeout(LIMIT_S):
+                async with self._redis.pipeline(transaction=False) as asked:
+                    asked.time().hlen(self._key)
+                    (seconds, micros), count = await asked.execute()
+                if count > ENTRIES_MAX:
+                    raise TierError(f"{self.where}: {count} far ends, at most {ENTRIES_MAX}")
+                raw: Mapping[bytes, bytes] = await self._redis.hgetall(self._key)
+        found: dict[str, Entry] = {}
+        for field, value in raw.items():
+            with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                name = msgspec.convert(field.decode(), Name)
+                if len(value) <= ENTRY_BYTES_MAX:
+                    found[name] = _entry.decode(value)
+        self.ignored = len(raw) - len(found)
+        return seconds + micros / 1e6, found
+
+    async def read(self) -> dict[str, Entry]:
+        """Who is there, by name."""
+        now_s, found = await self._all()
+        return {name: found[name] for name in sorted(found) if found[name].until_s > now_s}
+
+    async def announce(self, name: str, entry: Entry, *, first: bool = False) -> bool:
+        """Say that it is there, for ``TTL_S`` from now; False if another one has its name.
+
+        Whoever comes ``first`` takes the name: it may be the same one, started again.
+        """
+        now_s, found = await self._all()
+        other = found.get(name)
+        if not first and other and other.run != entry.run and other.until_s > now_s:
+            return False
+        dead = [one for one, said in found.items() if said.until_s < now_s]
+        said = msgspec.structs.replace(entry, until_s=now_s + TTL_S)
+        with self._explained():
+            async with (
+                asyncio.timeout(LIMIT_S),
+                self._redis.pipeline(transaction=True) as told,
+            ):
+                if dead:
+                    told.hdel(self._key, *dead)
+                told.hset(self._key, name, msgspec.json.encode(said))
+                told.expire(self._key, KEPT_S)
+                await told.execute()
+        return True
+
+    async def leave(self, name: str, run: str) -> None:
+        """Say that it is not there any more, if the name is its own."""
+        _, found = await self._all()
+        if name in found and found[name].run == run:
+            with self._explained():
+                async with asyncio.timeout(LIMIT_S):
+                    await self._redis.hdel(self._key, name)
+
+    async def aclose(self) -> None:
+        """Close its connections."""
+        with suppress(OSError):
+            await self._redis.aclose()
+
+
+async def listed(url: str, public: str) -> dict[str, Entry]:
+    """Who is there, for one look; raises as ``Roster.read``."""
+    roster = Roster(url, public)
+    try:
+        return await roster.read()
+    finally:
+        await roster.aclose()
