@@ -1,0 +1,48 @@
+"""What an engine's extra configuration says: a connector's own settings, and those of a stack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from kvladder.config.settings import Sections
+from kvladder.config.sources import SHORT_KEYS
+from kvladder.config.stack import StackConfig, load_config
+from kvladder.errors import ConfigError
+from kvladder.schema import Settings, convert, keys_of, nearest
+
+
+class ExtraOptions(Settings, frozen=True, kw_only=True):
+    """What every connector takes beside a stack."""
+
+    config: str | None = None
+    """Path of a YAML file; without one the stack's settings stand beside these."""
+
+
+T = TypeVar("T", bound=ExtraOptions)
+
+
+def parse_extra(extra: Mapping[str, Any], wanted: type[T], where: str) -> tuple[T, StackConfig]:
+    """Read and check everything; ``where`` names the extra configuration in errors.
+
+    Raises
+    ------
+    ConfigError
+        A key is unknown (the nearest is named), a value is wrong, or there is no stack.
+    """
+    own = keys_of(wanted)
+    stack = [*SHORT_KEYS, *keys_of(Sections), "tiers"]
+    for key in extra:
+        if key not in own and key not in stack:
+            hint = nearest(key, [*own, *stack])
+            raise ConfigError("unknown key", path=f"{where}.{key}", hint=hint)
+    given = {key: value for key, value in extra.items() if key in own}
+    options = convert(given, wanted, where)
+    rest = {key: value for key, value in extra.items() if key not in own}
+    if options.config is None and not rest:
+        hint = 'expected "config" with the path of a stack.yaml, or "host" with a size'
+        raise ConfigError("no stack", path=where, hint=hint)
+    if options.config is not None and rest:
+        hint = f"put it into {options.config}"
+        raise ConfigError("stands beside config", path=f"{where}.{next(iter(rest))}", hint=hint)
+    return options, load_config(rest if options.config is None else options.config)

@@ -1,0 +1,185 @@
+"""Names for what an engine was given: values as text, folders as digests, for any engine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import is_dataclass
+from enum import Enum
+from fnmatch import fnmatch
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final, TypeGuard
+
+import torch
+
+from kvladder.connectors.weights import downloaded
+from kvladder.errors import ConfigError
+
+FILES_LEFT_OUT: Final[Mapping[str, str]] = {
+    "weights, which a field of its own tells apart": "*.safetensors *.bin *.pt *.pth *.gguf",
+    "weights for other engines": "*.h5 *.msgpack *.onnx *.onnx_data *.ot *.tflite *.mlmodel *.nemo",
+    "texts and pictures for people": (
+        "README* LICENSE* NOTICE* *.md *.pdf *.png *.jpg *.jpeg *.gif *.svg"
+    ),
+    "what tools keep beside a model: versions, downloads, compiled code": ".* __pycache__",
+}
+"""Files of a model's folder that name no blocks: reasons, and patterns that each is true of."""
+
+_FILES: Final = " ".join(FILES_LEFT_OUT.values()).split()
+
+_NOT_THE_MODELS: Final = ("_name_or_path", "_commit_hash", "transformers_version")
+"""What a model's configuration says of where it was read and who wrote it."""
+
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
+
+
+Parts = Callable[[Any], Iterable[tuple[str, Any]]]
+"""Those fields of a dataclass that count, with their values."""
+
+
+def text_of(value: Any, parts: Parts) -> str:
+    """The value as text that is the same in every process; a file's path with its digest."""
+    return json.dumps(_plain(value, parts, ()), sort_keys=True)
+
+
+def _plain(value: Any, parts: Parts, above: tuple[int, ...]) -> Any:
+    """The value in words of JSON: no addresses, no order that depends on the process."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return [value, digest(value)] if _is_file(value) else value
+    if isinstance(value, Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if isinstance(value, bytes):
+        return value.hex()
+    if id(value) in above:
+        return "above"
+    above = (*above, id(value))
+    if _is_mapping(value):
+        return {
+            str(k): _plain(v, parts, above) for k, v in value.items() if k not in _NOT_THE_MODELS
+        }
+    if _is_collection(value):
+        items = [_plain(one, parts, above) for one in value]
+        if isinstance(value, Set):
+            items.sort(key=lambda one: json.dumps(one, sort_keys=True))
+        return items
+    return _object(value, parts, above)
+
+
+def _is_file(text: str) -> bool:
+    """Whether a text is a path of a file, which long ones and those with a slash need not be."""
+    try:
+        return os.sep in text and Path(text).is_file()
+    except OSError:  # too long a name, or in a folder that may not be looked into
+        return False
+
+
+def _is_mapping(value: object) -> TypeGuard[Mapping[Any, Any]]:
+    return isinstance(value, Mapping)
+
+
+def _is_collection(value: object) -> TypeGuard[Collection[Any]]:
+    return isinstance(value, Set | Sequence)
+
+
+def _object(value: Any, parts: Parts, above: tuple[int, ...]) -> Any:
+    """Something that is no value of JSON: what it says of itself, else what it consists of."""
+    name = getattr(value, "__qualname__", None)
+    if name is not None:  # a class or a function
+        return f"{value.__module__}.{name}"
+    if hasattr(value, "to_dict"):  # a model's configuration
+        return _plain(value.to_dict(), parts, above)
+    kind = str(value.__class__.__name__)
+    if is_dataclass(value):
+        return [kind, {name: _plain(part, parts, above) for name, part in parts(value)}]
+    if hasattr(value, "compute_hash"):  # vLLM's way to tell platforms' own settings apart
+        return [kind, str(value.compute_hash())]
+    named = _ADDRESS.sub("", repr(value))
+    if named != repr(value) and hasattr(value, "__dict__"):
+        return [named, _plain(vars(value), parts, above)]
+    return named
+
+
+def digest(file: str | Path) -> str:
+    """Digest of a file's content; what is wrong with it, if it cannot be read."""
+    try:
+        with Path(file).open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        return f"unreadable: {error.strerror}"
+
+
+def prefixed(prefix: str, fields: Mapping[str, str]) -> dict[str, str]:
+    """The fields under names that begin with ``prefix``."""
+    return {f"{prefix}.{name}": text for name, text in fields.items()}
+
+
+def folder_fields(folders: Mapping[str, Path]) -> dict[str, str]:
+    """By role and path in it, digests of the files in folders, but for those that are left out."""
+    return {
+        f"{role}/{file.relative_to(folder)}": digest(file)
+        for role, folder in folders.items()
+        for file in _files(folder)
+    }
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    seen: set[Path] = set()
+    for where, below, names in os.walk(folder, followlinks=True):
+        real = Path(where).resolve()
+        below[:] = sorted(name for name in below if real not in seen and _counts(name))
+        yield from (Path(where) / name for name in sorted(names) if _counts(name))
+        seen.add(real)  # a link may lead back to it
+
+
+def _counts(name: str) -> bool:
+    return not any(fnmatch(name, pattern) for pattern in _FILES)
+
+
+def model_folder(
+    name: Any, *, revision: str | None = None, cache_dir: str | None = None
+) -> Path | None:
+    """Where something lies; None if it has no folder on this machine."""
+    if not name:
+        return None
+    path = Path(str(name))
+    if path.exists():
+        return path if path.is_dir() else None
+    with suppress(ConfigError):
+        return downloaded(str(name), revision=revision, cache_dir=cache_dir)
+    return None
+
+
+def versions(names: Iterable[str]) -> dict[str, str]:
+    """Versions of these distributions, as far as they are installed."""
+    found: dict[str, str] = {}
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def plugins(groups: Iterable[str], *, but: Collection[str] = ()) -> str:
+    """Distributions with entry points of these groups, and their versions; without kvladder."""
+    found = {
+        f"{point.dist.name} {point.dist.version}"
+        for group in groups
+        for point in metadata.entry_points(group=group)
+        if point.dist is not None and point.dist.name not in ("kvladder", *but)
+    }
+    return ", ".join(sorted(found))
+
+
+def device_kind(device: torch.device) -> str:
+    """What a device computes like: its type and, of a GPU, its architecture."""
+    if device.type != "cuda":
+        return device.type
+    cuda: Any = torch.cuda
+    found = cuda.get_device_properties(device)
+    return f"cuda {found.major}.{found.minor} {getattr(found, 'gcnArchName', '')}".strip()

@@ -1,0 +1,117 @@
+"""A batch of SGLang's, which may have more pages than the arena has slots, piece by piece."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator
+from typing import Final, cast
+
+import msgspec
+
+from kvladder.arena import Slot
+from kvladder.keys import BlockKey
+from kvladder.manager import CacheManager, PacedFetch
+from kvladder.runtime import SystemClock
+
+AT_ONCE: Final = 2
+"""Parts that are asked for: one is copied while the next one comes up."""
+PART: Final = 8
+"""A part has one slot of so many."""
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True):
+    """Pages of one prefix, or of the end of one."""
+
+    keys: list[bytes]
+    salt: str = ""
+    """Whose they are."""
+    within_s: float = 0.0
+    """After so long nothing more is begun."""
+    deadline_s: float = 0.0
+    """How long a piece that is fetched is waited for."""
+    priority: int | None = None
+    """What they are worth, if that was said."""
+    group: int = 0
+    """Which of the layout's groups they are of."""
+
+    @property
+    def names(self) -> list[BlockKey]:
+        """The same keys."""
+        return cast("list[BlockKey]", self.keys)
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Pages to be copied now: their slots are held until the next piece is asked for."""
+
+    done: int
+    """How many leading pages of the batch are over and done with."""
+    pages: list[int]
+    """Their positions in the batch."""
+    slots: list[Slot]
+
+
+Pieces = Generator[Piece, None, int]
+"""Pieces to copy, one by one; returns how many leading pages of the batch are here."""
+
+
+def fetch_pieces(manager: CacheManager, batch: Batch) -> Pieces:
+    """The longest prefix of a batch that is here, or comes within its time."""
+    now = SystemClock().now
+    end_s = now() + batch.within_s
+    size = max(1, manager.arena.slots // PART)
+    keys, found = batch.names, 0
+    left = deque(keys[at : at + size] for at in range(0, len(keys), size))
+    coming: deque[tuple[int, PacedFetch]] = deque()
+    try:
+        while left or coming:
+            while left and len(coming) < AT_ONCE and now() < end_s:
+                begun = manager.fetch_paced(left[0], deadline_s=batch.deadline_s, salt=batch.salt)
+                # whoever waits in turn has to ask, or holds up those behind it
+                if coming and not begun.ready and not begun.held:
+                    begun.close()
+                    break
+                coming.append((len(left.popleft()), begun))
+            if not coming:  # it has taken long enough
+                return found
+            total, part = coming[0]
+            part.wait()
+            while not part.over and now() < end_s:
+                assert part.fetch is not None
+                pages = list(range(found, found + part.count))
+                yield Piece(found, pages, list(part.fetch.slots[: part.count]))
+                found += part.count
+                part.advance()
+                part.wait()
+            if part.first < total:  # here too, or a hole
+                return found
+            coming.popleft()[1].close()
+        return found
+    finally:
+        for _, one in coming:
+            one.close()
+
+
+def save_pieces(manager: CacheManager, batch: Batch) -> Pieces:
+    """Store a batch as slots become free; what no level wants is over and done with."""
+    now = SystemClock().now
+    end_s, keys = now() + batch.within_s, batch.names
+    said = None if batch.priority is None else [batch.priority] * len(keys)
+    paced = manager.save_paced(keys, priorities=said, salt=batch.salt, group=batch.group)
+    try:
+        paced.wait()
+        while not paced.over and now() < end_s:
+            piece = paced.piece
+            assert piece is not None
+            try:
+                if piece.slots:
+                    yield Piece(paced.first, list(piece.indices), list(piece.slots))
+                piece.commit()
+            finally:
+                piece.abort()  # which a commit has made idle
+            paced.advance()
+            paced.wait()
+        if paced.piece is not None:
+            paced.piece.abort()
+        return paced.first
+    finally:
+        paced.close()

@@ -1,0 +1,26 @@
+"""Makes ``--radix-cache-backend kvladder`` known; SGLang calls it in each of its processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+NAME = "kvladder"
+
+
+def register() -> None:
+    """Register the tree under its name; nothing else is imported before it is used."""
+    from sglang.srt.mem_cache.registry import (
+        get_radix_cache_factory,
+        register_radix_cache_backend,
+    )
+
+    if get_radix_cache_factory(NAME) is None:
+        register_radix_cache_backend(NAME, _tree)
+
+
+def _tree(context: Any) -> Any:
+    from sglang.srt.mem_cache.registry import create_unified_radix_cache
+
+    from kvladder.connectors.sglang.tree import KVLadderRadixCache
+
+    return create_unified_radix_cache(context, cache_class=KVLadderRadixCache)

@@ -1,0 +1,373 @@
+"""SGLang's storage below its host pool: our stack of levels.
+
+    --enable-hierarchical-cache --page-size 64 --hicache-storage-backend dynamic
+    --hicache-storage-backend-extra-config '{"backend_name": "kvladder", "interface_v1": 1,
+        "module_path": "kvladder.connectors.sglang", "class_name": "KVLadderStorage",
+        "config": "stack.yaml"}'
+
+A page of SGLang's is a block of ours, its digest the block's key; what a model keeps beside keys
+and values has pages, and so blocks, of its own. SGLang calls from one thread each for what it asks,
+reads and writes, which may wait but hold up all requests if they hang, and from its scheduler's
+thread, which may not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from threading import Lock
+from typing import Any, Final, TypeVar
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    STORAGE_BATCH_SIZE,
+    HiCacheStorage,
+    PoolHitPolicy,
+    PoolTransferResult,
+)
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from sglang.srt.observability.metrics_collector import StorageMetrics
+
+from kvladder.compose import open_manager
+from kvladder.config.stack import StackConfig
+from kvladder.connectors.sglang import identity
+from kvladder.connectors.sglang.node import Node, drained, join
+from kvladder.connectors.sglang.options import CALL_S, DEADLINE_MAX, parse
+from kvladder.connectors.sglang.pieces import Batch, Piece
+from kvladder.connectors.sglang.pools import KV, Pool, pool_of, require_stored
+from kvladder.connectors.sglang.weights import watch
+from kvladder.connectors.vllm.reports.log import late_levels
+from kvladder.errors import ConfigError, LayoutError
+from kvladder.manager import CacheManager
+from kvladder.runtime import SystemClock
+
+logger = logging.getLogger("kvladder.sglang")
+
+T = TypeVar("T")
+
+ANNOUNCED_MAX: Final = 1 << 14
+"""Batches whose priority and salt are remembered until they are written, or read."""
+CALLS_MAX: Final = 1 << 10
+"""Calls whose figures are kept until SGLang asks for them."""
+PAGE_TOKENS_FEW: Final = 16
+PHASES: Final = 3
+"""Calls in which SGLang moves one batch of a model that keeps more than keys and values."""
+
+
+class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
+    """The pages of one rank, in a stack that the ranks of a server on one machine share.
+
+    ``storage_config`` is SGLang's, ``kwargs`` are empty.
+
+    Raises
+    ------
+    ConfigError
+        The settings are wrong, or the engine is one that is not supported.
+    """
+
+    def __init__(self, storage_config: Any, kwargs: Mapping[str, Any]) -> None:
+        self._ranks = storage_config
+        self._settings = parse(storage_config.extra_config or {})
+        identity.require_named()
+        _require_shared(storage_config, self._settings)
+        self._pools: dict[str, Pool] = {}
+        """By name; keys and values first."""
+        self._node: Node | None = None
+        """None before the host pools are known, and once weights have changed."""
+        self._node_to_close: Node | None = None
+        self._slot_bytes = 0
+        """Of the stack; 0 before it is open."""
+        self._lock = Lock()
+        self._announced: OrderedDict[bytes, tuple[int | None, str]] = OrderedDict()
+        """By the first page of a batch that is about to be stored: what it is worth, and whose."""
+        self._salts: OrderedDict[bytes, str] = OrderedDict()
+        """By the first page of a batch that may be read: whose it is, if it has a salt."""
+        self._gets: deque[tuple[int, float]] = deque(maxlen=CALLS_MAX)
+        self._sets: deque[tuple[int, float]] = deque(maxlen=CALLS_MAX)
+
+    @property
+    def manager(self) -> CacheManager | None:
+        """The stack's, on the rank that owns it and as long as it is in use."""
+        return self._node.manager if self._node is not None else None
+
+    # ---- once, on the scheduler's thread
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Take the pool of keys and values.
+
+        Raises
+        ------
+        ConfigError
+            It cannot be used, or the weights that its pages are of have no name.
+        """
+        super().register_mem_pool_host(mem_pool_host)
+        watch.require_known(self._settings.model.fingerprint)
+        self._pools = {KV: pool_of(mem_pool_host, KV, self._ranks, 0)}
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Take another pool; once the stack is open, only one whose pages fit into its slots.
+
+        Raises
+        ------
+        LayoutError
+            It cannot be used.
+        """
+        name = str(host_pool_name)
+        if name in self._pools:
+            return
+        pool = pool_of(host_pool, name, self._ranks, len(self._pools))
+        require_stored(pool, self._ranks)
+        if 0 < self._slot_bytes < pool.page_bytes:
+            what = f"a page of the pool {name!r}, which came late, has {pool.page_bytes} bytes"
+            raise LayoutError(what, hint=f"the slots of the arena have {self._slot_bytes}")
+        self._pools[name] = pool
+
+    def on_host_pools_registered(self) -> None:
+        """Open the stack for pages of these pools, or come to that of another rank.
+
+        Raises
+        ------
+        ConfigError
+            The stack cannot be had; says where, what and what instead.
+        """
+        settings, ranks = self._settings, self._ranks
+        layout = identity.layout_of([*self._pools.values()], ranks, settings.model.fingerprint)
+        self._node = self._node_to_close = join(
+            identity.address_of(ranks, layout, settings),
+            lambda: open_manager(settings, layout, instance=ranks.pp_rank),
+        )
+        self._slot_bytes = layout.slot_bytes
+        watch.tell(self, WeightUpdater)
+        if self.manager is None:
+            logger.info("kvladder is ready: this rank uses the stack of another one")
+            return
+        logger.info("kvladder is ready: %s", "\n".join(settings.summary(layout)))
+        logger.debug("kvladder's settings\n%s", self.manager.describe())
+        for text in _warnings(settings, layout.block_tokens):
+            logger.warning("%s", text)
+
+    def weights_change(self) -> None:
+        """Serve and keep nothing from now on: pages are named by the weights that were."""
+        if self._node is not None:
+            self._node = None
+            logger.warning("the weights change: kvladder is out of use until it is attached anew")
+
+    # ---- what SGLang asks for, in pages of one prefix
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        node = self._node
+        return 0 if node is None else node.reach(self._batch(self._pools[KV], keys))
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        """Which prefixes all pools can serve, and of each pool the longest that it can serve."""
+        there = self.batch_exists(keys)
+        served, longest = set(range(1, there + 1)), {KV: there} if there else {}
+        asked: Sequence[Any] = pool_transfers or ()
+        for transfer in asked:
+            own = self._served(transfer, keys[:there])
+            if own:
+                longest[transfer.name] = max(own)
+            served &= own
+        return PoolTransferResult(max(served, default=0), longest, sorted(served))
+
+    def _served(self, transfer: Any, keys: Sequence[str]) -> set[int]:
+        """The lengths of prefixes of which a pool has all that would be read."""
+        node, batch = self._node, self._batch(self._pools[str(transfer.name)], keys)
+        if node is None or not keys:
+            return set()
+        if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+            return set(range(1, node.reach(batch) + 1))
+        if transfer.hit_policy != PoolHitPolicy.TRAILING_PAGES:
+            raise ValueError(f"it is not known how {transfer.hit_policy} counts pages")
+        window, run, found = max(1, len(transfer.keys or ())), 0, set[int]()
+        for length, is_here in enumerate(node.holding(batch), 1):
+            run = run + 1 if is_here else 0
+            if run >= min(window, length):
+                found.add(length)
+        return found
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        pool, salt = self._pools[KV], self._salts.get(digest(keys[0]), "")
+        return self._moved(pool, self._batch(pool, keys, salt=salt), host_indices, up=True)
+
+    def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
+        found: dict[str, list[bool]] = {}
+        for transfer in transfers:
+            pool = self._pools[str(transfer.name)]
+            keys: Sequence[str] = transfer.keys or ()
+            salt = self._salts.get(digest(keys[-1]), "") if keys else ""
+            batch = self._batch(pool, keys, salt=salt)
+            found[transfer.name] = self._moved(pool, batch, transfer.host_indices, up=True)
+        return found
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
+        """False for pages that found no slot, so that SGLang offers none of those behind them.
+
+        True for what no level wants: those behind it may be wanted.
+        """
+        with self._lock:
+            told = self._announced.pop(digest(keys[0]), _UNTOLD)
+            self._announced.pop(digest(keys[-1]), None)
+        pool = self._pools[KV]
+        return self._moved(pool, self._batch(pool, keys, *told), host_indices, up=False)
+
+    def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
+        """As ``batch_set_v1``, which is called for keys and values of the same pages after it."""
+        found: dict[str, list[bool]] = {}
+        for transfer in transfers:
+            pool = self._pools[str(transfer.name)]
+            keys: Sequence[str] = transfer.keys or ()
+            told = self._announced.get(digest(keys[-1]), _UNTOLD) if keys else _UNTOLD
+            batch = self._batch(pool, keys, *told)
+            found[transfer.name] = self._moved(pool, batch, transfer.host_indices, up=False)
+        return found
+
+    def _batch(
+        self, pool: Pool, keys: Sequence[str], priority: int | None = None, salt: str = ""
+    ) -> Batch:
+        """Pages of a pool, and how long they may take: all of a batch as long as SGLang waits."""
+        phases = PHASES if len(self._pools) > 1 else 1
+        return Batch(
+            pool.names(keys),
+            salt=salt,
+            within_s=CALL_S / phases,
+            deadline_s=float(min(self._settings.fetch.deadline_s, DEADLINE_MAX / phases)),
+            priority=priority,
+            group=pool.group,
+        )
+
+    def _moved(
+        self, pool: Pool, batch: Batch, rows: torch.Tensor | None, *, up: bool
+    ) -> list[bool]:
+        """Copy pages between a pool's rows and slots; of each whether it is over and done with."""
+        node, begun_s, total, copied = self._node, SystemClock().now(), len(batch.keys), 0
+        done = 0 if up else total
+        if node is not None:
+            done = 0
+            if rows is not None and 0 < len(rows) == total * pool.page:
+
+                def copy(piece: Piece) -> None:
+                    nonlocal copied
+                    pool.copy(node.arena, piece, rows, up=up)
+                    copied += len(piece.slots)
+
+                pieces = node.fetch(batch) if up else node.save(batch)
+                with closing(pieces):
+                    done = drained(pieces, copy)
+        if pool.name == KV and self._ranks.enable_storage_metrics:
+            calls = self._gets if up else self._sets
+            calls.append((copied, SystemClock().now() - begun_s))
+        return [at < done for at in range(total)]
+
+    def announce(self, keys: Sequence[str], *, priority: int | None, salt: str) -> None:
+        """Say what pages that are about to be stored are worth, and whose they are.
+
+        None for what nothing was said of: those that are here already keep their priority.
+        """
+        with self._lock:
+            self._remember(self._announced, keys, (priority, salt))
+
+    def announce_read(self, keys: Sequence[str], salt: str) -> None:
+        """Say whose pages these are, which are about to be read; a digest has one salt for ever."""
+        with self._lock:
+            self._remember(self._salts, keys, salt)
+
+    def _remember(self, by_batch: OrderedDict[bytes, T], keys: Sequence[str], told: T) -> None:
+        """Note something for each batch of these pages, in place of what was noted first of all."""
+        lasts = keys[-1:] if len(self._pools) > 1 else ()  # where the pages of other pools end
+        for key in (*keys[::STORAGE_BATCH_SIZE], *lasts):  # so many SGLang moves at once
+            by_batch[digest(key)] = told
+            by_batch.move_to_end(digest(key))
+        while len(by_batch) > ANNOUNCED_MAX:
+            by_batch.popitem(last=False)
+
+    # ---- at any time, on the scheduler's thread
+
+    def get_stats(  # pyright: ignore[reportIncompatibleMethodOverride] - its own gives nothing
+        self,
+    ) -> StorageMetrics:
+        """Return the figures of the calls since the last time, pages and GB/s."""
+        gets, sets = _taken(self._gets), _taken(self._sets)
+        return StorageMetrics(
+            prefetch_pgs=[pages for pages, _ in gets],
+            backup_pgs=[pages for pages, _ in sets],
+            prefetch_bandwidth=[self._speed(*call) for call in gets],
+            backup_bandwidth=[self._speed(*call) for call in sets],
+        )
+
+    def _speed(self, pages: int, seconds: float) -> float:
+        return pages * self._pools[KV].page_bytes / max(seconds, 1e-9) / 1e9
+
+    def clear(self) -> None:
+        """Forget every page of this model, in every level."""
+        if self._node_to_close is not None:
+            self._node_to_close.clear()
+
+    def close(self) -> None:
+        """End everything; may be called again. Nobody calls it where SGLang is ended."""
+        node, self._node, self._node_to_close = self._node_to_close, None, None
+        if node is not None:
+            node.close()
+
+    # ---- SGLang's first generation of calls, which ``interface_v1`` replaces
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def get(self, key: str, *_: Any, **__: Any) -> None:
+        return None
+
+    def batch_get(self, keys: list[str], *_: Any, **__: Any) -> list[torch.Tensor | None]:
+        return [None] * len(keys)
+
+    def set(self, key: str, *_: Any, **__: Any) -> bool:
+        return False
+
+    def batch_set(self, keys: list[str], *_: Any, **__: Any) -> bool:
+        return False
+
+
+_UNTOLD: Final[tuple[int | None, str]] = (None, "")
+digest: Final = bytes.fromhex
+
+
+def _taken(calls: deque[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Take what there is; other threads append meanwhile."""
+    return [calls.popleft() for _ in range(len(calls))]
+
+
+def _require_shared(ranks: Any, settings: StackConfig) -> None:
+    """Raise ConfigError if what one rank alone stores would not reach those of other machines."""
+    if not ranks.is_mla_model or not identity.is_spread(ranks):
+        return
+    if not any(level.make.shared and level.when == "commit" for level in settings.levels):
+        raise ConfigError(
+            "with latent attention one rank of SGLang stores what all of them read, on several"
+            " machines, and none of these tiers is shared",
+            path="tiers",
+            hint="expected one that machines share, such as redis, with when: commit",
+        )
+
+
+def _warnings(settings: StackConfig, page_tokens: int) -> Iterator[str]:
+    """What is allowed and probably not meant."""
+    yield from settings.warnings
+    late = late_levels(settings)
+    if late:
+        yield (
+            f"SGLang ends its processes at once: what {settings.host.name} has not handed to"
+            f" {' and '.join(late)} by then is lost. Use when: commit for that tier."
+        )
+    if page_tokens < PAGE_TOKENS_FEW:
+        yield (
+            f"--page-size is {page_tokens}: each page is looked up, checked and copied by itself."
+            " Use --page-size 64."
+        )

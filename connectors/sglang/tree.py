@@ -1,0 +1,111 @@
+"""SGLang's own tree, which tells the storage what pages are worth and whose they are.
+
+Without it the storage knows neither: SGLang hands it pages, not requests.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from kvladder.connectors.sglang.storage import KVLadderStorage
+from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
+
+logger = logging.getLogger("kvladder.sglang")
+
+NODES_MAX: Final = 1 << 16
+"""Nodes whose priority is remembered until they are written to the storage."""
+HOOKS: Final = (
+    "checkpoint_into_tree",
+    "_execute_and_commit_kv_backup",
+    "write_backup_storage",
+    "drain_storage_control_queues",
+)
+"""What is overridden."""
+QUESTIONS: Final = ("build_storage_backup_spec", "prefetch_anchor_info")
+"""What is asked of the core of the tree."""
+
+
+def priority_of(request: Any) -> int | None:
+    """What a request's pages are worth: 1 to 100, None if it does not say so.
+
+    One that says nothing has 0, or an end of the range of 64 bits where SGLang sorts by priority.
+    """
+    said = request.priority
+    return said if isinstance(said, int) and 0 < said <= PRIORITY_MAX else None
+
+
+class KVLadderRadixCache(UnifiedRadixCache):  # type: ignore[misc]
+    """Announces priority and salt of pages to the storage before they are written there.
+
+    Everything is called on the scheduler's thread. Of a node that is split before it is written the
+    priority is not known.
+    """
+
+    _request_priority: int | None = None
+    """Of the request whose pages are being inserted, if it says one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._priorities: dict[Any, int] = {}
+        """By node, until it is written to the storage."""
+        missing = [name for name in HOOKS if not hasattr(UnifiedRadixCache, name)]
+        missing += [name for name in QUESTIONS if not hasattr(self.tree_core, name)]
+        self._can_tell = not missing
+        if missing:
+            logger.warning(
+                "this SGLang's tree lacks %s: priorities and salts of requests are not known to"
+                " kvladder, all pages have priority %d and no salt",
+                ", ".join(missing),
+                PRIORITY_DEFAULT,
+            )
+
+    def checkpoint_into_tree(self, req: Any, *args: Any, **kwargs: Any) -> None:
+        with self._inserting(priority_of(req)):
+            below: Any = super()
+            below.checkpoint_into_tree(req, *args, **kwargs)
+
+    @contextmanager
+    def _inserting(self, priority: int | None) -> Generator[None]:
+        self._request_priority = priority
+        try:
+            yield
+        finally:
+            self._request_priority = None
+
+    def _execute_and_commit_kv_backup(self, action: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._request_priority is not None:
+            self._priorities.update(dict.fromkeys(action.node_ids, self._request_priority))
+            while len(self._priorities) > NODES_MAX:
+                del self._priorities[next(iter(self._priorities))]
+        return super()._execute_and_commit_kv_backup(action, *args, **kwargs)
+
+    @property
+    def _storage(self) -> KVLadderStorage | None:
+        """The storage, if it is ours and may be told."""
+        storage = getattr(self.cache_controller, "storage_backend", None)
+        return storage if self._can_tell and isinstance(storage, KVLadderStorage) else None
+
+    def drain_storage_control_queues(self) -> None:
+        storage = self._storage
+        if storage is not None:
+            # What was found of a request's pages is read as soon as this queue is drained.
+            controller: Any = self.cache_controller
+            for found in controller.prefetch_hit_queue.queue.copy():
+                if found.token_ids.cache_salt:
+                    storage.announce_read(found.hash_value, found.token_ids.cache_salt)
+        super().drain_storage_control_queues()
+
+    def write_backup_storage(self, node_id: Any) -> None:
+        priority = self._priorities.pop(node_id, None)
+        storage = self._storage
+        if storage is not None:
+            spec = self.tree_core.build_storage_backup_spec(node_id, False)
+            if spec is not None and spec.hash_value:
+                _, salt = self.tree_core.prefetch_anchor_info(node_id)
+                storage.announce(spec.hash_value, priority=priority, salt=salt or "")
+        super().write_backup_storage(node_id)

@@ -1,0 +1,76 @@
+"""The cache of one engine, open: what rank 0's process owns."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kvladder.compose import open_manager
+from kvladder.config.stack import StackConfig
+from kvladder.connectors.steps import StepConnector
+from kvladder.connectors.trtllm.names import layout_of, rank_fields, ranks_of
+from kvladder.connectors.trtllm.ranks import Ranks
+from kvladder.connectors.trtllm.step import Halves, Meeting, taken
+from kvladder.gpu.copy.pages import BlockPages
+from kvladder.keys import KeyScheme
+from kvladder.notices import Notices
+
+logger = logging.getLogger("kvladder")
+
+
+class Cache:
+    """Opened by rank 0's worker, used by its scheduler; both on the executor's thread.
+
+    Raises
+    ------
+    ConfigError
+        It cannot be had; says where, what and what instead.
+    """
+
+    def __init__(
+        self,
+        halves: Halves,
+        config: StackConfig,
+        pages: BlockPages,
+        *,
+        tokens: int,
+        notices: Notices,
+    ) -> None:
+        args: Any = halves.llm_args
+        ranks = ranks_of(args)
+        layout = layout_of(
+            args, pages, tokens=tokens, ranks=ranks, fingerprint=config.model.fingerprint
+        )
+        self.manager = open_manager(config, layout)
+        self.connector = StepConnector(self.manager, ranks=ranks)
+        self.keys = KeyScheme(self.manager.namespace, block_tokens=tokens)
+        self.tokens = tokens
+        """Of a block."""
+        self._halves = halves
+        self._rank_bytes = pages.block_bytes
+        self._ranks = Ranks(ranks - 1, rank_fields(pages), notices)
+        for text in config.warnings:
+            logger.warning("%s", text)
+        logger.info("kvladder is ready: %s", "\n".join(config.summary(layout)))
+        logger.debug("kvladder's settings\n%s", self.manager.describe())
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks can copy."""
+        return self._ranks.complete
+
+    @property
+    def meeting(self) -> Meeting:
+        """What the ranks need to come."""
+        return Meeting(*self._ranks.address, self.manager.arena.handle, self._rank_bytes)
+
+    def settle(self) -> None:
+        """Take in which copies have ended, on all ranks."""
+        self.connector.report([*taken(self._halves.ended), *self._ranks.ended()])
+
+    def close(self) -> None:
+        """End everything; the worker of this process was closed before. May be called again."""
+        self._ranks.close()
+        self.settle()
+        self.connector.close()
+        self.manager.close()

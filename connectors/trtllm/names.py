@@ -1,0 +1,138 @@
+"""What tells one engine's blocks from another's, and what a block consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+
+from kvladder.connectors.naming import (
+    device_kind,
+    folder_fields,
+    model_folder,
+    prefixed,
+    text_of,
+    versions,
+)
+from kvladder.connectors.weights import downloaded, weights_digest
+from kvladder.errors import ConfigError, LayoutError
+from kvladder.gpu.copy.pages import BlockPages
+from kvladder.layout import Layout
+
+LEFT_OUT: Final[Mapping[str, str]] = {
+    "model": "a path: the weights and the files in it name the blocks",
+    "tokenizer": "blocks are named by tokens",
+    "skip_tokenizer_init": "blocks are named by tokens",
+    "kv_connector_config": "it says how a connector is found",
+    "kv_cache_config": "its fields are taken one by one",
+    "kv_cache_config.max_tokens": "how much the pool holds",
+    "kv_cache_config.free_gpu_memory_fraction": "how much the pool holds",
+    "kv_cache_config.max_gpu_total_bytes": "how much the pool holds",
+    "kv_cache_config.host_cache_size": "how much its own host memory holds",
+    "kv_cache_config.event_buffer_max_size": "how many events are kept",
+    "max_batch_size": "how many requests run at once",
+    "max_num_tokens": "how many tokens a step computes",
+    "scheduler_config": "which request comes next",
+    "cuda_graph_config": "how the same kernels are launched",
+    "return_perf_metrics": "what is told of requests",
+    "iter_stats_max_iterations": "what is told of steps",
+    "request_stats_max_iterations": "what is told of requests",
+    "postprocess_tokenizer_dir": "how answers become text",
+    "num_postprocess_workers": "how answers become text",
+    "garbage_collection_gen0_threshold": "when Python collects garbage",
+}
+"""Arguments of the engine that name no blocks, and why; all others do."""
+
+LIBRARIES: Final = ("tensorrt_llm", "tensorrt", "torch", "transformers", "flashinfer-python")
+
+
+def pages_of(tensors: Mapping[str, torch.Tensor]) -> BlockPages:
+    """The pages of a rank's blocks.
+
+    Raises
+    ------
+    LayoutError
+        A block's bytes are not one run in each of the tensors.
+    """
+    blocks = min((tensor.shape[0] for tensor in tensors.values()), default=0)
+    return BlockPages.of(tensors, blocks=blocks)
+
+
+def regions_of(layout: Any) -> dict[str, torch.Tensor]:
+    """The tensors of the second version of TensorRT-LLM's KV cache manager.
+
+    Raises
+    ------
+    LayoutError
+        It has blocks of several kinds.
+    """
+    groups = list(layout.groups)
+    if len(groups) != 1 or groups[0].window_size is not None:
+        kinds = [getattr(group, "window_size", None) for group in groups]
+        hint = "models of full attention in every layer"
+        raise LayoutError(f"groups of layers with windows {kinds}", hint=hint)
+    return {f"region {n}": region.as_tensor() for n, region in enumerate(groups[0].regions)}
+
+
+def rank_fields(pages: BlockPages) -> dict[str, str]:
+    """What of a rank's tensors must agree before bytes may be shared."""
+    return {
+        "kv.pages": pages.describe(),
+        "kv.shapes": ",".join(sorted(pages.shapes)),
+        "device": device_kind(pages.device),
+    }
+
+
+def layout_of(
+    llm_args: Any, pages: BlockPages, *, tokens: int, ranks: int, fingerprint: str
+) -> Layout:
+    """The layout of a slot: the parts of all ranks, of equal length, one after the other.
+
+    Raises
+    ------
+    ConfigError
+        The model's weights are not on this machine, and nothing stands for them.
+    """
+    folder = model_folder(llm_args.model, revision=getattr(llm_args, "revision", None))
+    if fingerprint == "auto":
+        path = Path(str(llm_args.model))
+        weights = weights_digest(path if path.exists() else downloaded(str(llm_args.model)))
+    else:
+        weights = f"given {fingerprint}"
+    fields = {
+        "engine": "tensorrt-llm",
+        "weights": weights,
+        "ranks": str(ranks),
+        **rank_fields(pages),
+        **prefixed("llm_args", arguments(llm_args)),
+        **prefixed("library", versions(LIBRARIES)),
+        **folder_fields({} if folder is None else {"model": folder}),
+    }
+    return Layout(tokens, ranks * pages.block_bytes, fields, pages.element[0])
+
+
+def arguments(llm_args: Any) -> dict[str, str]:
+    """Every argument that the engine was given and that names blocks, as text."""
+    given = _fields(llm_args)
+    given |= prefixed("kv_cache_config", _fields(given.get("kv_cache_config")))
+    return {
+        name: text_of(value, lambda one: _fields(one).items())
+        for name, value in sorted(given.items())
+        if name not in LEFT_OUT
+    }
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {} if value is None else {**cast("dict[str, Any]", vars(value))}
+
+
+def ranks_of(llm_args: Any) -> int:
+    """How many processes compute each step together."""
+    ranks = int(getattr(llm_args, "tensor_parallel_size", 1) or 1)
+    nodes = ranks / int(getattr(llm_args, "gpus_per_node", None) or ranks)
+    if nodes > 1:
+        what, hint = f"{ranks} ranks on {nodes:g} nodes", "ranks on one machine"
+        raise ConfigError(what, path="llm_args.tensor_parallel_size", hint=hint)
+    return ranks

@@ -1,0 +1,80 @@
+"""What the connector is told: TensorRT-LLM has no options for it, so the environment says it.
+
+Only variables whose names begin with ``TRTLLM`` or ``TLLM`` reach the ranks that it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kvladder.config.stack import StackConfig, load_config
+from kvladder.errors import ConfigError
+from kvladder.schema import Settings
+from kvladder.units import Duration
+
+STACK: Final = "TRTLLM_KVLADDER"
+PATIENCE: Final = "TRTLLM_KVLADDER_PATIENCE"
+
+
+class Options(Settings, frozen=True, kw_only=True):
+    """What the connector does beside what its stack says."""
+
+    config: str
+    """Path of the stack's YAML file."""
+    patience_s: float = 0.05
+    """How long the executor's loop may wait for one request's blocks that are not in host."""
+
+
+def read(environment: Mapping[str, str]) -> tuple[Options, StackConfig]:
+    """The options and the stack.
+
+    Raises
+    ------
+    ConfigError
+        The stack is not named, or is wrong, or the patience is no duration.
+    """
+    path = environment.get(STACK, "")
+    if not path:
+        hint = f"{STACK}=/path/to/stack.yaml in the environment of the engine"
+        raise ConfigError("names no stack", path=STACK, hint=hint)
+    options = Options(config=path)
+    if PATIENCE in environment:
+        try:
+            patience = Duration.parse(environment[PATIENCE])
+        except ValueError as error:
+            raise ConfigError(repr(environment[PATIENCE]), path=PATIENCE, hint=str(error)) from None
+        options = Options(config=path, patience_s=float(patience))
+    return options, load_config(path)
+
+
+def check_engine(llm_args: Any) -> None:
+    """Refuse an engine whose blocks the connector would not understand.
+
+    Raises
+    ------
+    ConfigError
+        Says which of its arguments, and what instead.
+    """
+    kv = getattr(llm_args, "kv_cache_config", None)
+    refused = {
+        "pipeline_parallel_size": getattr(llm_args, "pipeline_parallel_size", 1) not in (1, None),
+        "context_parallel_size": getattr(llm_args, "context_parallel_size", 1) not in (1, None),
+        "enable_attention_dp": bool(getattr(llm_args, "enable_attention_dp", False)),
+        "speculative_config": getattr(llm_args, "speculative_config", None) is not None,
+        "kv_cache_config.max_attention_window": bool(getattr(kv, "max_attention_window", None)),
+        "kv_cache_config.enable_block_reuse": getattr(kv, "enable_block_reuse", True) is False,
+    }
+    hints = {
+        "enable_attention_dp": "each rank would have requests of its own: leave it out",
+        "speculative_config": "blocks of drafts are not told apart: leave it out",
+        "kv_cache_config.max_attention_window": "blocks of windows are not supported: leave it out",
+        "kv_cache_config.enable_block_reuse": "TensorRT-LLM asks no connector without it: true",
+    }
+    for name, is_refused in refused.items():
+        if is_refused:
+            value = llm_args
+            for part in name.split("."):
+                value = getattr(value, part)
+            hint = hints.get(name, "tensor parallelism is supported, this is not: 1")
+            raise ConfigError(f"{value!r} beside kvladder", path=f"llm_args.{name}", hint=hint)

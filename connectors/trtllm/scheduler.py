@@ -1,0 +1,305 @@
+"""The scheduler's half: decides what is loaded and saved, in rank 0's process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvladder.connectors.trtllm.bases import SchedulerBase
+from kvladder.connectors.trtllm.cache import Cache
+from kvladder.connectors.trtllm.options import check_engine, read
+from kvladder.connectors.trtllm.step import Step, halves_of
+from kvladder.gpu.copy.copier import JobId
+from kvladder.keys import BlockKey
+from kvladder.manager import Fetch
+from kvladder.notices import Notices
+from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
+from kvladder.runtime import SystemClock
+
+NO_PAGE: Final = -1
+"""In a list of blocks: nothing is there."""
+CONTENTS: Final = (
+    "multimodal_hashes",
+    "multimodal_embedding",
+    "prompt_embedding_table",
+    "mrope_rotary_cos_sin",
+    "py_multimodal_data",
+)
+"""What a request has beside its tokens, which do not tell its blocks apart then."""
+START_S: Final = 600.0
+"""How long the KV cache's memory may take to be there."""
+
+
+@dataclass(slots=True)
+class Request:
+    """What is known of a request that is not over."""
+
+    salt: str
+    root: BlockKey
+    tokens: list[int]
+    prompt: int
+    """How many of them it came with."""
+    keys: list[BlockKey] = field(default_factory=list[BlockKey])
+    """Of whole blocks."""
+    blocks: list[int] = field(default_factory=list[int])
+    """In TensorRT-LLM's pool, in the order of the tokens."""
+    priorities: list[int] = field(default_factory=list[int])
+    """Of the first blocks, if it says so."""
+    match: Fetch | None = None
+    """What was promised and is not being copied yet."""
+    first: int = 0
+    promised: range = range(0)
+    """The blocks that come from us."""
+    saved: int = 0
+    """Blocks that were offered."""
+    floor: int = PRIORITY_MAX
+    told: bool = False
+    """Whether a step had it."""
+    apart: bool = False
+    """Whether its blocks have no names that could be relied on."""
+
+
+class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
+    """The class that TensorRT-LLM makes on rank 0; its executor's thread calls it.
+
+    A promise cannot be taken back, and a block that then did not come would be wrong tokens: so
+    what is promised lies in the arena, checked and pinned.
+
+    Parameters
+    ----------
+    llm_args:
+        What the engine was started with.
+
+    Raises
+    ------
+    ConfigError
+        The stack is not named or wrong, or the engine is one that kvladder cannot serve.
+    """
+
+    def __init__(self, llm_args: Any) -> None:
+        super().__init__(llm_args)  # pyright: ignore[reportUnknownMemberType]
+        check_engine(llm_args)
+        self._options, _ = read(os.environ)
+        self._halves = halves_of(llm_args)
+        self._notices = Notices(SystemClock().now)
+        self._requests: dict[int, Request] = {}
+        self._saving: dict[JobId, int] = {}
+        """By copy, whose blocks it reads."""
+        self._rest: list[Fetch] = []
+        """What goes on coming up, for requests that come later."""
+
+    @property
+    def _cache(self) -> Cache:
+        assert self._halves.cache is not None, "the worker has no KV cache's memory yet"
+        return self._halves.cache
+
+    def wait_for_initialization(self) -> None:
+        if not self._halves.ready.wait(START_S):
+            raise TimeoutError(f"no KV cache's memory after {START_S} s")
+
+    # ---- a request's way
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """How many tokens after those that it has can be loaded in the next step."""
+        try:
+            return self._promise(request, num_computed_tokens), False
+        except Exception as error:  # noqa: BLE001 - an engine must outlive its cache
+            self._forget(request.request_id)
+            self._notices.say("ask", f"a request is not cached: {error!r}")
+            return 0, False
+
+    def _promise(self, request: Any, computed: int) -> int:
+        cache = self._cache
+        cache.settle()
+        self._tidy()
+        self._forget(request.request_id)
+        if any(_is_there(getattr(request, name, None)) for name in CONTENTS):
+            return 0
+        tokens = [int(token) for token in request.get_tokens(0)]
+        salt = str(getattr(request, "cache_salt", None) or "")
+        lora = _adapter(getattr(request, "lora_task_id", None))
+        state = Request(salt, cache.keys.root(salt=salt, lora=lora), tokens, len(tokens))
+        self._requests[request.request_id] = state
+        first, rest = divmod(computed, cache.tokens)
+        usable = (len(tokens) - 1) // cache.tokens  # one token is always computed
+        if rest or first >= usable or not cache.complete:
+            return 0
+        wanted = self._named(state, usable)[first:]
+        match = cache.manager.fetch(wanted, deadline_s=self._options.patience_s, salt=salt)
+        match.wait()
+        if match.blocks < len(wanted):  # the rest is there for the next one with this prefix
+            self._rest.append(cache.manager.fetch(wanted[match.blocks :], salt=salt))
+        if not match.blocks:
+            match.release()
+            return 0
+        state.match, state.promised = match, range(first, first + match.blocks)
+        cache.manager.touch(wanted[: match.blocks])
+        return match.blocks * cache.tokens
+
+    def _named(self, state: Request, blocks: int) -> list[BlockKey]:
+        """The names of a request's first blocks, as many as there are tokens for."""
+        known, size = len(state.keys), self._cache.tokens
+        if known < blocks:
+            parent = state.keys[-1] if known else state.root
+            state.keys += self._cache.keys.chain(
+                state.tokens[known * size : blocks * size], parent=parent
+            )
+        return state.keys[:blocks]
+
+    def _tidy(self) -> None:
+        """Let go of what has come up."""
+        for fetch in self._rest:
+            if fetch.done:
+                fetch.release()
+        self._rest = [fetch for fetch in self._rest if not fetch.done]
+
+    def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
+        """The blocks of a step are told with the step; these may be the first of them only."""
+
+    def update_state_after_alloc_by_layer_group(self, request: Any, block_ids: Any) -> None:
+        """The same, of one group."""
+
+    # ---- a step
+
+    def build_connector_meta(self, scheduler_output: Any) -> Step:
+        """What the workers have to do in the step that was just scheduled."""
+        cache = self._cache
+        cache.settle()
+        self._tidy()
+        step = Step()
+        if not cache.complete:
+            step.meeting = cache.meeting
+        for data in scheduler_output.new_requests:
+            self._advance(data, new=True)
+        for data in scheduler_output.cached_requests:
+            self._advance(data, new=False)
+        for job in cache.connector.take():
+            if job.direction == "onboard":
+                step.loads.append(job)
+            else:
+                step.saves.append((self._saving[job.id], job))
+        return step
+
+    def _advance(self, data: Any, *, new: bool) -> None:
+        """Load what was promised to a request, and save what the step completes."""
+        state = self._requests.get(data.request_id)
+        if state is None:
+            return
+        tokens, blocks = [int(token) for token in data.new_tokens], list(data.new_block_ids)
+        end = data.computed_position + data.num_scheduled_tokens
+        if not state.told:
+            state.told, state.apart = True, tokens != state.tokens
+            state.priorities = [int(one) for one in getattr(data, "priorities", None) or ()]
+            end += len(state.promised) * self._cache.tokens  # its position leaves them out
+        else:
+            state.tokens += tokens
+        state.blocks += blocks
+        # This raises rather than compute on blocks that were promised and are not loaded.
+        if state.match is not None:
+            match, state.match = state.match, None
+            targets = state.blocks[state.promised.start : state.promised.stop]
+            if len(targets) < len(state.promised) or NO_PAGE in targets:
+                match.release()
+                raise ValueError(f"{len(state.promised)} blocks were promised, {blocks} are there")
+            self._cache.connector.load(match, targets)
+        # Tokens that do not end where the step does are not those that it computes.
+        if len(state.tokens) != max(state.prompt, end):
+            state.apart = True
+            what = f"{len(state.tokens)} tokens were told, the step ends at {end}"
+            self._notices.say("tokens", f"a request is not saved: {what}")
+        if not state.apart and self._cache.complete:
+            try:
+                self._save(data.request_id, state, end // self._cache.tokens)
+            except Exception as error:  # noqa: BLE001 - an engine must outlive its cache
+                self._notices.say("save", f"a request is not saved: {error!r}")
+
+    def _save(self, request_id: int, state: Request, full: int) -> None:
+        """Begin to save the blocks that are full once the step has ended."""
+        full = min(full, len(state.blocks), len(state.tokens) // self._cache.tokens)
+        begin = state.saved
+        if full <= begin:
+            return
+        state.saved = full
+        keys = self._named(state, full)[begin:]
+        blocks = state.blocks[begin:full]
+        new = [begin + at not in state.promised for at in range(len(blocks))]
+        only = [at for at, block in enumerate(blocks) if block != NO_PAGE and new[at]]
+        said = _said(state.priorities, begin, full)
+        job = self._cache.connector.save(
+            keys,
+            blocks,
+            only=only,
+            priorities=said,
+            parent_floor=state.floor,
+            salt=state.salt,
+        )
+        worth = [PRIORITY_DEFAULT] if said is None else [priority for priority, _ in said]
+        state.floor = min(state.floor, *worth)
+        if job is not None:
+            self._saving[job] = request_id
+
+    # ---- the end of a request
+
+    def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
+        """Whether blocks of it are being saved, and are to be kept until the workers say so."""
+        cache = self._cache
+        cache.settle()
+        self._forget(request.request_id)
+        under_way = {one.job.id for one in cache.connector.saving}
+        self._saving = {job: owner for job, owner in self._saving.items() if job in under_way}
+        return request.request_id in self._saving.values()
+
+    def request_finished_by_layer_group(self, request: Any, cache_block_ids: Any) -> bool:
+        """The same, of one group."""
+        return self.request_finished(request, [])
+
+    def request_reset(self, request: Any) -> None:
+        """A request begins anew: it will be asked for again."""
+        self._forget(request.request_id)
+
+    def cancel_load(self, request: Any, start: int, end: int) -> None:
+        """What was promised is not wanted."""
+        state = self._requests.get(request.request_id)
+        if state is not None and state.match is not None:
+            state.match.release()
+            state.match, state.promised = None, range(0)
+
+    def _forget(self, request_id: int) -> None:
+        state = self._requests.pop(request_id, None)
+        if state is not None and state.match is not None:  # promised, never scheduled
+            state.match.release()
+
+    def release(self) -> None:
+        """Let go of all that is pinned: the engine ends."""
+        for request_id in [*self._requests]:
+            self._forget(request_id)
+        for fetch in self._rest:
+            fetch.release()
+        self._rest = []
+
+
+_PROCESS: Final = os.urandom(16).hex()
+
+
+def _adapter(task: object) -> str:
+    """What names a request's adapter: a number, whose weights only this process knows."""
+    return "" if task is None else f"{task} in {_PROCESS}"
+
+
+def _is_there(value: Any) -> bool:
+    """Whether an attribute says something; a tensor that is there does."""
+    return value is not None and (not isinstance(value, Sized) or len(value) > 0)
+
+
+def _said(priorities: Sequence[int], begin: int, end: int) -> list[tuple[int, float | None]] | None:
+    """What blocks are worth, for good; those after the last one that was said get the default."""
+    if not priorities:
+        return None
+    return [
+        (priorities[at] if at < len(priorities) else PRIORITY_DEFAULT, None)
+        for at in range(begin, end)
+    ]

@@ -1,0 +1,580 @@
+"""Pages below SGLang's host pool, as its cache controller calls the storage."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import threading
+
+import pytest
+import torch
+
+from kvladder.config import registry
+from kvladder.testing.shared import SharedFakeTier
+from kvladder.tiers.files.tier import FilesTier
+from tests.connectors import sglang_stub
+from tests.connectors.sglang_controller import (
+    PAGE_BYTES,
+    Controller,
+    Pool,
+    Sparse,
+    chain,
+    config,
+    rows,
+)
+from tests.connectors.sglang_stub import PoolHitPolicy, PoolTransfer, PoolTransferResult
+from tests.patience import PATIENCE_S
+
+sglang_stub.install()
+from kvladder.connectors.sglang.storage import KVLadderStorage  # noqa: E402
+from kvladder.connectors.sglang.weights import watch  # noqa: E402
+
+OURS = {"backend_name": "kvladder", "module_path": "m", "class_name": "c", "interface_v1": 1}
+SLOTS = 40
+
+
+class Hanging(FilesTier):
+    """Files whose calls wait as long as it is said to hang."""
+
+    hangs = threading.Event()
+
+    async def _hang(self):
+        while self.hangs.is_set():  # noqa: ASYNC110 - a test of another thread sets it
+            await asyncio.sleep(0.01)
+
+    async def get(self, reads):
+        await self._hang()
+        return await super().get(reads)
+
+    async def put(self, writes):
+        await self._hang()
+        return await super().put(writes)
+
+
+@pytest.fixture
+def opened(tmp_path, monkeypatch):
+    """Opens a storage with a pool and its controller; closes what a test has left open."""
+    monkeypatch.setitem(registry._registered, ("tiers", "hanging"), Hanging)
+    monkeypatch.setitem(registry._registered, ("tiers", "shared-fake"), SharedFakeTier)
+    monkeypatch.setenv("SGLANG_RUN_ID", str(tmp_path))  # a server of this test alone
+    sglang_stub.give("m")
+    left: list[Controller] = []
+
+    def open_one(
+        tier="files",
+        *,
+        slots=SLOTS,
+        pool=None,
+        more=None,
+        fingerprint="w1",
+        ranks=None,
+        **changes,
+    ):
+        level = {"name": "nvme", "type": tier, "when": "commit", "timeout": "2 s"}
+        if tier in {"files", "hanging"}:
+            level |= {"path": str(tmp_path / "kv"), "capacity": "64 MiB"}
+        else:
+            level |= {"capacity": "64 MiB"}
+        stack = {
+            "model": {"fingerprint": fingerprint},
+            "arena": {"size": slots * PAGE_BYTES},
+            "fetch": {"deadline": "1 s"},
+            "tiers": [
+                {"type": "host", **changes.pop("host", {})},
+                level | changes.pop("level", {}),
+            ],
+        }
+        told = config({**OURS, **stack, **changes}, **(ranks or {}))
+        storage = KVLadderStorage(told, {})
+        pool = pool or Pool()
+        storage.register_mem_pool_host(pool)
+        for name, other in {"kv": pool, **(more or {})}.items():
+            storage.register_mem_host_pool_v2(other, name)
+        storage.on_host_pools_registered()
+        left.append(Controller(storage, is_writer=not told.is_mla_model or not told.tp_rank))
+        return left[-1], pool
+
+    yield open_one
+    Hanging.hangs.clear()
+    for one in left:
+        one.detach()
+
+
+def settle(controller):
+    manager = controller.storage_backend.manager
+    waiting = threading.Event()
+    while not manager.idle():
+        waiting.wait(0.005)
+    manager.check()
+
+
+def same(pool, first, kept):
+    return all(torch.equal(pool.page(first + at), page) for at, page in enumerate(kept))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["page_first_direct", "layer_first"])
+def test_a_batch_may_have_more_pages_than_the_arena_has_slots(opened, layout):
+    one, pool = opened(pool=Pool(layout))
+    pool.fill(1)
+    kept = [pool.page(row) for row in range(128)]
+    keys = chain("a", 128)
+    assert one.backup(keys) == 128
+    settle(one)
+    pool.kv.zero_()
+    assert one.exists(keys) == 128
+    assert one.prefetch(keys, rows(100, 128)) == 128
+    assert same(pool, 100, kept)
+    assert not one.refused
+
+
+@pytest.mark.slow
+def test_what_was_stored_outlives_the_engine(opened):
+    one, pool = opened()
+    pool.fill(1)
+    kept = [pool.page(row) for row in range(300)]
+    keys = chain("a", 300)
+    assert one.backup(keys) == 300
+    settle(one)
+    one.detach()
+
+    one, pool = opened()  # another process: SGLang's own pools are empty
+    asked = keys + chain("b", 50)
+    assert one.exists(asked) == 300
+    assert one.prefetch(asked, rows(0, 300)) == 300
+    assert same(pool, 0, kept)
+
+
+@pytest.mark.slow
+def test_a_hole_ends_a_prefix(opened):
+    one, _ = opened(slots=200)
+    keys = chain("a", 100)
+    one.backup(keys)
+    holed = [*keys[:50], *chain("c", 1), *keys[51:]]
+    assert one.exists(holed) == 50
+    assert one.get(holed, rows(0, 100)) == 50
+    assert one.exists(chain("d", 10)) == 0
+    assert one.storage_backend.manager.stats()["nvme"]["queries"] >= 10
+
+
+@pytest.mark.slow
+def test_pages_come_in_parts_as_a_request_goes_on(opened):
+    one, _ = opened(slots=100)
+    keys = chain("a", 60)
+    one.backup(keys[:40])  # the prompt, then what was decoded
+    one.backup(keys[40:], rows(40, 20))
+    assert one.prefetch(keys, rows(100, 60)) == 60
+    assert one.backup(keys[30:50]) == 20  # again: nothing is copied
+    assert sorted(one.storage_backend.get_stats().backup_pgs) == [0, 20, 40]
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_is_a_miss_and_mended_by_the_next_store(opened, tmp_path):
+    one, pool = opened()
+    pool.fill(1)
+    kept = [pool.page(row) for row in range(60)]
+    keys = chain("a", 60)
+    one.backup(keys)
+    settle(one)
+    one.detach()
+    wanted = kept[7].contiguous().view(torch.uint8).numpy().tobytes()
+    for path in (tmp_path / "kv").rglob("seg-*"):
+        held = bytearray(path.read_bytes())
+        if (at := held.find(wanted)) >= 0:
+            held[at + 5] ^= 1
+            path.write_bytes(held)
+    os.sync()  # or a direct read waits for what is being written
+
+    one, pool = opened()
+    assert one.prefetch(keys, rows(0, 60)) == 7
+    assert same(pool, 0, kept[:7])
+    for at, page in enumerate(kept):
+        pool.kv[:, at] = page
+    one.backup(keys)
+    settle(one)
+    one.detach()
+    one, pool = opened()
+    assert one.prefetch(keys, rows(0, 60)) == 60
+    assert same(pool, 0, kept)
+
+
+@pytest.mark.slow
+def test_a_tier_that_hangs_holds_nobody_up_for_good(opened):
+    """SGLang ends the engine if a thread does not come back when it flushes."""
+    breaker = {
+        "breaker": {"failures": 1, "retry": "10 m", "retry_max": "10 m"},
+        "timeout": "100 ms",
+    }
+    one, _ = opened("hanging", level=breaker, fetch={"deadline": "100 ms"})
+    keys = chain("a", 128)
+    one.backup(keys)
+    settle(one)
+    Hanging.hangs.set()
+    assert one.exists(keys) == 128  # nobody knows yet
+    assert one.prefetch(keys, rows(0, 128)) < 128
+    waiting = threading.Event()
+    while one.exists(keys) > SLOTS:  # now it is known, and what is above it is all there is
+        waiting.wait(0.01)
+    there = one.exists(keys)
+    assert one.prefetch(keys, rows(0, 128)) == there
+    one.backup(chain("e", 256))  # more than there are slots: it ends, with or without them
+    one.stop()
+    Hanging.hangs.clear()
+
+
+@pytest.mark.slow
+def test_asking_costs_no_call_to_a_tier(opened):
+    one, _ = opened()
+    keys = chain("a", 100)
+    one.backup(keys)
+    settle(one)
+    before = one.storage_backend.manager.stats()["nvme"]
+    for _ in range(9):  # as often as SGLang asks again for a request that waits
+        assert one.exists(keys + chain("b", 28)) == 100
+    assert one.storage_backend.manager.stats()["nvme"] == before
+
+
+def test_pages_that_no_level_wants_are_not_refused(opened):
+    one, _ = opened(host={"min_priority": 50}, level={"min_priority": 50}, slots=30)
+    keys = chain("a", 30)
+    valued = chain("v", 30)
+    one.storage_backend.announce(valued, priority=60, salt="")
+    assert one.backup(valued) == 30  # no slot is free from now on
+    settle(one)
+    assert one.backup(keys) == 30
+    assert not one.refused
+    assert one.exists(keys) == 0
+    one.storage_backend.announce(keys, priority=70, salt="")
+    assert one.backup(keys) == 30
+    assert one.exists(keys) == 30
+
+
+@pytest.mark.slow
+def test_pages_that_find_no_slot_end_what_is_stored_of_a_prompt(opened):
+    """A hole in a prefix makes all behind it useless: SGLang is told not to offer them."""
+    one, _ = opened("hanging", slots=16)
+    Hanging.hangs.set()
+    keys = chain("a", 256)
+    held = one.storage_backend.manager.save([b"%032d" % n for n in range(16)])
+    assert one.backup(keys) == 0
+    assert one.refused == keys[:128]
+    held.abort()
+    assert one.exists(keys) == 0
+
+
+@pytest.mark.slow
+def test_models_share_a_directory(opened):
+    one, _ = opened()
+    keys = chain("a", 100)
+    one.backup(keys)
+    settle(one)
+    one.detach()
+    other, _ = opened(fingerprint="w2")
+    assert other.exists(keys) == 0
+    other.backup(chain("b", 10))
+    settle(other)
+    other.storage_backend.clear()  # its own pages only
+    other.detach()
+    one, _ = opened()
+    assert one.exists(keys) == 100
+
+
+@pytest.mark.slow
+def test_replicas_that_sglang_does_not_tell_apart_have_one_stack(opened, tmp_path):
+    control = {"control": {"path": str(tmp_path / "kv.sock")}}
+    keys = chain("a", 20)
+    several = []
+    for rank in range(2):
+        sglang_stub.give("m", parallel={"num_dp_ranks": 2, "dp_rank": rank})
+        several.append(opened(**control))
+    (first, filled), (second, pool) = several
+    filled.fill(1)
+    kept = [filled.page(row) for row in range(20)]
+    assert first.backup(keys) == 20
+    settle(first)
+    assert second.prefetch(keys, rows(100, 20)) == 20
+    assert same(pool, 100, kept)
+    assert second.storage_backend.manager is None
+    assert [path.name for path in tmp_path.glob("*.sock")] == ["kv.sock"]
+    assert len([path for path in (tmp_path / "kv").iterdir() if path.is_dir()]) == 1
+    second.storage_backend.clear()
+    assert first.exists(keys) == 0
+
+
+@pytest.mark.slow
+def test_ranks_with_heads_of_their_own_have_pages_of_their_own(opened):
+    """More pages than the arena has slots, of two ranks at once: each has its own back."""
+    several = [opened(ranks={"tp_size": 2, "tp_rank": rank}) for rank in range(2)]
+    keys, kept = chain("a", 60), []
+    for seed, (one, pool) in enumerate(several):
+        pool.fill(seed)
+        kept.append([pool.page(row) for row in range(60)])
+        assert one.exists(keys) == 0
+        assert one.backup(keys) == 60
+        assert one.exists(keys) == 60
+    settle(several[0][0])
+    begun = [
+        one.begin("get", lambda one=one: one.storage_backend.batch_get_v1(keys, rows(100, 60)))
+        for one, _ in several
+    ]
+    assert all(all(done.get(timeout=PATIENCE_S)) for done in begun)
+    for (_, pool), pages in zip(several, kept, strict=True):
+        assert same(pool, 100, pages)
+    assert [one.storage_backend.get_stats().backup_pgs for one, _ in several] == [[60], [60]]
+
+
+LATENT = {"is_mla_model": True, "tp_size": 2}
+
+
+@pytest.mark.slow
+def test_latent_attention_hits_on_all_ranks(opened):
+    writer, filled = opened(ranks=LATENT)
+    reader, pool = opened(ranks={**LATENT, "tp_rank": 1})
+    filled.fill(1)
+    kept = [filled.page(row) for row in range(60)]
+    keys = chain("a", 60)
+    assert reader.backup(keys) == 0  # SGLang's: the first rank alone stores
+    assert writer.backup(keys) == 60
+    settle(writer)
+    assert reader.prefetch(keys, rows(100, 60)) == writer.prefetch(keys, rows(200, 60)) == 60
+    assert same(pool, 100, kept)
+
+
+def test_latent_attention_on_several_machines_needs_a_tier_that_they_share(opened):
+    sglang_stub.give("m", parallel={"nnodes": 2, "tp_size": 2})
+    with pytest.raises(ValueError, match=r"^tiers: with latent attention one rank .*redis"):
+        opened(ranks=LATENT)
+    with pytest.raises(ValueError, match="when: commit"):
+        opened("shared-fake", level={"when": "evict"}, ranks=LATENT)
+    opened(ranks={"is_mla_model": True})
+    opened("shared-fake", ranks=LATENT)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_detached_leaves_the_others_without_hits(opened, caplog):
+    first, _ = opened(ranks=LATENT)
+    second, _ = opened(ranks={**LATENT, "tp_rank": 1})
+    keys = chain("a", 20)
+    first.backup(keys)
+    assert second.exists(keys) == 20
+    first.detach()
+    assert second.prefetch(keys, rows(0, 20)) == second.exists(keys) == 0
+    assert second.storage_backend.batch_set_v1(keys, rows(0, 20)) == [False] * 20
+    assert caplog.text.count("the rank that owns kvladder's stack does not answer") == 1
+    again, _ = opened(ranks=LATENT)
+    assert again.exists(keys) == 20
+    assert second.exists(keys) == 0  # it has the arena of the one before
+
+
+# ---- pools beside keys and values
+
+
+WANTED = {"swa": ("trailing_pages", 3), "mamba": ("trailing_pages", 1), "indexer": ("all_pages", 1)}
+
+
+def hybrid():
+    """Pools of windows of 3 pages, of states, and of an index of all pages."""
+    return {"swa": Sparse(width=96), "mamba": Sparse(1, width=5000), "indexer": Sparse(width=8)}
+
+
+def asked(names):
+    """What SGLang looks for with a prompt."""
+    return [
+        PoolTransfer(name, None, ["__placeholder__"] * count, PoolHitPolicy(policy))
+        for name, (policy, count) in WANTED.items()
+        if name in names
+    ]
+
+
+def pages_of(more, keys):
+    """Pages of some pools, with these keys by pool, in the pools' first rows."""
+    return [PoolTransfer(name, more[name].rows(0, len(some)), some) for name, some in keys.items()]
+
+
+@pytest.mark.slow
+def test_what_a_model_keeps_beside_keys_and_values_comes_back(opened):
+    more = hybrid()
+    one, _ = opened(more=more)
+    storage = one.storage_backend
+    assert storage.manager.layout.slot_bytes >= PAGE_BYTES
+    for seed, other in enumerate(more.values()):
+        other.fill(seed)
+    keys = chain("a", 40)
+    last = {"swa": keys[-4:], "mamba": keys[-1:], "indexer": keys}
+    kept = {name: [more[name].page(row) for row in range(len(last[name]))] for name in more}
+    assert storage.batch_exists_v2(keys, asked(more)) == PoolTransferResult(0, {}, [])
+    stored = storage.batch_set_v2(pages_of(more, last))
+    assert stored == {name: [True] * len(last[name]) for name in more}
+    one.backup(keys)
+    settle(one)
+    one.detach()
+
+    more = hybrid()
+    one, _ = opened(more=more)
+    storage = one.storage_backend
+    found = storage.batch_exists_v2([*keys, *chain("b", 1)], asked(more))
+    assert found.kv_hit_pages == 40
+    assert found.extra_pool_hit_pages == {"kv": 40, "swa": 40, "mamba": 40, "indexer": 40}
+    assert found.restorable_prefix_pages == [40]
+    found = storage.batch_exists_v2(keys, asked({"swa", "indexer"}))
+    assert found.restorable_prefix_pages == [39, 40]
+    came = storage.batch_get_v2(pages_of(more, last))
+    assert came == stored
+    for name, pages in kept.items():
+        assert same(more[name], 0, pages)
+    holed = storage.batch_get_v2(pages_of(more, {"swa": [*keys[-2:], *keys[:1]]}))
+    assert holed == {"swa": [True, True, False]}
+    [wrong] = pages_of(more, {"swa": keys[-2:]})
+    wrong.host_indices = wrong.host_indices[:-1]
+    assert storage.batch_get_v2([wrong]) == {"swa": [False, False]}
+
+
+@pytest.mark.slow
+def test_a_model_whose_pools_are_of_another_kind_shares_no_pages(opened):
+    more = {"swa": Sparse(width=96)}
+    one, _ = opened(more=more)
+    keys = chain("a", 4)
+    one.storage_backend.batch_set_v2(pages_of(more, {"swa": keys}))
+    one.backup(keys)
+    settle(one)
+    one.detach()
+    for other in ({"swa": Sparse(width=80)}, {"mamba": Sparse(width=96)}):
+        one, _ = opened(more=other)
+        found = one.storage_backend.batch_exists_v2(keys, asked(other))
+        assert (found.kv_hit_pages, found.extra_pool_hit_pages) == (0, {"kv": 4})
+        one.detach()
+
+
+def test_a_way_to_count_pages_that_is_not_known_is_an_error(opened):
+    more = {"swa": Sparse()}
+    one, _ = opened(more=more)
+    one.backup(chain("a", 2))
+    wanted = [PoolTransfer("swa", None, chain("a", 1), PoolHitPolicy.BLOCK_GROUPS)]
+    with pytest.raises(ValueError, match="block_groups"):
+        one.storage_backend.batch_exists_v2(chain("a", 2), wanted)
+
+
+def test_pools_that_cannot_be_used_are_refused_by_name(opened):
+    with pytest.raises(ValueError, match=r"each rank has heads of its own in the pool 'draft'"):
+        opened(ranks=LATENT, more={"draft": Pool()})
+    opened(ranks=LATENT, more={"indexer": Sparse()})
+    one, _ = opened()
+    one.storage_backend.register_mem_host_pool_v2(Sparse(), "draft")  # late, and small enough
+    with pytest.raises(ValueError, match=r"of the pool 'late', which came late, has .* bytes"):
+        one.storage_backend.register_mem_host_pool_v2(Sparse(width=9000), "late")
+
+
+def test_a_pool_that_does_not_tell_where_pages_lie_is_refused(opened):
+    class Other(Pool):
+        def get_page_buffer_meta(self, indices):
+            raise ValueError("Unsupported layout: page_tail")
+
+    with pytest.raises(ValueError, match=r"'kv', a Other, does not tell .*page_tail .*mem-layout"):
+        opened(pool=Other())
+
+
+def test_an_arena_below_a_page_is_refused(opened):
+    with pytest.raises(ValueError, match=r"arena.size: .* room for at least one block"):
+        opened(arena={"size": PAGE_BYTES - 1})
+
+
+@pytest.mark.slow
+def test_figures_are_kept_for_sglang_only_if_it_asks(opened):
+    one, _ = opened(ranks={"enable_storage_metrics": False})
+    one.backup(chain("a", 10))
+    assert one.storage_backend.get_stats().backup_pgs == []
+    one.detach()
+    one, _ = opened()
+    one.backup(chain("a", 10))
+    one.prefetch(chain("a", 10), rows(0, 10))
+    found = one.storage_backend.get_stats()
+    assert (found.backup_pgs, found.prefetch_pgs) == ([10], [10])
+    assert len(found.prefetch_bandwidth) == len(found.backup_bandwidth) == 1
+    assert one.storage_backend.get_stats().prefetch_pgs == []
+
+
+@pytest.mark.slow
+def test_it_is_detached_and_attached_while_the_engine_runs(opened):
+    one, _ = opened()
+    keys = chain("a", 20)
+    one.backup(keys)
+    one.detach()
+    one.storage_backend.close()  # again
+    assert one.storage_backend.batch_exists(keys) == 0
+    assert one.storage_backend.batch_get_v1(keys, rows(0, 20)) == [False] * 20
+    assert one.storage_backend.batch_set_v1(keys, rows(0, 20)) == [True] * 20
+    one, _ = opened()
+    assert one.exists(keys) == 20
+
+
+def test_a_storage_that_got_no_pool_is_closed(tmp_path):
+    sglang_stub.give("m")
+    storage = KVLadderStorage(config({**OURS, "host": "1 MiB"}), {})
+    storage.clear()
+    storage.close()
+
+
+@pytest.mark.slow
+def test_weights_that_change_put_it_out_of_use(opened, caplog, monkeypatch):
+    monkeypatch.setattr(watch, "changed", False)
+    one, _ = opened()
+    keys = chain("a", 20)
+    one.backup(keys)
+    settle(one)
+    assert sglang_stub.WeightUpdater().update_weights_from_disk("other", "auto")[0]
+    assert "kvladder is out of use until it is attached anew" in caplog.text
+    assert one.prefetch(keys, rows(0, 20)) == 0
+    assert one.backup(chain("b", 20)) == 20
+    one.detach()
+    with pytest.raises(ValueError, match=r"model.fingerprint: weights were changed"):
+        opened(fingerprint="auto")
+    one, _ = opened(fingerprint="w2")
+    assert one.exists(keys) == one.exists(chain("b", 20)) == 0
+
+
+@pytest.mark.parametrize(
+    ("stack", "warning"),
+    [
+        (
+            {"level": {"when": "evict"}},
+            r"at once: what host .* nvme by then is lost\. Use when: com",
+        ),
+        ({"level": {"codecs": []}}, r"without checksum, blocks that nvme damaged are served"),
+    ],
+)
+def test_what_is_probably_not_meant_is_said(opened, caplog, stack, warning):
+    with caplog.at_level(logging.INFO, "kvladder"):
+        opened(**stack)
+    assert re.search(warning, caplog.text)
+    assert "kvladder is ready: a block is 16 tokens" in caplog.text
+
+
+def test_small_pages_are_said(opened, caplog):
+    class Small(Pool):
+        page_size = 1
+
+        def get_page_buffer_meta(self, indices):
+            return [0, 0], [4096, 4096]
+
+    opened(pool=Small())
+    assert "--page-size is 1" in caplog.text
+
+
+@pytest.mark.slow
+def test_clients_at_once_have_the_same_pages(opened):
+    one, pool = opened(slots=24)
+    pool.fill(3)
+    keys = [chain(f"p{number}", 40) for number in range(4)]
+    kept = [[pool.page(number * 40 + at) for at in range(40)] for number in range(4)]
+    stored = [
+        one.begin("set", lambda n=n: one.storage_backend.batch_set_v1(keys[n], rows(n * 40, 40)))
+        for n in range(4)
+    ]
+    assert all(all(done.get(timeout=PATIENCE_S)) for done in stored)
+    settle(one)
+    pool.kv.zero_()
+    for number in (3, 1, 0, 2):
+        assert one.prefetch(keys[number], rows(number * 40, 40)) == 40
+        assert same(pool, number * 40, kept[number])

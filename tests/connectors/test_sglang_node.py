@@ -1,0 +1,223 @@
+"""Ranks that share one stack, each a process of its own, of which any may die at any moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvladder.compose import open_cache
+from kvladder.connectors.lines import abstract
+from kvladder.connectors.lines import connect as come
+from kvladder.connectors.sglang.node import FLUSH_S, Guest, Owner, join
+from kvladder.connectors.sglang.pieces import Batch
+from kvladder.errors import ConfigError
+from kvladder.layout import Layout
+from tests.patience import PATIENCE_S
+
+SLOTS = 16
+KEYS = [b"%032d" % number for number in range(6)]
+OTHERS = [b"%032d" % number for number in range(6, 12)]
+BATCH = Batch(KEYS, within_s=PATIENCE_S, deadline_s=PATIENCE_S)
+RANK = """
+import sys
+from tests.connectors.test_sglang_node import BATCH, KEYS, OTHERS, Batch, opened, join
+
+verb, address = sys.argv[1], sys.argv[2].replace("@", chr(0))
+keys = KEYS if verb == "fetch" else OTHERS
+node = join(address, opened)
+pieces = getattr(node, verb)(Batch(keys, "", BATCH.within_s, BATCH.deadline_s))
+print(type(node).__name__, next(pieces).pages, flush=True)
+input()
+"""
+OWNER = """
+import sys
+from tests.connectors.test_sglang_node import opened, join, stored
+
+node = join(sys.argv[2].replace("@", chr(0)), opened)
+stored(node)
+print("ready", flush=True)
+input()
+"""
+
+
+def opened():
+    """A stack of one level."""
+    arena = {"size": SLOTS * 4096}
+    stack = {"arena": arena, "tiers": [{"type": "host"}]}
+    return open_cache(stack, layout=Layout(16, 4096))
+
+
+def stored(node, keys=None):
+    """Store pages, each of one byte that its number tells."""
+    pieces = node.save(Batch(keys or KEYS, within_s=PATIENCE_S))
+    for piece in pieces:
+        for page, slot in zip(piece.pages, piece.slots, strict=True):
+            node.arena.view(slot)[:] = bytes([page + 1]) * node.arena.slot_bytes
+
+
+def read(node, keys=None):
+    """What comes: the first byte of each page, and how many count."""
+    found, pieces = [], node.fetch(Batch(keys or KEYS, "", PATIENCE_S, PATIENCE_S))
+    try:
+        while True:
+            found += [node.arena.view(slot)[0] for slot in next(pieces).slots]
+    except StopIteration as end:
+        return found, end.value
+
+
+@pytest.fixture
+def address(tmp_path):
+    return abstract(f"test-{os.getpid()}-{tmp_path.name}")
+
+
+@pytest.fixture
+def rank(address):
+    """Starts a rank in a process of its own; ends those that a test has left."""
+    begun = []
+
+    def start(script, verb=""):
+        root = Path(__file__).parents[2]
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, verb, address.replace("\0", "@")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
+        )
+        begun.append(process)
+        assert process.stdout is not None
+        return process, process.stdout.readline()
+
+    yield start
+    for process in begun:
+        process.kill()
+        process.communicate()
+
+
+def killed(process):
+    process.send_signal(signal.SIGKILL)
+    process.wait(PATIENCE_S)
+
+
+def until_free(node, slots):
+    waiting = threading.Event()
+    while node.arena.free != slots:
+        waiting.wait(0.005)
+    node.manager.check()
+
+
+@pytest.mark.parametrize("verb", ["fetch", "save"])
+def test_what_a_dead_rank_held_comes_back(address, rank, verb):
+    owner = join(address, opened)
+    try:
+        stored(owner)
+        process, said = rank(RANK, verb)
+        assert said.startswith("Guest [0")
+        if verb == "save":
+            assert owner.arena.free < SLOTS - len(KEYS)
+        killed(process)
+        until_free(owner, SLOTS - len(KEYS))
+        assert owner.reach(Batch(OTHERS)) == 0
+        assert read(owner) == ([1, 2, 3, 4, 5, 6], 6)
+        stored(owner, [b"%032d" % number for number in range(20, 20 + SLOTS)])  # none is pinned
+    finally:
+        owner.close()
+
+
+def test_without_its_owner_a_rank_has_misses_and_no_wrong_pages(address, rank, caplog):
+    process, said = rank(OWNER)
+    assert said == "ready\n"
+    guest = join(address, opened)
+    try:
+        assert isinstance(guest, Guest)
+        assert read(guest) == ([1, 2, 3, 4, 5, 6], 6)
+        assert (guest.reach(BATCH), guest.holding(BATCH)) == (6, [True] * 6)
+        stored(guest, OTHERS)
+        assert guest.reach(Batch(OTHERS, within_s=PATIENCE_S)) == 6
+        pieces = guest.fetch(BATCH)
+        piece = next(pieces)
+        killed(process)
+        assert guest.arena.view(piece.slots[0])[0] == 1  # mapped, and of nobody
+        with pytest.raises(StopIteration) as end:
+            next(pieces)
+        assert end.value.value == 0  # since it may have become another page meanwhile
+        assert (read(guest), guest.reach(BATCH)) == (([], 0), 0)
+        assert guest.holding(BATCH) == [False] * 6
+        with pytest.raises(StopIteration) as end:
+            next(guest.save(Batch(OTHERS)))
+        assert end.value.value == 0
+        guest.clear()
+        assert caplog.text.count("does not answer") == 1
+    finally:
+        guest.close()
+
+
+def test_a_copy_that_fails_gives_slots_back(address):
+    owner = join(address, opened)
+    guest = join(address, opened)
+    stored(guest)
+    pieces = guest.save(Batch(OTHERS, within_s=PATIENCE_S))
+    next(pieces)
+    pieces.close()
+    until_free(owner, SLOTS - len(KEYS))
+    assert guest.reach(Batch(OTHERS, within_s=PATIENCE_S)) == 0
+    assert read(guest)[1] == 6
+    owner.close()
+    guest.close()
+    guest.close()
+
+
+def test_an_owner_that_ends_waits_for_ranks_that_copy(address):
+    owner = join(address, opened)
+    guest = join(address, opened)
+    pieces = guest.save(Batch(KEYS, within_s=PATIENCE_S))
+    piece = next(pieces)
+    ending = threading.Thread(target=owner.close)
+    ending.start()
+    assert owner.arena.claims(piece.slots[0]) == 1
+    assert list(pieces) == []  # it has copied
+    ending.join(PATIENCE_S)
+    assert not ending.is_alive()
+    assert owner.arena.claims(piece.slots[0]) == 0
+    guest.close()
+
+
+def test_a_stack_that_cannot_be_opened_is_an_error_on_every_rank(address):
+    coming = threading.Event()
+    errors = []
+
+    def one_more():
+        try:
+            join(address, opened)
+        except ConfigError as error:
+            errors.append(str(error))
+
+    other = threading.Thread(target=one_more)
+
+    def failing():
+        other.start()
+        coming.wait(0.05)
+        raise ConfigError("no room", path="arena.size")
+
+    with pytest.raises(ConfigError, match="no room"):
+        join(address, failing)
+    other.join(PATIENCE_S)
+    assert "the rank that owns kvladder's stack could not open it" in errors[0]
+    with pytest.raises(OSError, match="refused"):
+        come(address)
+
+
+def test_alone_there_is_no_socket():
+    owner = join(None, opened)
+    assert isinstance(owner, Owner)
+    stored(owner)
+    assert read(owner)[1] == 6
+    owner.close()
+    assert FLUSH_S < 10

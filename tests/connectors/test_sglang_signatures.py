@@ -1,0 +1,251 @@
+"""What stands in for SGLang, and what is overridden, against the version that is pinned."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import tomllib
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from tests.connectors import sglang_stub
+
+sglang_stub.install()
+from kvladder.connectors.sglang import options  # noqa: E402
+from kvladder.connectors.sglang.storage import KVLadderStorage  # noqa: E402
+from kvladder.connectors.sglang.tree import HOOKS, QUESTIONS, KVLadderRadixCache  # noqa: E402
+from kvladder.connectors.sglang.weights import UPDATES  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+SOURCE = Path(sys.prefix) / "sglang" / "sglang"
+PLACES = {
+    "storage": "srt/mem_cache/hicache_storage.py",
+    "tree": "srt/mem_cache/unified_radix_cache.py",
+    "key": "srt/mem_cache/radix_cache.py",
+    "core": "srt/mem_cache/unified_cache/unified_tree_core_interface.py",
+    "controller": "srt/managers/cache_controller.py",
+    "hybrid": "srt/mem_cache/hybrid_cache/hybrid_cache_controller.py",
+    "weights": "srt/model_executor/model_runner_components/weight_updater.py",
+    "metrics": "srt/observability/metrics_collector.py",
+    "registry": "srt/mem_cache/registry.py",
+    "plugins": "srt/plugins/__init__.py",
+    "context": "srt/runtime_context.py",
+}
+
+pytestmark = pytest.mark.skipif(not SOURCE.is_dir(), reason="SGLang is not beside this Python")
+
+
+@cache
+def text(place):
+    return (SOURCE / PLACES[place]).read_text()
+
+
+@cache
+def tree_of(place):
+    return ast.parse(text(place))
+
+
+def function(place, name, owner=None):
+    """A function of SGLang's, or a method of one of its classes."""
+    for node in ast.walk(tree_of(place)):
+        if owner is not None and not (isinstance(node, ast.ClassDef) and node.name == owner):
+            continue
+        for one in ast.walk(node):
+            if isinstance(one, ast.FunctionDef) and one.name == name:
+                return one
+    raise AssertionError(f"{place} has no {name}")
+
+
+def class_of(place, name):
+    """A class of SGLang's."""
+    found = (n for n in ast.walk(tree_of(place)) if isinstance(n, ast.ClassDef) and n.name == name)
+    return next(found)
+
+
+def parameters(node):
+    """Names of the parameters, and whether one has to be given."""
+    given = node.args
+    several = [*given.posonlyargs, *given.args]
+    required = len(several) - len(given.defaults)
+    found = [(one.arg, at < required) for at, one in enumerate(several) if one.arg != "self"]
+    return found + [
+        (one.arg, default is None)
+        for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    ]
+
+
+def takes(ours, theirs):
+    """Whether a function can be called as theirs is."""
+    signature = inspect.signature(ours)
+    kinds = {one.kind for one in signature.parameters.values()}
+    if inspect.Parameter.VAR_POSITIONAL in kinds and inspect.Parameter.VAR_KEYWORD in kinds:
+        return True
+    own = [name for name in signature.parameters if name != "self"]
+    return own == [name for name, _ in parameters(theirs)]
+
+
+def test_the_version_is_the_one_that_is_pinned():
+    version = (SOURCE.parent / "sglang-0.5.23.dist-info" / "METADATA").read_text()
+    assert f"\nVersion: {sglang_stub.VERSION}\n" in version
+
+
+CALLS = (
+    "register_mem_pool_host", "register_mem_host_pool_v2", "on_host_pools_registered",
+    "batch_exists_v2", "batch_get_v2", "batch_set_v2", "batch_get_v1", "batch_set_v1",
+    "batch_exists", "exists", "get", "batch_get", "set", "batch_set", "get_stats", "clear",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_storage_is_called_as_it_expects(name):
+    theirs = function("storage", name, "HiCacheStorage")
+    assert takes(getattr(KVLadderStorage, name), theirs)
+
+
+def test_all_that_is_abstract_is_there():
+    base = class_of("storage", "HiCacheStorage")
+    abstract = {
+        one.name
+        for one in ast.walk(base)
+        if isinstance(one, ast.FunctionDef)
+        and any(getattr(mark, "id", "") == "abstractmethod" for mark in one.decorator_list)
+    }
+    assert abstract
+    assert all(callable(vars(KVLadderStorage).get(name)) for name in abstract)
+
+
+def test_a_batch_is_as_large_as_we_announce():
+    assert f"STORAGE_BATCH_SIZE = {sglang_stub.BATCH}\n" in text("storage")
+
+
+def test_the_first_generation_of_calls_is_not_used():
+    source = text("controller")
+    assert 'bool(self.storage_config.extra_config.get("interface_v1", 0))' in source
+    assert "self.storage_backend.batch_get_v1(" in source
+    assert "self.storage_backend.batch_set_v1(" in source
+
+
+@pytest.mark.parametrize("name", ["PoolHitPolicy", "PoolTransfer", "PoolTransferResult"])
+def test_what_is_said_of_pools_is_as_in_the_stub(name):
+    theirs = class_of("storage", name)
+    names = {
+        ast.unparse(node.target if isinstance(node, ast.AnnAssign) else node.targets[0])
+        for node in theirs.body
+        if isinstance(node, ast.AnnAssign | ast.Assign)
+    }
+    ours = getattr(sglang_stub, name)
+    assert {*getattr(ours, "__members__", getattr(ours, "__annotations__", ()))} <= names
+
+
+def test_pools_are_asked_with_the_model_s_own_names():
+    assert "self.storage_backend.batch_exists_v2(" in text("hybrid")
+    assert "self.storage_backend.batch_get_v2(" in text("hybrid")
+    assert "self.storage_backend.batch_set_v2(" in text("hybrid")
+    pools = ast.unparse(class_of("storage", "PoolName"))
+    for name in ("KV = 'kv'", "MAMBA = 'mamba'", "SWA = 'swa'", "INDEXER = 'indexer'"):
+        assert name in pools
+    # of what is replicated one rank stores keys and values, and all store states
+    assert "transfer.name == PoolName.MAMBA" in ast.unparse(function("hybrid", "should_backup"))
+
+
+def test_a_false_ends_what_is_stored_of_a_prompt():
+    backup = ast.unparse(function("controller", "_page_backup"))
+    assert "if not success:" in backup
+    assert "break" in backup
+    zero_copy = ast.unparse(function("controller", "_page_set_zero_copy"))
+    assert "all(self.storage_backend.batch_set_v1(" in zero_copy
+
+
+def test_threads_are_waited_for_longer_than_a_call_lasts():
+    stop = ast.unparse(function("controller", "_stop_storage_threads"))
+    assert "timeout=10" in stop.replace(" ", "")
+    assert options.CALL_S + options.DEADLINE_MAX < 10
+
+
+def test_what_is_sglangs_in_the_extra_configuration_is_taken_out():
+    parse = ast.unparse(function("hybrid", "parse_storage_backend_extra_config"))
+    for name in ("prefetch_threshold", "prefetch_timeout_base", "hicache_storage_pass_prefix_keys"):
+        assert f"pop('{name}'" in parse
+    assert "pop('tp_lcm_size'" in ast.unparse(function("controller", "_generate_storage_config"))
+
+
+def test_the_storage_is_told_its_rank():
+    fields = {
+        node.target.id
+        for node in ast.walk(tree_of("storage"))
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    from tests.connectors.sglang_controller import config
+
+    assert {*vars(config(None))} <= fields
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_the_tree_has_what_is_overridden(name):
+    theirs = function("tree", name, "UnifiedRadixCache")
+    ours = list(inspect.signature(getattr(KVLadderRadixCache, name)).parameters)[1:2]
+    assert ours == [name for name, _ in parameters(theirs)][:1]
+
+
+def test_what_was_found_for_a_request_passes_a_queue_before_it_is_read():
+    found = ast.unparse(function("controller", "prefetch_thread_func"))
+    assert found.index("operation.hash_value =") < found.index("prefetch_hit_queue.put(operation)")
+    read = ast.unparse(function("tree", "_drain_storage_control_queues_impl"))
+    assert read.index("prefetch_buffer.put(") < read.index("cc.prefetch_hit_queue")
+    assert "RadixKey(" in ast.unparse(function("tree", "prefetch_from_storage"))
+    assert "cache_salt" in ast.unparse(class_of("key", "RadixKey"))
+
+
+def test_requests_come_into_the_tree_by_what_is_overridden():
+    inserts = [
+        node.name
+        for node in ast.walk(tree_of("tree"))
+        if isinstance(node, ast.FunctionDef) and "self.insert(" in ast.unparse(node)
+    ]
+    assert inserts == ["checkpoint_into_tree"]
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_the_core_has_what_is_asked(name):
+    theirs, ours = function("core", name), getattr(sglang_stub.Core, name)
+    assert takes(ours, theirs)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_weights_are_changed_by_what_is_watched(name):
+    function("weights", name, "WeightUpdater")
+
+
+def test_nothing_else_changes_weights():
+    updater = class_of("weights", "WeightUpdater")
+    named = {
+        one.name
+        for one in updater.body
+        if isinstance(one, ast.FunctionDef) and ("update_weights" in one.name or "load" in one.name)
+    }
+    assert {name for name in named if not name.startswith("_")} <= {*UPDATES}
+
+
+def test_figures_are_as_sglang_takes_them():
+    theirs = class_of("metrics", "StorageMetrics")
+    names = [ast.unparse(n.target) for n in theirs.body if isinstance(n, ast.AnnAssign)]
+    assert names == [*vars(sglang_stub.StorageMetrics())]
+
+
+def test_the_plugin_is_found():
+    for name in ("register_radix_cache_backend", "get_radix_cache_factory"):
+        function("registry", name)
+    made = function("registry", "create_unified_radix_cache")
+    assert "cache_class" in [name for name, _ in parameters(made)]
+    assert 'GENERAL_PLUGINS_GROUP = "sglang.srt.plugins"' in text("plugins")
+    for name in ("get_exec", "get_lora", "get_mm", "get_model", "get_parallel"):
+        function("context", name)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    said = project["entry-points"]["sglang.srt.plugins"]
+    assert said == {"kvladder": "kvladder.connectors.sglang.plugin:register"}
+    found = {point.value for point in entry_points(group="sglang.srt.plugins")}
+    assert found <= {*said.values()}

@@ -1,0 +1,133 @@
+"""A real engine in a process of its own: does what it is told on its input, a line of JSON each.
+
+``python driver.py ARGUMENTS``, in JSON; its replies are lines that begin with ``REPLY``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def prompt(first: int, tokens: int) -> list[int]:
+    """A prompt that its first number tells from others."""
+    value, out = first, []
+    for _ in range(tokens):
+        value = (value * 1103515245 + 12345) % 2**31
+        out.append(3 + (value >> 8) % 1000)
+    return out
+
+
+def answer(found: dict[str, Any]) -> dict[str, Any]:
+    """What tests want to know of what SGLang says."""
+    meta = found["meta_info"]
+    details = meta.get("cached_tokens_details") or {}
+    return {
+        "ids": found["output_ids"],
+        "cached": meta.get("cached_tokens", 0),  # none of a request that was given up
+        "storage": details.get("storage", 0),
+        "reason": (meta.get("finish_reason") or {}).get("type"),
+    }
+
+
+class Driver:
+    """The engine, and what may be asked of it."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        import sglang
+
+        self._engine = sglang.Engine(**arguments)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        found: T = self._engine.loop.run_until_complete(work)
+        return found
+
+    async def _one(
+        self, first: int, tokens: int, new: int = 8, more: int = 0, **options: Any
+    ) -> dict[str, Any]:
+        """Answer a prompt; ``more`` tokens of another one follow it."""
+        sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+        asked = prompt(first, tokens) + prompt(first + 1000, more)
+        return answer(
+            await self._engine.async_generate(input_ids=asked, sampling_params=sampling, **options)
+        )
+
+    def generate(self, **asked: Any) -> dict[str, Any]:
+        """Answer one prompt."""
+        return self._run(self._one(**asked))
+
+    def together(self, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Answer several at once."""
+
+        async def all_of() -> list[dict[str, Any]]:
+            return list(await asyncio.gather(*(self._one(**asked) for asked in prompts)))
+
+        return self._run(all_of())
+
+    def abort(self, after_s: float, **asked: Any) -> str:
+        """Begin to answer a prompt and give it up; why it ended."""
+
+        async def given_up() -> str:
+            task = asyncio.create_task(self._one(rid="given-up", **asked))
+            await asyncio.sleep(after_s)
+            self._engine.tokenizer_manager.abort_request(rid="given-up")
+            return str((await task)["reason"])
+
+        return self._run(given_up())
+
+    def flush(self) -> None:
+        """Empty the engine's own pools, as soon as nothing runs."""
+        while not getattr(self._engine.flush_cache(), "success", True):
+            time.sleep(0.1)
+
+    def detach(self) -> str:
+        """Take the storage away, as soon as nothing runs."""
+        return self._patiently(self._engine.tokenizer_manager.detach_hicache_storage)
+
+    def attach(
+        self, extra: dict[str, Any], policy: str | None = None, backend: str = "dynamic"
+    ) -> str:
+        """Have another storage; empty if that worked, else why not. ``policy`` is of writes."""
+        attach = self._engine.tokenizer_manager.attach_hicache_storage
+        return self._patiently(
+            lambda: attach(
+                hicache_storage_backend=backend,
+                hicache_storage_backend_extra_config_json=json.dumps(extra),
+                hicache_write_policy=policy,
+            )
+        )
+
+    def _patiently(self, call: Any) -> str:
+        while True:
+            found = self._run(call())
+            if found.success or "idle" not in found.message.lower():
+                return "" if found.success else found.message
+            time.sleep(0.2)
+
+    def update(self, path: str) -> str:
+        """Take the weights of another folder."""
+        done, message, *_ = self._engine.update_weights_from_disk(path)
+        return "" if done else message
+
+    def clear(self) -> None:
+        """Forget what is stored."""
+        self._run(self._engine.tokenizer_manager.clear_hicache_storage())
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    driver = Driver(json.loads(sys.argv[1]))
+    print("REPLY null", flush=True)
+    for line in sys.stdin:
+        name, asked = json.loads(line)
+        print("REPLY " + json.dumps(getattr(driver, name)(**asked)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

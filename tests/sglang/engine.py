@@ -1,0 +1,318 @@
+"""Starts real engines on the CPU, and asks them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from kvladder.control.sockets import ask
+from kvladder.testing.redisserver import free_ports
+from tests.patience import PATIENCE_S, until
+from tests.sglang.driver import answer, prompt
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SGLANG = Path(os.environ.get("KVLADDER_SGLANG", Path(sys.prefix) / "sglang"))
+"""SGLang and what it needs beside vLLM's packages; ``.ci/venv`` puts it there."""
+COMPILED = SGLANG / "compiled" / sha256(str(SGLANG).encode()).hexdigest()[:8]
+"""SGLang's hash. Whoever finds it by another path compiles it anew, and holds up all others."""
+PAGE = 64
+ADMIN = "admin"
+"""A server wants a key from those who attach and detach its storage."""
+SMALL = {
+    "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch",
+    "disable_overlap_schedule": True, "skip_tokenizer_init": True, "page_size": PAGE,
+    "max_total_tokens": 8192, "dtype": "float32", "random_seed": 1, "disable_cuda_graph": True,
+    "mem_fraction_static": 0.2, "enable_hierarchical_cache": True, "hicache_ratio": 2,
+    "hicache_mem_layout": "page_first_direct", "hicache_io_backend": "direct",
+    "hicache_storage_backend": "dynamic", "served_model_name": "org/m",
+    "enable_cache_report": True, "radix_cache_backend": "kvladder", "enable_metrics": True,
+    "enable_priority_scheduling": True, "chunked_prefill_size": 512,
+    "log_level": "info",
+}  # fmt: skip
+OURS: dict[str, Any] = {
+    "backend_name": "kvladder",
+    "module_path": "kvladder.connectors.sglang",
+    "class_name": "KVLadderStorage",
+    "interface_v1": 1,
+    "prefetch_threshold": PAGE,
+}
+PLUGINS = {
+    "sglang.srt.plugins": "cpu = sgl_cpu:install",
+    "kvladder.tiers": "hanging = hanging_files:HangingFiles",
+}
+
+
+def plugged(folder: Path) -> Path:
+    """A folder that makes the kit's plug-ins known to whoever has it on its path."""
+    info = folder / "kvladder_sglang_kit-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvladder-sglang-kit\nVersion: 0\n")
+    points = "".join(f"[{group}]\n{point}\n" for group, point in PLUGINS.items())
+    (info / "entry_points.txt").write_text(points)
+    return folder
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    """What a process with SGLang is told."""
+    own = [
+        SGLANG,
+        HERE / "kit",
+        folder / "plugged",
+        ROOT,
+        *os.environ.get("PYTHONPATH", "").split(":"),
+    ]
+    return {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(str(path) for path in own if str(path)),
+        "PYTHONWARNINGS": "ignore",
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": "2",
+        "TORCH_EXTENSIONS_DIR": str(COMPILED),
+        "HANGS": str(folder / "hangs"),
+        **more,
+    }
+
+
+COMPILE = (
+    "from array import array\n"
+    "from sglang.srt.mem_cache.utils import get_hash_str\n"
+    'get_hash_str(array("q", range(64)), None, page_size=64)\n'
+)
+"""SGLang's hash, which otherwise holds up its threads when it is first used."""
+
+
+def run(folder: Path, *command: str) -> None:
+    """Run something to its end in an engine's environment."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def prepare(folder: Path) -> None:
+    """Have a folder in which engines can be started."""
+    plugged(folder / "plugged")
+    run(folder, "-c", COMPILE)
+
+
+def make_model(folder: Path, path: Path, seed: int, kind: str = "llama") -> Path:
+    """A small random model; other seeds are other weights."""
+    run(folder, str(HERE.parent / "vllm" / "tiny_model.py"), str(path), str(seed), kind)
+    return path
+
+
+class Answer(NamedTuple):
+    """What came of a prompt."""
+
+    ids: list[int]
+    cached: int
+    """Tokens that were not computed."""
+    storage: int
+    """Those of them that came from kvladder."""
+    reason: str | None
+
+
+class Engine:
+    """One engine and its processes; ``folder`` is where its log and its sockets lie."""
+
+    def __init__(self, folder: Path, model: Path, extra: dict[str, Any], **settings: Any) -> None:
+        self.folder = folder
+        self.log = folder / f"engine-{len(list(folder.glob('engine-*.log')))}.log"
+        given = {**SMALL, "model_path": str(model), **settings}
+        given["hicache_storage_backend_extra_config"] = json.dumps({**OURS, **extra})
+        self._begin([sys.executable, str(HERE / "driver.py"), json.dumps(given)])
+        self._reply()
+
+    def _begin(self, command: Sequence[str], *, replies: bool = True) -> None:
+        """Start it; what it prints are replies, or are logged."""
+        self._ended = False
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                command,
+                env=environment(self.folder),
+                cwd=self.folder,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if replies else log,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+
+    def _reply(self) -> Any:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("REPLY "):
+                return json.loads(line.removeprefix("REPLY "))
+        raise AssertionError(self.log.read_text()[-6000:])
+
+    def do(self, name: str, **asked: Any) -> Any:
+        """Have the driver do something."""
+        assert self._process.stdin is not None
+        print(json.dumps([name, asked]), file=self._process.stdin, flush=True)
+        return self._reply()
+
+    def generate(self, first: int, tokens: int, **options: Any) -> Answer:
+        """Answer one prompt."""
+        return Answer(**self.do("generate", first=first, tokens=tokens, **options))
+
+    def again(self, first: int, tokens: int, **options: Any) -> Answer:
+        """Answer it with empty pools: what is cached comes from kvladder."""
+        self.do("flush")
+        return self.generate(first, tokens, **options)
+
+    def memory(self) -> int:
+        """Bytes that its processes hold in memory, but for what lies in files."""
+        held = 0
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
+                if os.getpgid(int(path.name)) == self._process.pid:
+                    told = (path / "status").read_text()
+                    held += sum(map(int, re.findall(r"Rss(?:Anon|Shmem):\s*(\d+)", told)))
+        return held << 10
+
+    def stats(self) -> dict[str, Any]:
+        """What kvladder counts."""
+        found: dict[str, Any] = ask(self.folder / "kv.sock", {"command": "stats"})
+        return found
+
+    def stored(self, level: str, blocks: int) -> None:
+        """Wait until a level holds exactly so many blocks."""
+        waiting = threading.Event()
+        for _ in range(int(PATIENCE_S / 0.1)):
+            held = self.stats()[level]["blocks"]
+            if held == blocks:
+                return
+            assert held < blocks, f"{level} has {held} blocks, expected {blocks}"
+            waiting.wait(0.1)
+        raise AssertionError(self.stats())
+
+    def end(self) -> None:
+        """Kill all its processes at once, as SGLang itself does; may be called again."""
+        if not self._ended:
+            self._ended = True
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.communicate()
+
+
+class Server(Engine):
+    """A server that was started by the command of docs/sglang.md, and is asked over HTTP.
+
+    What stands in capitals there is ``model``; behind it comes what a CPU needs, and ``more``.
+    """
+
+    def __init__(self, folder: Path, model: Path, **more: Any) -> None:  # no super: another way in
+        self.folder = folder
+        self.log = folder / "server.log"
+        (port,) = free_ports(1)
+        self._url = f"http://127.0.0.1:{port}"
+        documented = [str(model) if one == "MODEL" else one for one in documented_command()]
+        needed = {name: value for name, value in SMALL.items() if flag(name) not in documented}
+        needed |= {"port": port, "admin_api_key": ADMIN, **more}
+        self._begin([*documented, *flags(needed)], replies=False)
+        try:
+            until(self._answers)
+        except BaseException:
+            self.end()
+            raise
+
+    def _answers(self) -> bool:
+        """Whether it has started."""
+        assert self._process.poll() is None, self.log.read_text()[-6000:]
+        try:
+            self._ask("GET", "/health")
+        except OSError:
+            return False
+        return True
+
+    def _ask(self, method: str, path: str, told: dict[str, Any] | None = None) -> bytes:
+        """What it says; raises OSError if that is an error, or it does not listen yet."""
+        request = Request(
+            self._url + path,
+            data=None if told is None else json.dumps(told).encode(),
+            headers={"Content-Type": "application/json", "Authorization": f"Bearer {ADMIN}"},
+            method=method,
+        )
+        with urlopen(request, timeout=PATIENCE_S) as reply:
+            found: bytes = reply.read()
+            return found
+
+    def do(self, name: str, **asked: Any) -> Any:
+        """What the driver does, over HTTP."""
+        return getattr(self, f"_{name}")(**asked)
+
+    def _generate(self, first: int, tokens: int, **options: Any) -> dict[str, Any]:
+        sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+        told = {"input_ids": prompt(first, tokens), "sampling_params": sampling, **options}
+        return answer(json.loads(self._ask("POST", "/generate", told)))
+
+    def _flush(self) -> None:
+        until(lambda: self._patiently("POST", "/flush_cache") == "")
+
+    def _update(self, path: str) -> str:
+        return self._patiently("POST", "/update_weights_from_disk", {"model_path": path})
+
+    def _detach(self) -> str:
+        return self._patiently("DELETE", "/hicache/storage-backend")
+
+    def _attach(self, extra: dict[str, Any]) -> str:
+        told = {
+            "hicache_storage_backend": "dynamic",
+            "hicache_storage_backend_extra_config_json": json.dumps(extra),
+        }
+        return self._patiently("PUT", "/hicache/storage-backend", told)
+
+    def _patiently(self, method: str, path: str, told: dict[str, Any] | None = None) -> str:
+        """Why it did not do something, once nothing runs any more; empty if it did."""
+        while True:
+            try:
+                self._ask(method, path, told)
+            except HTTPError as error:
+                why = error.read().decode()
+                if "idle" not in why.lower() and "running" not in why:
+                    return why
+                threading.Event().wait(0.1)
+            else:
+                return ""
+
+
+def documented_command() -> list[str]:
+    """The command of docs/sglang.md that starts a server, with this Python."""
+    page = (ROOT / "docs" / "sglang.md").read_text()
+    [block] = [text for text in page.split("```") if "sglang.launch_server" in text]
+    words = shlex.split(block[block.index("python -m") :].replace("\\\n", " "))
+    return [sys.executable, *words[1:]]
+
+
+def flag(name: str) -> str:
+    """How a setting of SGLang's is called on a command line."""
+    return "--" + name.replace("_", "-")
+
+
+def flags(given: dict[str, Any]) -> list[str]:
+    """Settings as a command line has them; what is True is a switch."""
+    words: list[str] = []
+    for name, value in given.items():
+        several = value if isinstance(value, list) else [] if value is True else [value]
+        words += [flag(name), *map(str, several)]
+    return words

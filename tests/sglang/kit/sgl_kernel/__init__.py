@@ -1,0 +1,14 @@
+"""Stands in for ``sgl_kernel``, of which the package index has builds for CUDA alone.
+
+On a CPU without AMX none of its operations is called: importing has to work, calling raises.
+"""
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def missing(*args, **kwargs):
+        raise RuntimeError(f"sgl_kernel.{name} was called: there is no build of it for CPUs")
+
+    return missing

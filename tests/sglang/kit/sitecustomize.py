@@ -1,0 +1,53 @@
+"""Runs in each process of an engine: gives ``import`` modules that SGLang names and does not use.
+
+Of torchvision there is no wheel for this torch, IPython is for notebooks, soundfile for sound. Who
+only asks whether there is one (transformers, by ``importlib.util.find_spec``) is told that there is
+none.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+
+ABSENT = {"torchvision", "IPython", "soundfile"}
+FRAMES = 6
+"""So far up whoever asks is looked for: import's own frames lie between."""
+
+
+class Inert(types.ModuleType):
+    """A module whose content raises when it is called."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def missing(*args, **kwargs):
+            raise RuntimeError(f"{self.__name__}.{name} was called: it is a stand-in")
+
+        return missing
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds them for ``import``."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] not in ABSENT:
+            return None
+        frame: types.FrameType | None = sys._getframe(1)
+        for _ in range(FRAMES):
+            if frame is None:
+                break
+            if frame.f_code.co_filename == "<frozen importlib.util>":
+                return None
+            frame = frame.f_back
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec):
+        return Inert(spec.name)
+
+    def exec_module(self, module):
+        module.__path__ = []
+
+
+sys.meta_path.append(Finder())

@@ -1,0 +1,262 @@
+"""A real SGLang on the CPU with kvladder below it: an engine, then a server as its page says."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvladder.control.sockets import ask
+from kvladder.layout import align
+from kvladder.tiers.files.header import HEADER_BYTES
+from tests.patience import until
+from tests.sglang.engine import OURS, PAGE, Answer, Engine, Server
+from tests.sglang.soak import Soak
+
+pytestmark = pytest.mark.alone
+
+LONG, SHORT = 1500, 700
+TURNS_MAX = 1000
+PAGE_BYTES = 4 * 2 * PAGE * 4 * 32 * 4
+"""Four layers of keys and values, four heads of 32 float32 each."""
+POOLS_BYTES = 3 * 8192 * PAGE_BYTES // PAGE
+"""SGLang's, of device and host: memory that may be touched for the first time at any time."""
+
+
+def whole(tokens: int) -> int:
+    """How many tokens of a prompt may be cached: the last one is always computed."""
+    return (tokens - 1) // PAGE * PAGE
+
+
+def stack(folder: Path, place: str = "kv", **more: Any) -> dict[str, Any]:
+    """What the engine is told; the arena has fewer slots than SGLang reads at once."""
+    return {
+        "arena": {"size": "12 MiB"},
+        "control": {"path": str(folder / "kv.sock")},
+        "fetch": {"deadline": "1 s"},
+        "tiers": [
+            {"name": "host", "type": "host"},
+            {
+                "name": "nvme", "type": "hanging", "path": str(folder / place),
+                "capacity": "256 MiB", "when": "commit", "timeout": "2 s",
+                "breaker": {"failures": 2, "retry": "1 s", "retry_max": "2 s"},
+            },
+            {
+                "name": "kept", "type": "memory", "capacity": "64 MiB", "when": "commit",
+                "min_priority": 50,
+            },
+        ],
+        **more,
+    }  # fmt: skip
+
+
+def served(engine: Engine, first: int, tokens: int, like: Answer, **options: Any) -> None:
+    """A prompt is answered as before, and all of it that can be comes from kvladder."""
+    found = engine.again(first, tokens, **options)
+    assert (found.ids, found.storage) == (like.ids, whole(tokens))
+
+
+def in_the_end(engine: Engine, like: Answer) -> None:
+    """All of the long prompt comes from kvladder again, after some time."""
+    waiting = threading.Event()
+    for _ in range(TURNS_MAX):
+        found = engine.again(1, LONG)
+        assert found.ids == like.ids
+        if found.storage == whole(LONG):
+            return
+        waiting.wait(0.5)
+    raise AssertionError(engine.stats())
+
+
+def store_and_ask_again(engine: Engine) -> dict[int, Answer]:
+    """Whole prompts come back, by the rules of priorities and salts."""
+    long = engine.generate(1, LONG)
+    assert long.cached == 0
+    engine.stored("nvme", 23)
+    served(engine, 1, LONG, long)
+
+    valued = engine.generate(2, SHORT, priority=80)
+    engine.stored("kept", 11)
+    engine.stored("nvme", 34)
+    served(engine, 2, SHORT, valued)
+
+    secret = engine.generate(3, SHORT, priority=60, cache_salt="tenant")
+    engine.stored("kept", 22)
+    served(engine, 3, SHORT, secret, cache_salt="tenant")
+    for other in ({}, {"cache_salt": "another"}):
+        assert engine.again(3, SHORT, **other) == secret._replace(cached=0, storage=0)
+    engine.stored("nvme", 67)
+    assert engine.stats()["kept"]["blocks"] == 22
+
+    gone = ask(engine.folder / "kv.sock", {"command": "purge", "salt": "tenant"})
+    assert gone["removed"]["nvme"] == 11
+    assert engine.again(3, SHORT, cache_salt="tenant").storage == 0
+    served(engine, 1, LONG, long)
+    return {1: long, 2: valued}
+
+
+def many_at_once(engine: Engine, long: Answer) -> None:
+    """Requests that share a prefix, one of them longer, and one that is given up."""
+    engine.do("flush")
+    asked = [{"first": 1, "tokens": LONG}, {"first": 1, "tokens": LONG, "more": 300}] * 2
+    found = [Answer(**one) for one in engine.do("together", prompts=asked)]
+    assert [one.ids for one in found[::2]] == [long.ids] * 2
+    assert found[1].ids == found[3].ids
+    assert all(one.cached >= whole(LONG) for one in found)
+    for after_s in (0.0, 0.05, 0.3):  # in the queue, while its pages come, while it answers
+        assert engine.do("abort", after_s=after_s, first=7, tokens=2000, new=1000) == "abort"
+        engine.do("flush")
+        assert engine.do("abort", after_s=after_s, first=1, tokens=LONG, new=1000) == "abort"
+    served(engine, 1, LONG, long)
+
+
+def hang(engine: Engine, long: Answer) -> None:
+    """A tier that hangs costs hits, and neither answers nor the engine."""
+    hangs = engine.folder / "hangs"
+    hangs.touch()
+    assert engine.again(1, LONG).ids == long.ids
+    new = engine.generate(5, LONG)
+    engine.do("flush")
+    asked = [{"first": first, "tokens": LONG} for first in (1, 5, 6)]
+    found = engine.do("together", prompts=asked)
+    assert [one["ids"] for one in found[:2]] == [long.ids, new.ids]
+    hangs.unlink()
+    in_the_end(engine, long)  # when the breaker has closed
+
+
+def detach_and_attach(engine: Engine, long: Answer) -> None:
+    """Without storage there are no hits; another one finds what the first has left."""
+    assert engine.do("detach") == ""
+    assert engine.again(1, LONG) == long._replace(cached=0, storage=0)
+    wrong = {**OURS, **stack(engine.folder, fetch={"deadline": "20 s"})}
+    assert "at most 4 s" in engine.do("attach", extra=wrong)
+    assert engine.do("attach", extra={**OURS, **stack(engine.folder)}) == ""
+    served(engine, 1, LONG, long)
+
+
+def adapt(engine: Engine) -> Answer:
+    """Adapters have pages of their own."""
+    before = engine.stats()["nvme"]["blocks"]
+    asked: list[dict[str, Any]] = [{}, {"lora_path": "one"}, {"lora_path": "two"}]
+    found = [engine.generate(30, SHORT, **more) for more in asked]
+    assert [one.cached for one in found] == [0, 0, 0]
+    assert len({tuple(one.ids) for one in found}) == 3
+    until(lambda: engine.stats()["nvme"]["blocks"] == before + 33)
+    for more, like in zip(asked, found, strict=True):
+        served(engine, 30, SHORT, like, **more)
+    return found[1]
+
+
+def write_policies(engine: Engine) -> None:
+    """Pages are stored when SGLang says so: of what is asked again, or of what it evicts."""
+
+    def attach(policy: str) -> None:
+        assert engine.do("detach") == ""
+        own = stack(engine.folder, policy)
+        assert engine.do("attach", extra={**OURS, **own}, policy=policy) == ""
+
+    attach("write_through_selective")
+    asked = engine.generate(8, SHORT)
+    engine.do("flush")  # with nothing of it stored
+    assert engine.generate(8, SHORT) == asked
+    assert engine.generate(8, SHORT).ids == asked.ids
+    until(lambda: engine.stats()["nvme"]["blocks"] >= whole(SHORT) // PAGE)
+    served(engine, 8, SHORT, asked)
+
+    attach("write_back")
+    engine.do("flush")
+    first = engine.generate(20, LONG)
+    assert first.cached == 0
+    for other in range(21, 27):  # more than the device pool has room for
+        engine.generate(other, LONG)
+    until(lambda: engine.stats()["nvme"]["blocks"] >= whole(LONG) // PAGE)
+    served(engine, 20, LONG, first)
+
+
+def soak(engine: Engine) -> None:
+    """Random requests; ``KVLADDER_SGLANG_SOAK`` says for how many seconds."""
+    found = Soak(engine, {**OURS, **stack(engine.folder, "soak")})
+    found.run(float(os.environ.get("KVLADDER_SGLANG_SOAK", "20")))
+    print(found)
+    assert found.done["tokens from kvladder"]
+    assert found.memory_grew < POOLS_BYTES
+
+
+def flip_a_bit(folder: Path, place: int) -> None:
+    """Change one byte of the block at a place."""
+    [segment] = sorted((folder / "kv").glob("*/seg-00000"))
+    stride = align(PAGE_BYTES) + HEADER_BYTES
+    with segment.open("r+b") as held:
+        held.seek(place * stride + stride // 2)
+        byte = held.read(1)[0]
+        held.seek(-1, 1)
+        held.write(bytes([byte ^ 0x40]))
+
+
+def find_and_mend(engine: Engine, known: dict[int, Answer]) -> None:
+    """The next process has the same answers; a damaged page is computed, and stored again."""
+    valued = engine.generate(2, SHORT)
+    assert (valued.ids, valued.storage) == (known[2].ids, whole(SHORT))
+    damaged = engine.generate(1, LONG)
+    assert damaged.ids == known[1].ids
+    assert damaged.storage < whole(LONG)
+    assert engine.stats()["nvme"]["corrupt"] == 1
+    in_the_end(engine, known[1])  # when it was written
+    assert engine.stats()["nvme"]["corrupt"] == 1
+
+
+def other_weights(engine: Engine, model: Path, before: Answer) -> None:
+    """Weights that are changed in the engine have pages of their own."""
+    assert engine.do("update", path=str(model)) == ""
+    other = engine.generate(1, LONG)
+    assert (other.cached, other.ids == before.ids) == (0, False)
+    assert engine.again(1, LONG) == other
+    assert engine.do("detach") == ""
+    assert "weights were changed" in engine.do("attach", extra={**OURS, **stack(engine.folder)})
+    named = stack(engine.folder, model={"fingerprint": "w2"})
+    assert engine.do("attach", extra={**OURS, **named}) == ""
+    assert engine.again(1, LONG) == other
+    engine.stored("nvme", 23)
+    served(engine, 1, LONG, other)
+
+
+def small_pools(engine: Engine, known: dict[int, Answer]) -> None:
+    """What SGLang's own pools are too small for comes from kvladder."""
+    for other in (5, 6, 9, 10, 5):
+        engine.generate(other, LONG)
+    found = engine.generate(1, LONG)
+    assert (found.ids, found.storage) == (known[1].ids, whole(LONG))
+
+
+def test_an_engines_life(
+    start: Callable[..., Engine],
+    serve: Callable[..., Server],
+    folder: Path,
+    models: list[Path],
+    adapters: dict[str, Any],
+) -> None:
+    engine = start(models[0], stack(folder), **adapters)
+    known = store_and_ask_again(engine)
+    many_at_once(engine, known[1])
+    hang(engine, known[1])
+    adapted = adapt(engine)
+    detach_and_attach(engine, known[1])
+    write_policies(engine)
+    soak(engine)
+    engine.end()
+
+    flip_a_bit(folder, 20)
+    small = {"max_total_tokens": 4096, "hicache_ratio": 1.5}
+    engine = serve(models[0], stack(folder), **small, **adapters)
+    find_and_mend(engine, known)
+    small_pools(engine, known)
+    served(engine, 30, SHORT, adapted, lora_path="one")
+    other_weights(engine, models[1], known[1])
+    engine.end()
+    log = "".join(path.read_text() for path in folder.glob("*.log"))
+    assert "kvladder is ready: a block is 64 tokens, 256 KiB" in log
+    assert "the weights change: kvladder is out of use" in log
