@@ -1,18 +1,21 @@
 """A small engine with continuous batching: a Hugging Face model on kvladder's block pools.
 
-    python transformers_engine.py [--model DIRECTORY] [--stack FILE.yaml]
+    python transformers_engine.py [--model DIRECTORY] [--stack FILE.yaml] [--beams N] [--drafts N]
 
 Requests that share a prefix compute it once. What the pools evict goes down a stack of tiers and
 comes back from there, also after a restart. When the pools are full the youngest request makes way
-and goes on later. Without a model a tiny one with random weights is made.
+and goes on later. Beams share the blocks of what they have in common. Where a text repeats itself
+its next tokens are drafted, and one pass says which are right. Without a model a tiny one with
+random weights is made.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvladder import Retention
 from kvladder.connectors.transformers import PooledModel
+from kvladder.connectors.transformers.decoding import BeamSearch, agreed, drafted
 from kvladder.device import Suspended
 from kvladder.errors import BlocksBusy, NotReady, OutOfBlocks
 from kvladder.gpu.requests.requests import Request
@@ -44,16 +48,35 @@ class Job:
     tokens_max: int
     salt: str = ""
     retention: Retention | None = None
+    ends: frozenset[int] = frozenset()
+    """Tokens after which nothing comes."""
+    beams: int = 1
+    """The best of so many texts is wanted; its ``output`` is empty until it is ``done``."""
+    drafts_max: int = 0
+    """How many tokens are drafted at a time."""
     output: list[int] = field(default_factory=list)
     cached: int = 0
     """Tokens of the prompt that were not computed, since they were found cached."""
+    passes_saved: int = 0
+    """Tokens that were drafted right."""
     preempted: int = 0
-    request: Request | None = None
+    search: BeamSearch | None = None
+    drafts: list[int] = field(default_factory=list)
+    """What comes after the output, perhaps; the next pass says."""
+    requests: list[Request] = field(default_factory=list)
+    """One for each text while it runs."""
     suspended: Suspended | None = None
 
     @property
     def done(self) -> bool:
-        return len(self.output) >= self.tokens_max
+        ended = bool(self.output) and self.output[-1] in self.ends
+        return ended or len(self.output) >= self.tokens_max
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """The tokens of each request."""
+        said = [self.output + self.drafts] if self.search is None else self.search.texts
+        return [self.prompt + one for one in said]
 
 
 class Engine:
@@ -69,8 +92,18 @@ class Engine:
         """Made way, and go on before anybody else begins; the oldest first."""
 
     def submit(self, prompt: list[int], tokens_max: int, **options: Any) -> Job:
-        """Queue a prompt; its ``output`` grows with each step until it is ``done``."""
+        """Queue a prompt; its ``output`` grows with each step until it is ``done``.
+
+        Raises ValueError if it has more beams than the engine computes at once, or beams and
+        drafts, or drafts that the model does not take back.
+        """
         job = Job(prompt, tokens_max, **options)
+        if not 1 <= job.beams <= self.batch_max:
+            raise ValueError(f"{job.beams} beams: expected 1 .. {self.batch_max}")
+        if job.drafts_max:
+            self.model.require_drafts()
+            if job.beams > 1:
+                raise ValueError(f"drafts for {job.beams} beams: expected one or the other")
         self.waiting.append(job)
         return job
 
@@ -98,24 +131,70 @@ class Engine:
         if not batch:
             self.model.cache.wait(WAIT_S)  # for a tier, or for slots that are still being read
             return
-        logits = self.model.run([_request(job) for job in batch])
-        for job, row in zip(batch, logits, strict=True):
-            if row is not None:
-                job.output.append(int(row.argmax()))
-                if job.done:
-                    self._leave(job)
+        rows = [(request, len(job.drafts)) for job in batch for request in job.requests]
+        requests, drafts = zip(*rows, strict=True)
+        logits = iter(self.model.run(requests, drafts))
+        for job in batch:
+            found = [row for row in islice(logits, len(job.requests)) if row is not None]
+            if not found:
+                continue
+            if job.search is None:
+                self._verify(job, found[0].argmax(-1).tolist())
+            else:
+                self._branch(job, job.search, torch.cat(found))
+            if job.done:
+                self._leave(job)
+
+    # ---- texts
+
+    def _verify(self, job: Job, chosen: list[int]) -> None:
+        """Take what the model chose after the output, and after each draft that was right."""
+        right = agreed(job.drafts, chosen)
+        if job.drafts:
+            self.model.accept(job.requests[0], right)
+            job.drafts = []
+        for token in chosen[: right + 1]:
+            if not job.done:
+                job.output.append(token)
+        job.passes_saved += right
+
+    def _branch(self, job: Job, search: BeamSearch, logits: torch.Tensor) -> None:
+        """Have a request for each text: those that go on from one share what is computed."""
+        before, parents = job.requests, search.step(logits)
+        for at, request in enumerate(before):
+            if at not in parents:
+                self.model.requests.release(request, store=False)
+        ways = Counter(parents)
+        forks = {at: self.model.requests.fork(before[at], ways[at] - 1) for at in ways}
+        job.requests = [forks[at].pop() if forks[at] else before[at] for at in parents]
+        if search.done:
+            job.output = search.texts[0]
+
+    def _draft(self, job: Job) -> None:
+        """Draft what the output goes on with, where nothing else is left to be computed."""
+        request, left = job.requests[0], job.tokens_max - len(job.output) - 1
+        if self.model.step is not None:
+            left = min(left, self.model.step - 1)
+        if job.output and not job.drafts and request.computed == len(request.tokens):
+            job.drafts = drafted(job.texts[0], min(job.drafts_max, left))
 
     # ---- room
 
     def _admit(self) -> None:
         """Begin waiting jobs, oldest first, while there is room without preempting anyone."""
-        while self.waiting and len(self.running) < self.batch_max:
+        while self.waiting:
             job = self.waiting[0]
+            if sum(other.beams for other in [*self.running, job]) > self.batch_max:
+                return
             if any(self._computes_for(other, job) for other in self.running):
                 return
+            if self.running and not self._has_room_for_beams(job):
+                return
+            if job.beams > 1:
+                job.search = BeamSearch(job.beams, job.tokens_max, ends=job.ends)
             try:
-                job.request = self.model.requests.begin(
-                    job.prompt + job.output,
+                request = self.model.requests.begin(
+                    job.texts[0],
                     salt=job.salt,
                     retention=job.retention,
                     room=self.model.step,
@@ -124,8 +203,9 @@ class Engine:
             except OutOfBlocks as error:
                 self._require_patience(error)
                 return
+            job.requests = [request]
             if not job.preempted:
-                job.cached = job.request.cached
+                job.cached = request.cached
             self.running.append(self.waiting.popleft())
 
     def _computes_for(self, other: Job, job: Job) -> bool:
@@ -135,53 +215,73 @@ class Engine:
             if left != right or other.salt != job.salt:
                 break
             shared += 1
-        size = self.model.block_tokens
-        return _request(other).computed < shared // size * size
+        size = self.model.requests.step
+        return other.requests[0].computed < shared // size * size
+
+    def _has_room_for_beams(self, job: Job) -> bool:
+        """Whether there is room for all that its beams compute: to begin anew takes long."""
+        if job.beams == 1:
+            return True
+        for group, pool in zip(self.model.requests.groups, self.model.cache.pools, strict=True):
+            own = job.tokens_max // group.block_tokens + 2
+            if pool.free < len(job.prompt) // group.block_tokens + job.beams * own:
+                return False
+        return True
 
     def _ready(self, job: Job) -> bool:
-        return self.model.prepare(_request(job))
+        return all(self.model.prepare(request) for request in job.requests)
 
     def _has_room(self, job: Job) -> bool:
-        request = _request(job)
-        slots = min(map(len, request.tables)) * self.model.block_tokens
-        ahead = self.model.ahead(request)
-        complete = len(request.tokens) == len(job.prompt) + len(job.output)
-        return request.ready and complete and request.computed + ahead <= slots
+        for request, text in zip(job.requests, job.texts, strict=True):
+            end = request.computed + self.model.ahead(request)
+            complete = request.ready and len(request.tokens) == len(text)
+            if not complete or end > self.model.room(request):
+                return False
+        return True
 
     def _make_room(self, job: Job) -> None:
         """Have slots for what the job computes next; the youngest job makes way if need be."""
-        request = _request(job)
-        have = len(request.tokens)
-        new = (job.prompt + job.output)[have:]
-        while True:
+        if job.drafts_max:
+            self._draft(job)
+        at = 0
+        while at < len(job.requests):
+            request = job.requests[at]
+            new = job.texts[at][len(request.tokens) :]
             try:
                 if new:
                     self.model.requests.append(request, new)
+                    self.model.prepare(request)  # the last of several forks then needs no copy
                 else:
                     end = request.computed + self.model.ahead(request)
                     self.model.requests.extend(request, end)
-                return
+                at += 1
             except BlocksBusy:
                 return  # the next step asks again
             except OutOfBlocks:
                 if any(_suspended(other).copies_left for other in self.suspended):
                     return  # there will be room when these have been copied
-                youngest = self.running[-1]
+                if len(new) > 1:
+                    job.drafts = []  # nobody makes way for these
+                    continue
                 if len(self.running) == 1:
                     raise
-                self._preempt(youngest)
-                if youngest is job:
-                    return
+                self._preempt(self.running[-1])
 
     def _preempt(self, job: Job) -> None:
-        """The job makes way: its blocks are copied to host slots, or computed again later."""
+        """The job makes way: its blocks are copied to host slots, or computed again later.
+
+        Several beams begin anew, with what is cached.
+        """
         job.preempted += 1
-        if not _request(job).ready:
+        if job.search is not None or not job.requests[0].ready:
             self._leave(job)
             self.waiting.appendleft(job)
             return
-        job.suspended = self.model.cache.suspend(_request(job))
-        job.request = None
+        [request] = job.requests
+        job.drafts, job.requests = [], []
+        beyond = len(request.tokens) - len(job.texts[0])
+        self.model.requests.rewind(request, max(0, beyond))
+        job.suspended = self.model.cache.suspend(request)
         self.running.remove(job)
         self.suspended.appendleft(job)
 
@@ -194,13 +294,13 @@ class Engine:
             if any(pool.free < len(part.held) + spare for part, pool in parts):
                 return
             try:
-                job.request = self.model.cache.resume(_suspended(job), room=self.model.step)
+                request = self.model.cache.resume(_suspended(job), room=self.model.step)
             except NotReady:
                 return
             except OutOfBlocks as error:
                 self._require_patience(error)
                 return
-            job.suspended = None
+            job.suspended, job.requests = None, [request]
             self.running.append(self.suspended.popleft())
 
     def _require_patience(self, error: OutOfBlocks) -> None:
@@ -211,20 +311,16 @@ class Engine:
 
     def _restart_lost(self) -> None:
         """A block did not come back from a tier: begin anew with what is cached."""
-        for job in [job for job in self.running if _request(job).lost]:
+        for job in [job for job in self.running if any(one.lost for one in job.requests)]:
             self._leave(job)
             self.waiting.appendleft(job)
 
     def _leave(self, job: Job) -> None:
         self.running.remove(job)
-        self.model.requests.release(_request(job))
-        self.model.requests.copied(_request(job))  # those that were not made are not needed
-        job.request = None
-
-
-def _request(job: Job) -> Request:
-    assert job.request is not None
-    return job.request
+        for request in job.requests:
+            self.model.requests.release(request)
+            self.model.requests.copied(request)  # those that were not made are not needed
+        job.requests, job.drafts = [], []
 
 
 def _suspended(job: Job) -> Suspended:
@@ -249,17 +345,18 @@ def tiny_model() -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
-def serve(model: Any, stack: str | Path, prompts: list[list[int]]) -> list[Job]:
+def serve(model: Any, stack: str | Path, prompts: list[list[int]], **options: Any) -> list[Job]:
     """Serve all prompts at once, print what came from where, and close."""
     with PooledModel(model, stack, context=256, block_tokens=8, step=64) as pooled:
         engine = Engine(pooled)
-        jobs = [engine.submit(prompt, 24) for prompt in prompts]
+        jobs = [engine.submit(prompt, 24, **options) for prompt in prompts]
         engine.run()
         stats = pooled.cache.stats()
     for number, job in enumerate(jobs):
         print(
             f"  request {number}: {len(job.prompt)} tokens, {job.cached} of them cached,"
-            f" made way {job.preempted} times: {job.output[:6]} ..."
+            f" made way {job.preempted} times, saved {job.passes_saved} passes:"
+            f" {job.output[:6]} ..."
         )
     for name, counts in stats.items():
         kept = {k: v for k, v in counts.items() if v and k in ("evicted", "onboarded", "hits")}
@@ -272,7 +369,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="serve six prompts, twice")
     parser.add_argument("--model", help="a directory or a name; default: a tiny random model")
     parser.add_argument("--stack", help="a YAML file; default: host memory and files")
+    parser.add_argument("--beams", type=int, default=1, help="texts of which the best is wanted")
+    parser.add_argument("--drafts", type=int, default=0, help="tokens to draft at a time")
     arguments = parser.parse_args()
+    options = {"beams": arguments.beams, "drafts_max": arguments.drafts}
     model = (
         AutoModelForCausalLM.from_pretrained(arguments.model) if arguments.model else tiny_model()
     )
@@ -285,9 +385,9 @@ def main() -> None:
         if not arguments.stack:
             Path(stack).write_text(STACK.format(path=Path(place, "kv")))
         print("six requests with the same beginning:")
-        first = serve(model, stack, prompts)
+        first = serve(model, stack, prompts, **options)
         print("the same after a restart:")
-        again = serve(model, stack, prompts)
+        again = serve(model, stack, prompts, **options)
     assert [job.output for job in first] == [job.output for job in again]
     print("the answers are the same")
 

@@ -11,7 +11,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from kvladder.arena import Slot
 from kvladder.compose import open_cache
-from kvladder.connectors.transformers.model import LayerShape, layer_shapes
+from kvladder.connectors.transformers.layers import LayerShape
+from kvladder.connectors.transformers.model import layer_shapes
 from kvladder.connectors.weights import model_digest
 from kvladder.errors import LayoutError
 from kvladder.gpu.sizing.grow import STEP, Beams, Growing, growth_step
@@ -76,8 +77,12 @@ class Room:
 
     def _fits(self, memory: torch.Tensor, end: int, whole: int) -> bool:
         """Whether tokens up to ``end`` may be written, and ``whole`` of them do not waste it."""
-        frozen = memory.is_inference() and not torch.is_inference_mode_enabled()
-        return end <= memory.shape[2] <= 2 * whole + self._step and not frozen
+        return end <= memory.shape[2] <= 2 * whole + self._step and not _frozen(memory)
+
+
+def _frozen(states: torch.Tensor) -> bool:
+    """Whether nobody may write to these now, as they were made in inference mode."""
+    return states.is_inference() and not torch.is_inference_mode_enabled()
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
@@ -151,11 +156,13 @@ class GrowingCache(DynamicCache):  # type: ignore[misc]
         Tokens; that of layer ``n`` is ``growth_step(n, step=step)``.
     """
 
+    layers: list[Any]
+
     def __init__(self, config: Any, *, step: int = STEP) -> None:
         super().__init__(config=config)
-        layers: list[Any] = list(DynamicCache(config=config).layers)
-        self.layers: list[Any] = [
-            _growing(layer, growth_step(number, step=step)) for number, layer in enumerate(layers)
+        self.layers = [
+            _growing(layer, growth_step(number, step=step))
+            for number, layer in enumerate(self.layers)
         ]
         self._beams = Beams(1)
 
@@ -178,6 +185,39 @@ class GrowingCache(DynamicCache):  # type: ignore[misc]
         for layer in self.layers:
             yield from getattr(layer, "rooms", ())
 
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep a layer's new tokens and give all that it sees.
+
+        Raises
+        ------
+        LayoutError
+            The cache is that of another model.
+        """
+        self._require(key_states, layer_idx)
+        theirs: Any = super()
+        given: tuple[torch.Tensor, torch.Tensor] = theirs.update(
+            key_states, value_states, layer_idx, *args, **kwargs
+        )
+        return given
+
+    def _require(self, new: torch.Tensor, at: int) -> None:
+        hint = "a cache of this model's own: GrowingCache(model.config)"
+        if at >= len(self.layers):
+            raise LayoutError(f"layer {at} of a cache with {len(self.layers)}", hint=hint)
+        if not hasattr(self.layers[at], "update"):
+            raise LayoutError(f"layer {at} keeps a state, not keys and values", hint=hint)
+        held = self.layers[at].keys
+        if held is not None and held.numel() and held.shape[1::2] != new.shape[1::2]:
+            kept, come = (f"{one.shape[1]} heads of {one.shape[3]}" for one in (held, new))
+            raise LayoutError(f"layer {at} holds {kept}, and gets {come}", hint=hint)
+
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row ``n`` goes on from what row ``beam_idx[n]`` has."""
         parents = [int(parent) for parent in beam_idx]
@@ -187,9 +227,7 @@ class GrowingCache(DynamicCache):  # type: ignore[misc]
         copies = self._beams.reorder(parents, length)
         for layer in self.layers:
             kept = getattr(layer, "keys", None)
-            if not hasattr(layer, "rooms") or (
-                kept is not None and kept.is_inference() and not torch.is_inference_mode_enabled()
-            ):
+            if not hasattr(layer, "rooms") or (kept is not None and _frozen(kept)):
                 layer.reorder_cache(beam_idx)
             elif kept is not None:
                 for states in (layer.keys, layer.values):

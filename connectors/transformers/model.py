@@ -1,147 +1,80 @@
 """Hugging Face causal language models on block pools: their KV cache is our blocks.
 
-Any model whose layers cache keys and values works, with full attention or sliding windows, on CPU
-and on CUDA; what its layers cache is found out by running it once. A batch is computed as if its
-requests were padded on the left, which every model and every attention implementation understands.
+Any model whose layers keep keys and values (full attention or sliding windows), recurrent states
+behind a convolution, or both, on CPU and on CUDA; what its layers keep is found out by running it
+once. A batch is computed as if its requests were padded on the left, which every attention
+implementation understands; one that is told no positions gets requests of one length at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache
 
+from kvladder.connectors.transformers.layers import (
+    LayerShape,
+    PagedLayer,
+    Pass,
+    Places,
+    Step,
+    cache_name,
+    goes_on,
+    in_blocks,
+    kept_by_layers,
+    takes_positions,
+)
+from kvladder.connectors.transformers.windows import narrowed, require_narrowable
 from kvladder.connectors.weights import model_digest
-from kvladder.device.cache import DeviceCache, DeviceGroup, open_device
-from kvladder.errors import LayoutError
+from kvladder.device.cache import DeviceCache, open_device
+from kvladder.device.memory import PlanMemory
+from kvladder.errors import ConfigError, LayoutError
 from kvladder.gpu.copy.pages import copy_tokens
-from kvladder.gpu.requests.groups import Group
+from kvladder.gpu.copy.ranges import ranged
 from kvladder.gpu.requests.requests import Request
+from kvladder.gpu.sizing.plan import CachePlan
 from kvladder.manager import FLUSH_TIMEOUT_S
 
 
-class LayerShape(NamedTuple):
-    """What one layer caches per token: ``heads`` times keys and values."""
-
-    heads: int
-    key_size: int
-    value_size: int
-    dtype: torch.dtype
-    window: int
-    """How many tokens it sees; 0 for all."""
-
-    def group(self, block_tokens: int) -> Group:
-        """The group of such layers."""
-        kind = f"window{self.window}" if self.window else "full"
-        name = f"{kind}-{self.heads}x{self.key_size}+{self.value_size}-{self.dtype}"
-        return Group(name, block_tokens, "window" if self.window else "full", self.window)
-
-    def block_shape(self, block_tokens: int) -> tuple[int, int, int]:
-        """``[heads, tokens, key and value]`` of a block."""
-        return self.heads, block_tokens, self.key_size + self.value_size
-
-
 def layer_shapes(model: Any, *, context: int) -> list[LayerShape]:
-    """What the layers of ``model`` cache, found out by running it on one token.
-
-    A window of ``context`` tokens or more is none.
-
-    Raises
-    ------
-    LayoutError
-        A layer caches something else than keys and values of past tokens.
-    """
-    cache: Any = DynamicCache(config=model.config)
-    with torch.inference_mode():
-        model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
+    """What the layers of a model of attention alone cache, see ``kept_by_layers``."""
     shapes: list[LayerShape] = []
-    for number, layer in enumerate(cache.layers):
-        kind = type(layer).__name__
-        if kind not in ("DynamicLayer", "DynamicSlidingWindowLayer"):
-            raise LayoutError(f"layer {number}: {kind}", hint="expected keys and values per token")
-        keys, values = layer.keys, layer.values
-        window = int(layer.sliding_window) if layer.is_sliding else 0
-        if window >= context:
-            window = 0
-        shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, window))
+    for number, kept in enumerate(kept_by_layers(model, context=context)):
+        if kept.shape is None or kept.states:
+            raise LayoutError(f"layer {number} has a state", hint="expected keys and values alone")
+        shapes.append(kept.shape)
     return shapes
 
 
-class Places(NamedTuple):
-    """Where tokens are: their blocks, and their places in them, each ``[rows, tokens]``."""
+class Row(Protocol):
+    """What a pass reads of a request."""
 
-    blocks: torch.Tensor
-    within: torch.Tensor
+    @property
+    def tokens(self) -> Sequence[int]:
+        """All token ids."""
+        ...
 
-    def last(self, count: int) -> Places:
-        """The last ``count`` tokens of each row."""
-        return Places(self.blocks[:, -count:], self.within[:, -count:])
+    @property
+    def computed(self) -> int:
+        """How many of them are in the blocks."""
+        ...
 
-
-@dataclass(frozen=True)
-class _PagedLayer:
-    """Keys and values of one layer in the blocks of its group."""
-
-    group: int
-    shape: LayerShape
-    memory: torch.Tensor
-    """``[blocks, heads, tokens, key and value]``."""
-
-    def write(self, places: Places, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Keep ``[rows, heads, tokens, size]`` at these places."""
-        both = torch.cat((keys, values), dim=-1).transpose(1, 2)
-        self.memory[places.blocks, :, places.within] = both
-
-    def read(self, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values ``[rows, heads, tokens, size]`` of these places."""
-        both = self.memory[places.blocks, :, places.within].transpose(1, 2)
-        return both[..., : self.shape.key_size], both[..., self.shape.key_size :]
+    @property
+    def tables(self) -> list[list[Any]]:
+        """By group, the slot of each block."""
+        ...
 
 
-class _CacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer as a model sees it in one forward pass."""
+class _Measured(NamedTuple):
+    """A row that a pass is measured with."""
 
-    def __init__(self, layer: _PagedLayer, places: Places, *, longest: int, new: int) -> None:
-        super().__init__()  # pyright: ignore[reportUnknownMemberType]
-        self._layer = layer
-        self._places = places
-        self._longest = longest
-        self._new = new
-        self.is_sliding = layer.shape.window > 0
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the blocks are there."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the new tokens and give all that the layer sees."""
-        self._layer.write(self._places.last(self._new), key_states, value_states)
-        seen = self.get_mask_sizes(self._new)[0]
-        return self._layer.read(self._places.last(seen))
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many tokens it sees, and how many of the longest row come before them."""
-        window = self._layer.shape.window
-        seen = min(self._longest, window - 1 + query_length) if window else self._longest
-        return seen, self._longest - seen
-
-    def get_seq_length(self) -> int:
-        """Tokens of the longest row that were there before."""
-        return self._longest - self._new
-
-    def get_max_length(self) -> int:
-        """The window, or -1 for none."""
-        return self._layer.shape.window or -1
-
-    def get_max_cache_shape(self) -> int:
-        """As it was called in earlier versions."""
-        return self.get_max_length()
+    tokens: Sequence[int]
+    computed: int
+    tables: list[list[Any]]
 
 
 class PooledModel:
@@ -163,13 +96,17 @@ class PooledModel:
         A power of two above 1.
     step:
         How many tokens of a prompt are computed at a time; None for all.
+    checkpoint_tokens:
+        After how many tokens the states of a recurrent or hybrid model are kept for later requests,
+        a multiple of ``block_tokens``: a pass ends there. 0 keeps none, and nothing is reused then.
     overrides:
         Settings above those of the file.
 
     Raises
     ------
     ConfigError, LayoutError
-        A setting is wrong, or a layer caches something else than keys and values.
+        A setting is wrong, the memory does not suffice, or a layer keeps something that is neither
+        keys and values nor a state behind a convolution.
     """
 
     def __init__(
@@ -180,130 +117,220 @@ class PooledModel:
         context: int,
         block_tokens: int = 16,
         step: int | None = None,
+        checkpoint_tokens: int = 0,
         overrides: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = model
         self.block_tokens = block_tokens
         self.step = step
-        shapes = layer_shapes(model, context=context)
-        kinds = list(dict.fromkeys(shapes))
-        device = model.device
+        kept = kept_by_layers(model, context=context)
+        self.plan = CachePlan(
+            [one for layer in kept for one in layer.handlers],
+            block_tokens=block_tokens,
+            max_tokens=context,
+            step=step,
+            checkpoint_tokens=checkpoint_tokens,
+        )
+        states = any(layer.states for layer in kept)
+        self._checkpoint = checkpoint_tokens if states else 0
+        self._one_by_one = states and not goes_on(model)
+        self._by_states = states
+        self._name = cache_name(model)
+        self._attends = any(layer.shape is not None for layer in kept)
+        self._padded = not self._attends or takes_positions(model)
+        self._layers: list[PagedLayer] = []
 
-        def allocate(group: int, blocks: int) -> Mapping[str, torch.Tensor]:
-            kind = kinds[group]
-            names = [f"layer{number}" for number, shape in enumerate(shapes) if shape == kind]
-            size = (len(names), blocks, *kind.block_shape(block_tokens))
-            whole = torch.zeros(size, dtype=kind.dtype, device=device)
-            return dict(zip(names, whole, strict=True))
+        def forward(memory: PlanMemory) -> int:
+            self._layers = in_blocks(kept, memory)
+            try:
+                return self._peak_bytes(min(self._ahead(0, context), context))
+            finally:
+                self._layers = []  # so that the memory can be given back
 
-        groups = [
-            DeviceGroup(
-                kind.group(block_tokens),
-                shapes.count(kind)
-                * kind.dtype.itemsize
-                * torch.Size(kind.block_shape(block_tokens)).numel(),
-            )
-            for kind in kinds
-        ]
-        free_bytes, peak_bytes = _device_memory(model, min(step or context, context))
+        on_cuda = model.device.type == "cuda"
         self.cache: DeviceCache = open_device(
             source,
-            groups,
-            allocate,
+            self.plan,
             fields={"engine": "transformers", "model": model_digest(model)},
-            context=context,
-            step=step,
-            free_bytes=free_bytes,
-            peak_bytes=peak_bytes,
+            device=model.device,
+            free_bytes=_free_bytes(model) if on_cuda else None,
+            forward=forward if on_cuda else None,
             overrides=overrides,
         )
-        self.requests = self.cache.requests
         self._closed = False
-        self._layers = [
-            _PagedLayer(group, shape, self.cache.tensors[group][f"layer{number}"])
-            for number, shape in enumerate(shapes)
-            for group in (kinds.index(shape),)
-        ]
+        try:
+            self._layers = in_blocks(kept, self.cache.memory)
+            if any(self._narrowed):
+                require_narrowable(model)
+        except (ConfigError, LayoutError):
+            self.cache.close()
+            raise
+        self.requests = self.cache.requests
 
     def prepare(self, request: Request) -> bool:
         """Whether the request can run; makes the copies that it is waiting for."""
         if request.copies and not request.arriving:
-            for group, copy in request.copies:
-                for layer in self._layers:
-                    if layer.group == group:
-                        source, target, tokens, _ = copy
-                        copy_tokens(
-                            layer.memory, source=source, target=target, tokens=tokens, axis=2
-                        )
+            for group, (source, target, tokens, _) in request.copies:
+                state = self.requests.groups[group].kind == "state"
+                for view in self.cache.tensors[group].values():
+                    if state:
+                        view[target] = view[source]
+                    else:
+                        axis = view.dim() - 3  # tokens, heads, and what each of these has
+                        copy_tokens(view, source=source, target=target, tokens=tokens, axis=axis)
             self.requests.copied(request)
         return request.ready
 
     def ahead(self, request: Request) -> int:
         """How many of its tokens the next ``run`` computes."""
-        left = len(request.tokens) - request.computed
-        return left if self.step is None else min(left, self.step)
+        return self._ahead(request.computed, len(request.tokens))
 
-    def run(self, batch: Sequence[Request]) -> list[torch.Tensor | None]:
+    def _ahead(self, computed: int, count: int) -> int:
+        left = count - computed
+        if self._one_by_one and computed:
+            return min(left, 1)
+        if self.step is not None:
+            left = min(left, self.step)
+        if self._checkpoint:
+            left = min(left, self._checkpoint - computed % self._checkpoint)
+        return left
+
+    def room(self, request: Request) -> int:
+        """For how many of its tokens it has slots."""
+        sizes = (group.block_tokens for group in self.requests.groups)
+        return min(len(one) * size for one, size in zip(request.tables, sizes, strict=True))
+
+    def run(
+        self, batch: Sequence[Request], drafts: Sequence[int] = ()
+    ) -> list[torch.Tensor | None]:
         """Compute the next tokens of prepared requests, which have slots for them.
 
-        Returns the logits ``[vocabulary]`` of each request's last token, None where a part of its
-        prompt is left.
+        ``drafts`` says of each request how many of its last tokens are drafts: ``accept`` is
+        told how many of them were right. None by default.
+
+        Returns the logits ``[1 + drafts, vocabulary]`` of each request's last tokens, None where
+        a part of its prompt is left.
+
+        Raises
+        ------
+        ConfigError, ValueError
+            There are drafts, and the model keeps states, or one pass does not compute them and
+            the token before them; nothing was computed.
         """
-        by_count: dict[int, list[int]] = {}
-        for at, request in enumerate(batch):
-            by_count.setdefault(self.ahead(request), []).append(at)
+        counts = drafts or [0] * len(batch)
+        alike: dict[tuple[int, int, bool, int], list[int]] = {}
+        for at, (request, count) in enumerate(zip(batch, counts, strict=True)):
+            new = self.ahead(request)
+            if count:
+                self._require_verifiable(request, new, count)
+            begun = self._by_states and request.computed > 0
+            length = 0 if self._padded else request.computed + new
+            alike.setdefault((new, count, begun, length), []).append(at)
         logits: list[torch.Tensor | None] = [None] * len(batch)
-        for new, rows in by_count.items():
-            found = self._timed([batch[at] for at in rows], new)
+        for (new, count, *_), rows in alike.items():
+            with ranged("forward", new * len(rows)):
+                found = self._timed([batch[at] for at in rows], new, 1 + count)
             for at, row in zip(rows, found, strict=True):
                 request = batch[at]
-                self.requests.commit(request, request.computed + new)
-                if request.computed == len(request.tokens):
+                complete = request.computed + new == len(request.tokens)
+                self.requests.commit(request, request.computed + new - count)
+                if complete:
                     logits[at] = row
         return logits
 
-    def _timed(self, rows: Sequence[Request], new: int) -> torch.Tensor:
+    def accept(self, request: Request, right: int) -> None:
+        """Keep so many drafts that ``run`` computed, and take those behind them back."""
+        end = request.computed + right
+        self.requests.rewind(request, len(request.tokens) - end)
+        self.requests.commit(request, end)
+
+    def require_drafts(self) -> None:
+        """Raise ConfigError unless the model's requests may have drafts."""
+        if self._by_states:
+            name = next(one.name for one in self.plan.states)
+            hint = "expected keys and values alone: leave the drafts out; beams work"
+            what = f"{name} is a state, from which no wrong token can be taken back"
+            raise ConfigError(what, path="drafts", hint=hint)
+
+    def _require_verifiable(self, request: Request, new: int, count: int) -> None:
+        """Raise as ``run`` does."""
+        self.require_drafts()
+        left = len(request.tokens) - request.computed
+        if not 0 < count < left == new:
+            hint = (
+                f"expected 0 .. {new - 1}, and {left} tokens left, of which a pass computes {new}"
+            )
+            raise ValueError(f"{count} drafts: {hint}")
+
+    def _timed(self, rows: Sequence[Request], new: int, wanted: int) -> torch.Tensor:
         """``_forward``; what prompts take is told to whoever chooses how to preempt."""
-        if new == 1:
-            return self._forward(rows, new)
+        if new == wanted:
+            return self._forward(rows, new, wanted)
         clock = self.cache.manager.ladder.clock
         begun = clock.now()
-        logits = self._forward(rows, new)
+        logits = self._forward(rows, new, wanted)
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         self.cache.preemption.prefilled(new * len(rows), clock.now() - begun)
         return logits
 
-    def _forward(self, rows: Sequence[Request], new: int) -> torch.Tensor:
-        """Logits ``[rows, vocabulary]`` after the next ``new`` tokens of each."""
+    def _forward(self, rows: Sequence[Row], new: int, wanted: int = 1) -> torch.Tensor:
+        """Logits ``[rows, wanted, vocabulary]`` after the last of the next ``new`` tokens."""
         ends = torch.tensor([row.computed + new for row in rows])
         longest = int(ends.max())
         positions = torch.arange(longest) - (longest - ends)[:, None]
-        held = positions.clamp(min=0)  # padding is a row's own first token: masked, never garbage
-        within = (held % self.block_tokens).to(self.model.device)
-        places: list[Places] = []
-        for tables in zip(*(row.tables for row in rows), strict=True):
-            most = max(map(len, tables))
-            table = torch.tensor([[*one, *[0] * (most - len(one))] for one in tables])
-            blocks = table.gather(1, held // self.block_tokens)
-            places.append(Places(blocks.to(self.model.device), within))
-        layers: list[Any] = [
-            _CacheLayer(layer, places[layer.group], longest=longest, new=new)
-            for layer in self._layers
-        ]
+        step = self._step(rows, positions, new)
         ids = [list(row.tokens[row.computed : row.computed + new]) for row in rows]
-        padded = bool((positions < 0).any())
-        with torch.inference_mode():
+        given: dict[str, Any] = {}
+        if self._attends:  # else nothing tells one position from another
+            padded = bool((positions < 0).any())
+            mask = (positions >= 0).long().to(self.model.device) if padded else None
+            given = {
+                "attention_mask": mask,
+                "position_ids": positions[:, -new:].to(self.model.device),
+            }
+        windows = self._narrowed
+        narrow = narrowed(self.model, windows) if any(windows) else nullcontext()
+        with torch.inference_mode(), narrow:
+            seen = Pass(self._layers, step)
             out = self.model(
                 torch.tensor(ids, device=self.model.device),
-                attention_mask=(positions >= 0).long().to(self.model.device) if padded else None,
-                position_ids=positions[:, -new:].to(self.model.device),
-                past_key_values=Cache(layers=layers),
+                **{self._name: Cache(layers=seen.layers)},
+                **given,
                 use_cache=True,
-                logits_to_keep=1,
+                logits_to_keep=wanted,
             )
-        logits: torch.Tensor = out.logits[:, -1]
+            seen.keep()
+        logits: torch.Tensor = out.logits[:, -wanted:]
         return logits
+
+    @property
+    def _narrowed(self) -> list[int]:
+        """By layer, the window that it has instead of the model's own; 0 for that."""
+        return [0 if layer.kv is None else layer.kv.narrowed for layer in self._layers]
+
+    def _step(self, rows: Sequence[Row], positions: torch.Tensor, new: int) -> Step:
+        """Where the tokens at these positions are, the next ``new`` of each row the last."""
+        held = positions.clamp(min=0)  # padding is a row's own first token: masked, never garbage
+        places: list[Places] = []
+        tables = zip(*(row.tables for row in rows), strict=True)
+        for pool, of_rows in zip(self.plan.pools, tables, strict=True):
+            size, most = pool.group.block_tokens, max(map(len, of_rows))
+            table = torch.tensor([[*one, *[0] * (most - len(one))] for one in of_rows])
+            blocks = table.gather(1, held // size).to(self.model.device)
+            places.append(Places(blocks, (held % size).to(self.model.device)))
+        return Step(places, positions.shape[1], new, rows[0].computed > 0)
+
+    def _peak_bytes(self, tokens: int) -> int:
+        """What a pass of so many tokens over memory for one sequence takes besides it."""
+        tables = [list(range(-(-tokens // pool.group.block_tokens))) for pool in self.plan.pools]
+        device = self.model.device
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        self._forward([_Measured([0] * tokens, 0, tables)], tokens)
+        peak = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.empty_cache()
+        return peak
 
     def close(self) -> None:
         """Hand what is cached to the tiers, flush durable ones, close; may be called again."""
@@ -323,15 +350,8 @@ class PooledModel:
         self.close()
 
 
-def _device_memory(model: Any, tokens: int) -> tuple[int | None, int]:
-    """Bytes that are free on the model's device, and that a pass of so many tokens takes."""
-    if model.device.type != "cuda":
-        return None, 0
-    torch.cuda.reset_peak_memory_stats(model.device)
-    before = torch.cuda.memory_allocated(model.device)
-    with torch.inference_mode():
-        model(torch.zeros(1, tokens, dtype=torch.long, device=model.device), logits_to_keep=1)
-    peak = torch.cuda.max_memory_allocated(model.device) - before
+def _free_bytes(model: Any) -> int:
+    """Bytes that are free on a model's device."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(model.device)
-    return free, peak
+    return free

@@ -134,6 +134,13 @@ CHANGES: dict[str, Change] = {
 }  # fmt: skip
 
 
+STAYS = {
+    **dict.fromkeys(("offloaded", "cropped", "reordered"), (True, True)),
+    "copied": (False, True),
+}
+"""Whether keys, and values, are still where they were, on a CPU; else neither."""
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("change", CHANGES)
 def test_whoever_changes_it_finds_it_right(change: str, mode: Any) -> None:
@@ -148,8 +155,11 @@ def test_whoever_changes_it_finds_it_right(change: str, mode: Any) -> None:
         with mode():
             CHANGES[change](cache)
             rows = 3 if change == "repeated" else 1
+            stays = STAYS.get(change) if mode is torch.inference_mode else None
             for token in range(20):
                 logits.append(model(torch.tensor([[token]] * rows), past_key_values=cache).logits)
+                if not token and isinstance(cache, GrowingCache):
+                    assert cache.in_place == [*(stays or (False, False))] * 3
     assert all(torch.equal(one, other) for one, other in zip(*said, strict=True))
 
 
@@ -201,3 +211,20 @@ def test_models_and_caches_that_do_not_fit_are_refused() -> None:
         with pytest.raises(LayoutError, match="2 layers"):
             prefixes.keep(cache, said[0])
         assert prefixes.manager.arena.free == prefixes.manager.arena.slots
+
+
+@pytest.mark.parametrize(
+    ("of", "says"),
+    [
+        ({"num_hidden_layers": 2}, "layer 2 of a cache with 2"),
+        ({"num_key_value_heads": 4}, "layer 0 holds 4 heads of 16, and gets 2 heads of 16"),
+        ({"head_dim": 8}, "layer 0 holds 2 heads of 8, and gets 2 heads of 16"),
+    ],
+)
+def test_a_cache_of_another_model_is_refused(of: dict[str, Any], says: str) -> None:
+    model, prompt = make_model(), prompts_of(1)[0]
+    cache = GrowingCache(make_model(**of).config)
+    if "num_hidden_layers" not in of:  # what it holds tells them apart
+        say(make_model(**of), prompt, cache, 1)
+    with pytest.raises(LayoutError, match=rf"{says} \(a cache of this model's own"):
+        model(torch.tensor([prompt]), past_key_values=cache)

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 from transformers import (
     AutoModelForCausalLM,
+    BigBirdPegasusConfig,
     Gemma3TextConfig,
     LlamaConfig,
     MambaConfig,
@@ -157,6 +158,20 @@ def outputs(jobs: Sequence[Job]) -> list[list[int]]:
     return [job.output for job in jobs]
 
 
+def test_pools_alone_serve_what_they_still_have():
+    model, prompts = make_model(), prompts_of(2)
+    memory = stack(tokens=400)["gpu"]
+    said = plain(model, prompts)
+    with opened(model, {"gpu": memory}) as pooled:
+        first, again = (serve(pooled, prompts) for _ in range(2))
+        assert outputs(first) == outputs(again) == said
+        assert all(job.cached for job in again)
+    with opened(model, {"gpu": {**memory, "reuse": False}}) as pooled:
+        first, again = (serve(pooled, prompts) for _ in range(2))
+        assert outputs(first) == outputs(again) == said
+        assert not any(job.cached for job in (*first, *again))
+
+
 @pytest.mark.parametrize("step", [None, 7])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_says_the_same_with_the_pool_and_without(name, step):
@@ -170,6 +185,19 @@ def test_a_model_says_the_same_with_the_pool_and_without(name, step):
         jobs = serve(pooled, prompts)
         assert outputs(jobs) == expected
         assert all(job.cached >= len(job.prompt) // BLOCK * BLOCK - BLOCK for job in jobs)
+
+
+def test_a_model_that_is_not_told_positions_computes_no_padding() -> None:
+    """It counts the tokens of the cache: a row that is padded would begin somewhere else."""
+    torch.manual_seed(1)
+    sizes = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
+    model = AutoModelForCausalLM.from_config(
+        BigBirdPegasusConfig(vocab_size=256, d_model=64, init_std=0.3, is_decoder=True, **sizes)
+    ).eval()
+    prompts = prompts_of(3)
+    with opened(model, {"gpu": {"memory": "4 MiB"}}, step=16) as pooled:
+        for _ in range(2):
+            assert outputs(serve(pooled, prompts)) == plain(model, prompts)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -247,8 +275,8 @@ def test_a_request_that_leaves_before_its_copy_was_made_holds_nothing():
         serve(pooled, [list(range(30))])
         engine = Engine(pooled)
         job = Job([*range(14), 200, 201, 202], NEW)
-        job.request = pooled.requests.begin(job.prompt)
-        assert job.request.copies
+        job.requests = [pooled.requests.begin(job.prompt)]
+        assert job.requests[0].copies
         engine.running.append(job)
         engine._preempt(job)
         assert list(engine.waiting) == [job]
@@ -304,9 +332,9 @@ def test_flipped_files_are_found_out_unless_checks_are_off(tmp_path, codecs):
 def test_a_window_lets_go_of_what_it_has_passed():
     model = make_model("gemma3")
     with opened(model, stack(tokens=400), step=8) as pooled:
-        full, window = (group.name.partition("-")[0] for group in pooled.requests.groups)
-        assert {full, window} == {"full", f"window{WINDOW}"}
-        at = [full, window].index(f"window{WINDOW}")
+        windows = [group.window for group in pooled.requests.groups]
+        assert sorted(windows) == [0, WINDOW]
+        at = windows.index(WINDOW)
         engine = Engine(pooled)
         engine.submit(prompts_of(1)[0], NEW)
         most = 0

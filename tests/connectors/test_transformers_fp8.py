@@ -29,7 +29,7 @@ from tests.connectors.test_transformers import (
 pytestmark = pytest.mark.slow
 __all__ = ["one_thread"]
 
-FP8 = [{"name": "fp8", "allow_lossy": True}, "checksum"]
+FP8 = [{"name": "fp8", "allow_lossy": ["full", "window"]}, "checksum"]
 TOKENS = 800
 RMS, MOST = 0.05, 0.25
 """What docs/configuration.md promises: of the logits' spread, on average and at most."""
@@ -94,6 +94,22 @@ def test_logits_over_fp8_blocks_are_within_the_tolerance(
         assert most < MOST
         exact = stack(tokens=TOKENS, files=tmp_path / f"{seed}-exact")
         assert errors(again(model, exact, prompt, said)[1], right)[0] < 0.01
+
+
+@pytest.mark.parametrize("kinds", [["full"], ["window"], True])
+def test_layers_that_nothing_was_allowed_for_come_back_exactly(tmp_path: Path, kinds: Any) -> None:
+    """Of Gemma 3, whose windows and full layers lie in levels apart; it says what each costs."""
+    model = make_model("gemma3", initializer_range=0.1)
+    prompt = prompt_of(0)
+    said = plain(model, [prompt])[0]
+    rms = {}
+    for name, allowed in (("some", kinds), ("all", ["full", "window"])):
+        codecs = [{"name": "fp8", "allow_lossy": allowed}, "checksum"]
+        right, found = again(
+            model, stack(tokens=TOKENS, files=tmp_path / name, codecs=codecs), prompt, said
+        )
+        rms[name] = errors(found, right)[0]
+    assert 0.0001 < rms["some"] < rms["all"]
 
 
 def test_blocks_of_another_prompt_are_far_beyond_the_tolerance() -> None:

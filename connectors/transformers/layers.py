@@ -1,0 +1,415 @@
+"""A model's layers in the blocks of a plan's pools, and as the model sees them in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, NamedTuple, cast
+
+import torch
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from kvladder.device.memory import PlanMemory
+from kvladder.errors import LayoutError
+from kvladder.gpu.sizing.adapt import SCALES
+from kvladder.gpu.sizing.base import ResourceHandler
+from kvladder.planning.collecting import collected
+
+_KNOWN = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
+
+
+class LayerShape(NamedTuple):
+    """What one layer caches per token: ``heads`` times keys and values."""
+
+    heads: int
+    key_size: int
+    value_size: int
+    dtype: torch.dtype
+    window: int
+    """How many tokens it sees; 0 for all."""
+
+
+class StateShape(NamedTuple):
+    """One recurrent state of a layer, and its convolution, as its class has them."""
+
+    recurrent: torch.Size
+    inputs: torch.Size
+    """Channels, and as many inputs as the class keeps: the newest one is not kept in a block."""
+
+
+class Kept(NamedTuple):
+    """What one layer of a model keeps."""
+
+    shape: LayerShape | None
+    """Of its keys and values; None if it has none."""
+    states: list[StateShape]
+    handlers: list[ResourceHandler]
+
+
+# ---- found out by running the model
+
+
+def cache_name(model: Any) -> str:
+    """What a model's class calls the cache that it is given."""
+    taken = signature(model.forward).parameters
+    return "cache_params" if "cache_params" in taken else "past_key_values"
+
+
+def takes_positions(model: Any) -> bool:
+    """Whether a model's class is told where tokens are; else it counts what the cache holds."""
+    return "position_ids" in signature(model.forward).parameters
+
+
+def cache_after(model: Any, *passes: int, cache: Any = None) -> Any:
+    """A cache, a new one or this, after passes of so many tokens."""
+    held = DynamicCache(config=model.config) if cache is None else cache
+    for count in passes:
+        ids = torch.zeros(1, count, dtype=torch.long, device=model.device)
+        with torch.inference_mode():
+            model(ids, **{cache_name(model): held}, use_cache=True)
+    return held
+
+
+def kept_by_layers(model: Any, *, context: int) -> list[Kept]:
+    """What the layers of ``model`` keep, found out by running it on one token.
+
+    A window of ``context`` tokens or more is none.
+
+    Raises
+    ------
+    LayoutError
+        A layer keeps something that no pass over pools can give it, or keeps it itself.
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, "recurrent_states"):  # as those of RecurrentGemma do
+            what = f"{name} keeps its state in the model, not in the cache"
+            raise LayoutError(what, hint="expected a model that keeps all of it in its cache")
+    layers = cache_after(model, 1).layers
+    found: list[Kept] = []
+    for number, (layer, handlers) in enumerate(zip(layers, collected(layers), strict=True)):
+        kind = cast("Any", type(layer))
+        if kind not in _KNOWN:
+            hint = "expected keys and values per token, recurrent states, or both"
+            raise LayoutError(f"layer {number}: {kind.__name__}", hint=hint)
+        found.append(Kept(_shape(layer, context), _states(number, layer), handlers))
+    return found
+
+
+def _shape(layer: Any, context: int) -> LayerShape | None:
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if keys is None or values is None:
+        return None
+    window = int(layer.sliding_window) if layer.is_sliding else 0
+    window = window if window < context else 0
+    return LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, window)
+
+
+def _states(number: int, layer: Any) -> list[StateShape]:
+    recurrent: Mapping[int, Any] = getattr(layer, "recurrent_states", {})
+    inputs: Mapping[int, Any] = getattr(layer, "conv_states", {})
+    kept = [at for at in recurrent if recurrent[at] is not None or inputs[at] is not None]
+    for at in kept:  # a layer of experts alone, as in Nemotron-H, has neither
+        if recurrent[at] is None or inputs[at] is None:
+            what = "a convolution without a state" if recurrent[at] is None else "a state alone"
+            hint = "expected a recurrent state and the convolution before it"
+            raise LayoutError(f"layer {number}: {what}", hint=hint)
+    return [StateShape(recurrent[at].shape[1:], inputs[at].shape[1:]) for at in kept]
+
+
+def goes_on(model: Any) -> bool:
+    """Whether a pass of several tokens goes on from the states that are there.
+
+    The classes of Jamba and Mamba 1 begin such a pass anew whatever they hold: a state that was
+    changed before must change what comes out.
+    """
+    one = cache_after(model, 1)
+    at = next(at for at, layer in enumerate(one.layers) if hasattr(layer, "recurrent_states"))
+    other = deepcopy(one)
+    other.layers[at].recurrent_states[0].add_(1.0)
+    after = [cache_after(model, 2, cache=cache).layers[at] for cache in (one, other)]
+    return not torch.equal(*(layer.recurrent_states[0] for layer in after))
+
+
+# ---- in the blocks
+
+
+class Places(NamedTuple):
+    """Where tokens are: their blocks, and their places in them, each ``[rows, tokens]``."""
+
+    blocks: torch.Tensor
+    within: torch.Tensor
+
+    def last(self, count: int) -> Places:
+        """The last ``count`` tokens of each row."""
+        return Places(self.blocks[:, -count:], self.within[:, -count:])
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """Keys and values of one layer in its group's blocks: ``[blocks, tokens, heads, size]``."""
+
+    group: int
+    shape: LayerShape
+    window: int
+    """How many tokens it sees: as many as the model says, or fewer; 0 for all."""
+    keys: torch.Tensor
+    values: torch.Tensor
+    scales: torch.Tensor | None = None
+    """uint8 ``[blocks, tokens, heads, bytes]``: of keys and of values, or one of both, as float32;
+    None unless the type has 8 bits."""
+
+    @property
+    def narrowed(self) -> int:
+        """The window, if the model alone would see more; else 0."""
+        return 0 if self.window == self.shape.window else self.window
+
+    def seen(self, longest: int, new: int) -> int:
+        """How many of the newest tokens of the longest row it reads."""
+        return min(longest, self.window - 1 + new) if self.window else longest
+
+    def write(self, places: Places, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Keep ``[rows, heads, tokens, size]`` at these places."""
+        at = places.blocks, places.within
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        if self.scales is None:
+            self.keys[at], self.values[at] = keys.to(self.keys.dtype), values.to(self.values.dtype)
+            return
+        scales = self._scales_of(keys.float(), values.float())
+        self.scales[at] = scales.contiguous().view(torch.uint8)
+        for memory, states, part in ((self.keys, keys, 0), (self.values, values, -1)):
+            scaled = (states.float() / scales[..., part, None]).to(memory.dtype)
+            memory.view(torch.uint8)[at] = scaled.view(torch.uint8)
+
+    def _scales_of(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """What has the largest number be the type's: ``[rows, tokens, heads, parts]``."""
+        assert self.scales is not None
+        most = torch.stack((keys.abs().amax(-1), values.abs().amax(-1)), -1)
+        if self.scales.shape[-1] == most.element_size():  # one for both, of all heads
+            most = most.amax((-1, -2), keepdim=True)
+        return (most / torch.finfo(self.keys.dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
+
+    def read(self, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[rows, heads, tokens, size]`` of these places."""
+        at, dtype = (places.blocks, places.within), self.shape.dtype
+        if self.scales is None:
+            found = [memory[at].to(dtype) for memory in (self.keys, self.values)]
+        else:
+            scales = self.scales[at].view(torch.float32)
+            found = [
+                (memory.view(torch.uint8)[at].view(memory.dtype).float() * part).to(dtype)
+                for memory, part in (
+                    (self.keys, scales[..., 0, None]),
+                    (self.values, scales[..., -1, None]),
+                )
+            ]
+        return found[0].transpose(1, 2), found[1].transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class StateBlocks:
+    """One recurrent state of a layer and its convolution, in the blocks of their group."""
+
+    group: int
+    shape: StateShape
+    recurrent: torch.Tensor
+    inputs: torch.Tensor
+    """``[blocks, channels, inputs but the newest]``."""
+
+
+class PagedLayer(NamedTuple):
+    """One layer of a model in the pools."""
+
+    kv: PagedKV | None
+    states: list[StateBlocks]
+
+
+def in_blocks(kept: Sequence[Kept], memory: PlanMemory) -> list[PagedLayer]:
+    """Where each layer of a model is in the memory of its plan.
+
+    Raises
+    ------
+    LayoutError
+        Something of a layer is not pooled, or is of a handler that no pass knows.
+    """
+    groups = {name: group for group, pool in enumerate(memory.plan.pools) for name in pool.members}
+    apart = {one.name: one.why for one in memory.plan.alone}
+    found: list[PagedLayer] = []
+    for at, layer in enumerate(kept):
+        names = {f"{at}.state{n or ''}" for n in range(len(layer.states))}
+        names |= {f"{at}.conv{n or ''}" for n in range(len(layer.states))}
+        for one in layer.handlers:
+            if one.name in apart:
+                hint = "expected a state and a convolution that its pool takes"
+                raise LayoutError(f"{one.name} is by itself: {apart[one.name]}", hint=hint)
+            if one.name not in {*names, f"{at}.kv", f"{at}.latent"}:
+                hint = "such layers can be planned, and run by an engine of your own"
+                raise LayoutError(f"layer {at} keeps {one.name}", hint=hint)
+        states = [
+            StateBlocks(
+                groups[f"{at}.state{n or ''}"],
+                shape,
+                memory.states(f"{at}.state{n or ''}"),
+                memory.convolutions(f"{at}.conv{n or ''}"),
+            )
+            for n, shape in enumerate(layer.states)
+        ]
+        kv = None if layer.shape is None else _kv(at, layer.shape, groups, memory)
+        found.append(PagedLayer(kv, states))
+    return found
+
+
+def _kv(at: int, shape: LayerShape, groups: Mapping[str, int], memory: PlanMemory) -> PagedKV:
+    heads, key_size = shape.heads, shape.key_size
+    name = f"{at}.kv" if f"{at}.kv" in groups else f"{at}.latent"
+    plan = memory.plan
+    kinds = {one.name: one for one in plan.resources}
+    window = getattr(kinds[name], "window", None) or 0
+    window = window if window < plan.max_tokens else 0
+    scales = memory.sides(f"{name}{SCALES}") if f"{name}{SCALES}" in kinds else None
+    if name == f"{at}.kv":
+        both = memory.buffers(name)
+        return PagedKV(groups[name], shape, window, both[:, 0], both[:, 1], scales)
+    flat = memory.buffers(name)[:, 0, :, 0]
+    blocks, tokens, _ = flat.shape
+    keys = flat[..., : heads * key_size].view(blocks, tokens, heads, key_size)
+    values = flat[..., heads * key_size :].view(blocks, tokens, heads, shape.value_size)
+    return PagedKV(groups[name], shape, window, keys, values, scales)
+
+
+# ---- in one pass
+
+
+class Step(NamedTuple):
+    """What one pass computes: ``new`` tokens behind those that each row has."""
+
+    places: Sequence[Places]
+    """By group, of all tokens of each row; padding on the left is a row's own first token."""
+    longest: int
+    new: int
+    begun: bool
+    """Whether the rows have states already: all of them, or none."""
+
+    def before(self, group: int) -> torch.Tensor:
+        """The block of each row's last token before this pass."""
+        return self.places[group].blocks[:, -self.new - 1]
+
+    def after(self, group: int) -> torch.Tensor:
+        """The block of each row's last token."""
+        return self.places[group].blocks[:, -1]
+
+
+class _KVLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer as a model sees them in one pass."""
+
+    def __init__(self, kv: PagedKV, step: Step) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        self._see(kv, step)
+
+    def _see(self, kv: PagedKV, step: Step) -> None:
+        self._kv = kv
+        self._step = step
+        self.is_sliding = kv.shape.window > 0
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the blocks are there."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the new tokens and give all that the layer sees."""
+        places = self._step.places[self._kv.group]
+        self._kv.write(places.last(self._step.new), key_states, value_states)
+        return self._kv.read(places.last(self._kv.seen(self._step.longest, self._step.new)))
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many tokens the model says it sees, and how many of the longest row come before."""
+        window, longest = self._kv.shape.window, self._step.longest
+        seen = min(longest, window - 1 + query_length) if window else longest
+        return seen, longest - seen
+
+    def get_seq_length(self) -> int:
+        """Tokens of the longest row that were there before."""
+        return self._step.longest - self._step.new
+
+    def get_max_length(self) -> int:
+        """The window, or -1 for none."""
+        return self._kv.shape.window or -1
+
+    def get_max_cache_shape(self) -> int:
+        """As it was called in earlier versions."""
+        return self.get_max_length()
+
+
+class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
+    """The states of one layer as a model sees them in one pass: copies of what the blocks hold."""
+
+    conv_states: dict[int, Any]
+    recurrent_states: dict[int, Any]
+
+    def __init__(self, states: Sequence[StateBlocks], step: Step) -> None:
+        super().__init__(number_of_states=len(states))  # pyright: ignore[reportUnknownMemberType]
+        for number, state in enumerate(states if step.begun else ()):
+            blocks = step.before(state.group)
+            inputs = state.inputs[blocks]
+            lacking = state.shape.inputs[-1] - inputs.shape[-1]
+            inputs = torch.nn.functional.pad(inputs, (lacking, 0))
+            recurrent = state.recurrent[blocks].reshape(len(blocks), *state.shape.recurrent)
+            self.lazy_initialization(conv_states=inputs, state_idx=number)
+            self.lazy_initialization(recurrent_states=recurrent, state_idx=number)
+            self.conv_states[number].copy_(inputs)
+            self.recurrent_states[number].copy_(recurrent)
+            self.has_previous_state[number] = True
+
+    def keep(self, states: Sequence[StateBlocks], step: Step) -> None:
+        """Write what the pass left behind to the blocks of each row's last token."""
+        for number, state in enumerate(states):
+            blocks = step.after(state.group)
+            recurrent = self.recurrent_states[number]
+            state.recurrent[blocks] = recurrent.reshape(len(blocks), *state.recurrent.shape[1:])
+            width = state.inputs.shape[-1]
+            state.inputs[blocks] = self.conv_states[number][..., -width:]
+
+
+class _BothLayer(_StateLayer, _KVLayer):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """A layer with states, and with keys and values."""
+
+    def __init__(self, kv: PagedKV, states: Sequence[StateBlocks], step: Step) -> None:
+        _StateLayer.__init__(self, states, step)
+        self._see(kv, step)
+
+
+class Pass:
+    """The layers of one pass; ``keep`` writes the states that it leaves behind."""
+
+    def __init__(self, layers: Sequence[PagedLayer], step: Step) -> None:
+        self._step = step
+        self._layers = layers
+        self.layers: list[Any] = [self._seen(layer) for layer in layers]
+
+    def _seen(self, layer: PagedLayer) -> Any:
+        if layer.kv is None:
+            return _StateLayer(layer.states, self._step)
+        if not layer.states:
+            return _KVLayer(layer.kv, self._step)
+        return _BothLayer(layer.kv, layer.states, self._step)
+
+    def keep(self) -> None:
+        """Write what the pass left behind in states."""
+        for layer, seen in zip(self._layers, self.layers, strict=True):
+            if layer.states:
+                seen.keep(layer.states, self._step)

@@ -1,0 +1,212 @@
+"""Settings that change what a model's pools keep: the type of the cache, and windows by layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from kvladder.device import cache as device
+from kvladder.errors import ConfigError
+from tests.connectors.test_transformers import (
+    TOKEN_BYTES,
+    WINDOW,
+    evict_all,
+    make_model,
+    opened,
+    outputs,
+    plain,
+    prompts_of,
+    serve,
+    stack,
+)
+from tests.patience import PATIENCE_S
+
+pytestmark = pytest.mark.slow
+
+
+def source(**gpu: Any) -> dict[str, Any]:
+    made = stack(tokens=600)
+    return {**made, "gpu": {**made["gpu"], **gpu}}
+
+
+def twin(model: Any, kind: str, **options: Any) -> Any:
+    """A model with the same weights whose class has windows of its own."""
+    other = make_model(kind, **options)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+SEES = {"use_sliding_window": True, "sliding_window": WINDOW}
+
+
+@pytest.mark.parametrize("step", [None, 7])
+@pytest.mark.parametrize(
+    ("windows", "kinds"),
+    [
+        ([WINDOW], ["sliding_attention"] * 3),
+        ([WINDOW, 0], ["sliding_attention", "full_attention", "sliding_attention"]),
+        ([0, 0, WINDOW], ["full_attention", "full_attention", "sliding_attention"]),
+        ([1000], ["full_attention"] * 3),
+    ],
+)
+def test_windows_repeat_over_the_layers_and_say_what_a_model_with_them_says(
+    windows: list[int], kinds: list[str], step: int | None
+) -> None:
+    model = make_model("qwen2")
+    prompts = prompts_of(3)
+    said = plain(twin(model, "qwen2", **SEES, layer_types=kinds), prompts)
+    with opened(model, source(windows=windows), step=step) as pooled:
+        assert outputs(serve(pooled, prompts)) == said
+        narrow = sum(kind == "sliding_attention" for kind in kinds)
+        assert (f"window-{WINDOW}" in pooled.cache.describe()) == bool(narrow)
+        evict_all(pooled)
+        again = serve(pooled, prompts)
+        assert outputs(again) == said
+        assert all(job.cached for job in again)
+    assert plain(model, prompts) == plain(make_model("qwen2"), prompts), "it is as it was"
+
+
+def test_a_window_is_never_wider_than_the_models_own() -> None:
+    model, prompts = make_model("gemma3"), prompts_of(2)
+    said = plain(model, prompts)
+    with opened(model, source(windows=[1000])) as pooled:
+        assert outputs(serve(pooled, prompts)) == said
+
+
+def test_layers_with_windows_of_their_own_have_narrower_ones() -> None:
+    model, prompts = make_model("mistral"), prompts_of(2)
+    said = plain(twin(model, "mistral", sliding_window=6), prompts)
+    with opened(model, source(windows=[6])) as pooled:
+        assert outputs(serve(pooled, prompts)) == said
+
+
+def test_memory_goes_between_windows_while_it_serves() -> None:
+    model, prompts = make_model("gemma3"), prompts_of(8, shared=0, own=2)
+    long = prompts_of(4, shared=20, own=40)
+    said = plain(model, prompts), plain(model, long)
+    with opened(model, source(memory="142 KiB", rebalance=True), step=16) as pooled:
+        rebalance = pooled.cache.rebalance
+        assert rebalance is not None
+        for _ in range(3):
+            assert outputs(serve(pooled, prompts)) == said[0]
+            assert outputs(serve(pooled, long)) == said[1]
+            pooled.cache.reset()
+        assert rebalance.counts()["moved"] > 0
+
+
+def test_other_windows_share_nothing(tmp_path: Any) -> None:
+    model, prompts = make_model("qwen2"), prompts_of(1)
+    spaces = set()
+    for windows in ([], [WINDOW], [0, WINDOW], [WINDOW - 1]):
+        with opened(model, source(windows=windows)) as pooled:
+            spaces.add(pooled.cache.manager.namespace)
+            serve(pooled, prompts)
+    assert len(spaces) == 4
+
+
+@pytest.mark.parametrize(
+    ("gpu", "path", "says"),
+    [
+        ({"windows": [1, 2, 3, 4]}, "gpu.windows", "4 windows .*3 at most, one for each layer"),
+        ({"windows": [-1]}, "gpu.windows", "a whole number, 0 or more"),
+        ({"windows": 5}, "gpu.windows", "a list"),
+        ({"dtype": "fp7"}, "gpu.dtype", "'fp8'"),
+        ({"dtype": "int8"}, "gpu.dtype", "'auto' or 'bfloat16'"),
+    ],
+)
+def test_wrong_knobs_are_refused(gpu: dict[str, Any], path: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as got:
+        opened(make_model(), source(**gpu))
+    assert got.value.path.startswith(path)
+
+
+def test_attention_that_takes_no_mask_of_ours_is_refused() -> None:
+    model = make_model()
+    model.set_attn_implementation("eager")
+    with pytest.raises(ConfigError, match=r"gpu\.windows: attention by 'eager' .*sdpa"):
+        opened(model, source(windows=[WINDOW]))
+    with opened(model, source(windows=[1000])) as pooled:  # it narrows nothing
+        serve(pooled, prompts_of(1))
+
+
+def test_a_type_that_the_device_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(*_: Any, **__: Any) -> torch.Tensor:
+        raise NotImplementedError("not here")
+
+    model = make_model()
+    monkeypatch.setattr(device, "_one", lacks)
+    with pytest.raises(ConfigError, match=r"gpu\.dtype: fp8 on cpu: not here \(auto, or a type"):
+        opened(model, source(dtype="fp8"))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("dtype", "error"), [("float32", 1e-5), ("bfloat16", 0.03), ("fp8", 0.15), ("float8_e5m2", 0.3)]
+)
+def test_the_cache_has_the_type_that_is_named(name: str, dtype: str, error: float) -> None:
+    """Off by so much of the spread of the logits, through the cache, host memory and back."""
+    model, prompts = make_model(name), prompts_of(1, shared=40)
+    ids = torch.tensor([prompts[0]])
+    with torch.inference_mode():
+        exact = model(ids).logits[0, -1]
+    with opened(model, source(dtype=dtype)) as pooled:
+        short = "float8_e4m3fn" if dtype == "fp8" else dtype
+        kinds = {str(one.dtype) for held in pooled.cache.tensors for one in held.values()}
+        assert f"torch.{short}" in kinds
+        assert ("torch.uint8" in kinds) == ("8" in dtype)
+        sizes = [part.block_bytes for part in pooled.cache.division.shares]
+        each = {"float32": 1, "bfloat16": 0.5}.get(dtype, 0.25 + 2 * 2 * 4 / TOKEN_BYTES)
+        assert sum(sizes) == int(3 * pooled.block_tokens * TOKEN_BYTES * each)
+        found = []
+        for _ in range(2):
+            request = pooled.requests.begin(prompts[0])
+            while not pooled.prepare(request):
+                pooled.cache.wait(0.01)
+                pooled.cache.poll()
+            logits = None
+            while logits is None:
+                [logits] = pooled.run([request])
+            found.append((request.cached, logits))
+            pooled.requests.release(request)
+            evict_all(pooled)
+    (first, fresh), (second, again) = found
+    assert first == 0
+    assert second >= 36
+    for logits in (fresh, again):
+        assert float((logits - exact).std() / exact.std()) < error
+
+
+def test_requests_share_parts_of_blocks_that_have_scales() -> None:
+    model, prompts = make_model(), prompts_of(3, shared=30)
+    alone = []
+    for prompt in prompts:
+        with opened(model, source(dtype="fp8", partial="copy")) as pooled:
+            alone += outputs(serve(pooled, [prompt]))
+    with opened(model, source(dtype="fp8", partial="copy")) as pooled:
+        for prompt, said in zip(prompts, alone, strict=True):
+            [job] = serve(pooled, [prompt])
+            assert job.output[0] == said[0]
+        assert pooled.cache.pools[0].stats.partial > 0
+        evict_all(pooled)
+        assert all(job.cached for job in serve(pooled, prompts))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_model_gives_its_pools_memory_back_and_takes_it_again(name: str) -> None:
+    model, prompts = make_model(name), prompts_of(3)
+    said = plain(model, prompts)
+    with opened(model, source(dtype="float32")) as pooled:
+        assert outputs(serve(pooled, prompts)) == said
+        kept = {one.untyped_storage() for held in pooled.cache.tensors for one in held.values()}
+        whole = {storage.data_ptr(): storage.nbytes() for storage in kept}
+        given = pooled.cache.shrink(0.25, timeout_s=PATIENCE_S)
+        assert 0.7 < given / sum(whole.values()) < 0.8
+        assert outputs(serve(pooled, prompts[:1])) == said[:1]
+        assert pooled.cache.grow() == given
+        again = serve(pooled, prompts)
+        assert outputs(again) == said
+        assert all(job.cached for job in again)
