@@ -141,11 +141,19 @@ class Connector(ABC):
             levels=levels,
             ttl_s=ttl_s,
             salt=salt,
+            group=group,
         )
+        whole = len(save.indices) == len(blocks)
+        return self.fill(save, blocks if whole else [blocks[n] for n in save.indices], group=group)
+
+    def fill(self, save: Save, blocks: Sequence[int], *, group: int = 0) -> JobId | None:
+        """Begin to copy ``blocks`` into the slots of a save, as many; None if it has none.
+
+        Takes the save over: it is committed when the copy has ended, or aborted if that failed.
+        """
         if not save.slots:
             return None
-        whole = len(save.indices) == len(blocks)
-        chosen = tuple(blocks) if whole else tuple(blocks[index] for index in save.indices)
+        chosen = tuple(blocks)
         job = CopyJob(JobId(next(self._ids)), "offload", chosen, tuple(save.slots), group)
         return self._begin(job, save)
 

@@ -36,16 +36,17 @@ class Router:
         self.index = Index()
         self.waiting = {engine.serves: 0 for engine in engines}
         """Tokens that each engine has still to compute for prompts, as far as the router knows."""
-        self._engines = engines
+        self._feeds = {
+            e.serves: Feed(self.index, e.serves, e.publishes, replay=e.replays) for e in engines
+        }
         self._tokenizer = tokenizer
         self._turns = itertools.cycle(self.waiting) if blind else None
         self._session: ClientSession
 
     async def run(self, _app: web.Application) -> AsyncIterator[None]:
         """Follow the engines while the application runs."""
-        feeds = [Feed(self.index, e.serves, e.publishes, replay=e.replays) for e in self._engines]
         async with ClientSession() as self._session, asyncio.TaskGroup() as tasks:
-            following = [tasks.create_task(feed.run()) for feed in feeds]
+            following = [tasks.create_task(feed.run()) for feed in self._feeds.values()]
             yield
             for task in following:
                 task.cancel()
@@ -60,7 +61,8 @@ class Router:
         if self._turns is not None:
             return next(self._turns), len(prompt)
         found = {m.engine: m.tokens for m in self.index.match(prompt, salt=asked.get("cache_salt"))}
-        costs = {engine: len(prompt) - found.get(engine, 0) for engine in self.waiting}
+        there = [e for e in self.waiting if self._feeds[e].connected.is_set()] or [*self.waiting]
+        costs = {engine: len(prompt) - found.get(engine, 0) for engine in there}
         chosen = min(costs, key=lambda engine: costs[engine] + self.waiting[engine])
         self.waiting[chosen] = self.waiting.pop(chosen)  # the next one of equals is another
         return chosen, costs[chosen]

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from vllm.distributed.kv_events import KVCacheEvent
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -38,8 +39,15 @@ from kvladder.connectors.vllm.plugin import register
 from kvladder.connectors.vllm.reports.log import logger, route, warn
 from kvladder.connectors.vllm.reports.metrics import Changes, KVLadderStats, PromMetrics
 from kvladder.connectors.vllm.scheduler import SchedulerHalf
-from kvladder.connectors.vllm.start import check_engine, check_features, check_groups
-from kvladder.connectors.vllm.step import RankDescription, Report, Step
+from kvladder.connectors.vllm.start import (
+    check_engine,
+    check_features,
+    check_groups,
+    check_layers,
+    check_roles,
+    runs_layers,
+)
+from kvladder.connectors.vllm.step import RankDescription, Report, Step, carried, carry
 from kvladder.connectors.vllm.worker import WorkerHalf
 from kvladder.errors import ConfigError
 from kvladder.notices import Notices
@@ -90,6 +98,7 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.scheduler: SchedulerHalf | None = None
         self.worker: WorkerHalf | None = None
         self._changes = Changes(SystemClock().now)
+        self._layers = options.load == "layers"
         if role == KVConnectorRole.WORKER:
             from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
@@ -140,12 +149,22 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.worker
 
     @property
+    def _whole(self) -> Any:
+        """What vLLM made for this worker: a MultiConnector with this one in it, or this one."""
+        return get_kv_transfer_group() if has_kv_transfer_group() else self
+
+    @property
     def _step(self) -> Step:
         step = self._get_connector_metadata()
         return step if isinstance(step, Step) else Step()
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        whole = self._whole._kv_transfer_config
+        check_roles(self._kv_transfer_config.kv_role, whole.kv_role)
+        if self._layers:
+            check_layers(self._vllm_config, kv_caches)
         self._copies.register(kv_caches)
+        self.get_handshake_metadata()  # for a connector before this one, whose own vLLM hands on
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -158,7 +177,9 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._copies.restore()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._copies.describe()
+        parts = getattr(self._whole, "sub_connectors", ())
+        others = [one for one in parts if not isinstance(one, KVLadderConnector)]
+        return carry(self._copies.describe(), others)
 
     @_nothing
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -167,10 +188,17 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_nothing
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._copies.load(self._step)
+        by_layer = self._layers and runs_layers(forward_context)
+        self._copies.load(self._step, by_layer=by_layer)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Whole blocks are loaded before the forward pass that reads them."""
+        """Loads by layer go on while layers before this one compute; others have ended."""
+        if self._layers:
+            self._await_layer(layer_name)
+
+    @_nothing
+    def _await_layer(self, layer_name: str) -> None:
+        self._copies.await_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -204,13 +232,9 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        ranks = {
-            described.rank: described
-            for described in metadata.values()
-            if isinstance(described, RankDescription)
-        }
+        ranks = carried(metadata.values())
         if metadata and not ranks:  # MultiConnector hands on the first answer of its connectors
-            what = "another connector described its KV tensors instead of this one"
+            what = "another connector described its KV tensors and took nothing of this one along"
             hint = "vLLM hands on one description only: leave the other connector out"
             raise ConfigError(what, path="kv_connector_extra_config.connectors", hint=hint)
         if any(described.taken for described in ranks.values()):
@@ -219,7 +243,8 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise ConfigError(what, path=where, hint="give one of them the tiers of both")
         for described in ranks.values():
             described.taken = True
-        self._decides.start(ranks)
+        beside = any(not isinstance(one, RankDescription) for one in metadata.values())
+        self._decides.start(ranks, handed_over=beside)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._decides.bind(gpu_block_pool)

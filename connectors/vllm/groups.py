@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import lcm
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, cast
 
 from kvladder.errors import LayoutError
 from kvladder.keys import BlockKey
-
-Kind = Literal["full", "window", "local", "state"]
+from kvladder.layout import Kind as Kind
 
 KINDS: Final[Mapping[str, Kind]] = {
     "FullAttentionSpec": "full",

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvladder.config.settings import Count, Priority, Sections
-from kvladder.config.stack import StackConfig, load_config
+from kvladder.config.settings import Count, Priority
+from kvladder.config.stack import StackConfig
+from kvladder.connectors.extra import ExtraOptions, parse_extra
 from kvladder.errors import ConfigError
 from kvladder.notices import Notices
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
@@ -18,16 +19,16 @@ from kvladder.policy.retention import Retention, RetentionRange
 from kvladder.schema import Settings, convert, is_mapping, keys_of, nearest, shown
 
 WHERE = "kv_connector_extra_config"
-SHORT_FORM = ("host", "files", "capacity")
 
 
-class Options(Settings, frozen=True, kw_only=True):
+class Options(ExtraOptions, frozen=True, kw_only=True):
     """The connector's own settings; all others are those of a stack."""
 
-    config: str | None = None
-    """Path of a YAML file; without one the stack's settings stand beside these."""
-    load: Literal["async", "sync"] = "async"
-    """Whether blocks come in between the engine's steps, or before the step that reads them."""
+    load: Literal["async", "sync", "layers"] = "async"
+    """Whether blocks come in between the engine's steps, or before the step that reads them.
+
+    ``layers``: while its layers are computed, where that takes as long as copying them.
+    """
     save_decode: bool = True
     """Whether blocks of generated tokens are saved, too."""
     on_reset: Literal["forget", "keep"] = "forget"
@@ -44,22 +45,7 @@ def parse(extra: Mapping[str, Any]) -> tuple[Options, StackConfig]:
     ConfigError
         A key is unknown (the nearest is named), a value is wrong, or there is no stack.
     """
-    own = keys_of(Options)
-    stack = [*SHORT_FORM, *keys_of(Sections), "tiers"]
-    for key in extra:
-        if key not in own and key not in stack:
-            hint = nearest(key, [*own, *stack])
-            raise ConfigError("unknown key", path=f"{WHERE}.{key}", hint=hint)
-    given = {key: value for key, value in extra.items() if key in own}
-    options = convert(given, Options, WHERE)
-    rest = {key: value for key, value in extra.items() if key not in own}
-    if options.config is None and not rest:
-        hint = 'expected "config" with the path of a stack.yaml, or "host" with a size'
-        raise ConfigError("no stack", path=WHERE, hint=hint)
-    if options.config is not None and rest:
-        hint = f"put it into {options.config}"
-        raise ConfigError("stands beside config", path=f"{WHERE}.{next(iter(rest))}", hint=hint)
-    config = load_config(rest if options.config is None else options.config)
+    options, config = parse_extra(extra, Options, WHERE)
     if config.events.publish is not None:
         hint = "vLLM publishes KV events itself: use --kv-events-config"
         raise ConfigError(config.events.publish, path="events.publish", hint=hint)
@@ -71,6 +57,13 @@ SECONDS_MAX = 1e9
 TEXT_MAX = 400
 """Characters of a warning: what is wrong comes from outside."""
 
+PREFETCH_MAX = 16
+"""Sessions that one request may name."""
+
+SessionName = Annotated[
+    str,
+    msgspec.Meta(min_length=1, max_length=200, description="a name, 1 to 200 characters"),
+]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=SECONDS_MAX, description="seconds, more than 0")]
 
 
@@ -97,17 +90,37 @@ class RequestPolicy(Settings, frozen=True, kw_only=True, dict=True):
     retention: tuple[tuple[Any, ...], ...] = ()
     """``[start, end or null, priority, duration in seconds or null]``, in tokens of the prompt."""
     ttl_s: Seconds | None = None
+    session: SessionName | None = None
+    pin_s: Seconds | None = None
+    """For so long its blocks are worth more than any others."""
+    end_session: bool = False
+    """Whether this is the session's last request."""
+    prefetch: tuple[SessionName, ...] = ()
+    """Sessions whose next request is about to come."""
     tiers: Tiers = Tiers()
-    save: bool = True
+    save: bool | None = None
+    """None saves, unless the engine is a consumer."""
     save_decode: bool | None = None
     """None takes the connector's setting."""
 
     def __post_init__(self) -> None:
+        if self.end_session and self.session is None:
+            raise ConfigError("missing", path="session", hint="end_session needs its name")
+        for name in ("priority", "decode_priority", "decode_duration_s", "retention"):
+            if self.pin_s is not None and getattr(self, name) not in (None, ()):
+                hint = "leave one of the two out: a pin is a priority for a while"
+                raise ConfigError("stands beside pin_s", path=name, hint=hint)
+        if len(self.prefetch) > PREFETCH_MAX:
+            what = f"{len(self.prefetch)} sessions"
+            raise ConfigError(what, path="prefetch", hint=f"expected {PREFETCH_MAX} at most")
         _ = self.retained  # which is checked as it is made
 
     @cached_property
     def retained(self) -> Retention | None:
         """None if nothing was said: new blocks get the default, cached ones keep theirs."""
+        if self.pin_s is not None:
+            pinned = RetentionRange(0, None, PRIORITY_MAX, self.pin_s)
+            return Retention((pinned,), PRIORITY_MAX, self.pin_s)
         said = (self.priority, self.decode_priority, self.decode_duration_s, self.retention or None)
         if all(one is None for one in said):
             return None
@@ -179,10 +192,18 @@ class Policies:
         try:
             return self._read(raw, mapped)
         except ConfigError as error:
-            text = f"request {request.request_id}: {error}: its kvladder parameters are ignored"
-            printable = "".join(c if c.isprintable() else "?" for c in text)
-            self._notices.say("parameters", printable[:TEXT_MAX])
+            self.refuse(request, error)
             return self._plain[mapped]
+
+    def plain(self, request: Any) -> RequestPolicy:
+        """The policy of a request that says nothing."""
+        return self._plain[self._mapped(getattr(request, "priority", 0))]
+
+    def refuse(self, request: Any, error: ConfigError) -> None:
+        """Say that the parameters of a request are wrong."""
+        text = f"request {request.request_id}: {error}: its kvladder parameters are ignored"
+        printable = "".join(c if c.isprintable() else "?" for c in text)
+        self._notices.say("parameters", printable[:TEXT_MAX])
 
     def _mapped(self, priority: int) -> int | None:
         """VLLM's priority, where lower goes first, as ours; None if it is left out."""

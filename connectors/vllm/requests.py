@@ -212,6 +212,8 @@ class RequestState:
     """How many tokens vLLM had itself when it asked the last time."""
     answer: tuple[int, int] | None = None
     """How many tokens vLLM has itself, and how many more it was told that the cache has."""
+    sync: bool = False
+    """Whether the step that computes the rest waits for what the cache has."""
     loading: set[JobId] = field(default_factory=set[JobId])
     """The copies that fill its blocks, one for each group."""
     sources: list[str] = field(default_factory=list[str])

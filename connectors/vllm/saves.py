@@ -58,6 +58,8 @@ class Saver:
 
     Parameters
     ----------
+    default:
+        Whether blocks of requests that do not say it are saved.
     decode:
         Whether blocks of generated tokens are saved, too.
     interval:
@@ -65,10 +67,17 @@ class Saver:
     """
 
     def __init__(
-        self, groups: Groups, connector: Connector, *, decode: bool, interval: int | None
+        self,
+        groups: Groups,
+        connector: Connector,
+        *,
+        default: bool,
+        decode: bool,
+        interval: int | None,
     ) -> None:
         self._groups = groups
         self._connector = connector
+        self._default = default
         self._decode = decode
         self._interval = interval
 
@@ -76,7 +85,7 @@ class Saver:
         """Save the blocks that are full once ``computed`` tokens are; note when to look again."""
         request = state.request
         state.due = inf
-        if not state.policy.save:
+        if not self._saves(state):
             return
         end = computed if self._decodes(state) else min(computed, request.num_prompt_tokens)
         tables: Sequence[Sequence[int]] | None = None
@@ -105,6 +114,12 @@ class Saver:
                 useful = self._groups.useful(group, self._interval, ends)
                 chosen = [i for i, block in enumerate(blocks) if block and useful(start + i)]
             self._save(state, group, start, keys, blocks, chosen)
+
+    def _saves(self, state: RequestState) -> bool:
+        if state.policy.end_session:  # nobody comes back for what it adds
+            return False
+        own = state.policy.save
+        return self._default if own is None else own
 
     def _decodes(self, state: RequestState) -> bool:
         own = state.policy.save_decode
@@ -154,7 +169,7 @@ class Saver:
         )
         for request_id, entries in offers.items():
             state = states.get(request_id)
-            if state is None or state.apart or state.adapter is None or not state.policy.save:
+            if state is None or state.apart or state.adapter is None or not self._saves(state):
                 continue
             for index, block, end in entries:
                 group = self._groups[index]

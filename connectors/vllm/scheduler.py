@@ -4,29 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, count
+from math import inf
 from typing import Any
 
 from kvladder.compose import open_manager
 from kvladder.config.stack import StackConfig
+from kvladder.connectors.steps import StepConnector
 from kvladder.connectors.vllm.groups import groups_of
 from kvladder.connectors.vllm.identity.adapters import Adapters
 from kvladder.connectors.vllm.identity.contents import contents_of
 from kvladder.connectors.vllm.identity.weights import Weights
-from kvladder.connectors.vllm.options import Options, Policies
+from kvladder.connectors.vllm.options import REQUEST, Options, Policies, RequestPolicy
 from kvladder.connectors.vllm.reports.events import KVEvents, enabled
 from kvladder.connectors.vllm.reports.log import say_ready
 from kvladder.connectors.vllm.requests import Computing, Find, RequestState, held_by_vllm
 from kvladder.connectors.vllm.saves import Saver, Writes
 from kvladder.connectors.vllm.start import instance_of, layout_of
-from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report, Step, StepConnector
+from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report, Step
 from kvladder.errors import ConfigError
 from kvladder.gpu.copy.copier import CopyJob, JobId
 from kvladder.keys import BlockKey
-from kvladder.manager import FLUSH_TIMEOUT_S
+from kvladder.manager import FLUSH_TIMEOUT_S, Fetch
 from kvladder.metrics import Stats
 from kvladder.notices import Notices
+from kvladder.schema import is_mapping
 
 Tables = Sequence[Sequence[int]]
 """By group, the blocks that a request has in vLLM."""
@@ -60,16 +64,23 @@ class SchedulerHalf:
         cache = getattr(vllm_config, "cache_config", None)
         self._waits = bool(getattr(cache, "enable_prefix_caching", False))
         """Whether requests wait for what others load: they find it in vLLM's own prefix cache."""
+        self._role = str(vllm_config.kv_transfer_config.kv_role)
         self._filling: dict[str, frozenset[BlockKey]] = {}
         """By request, the blocks that are being copied into vLLM's memory for it."""
         self._policies = Policies(config, map_priority=options.map_priority, notices=notices)
         self._states: dict[str, RequestState] = {}
         self._loads: dict[JobId, Load] = {}
         self._lost: list[Load] = []
+        self._prefetched: list[Fetch] = []
+        """What is brought up for requests that have not come yet."""
         self._writes = Writes(self._groups)
         self._lost_ids = count(-1, -1)
         self._pins = 0
         self._awaited = False
+        self._layered = False
+        """Whether a load of the step that is being made goes by layer."""
+        scheduling = getattr(vllm_config, "scheduler_config", None)
+        self._step_tokens: float = getattr(scheduling, "max_num_batched_tokens", inf)
         self._pool: Any = None
         self._attach: Attach | None = None
         self._beside: Any = None
@@ -80,8 +91,10 @@ class SchedulerHalf:
 
     # ---- at start
 
-    def start(self, ranks: Mapping[int, RankDescription]) -> None:
+    def start(self, ranks: Mapping[int, RankDescription], *, handed_over: bool = False) -> None:
         """Open the cache, now that every rank has described its KV tensors, and log it.
+
+        ``handed_over`` says whether a connector beside this one hands requests over.
 
         Raises
         ------
@@ -96,18 +109,26 @@ class SchedulerHalf:
             fingerprint=self._config.model.fingerprint,
         )
         instance = instance_of(self._vllm_config.parallel_config)
-        manager = open_manager(self._config, layout, instance=instance)
+        nodes = {told.numa for told in ranks.values() if told.numa is not None}
+        manager = open_manager(self._config, layout, instance=instance, nodes=nodes)
         self._attach = Attach(manager.arena.handle, offsets)
         self._beside = ranks[0].worker if len(ranks) == 1 else None
+        for rank, told in ranks.items():
+            if told.registers:
+                manager.arena.admit(rank, 0)
+        if self._beside is not None:
+            self._beside.attach(self._attach)
         self._connector = StepConnector(manager, ranks=len(ranks))
         self._computing = Computing(manager.ladder.clock.now, manager.prefilled)
         self._weights = Weights([described.weights for _, described in sorted(ranks.items())])
         self._saver = Saver(
             self._groups,
             self._connector,
+            default=self._role != "kv_consumer",
             decode=self._options.save_decode,
             interval=getattr(self._kv_cache_config, "prefix_cache_retention_interval", None),
         )
+        self._handed_over = handed_over
         if enabled(self._vllm_config):
             self.events = KVEvents(manager, self._config, self._groups, self._kv_cache_config)
         say_ready(manager, self._config)
@@ -130,6 +151,7 @@ class SchedulerHalf:
         """A request is new: begin to bring up what the cache has for it."""
         self.settle()
         policy, items = self._policies.of(request), self._contents.of(request)
+        policy = self._in_session(request, policy)
         mark = lambda: self._weights.mark  # noqa: E731
         state = RequestState(request, self._groups, items=items, policy=policy, mark=mark)
         self._states[request.request_id] = state
@@ -140,10 +162,23 @@ class SchedulerHalf:
         self._early(state)
         self._computing.expect(state, request.num_tokens)
 
+    def _in_session(self, request: Any, policy: RequestPolicy) -> RequestPolicy:
+        """What is done for a request, whose session may have ended; begins what it prefetches."""
+        manager = self.connector.manager
+        try:
+            if policy.session is not None:
+                manager.sessions.require_open(policy.session)
+            for name in policy.prefetch:
+                self._prefetched += manager.prefetch(name)
+        except ValueError as error:
+            self._policies.refuse(request, ConfigError(str(error), path=f"{REQUEST}.session"))
+            return self._policies.plain(request)
+        return policy
+
     def _early(self, state: RequestState) -> None:
         """Begin to bring up what a new request will ask for, unless too much is pinned already."""
         request, slots = state.request, self.connector.manager.arena.slots
-        if not self._named(state) or request.skip_reading_prefix_cache or not self._usable:
+        if not self._named(state) or not self._reads(request) or not self._usable:
             return
         if self._pins >= EARLY_SHARE * slots:
             return
@@ -151,6 +186,13 @@ class SchedulerHalf:
         self._hold(state, self._groups.aligned(held), behind=self._computing.waiting)
         if not state.pins:
             self._let_go(state)
+
+    def _reads(self, request: Any) -> bool:
+        """Whether blocks are looked for: not for a producer, nor where another brings them all."""
+        if self._role == "kv_producer" or request.skip_reading_prefix_cache:
+            return False
+        said: object = getattr(request, "kv_transfer_params", None)
+        return not (self._handed_over and is_mapping(said) and said.get("do_remote_prefill"))
 
     def _named(self, state: RequestState) -> bool:
         """Whether a request's blocks have names: not before its adapter's weights are known."""
@@ -175,14 +217,33 @@ class SchedulerHalf:
         state = self._states.get(request.request_id)
         found = 0 if state is None else self._answer(state, computed)
         self._awaited = self._awaited or found is None
-        return found, bool(found) and self._options.load == "async"
+        if not found or state is None:
+            return found, False
+        state.sync = self._step_waits(state.request.num_tokens - computed - found, found)
+        return found, not state.sync
+
+    def _step_waits(self, left: int, found: int) -> bool:
+        """Whether the step that computes ``left`` tokens waits for those that were found.
+
+        By layer it does where the copies hide behind computing. Where they take longer, others
+        that run would be held up; and a second load would begin when all of the first is there.
+        """
+        if self._options.load != "layers":
+            return self._options.load == "sync"
+        if len(self._states) == 1:
+            return True
+        copies_s = self.connector.loading_s(found // self._groups.main.tokens)
+        computes_s = self.connector.manager.computing_s(int(min(left, self._step_tokens)))
+        if self._layered or copies_s is None or computes_s is None:
+            return False
+        return copies_s <= computes_s
 
     def _answer(self, state: RequestState, computed: int) -> int | None:
         state.own = computed
         # Other weights made what vLLM has of it: what follows that is of no weights' name.
         if computed and self._weights.outdated(self._own_cache):
             state.apart = True
-        if state.computes or state.request.skip_reading_prefix_cache:
+        if state.computes or not self._reads(state.request):
             return 0
         # Its blocks have no names before its adapter's weights are known; it waits some steps.
         if not self._named(state):
@@ -298,15 +359,15 @@ class SchedulerHalf:
             self._let_go(state)
             return
         own = 0 if answer is None else answer[0]
-        is_sync = self._options.load == "sync"
+        self._layered = self._layered or (state.sync and self._options.load == "layers")
         try:
-            self._load(state, own, own + external, tables, sync=is_sync)
+            self._load(state, own, own + external, tables, sync=state.sync)
         except Exception:  # vLLM counts on these blocks by now: tell it that they are not there
             state.computes = True
             main = self._groups.main
             lost = tuple(tables[main.index][own // main.tokens : (own + external) // main.tokens])
             job = CopyJob(JobId(next(self._lost_ids)), "onboard", lost, ())  # fails: no slots
-            self._lost.append(Load(job, request.request_id, is_sync))
+            self._lost.append(Load(job, request.request_id, state.sync))
             raise
 
     def _load(self, state: RequestState, own: int, end: int, tables: Tables, *, sync: bool) -> None:
@@ -356,9 +417,21 @@ class SchedulerHalf:
         self._let_go(state)
         self._computing.expect(state, 0)
         if self._named(state):
+            self._end(state)
             main = self._groups.main
             for keys in state.read(self._groups.aligned(state.saved[main.index] * main.tokens)):
                 self.connector.manager.touch(keys)  # saved head first: now the tail goes first
+
+    def _end(self, state: RequestState) -> None:
+        """Note the blocks of a request that is over in its session, and end that if it says so."""
+        name, sessions = state.policy.session, self.connector.manager.sessions
+        if name is None:
+            return
+        with suppress(ValueError):  # another request has ended it meanwhile
+            runs = [state.keys(group, 0, state.saved[group.index]) for group in self._groups]
+            sessions.use(name, runs, state.salt)
+            if state.policy.end_session:
+                self.connector.manager.end_session(name)
 
     # ---- a step
 
@@ -374,6 +447,7 @@ class SchedulerHalf:
     def _build(self, output: Any) -> Step:
         connector = self.connector
         step = Step()
+        self._release_prefetched([fetch for fetch in self._prefetched if fetch.done])
         if self.events is not None:
             self.events.watch(getattr(self._pool, "kv_event_queue", ()))
         writes = self._writes.take(output)
@@ -393,12 +467,18 @@ class SchedulerHalf:
             scheduled, timed=not any(load.sync for load in step.loads)
         )
         step.idle = not output.num_scheduled_tokens and (self._awaited or bool(self._loads))
-        self._awaited = False
+        self._awaited = self._layered = False
         runs = bool(output.num_scheduled_tokens)
         self._weights.prepare(step, runs=runs, cache=self._own_cache)
-        if step.loads or step.saves:
+        arena = connector.manager.arena
+        if step.loads or step.saves or arena.admitted < arena.slots:
             step.attach = self._attach
         return step
+
+    def _release_prefetched(self, fetches: Sequence[Fetch]) -> None:
+        for fetch in fetches:
+            self._prefetched.remove(fetch)
+            fetch.release()
 
     def _save(self, output: Any) -> None:
         """Begin to save what the step completes."""
@@ -424,9 +504,11 @@ class SchedulerHalf:
     def report(self, report: Report) -> None:
         """Take in which copies ended, and what ranks saw of their weights."""
         connector = self.connector
+        for rank, slots in report.registered.items():
+            connector.manager.arena.admit(rank, slots)
         if self._weights.report(report):
             self._renamed()
-        connector.report(report)
+        connector.report(report.ended)
         self._computing.end(report.step)
         for finished in connector.poll():
             load = self._loads.pop(finished.id, None)
@@ -499,6 +581,7 @@ class SchedulerHalf:
         least for the usual time.
         """
         if self._connector is not None:
+            self._release_prefetched(self._prefetched[:])
             self.settle()
             for state in self._states.values():
                 self._let_go(state)

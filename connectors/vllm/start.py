@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from kvladder.connectors.naming import device_kind
 from kvladder.connectors.vllm.groups import Groups, groups_of, layer_specs
 from kvladder.connectors.vllm.identity.fingerprint import model_fields
 from kvladder.connectors.vllm.identity.weights import combined
 from kvladder.connectors.vllm.options import WHERE
 from kvladder.errors import ConfigError, LayoutError
 from kvladder.gpu.copy.pages import BlockPages, common_element
-from kvladder.layout import Layout
+from kvladder.layout import Kind, Layout
 
 if TYPE_CHECKING:  # which needs vLLM, and is asked for nothing else
     from kvladder.connectors.vllm.step import RankDescription
@@ -61,10 +62,6 @@ def check_engine(vllm_config: Any) -> None:
         if size != 1:
             flag = f"--{option.replace('_', '-')}"
             raise ConfigError(f"{size}", path=flag, hint="kvladder supports 1")
-    role = getattr(getattr(vllm_config, "kv_transfer_config", None), "kv_role", "kv_both")
-    if role != "kv_both":
-        what = f"{role!r}: kvladder gives back what it was given, it hands nothing over"
-        raise ConfigError(what, path="--kv-transfer-config kv_role", hint="use kv_both")
     algorithm = cache.prefix_caching_hash_algo
     if algorithm not in HASHES:
         what = f"{algorithm!r} can give two prefixes one name"
@@ -75,14 +72,29 @@ def check_engine(vllm_config: Any) -> None:
         raise ConfigError(what, path="--calculate-kv-scales", hint="use scales from the checkpoint")
 
 
+def check_roles(role: str | None, whole: str | None) -> None:
+    """Raise ConfigError unless an engine in the role ``whole`` may have a connector in ``role``.
+
+    vLLM keeps blocks from being filled that a step still writes to only where the role that it
+    was given itself says that blocks are loaded; MultiConnector's connectors have their own.
+    """
+    if role != "kv_producer" and whole == "kv_producer":
+        what = f"{whole!r}, and kvladder beside other connectors is to load as {role!r}"
+        hint = "use kv_both for MultiConnector itself; each of its connectors has a role of its own"
+        raise ConfigError(what, path="--kv-transfer-config kv_role", hint=hint)
+
+
 def check_groups(vllm_config: Any, kv_cache_config: Any, *, load: str) -> None:
     """Raise LayoutError or ConfigError unless every kind of KV cache is supported."""
     model = str(vllm_config.model_config.model)
     groups = groups_of(kv_cache_config, model=model)
-    if load == "sync" and (len(groups) > 1 or groups.partial):
+    if load != "async" and (len(groups) > 1 or groups.partial):
         kinds = ", ".join(group.kind for group in groups)
         what = f"vLLM cannot recompute single blocks of {model}, whose KV cache is {kinds}"
         raise ConfigError(what, path=f"{WHERE}.load", hint="use async")
+    if load == "layers" and vllm_config.speculative_config is not None:
+        what = "the drafts' layers do not say when they read"
+        raise ConfigError(what, path=f"{WHERE}.load", hint="use async, or no --speculative-config")
     states = any(group.kind == "state" for group in groups)
     if states and vllm_config.speculative_config is not None:
         raise ConfigError(
@@ -90,6 +102,30 @@ def check_groups(vllm_config: Any, kv_cache_config: Any, *, load: str) -> None:
             path="--speculative-config",
             hint="leave it out for this model",
         )
+
+
+def check_layers(vllm_config: Any, names: Iterable[str]) -> None:
+    """Raise ConfigError unless every layer with KV cache says when it reads, as vLLM's own do."""
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    layers = vllm_config.compilation_config.static_forward_context
+    for name in names:
+        if not isinstance(layers.get(name), Attention | MLAAttention):
+            what = f"{name}, a {type(layers.get(name)).__name__}, does not say when it reads"
+            raise ConfigError(what, path=f"{WHERE}.load", hint="use async")
+
+
+def runs_layers(forward_context: Any) -> bool:
+    """Whether a forward pass runs its layers one after the other, each of which says so.
+
+    A graph of all of it does not, and micro-batches are computed on several streams.
+    """
+    mode = getattr(forward_context, "cudagraph_runtime_mode", None)
+    return (
+        bool(getattr(forward_context, "attn_metadata", None))
+        and getattr(mode, "name", "FULL") != "FULL"
+        and getattr(forward_context, "ubatch_slices", None) is None
+    )
 
 
 def group_pages(
@@ -149,18 +185,9 @@ def tensor_fields(
         packed = sorted({str(getattr(layer, "isa", "unknown")) for layer in found})
         capability = torch.backends.cpu.get_cpu_capability()
         fields["cpu"] = f"{platform.machine()} {capability} {','.join(packed)}"
-    fields["device"] = ",".join(sorted({_kind(pages.device) for pages in groups.values()}))
+    fields["device"] = ",".join(sorted({device_kind(pages.device) for pages in groups.values()}))
     fields["kv.element"] = f"{element} {run}"
     return fields
-
-
-def _kind(device: torch.device) -> str:
-    """What a device computes like: its type and, of a GPU, its architecture."""
-    if device.type != "cuda":
-        return device.type
-    cuda: Any = torch.cuda
-    found = cuda.get_device_properties(device)
-    return f"cuda {found.major}.{found.minor} {getattr(found, 'gcnArchName', '')}".strip()
 
 
 def this_node() -> str:
@@ -232,12 +259,12 @@ def layout_of(
     # Codecs that see numbers need one type of them for all ranks and groups.
     elements = {text for name, text in fields.items() if name.endswith("kv.element")}
     element, _, run = elements.pop().partition(" ") if len(elements) == 1 else ("", "", "0")
-    layout = Layout(groups.main.tokens, max(ends), fields, element, int(run))
+    kinds: tuple[Kind, ...] = tuple(group.kind for group in groups)
+    layout = Layout(groups.main.tokens, max(ends), fields, element, int(run), kinds)
     return layout, tuple(offsets)
 
 
-def instance_of(parallel_config: Any) -> str:
+def instance_of(parallel_config: Any) -> int:
     """Which of several data-parallel engines this is; each has a cache of its own."""
     # not data_parallel_rank and _size: vLLM resets them for engines that exchange nothing
-    index = getattr(parallel_config, "data_parallel_index", 0)
-    return f"dp{index}" if index else ""
+    return int(getattr(parallel_config, "data_parallel_index", 0))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -13,9 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvladder.arena import ArenaHandle
-from kvladder.connectors.base import Connector, Open
 from kvladder.gpu.copy.copier import CopyJob, Finished, JobId
-from kvladder.manager import CacheManager
 
 
 @dataclass
@@ -34,6 +33,10 @@ class RankDescription(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """How many neighbouring ranks, this one among them, hold the same bytes."""
     weights: bytes = b""
     """Digest of the weights that it computes with."""
+    registers: bool = False
+    """Whether a device copies from the arena: which slots it has registered is reported."""
+    numa: int | None = None
+    """The NUMA node that its device is at, if the machine tells."""
     taken: bool = False
     """Whether a scheduler half works with these tensors already."""
     worker: Any = None
@@ -41,6 +44,31 @@ class RankDescription(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "worker": None}
+
+
+CARRIED: Final = "kvladder"
+"""The attribute of another connector's description that ours travels in."""
+
+
+def carry(description: RankDescription, others: Iterable[Any]) -> KVConnectorHandshakeMetadata:
+    """What vLLM hands on for all of these: another connector's description with ours, or ours.
+
+    MultiConnector gives every connector's scheduler half the description that the first of them
+    has. ``others`` are the worker halves beside ours.
+    """
+    for other in others:
+        found: KVConnectorHandshakeMetadata | None = other.get_handshake_metadata()
+        if found is not None:
+            with suppress(AttributeError):  # it takes nothing: the scheduler half refuses it
+                setattr(found, CARRIED, description)
+                return found
+    return description
+
+
+def carried(metadata: Iterable[object]) -> dict[int, RankDescription]:
+    """By rank, our descriptions among those that vLLM handed on, or in them."""
+    found = (getattr(one, CARRIED, one) for one in metadata)
+    return {one.rank: one for one in found if isinstance(one, RankDescription)}
 
 
 @dataclass(frozen=True)
@@ -67,7 +95,7 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]
     """What the workers have to do in one step of the engine."""
 
     attach: Attach | None = None
-    """Given with every job."""
+    """Given with every job, and until the arena is registered everywhere."""
     fence: list[JobId] = field(default_factory=list[JobId])
     """Saves whose source blocks this step writes: they end before it does."""
     loads: list[Load] = field(default_factory=list[Load])
@@ -107,75 +135,13 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The number of the step that has ended."""
     seen: dict[int, Seen] = field(default_factory=dict[int, Seen])
     """By rank, where there is news of its weights."""
+    registered: dict[int, int] = field(default_factory=dict[int, int])
+    """By rank, how many slots from the first its device has registered, where there are more."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, Report)
         self.ended += other.ended
         self.step = max(self.step, other.step)
         self.seen.update(other.seen)
+        self.registered.update(other.registered)
         return self
-
-
-class StepConnector(Connector):
-    """Puts jobs into the step's metadata and ends them when all ranks have reported."""
-
-    def __init__(self, manager: CacheManager, *, ranks: int) -> None:
-        super().__init__(manager, reports=ranks)
-        self._begun: list[CopyJob] = []
-        self._ended: list[Finished] = []
-        self.copied = {"offload_bytes": 0, "offload_s": 0.0, "onboard_bytes": 0, "onboard_s": 0.0}
-        """What has been copied out of vLLM's KV cache, and into it."""
-
-    def _start(self, job: CopyJob) -> None:
-        self._begun.append(job)
-
-    def take(self) -> list[CopyJob]:
-        """The jobs that were begun since the last call."""
-        begun, self._begun = self._begun, []
-        return begun
-
-    @property
-    def saving(self) -> list[Open]:
-        """The saves under way."""
-        return [one for one in self._jobs.values() if one.job.direction == "offload"]
-
-    def reading(self, blocks: Iterable[int]) -> list[JobId]:
-        """The saves under way that still read any of these blocks."""
-        written = set(blocks)
-        return [one.job.id for one in self.saving if not written.isdisjoint(one.job.blocks)]
-
-    def distrust(self) -> None:
-        """The blocks that the saves under way read may hold something else than they should."""
-        for one in self.saving:
-            one.ok = False
-
-    def excuse(self) -> None:
-        """What is being loaded may not arrive, through no fault of the cache: it stays there."""
-        for one in self._jobs.values():
-            one.excused = True
-
-    def withdraw(self) -> list[CopyJob]:
-        """No step could be made, and nothing is fenced: what is being saved may be overwritten.
-
-        The saves that begin with it would come too late and are given up. Returns its loads.
-        """
-        self.distrust()
-        jobs = self.take()
-        for job in jobs:
-            if job.direction == "offload":
-                self._jobs[job.id].reports_left = 1
-                self.report(Report([Finished(job.id, False, 0, 0.0)]))
-        return [job for job in jobs if job.direction == "onboard"]
-
-    def report(self, report: Report) -> None:
-        """Take in what workers reported."""
-        for finished in report.ended:
-            one = self._report(finished)
-            if one is not None:
-                self.copied[f"{one.job.direction}_bytes"] += one.bytes
-                self.copied[f"{one.job.direction}_s"] += one.seconds
-                self._ended.append(Finished(one.job.id, one.ok, one.bytes, one.seconds))
-
-    def poll(self) -> list[Finished]:
-        ended, self._ended = self._ended, []
-        return ended

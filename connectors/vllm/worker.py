@@ -18,7 +18,7 @@ from kvladder.connectors.vllm.start import group_pages, tensor_fields, this_node
 from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report, Seen, Step
 from kvladder.errors import LayoutError
 from kvladder.gpu.copy.copier import Copier, CopyJob, Finished, JobId
-from kvladder.gpu.copy.cuda import copier_for
+from kvladder.gpu.copy.cuda import copier_for, numa_node
 from kvladder.gpu.copy.pages import BlockPages, Part
 from kvladder.notices import Notices
 
@@ -73,9 +73,18 @@ class WorkerHalf:
         self._replicas: int = getattr(kv_cache_config, "kv_tp_replicas", 1)
         self._arena: Arena | None = None
         self._copier: Copier | None = None
+        self._registers = False
+        """Whether a device registers the arena."""
+        self._numa: int | None = None
+        self._registered = 0
+        """How many slots it has registered, as the scheduler half knows it."""
+        self._asleep = False
+        """Whether the KV tensors' memory is somebody else's."""
         self._loads: dict[JobId, Load] = {}
         self._loading: Counter[str] = Counter()
         """By request, its copies under way between steps."""
+        self._by_layer: list[JobId] = []
+        """Loads of this step that its forward pass waits for layer by layer."""
         self._distrusted: set[JobId] = set()
         self._spoiled = False
         self._resting = threading.Event()
@@ -107,7 +116,10 @@ class WorkerHalf:
                 names += group.layer_names
         if not names:
             raise LayoutError(f"rank {self._rank} has no KV tensors", hint="expected at least one")
-        if any(pages.device.type == "cpu" for pages in self._pages.values()):
+        device = next(iter(self._pages.values())).device
+        self._registers = device.type != "cpu"
+        self._numa = numa_node(device)
+        if device.type == "cpu":
             keep_heap()
         self._fields = tensor_fields(self._vllm_config, self._pages, names)
         layers = self._vllm_config.compilation_config.static_forward_context
@@ -125,8 +137,15 @@ class WorkerHalf:
             fields=self._fields,
             replicas=self._replicas,
             weights=self._seen.digest,
+            registers=self._registers,
+            numa=self._numa,
             worker=self,
         )
+
+    def attach(self, attach: Attach | None) -> None:
+        """Have the device begin to register the arena, if it does and did not. Cheap."""
+        if self._registers and attach is not None:
+            self._attached(attach)
 
     # ---- in a step, in this order
 
@@ -137,6 +156,7 @@ class WorkerHalf:
         what it computes is not theirs.
         """
         self._spoiled, self._stale = False, True
+        self.attach(step.attach)
         self._fence(step)
         self._look(step)
         known = step.weights[self._rank] if step.weights else self._seen.changes
@@ -182,16 +202,41 @@ class WorkerHalf:
         self._again = turn + self._blind
         return digest
 
-    def load(self, step: Step) -> None:
-        """Begin the step's loads; those that its forward pass reads have ended on return."""
+    def load(self, step: Step, *, by_layer: bool = False) -> None:
+        """Begin the step's loads; its forward pass runs after those that it reads.
+
+        ``by_layer``: each of its layers says when it reads; see ``await_layer``.
+        """
         self._number = step.number
         self._loading.update(load.request_id for load in step.loads if not load.sync)
         self._loads.update((load.job.id, load) for load in step.loads)
-        self._submit_all(step, [load.job for load in step.loads], go=not self._stale)
-        sync = [load.job.id for load in step.loads if load.sync]
-        if sync and self._copier is not None:
-            self._copier.wait(sync)
+        first = [load.job for load in step.loads if load.sync]
+        sync = [job.id for job in first]
+        self._by_layer = sync if by_layer else []
+        jobs = first + [load.job for load in step.loads if not load.sync]
+        self._submit_all(step, jobs, go=not self._stale)
+        if sync and not by_layer and self._copier is not None:
+            self._order(self._copier, sync)
             self._poll()
+
+    def await_layer(self, layer: str) -> None:
+        """A layer is about to read: what is told to the device from now on has its blocks."""
+        if self._by_layer and self._copier is not None:
+            self._order(self._copier, self._by_layer, layer)
+
+    def _end_layers(self) -> None:
+        """The forward pass is over: what it read has come, or is known to have failed."""
+        if self._by_layer and self._copier is not None:
+            self._order(self._copier, self._by_layer)
+            self._by_layer = []
+            self._poll()
+
+    def _order(self, copier: Copier, loads: Sequence[JobId], layer: str | None = None) -> None:
+        """Have the forward pass happen after loads, and what is known to have failed reported."""
+        try:
+            copier.fence(loads, layer)
+        except RuntimeError:  # the device takes no orders: whether they came is to be known now
+            copier.wait(loads)
 
     def save(self, step: Step) -> None:
         """After the forward pass: begin the step's saves, unless it computed on garbage.
@@ -199,6 +244,7 @@ class WorkerHalf:
         In a step without one, in which requests only wait, other threads get their turn: a loop
         that asks again at once would keep them from the interpreter.
         """
+        self._end_layers()
         self._submit_all(step, step.saves, go=not (self._spoiled or self._stale))
         if step.idle and self._copier is not None and self._loads:
             self._copier.rest(REST_S)
@@ -236,9 +282,12 @@ class WorkerHalf:
     def report(self) -> Report | None:
         """The jobs that ended since the last report, the step if it is to be, news of weights."""
         seen = {self._rank: self._seen} if self._news else {}
-        report = Report(self._loaded + self._saved, self._number, seen)
+        slots = self._arena.admitted if self._registers and self._arena is not None else 0
+        registered = {self._rank: slots} if slots > self._registered else {}
+        report = Report(self._loaded + self._saved, self._number, seen, registered)
         self._loaded, self._saved, self._number, self._news = [], [], 0, False
-        return report if report.ended or report.step or seen else None
+        self._registered = slots
+        return report if report.ended or report.step or seen or registered else None
 
     # ---- any time
 
@@ -249,20 +298,28 @@ class WorkerHalf:
         return Report(saved)
 
     def detach(self) -> None:
-        """Let go of the KV tensors' memory: what was begun has ended. May be called again."""
+        """Let go of the KV tensors' memory: what was begun has ended, and nothing is begun.
+
+        The arena stays registered. May be called again.
+        """
+        self._asleep = True
+        if self._copier is not None:
+            self._copier.drain()
+            self._poll()
+
+    def restore(self) -> None:
+        """The KV tensors are in memory again, where they were. May be called again."""
+        self._asleep = False
+        if self._copier is not None:
+            self._copier.moved()
+
+    def close(self) -> None:
+        """End what was begun, unmap the arena; ``saved`` still answers. May be called again."""
+        self._asleep = True
         if self._copier is not None:
             self._copier.close()
             self._poll()
             self._copier = None
-
-    def restore(self) -> None:
-        """The KV tensors are in memory again, where they were. May be called again."""
-        if self._copier is None and self._arena is not None:
-            self._copier = self._make_copier(self._pieces, self._arena)
-
-    def close(self) -> None:
-        """End what was begun, unmap the arena; ``saved`` still answers. May be called again."""
-        self.detach()
         if self._arena is not None:
             self._arena.close()
         if self._loaded_models is not None:
@@ -272,20 +329,22 @@ class WorkerHalf:
     def _submit(self, step: Step, job: CopyJob) -> None:
         """Begin a job, unless this rank has no part in it: another has the same bytes, or all."""
         twin = job.direction == "offload" and self._rank % self._replicas
-        if job.group in self._pages and not twin:
-            self._attach(step.attach).submit(job)
-        else:
+        if job.group not in self._pages or twin:
             self._ended(Finished(job.id, True, 0, 0.0))
+        elif self._asleep:
+            self._ended(Finished(job.id, False, 0, 0.0, "the engine sleeps"))
+        else:
+            by_layer = job.id in self._by_layer
+            self._attached(step.attach).submit(job, by_layer=by_layer)
 
-    def _attach(self, attach: Attach | None) -> Copier:
+    def _attached(self, attach: Attach | None) -> Copier:
         """The copier; made when the arena is named for the first time."""
-        if self._arena is None:
+        if self._copier is None:
             assert attach is not None
             self._arena = Arena.attach(attach.arena)
             offsets = attach.offsets[self._rank]
             self._pieces = {i: Part(pages, offsets[i]) for i, pages in self._pages.items()}
-        self.restore()
-        assert self._copier is not None
+            self._copier = self._make_copier(self._pieces, self._arena)
         return self._copier
 
     def _poll(self) -> None:

@@ -14,9 +14,10 @@ blocks are copied by a thread, and what lies below host is fetched before a load
 from __future__ import annotations
 
 import platform
+import threading
 import time
-from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,12 +35,10 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvladder.compose import open_manager
 from kvladder.config.stack import load_config
 from kvladder.connectors.inline import InlineConnector
+from kvladder.connectors.naming import folder_fields, model_folder, prefixed
 from kvladder.connectors.vllm.groups import mark_of, marked
 from kvladder.connectors.vllm.identity.fingerprint import (
     code_fields,
-    folder_fields,
-    model_folder,
-    prefixed,
     switches,
     vllm_version,
 )
@@ -49,7 +48,7 @@ from kvladder.errors import ConfigError
 from kvladder.gpu.copy.copier import Finished, JobId
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
-from kvladder.manager import CacheManager, Fetch
+from kvladder.manager import POLL_S, CacheManager, PacedFetch, PacedSave, Save
 from kvladder.notices import Notices
 from kvladder.runtime import SystemClock
 
@@ -65,6 +64,20 @@ def block_key(key: OffloadKey) -> BlockKey | None:
     if len(block_hash) != HASH_BYTES:
         return None
     return BlockKey(marked([block_hash], mark_of(group))[0])
+
+
+@dataclass
+class Job:
+    """One of vLLM's, which may have more blocks than the arena has slots."""
+
+    told: TransferJob
+    rows: list[int]
+    """Where in vLLM's CPU memory its blocks lie."""
+    paced: PacedFetch | PacedSave[Save]
+    is_copying: bool = False
+    ok: bool = True
+    bytes: int = 0
+    """That were copied."""
 
 
 class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
@@ -114,8 +127,8 @@ class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
             self.manager,
             torch.frombuffer(primary_kv_view, dtype=torch.int8).view(-1, self.block_size_bytes),
         )
-        self._fetching: deque[tuple[TransferJob, Fetch]] = deque()
-        self._copying: dict[JobId, TransferJob] = {}
+        self._jobs: list[Job] = []
+        self._copying: dict[JobId, Job] = {}
         self._ended: list[JobResult] = []
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -133,67 +146,86 @@ class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Begin to copy what is new here; the rest is there, or is not wanted by any level."""
-        pairs = zip(map(block_key, job_metadata.keys), rows_of(job_metadata), strict=True)
-        known = [(name, row) for name, row in pairs if name is not None]
-        copy = self._connector.save([name for name, _ in known], [row for _, row in known])
-        if copy is not None:
-            self._copying[copy] = job_metadata
-        else:
-            self._ended.append(self._result(job_metadata, 0))
+        self._begin(job_metadata, self.manager.save_paced)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Pin what is there, and begin to bring up what lies below host."""
-        names = map(block_key, job_metadata.keys)
-        match = self._connector.match([name for name in names if name is not None])
-        self._fetching.append((job_metadata, match))
+        self._begin(job_metadata, self.manager.fetch_paced)
+
+    def _begin(
+        self,
+        told: TransferJob,
+        paced: Callable[[Sequence[BlockKey]], PacedFetch | PacedSave[Save]],
+    ) -> None:
+        pairs = zip(map(block_key, told.keys), rows_of(told), strict=True)
+        known = [(name, row) for name, row in pairs if name is not None]
+        job = Job(told, [row for _, row in known], paced([name for name, _ in known]))
+        self._jobs.append(job)
+        self._go_on(job)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        for _ in range(len(self._fetching)):
-            job, match = self._fetching.popleft()
-            if match.done:
-                self._copy_up(job, match)
-            else:
-                self._fetching.append((job, match))
+        for job in [*self._jobs]:
+            self._go_on(job)
         self._end(self._connector.poll())
         ended, self._ended = self._ended, []
         return ended
 
-    def _copy_up(self, job: TransferJob, match: Fetch) -> None:
-        rows = rows_of(job)[: match.blocks]
-        if rows:
-            self._copying[self._connector.load(match, rows)] = job
-        else:
-            match.release()
-            self._ended.append(self._result(job, 0))
+    def _go_on(self, job: Job) -> None:
+        """Copy the next piece of a job if it is here; a job without one has ended."""
+        while not job.is_copying and job.paced.ready:
+            if job.paced.over or not job.ok:
+                job.paced.close()
+                self._jobs.remove(job)
+                self._ended.append(self._result(job))
+                return
+            copy = self._copy(job)
+            if copy is None:
+                job.paced.advance()
+            else:
+                job.is_copying, self._copying[copy] = True, job
+
+    def _copy(self, job: Job) -> JobId | None:
+        paced = job.paced
+        if isinstance(paced, PacedFetch):
+            assert paced.fetch is not None
+            rows = job.rows[paced.first : paced.first + paced.count]
+            return self._connector.load(paced.fetch, rows)
+        assert paced.piece is not None
+        return self._connector.fill(paced.piece, [job.rows[n] for n in paced.piece.indices])
 
     def _end(self, copies: Iterable[Finished]) -> None:
         for one in copies:
             if not one.ok:
                 self._notices.say("copy", f"blocks could not be copied: {one.error}")
-            self._ended.append(self._result(self._copying.pop(one.id), one.bytes, ok=one.ok))
+            job = self._copying.pop(one.id)
+            job.is_copying, job.ok, job.bytes = False, one.ok, job.bytes + one.bytes
+            job.paced.advance()
+            self._go_on(job)
 
-    def _result(self, job: TransferJob, size: int, *, ok: bool = True) -> JobResult:
-        """What became of a job, which has copied so many bytes: of a load, the first blocks."""
-        loaded = [*job.keys][: size // self.block_size_bytes] if job.is_promotion else None
+    def _result(self, job: Job) -> JobResult:
+        """What became of a job: of a load, the first blocks."""
+        told, size = job.told, job.bytes
+        loaded = [*told.keys][: size // self.block_size_bytes] if told.is_promotion else None
         return JobResult(
-            job.job_id,
-            success=ok and (loaded is None or len(loaded) == len(job.keys)),
+            told.job_id,
+            success=job.ok and (loaded is None or len(loaded) == len(told.keys)),
             successful_keys=loaded or None,
-            transfer_time=time.monotonic() - job.submit_time,
+            transfer_time=time.monotonic() - told.submit_time,
             transfer_bytes=size,
         )
 
     def has_pending_work(self) -> bool:
-        return bool(self._fetching or self._copying or self._ended)
+        return bool(self._jobs or self._ended)
 
     def drain_jobs(self) -> None:
-        """Return when every job has ended; a fetch ends at its deadline at the latest."""
-        while self._fetching:
-            job, match = self._fetching.popleft()
-            match.wait()
-            self._copy_up(job, match)
-        for copy in [*self._copying]:
-            self._end(self._connector.wait(copy))
+        """Return when every job has ended; each piece has a deadline."""
+        while self._jobs:
+            for job in [*self._jobs]:
+                self._go_on(job)
+            if self._copying:
+                self._end(self._connector.wait(next(iter(self._copying))))
+            elif self._jobs:
+                threading.Event().wait(POLL_S)
 
     def shutdown(self) -> None:
         self.drain_jobs()

@@ -22,19 +22,26 @@ class LazyCopier(Copier):
         self.failing = 0.0
         self.failing_way: str | None = None
         """Only jobs of this direction fail; None: any."""
+        self.layered: set[JobId] = set()
+        """The jobs that went by layer so far."""
         self.held = False
         """Whether nothing ends unless somebody waits for it."""
 
-    def submit(self, job: CopyJob) -> None:
+    def submit(self, job: CopyJob, *, by_layer: bool = False) -> None:
         self._waiting.append(job)
+        if by_layer:
+            self.layered.add(job.id)
 
-    def _run(self, job: CopyJob) -> None:
+    def _begin(self, job: CopyJob, *, by_layer: bool = False) -> None:
         self._waiting.remove(job)
         may_fail = self.failing_way in (None, job.direction)
         if may_fail and self._random.random() < self.failing:
             self._finished.append(Finished(job.id, False, 0, 0.0, "by the script"))
-            return
-        self._real.submit(job)
+        else:
+            self._real.submit(job, by_layer=by_layer)
+
+    def _run(self, job: CopyJob) -> None:
+        self._begin(job)
         self._real.wait([job.id])
         self._finished += self._real.poll()
 
@@ -42,19 +49,29 @@ class LazyCopier(Copier):
         for job in self._random.sample(self._waiting, len(self._waiting)):
             if not self.held and self._random.random() < 0.4:
                 self._run(job)
+        self._finished += self._real.poll()
         finished, self._finished = self._finished, []
         return finished
 
     def wait(self, ids: Sequence[JobId]) -> None:
         for job in [job for job in self._waiting if job.id in ids]:
             self._run(job)
+        self._real.wait(ids)
 
     def rest(self, timeout_s: float) -> None:
         """Nothing goes on elsewhere."""
 
-    def fence(self, ids: Sequence[JobId]) -> None:
-        self.wait(ids)
+    def fence(self, ids: Sequence[JobId], layer: str | None = None) -> None:
+        if layer is None:
+            self.wait(ids)
+            return
+        for job in [job for job in self._waiting if job.id in ids]:
+            self._begin(job, by_layer=job.id in self.layered)
+        self._real.fence(ids, layer)
+
+    def drain(self) -> None:
+        self.wait([job.id for job in self._waiting])
 
     def close(self) -> None:
-        self.wait([job.id for job in self._waiting])
+        self.drain()
         self._real.close()

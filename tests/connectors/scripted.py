@@ -8,7 +8,7 @@ tokens before it wrote: each token writes a number that depends on its whole pre
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
@@ -98,7 +98,7 @@ def configs(*, hash_name: str = "sha256", ranks: int = 1) -> tuple[Any, Any]:
         model="tiny", dtype="int64", quantization=None, hf_config=SimpleNamespace(to_dict=dict)
     )
     parallel = type("ParallelConfig", (SimpleNamespace,), {})(tensor_parallel_size=ranks)
-    vllm_config = SimpleNamespace(
+    vllm_config = type("VllmConfig", (SimpleNamespace,), {})(
         model_config=model,
         cache_config=cache,
         load_config=SimpleNamespace(load_format="dummy"),
@@ -119,19 +119,23 @@ class Engine:
         *,
         blocks: int = 40,
         seed: int = 0,
-        load: str = "async",
+        load: Any = "async",
         save_decode: bool = True,
         ranks: int = 1,
         on_reset: Any = "forget",
         failing: Exception | None = None,
+        role: str = "kv_both",
+        handed_over: bool = False,
+        make_copier: Callable[[Parts, Arena], Copier] | None = None,
     ) -> None:
         from kvladder.connectors.vllm import worker as vllm_worker
         from kvladder.connectors.vllm.options import Options
         from kvladder.connectors.vllm.scheduler import SchedulerHalf
 
         self.random = Random(seed)
-        self.is_async = load == "async"
+        self.way = load
         vllm_config, kv_config = configs(ranks=ranks)
+        vllm_config.kv_transfer_config.kv_role = role
         kv_config.num_blocks = blocks
         self.notices = Notices(lambda: 0.0)
         self.copiers: list[LazyCopier] = []
@@ -152,14 +156,13 @@ class Engine:
                 kv_config,
                 rank=rank,
                 notices=self.notices,
-                make_copier=make,
+                make_copier=make if make_copier is None else make_copier,
                 make_loaded=self.loaded_models[rank],
             )
             worker.register({f"l{i}": kv[i] for i in range(LAYERS)})
+            worker._registers = make_copier is not None
             self.workers.append(worker)
-        options = Options(
-            load="async" if self.is_async else "sync", save_decode=save_decode, on_reset=on_reset
-        )
+        options = Options(load=self.way, save_decode=save_decode, on_reset=on_reset)
         self.half = SchedulerHalf(
             vllm_config,
             kv_config,
@@ -167,7 +170,8 @@ class Engine:
             config=load_config(source),
             notices=self.notices,
         )
-        self.half.start({rank: worker.describe() for rank, worker in enumerate(self.workers)})
+        described = {rank: worker.describe() for rank, worker in enumerate(self.workers)}
+        self.half.start(described, handed_over=handed_over)
         self.free = list(range(1, blocks))
         self.entries: dict[str, Entry] = {}
         self.loaded = 0
@@ -229,13 +233,14 @@ class Engine:
         step = self.half.build(self._output(scheduled))
         for worker in self.workers:
             worker.begin(step)
-        if any(load.sync for load in step.loads):
-            self._each("load", step)
-            self._forward(scheduled)
-        else:
-            self._forward(scheduled)
-            self._each("load", step)
+        by_layer, waits = self.way == "layers", any(load.sync for load in step.loads)
+        if waits:
+            self._load(step, by_layer=by_layer)
+        garbled = self._forward(scheduled)
+        if not waits:
+            self._load(step, by_layer=False)
         self._each("save", step)
+        self._require_bad(garbled)
         bad = set[int]().union(*(worker.bad_blocks() for worker in self.workers))
         received = [worker.received() for worker in self.workers]
         bad |= set[int]().union(*(worker.bad_blocks() for worker in self.workers))
@@ -252,6 +257,18 @@ class Engine:
     def _each(self, name: str, step: Any) -> None:
         for worker in self.workers:
             getattr(worker, name)(step)
+
+    def _load(self, step: Any, *, by_layer: bool) -> None:
+        for worker in self.workers:
+            worker.load(step, by_layer=by_layer)
+
+    def _require_bad(self, garbled: Sequence[str]) -> None:
+        """Who read another token's KV must have been told that its blocks are bad."""
+        bad = set[int]().union(*(worker._bad_blocks for worker in self.workers))
+        for request_id in garbled:
+            assert bad & set(self.entries[request_id].table), (
+                f"step {self.steps}: {request_id} reads another token's KV"
+            )
 
     def _room(self, entry: Entry, tokens: int) -> bool:
         """Give ``entry`` blocks for its first ``tokens`` tokens, all or none."""
@@ -293,7 +310,7 @@ class Engine:
             found, is_async = self.half.ask(request, 0)
             if found is None:
                 return 0
-            assert is_async == (found > 0 and self.is_async)
+            assert self.way == "layers" or is_async == (found > 0 and self.way == "async")
             external = found
         computed = request.num_computed_tokens + external
         count = 0 if is_async else min(budget, request.num_tokens - computed)
@@ -339,24 +356,31 @@ class Engine:
             kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get),
         )
 
-    def _forward(self, scheduled: dict[str, int]) -> None:
-        """Read all that came before, unless it was reported as bad, and write what is new."""
-        spoiled = set[int]().union(*(worker._bad_blocks for worker in self.workers))
+    def _forward(self, scheduled: dict[str, int]) -> list[str]:
+        """Read all that came before, layer by layer, and write what is new; who read garbage."""
+        garbled: set[str] = set()
+        for layer in range(LAYERS):
+            for worker in self.workers:
+                worker.await_layer(f"l{layer}")
+            garbled |= {one for one in scheduled if not self._reads_well(one, layer)}
         for request_id, count in scheduled.items():
             entry = self.entries[request_id]
             request, start = entry.request, entry.request.num_computed_tokens
-            if not spoiled & set(entry.table):
-                for position in range(start):
-                    self.read += 1
-                    for kv in self.kv:
-                        cell = kv[:, entry.table[position // TOKENS], 0, position % TOKENS, 0]
-                        assert cell.tolist() == [request.content(position)] * LAYERS, (
-                            f"step {self.steps}: {request_id} reads another token's KV"
-                        )
             for position in range(start, start + count):
-                value = -1 if spoiled & set(entry.table) else request.content(position)
+                value = -1 if request_id in garbled else request.content(position)
                 for kv in self.kv:
                     kv[:, entry.table[position // TOKENS], 0, position % TOKENS, 0] = value
+        return [*garbled]
+
+    def _reads_well(self, request_id: str, layer: int) -> bool:
+        entry = self.entries[request_id]
+        request = entry.request
+        computed = request.num_computed_tokens
+        wanted = torch.tensor([request.content(position) for position in range(computed)])
+        self.read += computed
+        blocks = entry.table[: -(-computed // TOKENS)]
+        found = (kv[layer, blocks, 0, :, 0].flatten()[:computed] for kv in self.kv)
+        return all(torch.equal(one, wanted) for one in found)
 
     def _take(self, scheduled: dict[str, int], received: Sequence[set[str]], bad: set[int]) -> None:
         for request_id, count in scheduled.items():

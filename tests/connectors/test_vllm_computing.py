@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ import pytest
 from kvladder.config import registry
 from kvladder.tiers.label import Read
 from kvladder.tiers.memory import MemoryTier
-from tests.patience import PATIENCE_S
+from tests.patience import until
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -156,13 +155,6 @@ def run(engine: Engine) -> None:
         engine.step(budget=2 * PROMPT)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-
-
 def prompt(seed: int) -> list[int]:
     return Random(seed).choices(range(50), k=PROMPT)
 
@@ -189,7 +181,7 @@ def test_no_request_waits_for_a_tier_that_hangs(load: str) -> None:
     for seed in range(6):  # more than host has room for: the first ones are below it only
         engine.add(prompt(seed))
         run(engine)
-        wait_for(engine.half.connector.manager.idle)  # all is written
+        until(engine.half.connector.manager.idle)  # all is written
     assert level.stats.hits == 0
     for seed in range(4):
         assert engine.half.connector.manager.lookup(keys_of(engine, seed)).total > 20

@@ -6,8 +6,6 @@ import gc
 import hashlib
 import importlib
 import importlib.util
-import socket
-import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -22,8 +20,9 @@ from kvladder.config.stack import load_config
 from kvladder.connectors.vllm.groups import Groups, groups_of
 from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey
+from kvladder.testing.redisserver import free_ports
 from tests.connectors.scripted import TOKENS, Engine, Request, configs, kv_spec
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -75,10 +74,7 @@ def prompt(seed: int, blocks: int = 3) -> list[int]:
 def serve(engine: Engine, tokens: Sequence[int]) -> Request:
     request = engine.add(tokens)
     engine.run()
-    deadline = time.monotonic() + PATIENCE_S
-    while not engine.half.connector.manager.idle():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    until(engine.half.connector.manager.idle)
     return request
 
 
@@ -164,10 +160,7 @@ def test_blocks_of_an_adapter_go_by_the_same_name_from_first_to_last(engine: Eng
     events.describe(request, 0, 0, keys)
     save = manager.save(keys)
     save.commit()
-    deadline = time.monotonic() + PATIENCE_S
-    while not manager.idle():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    until(manager.idle)
     stored = events.take()
     assert {(event.lora_id, event.lora_name) for event in stored} == {(7, "mine")}
     assert stored[0].extra_keys == [("mine", "whose"), ("mine",), ("mine",)]
@@ -251,19 +244,13 @@ def test_events_are_refused_where_none_are_kept(engine: Engine) -> None:
     assert not enabled(SimpleNamespace(kv_events_config=off))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @pytest.mark.vllm  # whose context of sockets stays
 def test_a_subscriber_of_vllms_publisher_fills_its_gap(engine: Engine) -> None:
     import zmq
     from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
 
-    replays, port = f"tcp://127.0.0.1:{free_port()}", free_port()
+    port, other = free_ports(2)
+    replays = f"tcp://127.0.0.1:{other}"
     context = zmq.Context()
     subscriber = context.socket(zmq.SUB)
     subscriber.bind(f"tcp://127.0.0.1:{port}")  # vLLM connects where there is no wildcard
@@ -283,7 +270,7 @@ def test_a_subscriber_of_vllms_publisher_fills_its_gap(engine: Engine) -> None:
             publisher.publish(KVEventBatch(ts=1.0, events=taken(engine)))
         batches = 0
         while batches < 5:
-            assert subscriber.poll(5000)
+            assert subscriber.poll(int(1000 * PATIENCE_S))
             topic, sequence, payload = subscriber.recv_multipart()
             heard[int.from_bytes(sequence)] = payload
             _time_s, found, rank = msgspec.msgpack.decode(payload)
@@ -295,7 +282,7 @@ def test_a_subscriber_of_vllms_publisher_fills_its_gap(engine: Engine) -> None:
             del heard[lost]
         asking.send_multipart([b"", (last - 3).to_bytes(8)])
         while True:
-            assert asking.poll(5000)
+            assert asking.poll(int(1000 * PATIENCE_S))
             _empty, _topic, sequence, payload = asking.recv_multipart()
             if sequence == ZmqEventPublisher.END_SEQ:
                 break

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import pickle
 import threading
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -16,9 +15,15 @@ from typing import Any
 
 import pytest
 
+from kvladder.arena import Arena
 from kvladder.connectors.vllm.requests import Find
 from kvladder.connectors.weights import weights_digest
+from kvladder.gpu.copy.pages import Parts, by_group
+from kvladder.gpu.copy.registration import Registration
+from kvladder.gpu.copy.streams import StreamCopier
 from tests.connectors.scripted import TOKENS, Engine, Entry, Request
+from tests.kit.gpu import FakeDevice
+from tests.patience import PATIENCE_S, until
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -85,7 +90,7 @@ def served(engine: Engine, tokens: Sequence[int], **options: Any) -> Request:
     return request
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
+@pytest.mark.parametrize("load", ["async", "sync", "layers"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_was_computed_is_loaded(engines: list[Engine], load: str, ranks: int) -> None:
     engine = Engine(HOST, load=load, ranks=ranks)
@@ -107,7 +112,7 @@ def test_blocks_of_generated_tokens_are_saved_unless_told_not_to(engines: list[E
         assert engine.half.stats()["host"]["blocks"] == blocks
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
+@pytest.mark.parametrize("load", ["async", "sync", "layers"])
 @pytest.mark.parametrize("source", [HOST, COLD], ids=["host", "cold"])
 @pytest.mark.parametrize("seed", range(12))
 def test_nothing_is_ever_read_that_was_not_written(
@@ -171,7 +176,7 @@ def test_a_request_that_goes_on_does_not_wait_for_its_own_saves(engines: list[En
     engine.run()
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
+@pytest.mark.parametrize("load", ["async", "sync", "layers"])
 def test_a_request_whose_load_failed_computes_and_is_saved_anew(
     engines: list[Engine], load: str
 ) -> None:
@@ -399,11 +404,8 @@ def with_adapter(engine: Engine, name: str, path: Any, *, number: int = 1) -> Re
 
 def known(engine: Engine, request: Request) -> bool:
     """Whether it can be said, by now, what the blocks of a request are called."""
-    end = time.monotonic() + 60
     state = engine.half._states[request.request_id]
-    while not state.apart and not engine.half._named(state):
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    until(lambda: state.apart or engine.half._named(state))
     return not state.apart
 
 
@@ -441,7 +443,7 @@ def test_an_adapter_is_read_beside_the_engine_and_computed_without_a_cache_until
 
     def slowly(path: Any) -> str:
         begun.release()
-        assert go.wait(60)
+        assert go.wait(PATIENCE_S)
         return weights_digest(path)
 
     monkeypatch.setattr(adapters, "weights_digest", slowly)
@@ -458,7 +460,7 @@ def test_an_adapter_is_read_beside_the_engine_and_computed_without_a_cache_until
     with_adapter(engine, "fourth", tmp_path)
     engine.run()
     assert engine.loaded == 7
-    assert begun.acquire(timeout=60)
+    assert begun.acquire(timeout=PATIENCE_S)
     assert not begun.acquire(blocking=False), "once for all of them"
     (tmp_path / "adapter_model.bin").write_bytes(b"two" * 5000)
     anew = with_adapter(engine, "anew", tmp_path)
@@ -479,16 +481,16 @@ def test_an_adapter_that_is_loaded_anew_while_it_is_read_is_read_once_more(
 
     def slowly(path: Any) -> str:
         begun.release()
-        assert go.acquire(timeout=60)
+        assert go.acquire(timeout=PATIENCE_S)
         return weights_digest(path)
 
     monkeypatch.setattr(adapters, "weights_digest", slowly)
     with_adapter(engine, "first", tmp_path)
-    assert begun.acquire(timeout=60)
+    assert begun.acquire(timeout=PATIENCE_S)
     with_adapter(engine, "anew", tmp_path)
     request = with_adapter(engine, "anew again", tmp_path)
     go.release()
-    assert begun.acquire(timeout=60), "what was read first may be others' by now"
+    assert begun.acquire(timeout=PATIENCE_S), "what was read first may be others' by now"
     assert not engine.half._named(engine.half._states[request.request_id])
     go.release()
     assert known(engine, request)
@@ -541,4 +543,51 @@ def test_what_the_halves_tell_each_other_can_be_pickled(engines: list[Engine]) -
     copy = pickle.loads(pickle.dumps(described))
     assert copy.worker is None
     assert copy.fields == described.fields
+    engine.run()
+
+
+def test_slots_are_used_as_the_devices_of_all_ranks_have_registered_them(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices: list[FakeDevice] = []
+
+    def make(parts: Parts, arena: Arena) -> StreamCopier:
+        device = FakeDevice()
+        devices.append(device)
+        for part in by_group(parts).values():
+            for page in part.pages.pages:
+                device.own(page.view)
+        return StreamCopier(parts, arena, device)
+
+    options: Any = Registration.__init__.__kwdefaults__
+    monkeypatch.setitem(options, "piece_bytes", 64 * 4096)
+    engine = Engine(HOST, ranks=2, make_copier=make)
+    engines.append(engine)
+    arena = engine.half.connector.manager.arena
+
+    def serve() -> None:
+        engine.add(prompt(1), length=31)
+        for _ in range(40):
+            engine.step()
+            for device in devices:
+                device.run_on(0.01)
+        assert not engine.entries
+
+    serve()
+    assert len(devices) == 2, "with the first step, not with the first copy"
+    assert (arena.admitted, engine.loaded) == (0, 0)
+    devices[0].work_in_background()
+    serve()
+    assert (arena.admitted, engine.loaded) == (0, 0)
+    devices[1].step_background()
+    for _ in range(3):  # the first begins before the news, and leaves its first blocks out
+        serve()
+    assert arena.admitted >= 64
+    assert engine.loaded > 0
+    devices[1].work_in_background()
+    serve()
+    assert arena.admitted == arena.slots == 256
+    assert all(device.host_waits == [] for device in devices)
+    step = engine.half.build(engine._output({}))
+    assert step.attach is None, "everybody has it"
     engine.run()

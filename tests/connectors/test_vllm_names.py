@@ -19,18 +19,15 @@ from typing import Any
 import pytest
 import torch
 
+from kvladder.connectors.naming import folder_fields
 from kvladder.connectors.vllm.identity import fingerprint as vllm_fingerprint
-from kvladder.connectors.vllm.identity.fingerprint import (
-    LEFT_OUT,
-    folder_fields,
-    left_out,
-    model_fields,
-)
+from kvladder.connectors.vllm.identity.fingerprint import LEFT_OUT, left_out, model_fields
 from kvladder.connectors.vllm.start import tensor_fields
 from kvladder.connectors.weights import SUFFIXES
 from kvladder.gpu.copy.pages import BlockPages
 from tests.connectors.arguments import ELSEWHERE
 from tests.connectors.scripted import configs
+from tests.patience import PATIENCE_S, RUN_S
 from tests.vllm.harness import HERE, environment
 
 PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
@@ -224,7 +221,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny LLaVA, and beside it a link to it."""
     found = tmp_path_factory.mktemp("names") / "model"
     command = [sys.executable, str(HERE / "pictures.py"), str(found)]
-    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=240)
+    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=PATIENCE_S)
     (found.parent / "other").symlink_to(found)
     return found
 
@@ -234,7 +231,7 @@ def named(model: Path, results: Path, *only: str, **env: str) -> dict[str, Any]:
     paths = [Path(__file__).parent / "arguments.py", model, model.parent / "other", results]
     command = [sys.executable, *map(str, paths), *only]
     given = environment(VLLM_TARGET_DEVICE="cpu", **env)
-    run = subprocess.run(command, env=given, capture_output=True, text=True, timeout=900)
+    run = subprocess.run(command, env=given, capture_output=True, text=True, timeout=RUN_S)
     assert results.exists(), run.stderr[-3000:]
     found: dict[str, Any] = json.loads(results.read_text())
     return found

@@ -56,8 +56,10 @@ def key(number: int, group: int = 0) -> Any:
 class Native:
     """What vLLM's tiering does with a tier."""
 
-    def __init__(self, model: Path, folder: Path, *, tp: int = 1, **settings: Any) -> None:
-        self.rows = np.zeros((8, ROW), dtype=np.int8)
+    def __init__(
+        self, model: Path, folder: Path, *, tp: int = 1, rows: int = 8, **settings: Any
+    ) -> None:
+        self.rows = np.zeros((rows, ROW), dtype=np.int8)
         stack = {"host": "64 KiB", "files": str(folder), "capacity": "8 MiB"}
         self.tier: Any = SecondaryTierFactory.create_secondary_tier(
             {**PATHS, **stack, **settings}, memoryview(self.rows.data), spec(model, tp=tp)
@@ -260,3 +262,35 @@ def test_names_cover_what_vllm_tells_its_tiers(
     monkeypatch.setenv("VLLM_PORT", "4711")
     assert named() == found[-1]
     assert len(set(found)) == len(found)
+
+
+def test_jobs_larger_than_the_arena_go_piece_by_piece(
+    model: Path, tmp_path: Path, natives: list[Native]
+) -> None:
+    """The arena has eight slots; what is stored goes on to files, and comes back, through them."""
+    keys, rows = [key(number) for number in range(40)], [*range(40)]
+    first = Native(model, tmp_path / "kv", rows=40)
+    natives.append(first)
+    assert first.tier.manager.arena.slots == 8
+    first.rows[:] = np.random.default_rng(0).integers(-128, 127, first.rows.shape)
+    kept = first.rows.copy()
+    assert first.run(first.tier.submit_store, keys, rows).transfer_bytes == 40 * ROW
+    first.rows[:] = 0
+    assert first.run(first.tier.submit_load, keys, rows[::-1]).success
+    assert (first.rows == kept[::-1]).all()
+    assert "dropped_room" not in first.tier.manager.stats()["host"]
+    first.tier.shutdown()
+    second = Native(model, tmp_path / "kv", rows=40)
+    natives.append(second)
+    jobs = [
+        TransferJob(
+            number, keys[start : start + 20], np.array(rows[start : start + 20]), True, CONTEXT
+        )
+        for number, start in enumerate((0, 20))
+    ]
+    for job in jobs:
+        second.tier.submit_load(job)
+    second.tier.drain_jobs()
+    assert all(result.success for result in second.tier.get_finished_jobs())
+    assert (second.rows == kept).all()
+    second.tier.manager.check()

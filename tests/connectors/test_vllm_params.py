@@ -65,6 +65,10 @@ def test_who_says_nothing_changes_nothing() -> None:
     assert of_blocks(policy_of({"ttl_s": 5}), 0) is None
 
 
+def test_a_pin_is_the_highest_priority_for_a_while() -> None:
+    assert of_blocks(policy_of({"pin_s": 60}), 0, 3, 4) == [(100, 60.0)] * 3
+
+
 def test_one_priority_is_that_of_generated_blocks_too() -> None:
     assert of_blocks(policy_of({"priority": 70}), 3, 4) == [(70, None)] * 2
     assert of_blocks(policy_of({"decode_priority": 10}), 3, 4) == [(35, None), (10, None)]
@@ -88,6 +92,13 @@ def test_one_priority_is_that_of_generated_blocks_too() -> None:
         ({"tiers": {"store": ["nmve"]}}, "tiers.store[0]: 'nmve' (did you mean 'nvme'?)"),
         ({"tiers": {"sotre": []}}, "tiers.sotre: unknown key (did you mean 'store'?)"),
         ({"save": 1}, "save: 1 (expected true or false)"),
+        ({"session": ""}, "session: '' (expected a name, 1 to 200 characters"),
+        ({"session": 5}, "session: 5 (expected"),
+        ({"end_session": True}, "session: missing (end_session needs its name)"),
+        ({"pin_s": 0}, "pin_s: 0 (expected seconds, more than 0"),
+        ({"pin_s": 5, "priority": 80}, "priority: stands beside pin_s (leave one of the two out"),
+        ({"prefetch": "a"}, "prefetch: 'a' (expected a list"),
+        ({"prefetch": ["a"] * 17}, "prefetch: 17 sessions (expected 16 at most)"),
         ({1: 2}, "kvladder: 1 (expected keys that are text)"),
         ({"tiers": {"load": [None]}}, "tiers.load"),
         ({"a\nb": 1}, "a?b: unknown key"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import pickle
 import warnings
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +19,7 @@ if importlib.util.find_spec("vllm") is None:
 
 with warnings.catch_warnings():  # whatever vLLM warns of when it is imported
     warnings.simplefilter("ignore")
+    from kvladder.connectors.vllm.step import RankDescription, carried, carry
     from tests.connectors.simulated import Simulation
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -59,10 +62,74 @@ def test_another_connector_s_description_and_a_second_of_us_are_refused(tmp_path
 
     one = Simulation(tmp_path, HOST, "full")
     start = one.connector.set_xfer_handshake_metadata_pp_aware
-    with pytest.raises(ConfigError, match="another connector described its KV tensors"):
+    with pytest.raises(ConfigError, match="another connector described .* took nothing of this"):
         start({(0, 0): KVConnectorHandshakeMetadata()})
     described = one.ranks[0].half.describe()
     described.taken = True
     with pytest.raises(ConfigError, match="KVLadderConnector is there twice"):
         start({(0, 0): described})
     one.close()
+
+
+def test_another_connector_s_description_carries_ours_and_says_what_it_said() -> None:
+    """Over processes, and to the other connector, which encodes its own."""
+    import msgspec
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
+
+    ours = RankDescription(3, "here", (4096,), {"field": "value"}, worker=object())
+    theirs = NixlHandshakePayload("hash", b"agent")
+    said = msgspec.msgpack.encode(theirs)
+    none = SimpleNamespace(get_handshake_metadata=lambda: None)
+    other = SimpleNamespace(get_handshake_metadata=lambda: theirs)
+    assert carry(ours, [none]) is ours
+    assert carry(ours, [none, other]) is theirs
+    assert carried([theirs]) == carried([ours]) == {3: ours}
+    (found,) = carried([pickle.loads(pickle.dumps(theirs))]).values()
+    assert (found.rank, found.fields, found.worker) == (3, {"field": "value"}, None)
+    assert msgspec.msgpack.encode(theirs) == said
+    assert carry(ours, [SimpleNamespace(get_handshake_metadata=object)]) is ours  # it takes nothing
+
+
+def test_a_request_that_another_connector_brings_is_looked_for_once_that_failed() -> None:
+    engine = Engine(HOST, handed_over=True)
+    tokens = Random(1).choices(range(50), k=30)
+    engine.add(tokens)
+    engine.run()
+    brought = {"do_remote_prefill": True}
+    request = engine.add(tokens, kv_transfer_params=brought)
+    assert engine.half.ask(request, 0) == (0, False)
+    assert not engine.half._pins
+    brought["do_remote_prefill"] = False  # as NixlConnector says once it has tried
+    engine.run()
+    assert engine.loaded == 29 // TOKENS
+    engine.close()
+
+
+def test_a_producer_saves_and_a_consumer_loads_and_saves_what_says_so(tmp_path: Path) -> None:
+    always = {"when": "always", "deadline": "1 h"}
+    source = {**HOST, "files": str(tmp_path / "kv"), "capacity": "1 MiB", "fetch": always}
+    tokens, more = (Random(seed).choices(range(50), k=30) for seed in range(2))
+    blocks = 29 // TOKENS
+
+    def twice(role: str, *, params: object = None) -> list[int]:
+        """How many blocks each of two prompts finds, the second time that they are given."""
+        engine = Engine(source, role=role)
+        found: list[int] = []
+        for prompt in (tokens, more, tokens, more):
+            engine.loaded = 0
+            engine.add(prompt, kv_transfer_params={"kvladder": params})
+            engine.run()
+            found.append(engine.loaded)
+        engine.close()
+        return found
+
+    engine = Engine(source, role="kv_producer")
+    for _ in range(2):
+        engine.add(tokens)
+        engine.run()
+    assert engine.loaded == 0
+    engine.close()
+    assert twice("kv_consumer") == [blocks, 0, blocks, 0]
+    assert twice("kv_consumer", params={"save": True}) == [blocks, 0, blocks, blocks]
+    assert twice("kv_producer") == [0, 0, 0, 0]
+    assert twice("kv_both", params={"save": False}) == [blocks] * 4

@@ -22,7 +22,10 @@ from kvladder.connectors.vllm.start import (
     check_engine,
     check_features,
     check_groups,
+    check_layers,
+    check_roles,
     group_pages,
+    runs_layers,
 )
 from kvladder.connectors.weights import weights_digest
 from kvladder.errors import ConfigError, LayoutError
@@ -62,7 +65,7 @@ def test_what_a_stack_names_is_looked_at_before_the_model_is_loaded(tmp_path: Pa
     [
         ({"lod": "sync", **HOST}, r"kv_connector_extra_config.lod: unknown key .*'load'"),
         ({"hots": "1 GiB"}, r"kv_connector_extra_config.hots: unknown key .*'host'"),
-        ({"load": "later", **HOST}, r"kv_connector_extra_config.load: 'later' .*'async' or 'sync'"),
+        ({"load": "later", **HOST}, r"kv_connector_extra_config.load: 'later' .*'async'"),
         ({"save_decode": "yes", **HOST}, r"save_decode: 'yes' .*true or false"),
         ({}, r"kv_connector_extra_config: no stack .*stack.yaml"),
         ({"load": "sync"}, "no stack"),
@@ -94,7 +97,6 @@ def test_the_page_names_every_setting_and_every_kind_of_kv_cache() -> None:
     [
         ("parallel_config", "decode_context_parallel_size", 2, "--decode-context-parallel-size"),
         ("parallel_config", "nnodes", 3, "--nnodes: 3 .*supports 1"),
-        ("kv_transfer_config", "kv_role", "kv_producer", "kv_role: 'kv_producer': .*use kv_both"),
         ("cache_config", "prefix_caching_hash_algo", "xxhash_cbor", "sha256 or sha256_cbor"),
         ("cache_config", "calculate_kv_scales", True, "--calculate-kv-scales"),
     ],
@@ -107,6 +109,16 @@ def test_engines_that_are_not_supported_are_refused(
     setattr(getattr(vllm_config, part), option, value)
     with pytest.raises(ConfigError, match=text):
         check_engine(vllm_config)
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
+def test_a_connector_that_loads_is_refused_where_the_engine_only_produces(role: str) -> None:
+    for whole in ("kv_consumer", "kv_both"):
+        check_roles(role, whole)
+        check_roles("kv_producer", whole)
+    check_roles("kv_producer", "kv_producer")
+    with pytest.raises(ConfigError, match=f"kv_role: 'kv_producer', .*{role}.*use kv_both for"):
+        check_roles(role, "kv_producer")
 
 
 def test_kinds_of_blocks_that_are_not_supported_are_refused_by_name() -> None:
@@ -130,6 +142,8 @@ def test_kinds_of_blocks_that_are_not_supported_are_refused_by_name() -> None:
         check(kv_spec("MambaSpec", mamba_cache_mode="none"))
     with pytest.raises(ConfigError, match=r"load: .* tiny, whose KV cache is full, window .*async"):
         check(window, load="sync")
+    with pytest.raises(ConfigError, match=r"load: .* whose KV cache is full, window .*async"):
+        check(window, load="layers")
     mixed = kv_spec("UniformTypeKVCacheSpecs")
     mixed.kv_cache_specs = {"m": window, "n": kv_spec("FullAttentionSpec")}
     vllm_config, kv_config = configs()
@@ -140,6 +154,8 @@ def test_kinds_of_blocks_that_are_not_supported_are_refused_by_name() -> None:
     vllm_config, kv_config = configs()
     vllm_config.speculative_config = SimpleNamespace(model="draft")
     check_groups(vllm_config, kv_config, load="async")
+    with pytest.raises(ConfigError, match=r"load: the drafts' layers do not say .*async"):
+        check_groups(vllm_config, kv_config, load="layers")
     state = kv_spec("MambaSpec", mamba_cache_mode="align")
     kv_config.kv_cache_groups = [SimpleNamespace(layer_names=["m"], kv_cache_spec=state)]
     with pytest.raises(ConfigError, match="--speculative-config: with drafts"):
@@ -148,6 +164,35 @@ def test_kinds_of_blocks_that_are_not_supported_are_refused_by_name() -> None:
     kv_config.hash_block_size = 3
     with pytest.raises(LayoutError, match="hashes every 3 tokens, but blocks have 4"):
         check_groups(vllm_config, kv_config, load="async")
+
+
+def test_layers_that_do_not_say_when_they_read_are_refused() -> None:
+    pytest.importorskip("vllm")
+    from vllm.model_executor.layers.attention import Attention
+
+    vllm_config, _ = configs()
+    layers = vllm_config.compilation_config.static_forward_context
+    layers.update(good=object.__new__(Attention), other=SimpleNamespace())
+    check_layers(vllm_config, ["good"])
+    with pytest.raises(ConfigError, match=r"load: other, a SimpleNamespace, does not say .*async"):
+        check_layers(vllm_config, ["good", "other"])
+
+
+def test_layers_are_waited_for_one_by_one_where_each_of_them_runs() -> None:
+    """A graph of the whole forward pass runs none of the hooks, micro-batches two at a time."""
+
+    def context(mode: str, *, metadata: Any = ("x",), ubatches: Any = None) -> Any:
+        runs = SimpleNamespace(name=mode)
+        return SimpleNamespace(
+            cudagraph_runtime_mode=runs, attn_metadata=metadata, ubatch_slices=ubatches
+        )
+
+    assert runs_layers(context("NONE"))
+    assert runs_layers(context("PIECEWISE"))
+    assert not runs_layers(context("FULL"))
+    assert not runs_layers(context("NONE", metadata=None))  # how one way of vLLM's shows a graph
+    assert not runs_layers(context("NONE", ubatches=[1, 2]))
+    assert not runs_layers(SimpleNamespace())
 
 
 def test_layers_of_one_group_may_have_sizes_and_parts_of_their_own() -> None:

@@ -17,6 +17,8 @@ from tests.connectors.moody import MoodyTier
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
+from kvladder.gpu.copy.copier import Copier
+from tests.connectors.lazy import LazyCopier
 from tests.connectors.mixes import MODELS
 from tests.connectors.simulated import Simulation
 
@@ -72,6 +74,31 @@ def test_what_was_computed_is_loaded(tmp_path: Path, model: str) -> None:
     one.run()
     assert one.hits == 63 // unit * unit
     assert one.answers[first] == one.answers[second]
+    one.close()
+
+
+def test_an_engine_sleeps_and_finds_its_blocks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the hooks that vLLM calls for it, where it has them; all of them, or none."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    hooks = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}
+    assert hooks & {*dir(KVConnectorBase_V1)} in (set(), hooks)
+    one = Simulation(tmp_path, HOST, "full")
+    connector, (rank,) = one.connector, one.ranks
+    assert connector.supports_sleep_mode(one.vllm_config.kv_transfer_config)
+    connector.worker = rank.half
+    woken: list[Copier] = []
+    monkeypatch.setattr(LazyCopier, "moved", lambda copier: woken.append(copier))
+    for hits in (0, 28):
+        one.add(prompt(1))
+        one.run()
+        assert one.hits == hits
+        one.reset()
+        connector.unregister_kv_caches()
+        connector.restore_kv_caches()
+    assert woken == [rank.copier] * 2, "its copies are told that the tensors may lie elsewhere"
     one.close()
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -14,7 +13,7 @@ import pytest
 
 from kvladder.keys import BlockKey
 from tests.connectors.scripted import TOKENS, Engine, Request
-from tests.patience import PATIENCE_S
+from tests.patience import until
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -40,13 +39,6 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
                      "tiers": [{"type": "host"}, files]})  # fmt: skip
     yield engine
     engine.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def load(engine: Engine, request: Request, *, own: int) -> int:

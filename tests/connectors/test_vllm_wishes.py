@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.connectors.scripted import Engine
+from tests.patience import until
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -29,7 +30,7 @@ def served(params: object, **options: Any) -> Any:
     source = {
         "arena": {"size": "64 KiB"},
         "tiers": [
-            {"type": "host"},
+            {"type": "host", "min_priority": 0},
             {"name": "nvme", "type": "memory", "capacity": "1 MiB", "when": "commit"},
         ],
     }
@@ -70,4 +71,105 @@ def test_wrong_parameters_do_not_fail_a_request(caplog: pytest.LogCaptureFixture
     engine = served({"priority": 1000})
     assert engine.loaded > 0
     assert len([r for r in caplog.records if "kvladder parameters are ignored" in r.message]) == 1
+    engine.close()
+
+
+# ---- sessions
+
+
+COLD = {"name": "cold", "type": "memory", "capacity": "1 MiB", "when": "commit"}
+
+
+def turn(engine: Any, tokens: Any, **params: Any) -> int:
+    """A whole request; how many blocks were loaded for it."""
+    before = engine.loaded
+    engine.add(tokens, kv_transfer_params={"kvladder": params})
+    engine.run()
+    return int(engine.loaded - before)
+
+
+def written(engine: Any) -> None:
+    """Nothing is on its way down any more."""
+    until(engine.half.connector.manager.idle)
+
+
+def sizes(engine: Any) -> tuple[int, int]:
+    """Blocks in host and in the level below."""
+    stack = engine.half.connector.manager._stack
+    return len(stack.host.index), len(stack.levels[0].index)
+
+
+def opened(**host: Any) -> Any:
+    source = {"arena": {"size": "256 KiB"}, "tiers": [{"type": "host", **host}, COLD]}
+    return Engine(source)
+
+
+def test_what_a_session_alone_has_goes_with_it() -> None:
+    engine = opened()
+    turn(engine, range(32), session="a")
+    turn(engine, [*range(16), *range(100, 116)], session="b")
+    written(engine)
+    held = sizes(engine)
+    turn(engine, range(48), session="a", end_session=True)
+    assert turn(engine, [*range(16), *range(100, 117)]) == 8, "b has its own, and what it shares"
+    after = sizes(engine)
+    assert after[0] < held[0]
+    assert after[1] < held[1]
+    assert turn(engine, [*range(32), 7]) == 4, "what a alone had is gone"
+    engine.close()
+
+
+def test_without_a_threshold_what_a_session_had_goes_next() -> None:
+    engine = opened(min_priority=0)
+    turn(engine, range(32), session="a")
+    turn(engine, range(100, 132), session="b")
+    turn(engine, range(32), session="a", end_session=True)
+    index = engine.half.connector.manager._stack.host.index
+    by_priority = [index.priority(place) for place in index.victims()]
+    assert by_priority[0] == 0
+    assert by_priority == sorted(by_priority)
+    engine.close()
+
+
+def test_a_session_that_ended_is_named_once_and_its_request_served(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = opened()
+    turn(engine, range(32), session="a")
+    turn(engine, range(32), session="a", end_session=True)
+    turn(engine, range(200, 232), session="a", priority=90)
+    assert "session 'a' has ended: expected the name of another one" in caplog.text
+    assert "its kvladder parameters are ignored" in caplog.text
+    index = engine.half.connector.manager._stack.host.index
+    assert 90 not in {index.priority(place) for place in index.victims()}
+    turn(engine, range(300, 332), prefetch=["nobody"])
+    assert "session 'nobody' is not known" in caplog.text or len(caplog.records) == 1
+    engine.close()
+
+
+def test_what_a_session_needs_next_is_brought_up_before_it_comes() -> None:
+    engine = opened()
+    manager = engine.half.connector.manager
+    turn(engine, range(32), session="a")
+    keys = [key for run in manager.sessions.last("a")[0] for key in run]
+    written(engine)
+    with manager._stack.lock:
+        manager._stack.host.forget(keys, "evicted")
+    assert manager.lookup(keys).host == 0
+    assert manager.lookup(keys).total == len(keys)
+    for _ in range(50):  # other requests run meanwhile
+        turn(engine, range(500, 508), prefetch=["a"])
+        if manager.lookup(keys).host == len(keys):
+            break
+    assert manager.lookup(keys).host == len(keys)
+    turn(engine, range(500, 508))
+    assert not engine.half._prefetched, "nothing stays pinned"
+    engine.close()
+
+
+def test_a_pin_outlasts_what_is_used_more() -> None:
+    engine = opened()
+    turn(engine, range(32), session="a", pin_s=600)
+    index = engine.half.connector.manager._stack.host.index
+    assert {index.priority(place) for place in index.victims()} == {100}
     engine.close()

@@ -91,7 +91,10 @@ def started() -> Iterator[list[Server]]:
 def filled(
     model: Path, reference: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[Any]]:
-    """A directory with all prompts, and the results of the engine that filled it."""
+    """A directory with all prompts, and the results of the engine that filled it.
+
+    That is a ``fresh`` process: names of blocks must not stand on the seed of its ``hash``.
+    """
     directory = tmp_path_factory.mktemp("filled")
     extra = {"host": "64 MiB", "files": str(directory / "kv"), "capacity": "64 MiB"}
     steps = [
@@ -103,7 +106,7 @@ def filled(
         ["shutdown"],
     ]
     spec = {"model": str(model), "extra": extra, "steps": steps}
-    results = Run(directory, spec, environment()).finish()
+    results = Run(directory, spec, environment(), fresh=True).finish()
     return directory / "kv", results
 
 

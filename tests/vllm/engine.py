@@ -178,7 +178,7 @@ class Engine:
             heard[int.from_bytes(number)] = msgspec.msgpack.decode(payload)
         self.asking.send_multipart([b"", (0).to_bytes(8)])
         while True:
-            assert self.asking.poll(5000)
+            assert self.asking.poll(int(1000 * PATIENCE_S))
             _empty, _topic, number, payload = self.asking.recv_multipart()
             if number == (-1).to_bytes(8, signed=True):
                 return {"heard": heard, "again": again}

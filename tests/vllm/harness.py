@@ -7,18 +7,21 @@ import os
 import random
 import subprocess
 import sys
-import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import kvladder
 from kvladder.tiers.label import MAGIC
-from tests.patience import PATIENCE_S
+from tests.patience import RUN_S, until
+from tests.vllm.nursery import Child, Nursery
 
 HERE = Path(__file__).parent
 OURS = "KVLadderConnector"
 BLOCK = 32
+LAYERS = 4
+"""Of the model that most tests serve."""
 PROMPT_TOKENS = 900
 PROMPTS = [random.Random(seed).choices(range(3, 1000), k=PROMPT_TOKENS) for seed in range(3)]
 HITS = (PROMPT_TOKENS - 1) // BLOCK * BLOCK
@@ -44,11 +47,25 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
+@cache
+def nursery() -> Nursery:
+    """What this process's engines are forked from; it ends with this process."""
+    return Nursery(environment())
+
+
 class Started:
     """A process, and all that it starts, in a session of their own."""
 
-    def __init__(self, folder: Path, command: list[str], env: dict[str, str]) -> None:
+    process: subprocess.Popen[bytes] | Child
+
+    def __init__(
+        self, folder: Path, command: list[str], env: dict[str, str], *, fresh: bool = True
+    ) -> None:
+        """``command`` begins with a program or, unless it is to be ``fresh``, a Python file."""
         self.log = folder / "log"
+        if not fresh:
+            self.process = nursery().begin(command, folder, env, self.log)
+            return
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command,
@@ -75,26 +92,30 @@ class Started:
             with suppress(ProcessLookupError):
                 os.kill(pid, 9)
         self.process.wait()
-        end = time.monotonic() + PATIENCE_S
-        while self.alive() and time.monotonic() < end:
-            time.sleep(0.02)
+        until(lambda: not self.alive(), every_s=0.02)
 
 
 class Run(Started):
-    """An engine process."""
+    """An engine process, forked from one with vLLM unless it is ``fresh`` or starts others."""
 
-    def __init__(self, folder: Path, spec: dict[str, Any], env: dict[str, str]) -> None:
+    def __init__(
+        self, folder: Path, spec: dict[str, Any], env: dict[str, str], *, fresh: bool = False
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.results = folder / "results"
         (folder / "spec").write_text(json.dumps(spec))
         self.results.unlink(missing_ok=True)
-        engine = [sys.executable, str(HERE / "engine.py")]
-        super().__init__(folder, [*engine, str(folder / "spec"), str(self.results)], env)
+        command = [str(HERE / "engine.py"), str(folder / "spec"), str(self.results)]
+        several = env["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0"
+        if fresh or several or spec.get("pictures"):  # these are prepared before vLLM is imported
+            super().__init__(folder, [sys.executable, *command], env)
+        else:
+            super().__init__(folder, command, env, fresh=False)
 
     def finish(self, busy_s: float = 0) -> list[Any]:
         """The result of each step, once all are over; ``busy_s`` is what they take by intent."""
         try:
-            code = self.process.wait(PATIENCE_S + busy_s)
+            code = self.process.wait(RUN_S + busy_s)
         finally:
             self.kill()
         assert code == 0, f"{self.log.read_text()[-6000:]}"

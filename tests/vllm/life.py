@@ -13,6 +13,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
+import msgspec
+
 from kvladder.config import registry
 from kvladder.errors import TierError
 from kvladder.keys import BlockKey
@@ -289,3 +291,22 @@ def rss_bytes() -> int:
     """Memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def load(engine: Any, *, way: str) -> int:
+    """Have blocks loaded this way from now on; how often a layer has waited for its own before."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector, half = get_kv_transfer_group(), engine.half
+    half._options = msgspec.structs.replace(half._options, load=way)
+    connector._layers = way == "layers"
+    copies = connector.worker
+    waited, order = getattr(copies, "waited", 0), type(copies)._order
+    copies.waited = 0
+
+    def counted(copier: Any, loads: Any, layer: str | None = None) -> None:
+        copies.waited += layer is not None
+        order(copies, copier, loads, layer)
+
+    copies._order = counted
+    return int(waited)

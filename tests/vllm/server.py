@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import time
 import urllib.request
@@ -14,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.patience import PATIENCE_S
+from kvladder.testing.redisserver import free_ports
+from tests.patience import PATIENCE_S, RUN_S, until
 from tests.vllm.harness import BLOCK, Started, environment
 
 SMALL = [
@@ -33,9 +33,7 @@ class Server(Started):
     """``vllm serve MODEL ...`` in a folder with ``MODEL``; ``env`` is what it is told besides."""
 
     def __init__(self, folder: Path, command: str, *more: str, **env: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        (self.port,) = free_ports(1)
         options = [*SMALL, "--enable-prompt-tokens-details", "--port", str(self.port), *more]
         told = {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -48,7 +46,7 @@ class Server(Started):
 
     def ready(self) -> None:
         """Wait until it serves."""
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + RUN_S
         while True:
             assert self.process.poll() is None, self.log.read_text()[-6000:]
             assert time.monotonic() < end, self.log.read_text()[-6000:]
@@ -115,9 +113,6 @@ class Server(Started):
 
     def stop(self) -> None:
         """Send SIGTERM, as service managers do, and wait until nothing of it is left."""
-        self.process.send_signal(signal.SIGTERM)
+        os.kill(self.process.pid, signal.SIGTERM)
         assert self.process.wait(PATIENCE_S) == 0, self.log.read_text()[-6000:]
-        end = time.monotonic() + PATIENCE_S
-        while self.alive():
-            assert time.monotonic() < end
-            time.sleep(0.1)
+        until(lambda: not self.alive(), every_s=0.1)

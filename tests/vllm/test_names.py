@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from tests.patience import PATIENCE_S
 from tests.vllm.conftest import Start
 from tests.vllm.harness import BLOCK, HERE, PROMPTS, environment, stack
 from tests.vllm.pictures import IMAGE
@@ -23,7 +24,7 @@ def test_the_length_that_chooses_longropes_factors_names_the_blocks(
 ) -> None:
     model, prompts = tmp_path / "model", [prompt[:800] for prompt in PROMPTS]
     command = [sys.executable, str(HERE / "tiny_model.py"), str(model), "0", "phi3"]
-    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=120)
+    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=PATIENCE_S)
     asked = ["each", {"prompts": prompts}]
     answers = []
     for length in (1024, 2048):  # up to the original length, and above it
@@ -39,7 +40,7 @@ def test_the_length_that_chooses_longropes_factors_names_the_blocks(
 def test_pictures_are_told_by_what_the_model_sees(start: Start, tmp_path: Path) -> None:
     model = tmp_path / "model"
     command = [sys.executable, str(HERE / "pictures.py"), str(model)]
-    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=120)
+    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=PATIENCE_S)
     first: list[Any] = [[IMAGE + TEXT, [number]] for number in range(3)]
     late = TEXT[:BEFORE] + IMAGE + TEXT[BEFORE:]
     inside: list[Any] = [[late, [number]] for number in range(2)]

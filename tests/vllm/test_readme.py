@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import re
+import time
 from pathlib import Path
 
 import pytest
 
 from kvladder.config.stack import SUMMARY_LINES_MAX
+from tests.patience import PATIENCE_S
 from tests.vllm.harness import BLOCK, HERE
 from tests.vllm.server import Server
 
@@ -48,9 +50,22 @@ def require_few_lines(server: Server) -> None:
     assert "kvladder is ready" in own[0] + own[-1]
     assert 3 <= len(own) <= SUMMARY_LINES_MAX
     for _ in range(3):
-        server.complete(PROMPT, "a third", priority=1000)
+        server.complete(PROMPT, "a third", session="chat")
     (told,) = server.lines("its kvladder parameters are ignored")
     assert told.startswith("(EngineCore pid=")
+    assert "session 'chat' has ended" in told
+
+
+def require_that_a_session_ends(server: Server) -> None:
+    """What it had is given up by host."""
+    own = PROMPT[::-1]
+    server.complete(own, "a guest", session="chat", pin_s=600)
+    before = sum(server.counts("blocks", "host"))
+    server.complete(own[:BLOCK], "a guest", session="chat", end_session=True, prefetch=["chat"])
+    end = time.monotonic() + PATIENCE_S
+    while sum(server.counts("blocks", "host")) > before - len(own) // BLOCK:
+        assert time.monotonic() < end
+        server.complete(own[:BLOCK], "a guest", save=False)
 
 
 @pytest.mark.versions
@@ -73,6 +88,7 @@ def test_what_the_readme_says_is_found_again_after_a_stop(
         said.append(server.complete(PROMPT, "a tenant", priority=80)[0])
         assert server.complete(PROMPT, "another") == (said[-1], 0)
         assert server.complete(PROMPT, "a tenant") == (said[-1], HITS)
+        require_that_a_session_ends(server)
         require_few_lines(server)
         assert server.lines("is lost") == []
     for server in started:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.patience import PATIENCE_S
+from tests.patience import RUN_S
 from tests.vllm.conftest import Start
 from tests.vllm.harness import HITS, PROMPTS, flip, stack, stored_payloads
 
@@ -132,7 +132,7 @@ def test_tiers_that_hang_for_ever_fail_no_request(start: Start, reference: Token
 
 def test_wrong_settings_are_refused_at_start(start: Start) -> None:
     run = start({"host": "64 MiB", "lod": "sync"}, ["each", {"prompts": PROMPTS}])
-    assert run.process.wait(PATIENCE_S) != 0
+    assert run.process.wait(RUN_S) != 0
     text = "ConfigError: kv_connector_extra_config.lod: unknown key (did you mean 'load'?)"
     assert text in run.log.read_text()
     assert run.so_far() == []

@@ -65,20 +65,17 @@ def route(engines: list[str], *more: str) -> tuple[int, subprocess.Popen[bytes]]
 
 def ask(port: int, prompt: list[int], salt: str) -> tuple[list[int], int]:
     """What is said after a prompt, and how much of it was found."""
-    body = {
-        "model": "MODEL",
-        "prompt": prompt,
-        "max_tokens": 4,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "cache_salt": salt,
-    }
-    url = f"http://127.0.0.1:{port}/v1/completions"
-    asked = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    told = answer_of(asked)
+    told = answer_of(posted(port, {"prompt": prompt, "max_tokens": 4, "cache_salt": salt}))
     cached = (told["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
     return told["choices"][0]["token_ids"], cached
+
+
+def posted(port: int, body: dict[str, Any]) -> Request:
+    """A request for the likeliest tokens."""
+    always = {"model": "MODEL", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    text = json.dumps(always | body).encode()
+    return Request(url, text, {"Content-Type": "application/json"})
 
 
 def answer_of(asked: Request) -> dict[str, Any]:

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvladder.control.sockets import ask
 from kvladder.testing.redisserver import free_ports
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.vllm.conftest import Start
-from tests.vllm.harness import BLOCK, HITS, PROMPTS
+from tests.vllm.harness import BLOCK, HITS, PROMPTS, connector
+from tests.vllm.server import Server as Vllm
 
 pytest.importorskip("nixl", reason="the extra nixl is not installed")
 from tests.kit.served import Server
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
-
 
 ALL = len(PROMPTS) * HITS
 Tokens = list[list[int]]
@@ -35,6 +31,13 @@ def server(tmp_path: Path) -> Iterator[Server]:
     folder.mkdir()
     with Server(folder, block="256 KiB", arena="256 MiB") as server:
         yield server
+
+
+def served_by_two(folder: Path, stack: dict[str, Any]) -> Vllm:
+    """Two ranks of data parallelism with these settings."""
+    command = f"vllm serve MODEL --kv-transfer-config '{json.dumps(connector(stack))}'"
+    two = ["--data-parallel-size", "2", "--data-parallel-backend", "mp", "--api-server-count", "1"]
+    return Vllm(folder, command, *two, VLLM_CPU_OMP_THREADS_BIND="nobind")
 
 
 def over(level: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -80,3 +83,62 @@ def test_engines_share_prefixes_through_a_server_and_read_each_other(
     assert again["tokens"] == reference
     assert again["external"] == 0
     assert counts["far"]["corrupt"] == 0
+
+
+def test_ranks_of_data_parallelism_share_through_a_server_that_is_killed_in_between(
+    model: Path, tmp_path: Path, server: Server, started: list[Vllm]
+) -> None:
+    """What either rank computed the other one gets, and says the same; without the server both
+    compute, and with it again they share again. Each rank lets others read its blocks, too.
+    """
+    (tmp_path / "MODEL").symlink_to(model)
+    export = {"listen": "127.0.0.1:0", "keys": str(server.keys / "server.keys")}
+    level = server.level(breaker={"failures": 1000})
+    stack = over(level, export=export, control=str(tmp_path / "rank"))
+    stack["arena"], stack["fetch"]["when"] = {"size": "16 MiB"}, "always"
+    started.append(vllm := served_by_two(tmp_path, stack))
+    vllm.ready()
+
+    def stats(rank: int) -> dict[str, Any]:
+        path = tmp_path / ("rank", "rank.dp1")[rank]
+        return dict(ask(path, {"command": "stats"}, timeout_s=PATIENCE_S))
+
+    assert len({stats(rank)["export"]["port"] for rank in (0, 1)} - {0}) == 2
+
+    numbers, prompts = random.Random(31), list[list[int]]()
+    whole = (700 - 1) // BLOCK * BLOCK
+
+    def said(by: int, prompt: list[int]) -> tuple[list[int], int]:
+        return vllm.complete(prompt, "a tenant", rank=by)
+
+    def shared(first: int) -> tuple[bool, bool]:
+        """Whether the ranks say the same after a prompt, and whether the second got all of it."""
+        prompts.append(numbers.choices(range(3, 1000), k=700))
+        before = server.stats()["export"]["taken"]
+        tokens, cached = said(first, prompts[-1])
+        assert cached == 0
+        until(lambda: server.stats()["export"]["taken"] >= before + whole // BLOCK)
+        again, cached = said(1 - first, prompts[-1])
+        return again == tokens, cached == whole
+
+    assert shared(0) == shared(1) == (True, True)
+
+    server.kill()
+    alone = numbers.choices(range(3, 1000), k=700)
+    answers = [said(rank, alone) for rank in (0, 1)]
+    assert answers[0] == answers[1] == (answers[0][0], 0)
+    for prompt in prompts:
+        assert said(0, prompt)[0] == said(1, prompt)[0]
+
+    def stores(rank: int) -> bool:
+        before = stats(rank)["far"]["stored"]
+        said(rank, numbers.choices(range(3, 1000), k=2 * BLOCK))
+        time.sleep(0.5)
+        return bool(stats(rank)["far"]["stored"] > before)
+
+    server.again()
+    for rank in (0, 1):  # it is connected again in the background, and tells nobody
+        until(lambda rank=rank: stores(rank))  # type: ignore[misc]
+    assert shared(0) == shared(1) == (True, True)
+    assert server.stats()["export"]["lies"] == 0
+    vllm.stop()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from tests.vllm.conftest import Start
-from tests.vllm.harness import BLOCK, HITS, PROMPT_TOKENS, PROMPTS, Run, stack, told
+from tests.vllm.harness import BLOCK, HITS, LAYERS, PROMPT_TOKENS, PROMPTS, Run, stack, told
 
 ALL = len(PROMPTS) * HITS
 Tokens = list[list[int]]
@@ -80,16 +80,25 @@ def test_a_prompt_that_is_computed_in_parts(
 
 
 def test_loads_that_a_step_waits_for(start: Start, files: Path, reference: Tokens) -> None:
+    def load(way: str) -> list[Any]:
+        return ["call", {"function": "tests.vllm.life:load", "way": way}]
+
     run = start(
-        stack(files, load="sync"),
+        stack(files, load="layers"),
+        load("layers"),
         ["each", {"prompts": PROMPTS}],
+        ["reset"],
+        load("sync"),
+        ["generate", {"prompts": PROMPTS}],
+        load("layers"),
         ["reset"],
         ["generate", {"prompts": PROMPTS}],
         ["stats"],
     )
-    from_files, _, from_host, stats = run.finish()
-    assert [from_files["tokens"], from_host["tokens"]] == [reference] * 2
-    assert [from_files["external"], from_host["external"]] == [ALL, ALL]
+    _, from_files, _, waits, whole, none, _, from_host, stats = run.finish()
+    assert [from_files["tokens"], whole["tokens"], from_host["tokens"]] == [reference] * 3
+    assert [from_files["external"], whole["external"], from_host["external"]] == [ALL] * 3
+    assert (waits, none) == (len(PROMPTS) * LAYERS, 0)
     assert stats["host"]["stored"] == 0
 
 

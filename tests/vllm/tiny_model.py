@@ -56,6 +56,23 @@ def llama_100m() -> Any:
     )
 
 
+def llama_wide() -> Any:
+    """The same with little to compute and much to keep, 128 KiB a token: what caches take shows."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=8,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            head_dim=128,
+            **SHARED,
+        )
+    )
+
+
 def gemma3() -> Any:
     """Five layers of sliding windows for each one of full attention."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
@@ -174,7 +191,8 @@ def phi3() -> Any:
 
 
 KINDS = {
-    make.__name__: make for make in (llama, llama_100m, gemma3, gpt_oss, deepseek, qwen3_next, phi3)
+    make.__name__: make
+    for make in (llama, llama_100m, llama_wide, gemma3, gpt_oss, deepseek, qwen3_next, phi3)
 }
 
 

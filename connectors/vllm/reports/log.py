@@ -78,14 +78,26 @@ def untested(version: str) -> str:
 
 
 def lost_at_shutdown(config: StackConfig) -> str:
-    """What to say if vLLM ends the engine at once; empty if nothing is lost by that.
+    """What to say if vLLM ends the engine at once; empty if nothing is lost by that."""
+    late = late_levels(config)
+    if not late:
+        return ""
+    return (
+        "--shutdown-timeout is 0: at SIGTERM or Ctrl-C vLLM ends the engine at once, and what"
+        f" {config.host.name} has not handed to {' and '.join(late)} yet is lost. Use"
+        " --shutdown-timeout 30, or when: commit for that tier."
+    )
+
+
+def late_levels(config: StackConfig) -> list[str]:
+    """Levels that outlive the engine and get blocks late: what waits for them is lost with it.
 
     Blocks for a level with ``when: evict`` wait in host memory for it, unless another level that
     outlives the engine takes them when they are complete.
     """
     lasting = [level for level in config.levels if level.outlives]
     at_once = [level.rule for level in lasting if level.when == "commit"]
-    late = [
+    return [
         level.name
         for level in lasting
         if level.when == "evict"
@@ -94,10 +106,3 @@ def lost_at_shutdown(config: StackConfig) -> str:
             for rule in at_once
         )
     ]
-    if not late:
-        return ""
-    return (
-        "--shutdown-timeout is 0: at SIGTERM or Ctrl-C vLLM ends the engine at once, and what"
-        f" {config.host.name} has not handed to {' and '.join(late)} yet is lost. Use"
-        " --shutdown-timeout 30, or when: commit for that tier."
-    )

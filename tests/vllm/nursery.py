@@ -1,0 +1,132 @@
+"""Processes with vLLM in them, forked from one that has imported it: most of an engine's start.
+
+``python nursery.py`` reads a line of JSON for each process that is to begin: what it runs
+(``command``: a Python file and its arguments), its folder, environment and log. It answers with
+``begun PID``, and later ``over PID CODE``, the code as ``subprocess.Popen.returncode`` gives it.
+
+Nothing of kvladder is imported before the fork. What siblings have in common, and processes that
+are started afresh have not, are the addresses of what was imported and the seed of ``hash``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import select
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+IMPORTED = ("vllm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.v1.sample.sampler")
+
+
+class Child:
+    """A process of a nursery, with what tests use of ``subprocess.Popen``."""
+
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        self._nursery = nursery
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        """Its exit code, None while it runs."""
+        while self.pid not in self._nursery.codes and self._nursery.listen(0):
+            pass
+        return self._nursery.codes.get(self.pid)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, once it is over; TimeoutExpired if it says nothing for so many seconds."""
+        while self.pid not in self._nursery.codes:
+            if not self._nursery.listen(timeout):
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+        return self._nursery.codes[self.pid]
+
+
+class Nursery:
+    """The process that forks, as those who ask it see it."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.codes: dict[int, int] = {}
+        self._begun: list[int] = []
+        self._rest = b""
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    def begin(self, command: list[str], folder: Path, env: Mapping[str, str], log: Path) -> Child:
+        """Run a Python file in a process and a session of its own."""
+        given = {"command": command, "folder": str(folder), "env": dict(env), "log": str(log)}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(given).encode() + b"\n")
+        self._process.stdin.flush()
+        while not self._begun:
+            self.listen(None)
+        return Child(self, self._begun.pop())
+
+    def listen(self, timeout_s: float | None) -> bool:
+        """Take what it says next; whether it said anything in time."""
+        assert self._process.stdout is not None
+        said = self._process.stdout.fileno()
+        if not select.select([said], [], [], timeout_s)[0]:
+            return False
+        read = os.read(said, 1 << 16)
+        assert read, "the nursery has ended"
+        *lines, self._rest = (self._rest + read).split(b"\n")
+        for what, pid, *code in map(bytes.split, lines):
+            if what == b"begun":
+                self._begun.append(int(pid))
+            else:
+                self.codes[int(pid)] = int(code[0])
+        return True
+
+
+def become(given: dict[str, Any], told: int, *closed: int) -> None:
+    """Leave the nursery: what comes is in a session, a folder and a log of its own."""
+    os.setsid()
+    os.write(told, f"begun {os.getpid()}\n".encode())  # not sooner: it is found by its session
+    for descriptor in (told, *closed):
+        os.close(descriptor)
+    os.chdir(given["folder"])
+    os.environ.update(given["env"])  # beside what vLLM has set when it was imported
+    out = os.open(given["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (out, 1), (out, 2)):
+        os.dup2(source, target)
+    os.close(out)
+    os.close(nothing)
+    sys.argv = given["command"]
+
+
+def main() -> None:
+    """In the nursery until its input ends; in a child, the file that it was told to run."""
+    told = os.dup(1)
+    os.dup2(2, 1)  # what imports print is no answer
+    for name in IMPORTED:
+        import_module(name)
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would lose threads"
+    sys.stdout.flush()  # or each child has it in its log
+    running: dict[int, int] = {}
+    while True:
+        ready, _, _ = select.select([0, *running], [], [])
+        for ended in running.keys() & set(ready):
+            pid, status = os.waitpid(running.pop(ended), 0)
+            os.close(ended)
+            os.write(told, f"over {pid} {os.waitstatus_to_exitcode(status)}\n".encode())
+        if 0 not in ready:
+            continue
+        line = sys.stdin.readline()
+        if not line:
+            return
+        pid = os.fork()
+        if not pid:
+            become(json.loads(line), told, *running)
+            runpy.run_path(sys.argv[0], run_name="__main__")
+            return
+        running[os.pidfd_open(pid)] = pid
+
+
+if __name__ == "__main__":
+    main()

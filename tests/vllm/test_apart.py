@@ -1,0 +1,130 @@
+"""Prompts computed by one engine and answered by another, as docs/prefill-decode.md has it."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvladder.testing.redisserver import free_ports
+from tests.patience import PATIENCE_S, until
+from tests.vllm.conftest import Start
+from tests.vllm.harness import BLOCK, HERE, HITS, PROMPTS, connector, environment
+from tests.vllm.server import Server
+from tests.vllm.test_router import answer_of, posted
+from tests.vllm.test_served import over
+
+pytest.importorskip("nixl", reason="the extra nixl is not installed")
+from tests.kit.served import Server as Cache
+
+PAGE = HERE.parents[1] / "docs" / "prefill-decode.md"
+PROXY = HERE.parents[1] / "examples" / "prefill_decode.py"
+ALL = len(PROMPTS) * HITS
+PROMPT = random.Random(17).choices(range(3, 1000), k=701)
+SAID = 8
+"""Tokens of an answer: enough to fill the prompt's last block."""
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Cache]:
+    """``kvladder serve``, the tier that both engines have."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    with Cache(folder, block="256 KiB", arena="256 MiB") as cache:
+        yield cache
+
+
+def test_a_producer_hands_over_to_a_consumer_by_a_shared_tier(
+    start: Start, cache: Cache, reference: list[list[int]]
+) -> None:
+    stack = over(cache.level())
+    one = ["each", {"prompts": PROMPTS, "tokens": 1}]
+    prefill = start(
+        None, one, ["reset"], one, ["stats"], ["shutdown"],
+        transfer=connector(stack) | {"kv_role": "kv_producer"},
+    )  # fmt: skip
+    first, _, again, counts, _ = prefill.finish()
+    assert [said[0] for said in reference] == [said for (said,) in first["tokens"]]
+    assert first["tokens"] == again["tokens"]
+    assert first["external"] == again["external"] == 0
+    assert counts["far"]["stored"] * BLOCK == ALL
+
+    whole = ["each", {"prompts": PROMPTS}]
+    new = [random.Random(9).choices(range(3, 1000), k=300)]
+    others = ["each", {"prompts": new}]
+    decode = start(
+        None, whole, others, ["reset"], whole, others, ["stats"], ["shutdown"],
+        transfer=connector(stack) | {"kv_role": "kv_consumer"},
+    )  # fmt: skip
+    said, fresh, _, later, still_fresh, counts, _ = decode.finish()
+    assert said["tokens"] == later["tokens"] == reference
+    assert said["external"] == later["external"] == ALL
+    assert fresh["external"] == still_fresh["external"] == 0
+    assert counts["far"]["stored"] == counts["copies"]["offload_bytes"] == 0
+
+
+def command(role: str) -> str:
+    """The page's, from the line that serves."""
+    section = PAGE.read_text().partition("\n## NixlConnector")[2].partition("\n## ")[0]
+    block = section.partition(f"```text\n# {role}\n")[2].partition("```")[0]
+    return block[block.index("vllm serve") :].rstrip()
+
+
+def serve(folder: Path, model: Path, role: str, core: int, port: int) -> Server:
+    """On a core of its own: NIXL's threads wait by turning round and round."""
+    where = folder / role
+    where.mkdir()
+    (where / "MODEL").symlink_to(model)
+    (where / "stack.yaml").write_text((folder / "stack.yaml").read_text())
+    told = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+    return Server(where, command(role), VLLM_CPU_OMP_THREADS_BIND=str(core), **told)
+
+
+def external(server: Server) -> int:
+    """How many tokens its connectors have brought, as vLLM counts them."""
+    line = r"^vllm:external_prefix_cache_hits_total{.*} (\S+)"
+    return sum(int(float(n)) for n in re.findall(line, server.get("metrics"), re.MULTILINE))
+
+
+def test_nixlconnector_hands_over_and_kvladder_finds_what_prompts_have_in_common(
+    model: Path, tmp_path: Path, cache: Cache, started: list[Server]
+) -> None:
+    """In two turns: the second begins with what the other engine said."""
+    (tmp_path / "stack.yaml").write_text(yaml.safe_dump(over(cache.level())))
+    port, *ports = free_ports(3)
+    each = zip(("prefill", "decode"), cycle(sorted(os.sched_getaffinity(0))), ports, strict=False)
+    started += [serve(tmp_path, model, *one) for one in each]
+    prefill, decode = started
+    for server in started:
+        server.ready()
+    first, second = (f"http://127.0.0.1:{server.port}" for server in started)
+    line = [sys.executable, str(PROXY), "--port", str(port), "--prefill", first, "--decode", second]
+    proxy = subprocess.Popen(line, env=environment())
+    try:
+        said = turn(port, PROMPT, "a")
+        assert (external(prefill), external(decode)) == (0, len(PROMPT))
+        assert said == decode.complete(PROMPT, "apart", tokens=SAID)[0]
+        blocks = (len(PROMPT) + len(said) - 1) // BLOCK
+        until(lambda: cache.stats()["host"]["blocks"] == 2 * blocks)  # of both salts
+        longer = PROMPT + said + PROMPT[:100]
+        again = turn(port, longer, "a")
+        assert external(prefill) == BLOCK  # it has the prompt itself, not what the other said
+        assert again == decode.complete(longer, "others", tokens=SAID)[0]
+    finally:
+        proxy.terminate()
+        assert proxy.wait(PATIENCE_S) == 0
+
+
+def turn(port: int, prompt: list[int], salt: str) -> list[int]:
+    """What is said after a prompt, by way of the proxy."""
+    body = {"max_tokens": SAID, "prompt": prompt, "cache_salt": salt}
+    said: list[int] = answer_of(posted(port, body))["choices"][0]["token_ids"]
+    return said
