@@ -1,35 +1,45 @@
-"""The NIXL tier against bare NIXL between two processes, and beside a socket and the Redis tier.
+"""The NIXL tier against bare NIXL between two processes, and beside a socket.
 
 The limit is an agent at each end that writes the same bytes from and to the same slots, with lists
-that are made once, without labels, checksums or a cache. Beside it stand memcpy, one blocking TCP
-socket, the same tier in this process, and the Redis tier. All take turns, over TCP on loopback.
+that are made once, without labels, checksums or a cache; and the same with the passes over the
+bytes that checksums take: both ends of a put, the reader of a get. Beside it stand memcpy, one
+blocking TCP socket, and the same tier in this process. All take turns, over TCP on loopback.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import os
-import pickle
 import socket
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from benchmarks.blocks import Blocks, key, timed, timed_raw
-from benchmarks.nixl_child import heard, moved, received, told, written
-from benchmarks.row import Row
+from benchmarks import nixl_child
+from benchmarks.blocks import (
+    KIB,
+    LARGE_BYTES,
+    MIB,
+    ROUNDS,
+    SIZES,
+    Blocks,
+    batches,
+    copied,
+    in_turns,
+    isolation,
+    key,
+    opened,
+    timed,
+    told,
+)
+from benchmarks.row import Row, measured_by, tell
 from kvladder.layout import Layout
 from kvladder.testing.redisserver import RedisServer
-from kvladder.tiers.base import NO_PLACE, Tier, TierContext
-from kvladder.tiers.blocking import BlockingPool, SystemClock
+from kvladder.tiers.base import NO_PLACE, Tier
 from kvladder.tiers.isolated.tier import IsolatedTier
 from kvladder.tiers.label import Ref
 from kvladder.tiers.nixl.plane import Area, NixlPlane
@@ -38,28 +48,12 @@ from kvladder.tiers.redis.tier import RedisTier
 from kvladder.tiers.redis.url import RedisOptions
 from tests.kit.far import Far
 
-KIB, MIB = 1 << 10, 1 << 20
-SIZES = (64 * KIB, MIB, 4 * MIB)
-BATCHES = (1, 16, 64)
-BATCH_BYTES = 64 * MIB
-ROUNDS = 7
 KEYS = 8192
 
 
 def rows() -> Iterable[Row]:
     """What a process of its own measures: with NIXL in it, an interpreter crashes at its end."""
-    child = subprocess.run(
-        [sys.executable, "-m", "benchmarks.bench_nixl"], stdout=subprocess.PIPE, check=True
-    )
-    measured: list[Row] = pickle.loads(child.stdout)
-    return measured
-
-
-def main() -> None:
-    """Measure, and tell the process that began this one."""
-    sys.stdout.buffer.write(pickle.dumps([*measured()]))
-    sys.stdout.flush()
-    os._exit(0)
+    return measured_by("benchmarks.bench_nixl")
 
 
 def measured() -> Iterable[Row]:
@@ -68,9 +62,8 @@ def measured() -> Iterable[Row]:
         for size in SIZES:
             keys = Path(folder) / str(size)
             with Far(keys, slots=(512 * MIB) // size, block_bytes=size) as far:
-                for batch in sorted({min(batch, BATCH_BYTES // size) for batch in BATCHES}):
-                    yield from asyncio.run(transfers(far, redis, size, batch))
-                    redis.run("FLUSHALL")
+                for batch in batches(size):
+                    yield from asyncio.run(transfers(far, size, batch))
                 if size == SIZES[0]:
                     yield from asyncio.run(existence(far, redis))
 
@@ -89,8 +82,8 @@ class Bare:
         self._end = socket.create_connection(("127.0.0.1", port))
         self._end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._plane = NixlPlane(blocks.arena, "tcp", "lo")
-        told(self._end, (self._plane.metadata, tuple(self._plane.area)))
-        metadata, area = heard(self._end)
+        nixl_child.told(self._end, (self._plane.metadata, tuple(self._plane.area)))
+        metadata, area = nixl_child.heard(self._end)
         self._plane.join(metadata, Area(*area), size)
         self._memory = memoryview(bytearray(self._count * size))
 
@@ -101,7 +94,7 @@ class Bare:
         """The other end writes all blocks."""
         self._ask(b"G")
         self._end.setblocking(False)
-        moved(self._plane, self._is_told)
+        nixl_child.moved(self._plane, self._is_told)
         self._end.setblocking(True)
 
     def _is_told(self) -> bool:
@@ -113,12 +106,24 @@ class Bare:
     def put(self) -> None:
         """Write all blocks."""
         self._ask(b"P")
-        written(self._plane, self._count, self._blocks.size)
+        nixl_child.written(self._plane, self._count, self._blocks.size)
+
+    def put_checked(self) -> None:
+        """Write all blocks; each end reads them once, as who makes a checksum has to."""
+        nixl_child.summed(self._blocks.views)
+        self.put()
+        self._ask(b"C")
+        assert self._end.recv(1) == b"k"
+
+    def get_checked(self) -> None:
+        """The other end writes all blocks, and here they are read once."""
+        self.get()
+        nixl_child.summed(self._blocks.views)
 
     def get_by_socket(self) -> None:
         """Receive all blocks."""
         self._ask(b"g")
-        received(self._end, self._memory)
+        nixl_child.received(self._end, self._memory)
 
     def put_by_socket(self) -> None:
         """Send all blocks."""
@@ -133,110 +138,55 @@ class Bare:
         self._child.communicate()
 
 
-def copied(blocks: Blocks, target: Any) -> None:
-    """Copy all blocks to other memory, one thread."""
-    for slot in blocks.slots:
-        source = blocks.arena.address + slot * blocks.arena.slot_bytes
-        ctypes.memmove(target, source, blocks.size)
-
-
-async def put(tier: Tier, blocks: Blocks) -> Sequence[bool]:
-    """Store all blocks."""
-    return await tier.put(blocks.writes())
-
-
-async def get(tier: Tier, blocks: Blocks) -> Sequence[bool | None]:
-    """Read all blocks."""
-    return await tier.get(blocks.reads())
-
-
-@asynccontextmanager
-async def opened(
-    far: Far, redis: RedisServer, blocks: Blocks
-) -> AsyncGenerator[Mapping[str, Tier]]:
-    """The tiers that take turns."""
-    layout, pool = Layout(block_tokens=16, block_bytes=blocks.size), BlockingPool(4, "bench")
+def both(far: Far) -> dict[str, Tier]:
+    """The tier as it is used, and in the engine's process."""
     options = NixlOptions(servers=(far.address,), keys=far.keys, interfaces="lo")
-    tiers: dict[str, Tier] = {
-        "ours": IsolatedTier(NixlTier, options),
-        "inside": NixlTier(options),
-        "redis": RedisTier(RedisOptions(url=f"redis://127.0.0.1:{redis.port}/0")),
-    }
-    space = layout.namespace()
-    for tier in tiers.values():
-        await tier.open(TierContext(blocks.arena, layout, space, 1 << 16, SystemClock(), pool.run))
-    try:
-        yield tiers
-    finally:
-        for tier in tiers.values():
-            await tier.aclose()
-        pool.close(timeout_s=5)
+    return {"ours": IsolatedTier(NixlTier, options), "inside": NixlTier(options)}
 
 
-async def transfers(far: Far, redis: RedisServer, size: int, batch: int) -> Iterable[Row]:
+async def transfers(far: Far, size: int, batch: int) -> list[Row]:
     """One batch after the other, in turns."""
-    blocks = Blocks(Layout(block_tokens=16, block_bytes=size), batch)
-    target = ctypes.create_string_buffer(size)
-    took: dict[str, list[float]] = defaultdict(list)
-    repeats = max(1, 16 * MIB // (size * batch))
+    blocks, tiers = Blocks(Layout(block_tokens=16, block_bytes=size), batch), both(far)
     bare = Bare(blocks)
-    raw: dict[str, Callable[[], None]] = {
+    raw = {
         "put bare": bare.put,
         "get bare": bare.get,
+        "put checked": bare.put_checked,
+        "get checked": bare.get_checked,
         "put socket": bare.put_by_socket,
         "get socket": bare.get_by_socket,
-        "memcpy": partial(copied, blocks, target),
+        "memcpy": copied(blocks),
     }
-    async with opened(far, redis, blocks) as tiers:
-        for _ in range(ROUNDS):
-            sums: dict[str, float] = defaultdict(float)
-            for _ in range(repeats):
-                for name, call in raw.items():
-                    sums[name] += timed_raw(call)
-                for name, tier in tiers.items():
-                    await tier.remove(blocks.refs)
-                    sums[f"put {name}"] += await timed(partial(put, tier, blocks))
-                    sums[f"get {name}"] += await timed(partial(get, tier, blocks))
-            for name, seconds in sums.items():
-                took[name].append(seconds)
+    async with opened(tiers, blocks):
+        speed = await in_turns(blocks, raw, tiers)
     bare.close()
     blocks.close()
-    done = size * batch * repeats / 1e9
-    speed = {name: done / median(seconds) for name, seconds in took.items()}
-    what = f"{batch} of {size // KIB} KiB" if size < MIB else f"{batch} of {size // MIB} MiB"
-    large = size * batch >= 16 * MIB
-    return [row for name in ("put", "get") for row in compared(name, what, speed, large=large)]
-
-
-def compared(call: str, what: str, speed: dict[str, float], *, large: bool) -> Sequence[Row]:
-    """Ours beside bare NIXL, beside itself without a process of its own, and beside Redis."""
-    ours = speed[f"{call} ours"]
-    return [
-        Row(
-            name=f"nixl {call}, {what} at once",
-            unit="GB/s",
-            limit=speed[f"{call} bare"],
-            ours=ours,
-            goal="ratio >= 0.9" if large else "",
-            note="limit: bare NIXL, no label, no checksum;"
-            f" one socket {speed[f'{call} socket']:.2f}, memcpy {speed['memcpy']:.1f}",
-        ),
-        Row(
-            name=f"nixl {call}, {what} at once, and inside the engine",
-            unit="GB/s",
-            peer=speed[f"{call} inside"],
-            ours=ours,
-            goal="ratio >= 0.85" if large else "",
-            note="what a process of its own costs",
-        ),
-        Row(
-            name=f"nixl {call}, {what} at once, and Redis",
-            unit="GB/s",
-            peer=speed[f"{call} redis"],
-            ours=ours,
-            note="peer: the Redis tier; without RDMA it is the faster one for small batches",
-        ),
-    ]
+    is_large, rows = size * batch >= LARGE_BYTES, list[Row]()
+    for call in ("put", "get"):
+        ours, what = speed[f"{call} ours"], f"nixl {call}, {told(size, batch)}"
+        others = f"one socket {speed[f'{call} socket']:.2f}, memcpy {speed['memcpy']:.1f}"
+        rows.append(
+            Row(
+                name=what,
+                unit="GB/s",
+                limit=speed[f"{call} bare"],
+                ours=ours,
+                goal="ratio >= 0.9" if is_large else "",
+                note=f"limit: bare NIXL, no label, no checksum; {others}",
+            )
+        )
+        rows.append(
+            Row(
+                name=f"{what}, each byte checked",
+                unit="GB/s",
+                limit=speed[f"{call} checked"],
+                ours=ours,
+                goal="ratio >= 0.9" if is_large else "",
+                note="limit: bare NIXL and the passes over the bytes that a checksum takes",
+            )
+        )
+        rows.append(isolation("nixl", blocks, call, speed))
+    return rows
 
 
 async def existence(far: Far, redis: RedisServer) -> Iterable[Row]:
@@ -251,7 +201,8 @@ async def existence(far: Far, redis: RedisServer) -> Iterable[Row]:
             found += sum(await tier.contains(refs[start : start + step]))
         return found
 
-    async with opened(far, redis, blocks) as tiers:
+    tiers = {**both(far), "redis": RedisTier(RedisOptions(url=redis.url))}
+    async with opened(tiers, blocks):
         for _ in range(ROUNDS):
             for name, tier in tiers.items():
                 took[name].append(await timed(partial(asked, tier)))
@@ -270,4 +221,4 @@ async def existence(far: Far, redis: RedisServer) -> Iterable[Row]:
 
 
 if __name__ == "__main__":
-    main()
+    tell(measured())

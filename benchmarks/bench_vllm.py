@@ -48,6 +48,7 @@ class Ours:
                 ),
                 load_config=SimpleNamespace(load_format="dummy"),
                 parallel_config=SimpleNamespace(tensor_parallel_size=1),
+                kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
             ),
             SimpleNamespace(kv_cache_groups=[group]),
             options=Options(),

@@ -1,16 +1,42 @@
-"""Blocks to have a tier move, and how long that takes."""
+"""Blocks to have tiers move in turns, and how long that takes."""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from statistics import median
 
+from benchmarks.row import Row
 from kvladder.arena import Arena
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
-from kvladder.tiers.base import NO_PLACE
+from kvladder.tiers.base import NO_PLACE, Tier, TierContext
+from kvladder.tiers.blocking import BlockingPool, SystemClock
 from kvladder.tiers.label import Labels, Read, Ref, Write
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = (64 * KIB, MIB, 4 * MIB)
+"""Of blocks, where tiers that engines share are compared."""
+BATCHES = (1, 16, 64)
+BATCH_BYTES = 64 * MIB
+LARGE_BYTES = 16 * MIB
+"""From here on a batch's bytes count, not its calls."""
+ROUNDS = 7
+
+
+def batches(size: int) -> list[int]:
+    """How many blocks of a size are moved at once."""
+    return sorted({min(batch, BATCH_BYTES // size) for batch in BATCHES})
+
+
+def told(size: int, batch: int) -> str:
+    """A batch in words."""
+    unit = f"{size // KIB} KiB" if size < MIB else f"{size // MIB} MiB"
+    return f"{batch} of {unit} at once"
 
 
 def key(number: int) -> BlockKey:
@@ -22,6 +48,7 @@ class Blocks:
     """Blocks of random bytes in an arena, and what a level has a tier do with them."""
 
     def __init__(self, layout: Layout, count: int) -> None:
+        self.layout = layout
         self.size = layout.block_bytes
         self.arena = Arena.create(count, layout.slot_bytes)
         self.slots = self.arena.lease(count) or []
@@ -67,3 +94,67 @@ def timed_raw(work: Callable[[], None]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
+
+
+def copied(blocks: Blocks) -> Callable[[], None]:
+    """Copies all blocks to other memory, in one thread."""
+    target = ctypes.create_string_buffer(blocks.size)
+
+    def copy() -> None:
+        for slot in blocks.slots:
+            source = blocks.arena.address + slot * blocks.arena.slot_bytes
+            ctypes.memmove(target, source, blocks.size)
+
+    return copy
+
+
+@asynccontextmanager
+async def opened(tiers: Mapping[str, Tier], blocks: Blocks) -> AsyncGenerator[None]:
+    """Have tiers open over the arena of these blocks, under one namespace."""
+    layout, pool = blocks.layout, BlockingPool(4, "bench")
+    space = layout.namespace()
+    for tier in tiers.values():
+        await tier.open(TierContext(blocks.arena, layout, space, 1 << 16, SystemClock(), pool.run))
+    try:
+        yield
+    finally:
+        for tier in tiers.values():
+            await tier.aclose()
+        pool.close(timeout_s=5)
+
+
+async def in_turns(
+    blocks: Blocks, raw: Mapping[str, Callable[[], None]], tiers: Mapping[str, Tier]
+) -> dict[str, float]:
+    """GB/s at which all blocks are moved: by each of ``raw``, and by a put and a get of each tier.
+
+    They take turns, and it is the medians of rounds, each of which moves 16 MiB at least.
+    """
+    took: dict[str, list[float]] = defaultdict(list)
+    batch_bytes = blocks.size * len(blocks.slots)
+    repeats = max(1, LARGE_BYTES // batch_bytes)
+    for _ in range(ROUNDS):
+        sums: dict[str, float] = defaultdict(float)
+        for _ in range(repeats):
+            for name, call in raw.items():
+                sums[name] += timed_raw(call)
+            for name, tier in tiers.items():
+                await tier.remove(blocks.refs)
+                sums[f"put {name}"] += await timed(lambda: tier.put(blocks.writes()))  # noqa: B023
+                sums[f"get {name}"] += await timed(lambda: tier.get(blocks.reads()))  # noqa: B023
+        for name, seconds in sums.items():
+            took[name].append(seconds)
+    return {name: batch_bytes * repeats / 1e9 / median(each) for name, each in took.items()}
+
+
+def isolation(name: str, blocks: Blocks, call: str, speed: Mapping[str, float]) -> Row:
+    """What a process of its own costs a tier: ``ours`` beside ``inside``."""
+    size, batch = blocks.size, len(blocks.slots)
+    return Row(
+        name=f"{name} {call}, {told(size, batch)}, and inside the engine",
+        unit="GB/s",
+        peer=speed[f"{call} inside"],
+        ours=speed[f"{call} ours"],
+        goal="ratio >= 0.85" if size * batch >= LARGE_BYTES else "",
+        note="what a process of its own costs",
+    )

@@ -7,10 +7,12 @@ import pickle
 import select
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvladder.arena import Arena
+from xxhash import xxh3_128_digest
+
+from kvladder.arena import Arena, Slot
 from kvladder.tiers.nixl.plane import Area, NixlPlane
 from kvladder.tiers.nixl.pump import doze
 
@@ -26,6 +28,12 @@ def written(plane: NixlPlane, count: int, size: int) -> None:
     """Write so many blocks to the other end."""
     posted = plane.write(range(count), range(count), [size] * count)
     moved(plane, lambda: plane.ended(posted))
+
+
+def summed(views: Iterable[memoryview]) -> None:
+    """Read blocks as who makes their checksums has to."""
+    for view in views:
+        xxh3_128_digest(view)
 
 
 def told(end: socket.socket, value: object) -> None:
@@ -47,7 +55,7 @@ def received(end: socket.socket, view: memoryview) -> None:
 
 
 def main() -> None:
-    """Do what the benchmark says: b"g" and b"p" by the socket, b"G" and b"P" by NIXL."""
+    """Do what is asked: b"g" and b"p" by the socket, b"G" and b"P" by NIXL; b"C" checks."""
     count, size = map(int, sys.argv[1:])
     arena = Arena.create(count, size)
     memory = memoryview(bytearray(count * size))
@@ -68,6 +76,9 @@ def main() -> None:
             end.sendall(b"k")
         elif call == b"G":
             written(plane, number, size)
+            end.sendall(b"k")
+        elif call == b"C":
+            summed([arena.view(Slot(slot)) for slot in range(number)])
             end.sendall(b"k")
         else:
             moved(plane, lambda: bool(select.select([end], [], [], 0)[0]))

@@ -1,0 +1,238 @@
+"""How long the lock of a cache is held at most, by operation, over a tier with a million blocks.
+
+An engine's thread that asks for something meanwhile waits for so long, and not longer. A figure is
+CPU time of the thread that holds the lock, of those holds in which the kernel did not take the
+processor from it: what the kernel and other machines on the same processor take counts as CPU time
+of that thread, too, and leaves cold caches behind. The note says how many holds were interrupted,
+and the longest of them by CPU time and by the clock. Collections of garbage stop all threads,
+whoever holds it: they are left out, and two rows say what the cache adds to one. The tier answers
+at once and moves nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from array import array
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from inspect import currentframe
+from resource import RUSAGE_THREAD, getrusage
+from statistics import median
+from typing import NamedTuple
+from unittest.mock import patch
+
+import kvladder
+from benchmarks.instant import InstantTier, keys_of
+from benchmarks.row import Row
+from kvladder import compose
+from kvladder.config.registry import register
+from kvladder.keys import salt_digest
+from kvladder.lock import StackLock
+from kvladder.manager import CacheManager
+from kvladder.tiers.label import Facts, Kept
+
+BLOCKS = 10**6
+"""That the tier has from its start, half of them with a salt."""
+HOST_BLOCKS = 2**17
+CALL_BLOCKS = 8192
+"""That are saved, or fetched, at once."""
+REMOVED = 65536
+RECOVERED = 4096
+"""That the tier tells of at once."""
+SALT = "tenant"
+LAYOUT = kvladder.Layout(block_tokens=16, block_bytes=4096, fields={"model": "benchmark"})
+HELD = tuple(keys_of("held", BLOCKS))
+"""Which no collection goes through."""
+
+
+class Hold(NamedTuple):
+    """One that was long."""
+
+    took_ns: int = 0
+    """CPU time."""
+    wall_ns: int = 0
+    where: str = "nothing"
+
+
+class TimedLock(StackLock):
+    """Knows how long it was held, collections of garbage left out, since it was asked last."""
+
+    __slots__ = (
+        "_began_ns",
+        "_began_wall_ns",
+        "_collecting_ns",
+        "_depth",
+        "_interrupted",
+        "_most",
+        "_switches",
+        "_took_ns",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._depth = self._began_ns = self._began_wall_ns = self._collecting_ns = 0
+        self._switches = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._took_ns = array("q")
+        """Of each hold that was not interrupted."""
+        self._interrupted = 0
+        self._most = {False: Hold(), True: Hold()}
+        """The longest by whether it was interrupted."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._depth += 1
+        if self._depth == 1:
+            self._switches = getrusage(RUSAGE_THREAD).ru_nivcsw
+            self._began_wall_ns = time.perf_counter_ns()
+            self._began_ns = time.thread_time_ns()
+
+    def __exit__(self, _type: object, _error: object, _traceback: object) -> None:
+        if self._depth == 1:
+            took_ns = time.thread_time_ns() - self._began_ns
+            wall_ns = time.perf_counter_ns() - self._began_wall_ns
+            interrupted = getrusage(RUSAGE_THREAD).ru_nivcsw > self._switches
+            if interrupted:
+                self._interrupted += 1
+            else:
+                self._took_ns.append(took_ns)
+            if took_ns > self._most[interrupted].took_ns:
+                frame = currentframe()
+                caller = frame and frame.f_back
+                where = caller.f_code.co_qualname if caller else ""
+                self._most[interrupted] = Hold(took_ns, wall_ns, where)
+        self._depth -= 1
+        super().__exit__(None, None, None)
+
+    def collecting(self, phase: str, _about: object) -> None:
+        """A collection begins or ends, in whichever thread; for ``gc.callbacks``."""
+        if self.held() and phase == "start":
+            self._collecting_ns = time.thread_time_ns()
+        elif self.held():
+            self._began_ns += time.thread_time_ns() - self._collecting_ns
+
+    def row(self, name: str) -> Row:
+        """The longest hold since the last row, in which this was done."""
+        took_ns, most, other = sorted(self._took_ns), self._most[False], self._most[True]
+        most_ms = took_ns[-1 - len(took_ns) // 1000] / 1e6
+        note = f"{len(took_ns):,} holds, all but one in a thousand at most {most_ms:.2f} ms; the"
+        note += f" longest in {most.where}, {most.wall_ns / 1e6:.2f} ms by the clock"
+        if self._interrupted:
+            took_ms, wall_ms = other.took_ns / 1e6, other.wall_ns / 1e6
+            note += f"; {self._interrupted:,} more were interrupted, at most {took_ms:.2f} ms"
+            note += f" ({wall_ms:.2f} by the clock)"
+        self._forget()
+        return Row(
+            name=f"hold: {name}", unit="ms", ours=most.took_ns / 1e6, goal="ours <= 1", note=note
+        )
+
+
+class Million(InstantTier):
+    """Has all of ``HELD`` from its start, the first half without a salt."""
+
+    batch_max = 128
+
+    def __init__(self) -> None:
+        super().__init__(HELD, salt=salt_digest(LAYOUT.namespace(), SALT))
+
+    async def recover(self) -> AsyncIterator[Sequence[Kept]]:
+        half = len(self._held) // 2
+        plain, salted = Facts(), Facts(salt=self._salt)
+        for start in range(0, len(self._held), RECOVERED):
+            part = enumerate(self._held[start : start + RECOVERED], start)
+            yield [Kept(key, place, plain if place < half else salted) for place, key in part]
+
+
+def rows() -> Iterable[Row]:
+    """Recovery, saves, loads, removals, a purge, a reset; and collections of garbage."""
+    register("tiers", "million", Million)
+    stack = {
+        "arena": {"size": HOST_BLOCKS * 4096},
+        "fetch": {"deadline": "60 s"},
+        "tiers": [
+            {"name": "host", "type": "host"},
+            {"name": "million", "type": "million", "capacity": 2 * BLOCKS * 4096},
+        ],
+    }
+    without = collected()
+    with timed() as lock, kvladder.open_cache(stack, layout=LAYOUT) as cache:
+        yield lock.row("recover a million")
+        yield from collections("recovered", without)
+        for name, act in operations(cache).items():
+            act()
+            until(cache.idle)
+            until(lambda: not cache.removals)
+            yield lock.row(name)
+        yield from collections("after all of it", without)
+    yield lock.row("close")
+
+
+def operations(cache: CacheManager) -> dict[str, Callable[[], object]]:
+    """What is done, one after the other; each is over when the tier has been told of it."""
+
+    def save(name: str, blocks: int) -> None:
+        for start in range(0, blocks, CALL_BLOCKS):
+            cache.save(keys_of(f"{name} {start}", CALL_BLOCKS)).commit()
+
+    def load(first: int) -> None:
+        fetch = cache.fetch(HELD[first : first + CALL_BLOCKS])
+        fetch.wait(60)
+        assert fetch.blocks == CALL_BLOCKS
+        fetch.release()
+
+    def reset() -> None:
+        cache.reset()
+        until(lambda: not cache.resetting)
+
+    return {
+        "load, host free": lambda: load(0),
+        "save, host free": lambda: save("first", HOST_BLOCKS),
+        "save, host full": lambda: save("second", 2 * HOST_BLOCKS),
+        "load, host full": lambda: load(CALL_BLOCKS),
+        f"remove {REMOVED:,} in one call": lambda: cache.remove(HELD[4 * CALL_BLOCKS :][:REMOVED]),
+        "purge half a million": lambda: [*cache.purge(SALT)],
+        "reset": reset,
+        "save after it": lambda: save("third", HOST_BLOCKS),
+    }
+
+
+@contextmanager
+def timed() -> Generator[TimedLock]:
+    """The lock of caches that are opened meanwhile."""
+    lock = TimedLock()
+    gc.callbacks.append(lock.collecting)
+    try:
+        with patch.object(compose, "StackLock", lambda: lock):
+            yield lock
+    finally:
+        gc.callbacks.remove(lock.collecting)
+
+
+def until(done: Callable[[], bool]) -> None:
+    """Return once it is so."""
+    while not done():
+        time.sleep(0.01)
+
+
+def collected() -> tuple[int, float]:
+    """How many objects the collector goes through, and how long a collection of all takes, ms."""
+    gc.collect()
+    took: list[float] = []
+    for _ in range(3):
+        began_ns = time.thread_time_ns()
+        gc.collect()
+        took.append((time.thread_time_ns() - began_ns) / 1e6)
+    return len(gc.get_objects()), median(took)
+
+
+def collections(when: str, without: tuple[int, float]) -> Iterable[Row]:
+    """What the cache adds to a collection of garbage."""
+    objects, took_ms = collected()
+    more = objects - without[0]
+    note = f"{more:,} objects more; the limit is this process without the cache"
+    yield Row(
+        name=f"collection of garbage, {when}", unit="ms", limit=without[1], ours=took_ms, note=note
+    )

@@ -1,0 +1,139 @@
+"""SGLang with kvladder below it beside its own host pool and its own files.
+
+The storage alone is measured first, then the time to the first token of a prompt of 3,000 tokens
+in a real engine on the CPU: computed, from SGLang's host pool, from each storage. The model has
+little to compute and 128 KiB to keep of each token, so that caches decide. SGLang is told to wait
+for all that a storage has.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from benchmarks.row import Row, measured_by
+from tests.sglang.engine import OURS, PAGE, Engine, environment, make_model, prepare
+from tests.sglang.test_engine import whole
+
+TOKENS = 3000
+TURNS = 5
+PAGES = whole(TOKENS) // PAGE
+PAGE_BYTES = PAGE * (128 << 10)
+SETTINGS = {
+    "max_total_tokens": 4096,
+    "hicache_ratio": 3,
+    "chunked_prefill_size": 4096,
+    "hicache_storage_prefetch_policy": "wait_complete",
+}
+
+
+def stack(folder: Path, slots: int) -> dict[str, Any]:
+    """Ours, whose arena has room for all that is asked, or for a part of it."""
+    return {
+        **OURS,
+        "arena": {"size": slots * PAGE_BYTES},
+        "control": {"path": str(folder / "kv.sock")},
+        "tiers": [
+            {"name": "host", "type": "host"},
+            {"name": "files", "type": "files", "path": str(folder / f"kv{slots}"),
+             "capacity": "4 GiB", "when": "commit"},
+        ],
+    }  # fmt: skip
+
+
+class Clients:
+    """Asks an engine, and says how long the first token took."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def asked(self, first: int, *, storage: int | None) -> float:
+        """Seconds; ``storage`` is how many tokens are to come from there, None for any number."""
+        begun = perf_counter()
+        found = self._engine.generate(first, TOKENS, new=1)
+        took = perf_counter() - begun
+        assert storage is None or found.storage == storage, found
+        return took
+
+    def cold(self) -> list[float]:
+        """Prompts that nobody has asked before."""
+        return [self.asked(100 + turn, storage=0) for turn in range(2)]
+
+    def host(self) -> list[float]:
+        """What SGLang's host pool has and its device pool has lost."""
+        took: list[float] = []
+        for _ in range(TURNS):
+            self.asked(1, storage=None)
+            self.asked(2, storage=None)
+            took.append(self.asked(1, storage=0))
+        return took
+
+    def stored(self) -> list[float]:
+        """What only the storage has."""
+        took: list[float] = []
+        self.asked(1, storage=None)
+        for _ in range(TURNS):
+            self._engine.do("flush")
+            took.append(self.asked(1, storage=whole(TOKENS)))
+        return took
+
+    def attach(self, extra: dict[str, Any], backend: str = "dynamic") -> None:
+        """Have another storage, which is empty, and store the prompt there."""
+        assert self._engine.do("detach") == ""
+        assert self._engine.do("attach", extra=extra, backend=backend) == ""
+        self._engine.do("flush")
+        self.asked(1, storage=0)
+
+
+def first_tokens(folder: Path) -> Iterable[Row]:
+    """Milliseconds of each way."""
+    prepare(folder)
+    model = make_model(folder, folder / "model", 0, "llama_wide")
+    engine = Engine(folder, model, stack(folder, 4 * PAGES), **SETTINGS)
+    clients = Clients(engine)
+    took: dict[str, list[float]] = {}
+    try:
+        took["cold"] = clients.cold()
+        took["host"] = clients.host()
+        took["arena"] = clients.stored()
+        clients.attach(stack(folder, PAGES // 3))
+        engine.stored("files", PAGES)
+        took["files"] = clients.stored()
+        kept = folder / "theirs"
+        own = {"prefetch_threshold": PAGE, "file_storage_path": str(kept)}
+        clients.attach(own, "file")
+        while len(list(kept.glob("*.bin"))) < PAGES:
+            pass
+        took["theirs"] = clients.stored()
+    finally:
+        engine.end()
+    found = {name: median(several) * 1e3 for name, several in took.items()}
+    note = f"prompt of {TOKENS} tokens, {PAGES * PAGE_BYTES >> 20} MiB; computed: "
+    for name, ours, theirs, beside in (
+        ("from the arena, beside SGLang's host pool", "arena", "host", "its host pool"),
+        ("from the arena, beside HiCacheFile", "arena", "theirs", "files in the page cache"),
+        ("from files, beside HiCacheFile", "files", "theirs", "files in the page cache"),
+    ):
+        yield Row(
+            name=f"SGLang, first token, {name}",
+            unit="ms",
+            limit=None,
+            peer=found[theirs],
+            ours=found[ours],
+            note=f"{note}{found['cold']:,.0f} ms; peer: {beside}",
+        )
+
+
+def rows() -> Iterable[Row]:
+    """The storage alone, then the time to the first token."""
+    place = os.environ.get("KVLADDER_BENCH_DIR")
+    with tempfile.TemporaryDirectory(dir=place) as made:
+        folder = Path(made)
+        prepare(folder / "alone")
+        yield from measured_by("benchmarks.sglang_storage", environment(folder / "alone"))
+        yield from first_tokens(folder / "engine")
