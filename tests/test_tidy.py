@@ -30,9 +30,12 @@ CATCHES_ALL = {
     "tiers/codecs/edge.py": "has a codec's fault cost one block, and says it",
     "tiers/files/threads.py": "hands it to whoever awaits the batch",
     "gpu/copy/copier.py": "reports it with the job whose copy failed",
+    "gpu/copy/cuda.py": "says it; small pages are copied as large ones are",
+    "gpu/copy/streams.py": "reports it with the job whose copy failed",
     "kvladder/planning/models.py": "names it as why the rules were asked",
 }
-ENGINE_EDGE = re.compile(r"connectors/vllm\w*/.*\.py")  # an engine must outlive its connector
+# An engine must outlive its connector.
+ENGINE_EDGE = re.compile(r"connectors/(vllm\w*|sglang|trtllm)/.*\.py")
 
 # What product code takes from outside instead of asking for it itself, and where it is made.
 CLOCKS = {"time.time", "time.time_ns", "time.sleep"}
@@ -70,6 +73,15 @@ def test_there_is_something_to_check():
     assert {"kvladder/arena.py", "tiers/base.py", "policy/eviction.py"} <= set(PRODUCT)
     assert {"tests/test_tidy.py", "tests/tiers/test_files.py"} <= set(EVERYTHING)
     assert not [name for name in PRODUCT if name.startswith("kvladder/tiers/")]
+
+
+def test_who_starts_vllm_is_named_where_it_is_run():
+    named = re.search(r"^STARTS_VLLM := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    marks = re.compile(r"^\s*(@|pytestmark = )pytest\.mark\.vllm\b", re.MULTILINE)
+    marked = [name for name in EVERYTHING if marks.search(source(name))]
+    assert marked
+    assert named
+    assert all(name.startswith(tuple(named[1].split())) for name in marked)
 
 
 # ---- packaging
@@ -286,7 +298,12 @@ def derived(base, known):
 
 @pytest.mark.parametrize(
     ("base", "suite"),
-    [("Tier", "TierTests"), ("EvictionPolicy", "PolicyTests"), ("Codec", "CodecTests")],
+    [
+        ("Tier", "TierTests"),
+        ("EvictionPolicy", "PolicyTests"),
+        ("Codec", "CodecTests"),
+        ("ResourceHandler", "HandlerTests"),
+    ],
 )
 def test_what_is_shipped_passes_the_suite_for_third_parties(base, suite):
     shipped = derived(base, classes(*PRODUCT))
