@@ -132,6 +132,14 @@ def test_an_interface_that_is_not_there_is_named(far):
     assert "NIXL" in what
 
 
+def test_the_interfaces_of_the_environment_count_where_none_are_named(far, monkeypatch):
+    monkeypatch.setenv("UCX_NET_DEVICES", "none0")
+    what, _ = refused(far)
+    assert "NIXL" in what
+    with kvladder.open_cache(stack(far, interfaces="lo"), layout=LAYOUT):
+        pass
+
+
 def test_without_a_server_that_is_not_required_there_are_misses(far):
     (port,) = free_ports(1)
     more = {"servers": [f"127.0.0.1:{port}"], "required": False}
@@ -185,6 +193,7 @@ def test_a_library_that_is_not_there_is_named(monkeypatch, missing):
         ({"servers": ["x:1"], "peers": ["x:1"]}, "tiers[1]"),
         ({"servers": "x:1"}, "tiers[1].servers"),
         ({"transports": "cma,tcp"}, "tiers[1]"),
+        ({"interfaces": ""}, "tiers[1].interfaces"),
     ],
 )
 def test_settings_that_cannot_be(changed, path):

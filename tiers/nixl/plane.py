@@ -98,7 +98,7 @@ class NixlPlane:
     transports:
         As ``UCX_TLS``. With ``cma`` or ``sm`` the end of an agent would not be the end of writes.
     interfaces:
-        As ``UCX_NET_DEVICES``.
+        As ``UCX_NET_DEVICES``; ``all`` leaves that variable as it is, UCX's own ``all`` if unset.
     """
 
     def __init__(self, arena: Arena, transports: str, interfaces: str) -> None:
@@ -106,7 +106,9 @@ class NixlPlane:
         self._errors = _errors(library)
         strict = library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         config = library.nixl_agent_config(enable_prog_thread=False, backends=[], sync_mode=strict)
-        settings = {"TLS": transports, "NET_DEVICES": interfaces, **_TIMES}
+        settings = {"TLS": transports, **_TIMES}
+        if interfaces != "all":
+            settings["NET_DEVICES"] = interfaces
         # not as engine_config, whose values cannot have commas
         os.environ.update({f"UCX_{name}": value for name, value in settings.items()})
         self._lists: list[tuple[Any, Any]] = []

@@ -61,8 +61,8 @@ class NixlOptions(Settings, frozen=True, kw_only=True):
     """The file with the keys of this end."""
     transports: str = "tcp"
     """How bytes travel, as UCX names it: ``tcp``, or ``rc,tcp`` with RDMA."""
-    interfaces: str = "all"
-    """The network devices, as UCX names them."""
+    interfaces: Annotated[str, msgspec.Meta(min_length=1)] = "all"
+    """The network devices, as UCX names them; ``all``: those of UCX_NET_DEVICES, if it is set."""
     required: bool | None = None
     """Whether the engine does not start while none of the servers can be reached; by default, if
     they are listed here."""
