@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Final, cast
 
 import msgspec
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
-from kvladder.manager import CacheManager, PacedFetch
+from kvladder.manager import POLL_S, CacheManager, PacedFetch
 from kvladder.runtime import SystemClock
 
 AT_ONCE: Final = 2
@@ -61,34 +62,50 @@ def fetch_pieces(manager: CacheManager, batch: Batch) -> Pieces:
     size = max(1, manager.arena.slots // PART)
     keys, found = batch.names, 0
     left = deque(keys[at : at + size] for at in range(0, len(keys), size))
-    coming: deque[tuple[int, PacedFetch]] = deque()
+    coming: deque[tuple[list[BlockKey], PacedFetch]] = deque()
     try:
         while left or coming:
-            while left and len(coming) < AT_ONCE and now() < end_s:
-                begun = manager.fetch_paced(left[0], deadline_s=batch.deadline_s, salt=batch.salt)
-                # whoever waits in turn has to ask, or holds up those behind it
-                if coming and not begun.ready and not begun.held:
-                    begun.close()
+            # The first part asks for slots before those behind it, and they give theirs back while
+            # it has none: or several fetches would wait for what their own next parts hold.
+            while left and len(coming) < AT_ONCE and now() < end_s and _is_served(coming):
+                part = manager.fetch_paced(left[0], deadline_s=batch.deadline_s, salt=batch.salt)
+                if coming and not part.ready and not part.held:
+                    part.close()
                     break
-                coming.append((len(left.popleft()), begun))
+                coming.append((left.popleft(), part))
             if not coming:  # it has taken long enough
                 return found
-            total, part = coming[0]
-            part.wait()
-            while not part.over and now() < end_s:
+            asked, part = coming[0]
+            while not part.ready:
+                if part.fetch is not None:
+                    part.fetch.wait()
+                    continue
+                while len(coming) > 1:
+                    behind, other = coming.pop()
+                    other.close()
+                    left.appendleft(behind)
+                if now() >= end_s:
+                    return found
+                threading.Event().wait(POLL_S)
+            if not part.over:
                 assert part.fetch is not None
                 pages = list(range(found, found + part.count))
                 yield Piece(found, pages, list(part.fetch.slots[: part.count]))
                 found += part.count
                 part.advance()
-                part.wait()
-            if part.first < total:  # here too, or a hole
+            elif part.first < len(asked):  # a hole
                 return found
-            coming.popleft()[1].close()
+            else:
+                coming.popleft()
         return found
     finally:
         for _, one in coming:
             one.close()
+
+
+def _is_served(coming: Sequence[tuple[list[BlockKey], PacedFetch]]) -> bool:
+    """Whether the first part, if there is one, does not wait for slots."""
+    return not coming or coming[0][1].ready or coming[0][1].held > 0
 
 
 def save_pieces(manager: CacheManager, batch: Batch) -> Pieces:

@@ -199,13 +199,6 @@ class PacedFetch(Paced):
             else:
                 await asyncio.sleep(POLL_S)
 
-    def wait(self) -> None:
-        while not self.ready:
-            if self.fetch is not None:
-                self.fetch.wait()
-            else:
-                super().wait()
-
     def _let_go(self) -> None:
         if self.fetch is not None:
             self.fetch.release()
