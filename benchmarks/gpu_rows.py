@@ -171,6 +171,7 @@ def _from_files(model: Decoder, tokens: int) -> Row:
     with TemporaryDirectory(prefix="kvladder-") as folder:
         stack = {
             "arena": {"size": f"{slots + (8 << 20)} B"},
+            "fetch": {"deadline": "10 m"},
             "tiers": [
                 {"name": "host", "type": "host"},
                 {

@@ -16,9 +16,11 @@ RUN_S = 1200.0
 """For an engine's start, or a process of many steps: a quiet machine takes up to a minute."""
 
 
-def until(holds: Callable[[], object], *, every_s: float = 0.005) -> None:
+def until(
+    holds: Callable[[], object], *, every_s: float = 0.005, within_s: float = PATIENCE_S
+) -> None:
     """Return when something is true, asked again and again; fails if it never is."""
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < end, "it never came true"
         time.sleep(every_s)

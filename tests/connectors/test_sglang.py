@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from kvladder.config import registry
 from kvladder.testing.shared import SharedFakeTier
-from kvladder.tiers.files.tier import FilesTier
+from kvladder.units import Duration
 from tests.connectors import sglang_stub
 from tests.connectors.sglang_controller import (
     PAGE_BYTES,
@@ -25,7 +24,8 @@ from tests.connectors.sglang_controller import (
     rows,
 )
 from tests.connectors.sglang_stub import PoolHitPolicy, PoolTransfer, PoolTransferResult
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
+from tests.sglang.kit.hanging_files import HangingFiles
 
 sglang_stub.install()
 from kvladder.connectors.sglang.storage import KVLadderStorage  # noqa: E402
@@ -33,30 +33,32 @@ from kvladder.connectors.sglang.weights import watch  # noqa: E402
 
 OURS = {"backend_name": "kvladder", "module_path": "m", "class_name": "c", "interface_v1": 1}
 SLOTS = 40
-
-
-class Hanging(FilesTier):
-    """Files whose calls wait as long as it is said to hang."""
-
-    hangs = threading.Event()
-
-    async def _hang(self):
-        while self.hangs.is_set():  # noqa: ASYNC110 - a test of another thread sets it
-            await asyncio.sleep(0.01)
-
-    async def get(self, reads):
-        await self._hang()
-        return await super().get(reads)
-
-    async def put(self, writes):
-        await self._hang()
-        return await super().put(writes)
+PATIENT = f"{PATIENCE_S} s"
 
 
 @pytest.fixture
-def opened(tmp_path, monkeypatch):
+def hangs(tmp_path, monkeypatch):
+    """The file that has a level of the type ``hanging`` hang as long as it is there."""
+    file = tmp_path / "hangs"
+    monkeypatch.setenv("HANGS", str(file))
+    return file
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """A batch takes as long as it takes, on a busy machine too."""
+    ours = "kvladder.connectors.sglang"
+    for name in (f"{ours}.storage.CALL_S", f"{ours}.node.FLUSH_S"):
+        monkeypatch.setattr(name, PATIENCE_S)
+    for module in ("storage", "options"):
+        monkeypatch.setattr(f"{ours}.{module}.DEADLINE_MAX", Duration(PATIENCE_S))
+    monkeypatch.setattr("kvladder.tiers.ladder.paced.ROOM_S", PATIENCE_S)
+
+
+@pytest.fixture
+def opened(tmp_path, monkeypatch, hangs, patient):
     """Opens a storage with a pool and its controller; closes what a test has left open."""
-    monkeypatch.setitem(registry._registered, ("tiers", "hanging"), Hanging)
+    monkeypatch.setitem(registry._registered, ("tiers", "hanging"), HangingFiles)
     monkeypatch.setitem(registry._registered, ("tiers", "shared-fake"), SharedFakeTier)
     monkeypatch.setenv("SGLANG_RUN_ID", str(tmp_path))  # a server of this test alone
     sglang_stub.give("m")
@@ -72,7 +74,7 @@ def opened(tmp_path, monkeypatch):
         ranks=None,
         **changes,
     ):
-        level = {"name": "nvme", "type": tier, "when": "commit", "timeout": "2 s"}
+        level = {"name": "nvme", "type": tier, "when": "commit", "timeout": PATIENT}
         if tier in {"files", "hanging"}:
             level |= {"path": str(tmp_path / "kv"), "capacity": "64 MiB"}
         else:
@@ -80,7 +82,7 @@ def opened(tmp_path, monkeypatch):
         stack = {
             "model": {"fingerprint": fingerprint},
             "arena": {"size": slots * PAGE_BYTES},
-            "fetch": {"deadline": "1 s"},
+            "fetch": {"deadline": PATIENT},
             "tiers": [
                 {"type": "host", **changes.pop("host", {})},
                 level | changes.pop("level", {}),
@@ -97,16 +99,14 @@ def opened(tmp_path, monkeypatch):
         return left[-1], pool
 
     yield open_one
-    Hanging.hangs.clear()
+    hangs.unlink(missing_ok=True)
     for one in left:
         one.detach()
 
 
 def settle(controller):
     manager = controller.storage_backend.manager
-    waiting = threading.Event()
-    while not manager.idle():
-        waiting.wait(0.005)
+    until(manager.idle)
     manager.check()
 
 
@@ -201,27 +201,27 @@ def test_a_flipped_bit_is_a_miss_and_mended_by_the_next_store(opened, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_tier_that_hangs_holds_nobody_up_for_good(opened):
+def test_a_tier_that_hangs_holds_nobody_up_for_good(opened, hangs):
     """SGLang ends the engine if a thread does not come back when it flushes."""
+    one, _ = opened("hanging")
+    keys = chain("a", 128)
+    one.backup(keys)
+    settle(one)
+    one.detach()
     breaker = {
         "breaker": {"failures": 1, "retry": "10 m", "retry_max": "10 m"},
         "timeout": "100 ms",
     }
+    hangs.touch()
     one, _ = opened("hanging", level=breaker, fetch={"deadline": "100 ms"})
-    keys = chain("a", 128)
-    one.backup(keys)
-    settle(one)
-    Hanging.hangs.set()
     assert one.exists(keys) == 128  # nobody knows yet
-    assert one.prefetch(keys, rows(0, 128)) < 128
-    waiting = threading.Event()
-    while one.exists(keys) > SLOTS:  # now it is known, and what is above it is all there is
-        waiting.wait(0.01)
-    there = one.exists(keys)
-    assert one.prefetch(keys, rows(0, 128)) == there
+    assert one.prefetch(keys, rows(0, 128)) == 0
+    until(lambda: one.exists(keys) == 0)  # now it is known, and what is above it is all there is
+    there = chain("d", 10)
+    one.backup(there)
+    assert one.prefetch(there, rows(0, 10)) == 10
     one.backup(chain("e", 256))  # more than there are slots: it ends, with or without them
     one.stop()
-    Hanging.hangs.clear()
 
 
 @pytest.mark.slow
@@ -252,10 +252,11 @@ def test_pages_that_no_level_wants_are_not_refused(opened):
 
 
 @pytest.mark.slow
-def test_pages_that_find_no_slot_end_what_is_stored_of_a_prompt(opened):
+def test_pages_that_find_no_slot_end_what_is_stored_of_a_prompt(opened, hangs, monkeypatch):
     """A hole in a prefix makes all behind it useless: SGLang is told not to offer them."""
+    monkeypatch.setattr("kvladder.tiers.ladder.paced.ROOM_S", 0.05)  # there will be none
     one, _ = opened("hanging", slots=16)
-    Hanging.hangs.set()
+    hangs.touch()
     keys = chain("a", 256)
     held = one.storage_backend.manager.save([b"%032d" % n for n in range(16)])
     assert one.backup(keys) == 0
@@ -568,13 +569,13 @@ def test_clients_at_once_have_the_same_pages(opened):
     pool.fill(3)
     keys = [chain(f"p{number}", 40) for number in range(4)]
     kept = [[pool.page(number * 40 + at) for at in range(40)] for number in range(4)]
-    stored = [
-        one.begin("set", lambda n=n: one.storage_backend.batch_set_v1(keys[n], rows(n * 40, 40)))
-        for n in range(4)
-    ]
-    assert all(all(done.get(timeout=PATIENCE_S)) for done in stored)
-    settle(one)
-    pool.kv.zero_()
-    for number in (3, 1, 0, 2):
-        assert one.prefetch(keys[number], rows(number * 40, 40)) == 40
+    storage, places = one.storage_backend, [rows(number * 40, 40) for number in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        stored = [*threads.map(storage.batch_set_v1, keys, places)]
+        assert all(all(found) for found in stored)
+        settle(one)
+        pool.kv.zero_()
+        come = [*threads.map(storage.batch_get_v1, keys, places)]
+        assert all(all(found) for found in come)
+    for number in range(4):
         assert same(pool, number * 40, kept[number])

@@ -18,7 +18,7 @@ from kvladder.connectors.sglang.node import FLUSH_S, Guest, Owner, join
 from kvladder.connectors.sglang.pieces import Batch
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 SLOTS = 16
 KEYS = [b"%032d" % number for number in range(6)]
@@ -107,9 +107,7 @@ def killed(process):
 
 
 def until_free(node, slots):
-    waiting = threading.Event()
-    while node.arena.free != slots:
-        waiting.wait(0.005)
+    until(lambda: node.arena.free == slots)
     node.manager.check()
 
 
@@ -189,9 +187,16 @@ def test_an_owner_that_ends_waits_for_ranks_that_copy(address):
     guest.close()
 
 
-def test_a_stack_that_cannot_be_opened_is_an_error_on_every_rank(address):
+def test_a_stack_that_cannot_be_opened_is_an_error_on_every_rank(address, monkeypatch):
     coming = threading.Event()
     errors = []
+
+    def connect(where):
+        connection = come(where)
+        coming.set()
+        return connection
+
+    monkeypatch.setattr("kvladder.connectors.sglang.node.connect", connect)
 
     def one_more():
         try:
@@ -203,7 +208,7 @@ def test_a_stack_that_cannot_be_opened_is_an_error_on_every_rank(address):
 
     def failing():
         other.start()
-        coming.wait(0.05)
+        assert coming.wait(PATIENCE_S)
         raise ConfigError("no room", path="arena.size")
 
     with pytest.raises(ConfigError, match="no room"):

@@ -102,7 +102,8 @@ def stack(memory: str = "8 MiB", *, files: Path | None = None) -> dict[str, Any]
     tiers: list[Mapping[str, Any]] = [{"name": "host", "type": "host"}]
     if files is not None:
         tiers.append({"name": "disk", "type": "files", "path": str(files), "capacity": "64 MiB"})
-    return {"gpu": {"memory": memory}, "arena": {"size": "16 MiB"}, "tiers": tiers}
+    arena, fetch = {"size": "16 MiB"}, {"deadline": "10 m"}
+    return {"gpu": {"memory": memory}, "arena": arena, "fetch": fetch, "tiers": tiers}
 
 
 def opened(model: Any, source: Mapping[str, Any], **options: Any) -> PooledModel:

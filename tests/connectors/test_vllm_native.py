@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvladder.errors import ConfigError
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -60,7 +59,8 @@ class Native:
         self, model: Path, folder: Path, *, tp: int = 1, rows: int = 8, **settings: Any
     ) -> None:
         self.rows = np.zeros((rows, ROW), dtype=np.int8)
-        stack = {"host": "64 KiB", "files": str(folder), "capacity": "8 MiB"}
+        stack: dict[str, Any] = {"host": "64 KiB", "files": str(folder), "capacity": "8 MiB"}
+        stack["fetch"] = {"deadline": f"{PATIENCE_S} s"}
         self.tier: Any = SecondaryTierFactory.create_secondary_tier(
             {**PATHS, **stack, **settings}, memoryview(self.rows.data), spec(model, tp=tp)
         )
@@ -71,13 +71,16 @@ class Native:
         load = submit == self.tier.submit_load
         submit(TransferJob(self._jobs, keys, np.array(rows), load, CONTEXT))
         assert self.tier.has_pending_work()
-        end = time.monotonic() + PATIENCE_S
-        while time.monotonic() < end:
-            for result in self.tier.get_finished_jobs():
-                assert result.job_id == self._jobs
-                return result
-            time.sleep(0.002)
-        raise AssertionError("the job does not end")
+        ended: list[Any] = []
+
+        def has_ended() -> bool:
+            ended.extend(self.tier.get_finished_jobs())
+            return bool(ended)
+
+        until(has_ended)
+        [result] = ended
+        assert result.job_id == self._jobs
+        return result
 
     def has(self, number: int, group: int = 0) -> bool:
         return bool(self.tier.lookup(key(number, group), CONTEXT) is LookupResult.HIT)
@@ -265,9 +268,10 @@ def test_names_cover_what_vllm_tells_its_tiers(
 
 
 def test_jobs_larger_than_the_arena_go_piece_by_piece(
-    model: Path, tmp_path: Path, natives: list[Native]
+    model: Path, tmp_path: Path, natives: list[Native], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The arena has eight slots; what is stored goes on to files, and comes back, through them."""
+    monkeypatch.setattr("kvladder.tiers.ladder.paced.ROOM_S", PATIENCE_S)
     keys, rows = [key(number) for number in range(40)], [*range(40)]
     first = Native(model, tmp_path / "kv", rows=40)
     natives.append(first)

@@ -23,7 +23,7 @@ from kvladder.gpu.sizing.plan import CachePlan
 from kvladder.policy.retention import Retention, RetentionRange
 from tests.gpu.device import Model
 from tests.gpu.engine import Indexed, replay
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 
 @contextmanager
@@ -468,7 +468,7 @@ def test_on_the_device_what_an_ended_session_had_goes_first() -> None:
 
 
 def test_a_session_is_prefetched_from_files(tmp_path: Path) -> None:
-    with model(stack(files(tmp_path))) as engine:
+    with model({**stack(files(tmp_path)), "fetch": {"deadline": "10 m"}}) as engine:
         prefix(engine, range(12), "a")
         engine.evict()
         manager = engine.cache.manager
@@ -477,10 +477,10 @@ def test_a_session_is_prefetched_from_files(tmp_path: Path) -> None:
             manager._stack.host.forget(run, "evicted")
         assert manager.lookup(run) == (0, 3)
         engine.cache.prefetch("a")
-        for _ in range(500):
+
+        def came() -> bool:
             engine.cache.poll()
-            if manager.lookup(run).host == 3 and not engine.cache.port._asking:
-                break
-            engine.cache.wait(0.01)
-        assert manager.lookup(run).host == 3
+            return manager.lookup(run).host == 3 and not engine.cache.port._asking
+
+        until(came)
         assert engine.run([*range(12), 9]) == 12
