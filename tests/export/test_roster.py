@@ -23,7 +23,7 @@ from kvladder.tiers.nixl import roster as module
 from kvladder.tiers.nixl.curve import read_keys
 from kvladder.tiers.nixl.roster import Entry, Roster, listed, require_url
 from kvladder.tiers.nixl.tier import NixlOptions
-from tests.export.test_served import BLOCKS, Engine, run
+from tests.export.test_served import BLOCKS, Engine, all_come, run
 from tests.kit.served import Server
 from tests.patience import until
 
@@ -221,10 +221,6 @@ class Found(Engine):
         until(self.cache.idle)
         return bool(self.stats().get("far_ends_connected") == self.stats()["far_ends"] == there)
 
-    def forget(self) -> None:
-        self.cache.reset()
-        until(lambda: not self.cache.resetting)
-
 
 def test_servers_come_and_go_and_engines_follow(tmp_path: Path) -> None:
     with RedisServer(tmp_path) as redis:
@@ -233,7 +229,7 @@ def test_servers_come_and_go_and_engines_follow(tmp_path: Path) -> None:
             keys = one.keys
             until(lambda: one.stats()["export"].get("announced") == 1)
             with Found(roster, keys) as engine:
-                assert engine.sees(1)
+                until(lambda: engine.sees(1))
                 engine.save()
                 with Server(tmp_path / "b", keys=keys, roster=roster) as two:
                     until(lambda: engine.sees(2))
@@ -258,7 +254,7 @@ def test_servers_come_and_go_and_engines_follow(tmp_path: Path) -> None:
                 # the list is gone for a while, and comes back empty
                 redis.kill()
                 engine.forget()
-                assert engine.sees(1)
+                until(lambda: engine.sees(1))
                 redis.start()
                 with Found(roster, keys) as another:
                     until(lambda: another.sees(1))
@@ -315,7 +311,7 @@ def test_engines_find_each_other_and_not_themselves(tmp_path: Path) -> None:
         export |= {"roster": redis.url}
         with Engine(level, export=export) as one, Engine(level, export=export) as two:
             one.save()
-            until(lambda: two.load() == ["far"] * BLOCKS)
+            until(lambda: all_come(two))
             assert two.stats()["far_ends"] == 1
             assert two.stats()["far_ends_unfit"] == 0
             model = {"fingerprint": "another"}

@@ -79,6 +79,11 @@ class Engine:
         fetch.release()
         return fetch.sources
 
+    def forget(self) -> None:
+        """Empty host: what is loaded next comes from below."""
+        self.cache.reset()
+        until(lambda: not self.cache.resetting)
+
     def stats(self, level: str = "far") -> dict[str, Any]:
         return self.cache.stats()[level]
 
@@ -87,6 +92,12 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.cache.close()
+
+
+def all_come(engine: Engine) -> bool:
+    """Whether each block comes from the far end; what came before is forgotten."""
+    engine.forget()
+    return engine.load() == ["far"] * BLOCKS
 
 
 class TestServed(TierTests):
@@ -118,8 +129,7 @@ def test_engines_share_through_a_server_that_is_killed_and_comes_again(tmp_path:
             assert server.stats()["export"]["sessions"] == 2
             server.kill()
             assert two.load() == ["host"] * BLOCKS
-            two.cache.reset()
-            until(lambda: not two.cache.resetting)
+            two.forget()
             assert two.load() == [], "a miss, and no error"
             server.again()
             until(lambda: two.stats()["far_ends_connected"])
@@ -134,10 +144,13 @@ def test_engines_share_through_a_server_that_is_killed_and_comes_again(tmp_path:
 
 
 def test_batches_larger_than_the_arena_of_a_server_go_through_it_in_pieces(tmp_path: Path) -> None:
-    room: dict[str, Any] = {"arena": {"size": "16 MiB"}, "blocks": 60}
+    room: dict[str, Any] = {
+        "arena": {"size": "16 MiB"}, "blocks": 60, "fetch": {"deadline": "10 m"}
+    }  # fmt: skip
     with Server(tmp_path, arena="1 MiB") as server:
         assert server.slots == 15
-        with Engine(server.level(), **room) as one, Engine(server.level(), **room) as two:
+        level = server.level(timeout="10 m")
+        with Engine(level, **room) as one, Engine(level, **room) as two:
             one.save()
             one.save(500)
             assert one.stats()["stored"] == 120
@@ -167,10 +180,9 @@ def test_what_the_process_of_clients_held_is_free_when_it_is_killed(tmp_path: Pa
         os.kill(pid, signal.SIGKILL)
         until(lambda: server.stats()["export"]["process"] not in {0, pid})
         until(lambda: engine.stats()["far_ends_connected"])
-        engine.cache.reset()
-        until(lambda: not engine.cache.resetting)
+        engine.forget()
         with Engine(server.level()) as other:
-            until(lambda: other.load() == ["far"] * BLOCKS)
+            until(lambda: all_come(other))
         until(lambda: server.stats()["export"]["pinned"] == 0)
         assert server.stats()["export"]["process_ends"] == 1
         free = server.stats()["arena"]["free"]
@@ -213,8 +225,7 @@ def test_an_engine_lets_others_read_its_blocks_and_write_none(tmp_path: Path) ->
                 exporter.cache.close()
                 with pytest.raises(ProcessLookupError):
                     os.kill(pid, 0)
-                reader.cache.reset()
-                until(lambda: not reader.cache.resetting)
+                reader.forget()
                 assert reader.load() == []
 
 

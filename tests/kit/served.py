@@ -12,9 +12,15 @@ from typing import Any, Self
 import yaml
 
 from kvladder.control.sockets import ask
+from kvladder.testing.redisserver import free_ports
 from kvladder.tiers.nixl.curve import make_keys
+from tests.patience import PATIENCE_S
 
-COMMAND = "import sys; from kvladder.cli import main; sys.exit(main())"
+COMMAND = (
+    f"import sys; from kvladder.tiers.ladder import paced; paced.ROOM_S = {PATIENCE_S}\n"
+    "from kvladder.cli import main; sys.exit(main())"
+)
+"""The command, which waits for room as long as tests wait."""
 _READY = re.compile(r"ready: clients at (\S+):(\d+), (\d+) blocks of up to (.*) in memory\n")
 
 
@@ -44,7 +50,7 @@ class Server:
             "arena": {"size": arena},
             "tiers": [{"type": "host", **anything}, {**files, **anything}],
             "export": {
-                "listen": "127.0.0.1:0",
+                "listen": f"127.0.0.1:{free_ports(1)[0]}",
                 "keys": str(self.keys / "server.keys"),
                 **export,
             },
@@ -80,7 +86,9 @@ class Server:
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """What it counts."""
-        found: dict[str, dict[str, Any]] = ask(self.folder / "control", {"command": "stats"})
+        found: dict[str, dict[str, Any]] = ask(
+            self.folder / "control", {"command": "stats"}, timeout_s=PATIENCE_S
+        )
         return found
 
     def stop(self, *, by: signal.Signals = signal.SIGTERM) -> int:

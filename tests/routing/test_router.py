@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 zmq = pytest.importorskip("zmq")
 pytest.importorskip("aiohttp")
 
@@ -28,8 +30,9 @@ def load() -> ModuleType:
 
 async def chosen(router: Any, wanted: set[str]) -> None:
     """Wait until these are the engines that requests go to."""
-    while {router.choose({"prompt": [1, 2, 3]})[0] for _ in range(8)} != wanted:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(PATIENCE_S):
+        while {router.choose({"prompt": [1, 2, 3]})[0] for _ in range(8)} != wanted:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.real
