@@ -30,8 +30,12 @@ def load() -> ModuleType:
 
 async def chosen(router: Any, wanted: set[str]) -> None:
     """Wait until these are the engines that requests go to."""
+
+    def found() -> set[str]:
+        return {router.choose({"prompt": [1, 2, 3]})[0] for _ in range(8)}
+
     async with asyncio.timeout(PATIENCE_S):
-        while {router.choose({"prompt": [1, 2, 3]})[0] for _ in range(8)} != wanted:  # noqa: ASYNC110
+        while found() != wanted:  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.01)
 
 

@@ -137,6 +137,7 @@ def test_what_runs_on_a_device_is_there_for_every_part() -> None:
     assert all(callable(getattr(gpu_parts, name)) for name in gpu.NAMES.values())
 
 
+@pytest.mark.slow
 def test_the_rows_of_models_run_at_a_tiny_size_without_a_device(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
