@@ -18,6 +18,17 @@ LINES = 4
 """How many lines tell of the progress."""
 
 
+def piece_slots(arena: Arena, piece_bytes: int = PIECE_BYTES) -> int:
+    """How many slots are registered by one call; a copy's run of bytes must not be in two pieces.
+
+    They are not more than ``piece_bytes``, unless one slot is.
+    """
+    unit = lcm(arena.slot_bytes, HUGE_PAGE_BYTES)  # so that no huge page is in two pieces
+    if unit > piece_bytes:
+        unit = arena.slot_bytes
+    return max(1, piece_bytes // unit) * unit // arena.slot_bytes
+
+
 class Registration:
     """Registers pieces of whole slots in the background; a slot is handed out when it is ready.
 
@@ -29,16 +40,13 @@ class Registration:
     arena:
         Stays open until this is closed.
     piece_bytes:
-        Bound of a piece, unless one slot is larger.
+        See ``piece_slots``.
     """
 
     def __init__(self, device: Device, arena: Arena, *, piece_bytes: int = PIECE_BYTES) -> None:
         self._device = device
         self._arena = arena
-        unit = lcm(arena.slot_bytes, HUGE_PAGE_BYTES)  # so that no huge page is in two pieces
-        if unit > piece_bytes:
-            unit = arena.slot_bytes
-        self._piece = max(1, piece_bytes // unit) * unit // arena.slot_bytes
+        self._piece = piece_slots(arena, piece_bytes)
         self._registered: list[int] = []
         self._ready = 0
         """So many slots from the first are registered, all of them."""

@@ -22,7 +22,7 @@ from kvladder.gpu.copy.copier import (
 from kvladder.gpu.copy.device import Addresses, Batch, Device, Event, Stream
 from kvladder.gpu.copy.pages import Page, Part, Parts, by_group
 from kvladder.gpu.copy.ranges import ranged
-from kvladder.gpu.copy.registration import Registration
+from kvladder.gpu.copy.registration import PIECE_BYTES, Registration, piece_slots
 
 STAGING_BYTES = 64 << 20
 """Device memory per direction for gathering pages into blocks, where copies are not batched."""
@@ -65,6 +65,8 @@ class StreamCopier(Copier):
         cannot copy them in one call; halved as often as there is no room for it.
     turn_bytes:
         About how much is copied at least before a layer that has come is marked.
+    piece_bytes:
+        Of the arena's memory that is registered by one call.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class StreamCopier(Copier):
         *,
         staging_bytes: int = STAGING_BYTES,
         turn_bytes: int = TURN_BYTES,
+        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self._arena, self._parts = arena, by_group(parts)
+        self._piece_slots = piece_slots(arena, piece_bytes)
         self.moved()
         self.device = device
         self._slots = arena.slots
@@ -88,10 +92,13 @@ class StreamCopier(Copier):
         self._finished: list[Finished] = []
         self._closed = False
         self._process = os.getpid()
-        self._registration = Registration(device, arena)
+        self._registration = Registration(device, arena, piece_bytes=piece_bytes)
 
     def moved(self) -> None:
-        self._groups = {group: _Group(part, self._arena) for group, part in self._parts.items()}
+        self._groups = {
+            group: _Group(part, self._arena, self._piece_slots)
+            for group, part in self._parts.items()
+        }
 
     def submit(self, job: CopyJob, *, by_layer: bool = False) -> None:
         if self._closed:
@@ -253,8 +260,9 @@ class StreamCopier(Copier):
 class _Group:
     """Where the blocks of one kind lie on both sides, as numbers to reckon with."""
 
-    def __init__(self, part: Part, arena: Arena) -> None:
+    def __init__(self, part: Part, arena: Arena, piece_slots: int) -> None:
         self.part = part
+        self._piece_slots = piece_slots
         assert 0 <= part.offset <= arena.slot_bytes - part.pages.block_bytes
         self._slot_bytes = arena.slot_bytes
         self._first_slot = arena.address + part.offset
@@ -266,12 +274,16 @@ class _Group:
         """Whether neighbours are one run of bytes on both sides."""
 
     def whole(self, job: CopyJob) -> Batch:
-        """A job as runs of bytes, page by page; neighbours on both sides are one run if dense."""
+        """A job as runs of bytes, page by page; neighbours on both sides are one run if dense.
+
+        No run is in two registered pieces of the arena: the device would refuse it.
+        """
         blocks, slots = _numbers(job.blocks), _numbers(job.slots)
         sizes = np.broadcast_to(self._pages.sizes, (len(self._pages.sizes), len(blocks)))
         if self._dense and len(blocks) > 1:
-            begins = np.flatnonzero((np.diff(blocks) != 1) | (np.diff(slots) != 1)) + 1
-            begins = np.concatenate([[0], begins])
+            apart = (np.diff(blocks) != 1) | (np.diff(slots) != 1)
+            apart |= np.diff(slots // self._piece_slots) != 0
+            begins = np.concatenate([[0], np.flatnonzero(apart) + 1])
             counts = np.diff(begins, append=len(blocks)).astype(np.uint64)
             blocks, slots, sizes = blocks[begins], slots[begins], self._pages.sizes * counts
         mine, theirs = self._pages.ends(blocks, self._at(slots))

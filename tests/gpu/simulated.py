@@ -54,6 +54,11 @@ def hybrid() -> list[Tensors]:
     return [attention, {"state": torch.zeros(BLOCKS, 700, dtype=torch.uint8)}]
 
 
+def dense() -> list[Tensors]:
+    """One page a block, as large as a slot: neighbours are one run of bytes on both sides."""
+    return [{"all": torch.zeros(BLOCKS, SLOT_BYTES, dtype=torch.uint8)}]
+
+
 LAYOUTS = [lbhnc, blhnc, latent, fp8, hybrid]
 
 

@@ -25,6 +25,7 @@ from tests.gpu.simulated import (
     SLOTS,
     Start,
     Tensors,
+    dense,
     lbhnc,
     run,
 )
@@ -236,6 +237,19 @@ def arena() -> Iterator[Arena]:
     yield arena
     arena.check()
     arena.close()
+
+
+def test_a_run_of_bytes_ends_where_a_registered_piece_does(start: Start) -> None:
+    engine = start(dense, piece_bytes=3 * SLOT_BYTES)
+    places = [(0, block) for block in range(SLOTS)]
+    engine.forward(0.1, [], places)
+    engine.save(0, range(SLOTS), [*map(Slot, range(SLOTS))])
+    engine.settle()
+    assert len(engine.stored) == SLOTS
+    engine.load(0, [*map(Slot, range(SLOTS))], range(SLOTS), sync=True)
+    engine.settle()
+    assert engine.wrong == []
+    assert engine.device.calls.count("copy") == 2
 
 
 def test_a_slot_is_handed_out_when_its_piece_is_registered(arena: Arena) -> None:
