@@ -191,7 +191,7 @@ class Ledger:
         return moves
 
     def lacks(self, count: int) -> None:
-        """So many slots were asked for beyond those that there were."""
+        """So many slots were asked for beyond those that there were, also by who asked before."""
         self.short += count
 
     def admit(self, slots: Sequence[DeviceSlot]) -> None:

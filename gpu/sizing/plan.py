@@ -427,7 +427,9 @@ class CachePlan:
         self.phase = "resize"
         return self
 
-    def __str__(self) -> str:
+    @property
+    def described(self) -> str:
+        """Its pools, what is alone, and how memory is divided."""
         lines = [f"plan of {len(self.resources)} resources, after phase {self.phase}"]
         lines += [f"  together: {', '.join(names)}" for names in self.pooled]
         for pool in self.pools:
@@ -436,13 +438,15 @@ class CachePlan:
         lines += [
             f"  alone {one.name}: {one.bytes} bytes a sequence ({one.why})" for one in self.alone
         ]
-        why = self.no_reuse
-        lines.append(f"  reuse of blocks: {f'off, {why}' if why else 'on'}")
-        off = "on" if self.partial else "off" + (", states end a block" if self.states else "")
-        lines.append(f"  partial copies: {off}")
         if self.division is not None:
             lines += [f"  {line}" for line in str(self.division).splitlines()]
         return "\n".join(lines)
+
+    def __str__(self) -> str:
+        why = self.no_reuse
+        off = "on" if self.partial else "off" + (", states end a block" if self.states else "")
+        reuse = f"  reuse of blocks: {f'off, {why}' if why else 'on'}"
+        return "\n".join([self.described, reuse, f"  partial copies: {off}"])
 
 
 def _like(one: StateHandler) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Final
 
@@ -72,12 +73,15 @@ def size(
     )
     config = None if stack is None else load_config(stack)
     gpu = GpuConfig() if config is None else config.gpu
-    _checked(plan.adapt(dtype=gpu.dtype, windows=gpu.windows)).group()
+    explained = nullcontext if config is None else config.source.explained
+    with explained():
+        _checked(plan.adapt(dtype=gpu.dtype, windows=gpu.windows)).group()
     one = plan.pooled_bytes + plan.alone_bytes
     if room < one:
         hint = f"one takes {Size(one).about()}"
         raise PlanError(f"{room} holds no sequence of {context} tokens", path="--memory", hint=hint)
-    plan.size(room, shares=gpu.shares)
+    with explained():
+        plan.size(room, shares=gpu.shares)
     fit = plan.sequences if plan.division is None else plan.division.sequences
     lines = [
         f"{found.model.file}: {found.layers} layers, {found.model.dtype}, {found.how}",

@@ -123,10 +123,14 @@ class DeviceCache:
     def prefetch(self, session: str) -> None:
         """Have the tiers bring to host what the next request of a session begins with.
 
-        A hint: where there is no room nothing comes. Raises ValueError if the session has ended, or
+        That is what the pools have not, of windows and states what is read behind its blocks. A
+        hint: where there is no room nothing comes. Raises ValueError if the session has ended, or
         nobody knows of it.
         """
-        self.port.prefetch(session)
+        runs, salt = self.manager.sessions.last(session)
+        for group, pool, run in zip(self.requests.groups, self.pools, runs, strict=True):
+            read = run[group.first(len(run) * group.block_tokens) :]
+            self.port.prefetch(read[len(pool.match(read)) :], salt)
 
     def end_session(self, session: str) -> None:
         """Nobody comes back for a session: its blocks that no other has are the next to go.
@@ -170,17 +174,18 @@ class DeviceCache:
     def describe(self) -> str:
         """The resolved configuration, and how the device's memory is divided."""
         matches = {pool.settings.partial for pool in self.pools} - {"off"}
-        memory = self.division if self._memory is None else self._memory.plan
-        reuse = "on" if self.requests.reuse else "off: nothing is kept for later requests"
+        plan = None if self._memory is None else self._memory.plan
+        why = (plan and plan.no_reuse) or "nothing is kept for later requests"
+        reuse = "on" if self.requests.reuse else f"off: {why}"
         lines = [
-            f"gpu: {memory}",
+            f"gpu: {self.division if plan is None else plan.described}",
             f"  reuse: {reuse}",
             f"  partial matches: {matches.pop() if matches else 'off'}",
         ]
         for group, pool in zip(self.requests.groups, self.pools, strict=True):
             if pool.blocks != pool.settings.blocks:
-                where = "elsewhere" if self.rebalance is not None else "given back"
-                lines.append(f"  {group.name}: {pool.blocks} blocks now, the others are {where}")
+                began = pool.settings.blocks
+                lines.append(f"  {group.name}: {pool.blocks} blocks now, {began} at the start")
         return "\n".join([self.manager.describe(), "", *lines])
 
     def check(self) -> None:
@@ -304,7 +309,7 @@ def open_device(
     Parameters
     ----------
     plan:
-        What the model keeps, collected; checked, grouped, sized and allocated here.
+        What the model keeps, collected, or checked and grouped, too; sized and allocated here.
     fields:
         What names the model's bytes: model, weights, dtype ...
     device, allocate:
@@ -337,15 +342,17 @@ def open_device(
             path = "gpu.windows" if gpu.windows else "gpu.dtype"
             hint = "leave it out: the engine has grouped its plan already"
             raise ConfigError("has no effect here", path=path, hint=hint)
-    if not plan.pools:
-        alone = ", ".join(one.name for one in plan.alone)
-        hint = "a layer of paged KV, or a state whose pool it joins"
-        raise PlanError(f"nothing is pooled: {alone} are by themselves", path="plan", hint=hint)
-    _size(config, plan, sequences, free_bytes, peak_bytes)
-    measured = config.gpu.memory_bytes is None and forward is not None
-    memory = PlanMemory(plan, device=device, allocate=allocate, least=measured)
-    if measured and forward is not None:
-        memory.resize(forward(memory))
+        if plan.phase == "check":
+            plan.group()
+        if not plan.pools:
+            alone = ", ".join(one.name for one in plan.alone)
+            hint = "a layer of paged KV, or a state whose pool it joins"
+            raise PlanError(f"nothing is pooled: {alone} are by themselves", path="plan", hint=hint)
+        _size(config, plan, sequences, free_bytes, peak_bytes)
+        measured = config.gpu.memory_bytes is None and forward is not None
+        memory = PlanMemory(plan, device=device, allocate=allocate, least=measured)
+        if measured and forward is not None:
+            memory.resize(forward(memory))
     assert plan.division is not None
     places = ";".join(f"{one.name} {one.shape} {one.dtype}" for p in plan.pools for one in p.places)
     return open_pools(
@@ -368,7 +375,8 @@ def open_pools(
     memory: PlanMemory | None = None,
 ) -> DeviceCache:
     """Open pools of these sizes over memory that is there; ``tensors`` are those of each."""
-    partial = _partial(config, [share.group for share in division.shares])
+    reuse = reuse and config.gpu.reuse
+    partial = _partial(config, [share.group for share in division.shares], reuse=reuse)
     names = [share.group.name for share in division.shares]
     if len(set(names)) < len(names):
         hint = "each with a name of its own, which is part of its blocks' keys"
@@ -391,7 +399,6 @@ def open_pools(
         undo.callback(manager.close)
         port = TierPort(manager, copier_for(parts, manager.arena))
         undo.callback(port.close)
-        reuse = reuse and config.gpu.reuse
         requests = make_pools(manager, port, division, events, partial=partial, reuse=reuse)
         undo.pop_all()
     return DeviceCache(manager, port, requests, tensors, events, division, memory)
@@ -436,9 +443,14 @@ def make_pools(
     return Requests([share.group for share in division.shares], sequences, reuse=reuse)
 
 
-def _partial(config: StackConfig, groups: Sequence[Group]) -> Partial:
+def _partial(config: StackConfig, groups: Sequence[Group], *, reuse: bool) -> Partial:
     """What the setting comes to: nothing is matched in part where states end with every block."""
-    asked = config.gpu.partial if config.gpu.reuse else "off"
+    asked = config.gpu.partial
+    if not reuse:
+        if asked not in {"auto", "off"}:
+            hint = "auto or off: this model keeps something that is not paged"
+            raise config.source.explain(ConfigError(asked, path="gpu.partial", hint=hint))
+        return "off"
     checkpoint = max((one.block_tokens for one in groups if one.kind == "state"), default=1)
     possible = any(one.block_tokens > checkpoint for one in groups if one.kind != "state")
     if asked == "auto":

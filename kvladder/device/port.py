@@ -287,9 +287,10 @@ class TierPort:
         self._let_go([fetch for fetch in self._asking if fetch.done])
         self._reconcile()
 
-    def prefetch(self, session: str) -> None:
-        """See ``CacheManager.prefetch``; ``poll`` lets go of what has come."""
-        self._asking += self.manager.prefetch(session)
+    def prefetch(self, keys: Sequence[BlockKey], salt: str) -> None:
+        """Have these blocks brought to host, whatever that takes; ``poll`` lets go of them."""
+        if keys:
+            self._asking.append(self.manager.fetch(keys, salt=salt, saves=ANYTHING))
 
     def _let_go(self, fetches: Sequence[Fetch]) -> None:
         for fetch in fetches:

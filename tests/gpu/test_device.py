@@ -214,6 +214,33 @@ def test_what_settings_give_the_pools_is_what_they_have(
         assert [pool.blocks for pool in cache.pools] == parts
 
 
+def test_a_plan_says_what_the_settings_come_to_once(tmp_path: Path) -> None:
+    layers, options = [Layer("0", 4, 16, "float32")], {"fields": {}, "free_bytes": 1_000_000}
+    for gpu, told in (
+        ({}, ["reuse: on", "partial matches: take"]),
+        ({"partial": "off"}, ["reuse: on", "partial matches: off"]),
+        ({"reuse": False}, ["reuse: off: nothing is kept", "partial matches: off"]),
+    ):
+        plan = CachePlan(layers, block_tokens=4, max_tokens=32).check()
+        with open_device({"gpu": gpu}, plan, **options) as cache:
+            text = cache.describe()
+            assert all(one in text for one in told)
+            assert text.count("partial matches") == 1
+            assert "reuse of blocks" not in text
+            assert "partial copies" not in text
+    path = tmp_path / "stack.yaml"
+    path.write_text("gpu: {shares: [1, 2, 3]}\n")
+    with pytest.raises(ConfigError, match=r"stack\.yaml.* gpu\.shares: "):
+        open_device(path, CachePlan(layers, block_tokens=4, max_tokens=32), **options)
+
+
+def test_nothing_is_matched_in_part_where_nothing_is_reused() -> None:
+    with model({"gpu": {}}, reuse=False) as engine:
+        assert "partial matches: off" in engine.cache.describe()
+    with pytest.raises(ConfigError, match=r"gpu\.partial: copy .*auto or off"):
+        Model({"gpu": {"partial": "copy"}}, reuse=False)
+
+
 @pytest.mark.parametrize(
     ("gpu", "path"),
     [
@@ -477,10 +504,36 @@ def test_a_session_is_prefetched_from_files(tmp_path: Path) -> None:
             manager._stack.host.forget(run, "evicted")
         assert manager.lookup(run) == (0, 3)
         engine.cache.prefetch("a")
-
-        def came() -> bool:
-            engine.cache.poll()
-            return manager.lookup(run).host == 3 and not engine.cache.port._asking
-
-        until(came)
+        arrive(engine)
+        assert manager.lookup(run).host == 3
         assert engine.run([*range(12), 9]) == 12
+
+
+def test_of_a_session_comes_what_the_device_lacks_and_the_next_request_reads(
+    tmp_path: Path,
+) -> None:
+    patient = {**stack(files(tmp_path)), "fetch": {"deadline": "10 m"}}
+    with model(patient, Group("all", 4), Group("near", 4, "window", 5)) as engine:
+        prefix(engine, range(24), "a")
+        engine.evict()
+        engine.run(range(8))  # the first blocks are hot, and on the device alone
+        manager = engine.cache.manager
+        (every, near), _ = manager.sessions.last("a")
+        manager.remove([*every[:2], *near[:4]])
+        with manager._stack.lock:
+            manager._stack.host.forget([*every[2:], *near[4:]], "evicted")
+        engine.cache.prefetch("a")
+        arrive(engine)
+        assert manager.lookup(every[2:]).host == 4
+        assert manager.lookup(near[5:]).host == 1, "what a window of 5 tokens reads"
+        assert manager.lookup(near[4:5]).host == 0
+
+
+def arrive(engine: Model) -> None:
+    """Until all that is prefetched has come."""
+
+    def came() -> bool:
+        engine.cache.poll()
+        return not engine.cache.port._asking
+
+    until(came)
