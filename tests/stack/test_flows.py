@@ -12,6 +12,7 @@ from kvladder.events import Removed
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import Delay, FakeStore, FakeTier, Hold
 from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.tiers.ladder import index
 from kvladder.tiers.ladder.door import LevelSettings
 from tests.stack.caches import COMMIT, cache_of, flushed
 
@@ -302,3 +303,17 @@ async def test_a_clear_goes_in_steps_and_nothing_is_saved_meanwhile(
             parts = [one.keys for one in gone if one.level == level]
             assert sorted(key for keys in parts for key in keys) == sorted(old)
             assert max(map(len, parts)) == 2, "one event a step and level, not one a block"
+
+
+async def test_a_slot_of_a_block_that_host_does_not_admit_is_given_back_wherever_it_lies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(index, "RESERVED_MAX", 0)  # as of an arena that is very large
+    below = LevelSpec(FakeTier(store=await flushed((1, 2, 3)), durable=True))
+    async with cache_of(below, slots=8, host=OffloadRule(min_priority=50)) as cache:
+        fetch = cache.manager.fetch(cache.keys(1, 2, 3))
+        await cache.settle()
+        assert fetch.done
+        assert fetch.blocks == 3
+        fetch.release()
+        assert cache.arena.free == 8

@@ -164,6 +164,7 @@ async def test_what_finds_no_room_is_left_out_and_counted_when_none_is_to_come()
         pinned = manager.fetch(LONG[:4])
         assert await saved(cache, manager.save_paced(OTHER[:3]), OTHER) == []
         assert clock.now() - begun_s == pytest.approx(ROOM_S, abs=0.1)
+        assert not manager._stack.host._save_blocks, "nobody makes room for who waits no longer"
         pinned.release()
 
 

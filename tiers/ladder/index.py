@@ -208,7 +208,10 @@ class LevelIndex(Generic[P]):
 
         Whether a block is still at a place is known from there in less time than from its key.
         """
-        return [*map(self._key.__getitem__, places)]
+        try:
+            return [*map(self._key.__getitem__, places)]
+        except IndexError:  # of host, a slot may have been taken for a block that it does not admit
+            return [*map(self.key_at, places)]
 
     def keys_at(self, places: Iterable[int]) -> list[BlockKey]:
         """The keys of the blocks at ``places``, at each of which there is one."""

@@ -234,7 +234,8 @@ class PacedSave(Paced, Generic[R]):
     begin:
         Reserves what it can of the blocks from a position on; ``patient`` if it is tried again.
     moving:
-        Whether anything is under way that may make room; is told once for how many blocks.
+        Whether anything is under way that may make room; is told, if that changes, for how many
+        blocks this waits.
     """
 
     piece: R | None = None
@@ -246,7 +247,7 @@ class PacedSave(Paced, Generic[R]):
         turns: Turns,
         *,
         begin: Callable[[int, bool], R],
-        moving: Callable[[int], bool],
+        moving: Callable[[int | None], bool],
         clock: Clock,
     ) -> None:
         super().__init__(total, turns)
@@ -269,7 +270,7 @@ class PacedSave(Paced, Generic[R]):
                 return False
         piece = self._begin(self.first, True)
         if not piece.slots and piece.end == self.first:
-            wanted = 0 if self._is_told else self._total - self.first
+            wanted = None if self._is_told else self._total - self.first
             self._is_told = True
             if self._moving(wanted) and not is_late:
                 return False
@@ -280,6 +281,8 @@ class PacedSave(Paced, Generic[R]):
 
     def _let_go(self) -> None:
         self.piece = None
+        if self._is_told:
+            self._moving(0)
         self._until_s, self._is_told = None, False
         self._turns.give(self, self._held)
         self._held = 0

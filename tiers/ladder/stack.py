@@ -183,9 +183,6 @@ class TierStack(Seam):
             slots += leased
             start = end
         short = wanted[len(slots)] if len(slots) < len(wanted) else len(keys)
-        if patient and slots:
-            with self.lock:
-                self.host.wait_for(0)
         del wanted[len(slots) :]
         return wanted, slots, short
 
@@ -535,15 +532,16 @@ class TierStack(Seam):
                 self.host.on_drop(held)
                 self.shared.arena.release(self.host.index.drop(held))
 
-    def moving(self, *, wanted: int = 0) -> bool:
+    def moving(self, *, wanted: int | None = None) -> bool:
         """Whether anything is under way that may make room: writes, loads, copies, pinned blocks.
 
         A save that begins to wait says how many blocks it has, so that the next victims are
-        written meanwhile.
+        written meanwhile; one that waits no longer says 0.
         """
         with self.lock:
-            if wanted:
+            if wanted is not None:
                 self.host.wait_for(wanted)
+            if wanted:
                 self.wake()
             looks = self.levels and not self.host.has_looked
             held = self.loader.arrivals or len(self._saving) or self.host.index.pinned
