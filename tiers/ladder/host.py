@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import islice
+from itertools import compress, islice
 from math import inf
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from kvladder.lock import BATCH
 from kvladder.policy.eviction import EvictionPolicy
 from kvladder.policy.offload import OffloadRule
 from kvladder.tiers.base import HOST, Terms
-from kvladder.tiers.ladder.index import Meta, runs
+from kvladder.tiers.ladder.index import Meta, alike, runs
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.shelf import Shared, Shelf
 
@@ -227,9 +227,11 @@ class HostLevel(Shelf[Slot]):
             # the others are being written, or read by a call left behind
             places = self.shared.arena.unshared(places)
             keys, metas = index.keys_at(places), index.metas(places)
-            for key, meta, target in zip(
-                keys, metas, self.targets(keys, metas, admitting), strict=True
-            ):
+            targets = self.targets(keys, metas, admitting)
+            if alike(metas) and metas[0].priority <= priority and not any(targets):
+                chosen += keys
+                targets.clear()
+            for key, meta, target in zip(keys, metas, targets, strict=False):
                 if meta.priority > priority:
                     return chosen
                 if target is None:
@@ -264,14 +266,13 @@ class HostLevel(Shelf[Slot]):
             passed += len(places)
             staying += self.shared.arena.unshared(places)  # others are on their way
         keys, metas = index.keys_at(staying), index.metas(staying)
-        going: dict[Level, list[tuple[BlockKey, Slot, Meta]]] = {}
         targets = self.targets(keys, metas, {})
-        for block, target in zip(zip(keys, staying, metas, strict=True), targets, strict=True):
-            if target is not None:
-                going.setdefault(target, []).append(block)
-        for target, blocks in going.items():
-            named, slots, known = zip(*blocks, strict=True)
-            if not target.offer(named, slots, known, stay=True):
+        for target in dict.fromkeys(targets):
+            if target is None:
+                continue
+            going = [other is target for other in targets]
+            named, slots = [*compress(keys, going)], [*compress(staying, going)]
+            if not target.offer(named, slots, [*compress(metas, going)], stay=True):
                 return  # the queue is full: again when it has room
         self._ahead = passed
 

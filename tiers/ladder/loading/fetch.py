@@ -74,9 +74,11 @@ class Parked:
         """The oldest."""
         return self._fetches[0], self._positions[0], self._keys[0]
 
-    def pop(self) -> tuple[Fetch, int, BlockKey]:
-        """The oldest waits no longer."""
-        return self._fetches.popleft(), self._positions.popleft(), self._keys.popleft()
+    def pop(self, count: int = 1) -> None:
+        """The oldest, so many, wait no longer."""
+        for column in (self._fetches, self._positions, self._keys):
+            for _ in range(count):
+                column.popleft()
 
 
 class Pins(Protocol):

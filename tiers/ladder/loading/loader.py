@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial, reduce
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any, NamedTuple
 
 from kvladder.arena import Slot
@@ -275,10 +275,9 @@ class Loader:
             wants = self._due(BATCH if stuck else self._host.room_max)
             slots = self._room_for(wants)
             reads = self._begin(wants, slots)
-            for wanted in wants.keys[: len(slots)]:
-                fetch, position, key = self._parked.pop()
-                assert key == wanted
+            for fetch, position, key in zip(*self._parked.oldest(len(slots)), strict=True):
                 self.arrivals[key].waiters.append((fetch, position))
+            self._parked.pop(len(slots))
             stuck = not self.arrivals and not any(level.pending for level in self._levels)
             if stuck and self._parked and not self._host.has_looked:
                 self._host.doubt()
@@ -292,9 +291,9 @@ class Loader:
     def _drop_parked(self) -> int:
         """Have the next that wait for room wait no longer, a step; how many."""
         dropped = min(BATCH, len(self._parked))
-        for _ in range(dropped):
-            fetch, position, _ = self._parked.pop()
+        for fetch, position, _ in zip(*self._parked.oldest(dropped), strict=True):
             fetch.failed(position)
+        self._parked.pop(dropped)
         return dropped
 
     def _prune(self) -> bool:
@@ -356,21 +355,21 @@ class Loader:
         count = min(len(wants), self._max - len(self.arrivals))
         if count <= 0:
             return []
-        both = zip(wants.levels[:count], wants.places, strict=False)
-        return self._host.room(count, min([level.index.priority(place) for level, place in both]))
+        each = wants[:count].by_level()
+        return self._host.room(count, min(lv.index.lowest(part.places) for lv, part in each))
 
     def _begin(self, wants: Wants, slots: Sequence[Slot]) -> list[Read]:
         """Register an arrival for each block that has a slot to come to: what to read, by level."""
         batches: dict[Level, list[LevelRead]] = {}
-        columns = zip(wants.keys, wants.levels, wants.places, slots, strict=False)
-        for key, level, place, slot in columns:
-            batches.setdefault(level, []).append(LevelRead(level.door.edge.side, key, place, slot))
-        for level, blocks in batches.items():
-            places = [block.place for block in blocks]
-            level.places.begin_reads(places)
-            level.index.hit(places)
-            for block, meta in zip(blocks, level.index.metas(places), strict=True):
-                self.arrivals[block.key] = Arrival(block, meta, level)
+        free = iter(slots)
+        for level, part in wants[: len(slots)].by_level():
+            sides, own = repeat(level.door.edge.side), islice(free, len(part))
+            batches[level] = blocks = [*map(LevelRead, sides, part.keys, part.places, own)]
+            level.places.begin_reads(part.places)
+            level.index.hit(part.places)
+            metas = level.index.metas(part.places)
+            are_new = self.arrivals.add(part.keys, [*map(Arrival, blocks, metas, repeat(level))])
+            assert are_new, "a block is on its way already"
         return self._reads(batches)
 
     def _reads(self, batches: dict[Level, list[LevelRead]]) -> list[Read]:
@@ -492,7 +491,7 @@ class Loader:
         if len(batch) < BULK_MIN:
             return False
         keys, host = [block.key for block in batch], self._host
-        came = [self.arrivals[key] for key in keys]
+        came = self.arrivals.all_of(keys)
         fetch = came[0].waiters[0][0] if came[0].waiters else None
         positions: list[int] = []
         for one in came:
@@ -503,8 +502,7 @@ class Loader:
             return False
         if not alike([one.meta for one in came]) or not host.admits(came[0].meta):
             return False
-        for key in keys:
-            del self.arrivals[key]
+        self.arrivals.pop_all(keys)
         slots = [block.slot for block in batch]
         self._shared.arena.share(slots)
         host.hold(keys[::-1], slots[::-1], came[0].meta, pins=1)

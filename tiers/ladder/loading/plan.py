@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import compress, groupby
 from operator import itemgetter
 from typing import Literal, NamedTuple
 
@@ -54,6 +54,17 @@ class Wants:
         self.keys += more.keys
         self.levels += more.levels
         self.places += more.places
+
+    def by_level(self) -> Iterator[tuple[Level, Wants]]:
+        """Those of each level by themselves."""
+        for level in dict.fromkeys(self.levels):
+            if self.levels.count(level) == len(self):
+                yield level, self
+                continue
+            own = [one is level for one in self.levels]
+            positions, keys = [*compress(self.positions, own)], [*compress(self.keys, own)]
+            places = [*compress(self.places, own)]
+            yield level, Wants(positions, keys, [level] * len(keys), places)
 
     def before(self, position: int) -> int:
         """How many of them stand before this position."""
