@@ -75,13 +75,7 @@ def size(
     gpu = GpuConfig() if config is None else config.gpu
     explained = nullcontext if config is None else config.source.explained
     with explained():
-        _checked(plan.adapt(dtype=gpu.dtype, windows=gpu.windows)).group()
-    one = plan.pooled_bytes + plan.alone_bytes
-    if room < one:
-        hint = f"one takes {Size(one).about()}"
-        raise PlanError(f"{room} holds no sequence of {context} tokens", path="--memory", hint=hint)
-    with explained():
-        plan.size(room, shares=gpu.shares)
+        one = _fit(plan, gpu, room, context)
     fit = plan.sequences if plan.division is None else plan.division.sequences
     lines = [
         f"{found.model.file}: {found.layers} layers, {found.model.dtype}, {found.how}",
@@ -94,6 +88,17 @@ def size(
     if config is not None and config.arena_bytes:
         lines += ["", *_tiers(config, plan, context)]
     return "\n".join(lines)
+
+
+def _fit(plan: CachePlan, gpu: GpuConfig, room: Size, context: int) -> int:
+    """Size a plan for a memory; what a sequence of so many tokens takes."""
+    _checked(plan.adapt(dtype=gpu.dtype, windows=gpu.windows)).group()
+    one = plan.pooled_bytes + plan.alone_bytes
+    if room < one:
+        hint = f"one takes {Size(one).about()}"
+        raise PlanError(f"{room} holds no sequence of {context} tokens", path="--memory", hint=hint)
+    plan.size(room, shares=gpu.shares)
+    return one
 
 
 def _room(memory: str) -> Size:

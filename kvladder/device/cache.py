@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 
 from kvladder.compose import open_manager
+from kvladder.config.settings import GpuConfig
 from kvladder.config.stack import StackConfig, load_config
 from kvladder.device.memory import Allocate, PlanMemory
 from kvladder.device.port import TierPort
@@ -334,20 +335,7 @@ def open_device(
     config = load_config(source, overrides={"gpu": {}, **(overrides or {})})
     gpu = config.gpu
     with config.source.explained():
-        if gpu.dtype != "auto":
-            _require_type(gpu.dtype, device)
-        if plan.phase == "collect":
-            plan.adapt(dtype=gpu.dtype, windows=gpu.windows).check().group()
-        elif gpu.dtype != "auto" or gpu.windows:
-            path = "gpu.windows" if gpu.windows else "gpu.dtype"
-            hint = "leave it out: the engine has grouped its plan already"
-            raise ConfigError("has no effect here", path=path, hint=hint)
-        if plan.phase == "check":
-            plan.group()
-        if not plan.pools:
-            alone = ", ".join(one.name for one in plan.alone)
-            hint = "a layer of paged KV, or a state whose pool it joins"
-            raise PlanError(f"nothing is pooled: {alone} are by themselves", path="plan", hint=hint)
+        _group(gpu, plan, device)
         _size(config, plan, sequences, free_bytes, peak_bytes)
         measured = config.gpu.memory_bytes is None and forward is not None
         memory = PlanMemory(plan, device=device, allocate=allocate, least=measured)
@@ -459,6 +447,24 @@ def _partial(config: StackConfig, groups: Sequence[Group], *, reuse: bool) -> Pa
         hint = f"auto or off: what states serve ends at a multiple of {checkpoint} tokens"
         raise config.source.explain(ConfigError(asked, path="gpu.partial", hint=hint))
     return asked
+
+
+def _group(gpu: GpuConfig, plan: CachePlan, device: torch.device | str) -> None:
+    """Have a plan be grouped, as the settings have it."""
+    if gpu.dtype != "auto":
+        _require_type(gpu.dtype, device)
+    if plan.phase == "collect":
+        plan.adapt(dtype=gpu.dtype, windows=gpu.windows).check()
+    elif gpu.dtype != "auto" or gpu.windows:
+        path = "gpu.windows" if gpu.windows else "gpu.dtype"
+        hint = "leave it out: the engine has checked its plan already"
+        raise ConfigError("has no effect here", path=path, hint=hint)
+    if plan.phase == "check":
+        plan.group()
+    if not plan.pools:
+        alone = ", ".join(one.name for one in plan.alone)
+        hint = "a layer of paged KV, or a state whose pool it joins"
+        raise PlanError(f"nothing is pooled: {alone} are by themselves", path="plan", hint=hint)
 
 
 def _require_type(dtype: str, device: torch.device | str) -> None:

@@ -215,7 +215,8 @@ def test_what_settings_give_the_pools_is_what_they_have(
 
 
 def test_a_plan_says_what_the_settings_come_to_once(tmp_path: Path) -> None:
-    layers, options = [Layer("0", 4, 16, "float32")], {"fields": {}, "free_bytes": 1_000_000}
+    layers = [Layer("0", 4, 16, "float32")]
+    options: dict[str, Any] = {"fields": {}, "free_bytes": 1_000_000}
     for gpu, told in (
         ({}, ["reuse: on", "partial matches: take"]),
         ({"partial": "off"}, ["reuse: on", "partial matches: off"]),
