@@ -129,7 +129,7 @@ class Rival:
         return PacedFetch(
             keys,
             self.turns,
-            begin=self._begin,  # type: ignore[arg-type]
+            begin=self._begin,
             knows=lambda asked: [True] * len(asked),
             clock=SystemClock(),
             deadline_s=deadline_s,
