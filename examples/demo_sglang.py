@@ -21,6 +21,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from kvladder.layout import align  # noqa: E402
 from kvladder.tiers.files.header import HEADER_BYTES  # noqa: E402
+from tests.patience import until  # noqa: E402
 from tests.sglang.engine import PAGE, Answer, Engine, make_model, prepare  # noqa: E402
 
 TOKENS = 1500
@@ -47,12 +48,12 @@ class Kvladder:
         self.extra: dict[str, Any] = {
             "control": {"path": str(folder / "kv.sock")},
             "arena": {"size": "12 MiB"},
-            "fetch": {"deadline": "1 s"},
+            "fetch": {"deadline": "4 s"},
             "tiers": [
                 {"name": "host", "type": "host"},
                 {
                     "name": "files", "type": "hanging", "path": str(self.files),
-                    "capacity": "1 GiB", "when": "commit", "timeout": "2 s",
+                    "capacity": "1 GiB", "when": "commit", "timeout": "1 m",
                 },
             ],
         }  # fmt: skip
@@ -117,8 +118,7 @@ class Demo:
 
     def stored(self, engine: Engine, pages: int) -> None:
         """Wait until so many are kept."""
-        while self.storage.pages(engine) < pages:
-            time.sleep(0.1)
+        until(lambda: self.storage.pages(engine) >= pages, every_s=0.1)
 
     def row(self, name: str, found: Answer, said: Answer) -> None:
         self.found[name], self.said[name] = found, said.ids

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
+
+from tests.patience import until
 
 T = TypeVar("T")
 
@@ -83,8 +84,7 @@ class Driver:
 
     def flush(self) -> None:
         """Empty the engine's own pools, as soon as nothing runs."""
-        while not getattr(self._engine.flush_cache(), "success", True):
-            time.sleep(0.1)
+        until(lambda: getattr(self._engine.flush_cache(), "success", True), every_s=0.1)
 
     def detach(self) -> str:
         """Take the storage away, as soon as nothing runs."""
@@ -104,11 +104,15 @@ class Driver:
         )
 
     def _patiently(self, call: Any) -> str:
-        while True:
+        found: Any = None
+
+        def is_over() -> bool:
+            nonlocal found
             found = self._run(call())
-            if found.success or "idle" not in found.message.lower():
-                return "" if found.success else found.message
-            time.sleep(0.2)
+            return found.success or "idle" not in found.message.lower()
+
+        until(is_over, every_s=0.2)
+        return "" if found.success else found.message
 
     def update(self, path: str) -> str:
         """Take the weights of another folder."""

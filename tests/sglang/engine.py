@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -9,7 +10,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import sha256
@@ -20,7 +20,7 @@ from urllib.request import Request, urlopen
 
 from kvladder.control.sockets import ask
 from kvladder.testing.redisserver import free_ports
-from tests.patience import PATIENCE_S, until
+from tests.patience import PATIENCE_S, RUN_S, until
 from tests.sglang.driver import answer, prompt
 
 HERE = Path(__file__).parent
@@ -41,7 +41,7 @@ SMALL = {
     "hicache_storage_backend": "dynamic", "served_model_name": "org/m",
     "enable_cache_report": True, "radix_cache_backend": "kvladder", "enable_metrics": True,
     "enable_priority_scheduling": True, "chunked_prefill_size": 512,
-    "log_level": "info",
+    "hicache_storage_prefetch_policy": "wait_complete", "log_level": "info",
 }  # fmt: skip
 OURS: dict[str, Any] = {
     "backend_name": "kvladder",
@@ -103,7 +103,7 @@ def run(folder: Path, *command: str) -> None:
         env=environment(folder),
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=RUN_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
@@ -112,7 +112,21 @@ def run(folder: Path, *command: str) -> None:
 def prepare(folder: Path) -> None:
     """Have a folder in which engines can be started."""
     plugged(folder / "plugged")
-    run(folder, "-c", COMPILE)
+    COMPILED.mkdir(parents=True, exist_ok=True)
+    with (COMPILED / "turn").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        remove_abandoned(COMPILED)
+        run(folder, "-c", COMPILE)
+
+
+def remove_abandoned(compiled: Path) -> None:
+    """Remove PyTorch's locks of processes that were killed: all others would wait for ever."""
+    abandoned = {lock.resolve() for lock in compiled.glob("*/lock")}
+    for file in Path("/proc").glob("[0-9]*/fd/*") if abandoned else ():
+        with suppress(OSError):  # it has ended, or is somebody else's
+            abandoned.discard(file.readlink())
+    for lock in abandoned:
+        lock.unlink(missing_ok=True)
 
 
 def make_model(folder: Path, path: Path, seed: int, kind: str = "llama") -> Path:
@@ -141,7 +155,11 @@ class Engine:
         given = {**SMALL, "model_path": str(model), **settings}
         given["hicache_storage_backend_extra_config"] = json.dumps({**OURS, **extra})
         self._begin([sys.executable, str(HERE / "driver.py"), json.dumps(given)])
-        self._reply()
+        try:
+            self._reply()
+        except BaseException:
+            self.end()
+            raise
 
     def _begin(self, command: Sequence[str], *, replies: bool = True) -> None:
         """Start it; what it prints are replies, or are logged."""
@@ -192,19 +210,19 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """What kvladder counts."""
-        found: dict[str, Any] = ask(self.folder / "kv.sock", {"command": "stats"})
+        path = self.folder / "kv.sock"
+        found: dict[str, Any] = ask(path, {"command": "stats"}, timeout_s=PATIENCE_S)
         return found
 
     def stored(self, level: str, blocks: int) -> None:
         """Wait until a level holds exactly so many blocks."""
-        waiting = threading.Event()
-        for _ in range(int(PATIENCE_S / 0.1)):
+
+        def are_there() -> bool:
             held = self.stats()[level]["blocks"]
-            if held == blocks:
-                return
-            assert held < blocks, f"{level} has {held} blocks, expected {blocks}"
-            waiting.wait(0.1)
-        raise AssertionError(self.stats())
+            assert held <= blocks, f"{level} has {held} blocks, expected {blocks}"
+            return bool(held == blocks)
+
+        until(are_there, every_s=0.1)
 
     def end(self) -> None:
         """Kill all its processes at once, as SGLang itself does; may be called again."""
@@ -231,7 +249,7 @@ class Server(Engine):
         needed |= {"port": port, "admin_api_key": ADMIN, **more}
         self._begin([*documented, *flags(needed)], replies=False)
         try:
-            until(self._answers)
+            until(self._answers, every_s=0.1, within_s=RUN_S)
         except BaseException:
             self.end()
             raise
@@ -284,16 +302,20 @@ class Server(Engine):
 
     def _patiently(self, method: str, path: str, told: dict[str, Any] | None = None) -> str:
         """Why it did not do something, once nothing runs any more; empty if it did."""
-        while True:
+        why = ""
+
+        def is_over() -> bool:
+            nonlocal why
             try:
                 self._ask(method, path, told)
             except HTTPError as error:
                 why = error.read().decode()
-                if "idle" not in why.lower() and "running" not in why:
-                    return why
-                threading.Event().wait(0.1)
-            else:
-                return ""
+                return "idle" not in why.lower() and "running" not in why
+            why = ""
+            return True
+
+        until(is_over, every_s=0.1)
+        return why
 
 
 def documented_command() -> list[str]:

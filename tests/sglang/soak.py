@@ -11,6 +11,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from tests.patience import RUN_S
 from tests.sglang.engine import Answer, Engine
 
 PROMPTS = [
@@ -23,6 +24,8 @@ FAILS = "0.3"
 """So many calls of the tier raise."""
 WARM = 0.3
 """After so much of the time nothing is touched for the first time."""
+SAMPLES_MIN = 3
+"""Of memory, to say whether it grows."""
 
 
 class Soak:
@@ -42,7 +45,9 @@ class Soak:
         self._said = [one["ids"] for one in said]
 
     def run(self, seconds: float) -> None:
-        """Go on for so long; leaves the storage attached and the tier in order."""
+        """Go on for so long, and until it has shown something; leaves the storage attached and the
+        tier in order.
+        """
         self._attach()
         ways: list[tuple[Callable[[], None], int]] = [
             (self._ask, 12), (self._give_up, 2), (self._flush, 4), (self._reattach, 1),
@@ -50,13 +55,17 @@ class Soak:
         ]  # fmt: skip
         steps, weights = zip(*ways, strict=True)
         begun = time.monotonic()
-        while (passed := time.monotonic() - begun) < seconds:
+        while (passed := time.monotonic() - begun) < seconds or not self._has_shown():
+            assert passed < seconds + RUN_S, self.done
             [step] = self._random.choices(steps, weights)
             step()
             self.done[step.__name__.strip("_")] += 1
             if passed > WARM * seconds:
                 self.memory.append(self._engine.memory())
         self._heal()
+
+    def _has_shown(self) -> bool:
+        return self.done["tokens from kvladder"] > 0 and len(self.memory) >= SAMPLES_MIN
 
     @property
     def memory_grew(self) -> int:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,13 @@ import pytest
 from kvladder.control.sockets import ask
 from kvladder.layout import align
 from kvladder.tiers.files.header import HEADER_BYTES
-from tests.patience import until
+from tests.patience import PATIENCE_S, RUN_S, until
 from tests.sglang.engine import OURS, PAGE, Answer, Engine, Server
 from tests.sglang.soak import Soak
 
 pytestmark = pytest.mark.alone
 
 LONG, SHORT = 1500, 700
-TURNS_MAX = 1000
 PAGE_BYTES = 4 * 2 * PAGE * 4 * 32 * 4
 """Four layers of keys and values, four heads of 32 float32 each."""
 POOLS_BYTES = 3 * 8192 * PAGE_BYTES // PAGE
@@ -32,18 +30,23 @@ def whole(tokens: int) -> int:
     return (tokens - 1) // PAGE * PAGE
 
 
-def stack(folder: Path, place: str = "kv", **more: Any) -> dict[str, Any]:
+HASTY = {"timeout": "2 s", "breaker": {"failures": 2, "retry": "1 s", "retry_max": "2 s"}}
+"""The level's settings where it hangs."""
+
+
+def stack(
+    folder: Path, place: str = "kv", level: Mapping[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
     """What the engine is told; the arena has fewer slots than SGLang reads at once."""
     return {
         "arena": {"size": "12 MiB"},
         "control": {"path": str(folder / "kv.sock")},
-        "fetch": {"deadline": "1 s"},
+        "fetch": {"deadline": "4 s"},
         "tiers": [
             {"name": "host", "type": "host"},
             {
                 "name": "nvme", "type": "hanging", "path": str(folder / place),
-                "capacity": "256 MiB", "when": "commit", "timeout": "2 s",
-                "breaker": {"failures": 2, "retry": "1 s", "retry_max": "2 s"},
+                "capacity": "256 MiB", "when": "commit", "timeout": "10 m", **(level or {}),
             },
             {
                 "name": "kept", "type": "memory", "capacity": "64 MiB", "when": "commit",
@@ -62,14 +65,13 @@ def served(engine: Engine, first: int, tokens: int, like: Answer, **options: Any
 
 def in_the_end(engine: Engine, like: Answer) -> None:
     """All of the long prompt comes from kvladder again, after some time."""
-    waiting = threading.Event()
-    for _ in range(TURNS_MAX):
+
+    def comes() -> bool:
         found = engine.again(1, LONG)
         assert found.ids == like.ids
-        if found.storage == whole(LONG):
-            return
-        waiting.wait(0.5)
-    raise AssertionError(engine.stats())
+        return found.storage == whole(LONG)
+
+    until(comes, every_s=0.5, within_s=RUN_S)
 
 
 def store_and_ask_again(engine: Engine) -> dict[int, Answer]:
@@ -92,7 +94,8 @@ def store_and_ask_again(engine: Engine) -> dict[int, Answer]:
     engine.stored("nvme", 67)
     assert engine.stats()["kept"]["blocks"] == 22
 
-    gone = ask(engine.folder / "kv.sock", {"command": "purge", "salt": "tenant"})
+    purging = {"command": "purge", "salt": "tenant"}
+    gone = ask(engine.folder / "kv.sock", purging, timeout_s=PATIENCE_S)
     assert gone["removed"]["nvme"] == 11
     assert engine.again(3, SHORT, cache_salt="tenant").storage == 0
     served(engine, 1, LONG, long)
@@ -114,8 +117,15 @@ def many_at_once(engine: Engine, long: Answer) -> None:
     served(engine, 1, LONG, long)
 
 
+def attach(engine: Engine, told: dict[str, Any], **policy: str) -> None:
+    """Have this storage instead."""
+    assert engine.do("detach") == ""
+    assert engine.do("attach", extra={**OURS, **told}, **policy) == ""
+
+
 def hang(engine: Engine, long: Answer) -> None:
     """A tier that hangs costs hits, and neither answers nor the engine."""
+    attach(engine, stack(engine.folder, level=HASTY))
     hangs = engine.folder / "hangs"
     hangs.touch()
     assert engine.again(1, LONG).ids == long.ids
@@ -126,6 +136,7 @@ def hang(engine: Engine, long: Answer) -> None:
     assert [one["ids"] for one in found[:2]] == [long.ids, new.ids]
     hangs.unlink()
     in_the_end(engine, long)  # when the breaker has closed
+    attach(engine, stack(engine.folder))
 
 
 def detach_and_attach(engine: Engine, long: Answer) -> None:
@@ -153,13 +164,8 @@ def adapt(engine: Engine) -> Answer:
 
 def write_policies(engine: Engine) -> None:
     """Pages are stored when SGLang says so: of what is asked again, or of what it evicts."""
-
-    def attach(policy: str) -> None:
-        assert engine.do("detach") == ""
-        own = stack(engine.folder, policy)
-        assert engine.do("attach", extra={**OURS, **own}, policy=policy) == ""
-
-    attach("write_through_selective")
+    for_some, for_evicted = "write_through_selective", "write_back"
+    attach(engine, stack(engine.folder, for_some), policy=for_some)
     asked = engine.generate(8, SHORT)
     engine.do("flush")  # with nothing of it stored
     assert engine.generate(8, SHORT) == asked
@@ -167,7 +173,7 @@ def write_policies(engine: Engine) -> None:
     until(lambda: engine.stats()["nvme"]["blocks"] >= whole(SHORT) // PAGE)
     served(engine, 8, SHORT, asked)
 
-    attach("write_back")
+    attach(engine, stack(engine.folder, for_evicted), policy=for_evicted)
     engine.do("flush")
     first = engine.generate(20, LONG)
     assert first.cached == 0
@@ -179,7 +185,7 @@ def write_policies(engine: Engine) -> None:
 
 def soak(engine: Engine) -> None:
     """Random requests; ``KVLADDER_SGLANG_SOAK`` says for how many seconds."""
-    found = Soak(engine, {**OURS, **stack(engine.folder, "soak")})
+    found = Soak(engine, {**OURS, **stack(engine.folder, "soak", HASTY)})
     found.run(float(os.environ.get("KVLADDER_SGLANG_SOAK", "20")))
     print(found)
     assert found.done["tokens from kvladder"]
