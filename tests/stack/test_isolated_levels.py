@@ -40,26 +40,30 @@ def keys(number, blocks=8):
     ]
 
 
-def data(key):
-    return Random(key).randbytes(LAYOUT.block_bytes)
+def data(cache, key):
+    return hashlib.blake2b(key).digest() * (cache.layout.block_bytes // 64)
 
 
 def save(cache, wanted):
     saving = cache.save(wanted)
     for index, slot in zip(saving.indices, saving.slots, strict=True):
-        cache.arena.view(slot)[: LAYOUT.block_bytes] = data(wanted[index])
+        cache.arena.view(slot)[: cache.layout.block_bytes] = data(cache, wanted[index])
     saving.commit()
 
 
-def load(cache, wanted, sources=None):
-    """How many blocks of a prefix come, each of them right; from where is added to ``sources``."""
+def load(cache, wanted, sources=None, strike=lambda: None):
+    """How many blocks of a prefix come, each of them right, if that happens meanwhile.
+
+    From where they come is added to ``sources``.
+    """
     fetch = cache.fetch(wanted, deadline_s=PATIENCE_S)
+    strike()
     until(lambda: fetch.done)
     slots = list(fetch.slots)
     if sources is not None:
         sources += fetch.sources
     for key, slot in zip(wanted, slots, strict=False):
-        assert bytes(cache.arena.view(slot)[: LAYOUT.block_bytes]) == data(key)
+        assert cache.arena.view(slot)[: cache.layout.block_bytes] == data(cache, key)
     fetch.release()
     return len(slots)
 

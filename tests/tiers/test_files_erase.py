@@ -20,7 +20,7 @@ from kvladder.runtime import SystemClock
 from kvladder.tiers.files import segments
 from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.purge import purge_files
-from tests.patience import PATIENCE_S
+from tests.patience import until
 
 pytestmark = pytest.mark.slow
 
@@ -37,13 +37,6 @@ def stack(path: Path, **more):
     return {"arena": {"size": "20 MiB"}, "tiers": [{"type": "host"}, files]}
 
 
-def wait_for(condition, timeout_s=PATIENCE_S):
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def keys(cache: CacheManager, salt: str, count: int = 20) -> list[BlockKey]:
     scheme = KeyScheme(cache.namespace, block_tokens=1)
     return scheme.chain(range(count), parent=scheme.root(salt=salt))
@@ -55,7 +48,7 @@ def save(cache: CacheManager, salt: str, count: int = 20, **options) -> list[Blo
     for index, slot in zip(saving.indices, saving.slots, strict=True):
         cache.arena.view(slot)[:BYTES] = payload(wanted[index])
     saving.commit()
-    wait_for(cache.idle)
+    until(cache.idle)
     return wanted
 
 
@@ -68,7 +61,7 @@ def seen(path: Path, wanted: Sequence[BlockKey]) -> int:
 def purged(cache: CacheManager, salt: str) -> int:
     before = int(cache.stats()["files"]["purged"])
     list(cache.purge(salt))
-    wait_for(lambda: cache.removals == 0)
+    until(lambda: cache.removals == 0)
     return int(cache.stats()["files"]["purged"]) - before
 
 
@@ -102,13 +95,13 @@ def test_what_was_forgotten_before_is_erased_too_also_after_a_restart(tmp_path) 
     with open_cache(stack(tmp_path / "kv"), layout=LAYOUT) as cache:
         red, blue = save(cache, "red"), save(cache, "blue")
         cache.remove([*red, *blue])
-        wait_for(lambda: cache.removals == 0)
+        until(lambda: cache.removals == 0)
         assert (seen(tmp_path, red), seen(tmp_path, blue)) == (20, 20), "bytes stay as they are"
     with open_cache(stack(tmp_path / "kv"), layout=LAYOUT) as cache:
         assert purged(cache, "red") == 20
         assert (seen(tmp_path, red), seen(tmp_path, blue)) == (0, 20)
         cache.clear(erase=True)
-        wait_for(lambda: cache.removals == 0)
+        until(lambda: cache.removals == 0)
         assert (seen(tmp_path, red), seen(tmp_path, blue)) == (0, 0)
 
 
@@ -120,7 +113,7 @@ def test_what_expired_while_nobody_was_there_is_erased(tmp_path, monkeypatch, le
     ahead_s = 4000.0
     monkeypatch.setattr(SystemClock, "wall", lambda _self: time.time() + ahead_s)
     with open_cache(stack(tmp_path / "kv", **ttl), layout=LAYOUT) as cache:
-        wait_for(lambda: cache.removals == 0)
+        until(lambda: cache.removals == 0)
         assert seen(tmp_path, red) == 20, "bytes stay as they are"
         purged(cache, "red")
         assert seen(tmp_path, red) == 0
@@ -135,7 +128,7 @@ def test_what_lies_behind_a_shorter_block_is_erased(tmp_path, monkeypatch) -> No
     with open_cache(stack(tmp_path / "kv"), layout=LAYOUT) as cache:
         red = save(cache, "red")
         cache.remove(red)
-        wait_for(lambda: cache.removals == 0)
+        until(lambda: cache.removals == 0)
     with open_cache(stack(tmp_path / "kv", codecs=["zstd", "checksum"]), layout=LAYOUT) as cache:
         blue = save(cache, "blue")
         left = seen(tmp_path, red)
@@ -158,7 +151,7 @@ def test_nothing_of_one_block_is_stored_behind_another(tmp_path) -> None:
         for slot in saving.slots:
             cache.arena.view(slot)[:BYTES] = bytes(BYTES)
         saving.commit()
-        wait_for(cache.idle)
+        until(cache.idle)
         purged(cache, "red")
         raw = b"".join(file.read_bytes() for file in (tmp_path / "kv").rglob("seg-*"))
         left = [k for k in red if any(payload(k)[i : i + 32] in raw for i in range(0, 9900, 500))]
@@ -199,11 +192,11 @@ def test_reads_and_writes_of_others_go_on_meanwhile(tmp_path) -> None:
             fetch.wait()
             assert fetch.blocks == 20
             fetch.release()
-            wait_for(lambda: cache.removals == 0)
+            until(lambda: cache.removals == 0)
             assert seen(tmp_path, red) == 0
             require(cache, green)
             cache.clear()
-            wait_for(cache.idle)
+            until(cache.idle)
         assert cache.stats()["files"]["corrupt"] == 0
 
 

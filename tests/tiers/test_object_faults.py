@@ -12,8 +12,9 @@ import pytest
 import kvladder
 from kvladder.layout import Layout
 from tests.kit.objectserver import BUCKET, ObjectServer
+from tests.patience import until
 from tests.tiers import objecttests  # noqa: F401 - starts the library
-from tests.tiers.test_redis_faults import LATE_S, QUICK, forgotten, keys, wait_for
+from tests.tiers.test_redis_faults import LATE_S, QUICK, forgotten, keys
 
 pytestmark = pytest.mark.slow
 LAYOUT = Layout(block_tokens=16, block_bytes=256 << 10, fields={"model": "faults"})
@@ -44,7 +45,7 @@ def stored(cache, wanted, salt=None):
     for index, slot in zip(saving.indices, saving.slots, strict=True):
         cache.arena.view(slot)[: LAYOUT.block_bytes] = payload(wanted[index])
     saving.commit()
-    wait_for(cache.idle)
+    until(cache.idle)
 
 
 def load(cache, wanted):
@@ -94,7 +95,7 @@ def test_two_caches_share_blocks_and_no_others_see_them(store, codecs, monkeypat
             assert load(stranger, wanted) == 0
             assert stranger.stats()["object"]["corrupt"] == 0
         second.remove(wanted[1:])
-        wait_for(second.idle)
+        until(second.idle)
         assert load(first, wanted) == 1
 
 
@@ -104,34 +105,34 @@ def test_a_purge_removes_what_others_put(store):
         stored(first, tenants, salt="tenant")
         stored(first, others)
         list(second.purge("tenant"))
-        wait_for(second.idle)
+        until(second.idle)
         assert (load(second, tenants), load(second, others)) == (0, 2)
         second.clear()
-        wait_for(second.idle)
+        until(second.idle)
         assert load(second, others) == 0
 
 
 def test_a_server_that_is_killed_and_started_again(server):
     wanted = keys(1, 2, 3)
     with cache_over(f"s3://{BUCKET}/kv", server.options) as cache:
-        wait_for(lambda: stored(cache, wanted) or load(cache, wanted) == 3)
+        until(lambda: stored(cache, wanted) or load(cache, wanted) == 3)
         server.kill()
         assert load(cache, wanted) == 0
         stored(cache, keys(4, 5))
         assert cache.stats()["object"]["errors"]
         server.start()  # with a bucket that is empty
-        wait_for(lambda: stored(cache, wanted) or load(cache, wanted) == 3)
+        until(lambda: stored(cache, wanted) or load(cache, wanted) == 3)
 
 
 def test_a_server_that_answers_nothing_for_a_while(server):
     wanted = keys(1, 2, 3)
     with cache_over(f"s3://{BUCKET}/kv", server.options) as cache:
-        wait_for(lambda: stored(cache, wanted) or load(cache, wanted) == 3)
+        until(lambda: stored(cache, wanted) or load(cache, wanted) == 3)
         server.pause()
         assert load(cache, wanted) == 0
         stored(cache, keys(4, 5))
         server.resume()
-        wait_for(lambda: stored(cache, wanted) or load(cache, wanted) == 3)
+        until(lambda: stored(cache, wanted) or load(cache, wanted) == 3)
 
 
 def test_a_bucket_that_is_taken_away(server):

@@ -17,7 +17,7 @@ from kvladder.layout import Layout
 from kvladder.runtime import Runtime
 from kvladder.testing.proxy import SlowNetwork
 from kvladder.testing.redisserver import RedisServer
-from tests.patience import PATIENCE_S
+from tests.patience import until
 from tests.tiers.redistests import clustered, watched
 
 pytestmark = pytest.mark.slow
@@ -71,18 +71,10 @@ def load(cache, wanted):
     return found, took_s
 
 
-def wait_for(condition):
-    """Wait until it holds."""
-    end_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
-
-
 def stored(cache, wanted):
     """Save a prefix, and wait until it is written."""
     save(cache, wanted)
-    wait_for(cache.idle)
+    until(cache.idle)
 
 
 def forgotten(cache, wanted):
@@ -110,7 +102,7 @@ def test_two_caches_share_blocks_and_no_others_see_them(server):
                 assert load(stranger, wanted)[0] == 0
                 assert stranger.stats()["redis"]["corrupt"] == 0
         second.remove(wanted[1:])
-        wait_for(second.idle)
+        until(second.idle)
         forgotten(first, wanted)
         assert load(first, wanted)[0] == 1
 
@@ -150,7 +142,7 @@ class Traffic:
     def more(self):
         """Wait until blocks come again."""
         before = self.loaded
-        wait_for(lambda: self.loaded > before + 8)
+        until(lambda: self.loaded > before + 8)
 
     def __exit__(self, *_):
         self._ending.set()
@@ -166,22 +158,22 @@ def redis_hits(cache):
 
 def test_a_server_that_is_killed_and_started_again_in_mid_traffic(server):
     with cache_over(server.url) as cache, Traffic(cache) as traffic:
-        wait_for(lambda: redis_hits(cache) > 20)
+        until(lambda: redis_hits(cache) > 20)
         server.kill()
-        wait_for(lambda: cache.stats()["redis"]["breaker_open"])
+        until(lambda: cache.stats()["redis"]["breaker_open"])
         traffic.more()
         server.start()
         before = redis_hits(cache)
-        wait_for(lambda: redis_hits(cache) > before + 20)
+        until(lambda: redis_hits(cache) > before + 20)
 
 
 def test_a_server_that_is_stopped_for_half_a_minute(server):
     with cache_over(server.url) as cache, Traffic(cache) as traffic:
-        wait_for(lambda: redis_hits(cache) > 20)
+        until(lambda: redis_hits(cache) > 20)
         server.pause()
         end_s = time.monotonic() + 30
         try:
-            wait_for(lambda: cache.stats()["redis"]["breaker_open"])
+            until(lambda: cache.stats()["redis"]["breaker_open"])
             found, took_s = load(cache, keys(100, 1))
             assert found == 0
             assert took_s < LATE_S
@@ -190,7 +182,7 @@ def test_a_server_that_is_stopped_for_half_a_minute(server):
         finally:
             server.resume()
         before = redis_hits(cache)
-        wait_for(lambda: redis_hits(cache) > before + 20)
+        until(lambda: redis_hits(cache) > before + 20)
         assert cache.stats()["redis"]["timeouts"] > 0
 
 
@@ -231,7 +223,7 @@ def test_a_slow_network_brings_what_comes_in_time(server, network):
         assert found == 0, "all of one batch, or nothing"
         assert 0.9 < took_s < LATE_S
         network.bytes_per_s = 0
-        wait_for(lambda: load(cache, wanted)[0] == 24)
+        until(lambda: load(cache, wanted)[0] == 24)
         network.latency_s = 0.005
         forgotten(cache, wanted)
         assert load(cache, wanted)[0] == 24
@@ -246,13 +238,13 @@ def test_a_network_that_swallows_everything_and_one_that_breaks(server, network)
             trouble()
             assert load(cache, wanted)[1] < 1.3
             network.deliver()
-            wait_for(lambda: load(cache, wanted)[0] == 8)
+            until(lambda: load(cache, wanted)[0] == 8)
         network.refusing = True
         network.cut()
         forgotten(cache, wanted)
         assert load(cache, wanted)[0] == 0
         network.refusing = False
-        wait_for(lambda: load(cache, wanted)[0] == 8)
+        until(lambda: load(cache, wanted)[0] == 8)
 
 
 @pytest.mark.parametrize("stray", [b"+OK\r\n", b":4722\r\n", b"$-1\r\n", b"$3\r\nabc\r\n"])
@@ -263,7 +255,7 @@ def test_a_stray_reply_costs_a_connection_and_no_block(server, network, stray):
         for _ in range(3):
             forgotten(cache, wanted)
             network.stray = stray
-            wait_for(lambda: load(cache, wanted)[0] == 24)
+            until(lambda: load(cache, wanted)[0] == 24)
             assert not network.stray
         assert len(server.run("KEYS", "kvladder:*{*")) == 24
         counted = cache.stats()["redis"]
@@ -274,7 +266,7 @@ def test_what_the_server_says_of_itself_is_in_the_statistics(server):
     server.configure(maxmemory=64 << 20)
     with cache_over(server.url) as cache:
         stored(cache, keys(1, 2, 3))
-        wait_for(lambda: "server_used_bytes" in cache.stats()["redis"])
+        until(lambda: "server_used_bytes" in cache.stats()["redis"])
         stats = cache.stats()["redis"]
         assert stats["server_max_bytes"] == 64 << 20
         assert 0 < stats["server_used_bytes"] < 64 << 20
@@ -291,9 +283,9 @@ def test_a_server_that_cannot_save_refuses_writes_and_is_read(tmp_path):
             lambda: server.run("INFO", "persistence")["rdb_last_bgsave_status"] == "err"
         )
         save(cache, keys(4))
-        wait_for(lambda: cache.stats()["redis"].get("dropped_failed") == 1)
+        until(lambda: cache.stats()["redis"].get("dropped_failed") == 1)
         forgotten(cache, wanted)
-        wait_for(lambda: load(cache, wanted)[0] == 3)
+        until(lambda: load(cache, wanted)[0] == 3)
         assert cache.stats()["redis"]["stored"] == 3
 
 
@@ -333,13 +325,13 @@ def test_the_replica_takes_over_when_the_master_is_gone(replicated, how):
     master, replica, sentinels = replicated
     url = "redis://" + ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in sentinels)
     with cache_over(url, sentinel="kv") as cache, Traffic(cache) as traffic:
-        wait_for(lambda: redis_hits(cache) > 20)
+        until(lambda: redis_hits(cache) > 20)
         getattr(master, how)()
         try:
-            wait_for(lambda: promoted(replica))
+            until(lambda: promoted(replica))
             before, stats = redis_hits(cache), cache.stats()["redis"]
-            wait_for(lambda: redis_hits(cache) > before + 20)
-            wait_for(lambda: cache.stats()["redis"]["stored"] >= stats["stored"])
+            until(lambda: redis_hits(cache) > before + 20)
+            until(lambda: cache.stats()["redis"]["stored"] >= stats["stored"])
             traffic.more()
         finally:
             master.resume()
@@ -349,7 +341,7 @@ def test_slots_that_move_under_load(tmp_path):
     with clustered(tmp_path) as servers:
         ids = [server.run("CLUSTER", "MYID").decode() for server in servers]
         with cache_over(servers[0].url, cluster=True) as cache, Traffic(cache):
-            wait_for(lambda: redis_hits(cache) > 20)
+            until(lambda: redis_hits(cache) > 20)
             source, target = servers[0], servers[1]
             names = source.run("KEYS", "kvladder:*")[:6]
             for slot in {source.run("CLUSTER", "KEYSLOT", name) for name in names}:
@@ -361,7 +353,7 @@ def test_slots_that_move_under_load(tmp_path):
                 for server in (target, source, servers[2]):
                     server.run("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
             before = redis_hits(cache)
-            wait_for(lambda: redis_hits(cache) > before + 20)
+            until(lambda: redis_hits(cache) > before + 20)
             stats = cache.stats()["redis"]
             assert stats["errors"] == stats["timeouts"], "nothing but a machine that is busy"
         assert names
@@ -380,10 +372,10 @@ def test_a_node_of_a_cluster_that_is_killed_and_comes_back(tmp_path):
                 stored(cache, keys(number))
             servers[2].kill()
             forgotten(cache, [keys(number)[0] for number in numbers])
-            wait_for(lambda: cache.stats()["redis"]["errors"])
+            until(lambda: cache.stats()["redis"]["errors"])
             traffic.more()
             servers[2].start()
-            wait_for(lambda: sum(load(cache, keys(number))[0] for number in numbers) > 15)
+            until(lambda: sum(load(cache, keys(number))[0] for number in numbers) > 15)
 
 
 def test_sixty_four_clients_at_once(server):
@@ -398,7 +390,7 @@ def test_sixty_four_clients_at_once(server):
                     wanted = keys((number + turn) % 16, 1, 2)
                     load(cache, wanted)
                     save(cache, wanted)
-                    wait_for(cache.idle)
+                    until(cache.idle)
                     forgotten(cache, wanted)
                     assert load(cache, wanted)[0] == 3
         except Exception as error:  # noqa: BLE001 - the main thread says what it was

@@ -10,8 +10,9 @@ from redis.crc import key_slot
 
 from kvladder.tiers.label import Ref
 from kvladder.tiers.redis.url import RedisOptions
+from tests.patience import until
 from tests.tiers.redistests import PATIENT, clustered, key_of, watched
-from tests.tiers.test_redis_faults import cache_over, keys, load, stored, wait_for
+from tests.tiers.test_redis_faults import cache_over, keys, load, stored
 from tests.tiers.test_redis_refused import refused
 from tests.tiers.test_redis_values import Values
 
@@ -73,7 +74,7 @@ def test_a_cache_finds_what_the_others_have(tmp_path):
             assert load(second, wanted)[0] == len(wanted) - 1
             assert second.stats()["redis"]["timeouts"] == 0
             silent.resume()
-            wait_for(lambda: load(second, wanted)[0] == len(wanted))
+            until(lambda: load(second, wanted)[0] == len(wanted))
             second._stack.host.remove(wanted)
             silent.pause()
             assert load(second, wanted)[0] == len(wanted) - 1

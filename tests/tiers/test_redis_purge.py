@@ -10,7 +10,8 @@ import yaml
 from kvladder.cli import main
 from kvladder.keys import BlockKey
 from kvladder.testing.redisserver import RedisServer
-from tests.tiers.test_redis_faults import cache_over, keys, load, payload, stored, wait_for
+from tests.patience import until
+from tests.tiers.test_redis_faults import cache_over, keys, load, payload, stored
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +37,7 @@ def salted(cache, key: BlockKey, salt: str):
     for slot in saving.slots:
         cache.arena.view(slot)[: 64 << 10] = payload(key)
     saving.commit()
-    wait_for(cache.idle)
+    until(cache.idle)
 
 
 def test_the_command_purges_a_salt_and_then_all(server, config, capsys):
@@ -88,9 +89,9 @@ def test_a_running_cache_purges_a_salt_and_clears(server):
         stored(cache, keys(1, 2))
         salted(other, keys(7)[0], "tenant")
         list(cache.purge("tenant"))
-        wait_for(cache.idle)
+        until(cache.idle)
         assert server.run("DBSIZE") == 2
         cache.clear()
-        wait_for(cache.idle)
+        until(cache.idle)
         assert server.run("DBSIZE") == 0
         assert load(other, keys(1, 2))[0] == 0

@@ -15,6 +15,7 @@ from kvladder.tiers.redis import quota as redisquota
 from kvladder.tiers.redis import tier as redis
 from kvladder.tiers.redis.url import QuotaOptions, RedisOptions
 from kvladder.units import Size
+from tests.patience import until
 from tests.tiers.redistests import PATIENT, clustered, key_of
 from tests.tiers.test_redis_faults import (
     LAYOUT,
@@ -24,7 +25,6 @@ from tests.tiers.test_redis_faults import (
     load,
     payload,
     stored,
-    wait_for,
 )
 from tests.tiers.test_redis_refused import refused
 from tests.tiers.test_redis_values import Values, one_by_one
@@ -52,7 +52,7 @@ def settled(*caches):
     for cache in caches:
         load(cache, flat(10**9))  # a call that has it begin
         tier = cache._stack.levels[0].tier
-        wait_for(lambda tier=tier: tier._asking is None)
+        until(lambda tier=tier: tier._asking is None)  # type: ignore[misc]
 
 
 def salted(cache, wanted, salt):
@@ -62,7 +62,7 @@ def salted(cache, wanted, salt):
         for slot in saving.slots:
             cache.arena.view(slot)[: LAYOUT.block_bytes] = payload(key)
         saving.commit()
-        wait_for(cache.idle)
+        until(cache.idle)
     with cache._stack.lock:
         return sum(key in cache._stack.levels[0].index for key in wanted)
 
@@ -110,17 +110,17 @@ def test_what_is_removed_makes_room_again_whoever_put_it(server, monkeypatch):
         assert salted(one, flat(1, 2, 3, 4, 5), "tenant") == 4
         for key in flat(1, 2):
             two.remove([key])
-        wait_for(two.idle)
+        until(two.idle)
         assert counters(server, one)[salt_digest(one.namespace, "tenant")] == 2
         assert salted(two, flat(6, 7, 8), "tenant") == 2
         assert salted(one, flat(9), "tenant") == 0
         list(one.purge("tenant"))
-        wait_for(one.idle)
+        until(one.idle)
         assert counters(server, one) == {}
         assert salted(two, flat(11), "tenant") == 0, "it does not know yet"
-        wait_for(lambda: salted(two, flat(next(more)), "tenant"))
+        until(lambda: salted(two, flat(next(more)), "tenant"))
         two.clear()
-        wait_for(two.idle)
+        until(two.idle)
         assert server.run("DBSIZE") == 0
 
 
@@ -189,8 +189,8 @@ def test_a_recount_puts_right_what_the_server_lost(server):
     with cache_over(server.url, **settings) as cache:
         stored(cache, flat(7))
         digest = salt_digest(cache.namespace, "tenant")
-        wait_for(lambda: counters(server, cache) == {digest: 1, b"all": 2})
-        wait_for(lambda: b"oldsalts" not in server.run("HKEYS", space + b"bytes"))
+        until(lambda: counters(server, cache) == {digest: 1, b"all": 2})
+        until(lambda: b"oldsalts" not in server.run("HKEYS", space + b"bytes"))
         assert 3500 < server.run("TTL", space + b"recount") <= 3600
         assert salted(cache, flat(8, 9, 10, 11, 12), "tenant") in (3, 4)
 
@@ -204,14 +204,14 @@ def test_a_recount_that_fails_is_soon_repeated(server, monkeypatch):
         stored(cache, flat(next(more)))
         space = b"kvladder:1:%b:" % cache.namespace.hex()[:32].encode()
         server.run("HSET", space + b"bytes", b"deadsalt", 5 * VALUE)
-        wait_for(lambda: "b'scan'" in str(server.run("ACL", "LOG")))  # maps, or lists before
+        until(lambda: "b'scan'" in str(server.run("ACL", "LOG")))  # maps, or lists before
         server.run("ACL", "SETUSER", "default", "+scan")
 
         def is_put_right():
             stored(cache, flat(next(more)))  # what is due is done while there is something to do
             return b"deadsalt" not in counters(server, cache)
 
-        wait_for(is_put_right)
+        until(is_put_right)
 
 
 def test_counters_of_blocks_that_were_there_before_there_was_a_quota(server):
@@ -221,7 +221,7 @@ def test_counters_of_blocks_that_were_there_before_there_was_a_quota(server):
     with cache_over(server.url, **quota(tenant=7)) as cache:
         stored(cache, flat(50))
         digest = salt_digest(cache.namespace, "tenant")
-        wait_for(lambda: counters(server, cache) == {digest: 6, b"all": 7})
+        until(lambda: counters(server, cache) == {digest: 6, b"all": 7})
         assert salted(cache, flat(*range(60, 70)), "tenant") <= 2
 
 
@@ -249,7 +249,7 @@ def test_in_a_cluster(tmp_path):
             assert total == 6 + 4 + 6 + 2
             assert two.stats()["redis"]["namespace_bytes"] == 16 * VALUE
             two.clear()
-            wait_for(two.idle)
+            until(two.idle)
             assert sum(server.run("DBSIZE") for server in servers) == 0
 
 

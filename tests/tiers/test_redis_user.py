@@ -9,8 +9,9 @@ import pytest
 import redis
 
 from kvladder.testing.redisserver import RedisServer, start_cluster
-from tests.tiers.test_redis_faults import cache_over, forgotten, keys, load, save, stored, wait_for
-from tests.tiers.test_redis_quota import flat, quota, salted
+from tests.patience import until
+from tests.tiers.test_redis_faults import cache_over, forgotten, keys, load, save, stored
+from tests.tiers.test_redis_quota import flat, quota, salted, settled
 from tests.tiers.test_redis_refused import refused
 
 pytestmark = pytest.mark.slow
@@ -37,17 +38,18 @@ def test_the_user_of_the_documentation_can_do_all_that_is_needed(tmp_path, clust
         url = f"redis://kv:password@127.0.0.1:{servers[0].port}"
         settings = {"cluster": cluster, **quota(tenant=4, namespace=40)}
         with cache_over(url, **settings) as one, cache_over(url, **settings) as two:
+            settled(one, two)
             stored(one, keys(1, 2, 3))
             assert salted(one, flat(*range(10, 16)), "tenant") == 4
             assert load(two, keys(1, 2, 3))[0] == 3
             two.remove(keys(1, 2, 3)[2:])
             list(one.purge("tenant"))
-            wait_for(lambda: one.idle() and two.idle())
-            wait_for(lambda: "namespace_bytes" in one.stats()["redis"])
+            until(lambda: one.idle() and two.idle())
+            until(lambda: "namespace_bytes" in one.stats()["redis"])
             left = sum(len(server.run("KEYS", "kvladder:*{*")) for server in servers)
             assert left == 2
             two.clear()
-            wait_for(two.idle)
+            until(two.idle)
             for cache in (one, two):
                 assert cache.stats()["redis"]["errors"] == 0
                 assert "server_used_bytes" in cache.stats()["redis"]
@@ -90,7 +92,7 @@ def test_a_user_who_loses_a_right_and_a_password_that_changes(tmp_path):
                 assert load(cache, keys(1, 2))[0] == 0
                 assert cache.stats()["redis"]["errors"] > before
                 server.run("ACL", "SETUSER", "kv", *given)
-                wait_for(lambda: load(cache, keys(1, 2))[0] == 2)
+                until(lambda: load(cache, keys(1, 2))[0] == 2)
 
 
 def test_a_server_that_comes_later(tmp_path):
@@ -99,6 +101,6 @@ def test_a_server_that_comes_later(tmp_path):
         with cache_over(server.url, required=False) as cache:
             assert load(cache, keys(1, 2))[0] == 0
             server.start()
-            wait_for(lambda: not cache.stats()["redis"]["breaker_open"])
+            until(lambda: not cache.stats()["redis"]["breaker_open"])
             save(cache, keys(3, 4))
-            wait_for(lambda: cache.stats()["redis"]["stored"] == 2)
+            until(lambda: cache.stats()["redis"]["stored"] == 2)
