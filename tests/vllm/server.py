@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,15 +45,16 @@ class Server(Started):
 
     def ready(self) -> None:
         """Wait until it serves."""
-        end = time.monotonic() + RUN_S
-        while True:
-            assert self.process.poll() is None, self.log.read_text()[-6000:]
-            assert time.monotonic() < end, self.log.read_text()[-6000:]
-            try:
-                self.get("health")
-                return
-            except OSError:
-                time.sleep(0.5)
+        until(self._answers, every_s=0.5, within_s=RUN_S)
+
+    def _answers(self) -> bool:
+        """Whether it has started."""
+        assert self.process.poll() is None, self.log.read_text()[-6000:]
+        try:
+            self.get("health")
+        except OSError:
+            return False
+        return True
 
     def get(self, path: str, body: Any = None, **headers: str) -> str:
         """What it answers; OSError if it cannot."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 import re
-import time
 from pathlib import Path
 
 import pytest
 
 from kvladder.config.stack import SUMMARY_LINES_MAX
-from tests.patience import PATIENCE_S
+from tests.patience import until
 from tests.vllm.harness import BLOCK, HERE
 from tests.vllm.server import Server
 
@@ -58,14 +57,18 @@ def require_few_lines(server: Server) -> None:
 
 def require_that_a_session_ends(server: Server) -> None:
     """What it had is given up by host."""
-    own = PROMPT[::-1]
+    own, whole = PROMPT[::-1], len(PROMPT) // BLOCK
+
+    def held() -> float:
+        server.complete(own[:BLOCK], "a guest", save=False)  # counts come with answers
+        return sum(server.counts("blocks", "host"))
+
+    until(lambda: held() >= 2 * whole)  # of the two salts before
+    before = held()
     server.complete(own, "a guest", session="chat", pin_s=600)
-    before = sum(server.counts("blocks", "host"))
+    until(lambda: held() >= before + whole)
     server.complete(own[:BLOCK], "a guest", session="chat", end_session=True, prefetch=["chat"])
-    end = time.monotonic() + PATIENCE_S
-    while sum(server.counts("blocks", "host")) > before - len(own) // BLOCK:
-        assert time.monotonic() < end
-        server.complete(own[:BLOCK], "a guest", save=False)
+    until(lambda: held() <= before)
 
 
 @pytest.mark.versions
