@@ -50,6 +50,7 @@ class Request:
     match: Fetch | None = None
     """What was promised and is not being copied yet."""
     first: int = 0
+    """Of its blocks, the first that is wanted."""
     promised: range = range(0)
     """The blocks that come from us."""
     saved: int = 0
@@ -205,7 +206,7 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
             if len(targets) < len(state.promised) or NO_PAGE in targets:
                 match.release()
                 raise ValueError(f"{len(state.promised)} blocks were promised, {blocks} are there")
-            self._cache.connector.load(match, targets)
+            self._cache.connector.load(match, targets, first=state.first)
         # Tokens that do not end where the step does are not those that it computes.
         if len(state.tokens) != max(state.prompt, end):
             state.apart = True
@@ -262,11 +263,24 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         self._forget(request.request_id)
 
     def cancel_load(self, request: Any, start: int, end: int) -> None:
-        """What was promised is not wanted."""
+        """An end of what was promised is not wanted, or all of it: tokens ``start <= n < end``.
+
+        The others are counted as computed, so each block that has any of them is loaded.
+        """
         state = self._requests.get(request.request_id)
-        if state is not None and state.match is not None:
+        if state is None or state.match is None:
+            return
+        left, size = state.promised, self._cache.tokens
+        begin, stop = -(-start // size), end // size
+        if begin <= left.start:
+            left = left[max(stop - left.start, 0) :]
+        elif stop >= left.stop:
+            left = left[: begin - left.start]
+        state.first += left.start - state.promised.start
+        state.promised = left
+        if not left:
             state.match.release()
-            state.match, state.promised = None, range(0)
+            state.match = None
 
     def _forget(self, request_id: int) -> None:
         state = self._requests.pop(request_id, None)

@@ -1,0 +1,86 @@
+"""Offers that TensorRT-LLM takes in part or hands back, and pages that it takes away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvladder.connectors.trtllm.options import PATIENCE, STACK
+from tests.connectors.executor import BLOCK, Executor, RequestData, kv_of
+
+PROMPT = list(range(100, 300))
+WHOLE = len(PROMPT) // BLOCK
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
+    """An engine whose cache has the prompt's blocks."""
+    path = tmp_path / "stack.yaml"
+    path.write_text("model: {fingerprint: w}\narena: {size: 8 MiB}\ntiers: [{type: host}]\n")
+    monkeypatch.setenv(STACK, str(path))
+    monkeypatch.setenv(PATIENCE, "60 s")
+    made = Executor()
+    made.run(PROMPT)
+    made.idle()
+    yield made
+    made.close()
+
+
+def asked(engine: Executor, own: int = 0) -> SimpleNamespace:
+    """A request that was promised all that follows its ``own`` tokens."""
+    request = engine.request(PROMPT)
+    promised = WHOLE * BLOCK - own
+    assert engine.scheduler.get_num_new_matched_tokens(request, own) == (promised, False)
+    return request
+
+
+def loaded(
+    engine: Executor, request: SimpleNamespace, *, position: int, step: int, pages: int = 13
+) -> list[int]:
+    """Which blocks of the prompt a first step loads."""
+    pool, ids = engine.ranks[0].pool, engine.free[:pages]
+    pool[ids] = float("nan")
+    engine.step([RequestData(request.request_id, PROMPT, ids, position, step)], [])
+    return [n for n, at in enumerate(ids) if torch.equal(pool[at], kv_of(PROMPT, n, 0, None))]
+
+
+def claims(engine: Executor) -> int:
+    """On slots, by the host level and by pins."""
+    arena = engine.manager.arena
+    return sum(arena.claims(slot) for slot in range(arena.slots))
+
+
+@pytest.mark.parametrize(
+    ("handed_back", "left"),
+    [
+        ([(32, 64)], range(4, 12)),
+        ([(0, 64)], range(4, 12)),
+        ([(32, 72)], range(4, 12)),
+        ([(160, 192)], range(2, 10)),
+        ([(150, 300)], range(2, 10)),
+        ([(191, 192)], range(2, 12)),
+        ([(32, 64), (160, 192)], range(4, 10)),
+        ([(160, 192), (32, 64)], range(4, 10)),
+        ([(64, 96)], range(2, 12)),
+        ([(32, 32), (0, 32), (192, 200)], range(2, 12)),
+        ([(32, 192)], range(0)),
+        ([(32, 112), (112, 192)], range(0)),
+    ],
+)
+def test_what_is_left_of_a_promise_is_loaded(
+    engine: Executor, handed_back: list[tuple[int, int]], left: range
+) -> None:
+    request = asked(engine, own=32)
+    for start, end in handed_back:
+        engine.scheduler.cancel_load(request, start, end)
+    assert claims(engine) == (WHOLE + 10 if left else WHOLE)
+    position = (left.start if left else 2) * BLOCK
+    step = len(PROMPT) - position - len(left) * BLOCK
+    assert loaded(engine, request, position=position, step=step) == [*left]
+    engine.scheduler.request_finished(request, [])
+    engine.idle()
+    assert claims(engine) == WHOLE
