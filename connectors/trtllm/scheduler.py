@@ -259,8 +259,15 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         return self.request_finished(request, [])
 
     def request_reset(self, request: Any) -> None:
-        """A request begins anew: it will be asked for again."""
+        """A request begins anew, in other blocks: it will be asked for again.
+
+        Others may fill those that it had before what is being saved of them is copied.
+        """
         self._forget(request.request_id)
+        self._cache.settle()
+        for one in self._cache.connector.saving:
+            if self._saving.get(one.job.id) == request.request_id:
+                one.ok = False
 
     def cancel_load(self, request: Any, start: int, end: int) -> None:
         """An end of what was promised is not wanted, or all of it: tokens ``start <= n < end``.

@@ -11,6 +11,7 @@ import torch
 
 from kvladder.connectors.trtllm.options import PATIENCE, STACK
 from tests.connectors.executor import BLOCK, Executor, RequestData, kv_of
+from tests.patience import until
 
 PROMPT = list(range(100, 300))
 WHOLE = len(PROMPT) // BLOCK
@@ -84,3 +85,33 @@ def test_what_is_left_of_a_promise_is_loaded(
     engine.scheduler.request_finished(request, [])
     engine.idle()
     assert claims(engine) == WHOLE
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_what_is_saved_of_blocks_that_are_taken_away_is_not_believed(
+    engine: Executor, copied: bool
+) -> None:
+    other = list(range(500, 700))
+    scheduler, worker, pool = engine.scheduler, engine.ranks[0].worker, engine.ranks[0].pool
+    request, ids = engine.request(other), engine.free[:13]
+    scheduler.get_num_new_matched_tokens(request, 0)
+    for n in range(WHOLE):
+        pool[ids[n]] = kv_of(other, n, 0, None)
+    data = RequestData(request.request_id, other, ids, 0, 200)
+    output = SimpleNamespace(new_requests=[data], cached_requests=[])
+    worker.bind_connector_meta(scheduler.build_connector_meta(output))
+    if copied:
+        worker.wait_for_save(None)
+
+        def ended() -> bool:
+            worker.get_finished([], [])
+            return not worker._saving
+
+        until(ended)
+    scheduler.request_reset(request)
+    pool[ids] = 0
+    if not copied:
+        worker.wait_for_save(None)
+    engine.idle()
+    again = engine.run(other)
+    assert (again.matched, again.right) == (WHOLE * BLOCK if copied else 0, True)
