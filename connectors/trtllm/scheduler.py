@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Final
 
 from kvladder.connectors.trtllm.bases import SchedulerBase
@@ -53,6 +54,8 @@ class Request:
     """Of its blocks, the first that is wanted."""
     promised: range = range(0)
     """The blocks that come from us."""
+    taken: int | None = None
+    """Tokens of them that TensorRT-LLM counts as computed, if it says so."""
     saved: int = 0
     """Blocks that were offered."""
     floor: int = PRIORITY_MAX
@@ -159,10 +162,17 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         self._rest = [fetch for fetch in self._rest if not fetch.done]
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
-        """The blocks of a step are told with the step; these may be the first of them only."""
+        """How much of what was promised is taken: there may be blocks for less.
+
+        The blocks of a step are told with the step; these may be the first of them only.
+        """
+        state = self._requests.get(request.request_id)
+        if state is not None:
+            state.taken = getattr(request, "py_num_connector_matched_tokens", None)
 
     def update_state_after_alloc_by_layer_group(self, request: Any, block_ids: Any) -> None:
         """The same, of one group."""
+        self.update_state_after_alloc(request, [])
 
     # ---- a step
 
@@ -190,23 +200,15 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         state = self._requests.get(data.request_id)
         if state is None:
             return
-        tokens, blocks = [int(token) for token in data.new_tokens], list(data.new_block_ids)
+        tokens = [int(token) for token in data.new_tokens]
+        state.blocks += data.new_block_ids
         end = data.computed_position + data.num_scheduled_tokens
         if not state.told:
             state.told, state.apart = True, tokens != state.tokens
             state.priorities = [int(one) for one in getattr(data, "priorities", None) or ()]
-            end += len(state.promised) * self._cache.tokens  # its position leaves them out
+            end += self._load(state)  # its position leaves them out
         else:
             state.tokens += tokens
-        state.blocks += blocks
-        # This raises rather than compute on blocks that were promised and are not loaded.
-        if state.match is not None:
-            match, state.match = state.match, None
-            targets = state.blocks[state.promised.start : state.promised.stop]
-            if len(targets) < len(state.promised) or NO_PAGE in targets:
-                match.release()
-                raise ValueError(f"{len(state.promised)} blocks were promised, {blocks} are there")
-            self._cache.connector.load(match, targets, first=state.first)
         # Tokens that do not end where the step does are not those that it computes.
         if len(state.tokens) != max(state.prompt, end):
             state.apart = True
@@ -217,6 +219,30 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
                 self._save(data.request_id, state, end // self._cache.tokens)
             except Exception as error:  # noqa: BLE001 - an engine must outlive its cache
                 self._notices.say("save", f"a request is not saved: {error!r}")
+
+    def _load(self, state: Request) -> int:
+        """Load what was promised; returns how many tokens of it are counted as computed.
+
+        Whatever there are blocks for is loaded: where fewer are counted, the others are computed
+        over it. Raises ValueError rather than let blocks be read that are counted and not there.
+        """
+        size = self._cache.tokens
+        whole = len(state.promised) * size
+        taken = whole if state.taken is None else min(state.taken, whole)
+        if state.match is None:
+            return taken
+        match, state.match = state.match, None
+        places = state.blocks[state.promised.start : state.promised.stop]
+        targets = list(takewhile(lambda block: block != NO_PAGE, places))
+        if len(targets) * size < taken:
+            match.release()
+            raise ValueError(f"{whole // size} blocks were promised, {places} are there")
+        state.promised = state.promised[: len(targets)]
+        if targets:
+            self._cache.connector.load(match, targets, first=state.first)
+        else:
+            match.release()
+        return taken
 
     def _save(self, request_id: int, state: Request, full: int) -> None:
         """Begin to save the blocks that are full once the step has ended."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvladder.connectors.trtllm.options import PATIENCE, STACK
-from tests.connectors.executor import BLOCK, Executor, RequestData, kv_of
+from tests.connectors.executor import BLOCK, Executor, Rank, RequestData, kv_of
 from tests.patience import until
 
 PROMPT = list(range(100, 300))
@@ -115,3 +115,54 @@ def test_what_is_saved_of_blocks_that_are_taken_away_is_not_believed(
     engine.idle()
     again = engine.run(other)
     assert (again.matched, again.right) == (WHOLE * BLOCK if copied else 0, True)
+
+
+@pytest.mark.parametrize(
+    ("taken", "pages", "copies"),
+    [
+        (192, 13, range(12)),
+        (32, 4, range(4)),
+        (24, 2, range(2)),
+        (0, 4, range(4)),
+        (0, 0, range(0)),
+    ],
+)
+def test_what_is_promised_may_be_taken_in_part(
+    engine: Executor, taken: int, pages: int, copies: range
+) -> None:
+    request = asked(engine)
+    request.py_num_connector_matched_tokens = taken
+    engine.scheduler.update_state_after_alloc_by_layer_group(request, [[]])
+    found = loaded(engine, request, position=0, step=16, pages=pages)
+    assert found == [*copies]
+    engine.scheduler.request_finished(request, [])
+    assert claims(engine) == WHOLE
+
+
+@pytest.mark.parametrize("at_first", [5, 25])
+def test_what_was_not_taken_is_computed_before_it_is_saved(
+    engine: Executor, at_first: int
+) -> None:
+    longer = [*PROMPT, *range(700, 900)]
+    request = engine.request(longer)
+    assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (192, False)
+    request.py_num_connector_matched_tokens = 32
+    ids, pool = engine.free[:25], engine.ranks[0].pool
+    pool[ids] = float("nan")
+    engine.scheduler.update_state_after_alloc(request, ids[:at_first])
+    told, position, blocks = longer, 32, 0
+    for end in (80, 208, 400):
+        needed = max(at_first, end // BLOCK)
+        start = position if blocks else 0
+        data = RequestData(request.request_id, told, ids[blocks:needed], start, end - position)
+
+        def compute(rank: Rank, part: range = range(position // BLOCK, end // BLOCK)) -> None:
+            for n in part:
+                rank.pool[ids[n]] = kv_of(longer, n, 0, None)
+
+        engine.step([] if blocks else [data], [data] if blocks else [], compute)
+        told, position, blocks = [], end, needed
+    engine.scheduler.request_finished(request, [])
+    engine.idle()
+    again = engine.run([*longer, 1])
+    assert (again.matched, again.right) == (400, True)
