@@ -47,7 +47,7 @@ class Request:
     blocks: list[int] = field(default_factory=list[int])
     """In TensorRT-LLM's pool, in the order of the tokens."""
     priorities: list[int] = field(default_factory=list[int])
-    """Of the first blocks, if it says so."""
+    """Of these blocks, if it says so."""
     match: Fetch | None = None
     """What was promised and is not being copied yet."""
     first: int = 0
@@ -202,10 +202,10 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
             return
         tokens = [int(token) for token in data.new_tokens]
         state.blocks += data.new_block_ids
+        state.priorities += [int(one) for one in getattr(data, "priorities", None) or ()]
         end = data.computed_position + data.num_scheduled_tokens
         if not state.told:
             state.told, state.apart = True, tokens != state.tokens
-            state.priorities = [int(one) for one in getattr(data, "priorities", None) or ()]
             end += self._load(state)  # its position leaves them out
         else:
             state.tokens += tokens

@@ -39,6 +39,7 @@ class RequestData:
     computed_position: int
     num_scheduled_tokens: int
     priorities: list[int] | None = None
+    """Of the new blocks, in every step, if the request says what it is worth."""
     cache_salt: str | None = None
     block_hashes: list[int] = field(default_factory=lambda: [next(_NUMBERS)])
     """For events: of 64 bits, and other ones here each time."""
@@ -160,7 +161,7 @@ class Executor:
                 ids[blocks:needed],
                 position if told else position - matched,
                 step,
-                priorities=None if told else priorities,
+                priorities=priorities and priorities[blocks:needed],
                 cache_salt=request.cache_salt,
             )
             told, new, blocks = known, not told, needed

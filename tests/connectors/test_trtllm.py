@@ -21,7 +21,7 @@ from kvladder.connectors.trtllm import KVLadderScheduler, KVLadderWorker, bases
 from kvladder.connectors.trtllm.names import LEFT_OUT, arguments
 from kvladder.connectors.trtllm.options import PATIENCE, STACK, read
 from kvladder.connectors.trtllm.step import _HALVES
-from kvladder.errors import ConfigError, LayoutError, TierError
+from kvladder.errors import ConfigError, LayoutError
 from tests.connectors.executor import BLOCK, Executor, RequestData, args_of, kv_of
 from tests.connectors.moody import MoodyTier
 from tests.patience import PATIENCE_S, until
@@ -170,10 +170,11 @@ def test_requests_with_more_than_tokens_are_left_alone(make: Make, more: dict[st
     assert engine.run(OTHER).matched == 144
 
 
-def test_priorities_decide_which_levels_take_a_block(make: Make, stack: Any) -> None:
+@pytest.mark.parametrize("by_step", [False, True])
+def test_priorities_decide_which_levels_take_a_block(make: Make, stack: Any, by_step: bool) -> None:
     stack(more=", min_priority: 50")
     engine = make()
-    engine.run(PROMPT, priorities=[80] * 4 + [40] * 9)
+    engine.run(PROMPT, priorities=[80] * 4 + [40] * 9, by_step=by_step)
     engine.run(OTHER)
     engine.idle()
     assert engine.manager.stats()["cold"]["blocks"] == 4
@@ -311,22 +312,6 @@ def test_an_engine_outlives_what_its_connector_raises(
     assert engine.run(PROMPT).matched == 192
     bad = engine.request([-1] * 40)
     assert engine.scheduler.get_num_new_matched_tokens(bad, 0) == (0, False)
-
-
-def test_a_promise_that_cannot_be_kept_stops_the_engine(make: Make) -> None:
-    engine = make()
-    engine.run(PROMPT)
-    engine.idle()
-    request = engine.request(PROMPT)
-    assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (192, False)
-    with pytest.raises(ValueError, match="12 blocks were promised"):
-        engine.step([RequestData(request.request_id, PROMPT, [1, 2, -1], 0, 8)], [])
-    request = engine.request(PROMPT)
-    engine.scheduler.get_num_new_matched_tokens(request, 0)
-    with pytest.raises(TierError, match="promised could not be copied"):
-        engine.step([RequestData(request.request_id, PROMPT, [999] * 13, 0, 8)], [])
-    engine.ranks[0].worker._broken.clear()
-    engine.scheduler.request_finished(request, [])
 
 
 def test_tokens_that_do_not_fit_the_step_are_not_saved(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvladder.connectors.trtllm.options import PATIENCE, STACK
+from kvladder.errors import TierError
 from tests.connectors.executor import BLOCK, Executor, Rank, RequestData, kv_of
 from tests.patience import until
 
@@ -140,9 +141,7 @@ def test_what_is_promised_may_be_taken_in_part(
 
 
 @pytest.mark.parametrize("at_first", [5, 25])
-def test_what_was_not_taken_is_computed_before_it_is_saved(
-    engine: Executor, at_first: int
-) -> None:
+def test_what_was_not_taken_is_computed_before_it_is_saved(engine: Executor, at_first: int) -> None:
     longer = [*PROMPT, *range(700, 900)]
     request = engine.request(longer)
     assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (192, False)
@@ -166,3 +165,14 @@ def test_what_was_not_taken_is_computed_before_it_is_saved(
     engine.idle()
     again = engine.run([*longer, 1])
     assert (again.matched, again.right) == (400, True)
+
+
+def test_a_promise_that_cannot_be_kept_stops_the_engine(engine: Executor) -> None:
+    request = asked(engine)
+    with pytest.raises(ValueError, match="12 blocks were promised"):
+        engine.step([RequestData(request.request_id, PROMPT, [1, 2, -1], 0, 8)], [])
+    request = asked(engine)
+    with pytest.raises(TierError, match="promised could not be copied"):
+        engine.step([RequestData(request.request_id, PROMPT, [999] * 13, 0, 8)], [])
+    engine.ranks[0].worker._broken.clear()
+    engine.scheduler.request_finished(request, [])
