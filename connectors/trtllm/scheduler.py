@@ -320,14 +320,6 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         if state is not None and state.match is not None:  # promised, never scheduled
             state.match.release()
 
-    def release(self) -> None:
-        """Let go of all that is pinned: the engine ends."""
-        for request_id in [*self._requests]:
-            self._forget(request_id)
-        for fetch in self._rest:
-            fetch.release()
-        self._rest = []
-
 
 _PROCESS: Final = os.urandom(16).hex()
 

@@ -244,9 +244,8 @@ class Executor:
         until(after_a_step)
 
     def close(self) -> None:
-        """End all ranks; nothing may be left pinned."""
+        """End all ranks."""
         self.idle()
-        self.scheduler.release()
         self.manager.check()
         for rank in reversed(self.ranks):
             rank.worker.close()
