@@ -35,6 +35,13 @@ _FILES: Final = " ".join(FILES_LEFT_OUT.values()).split()
 _NOT_THE_MODELS: Final = ("_name_or_path", "_commit_hash", "transformers_version")
 """What a model's configuration says of where it was read and who wrote it."""
 
+LIBRARIES_SWITCHES: Final = (
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+)
+"""Environment variables that no engine knows of and that change numbers all the same."""
+
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 
 

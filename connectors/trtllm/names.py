@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
 
 from kvladder.connectors.naming import (
+    LIBRARIES_SWITCHES,
     device_kind,
     folder_fields,
     model_folder,
@@ -44,6 +47,32 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     "garbage_collection_gen0_threshold": "when Python collects garbage",
 }
 """Arguments of the engine that name no blocks, and why; all others do."""
+
+SWITCHES: Final = (
+    "DISABLE_LAMPORT_REDUCE_NORM_FUSION",
+    "ENABLE_CONFIGURABLE_MOE",
+    "ENABLE_PERFECT_ROUTER",
+    "FORCE_ALL_REDUCE_DETERMINISTIC",
+    "FORCE_DETERMINISTIC",
+    "OVERRIDE_QUANT_ALGO",
+    "TRITON_MOE_MXFP4_NUM_WARPS",
+)
+"""Environment variables of TensorRT-LLM that change numbers and that its prefixes do not tell."""
+PREFIXES: Final = ("TRTLLM_", "TLLM_", "TRT_LLM_", "FLA_")
+SWITCHES_LEFT_OUT: Final[Mapping[str, str]] = {
+    "TRTLLM_KVLADDER*": "it says how this connector works",
+    "TLLM_SPAWN_PROXY_PROCESS*": "how the processes of one run find each other",
+    "*_DISAGG_*": "which part of a deployment a server is",
+    "*_RAY_*": "where processes run",
+    "*_LOG_*": "what is logged",
+    "*_DEBUG": "what is logged",
+    "*_PROFILE_*": "what is measured",
+    "*_TRACE*": "what is measured",
+    "*_NVTX*": "what is measured",
+    "*_PATH": "where something is written",
+    "*_DISABLE_GC": "when Python collects garbage",
+}
+"""Those that begin so and name no blocks, and why; all others do."""
 
 LIBRARIES: Final = ("tensorrt_llm", "tensorrt", "torch", "transformers", "flashinfer-python")
 
@@ -95,10 +124,13 @@ def layout_of(
     ConfigError
         The model's weights are not on this machine, and nothing stands for them.
     """
-    folder = model_folder(llm_args.model, revision=getattr(llm_args, "revision", None))
+    revision = getattr(llm_args, "revision", None)
+    folder = model_folder(llm_args.model, revision=revision)
     if fingerprint == "auto":
         path = Path(str(llm_args.model))
-        weights = weights_digest(path if path.exists() else downloaded(str(llm_args.model)))
+        weights = weights_digest(
+            path if path.exists() else downloaded(str(path), revision=revision)
+        )
     else:
         weights = f"given {fingerprint}"
     fields = {
@@ -107,10 +139,24 @@ def layout_of(
         "ranks": str(ranks),
         **rank_fields(pages),
         **prefixed("llm_args", arguments(llm_args)),
+        **prefixed("environment", switches()),
         **prefixed("library", versions(LIBRARIES)),
         **folder_fields({} if folder is None else {"model": folder}),
     }
     return Layout(tokens, ranks * pages.block_bytes, fields, pages.element[0])
+
+
+def switches() -> dict[str, str]:
+    """Environment variables that are set and that name blocks."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name in (*LIBRARIES_SWITCHES, *SWITCHES)
+        or (
+            name.startswith(PREFIXES)
+            and not any(fnmatch(name, known) for known in SWITCHES_LEFT_OUT)
+        )
+    }
 
 
 def arguments(llm_args: Any) -> dict[str, str]:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvladder.connectors.naming import folder_fields
+from kvladder.connectors.naming import LIBRARIES_SWITCHES, folder_fields
 from kvladder.connectors.vllm.identity import fingerprint as vllm_fingerprint
 from kvladder.connectors.vllm.identity.fingerprint import LEFT_OUT, left_out, model_fields
 from kvladder.connectors.vllm.start import tensor_fields
@@ -313,15 +313,13 @@ def test_each_switch_of_the_environment_names_the_blocks_or_is_left_out(
     from vllm.envs import environment_variables
 
     plain = vllm_fingerprint.switches()
-    assert set(plain) == (
-        set(environment_variables) - set(SWITCHES) | set(vllm_fingerprint.LIBRARIES_SWITCHES)
-    )
+    assert set(plain) == (set(environment_variables) - set(SWITCHES) | set(LIBRARIES_SWITCHES))
     assert set(SWITCHES) - NEWER <= set(environment_variables), "what is left out is there"
     for name in environment_variables:
         with monkeypatch.context() as patch:
             patch.setitem(environment_variables, name, lambda: "changed")
             assert (vllm_fingerprint.switches() != plain) == (name not in SWITCHES), name
-    for name in vllm_fingerprint.LIBRARIES_SWITCHES:
+    for name in LIBRARIES_SWITCHES:
         monkeypatch.setenv(name, "changed")
         assert vllm_fingerprint.switches()[name] != plain[name]
 

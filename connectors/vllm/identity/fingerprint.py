@@ -17,6 +17,7 @@ import yaml
 
 from kvladder.connectors.naming import (
     FILES_LEFT_OUT,
+    LIBRARIES_SWITCHES,
     folder_fields,
     model_folder,
     plugins,
@@ -30,13 +31,6 @@ LEFT_OUT: Final[Mapping[str, Mapping[str, str]]] = {
     "files": FILES_LEFT_OUT,
 }
 """Settings, switches and files that name no blocks: reasons, and what each is true of."""
-
-LIBRARIES_SWITCHES: Final = (
-    "NVIDIA_TF32_OVERRIDE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-)
-"""Environment variables that vLLM does not know of and that change numbers all the same."""
 
 
 def left_out(kind: str) -> dict[str, str]:
