@@ -199,9 +199,11 @@ class Policies:
         """The policy of a request that says nothing."""
         return self._plain[self._mapped(getattr(request, "priority", 0))]
 
-    def refuse(self, request: Any, error: ConfigError) -> None:
-        """Say that the parameters of a request are wrong."""
-        text = f"request {request.request_id}: {error}: its kvladder parameters are ignored"
+    def refuse(
+        self, request: Any, error: ConfigError, what: str = "its kvladder parameters are"
+    ) -> None:
+        """Say that the parameters of a request are wrong, and what is ignored of them."""
+        text = f"request {request.request_id}: {error}: {what} ignored"
         printable = "".join(c if c.isprintable() else "?" for c in text)
         self._notices.say("parameters", printable[:TEXT_MAX])
 

@@ -165,14 +165,18 @@ class SchedulerHalf:
     def _in_session(self, request: Any, policy: RequestPolicy) -> RequestPolicy:
         """What is done for a request, whose session may have ended; begins what it prefetches."""
         manager = self.connector.manager
-        try:
-            if policy.session is not None:
+        if policy.session is not None:
+            try:
                 manager.sessions.require_open(policy.session)
-            for name in policy.prefetch:
+            except ValueError as error:
+                self._policies.refuse(request, ConfigError(str(error), path=f"{REQUEST}.session"))
+                return self._policies.plain(request)
+        for n, name in enumerate(policy.prefetch):
+            try:
                 self._prefetched += manager.prefetch(name)
-        except ValueError as error:
-            self._policies.refuse(request, ConfigError(str(error), path=f"{REQUEST}.session"))
-            return self._policies.plain(request)
+            except ValueError as error:
+                wrong = ConfigError(str(error), path=f"{REQUEST}.prefetch[{n}]")
+                self._policies.refuse(request, wrong, what="this one is")
         return policy
 
     def _early(self, state: RequestState) -> None:

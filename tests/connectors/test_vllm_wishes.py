@@ -148,8 +148,14 @@ def test_a_session_that_ended_is_named_once_and_its_request_served(
 
 def test_a_session_that_is_not_known_is_named(caplog: pytest.LogCaptureFixture) -> None:
     engine = opened()
-    turn(engine, range(300, 332), prefetch=["nobody"])
-    assert "session 'nobody' is not known" in caplog.text
+    manager = engine.half.connector.manager
+    turn(engine, range(32), session="a")
+    saved = manager.stats()["host"]["blocks"]
+    turn(engine, range(300, 332), prefetch=["nobody", "a"], save=False)
+    named = "kv_transfer_params.kvladder.prefetch[0]: session 'nobody' is not known"
+    assert named in caplog.text
+    assert caplog.text.rstrip().endswith("this one is ignored")
+    assert manager.stats()["host"]["blocks"] == saved, "what else it said holds"
     engine.close()
 
 
