@@ -14,10 +14,14 @@ import argparse
 from collections.abc import AsyncIterator
 from typing import Any
 
-from aiohttp import ClientError, ClientSession, web
+from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
 ONE_TOKEN = {"max_tokens": 1, "stream": False}
 HANDED_ON = {"do_remote_decode": True, "do_remote_prefill": False}
+BODY_BYTES_MAX = 256 << 20
+"""Prompts are long, and pictures are sent within them."""
+WAITS = ClientTimeout(total=None, sock_connect=30)
+"""An answer takes as long as it takes."""
 
 
 class Proxy:
@@ -28,7 +32,7 @@ class Proxy:
 
     async def run(self, _app: web.Application) -> AsyncIterator[None]:
         """Keep connections to both while the application runs."""
-        async with ClientSession() as self._session:
+        async with ClientSession(timeout=WAITS) as self._session:
             yield
 
     async def prepare(self, path: str, asked: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +47,7 @@ class Proxy:
             async with self._session.post(f"{self._prefill}{path}", json=first) as answer:
                 answer.raise_for_status()
                 told = await answer.json()
-        except ClientError:
+        except (ClientError, TimeoutError):
             return asked
         return {**asked, "kv_transfer_params": {**said, **(told.get("kv_transfer_params") or {})}}
 
@@ -59,6 +63,14 @@ class Proxy:
             return back
 
 
+def application(proxy: Proxy) -> web.Application:
+    app = web.Application(client_max_size=BODY_BYTES_MAX)
+    app.cleanup_ctx.append(proxy.run)
+    app.router.add_post("/v1/completions", proxy.complete)
+    app.router.add_post("/v1/chat/completions", proxy.complete)
+    return app
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prefill on one server, decode on another.")
     parser.add_argument("--port", type=int, default=8000)
@@ -66,11 +78,7 @@ def main() -> None:
     parser.add_argument("--decode", required=True, metavar="HTTP")
     options = parser.parse_args()
     proxy = Proxy(options.prefill, options.decode)
-    app = web.Application()
-    app.cleanup_ctx.append(proxy.run)
-    app.router.add_post("/v1/completions", proxy.complete)
-    app.router.add_post("/v1/chat/completions", proxy.complete)
-    web.run_app(app, host="127.0.0.1", port=options.port, print=None)
+    web.run_app(application(proxy), host="127.0.0.1", port=options.port, print=None)
 
 
 if __name__ == "__main__":

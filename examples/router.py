@@ -17,10 +17,15 @@ import itertools
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
-from aiohttp import ClientSession, web
+from aiohttp import ClientSession, ClientTimeout, web
 
 from kvladder.routing import Index
 from kvladder.routing.feed import Feed
+
+BODY_BYTES_MAX = 256 << 20
+"""Prompts are long, and pictures are sent within them."""
+WAITS = ClientTimeout(total=None, sock_connect=30)
+"""An answer takes as long as it takes."""
 
 
 class Engine(NamedTuple):
@@ -45,7 +50,7 @@ class Router:
 
     async def run(self, _app: web.Application) -> AsyncIterator[None]:
         """Follow the engines while the application runs."""
-        async with ClientSession() as self._session, asyncio.TaskGroup() as tasks:
+        async with ClientSession(timeout=WAITS) as self._session, asyncio.TaskGroup() as tasks:
             following = [tasks.create_task(feed.run()) for feed in self._feeds.values()]
             yield
             for task in following:
@@ -87,6 +92,13 @@ class Router:
             self.waiting[engine] -= cost
 
 
+def application(router: Router) -> web.Application:
+    app = web.Application(client_max_size=BODY_BYTES_MAX)
+    app.cleanup_ctx.append(router.run)
+    app.router.add_post("/v1/completions", router.complete)
+    return app
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="A router in front of vLLM servers.")
     parser.add_argument("--port", type=int, default=8000)
@@ -101,10 +113,7 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     engines = [Engine(*text.split(",")) for text in options.engine]
     router = Router(engines, tokenizer=tokenizer, blind=options.blind)
-    app = web.Application()
-    app.cleanup_ctx.append(router.run)
-    app.router.add_post("/v1/completions", router.complete)
-    web.run_app(app, host="127.0.0.1", port=options.port, print=None)
+    web.run_app(application(router), host="127.0.0.1", port=options.port, print=None)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,111 @@
+"""The examples that stand between clients and engines: what passes them."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("zmq")
+aiohttp = pytest.importorskip("aiohttp")
+from aiohttp import web  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LONG = list(range(1_000_000))
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"kvladder_example_{name}", EXAMPLES / name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@asynccontextmanager
+async def serving(app: web.Application) -> AsyncIterator[str]:
+    """Where an application is served meanwhile."""
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def engine(answer: Answer) -> AsyncIterator[str]:
+    app = web.Application(client_max_size=0)
+    app.router.add_post("/v1/completions", answer)
+    async with serving(app) as where:
+        yield where
+
+
+async def counts(request: web.Request) -> web.StreamResponse:
+    asked = await request.json()
+    return web.json_response({"tokens": len(asked["prompt"])})
+
+
+async def ask(where: str) -> tuple[int, Any]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{where}/v1/completions", json={"prompt": LONG}) as answer,
+    ):
+        return answer.status, await answer.json() if answer.status == 200 else None
+
+
+def in_front(name: str, where: str, first: str = "") -> tuple[Any, Any]:
+    """One of the examples in front of an engine, and its application."""
+    example = load(name)
+    if name == "router.py":
+        one = example.Router([example.Engine(where, "inproc://none", "inproc://none")], blind=True)
+    else:
+        one = example.Proxy(first or where, where)
+    return example, one
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["prefill_decode.py", "router.py"])
+async def test_long_prompts_pass_and_answers_take_their_time(name: str) -> None:
+    async with engine(counts) as where:
+        example, one = in_front(name, where)
+        async with serving(example.application(one)) as front:
+            assert await ask(front) == (200, {"tokens": len(LONG)})
+            assert one._session.timeout.total is None
+            assert one._session.timeout.sock_connect is not None
+
+
+@pytest.mark.real
+async def test_a_prompt_that_takes_too_long_is_computed_by_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends = asyncio.Event()
+
+    async def hangs(request: web.Request) -> web.StreamResponse:
+        await ends.wait()
+        return web.Response()
+
+    async with engine(counts) as where, engine(hangs) as first:
+        example, one = in_front("prefill_decode.py", where, first)
+        async with serving(example.application(one)) as front:
+            post = one._session.post
+            short = aiohttp.ClientTimeout(total=0.2)
+
+            def posted(url: str, **more: Any) -> Any:
+                return post(url, **more, **({"timeout": short} if url.startswith(first) else {}))
+
+            monkeypatch.setattr(one._session, "post", posted)
+            try:
+                assert await ask(front) == (200, {"tokens": len(LONG)})
+            finally:
+                ends.set()
