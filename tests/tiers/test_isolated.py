@@ -228,9 +228,9 @@ class TestFaults(TierFixtures):
     async def test_an_opening_that_is_cut_off_leaves_no_process(self, make, context, late):
         before, tier, cut = children(), make(), 0
         while await cancel_at(tier.open(context), cut + 1, late=late):
-            assert children() == before
+            assert children() <= before
             tier, cut = make(), cut + 1
-        assert children() == before | {tier.gauges()["process"]}
+        assert children() - before == {tier.gauges()["process"]}
         await tier.aclose()
         assert cut > 2
 
@@ -247,7 +247,7 @@ class TestFaults(TierFixtures):
             patched.setattr(owner, lacks, refuse)
             with pytest.raises(TierError, match="cannot be started: .*Too many open files"):
                 await tier.open(context)
-            assert children() == before
+            assert children() <= before
         await tier.open(context)
         assert await tier.contains([]) == []
         await tier.aclose()

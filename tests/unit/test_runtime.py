@@ -89,15 +89,18 @@ def test_closing_leaves_a_task_that_is_deaf_behind() -> None:
 
 @pytest.mark.real
 async def test_threads_are_begun_when_they_are_needed() -> None:
-    before = threading.active_count()
     pool = BlockingPool(THREADS, "test")
-    assert threading.active_count() == before
+
+    def running() -> int:
+        return len([one for one in threading.enumerate() if one.name.startswith("test")])
+
+    assert running() == 0
     for _ in range(20):
         await pool.run(lambda: None)
-    assert before < threading.active_count() <= before + THREADS
+    assert 0 < running() <= THREADS
     gate = threading.Barrier(THREADS)
     await asyncio.gather(*[pool.run(gate.wait) for _ in range(2 * THREADS)])
-    assert threading.active_count() == before + THREADS
+    assert running() == THREADS
     pool.close(timeout_s=PATIENCE_S)
     with pytest.raises(ClosedError):
         await pool.run(lambda: None)
