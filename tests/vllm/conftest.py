@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.patience import PATIENCE_S
-from tests.vllm.harness import HERE, PROMPTS, Run, environment, shared_memory
+from tests.vllm.harness import HERE, PROMPTS, Run, environment, make, shared_memory
 from tests.vllm.server import Server
 
 Start = Callable[..., Run]
@@ -31,13 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two models of one shape, with other weights."""
-    found = [tmp_path_factory.mktemp("model") for _ in range(2)]
-    for seed, directory in enumerate(found):
-        command = [sys.executable, str(HERE / "tiny_model.py"), str(directory), str(seed)]
-        subprocess.run(
-            command, env=environment(), check=True, capture_output=True, timeout=PATIENCE_S
-        )
-    return found
+    return [make(tmp_path_factory.mktemp("model"), seed) for seed in range(2)]
 
 
 @pytest.fixture(scope="session")

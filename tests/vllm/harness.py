@@ -14,7 +14,7 @@ from typing import Any
 
 import kvladder
 from kvladder.tiers.label import MAGIC
-from tests.patience import RUN_S, until
+from tests.patience import PATIENCE_S, RUN_S, until
 from tests.vllm.nursery import Child, Nursery
 
 HERE = Path(__file__).parent
@@ -95,8 +95,17 @@ class Started:
         until(lambda: not self.alive(), every_s=0.02)
 
 
+def make(folder: Path, seed: int = 0, kind: str = "llama", script: str = "tiny_model.py") -> Path:
+    """A tiny random model in a folder; other seeds are other weights of the same size."""
+    model = folder / "model"
+    command = [str(HERE / script), str(model), str(seed), kind]
+    maker = Started(folder, command, environment(), fresh=False)
+    assert maker.process.wait(PATIENCE_S) == 0, maker.log.read_text()
+    return model
+
+
 class Run(Started):
-    """An engine process, forked from one with vLLM unless it is ``fresh`` or starts others."""
+    """An engine process, forked from one with vLLM unless it is ``fresh`` or sees pictures."""
 
     def __init__(
         self, folder: Path, spec: dict[str, Any], env: dict[str, str], *, fresh: bool = False
@@ -106,8 +115,7 @@ class Run(Started):
         (folder / "spec").write_text(json.dumps(spec))
         self.results.unlink(missing_ok=True)
         command = [str(HERE / "engine.py"), str(folder / "spec"), str(self.results)]
-        several = env["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0"
-        if fresh or several or spec.get("pictures"):  # these are prepared before vLLM is imported
+        if fresh or spec.get("pictures"):  # these are prepared before vLLM is imported
             super().__init__(folder, [sys.executable, *command], env)
         else:
             super().__init__(folder, command, env, fresh=False)

@@ -6,11 +6,14 @@
 
 Nothing of kvladder is imported before the fork. What siblings have in common, and processes that
 are started afresh have not, are the addresses of what was imported and the seed of ``hash``.
+What they start in turn is forked, too, as vLLM does where there are GPUs.
 """
 
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
 import os
 import runpy
 import select
@@ -21,7 +24,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-IMPORTED = ("vllm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.v1.sample.sampler")
+REGISTRY = "vllm.model_executor.models.registry"
+IMPORTED = (
+    "vllm",
+    "vllm.entrypoints.llm",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.engine.core",
+    "vllm.v1.sample.sampler",
+    "vllm.v1.worker.cpu_worker",
+)
 
 
 class Child:
@@ -98,6 +111,10 @@ def become(given: dict[str, Any], told: int, *closed: int) -> None:
     os.close(out)
     os.close(nothing)
     sys.argv = given["command"]
+    context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: context(  # type: ignore[assignment]
+        "fork" if method == "spawn" else method
+    )
 
 
 def main() -> None:
@@ -107,6 +124,9 @@ def main() -> None:
     for name in IMPORTED:
         import_module(name)
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would lose threads"
+    # Or vLLM looks at each kind of model in a new process, to keep CUDA out of its own.
+    sys.modules[REGISTRY].__dict__["_run_in_subprocess"] = lambda look: look()
+    gc.freeze()  # or each collection of each child goes through all that was imported
     sys.stdout.flush()  # or each child has it in its log
     running: dict[int, int] = {}
     while True:

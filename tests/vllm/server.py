@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import urllib.request
@@ -31,17 +32,20 @@ SMALL += ["--kv-cache-memory-bytes", f"{64 << 20}", "--max-model-len", "2048"]
 class Server(Started):
     """``vllm serve MODEL ...`` in a folder with ``MODEL``; ``env`` is what it is told besides."""
 
+    fresh = False
+    """Whether it has nothing in common with other processes."""
+
     def __init__(self, folder: Path, command: str, *more: str, **env: str) -> None:
         (self.port,) = free_ports(1)
         options = [*SMALL, "--enable-prompt-tokens-details", "--port", str(self.port), *more]
         told = {
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_LOGGING_LEVEL": "INFO",
             **env,
         }
-        line = f"exec {command} {' '.join(options)}"
-        super().__init__(folder, ["bash", "-c", line], environment(**told))
+        words = shlex.split(f"{command} {' '.join(options)}".replace("\\\n", " "))
+        installed = str(Path(sys.executable).with_name(words[0]))
+        super().__init__(folder, [installed, *words[1:]], environment(**told), fresh=self.fresh)
 
     def ready(self) -> None:
         """Wait until it serves."""
@@ -116,3 +120,9 @@ class Server(Started):
         os.kill(self.process.pid, signal.SIGTERM)
         assert self.process.wait(PATIENCE_S) == 0, self.log.read_text()[-6000:]
         until(lambda: not self.alive(), every_s=0.1)
+
+
+class FreshServer(Server):
+    """One that imports everything anew."""
+
+    fresh = True

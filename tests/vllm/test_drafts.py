@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.vllm.conftest import Start
-from tests.vllm.harness import BLOCK, HITS, PROMPTS, stack
-from tests.vllm.test_models import make
+from tests.vllm.harness import BLOCK, HITS, PROMPTS, make, stack
 
 ALL = len(PROMPTS) * HITS
 NGRAMS = {
@@ -27,7 +26,7 @@ Tokens = list[list[int]]
 def test_answers_with_drafts_from_the_text_are_found_in_the_next_turn(
     start: Start, tmp_path: Path
 ) -> None:
-    spec: dict[str, Any] = {"model": make(tmp_path, "gemma3")}
+    spec: dict[str, Any] = {"model": str(make(tmp_path, kind="gemma3"))}
     first = ["each", {"prompts": PROMPTS, "tokens": 60}]
     (alone,) = start(None, first, **spec).finish()
     turns = [[*p, *said] for p, said in zip(PROMPTS, alone["tokens"], strict=True)]

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 
-from tests.patience import PATIENCE_S
 from tests.vllm.conftest import Start
-from tests.vllm.harness import BLOCK, HERE, HITS, PROMPTS, environment
+from tests.vllm.harness import BLOCK, HITS, PROMPTS, make
 
 PREFIX_BLOCKS = 12
 SLOT = 128 << 10
@@ -114,9 +111,7 @@ def test_what_is_preempted_aborted_and_reset_says_the_same(
     start: Start, tmp_path: Path, way: str
 ) -> None:
     kind, size, more = WAYS[way]
-    model = tmp_path / "model"
-    command = [sys.executable, str(HERE / "tiny_model.py"), str(model), "0", kind]
-    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=PATIENCE_S)
+    model = make(tmp_path, kind=kind)
     prompts = [[*prompt(seed % 3, 400), *prompt(30 + seed, 20 + 40 * seed)] for seed in range(6)]
     run = start(
         cold("moody", 48, deadline="300 ms"),

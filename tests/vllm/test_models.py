@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.patience import PATIENCE_S
 from tests.vllm.conftest import Start
-from tests.vllm.harness import HERE, PROMPT_TOKENS, PROMPTS, environment, stack, told
+from tests.vllm.harness import PROMPT_TOKENS, PROMPTS, make, stack, told
 from tests.vllm.test_life import cold
 
 KINDS = {
@@ -26,20 +23,15 @@ ENGINE = {"deepseek": {"attention_backend": "CPU_MLA"}}
 """The one for CPUs with AMX takes no float32, and bfloat16 answers differently in a batch."""
 
 
-def make(folder: Path, kind: str) -> str:
-    """The path of a tiny random model."""
-    model = folder / "model"
-    command = [sys.executable, str(HERE / "tiny_model.py"), str(model), "0", kind]
-    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=PATIENCE_S)
-    return str(model)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_says_the_same_when_it_is_served_from_host_and_from_files(
     start: Start, tmp_path: Path, kind: str
 ) -> None:
     step, dtype = KINDS[kind]
-    spec = {"model": make(tmp_path, kind), "engine": {"dtype": dtype, **ENGINE.get(kind, {})}}
+    spec = {
+        "model": str(make(tmp_path, kind=kind)),
+        "engine": {"dtype": dtype, **ENGINE.get(kind, {})},
+    }
     (reference,) = start(None, ["each", {"prompts": PROMPTS}], **spec).finish()
     assert min(len(set(one)) for one in reference["tokens"]) > 4, "it says too little to tell"
     together = "each" if kind == "deepseek" else "generate"  # vLLM's own answers differ in a batch
@@ -75,7 +67,7 @@ def test_ranks_that_hold_the_same_latents_store_them_once_for_any_number_of_rank
     start: Start, tmp_path: Path
 ) -> None:
     """A text stands for the weights: what a rank has in memory depends on how many there are."""
-    model = make(tmp_path, "deepseek")
+    model = str(make(tmp_path, kind="deepseek"))
     prompts = {"prompts": PROMPTS}
     named: dict[str, Any] = {"model": {"fingerprint": "tiny deepseek"}}
     engine = ENGINE["deepseek"]
@@ -100,7 +92,7 @@ def test_ranks_that_hold_the_same_latents_store_them_once_for_any_number_of_rank
 def test_two_ranks_with_windows_over_a_tier_that_fails(start: Start, tmp_path: Path) -> None:
     each, some = (["each", {"prompts": PROMPTS[:n]}] for n in (3, 2))
     spec: dict[str, Any] = {
-        "model": make(tmp_path, "gemma3"),
+        "model": str(make(tmp_path, kind="gemma3")),
         "engine": {"tensor_parallel_size": 2},
         "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     }

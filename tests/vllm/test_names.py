@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from tests.patience import PATIENCE_S
 from tests.vllm.conftest import Start
-from tests.vllm.harness import BLOCK, HERE, PROMPTS, environment, stack
+from tests.vllm.harness import BLOCK, PROMPTS, make, stack
 from tests.vllm.pictures import IMAGE
 
 TEXT = "".join(Random(2).choices("abcdefgh ", k=300))
@@ -22,9 +19,7 @@ BEFORE = 200
 def test_the_length_that_chooses_longropes_factors_names_the_blocks(
     start: Start, tmp_path: Path
 ) -> None:
-    model, prompts = tmp_path / "model", [prompt[:800] for prompt in PROMPTS]
-    command = [sys.executable, str(HERE / "tiny_model.py"), str(model), "0", "phi3"]
-    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=PATIENCE_S)
+    model, prompts = make(tmp_path, kind="phi3"), [prompt[:800] for prompt in PROMPTS]
     asked = ["each", {"prompts": prompts}]
     answers = []
     for length in (1024, 2048):  # up to the original length, and above it
@@ -38,9 +33,7 @@ def test_the_length_that_chooses_longropes_factors_names_the_blocks(
 
 
 def test_pictures_are_told_by_what_the_model_sees(start: Start, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    command = [sys.executable, str(HERE / "pictures.py"), str(model)]
-    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=PATIENCE_S)
+    model = make(tmp_path, script="pictures.py")
     first: list[Any] = [[IMAGE + TEXT, [number]] for number in range(3)]
     late = TEXT[:BEFORE] + IMAGE + TEXT[BEFORE:]
     inside: list[Any] = [[late, [number]] for number in range(2)]

@@ -11,7 +11,7 @@ import pytest
 from kvladder.config.stack import SUMMARY_LINES_MAX
 from tests.patience import until
 from tests.vllm.harness import BLOCK, HERE
-from tests.vllm.server import Server
+from tests.vllm.server import FreshServer, Server
 
 README = HERE.parents[1] / "README.md"
 TIME_TO_END = " --shutdown-timeout 30"
@@ -31,7 +31,8 @@ def block_of(text: str, begins: str) -> str:
 
 def serve(folder: Path, command: str, when: str) -> Server:
     """A server in a folder with ``stack.yaml``, of which this machine bears less."""
-    return Server(
+    kind = FreshServer if when == "commit" else Server
+    return kind(
         folder,
         command,
         KVLADDER__ARENA__SIZE="64 MiB",

@@ -9,7 +9,6 @@ import pytest
 from tests.vllm.soak import MIXES, soak
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("mix", MIXES)
 def test_random_requests(tmp_path: Path, mix: str) -> None:
     found = soak(mix, seconds=120 / len(MIXES), seed=1, folder=tmp_path)
