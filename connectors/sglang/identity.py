@@ -6,13 +6,15 @@ import dataclasses
 import hashlib
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
+import yaml
 from sglang.srt import runtime_context
+from sglang.srt.environ import Envs
 from sglang.version import __version__
 
 from kvladder.config.stack import StackConfig
@@ -46,10 +48,11 @@ SETTINGS_LEFT_OUT: Final = (
     "*cuda_graph*", "*_nvtx_*", "enable_memory_saver", "*_weights_cpu_backup", "pre_warm_nccl",
 )  # fmt: skip
 engine: Any = runtime_context  # it types none of its settings
-SWITCHES_LEFT_OUT: Final = (
-    "*_RUN_ID", "*_DP_RANK", "*PORT*", "*DIR*", "*PATH*", "*LOG*", "*TIMEOUT*", "*INTERVAL*",
-    "SGLANG_PLUGINS",
-)  # fmt: skip
+SWITCHES_LEFT_OUT: Final[Mapping[str, str]] = yaml.safe_load(
+    Path(__file__).with_name("left_out.yaml").read_text(encoding="utf-8")
+)
+"""By reason, names of environment variables that name no page."""
+_LEFT_OUT: Final = frozenset(" ".join(SWITCHES_LEFT_OUT.values()).split())
 
 
 def is_spread(ranks: Any) -> bool:
@@ -176,14 +179,11 @@ def _settings(bag: Any) -> dict[str, str]:
 
 def _switches() -> dict[str, str]:
     """Environment variables of SGLang, and of what it computes with, that are set."""
+    known = {*vars(Envs), *LIBRARIES_SWITCHES}
     return {
         name: value
         for name, value in sorted(os.environ.items())
-        if name in LIBRARIES_SWITCHES
-        or (
-            name.startswith("SGLANG_")
-            and not any(fnmatch(name, known) for known in SWITCHES_LEFT_OUT)
-        )
+        if (name in known or name.startswith("SGLANG_")) and name not in _LEFT_OUT
     }
 
 

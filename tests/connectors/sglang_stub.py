@@ -139,6 +139,13 @@ class Bag:
         self.__dict__.update(values)
 
 
+class Envs:
+    """Environment variables."""
+
+    SGLANG_OPT_NEW_KERNEL = None
+    USE_TRITON_W8A8_FP8_KERNEL = None
+
+
 MODEL = {"revision": None, "dtype": "float32", "quantization": None}
 registry: dict[str, Any] = {}
 
@@ -175,6 +182,7 @@ def install() -> None:
     _module("sglang.srt.model_executor.model_runner_components")
     _module("sglang.version", __version__=VERSION)
     _module("sglang.srt.runtime_context")
+    _module("sglang.srt.environ", Envs=Envs)
     give("model")
     _module(
         "sglang.srt.mem_cache.hicache_storage",

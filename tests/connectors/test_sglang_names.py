@@ -119,6 +119,17 @@ def test_switches_name_pages(model, monkeypatch):
     assert differs(first, fields(model)) == {"environment.SGLANG_OPT_NEW_KERNEL"}
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["SGLANG_OPT_USE_MINIMAX_FP8_Q_EPILOGUE", "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH",
+     "SGLANG_MOE_CONFIG_DIR", "SGLANG_EXPERT_PACK_PATH", "USE_TRITON_W8A8_FP8_KERNEL"],
+)  # fmt: skip
+def test_a_switch_is_not_left_out_for_a_part_of_its_name(model, monkeypatch, name):
+    first = fields(model)
+    monkeypatch.setenv(name, "1")
+    assert differs(first, fields(model)) == {f"environment.{name}"}
+
+
 def test_the_layout_of_pages_names_them(model):
     first = fields(model)
     assert differs(first, fields(model, pool=Pool("layer_first"))) == {"kv.layout"}

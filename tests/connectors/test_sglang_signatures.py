@@ -15,7 +15,7 @@ import pytest
 from tests.connectors import sglang_stub
 
 sglang_stub.install()
-from kvladder.connectors.sglang import options  # noqa: E402
+from kvladder.connectors.sglang import identity, options  # noqa: E402
 from kvladder.connectors.sglang.storage import KVLadderStorage  # noqa: E402
 from kvladder.connectors.sglang.tree import HOOKS, QUESTIONS, KVLadderRadixCache  # noqa: E402
 from kvladder.connectors.sglang.weights import UPDATES  # noqa: E402
@@ -34,6 +34,7 @@ PLACES = {
     "registry": "srt/mem_cache/registry.py",
     "plugins": "srt/plugins/__init__.py",
     "context": "srt/runtime_context.py",
+    "environ": "srt/environ.py",
 }
 
 pytestmark = pytest.mark.skipif(not SOURCE.is_dir(), reason="SGLang is not beside this Python")
@@ -213,6 +214,25 @@ def test_requests_come_into_the_tree_by_what_is_overridden():
 def test_the_core_has_what_is_asked(name):
     theirs, ours = function("core", name), getattr(sglang_stub.Core, name)
     assert takes(ours, theirs)
+
+
+def test_each_switch_names_pages_unless_it_is_left_out_by_its_whole_name(monkeypatch):
+    known = {
+        target.id
+        for node in class_of("environ", "Envs").body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    assert len(known) > 700
+    monkeypatch.setattr(identity, "Envs", type("Envs", (), dict.fromkeys(known)))
+    for name in known:
+        monkeypatch.setenv(name, "1")
+    left_out = [name for names in identity.SWITCHES_LEFT_OUT.values() for name in names.split()]
+    assert len(left_out) == len({*left_out})
+    assert known - {*identity._switches()} == known & {*left_out}
+    sources = "".join(path.read_text() for path in (SOURCE / "srt").rglob("*.py"))
+    assert [name for name in left_out if name not in sources] == []
 
 
 @pytest.mark.parametrize("name", UPDATES)
