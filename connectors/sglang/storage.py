@@ -48,7 +48,9 @@ logger = logging.getLogger("kvladder.sglang")
 T = TypeVar("T")
 
 ANNOUNCED_MAX: Final = 1 << 14
-"""Batches whose priority and salt are remembered until they are written, or read."""
+"""Batches whose priority is remembered until they are written."""
+SALTS_MAX: Final = 1 << 17
+"""Pages whose salt is remembered: those that were announced last."""
 CALLS_MAX: Final = 1 << 10
 """Calls whose figures are kept until SGLang asks for them."""
 PAGE_TOKENS_FEW: Final = 16
@@ -80,10 +82,10 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         self._slot_bytes = 0
         """Of the stack; 0 before it is open."""
         self._lock = Lock()
-        self._announced: OrderedDict[bytes, tuple[int | None, str]] = OrderedDict()
-        """By the first page of a batch that is about to be stored: what it is worth, and whose."""
-        self._salts: OrderedDict[bytes, str] = OrderedDict()
-        """By the first page of a batch that may be read: whose it is, if it has a salt."""
+        self._announced: OrderedDict[str, int | None] = OrderedDict()
+        """By the first page of a batch that is about to be stored: what it is worth."""
+        self._salts: OrderedDict[str, str] = OrderedDict()
+        """By page, for those that have one: where batches begin that SGLang reads is its own."""
         self._gets: deque[tuple[int, float]] = deque(maxlen=CALLS_MAX)
         self._sets: deque[tuple[int, float]] = deque(maxlen=CALLS_MAX)
 
@@ -193,16 +195,14 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        pool, salt = self._pools[KV], self._salts.get(digest(keys[0]), "")
-        return self._moved(pool, self._batch(pool, keys, salt=salt), host_indices, up=True)
+        pool = self._pools[KV]
+        return self._moved(pool, self._batch(pool, keys), host_indices, up=True)
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
         found: dict[str, list[bool]] = {}
         for transfer in transfers:
             pool = self._pools[str(transfer.name)]
-            keys: Sequence[str] = transfer.keys or ()
-            salt = self._salts.get(digest(keys[-1]), "") if keys else ""
-            batch = self._batch(pool, keys, salt=salt)
+            batch = self._batch(pool, transfer.keys or ())
             found[transfer.name] = self._moved(pool, batch, transfer.host_indices, up=True)
         return found
 
@@ -214,10 +214,10 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         True for what no level wants: those behind it may be wanted.
         """
         with self._lock:
-            told = self._announced.pop(digest(keys[0]), _UNTOLD)
-            self._announced.pop(digest(keys[-1]), None)
+            priority = self._announced.pop(keys[0], None)
+            self._announced.pop(keys[-1], None)
         pool = self._pools[KV]
-        return self._moved(pool, self._batch(pool, keys, *told), host_indices, up=False)
+        return self._moved(pool, self._batch(pool, keys, priority), host_indices, up=False)
 
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
         """As ``batch_set_v1``, which is called for keys and values of the same pages after it."""
@@ -225,19 +225,17 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         for transfer in transfers:
             pool = self._pools[str(transfer.name)]
             keys: Sequence[str] = transfer.keys or ()
-            told = self._announced.get(digest(keys[-1]), _UNTOLD) if keys else _UNTOLD
-            batch = self._batch(pool, keys, *told)
+            priority = self._announced.get(keys[-1]) if keys else None
+            batch = self._batch(pool, keys, priority)
             found[transfer.name] = self._moved(pool, batch, transfer.host_indices, up=False)
         return found
 
-    def _batch(
-        self, pool: Pool, keys: Sequence[str], priority: int | None = None, salt: str = ""
-    ) -> Batch:
+    def _batch(self, pool: Pool, keys: Sequence[str], priority: int | None = None) -> Batch:
         """Pages of a pool, and how long they may take: all of a batch as long as SGLang waits."""
         phases = PHASES if len(self._pools) > 1 else 1
         return Batch(
             pool.names(keys),
-            salt=salt,
+            salt=self._salts.get(keys[0], "") if keys else "",
             within_s=CALL_S / phases,
             deadline_s=float(min(self._settings.fetch.deadline_s, DEADLINE_MAX / phases)),
             priority=priority,
@@ -272,22 +270,28 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
 
         None for what nothing was said of: those that are here already keep their priority.
         """
-        with self._lock:
-            self._remember(self._announced, keys, (priority, salt))
-
-    def announce_read(self, keys: Sequence[str], salt: str) -> None:
-        """Say whose pages these are, which are about to be read; a digest has one salt for ever."""
-        with self._lock:
-            self._remember(self._salts, keys, salt)
-
-    def _remember(self, by_batch: OrderedDict[bytes, T], keys: Sequence[str], told: T) -> None:
-        """Note something for each batch of these pages, in place of what was noted first of all."""
         lasts = keys[-1:] if len(self._pools) > 1 else ()  # where the pages of other pools end
-        for key in (*keys[::STORAGE_BATCH_SIZE], *lasts):  # so many SGLang moves at once
-            by_batch[digest(key)] = told
-            by_batch.move_to_end(digest(key))
-        while len(by_batch) > ANNOUNCED_MAX:
-            by_batch.popitem(last=False)
+        firsts = keys[::STORAGE_BATCH_SIZE]  # so many SGLang moves at once
+        self._remember(self._announced, (*firsts, *lasts), priority, ANNOUNCED_MAX)
+        self.announce_salt(keys, salt)
+
+    def announce_salt(self, keys: Sequence[str], salt: str) -> None:
+        """Say whose pages these are, which are about to be stored or read; a page has one salt
+        for ever.
+        """
+        if salt:
+            self._remember(self._salts, keys, salt, SALTS_MAX)
+
+    def _remember(
+        self, by_page: OrderedDict[str, T], keys: Sequence[str], told: T, most: int
+    ) -> None:
+        """Note something of pages, in place of what was noted first of all."""
+        with self._lock:
+            for key in keys:
+                by_page[key] = told
+                by_page.move_to_end(key)
+            while len(by_page) > most:
+                by_page.popitem(last=False)
 
     # ---- at any time, on the scheduler's thread
 
@@ -333,10 +337,6 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
 
     def batch_set(self, keys: list[str], *_: Any, **__: Any) -> bool:
         return False
-
-
-_UNTOLD: Final[tuple[int | None, str]] = (None, "")
-digest: Final = bytes.fromhex
 
 
 def _taken(calls: deque[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -97,7 +97,7 @@ class KVLadderRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             controller: Any = self.cache_controller
             for found in controller.prefetch_hit_queue.queue.copy():
                 if found.token_ids.cache_salt:
-                    storage.announce_read(found.hash_value, found.token_ids.cache_salt)
+                    storage.announce_salt(found.hash_value, found.token_ids.cache_salt)
         super().drain_storage_control_queues()
 
     def write_backup_storage(self, node_id: Any) -> None:

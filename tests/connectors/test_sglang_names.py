@@ -174,7 +174,7 @@ def test_ranks_of_one_server_meet(monkeypatch):
     several = [address(tp_size=2), address(tp_size=2, tp_rank=1)]
     several += [address(parallel={"num_dp_ranks": 2, "dp_rank": rank}) for rank in range(2)]
     assert len({*several}) == 1
-    assert len(several[0]) < 107
+    assert len(several[0] or "") < 107
     others = [{"tp_size": 2, "pp_size": 2, "pp_rank": rank} for rank in range(2)]
     found = [address(**ranks) for ranks in others]
     found.append(address({"host": "2 MiB"}, tp_size=2))

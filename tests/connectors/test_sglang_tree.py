@@ -10,7 +10,8 @@ from kvladder.config import registry
 from kvladder.testing.fakes import FakeStore
 from kvladder.testing.shared import SharedFakeTier
 from tests.connectors import sglang_stub
-from tests.connectors.sglang_controller import Controller, Pool, chain, config
+from tests.connectors.sglang_controller import PAGE, Controller, Pool, Sparse, chain, config, rows
+from tests.connectors.sglang_stub import PoolTransfer
 from tests.patience import until
 
 sglang_stub.install()
@@ -57,6 +58,7 @@ def shared(monkeypatch):
     for _ in range(2):
         storage = KVLadderStorage(config({**STACK, "tiers": tiers}), {})
         storage.register_mem_pool_host(Pool())
+        storage.register_mem_host_pool_v2(Sparse(), "indexer")
         storage.on_host_pools_registered()
         both.append(Controller(storage))
     yield both
@@ -149,6 +151,34 @@ def test_what_others_stored_is_purged_by_its_salt_too(shared):
     assert here.exists(chain("b", 20)) == 20
 
 
+@pytest.mark.parametrize("begin", [0, 7])
+def test_pages_of_each_pool_and_batch_are_read_with_their_salt(shared, begin):
+    """SGLang begins batches where it likes: behind what the device has, for one."""
+    here, there = (one.storage_backend for one in shared)
+    keys, pages = chain("a", 200), rows(0, 200)
+
+    def transfers(first, last):
+        return [PoolTransfer("indexer", Sparse().rows(first, last - first), keys[first:last])]
+
+    there.announce(keys, priority=None, salt="tenant")
+    assert there.batch_set_v2(transfers(0, 200)) == {"indexer": [True] * 200}
+    for first in (0, 128):
+        assert all(
+            there.batch_set_v1(keys[first : first + 128], pages[first * PAGE :][: 128 * PAGE])
+        )
+    settle(shared[1])
+    here.announce_salt(keys, "tenant")
+    for first in range(begin, 200, 128):
+        last = min(first + 128, 200)
+        assert here.batch_get_v2(transfers(first, last)) == {"indexer": [True] * (last - first)}
+        assert all(here.batch_get_v1(keys[first:last], pages[first * PAGE : last * PAGE]))
+    assert here.manager.stats()["host"]["blocks"] > 200  # of both pools
+    for _ in here.manager.purge("tenant"):
+        pass
+    settle(shared[0])
+    assert here.manager.stats()["host"]["blocks"] == 0
+
+
 def test_each_batch_of_a_long_node_is_announced(controller):
     tree = KVLadderRadixCache(controller)
     tree.checkpoint_into_tree(request("a", 200, priority=80), up_to=200)
@@ -161,11 +191,13 @@ def test_each_batch_of_a_long_node_is_announced(controller):
 def test_what_is_never_written_is_not_remembered_for_ever(controller, monkeypatch):
     monkeypatch.setattr("kvladder.connectors.sglang.tree.NODES_MAX", 3)
     monkeypatch.setattr("kvladder.connectors.sglang.storage.ANNOUNCED_MAX", 3)
+    monkeypatch.setattr("kvladder.connectors.sglang.storage.SALTS_MAX", 3)
     tree = KVLadderRadixCache(controller)
     for number in range(9):
         tree.checkpoint_into_tree(request(f"{number}", 1, priority=80), up_to=1)
-        controller.storage_backend.announce(chain(f"{number}", 1), priority=80, salt="")
-    assert len(tree._priorities) == len(controller.storage_backend._announced) == 3
+        controller.storage_backend.announce(chain(f"{number}", 1), priority=80, salt="t")
+    storage = controller.storage_backend
+    assert len(tree._priorities) == len(storage._announced) == len(storage._salts) == 3
     for name in "08":
         tree.write_backup_storage(name)
     assert kept(controller) == 1  # the other has the default
