@@ -23,6 +23,7 @@ HOOKS: Final = (
     "checkpoint_into_tree",
     "_execute_and_commit_kv_backup",
     "write_backup_storage",
+    "_finish_write_through_ack",
     "drain_storage_control_queues",
 )
 """What is overridden."""
@@ -109,3 +110,12 @@ class KVLadderRadixCache(UnifiedRadixCache):  # type: ignore[misc]
                 _, salt = self.tree_core.prefetch_anchor_info(node_id)
                 storage.announce(spec.hash_value, priority=priority, salt=salt or "")
         super().write_backup_storage(node_id)
+
+    def _finish_write_through_ack(self, ack_id: int) -> None:
+        storage, pipeline = self._storage, self.buffer_pipeline
+        if storage is not None and pipeline is not None:
+            # With a host pool that only stages, pages go from here to the storage.
+            entry: Any = pipeline.ongoing_write_through[ack_id]
+            for keys in entry.keys_by_pool.values():
+                storage.announce_salt(keys, entry.intent.snapshot.key.cache_salt or "")
+        super()._finish_write_through_ack(ack_id)

@@ -113,6 +113,7 @@ class UnifiedRadixCache:
         self.params = params
         self.tree_core = Core()
         self.cache_controller = params
+        self.buffer_pipeline: Any = None
 
     def checkpoint_into_tree(self, req, *, up_to, **kwargs):
         """A request's pages come in as a node of their own."""
@@ -125,6 +126,14 @@ class UnifiedRadixCache:
     def write_backup_storage(self, node_id):
         keys, _ = self.tree_core.nodes[node_id]
         self.cache_controller.backup(keys)
+
+    def _finish_write_through_ack(self, ack_id):
+        """Pages are in the host pool."""
+        if self.buffer_pipeline is None:
+            self.write_backup_storage(ack_id)
+            return
+        entry = self.buffer_pipeline.ongoing_write_through.pop(ack_id)
+        self.cache_controller.backup(entry.keys_by_pool["kv"])
 
     def drain_storage_control_queues(self):
         """What was found for requests is read."""

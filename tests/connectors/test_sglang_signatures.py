@@ -35,6 +35,7 @@ PLACES = {
     "plugins": "srt/plugins/__init__.py",
     "context": "srt/runtime_context.py",
     "environ": "srt/environ.py",
+    "buffer": "srt/mem_cache/buffer_mode/pipeline.py",
 }
 
 pytestmark = pytest.mark.skipif(not SOURCE.is_dir(), reason="SGLang is not beside this Python")
@@ -199,6 +200,22 @@ def test_what_was_found_for_a_request_passes_a_queue_before_it_is_read():
     assert read.index("prefetch_buffer.put(") < read.index("cc.prefetch_hit_queue")
     assert "RadixKey(" in ast.unparse(function("tree", "prefetch_from_storage"))
     assert "cache_salt" in ast.unparse(class_of("key", "RadixKey"))
+
+
+def test_what_is_only_staged_is_stored_when_it_is_in_the_host_pool():
+    stored = ast.unparse(function("buffer", "finish_backup_ack"))
+    assert "entry = self.ongoing_write_through.pop(ack_id)" in stored
+    assert "snapshot = intent.snapshot" in stored
+    assert "entry.keys_by_pool[PoolName.KV]" in stored
+    finished = ast.unparse(function("tree", "_finish_write_through_ack"))
+    assert "self.buffer_pipeline.finish_backup_ack(ack_id)" in finished
+    assert "self.buffer_pipeline: Optional[BufferModePipeline] = None" in text("tree")
+    queued = [
+        node.lineno
+        for node in ast.walk(tree_of("buffer"))
+        if isinstance(node, ast.Call) and "write_storage" in ast.unparse(node.func)
+    ]
+    assert len(queued) == 1
 
 
 def test_requests_come_into_the_tree_by_what_is_overridden():

@@ -131,6 +131,25 @@ def test_pages_are_purged_by_the_salt_of_their_request(controller):
     assert controller.exists(chain("b", 20)) == 20
 
 
+def test_pages_that_the_host_pool_only_stages_are_purged_by_their_salt(controller):
+    tree = KVLadderRadixCache(controller)
+    entries = {
+        at: SimpleNamespace(
+            intent=SimpleNamespace(snapshot=SimpleNamespace(key=SimpleNamespace(cache_salt=salt))),
+            keys_by_pool={"kv": chain(name, 20), "swa": chain(name, 20)[-2:]},
+        )
+        for at, (name, salt) in enumerate([("a", "tenant"), ("b", None)])
+    }
+    tree.buffer_pipeline = SimpleNamespace(ongoing_write_through=entries)
+    for at in range(2):
+        tree._finish_write_through_ack(at)
+    assert controller.exists(chain("a", 20)) == controller.exists(chain("b", 20)) == 20
+    for _ in settle(controller).purge("tenant"):
+        pass
+    assert controller.exists(chain("a", 20)) == 0
+    assert controller.exists(chain("b", 20)) == 20
+
+
 def test_what_others_stored_is_purged_by_its_salt_too(shared):
     here, there = shared
     tree = KVLadderRadixCache(there)
