@@ -8,7 +8,7 @@ import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import AuthenticationError, Pipe
+from multiprocessing import Pipe
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Final
 
@@ -18,6 +18,8 @@ BACKLOG: Final = 128
 """Who comes before anybody is served waits; of so many at once."""
 JOIN_S: Final = 10.0
 """How long the last words of those who are served are waited for."""
+PAUSE_S: Final = 0.5
+"""How long nobody is let in once that has failed."""
 _CREDENTIALS: Final = struct.Struct("3i")
 
 Serve = Callable[[Connection], None]
@@ -38,9 +40,7 @@ class Lines:
     address:
         Of a Unix-domain socket.
     say:
-        Takes what is told about those who were turned away.
-    secret:
-        What they have to know, if anything.
+        Takes what is told when nobody can come.
 
     Raises
     ------
@@ -48,10 +48,8 @@ class Lines:
         With EADDRINUSE if the address is taken.
     """
 
-    def __init__(
-        self, address: str, say: Callable[[str], object], *, secret: bytes | None = None
-    ) -> None:
-        self._listener = Listener(address, "AF_UNIX", backlog=BACKLOG, authkey=secret)
+    def __init__(self, address: str, say: Callable[[str], object]) -> None:
+        self._listener = Listener(address, "AF_UNIX", backlog=BACKLOG)
         self._address = address
         self._say = say
         self._ending, self._until = Pipe(duplex=False)
@@ -76,9 +74,10 @@ class Lines:
         while not self._closed:
             try:
                 connection = self._listener.accept()
-            except (*GONE, AuthenticationError) as error:
+            except OSError as error:
                 if not self._closed:
-                    self._say(f"somebody came who is no rank: {error!r}")
+                    self._say(f"no rank can come for now: {error!r}")
+                wait([self._ending], PAUSE_S)  # what ails it may last
                 continue
             self._start(self._attend, serve, connection)
 
@@ -91,8 +90,10 @@ class Lines:
         """Wait until there is something to receive; False if everything ends instead."""
         return self._ending not in wait([connection, self._ending])
 
-    def close(self) -> None:
-        """Serve nobody any more, and wait for those who are in the middle; may be called again."""
+    def end(self) -> None:
+        """Serve nobody any more, and wait for those who are in the middle; the address is not free
+        yet: whoever comes waits.
+        """
         if self._closed:
             return
         self._closed = True
@@ -101,11 +102,17 @@ class Lines:
             waking.connect(self._address)
         for thread in self._threads:
             thread.join(JOIN_S)
+
+    def close(self) -> None:
+        """End, and let others have the address: whoever waits has come in vain. May be called
+        again.
+        """
+        self.end()
         self._listener.close()
         self._ending.close()
 
 
-def connect(address: str, *, secret: bytes | None = None) -> Connection:
+def connect(address: str) -> Connection:
     """Come to a socket of ``Lines``.
 
     Raises
@@ -113,7 +120,7 @@ def connect(address: str, *, secret: bytes | None = None) -> Connection:
     OSError
         Nobody is there, or somebody of another user is.
     """
-    connection = Client(address, "AF_UNIX", authkey=secret)
+    connection = Client(address, "AF_UNIX")
     if _user_of(connection) != os.getuid():
         connection.close()
         raise PermissionError(f"the socket {address!r} belongs to another user")

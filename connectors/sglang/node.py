@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 from collections.abc import Callable, Generator
 from contextlib import closing
 from multiprocessing.connection import Connection
@@ -24,7 +25,7 @@ from kvladder.connectors.lines import GONE, Lines, connect
 from kvladder.connectors.sglang.options import CALL_S
 from kvladder.connectors.sglang.pieces import Batch, Piece, Pieces, fetch_pieces, save_pieces
 from kvladder.errors import ArenaError, ConfigError
-from kvladder.manager import CacheManager
+from kvladder.manager import POLL_S, CacheManager
 from kvladder.runtime import SystemClock
 
 logger = logging.getLogger("kvladder.sglang")
@@ -38,6 +39,8 @@ GRACE_S: Final = 1.0
 """How much later than it should an answer may come."""
 FLUSH_S: Final = 5.0
 """How long detaching waits for levels that outlive the engine."""
+LEAVING_S: Final = 20.0
+"""How long a stack may take to close, and another one to have its place."""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
@@ -104,8 +107,12 @@ class Owner:
     def close(self) -> None:
         """End everything; may be called again."""
         if self._lines is not None:
-            self._lines.close()
-        self.manager.close(timeout_s=FLUSH_S)
+            self._lines.end()
+        try:
+            self.manager.close(timeout_s=FLUSH_S)
+        finally:  # who has the address next may open what this one has closed
+            if self._lines is not None:
+                self._lines.close()
 
     # ---- for the others, each of whose connections has a thread
 
@@ -142,8 +149,8 @@ class Guest:
 
     Raises
     ------
-    ConfigError
-        There is none: it has not come into being.
+    OSError, EOFError, ArenaError
+        There is none: it has not come into being, or is no more.
     """
 
     manager = None
@@ -161,10 +168,9 @@ class Guest:
         try:
             self._connections["reach"], hello = self._connected(START_S)
             self.arena = Arena.attach(ArenaHandle(*hello.arena))
-        except (*GONE, ArenaError) as error:
+        except (*GONE, ArenaError):
             self._hang_up()
-            what = f"the rank that owns kvladder's stack could not open it: {error!r}"
-            raise ConfigError(what, hint="see its message above") from error
+            raise
 
     def reach(self, batch: Batch) -> int:
         """See ``Owner``; 0 if it does not answer."""
@@ -283,14 +289,27 @@ def join(address: str | None, open_stack: Callable[[], CacheManager]) -> Node:
     """
     if address is None:
         return Owner(open_stack(), None)
-    try:
-        lines = Lines(address, logger.warning)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        return Guest(address)
+    end_s = SystemClock().now() + LEAVING_S
+    while (lines := _lines_at(address)) is None:
+        try:
+            return Guest(address)
+        except (*GONE, ArenaError) as error:  # one that is just leaving, or failed
+            if SystemClock().now() >= end_s:
+                what = f"the rank that owns kvladder's stack could not open it: {error!r}"
+                raise ConfigError(what, hint="see its message above") from error
+            threading.Event().wait(POLL_S)
     try:
         return Owner(open_stack(), lines)
     except BaseException:
         lines.close()
         raise
+
+
+def _lines_at(address: str) -> Lines | None:
+    """Take the address; None if another rank has it."""
+    try:
+        return Lines(address, logger.warning)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return None

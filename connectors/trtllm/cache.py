@@ -62,7 +62,7 @@ class Cache:
     @property
     def meeting(self) -> Meeting:
         """What the ranks need to come."""
-        return Meeting(*self._ranks.address, self.manager.arena.handle, self._rank_bytes)
+        return Meeting(self._ranks.address, self.manager.arena.handle, self._rank_bytes)
 
     def settle(self) -> None:
         """Take in which copies have ended, on all ranks."""

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pickle import UnpicklingError
 
 from kvladder.connectors.lines import GONE, Lines, abstract, connect
 from kvladder.connectors.trtllm.step import Hello, Meeting
@@ -35,11 +36,11 @@ class Ranks:
         self._notices = notices
         self._here: set[int] = set()
         self._ended: deque[Finished] = deque()
-        self._secret = os.urandom(32)
-        self._name = abstract(os.urandom(16).hex())
+        self.address = abstract(os.urandom(16).hex())
+        """Where they come."""
         self._lines: Lines | None = None
         if others:
-            self._lines = Lines(self._name, self._say, secret=self._secret)
+            self._lines = Lines(self.address, self._say)
             self._lines.begin(self._hear)
 
     def _say(self, text: str) -> None:
@@ -54,15 +55,10 @@ class Ranks:
         """What ended on them since the last call."""
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
-    @property
-    def address(self) -> tuple[str, bytes]:
-        """Where they come, and what they have to know."""
-        return self._name, self._secret
-
     def _hear(self, connection: Connection) -> None:
         rank = 0
         assert self._lines is not None
-        with suppress(*GONE):
+        with suppress(*GONE, UnpicklingError):
             hello: Hello = connection.recv()
             rank = hello.rank
             wrong = {
@@ -89,7 +85,7 @@ class Rank:
     """One of the others, as itself. Belongs to the thread that copies."""
 
     def __init__(self, meeting: Meeting, hello: Hello) -> None:
-        self._connection = connect(meeting.address, secret=meeting.secret)
+        self._connection = connect(meeting.address)
         self._connection.send(hello)
 
     def tell(self, ended: Sequence[Finished]) -> None:

@@ -21,8 +21,6 @@ class Meeting:
 
     address: str
     """Of a Unix socket."""
-    secret: bytes
-    """Without it nobody is heard there."""
     arena: ArenaHandle
     rank_bytes: int
     """Of a block on each rank; rank ``n``'s begin ``n`` times as far into a slot."""

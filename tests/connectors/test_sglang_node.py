@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvladder.compose import open_cache
-from kvladder.connectors.lines import abstract
+from kvladder.connectors.lines import PAUSE_S, Lines, abstract
 from kvladder.connectors.lines import connect as come
+from kvladder.connectors.sglang import node
 from kvladder.connectors.sglang.node import FLUSH_S, Guest, Owner, join
 from kvladder.connectors.sglang.pieces import Batch
 from kvladder.errors import ConfigError
@@ -196,27 +199,93 @@ def test_a_stack_that_cannot_be_opened_is_an_error_on_every_rank(address, monkey
         coming.set()
         return connection
 
-    monkeypatch.setattr("kvladder.connectors.sglang.node.connect", connect)
+    monkeypatch.setattr(node, "connect", connect)
+
+    def failing() -> Any:
+        raise ConfigError("no room", path="arena.size")
 
     def one_more():
         try:
-            join(address, opened)
+            join(address, failing)
         except ConfigError as error:
             errors.append(str(error))
 
     other = threading.Thread(target=one_more)
 
-    def failing():
+    def failing_later() -> Any:
         other.start()
         assert coming.wait(PATIENCE_S)
-        raise ConfigError("no room", path="arena.size")
+        failing()
 
     with pytest.raises(ConfigError, match="no room"):
-        join(address, failing)
+        join(address, failing_later)
     other.join(PATIENCE_S)
-    assert "the rank that owns kvladder's stack could not open it" in errors[0]
+    assert "no room" in errors[0]
     with pytest.raises(OSError, match="refused"):
         come(address)
+
+
+def test_who_comes_while_a_stack_closes_waits_and_has_one_of_its_own(address, monkeypatch):
+    """As where a storage is detached and attached at once, by ranks that are not equally fast."""
+    owner = join(address, opened)
+    closing, may_close, nodes, opens = threading.Event(), threading.Event(), [], []
+    manager: Any = owner.manager
+    close = manager.close
+
+    def slowly(**told):
+        closing.set()
+        assert may_close.wait(PATIENCE_S)
+        close(**told)
+        opens.append("closed")
+
+    def open_another():
+        opens.append("opened")
+        return opened()
+
+    monkeypatch.setattr(manager, "close", slowly)
+    ending = threading.Thread(target=owner.close)
+    ending.start()
+    assert closing.wait(PATIENCE_S)
+    coming = threading.Thread(target=lambda: nodes.append(join(address, open_another)))
+    coming.start()
+    coming.join(0.1)
+    may_close.set()
+    ending.join(PATIENCE_S)
+    coming.join(PATIENCE_S)
+    assert opens == ["closed", "opened"]
+    stored(nodes[0])
+    assert read(nodes[0])[1] == 6
+    nodes[0].close()
+
+
+def test_an_address_where_nobody_answers_is_an_error_in_the_end(address, monkeypatch):
+    monkeypatch.setattr(node, "LEAVING_S", 0.0)
+    lines = Lines(address, pytest.fail)
+    lines.begin(lambda connection: None)
+    with pytest.raises(ConfigError, match="the rank that owns kvladder's stack could not open it"):
+        join(address, opened)
+    lines.close()
+
+
+def test_what_keeps_ranks_from_coming_is_said_now_and_then_and_may_end(address, monkeypatch):
+    said: list[str] = []
+    lines = Lines(address, said.append)
+    accept, fails = lines._listener.accept, [True]
+
+    def failing():
+        if fails:
+            raise OSError(errno.EMFILE, "too many open files")
+        return accept()
+
+    monkeypatch.setattr(lines._listener, "accept", failing)
+    lines.begin(lambda connection: connection.send_bytes(b"hello"))
+    threading.Event().wait(PAUSE_S / 2)
+    assert len(said) == 1
+    assert "too many open files" in said[0]
+    fails.clear()
+    with come(address) as silent, come(address) as connection:  # who says nothing keeps nobody
+        assert connection.recv_bytes() == silent.recv_bytes() == b"hello"
+    lines.close()
 
 
 def test_alone_there_is_no_socket():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -132,7 +133,7 @@ def test_pages_are_purged_by_the_salt_of_their_request(controller):
 
 
 def test_pages_that_the_host_pool_only_stages_are_purged_by_their_salt(controller):
-    tree = KVLadderRadixCache(controller)
+    tree: Any = KVLadderRadixCache(controller)
     entries = {
         at: SimpleNamespace(
             intent=SimpleNamespace(snapshot=SimpleNamespace(key=SimpleNamespace(cache_salt=salt))),
