@@ -77,7 +77,7 @@ def pool_of(held: Any, name: str, ranks: Any, group: int) -> Pool:
     page = int(getattr(held, "page_size", 1) or 1)
     try:
         _, sizes = held.get_page_buffer_meta(torch.arange(page))
-    except (AttributeError, NotImplementedError, ValueError, AssertionError) as error:
+    except (AttributeError, NotImplementedError, TypeError, ValueError, AssertionError) as error:
         kind = type(held).__name__
         what = f"the host pool {name!r}, a {kind}, does not tell where a page lies: {error}"
         hint = "--hicache-mem-layout page_first_direct, or page_first or layer_first"

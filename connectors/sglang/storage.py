@@ -109,7 +109,9 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         self._pools = {KV: pool_of(mem_pool_host, KV, self._ranks, 0)}
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Take another pool; once the stack is open, only one whose pages fit into its slots.
+        """Take another pool; once the stack is open, only one that it can take.
+
+        Its pages have to fit into the slots, and no codec may tell kinds of pages apart.
 
         Raises
         ------
@@ -124,6 +126,9 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         if 0 < self._slot_bytes < pool.page_bytes:
             what = f"a page of the pool {name!r}, which came late, has {pool.page_bytes} bytes"
             raise LayoutError(what, hint=f"the slots of the arena have {self._slot_bytes}")
+        if self.manager is not None and self.manager.kinds:
+            what = f"the pool {name!r} came late: codecs do not know whether they may change it"
+            raise LayoutError(what, hint="leave the codecs out that are not for all layers")
         self._pools[name] = pool
 
     def on_host_pools_registered(self) -> None:

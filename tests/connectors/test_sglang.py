@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -474,6 +475,21 @@ def test_a_pool_that_does_not_tell_where_pages_lie_is_refused(opened):
 
     with pytest.raises(ValueError, match=r"'kv', a Other, does not tell .*page_tail .*mem-layout"):
         opened(pool=Other())
+
+
+def test_a_pool_without_bytes_is_refused_by_name(opened):
+    class LogicalHostPool(Pool):
+        get_page_buffer_meta: Any = lambda self, indices: None
+
+    with pytest.raises(ValueError, match=r"'kv', a LogicalHostPool, does not tell"):
+        opened(pool=LogicalHostPool())
+
+
+def test_a_late_pool_is_refused_where_codecs_are_for_some_pools(opened):
+    codec = {"codecs": [{"name": "fp8", "allow_lossy": True}]}
+    one, _ = opened("memory", more={"swa": Sparse()}, level=codec)
+    with pytest.raises(ValueError, match=r"the pool 'late' came late: codecs do not know"):
+        one.storage_backend.register_mem_host_pool_v2(Sparse(), "late")
 
 
 def test_an_arena_below_a_page_is_refused(opened):
