@@ -41,6 +41,7 @@ SETTINGS_LEFT_OUT: Final = (
     "model_path", "load_format", "download_dir", "*weight_loader*", "startup_weight_load_mode",
     "weight_cache_*", "remote_instance_*", "modelexpress_*", "engine_info_*", "checkpoint_engine_*",
     "decrypted_*", "delete_ckpt_*", "model_checksum", "modelopt_*_path", "lora_paths",
+    "speculative_draft_model_path",
     # what is done to logits and to answers
     "sampling_*", "grammar_*", "watermark*", "enable_watermark", "enable_custom_logit_processor",
     "enable_return_*", "return_*", "aux_hidden_*", "disable_outlines_*",
@@ -96,23 +97,31 @@ def layout_of(pools: Sequence[Pool], ranks: Any, fingerprint: str) -> Layout:
     Raises
     ------
     ConfigError
-        The weights, or those of an adapter, are not on this machine.
+        The weights, or those of an adapter or a draft model, are not on this machine.
     """
-    pool, model = pools[0].held, engine.get_model()
+    pool, model, drafts = pools[0].held, engine.get_model(), engine.get_spec()
     weights = f"given {fingerprint}"
     if fingerprint == "auto":
         weights = _weights(model.model_path, model.revision)
-    folder = model_folder(model.model_path, revision=model.revision)
+    named = {"model": (model.model_path, model.revision)}
+    draft = getattr(drafts, "speculative_draft_model_path", None)
+    if draft is not None:
+        named["draft"] = draft, drafts.speculative_draft_model_revision
+    folders = {
+        role: model_folder(path, revision=version) for role, (path, version) in named.items()
+    }
     fields = {
         "engine": f"sglang {__version__}",
         **versions(LIBRARIES),
         "plugins": plugins(PLUGINS),
         "weights": weights,
         "adapters": str(dict(_adapters(engine.get_lora().lora_paths))),
-        **(folder_fields({"model": folder}) if folder is not None else {}),
+        "draft": _weights(*named["draft"], what="draft model") if "draft" in named else "",
+        **folder_fields({role: one for role, one in folders.items() if one is not None}),
         **prefixed("model", _settings(model)),
         **prefixed("exec", _settings(engine.get_exec())),
         **prefixed("lora", _settings(engine.get_lora())),
+        **prefixed("spec", _settings(drafts)),
         **prefixed("environment", _switches()),
         "kv.dtype": str(pool.dtype),
         "kv.layout": f"{type(pool).__name__} {pool.layout} {pool.storage_format_tag}",

@@ -162,7 +162,7 @@ registry: dict[str, Any] = {}
 def give(model_path: str, **changes: Any) -> None:
     """Have the engine run this model with these settings, given by namespace."""
     context = sys.modules["sglang.srt.runtime_context"]
-    for name in ("exec", "lora", "mm", "parallel", "model"):
+    for name in ("exec", "lora", "mm", "parallel", "model", "spec"):
         said = dict(changes.get(name, {}))
         if name == "model":
             said = {**MODEL, "model_path": model_path, **said}

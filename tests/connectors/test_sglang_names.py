@@ -195,6 +195,27 @@ def test_adapters_of_other_weights_at_one_path_have_other_names(model, tmp_path)
     assert differs(first, fields(model)) == {"adapters"}
 
 
+def test_what_makes_drafts_names_pages(model, tmp_path):
+    """Its own pages are below the same digests."""
+    first = fields(model, spec={"speculative_algorithm": None})
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text("{}")
+    (draft / "model.safetensors").write_bytes(b"one")
+    said = {
+        "speculative_algorithm": "EAGLE",
+        "speculative_draft_model_path": str(draft),
+        "speculative_draft_model_revision": None,
+    }
+    second = fields(model, spec=said)
+    assert differs(first, second) >= {"draft", "spec.speculative_algorithm"}
+    (draft / "model.safetensors").write_bytes(b"two")
+    assert differs(second, fields(model, spec=said)) >= {"draft"}
+    moved = draft.rename(tmp_path / "moved")
+    third = fields(model, spec={**said, "speculative_draft_model_path": str(moved)})
+    assert differs(second, third) == {"draft"}
+
+
 def test_images_that_clients_name_are_refused():
     sglang_stub.give("m", mm={"trust_mm_content_hashes": True})
     with pytest.raises(ValueError, match="--trust-mm-content-hashes: clients name images"):

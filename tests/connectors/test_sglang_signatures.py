@@ -279,7 +279,7 @@ def test_the_plugin_is_found():
     made = function("registry", "create_unified_radix_cache")
     assert "cache_class" in [name for name, _ in parameters(made)]
     assert 'GENERAL_PLUGINS_GROUP = "sglang.srt.plugins"' in text("plugins")
-    for name in ("get_exec", "get_lora", "get_mm", "get_model", "get_parallel"):
+    for name in ("get_exec", "get_lora", "get_mm", "get_model", "get_parallel", "get_spec"):
         function("context", name)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     said = project["entry-points"]["sglang.srt.plugins"]
