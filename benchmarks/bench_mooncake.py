@@ -1,7 +1,8 @@
 """The Mooncake tier against the bare store, and what its process of its own costs.
 
 The limit is the store's own client in this process, which puts and gets the same bytes from and to
-the same memory without a label and without a checksum. Beside it stand memcpy and the same tier in
+the same memory without a label and without a checksum; and the same with the pass over the bytes
+that a checksum takes, before a put and after a get. Beside it stand memcpy and the same tier in
 this process. All take turns; the store has one node, over TCP on loopback.
 """
 
@@ -26,6 +27,7 @@ from benchmarks.blocks import (
     opened,
     told,
 )
+from benchmarks.nixl_child import summed
 from benchmarks.row import Row
 from kvladder.layout import Layout
 from kvladder.tiers.base import Tier
@@ -52,7 +54,7 @@ class Bare:
         self._config = library.ReplicateConfig()
         host, metadata = "127.0.0.1", "P2PHANDSHAKE"
         assert not self._store.setup(host, metadata, 0, 16 * MIB, "tcp", "", store.master)
-        arena = blocks.arena
+        arena, self._views = blocks.arena, blocks.views
         self._at = [[arena.address + slot * arena.slot_bytes] for slot in blocks.slots]
         self._sizes = [[blocks.size]] * len(self._at)
         self._names = [f"bare:{number}" for number in range(len(self._at))]
@@ -69,6 +71,16 @@ class Bare:
         """Read all blocks."""
         codes = self._store.batch_get_into_multi_buffers(self._names, self._at, self._sizes)
         assert min(codes) > 0
+
+    def put_checked(self) -> None:
+        """Read all blocks once, as who makes their checksums has to, and store them."""
+        summed(self._views)
+        self.put()
+
+    def get_checked(self) -> None:
+        """Read all blocks from the store, and then once more here."""
+        self.get()
+        summed(self._views)
 
     def remove(self) -> None:
         """Remove all blocks."""
@@ -88,7 +100,15 @@ async def transfers(store: Mooncake, size: int, batch: int) -> list[Row]:
         "inside": MooncakeTier(options),
     }
     bare = Bare(store, blocks)
-    raw = {"memcpy": copied(blocks), "": bare.remove, "put bare": bare.put, "get bare": bare.get}
+    raw = {
+        "memcpy": copied(blocks),
+        "": bare.remove,
+        "put bare": bare.put,
+        "get bare": bare.get,
+        " ": bare.remove,
+        "put checked": bare.put_checked,
+        "get checked": bare.get_checked,
+    }
     async with opened(tiers, blocks):
         speed = await in_turns(blocks, raw, tiers)
     bare.close()
@@ -104,5 +124,13 @@ async def transfers(store: Mooncake, size: int, batch: int) -> list[Row]:
             goal="ratio >= 1.0" if is_large else "",
             note=f"limit: the store's client, no label, no checksum; memcpy {speed['memcpy']:.1f}",
         )
-        rows += [beside, isolation("mooncake", blocks, call, speed)]
+        checked = Row(
+            name=f"mooncake {call}, {told(size, batch)}, each byte checked",
+            unit="GB/s",
+            limit=speed[f"{call} checked"],
+            ours=speed[f"{call} ours"],
+            goal="ratio >= 1.0" if is_large else "",
+            note="limit: the store's client, and the pass over the bytes that a checksum takes",
+        )
+        rows += [beside, checked, isolation("mooncake", blocks, call, speed)]
     return rows

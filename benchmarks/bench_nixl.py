@@ -1,9 +1,10 @@
 """The NIXL tier against bare NIXL between two processes, and beside a socket.
 
 The limit is an agent at each end that writes the same bytes from and to the same slots, with lists
-that are made once, without labels, checksums or a cache; and the same with the passes over the
-bytes that checksums take: both ends of a put, the reader of a get. Beside it stand memcpy, one
-blocking TCP socket, and the same tier in this process. All take turns, over TCP on loopback.
+that are made once, without labels, checksums or a cache; and the same with the round trips of
+control and the passes over the bytes that checksums take: both ends of a put, the reader of a get.
+Beside it stand memcpy, one blocking TCP socket, and the same tier in this process. All take turns,
+over TCP on loopback.
 """
 
 from __future__ import annotations
@@ -109,7 +110,12 @@ class Bare:
         nixl_child.written(self._plane, self._count, self._blocks.size)
 
     def put_checked(self) -> None:
-        """Write all blocks; each end reads them once, as who makes a checksum has to."""
+        """Write all blocks, after one round trip and before another; each end reads them once.
+
+        That is what slots have to be asked for, and what a checksum takes, one after the other.
+        """
+        self._ask(b"E")
+        assert self._end.recv(1) == b"k"
         nixl_child.summed(self._blocks.views)
         self.put()
         self._ask(b"C")
@@ -182,7 +188,7 @@ async def transfers(far: Far, size: int, batch: int) -> list[Row]:
                 limit=speed[f"{call} checked"],
                 ours=ours,
                 goal="ratio >= 0.9" if is_large else "",
-                note="limit: bare NIXL and the passes over the bytes that a checksum takes",
+                note="limit: bare NIXL with control's round trips and the passes of checksums",
             )
         )
         rows.append(isolation("nixl", blocks, call, speed))

@@ -55,7 +55,7 @@ def received(end: socket.socket, view: memoryview) -> None:
 
 
 def main() -> None:
-    """Do what is asked: b"g" and b"p" by the socket, b"G" and b"P" by NIXL; b"C" checks."""
+    """Do what is asked: b"g", b"p" by the socket, b"G", b"P" by NIXL, b"C" checks, b"E" waits."""
     count, size = map(int, sys.argv[1:])
     arena = Arena.create(count, size)
     memory = memoryview(bytearray(count * size))
@@ -77,8 +77,9 @@ def main() -> None:
         elif call == b"G":
             written(plane, number, size)
             end.sendall(b"k")
-        elif call == b"C":
-            summed([arena.view(Slot(slot)) for slot in range(number)])
+        elif call in {b"C", b"E"}:
+            if call == b"C":
+                summed([arena.view(Slot(slot)) for slot in range(number)])
             end.sendall(b"k")
         else:
             moved(plane, lambda: bool(select.select([end], [], [], 0)[0]))

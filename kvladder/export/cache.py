@@ -22,6 +22,7 @@ from kvladder.tiers.base import Blocking, Terms
 from kvladder.tiers.label import LABEL_BYTES, Facts, Labels, told
 from kvladder.tiers.ladder.index import Meta
 from kvladder.tiers.ladder.queue import Pending
+from kvladder.tiers.nixl.plane import INLINE_BYTES
 
 TAIL: Final = Struct(f"<Q{LABEL_BYTES}s")
 """At the end of a server's block: how long the client's is, and its label."""
@@ -385,7 +386,10 @@ class ServerOffers(CacheOffers):
             return done
         good: set[int] = set()
         try:
-            good = await self._run_blocking(self._sealed, known, granted, labels)
+            if sum(granted.lengths) <= INLINE_BYTES:
+                good = self._sealed(known, granted, labels)
+            else:
+                good = await self._run_blocking(self._sealed, known, granted, labels)
         finally:
             if session not in self._sessions:  # its agent may be gone as well: nobody asks
                 good = set()
@@ -409,7 +413,7 @@ class ServerOffers(CacheOffers):
     def _sealed(self, session: Session, granted: Granted, labels: Sequence[bytes]) -> set[int]:
         """Positions of the blocks that are what their labels say, which lie behind them now.
 
-        In a thread, as it reads all of their bytes.
+        Reads all of their bytes.
         """
         good: set[int] = set()
         for lot in granted.lots:

@@ -157,7 +157,10 @@ async def test_pins_and_grants_of_a_client_that_is_gone_are_free_and_nothing_is_
         assert await other.has(FOUR + keys_of(5, 6)) == [True] * 4 + [False] * 2
 
 
-async def test_a_client_that_goes_while_its_blocks_are_checked_publishes_nothing() -> None:
+async def test_a_client_that_goes_while_its_blocks_are_checked_publishes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvladder.export.cache.INLINE_BYTES", 0)
     began, goes_on = asyncio.Event(), asyncio.Event()
 
     async def slowly(function: object, *args: object) -> object:

@@ -375,6 +375,20 @@ class TestParts(Fabrics):
         assert await blocks.get(tier, stored[:1]) == [True]
         assert self.count(m.Get) == tier_module.PARTS + 1
 
+    async def test_labels_are_made_while_the_far_end_looks_for_room(self, tier, blocks):
+        refs = blocks.some(*range(16))
+        blocks.fill(refs)
+        writes, made = blocks.writes(refs), list[int]()
+
+        def seen(data):
+            if isinstance(m.reply(data), m.Grant):
+                made.append(sum(bool(write._label) for write in writes))
+            return [data]
+
+        self.fabric.to_near = seen
+        assert await tier.put(writes) == [True] * 16
+        assert made == [16] * tier_module.PARTS
+
     @pytest.mark.parametrize(("kind", "lost"), [(m.Get, None), (m.Offer, False)])
     async def test_one_that_fails_costs_its_own_blocks(self, tier, blocks, kind, lost):
         stored = await blocks.put(tier, *range(8))

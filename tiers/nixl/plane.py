@@ -24,6 +24,9 @@ from kvladder.errors import ConfigError, TierError
 CLASSES = 8
 """A block travels in so many lengths: each has lists of its own, made once."""
 CLASS_BYTES_MIN = 64
+INLINE_BYTES = 32 << 20
+"""Of blocks whose checksums are made on the loop: posting as many bytes holds it for longer, and a
+thread would have to wait for a processor that the transfer keeps busy."""
 MOVED_S = 30e-6
 """A poll that takes longer than this has moved bytes."""
 _WHEELS = "nixl_cu13._api", "nixl_cu12._api"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import select
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from kvladder.errors import TierError
 from kvladder.tiers.nixl.plane import Plane, Posted
@@ -41,6 +43,8 @@ class Pump:
         self._nap = nap
         self._loop = asyncio.get_running_loop()
         self._writes: dict[asyncio.Future[None], Posted] = {}
+        self._waiting: deque[tuple[asyncio.Future[None], Callable[[], Posted]]] = deque()
+        """What is to be posted, which takes until most of the bytes are on their way."""
         self._users = 0
         self._still = 0
         """Polls since something moved."""
@@ -68,15 +72,14 @@ class Pump:
     def write(
         self, own: Sequence[int], far: Sequence[int], lengths: Sequence[int]
     ) -> asyncio.Future[None]:
-        """As ``Plane.write``; done when it is over, a TierError if it failed. Do not cancel it."""
+        """As ``Plane.write``; done when it is over, a TierError if it failed. Do not cancel it.
+
+        One is posted after the other, and in between it is seen which have ended.
+        """
         if self._error is not None:
             raise self._error
         future: asyncio.Future[None] = self._loop.create_future()
-        try:
-            self._writes[future] = self._plane.write(own, far, lengths)
-        except TierError as error:
-            self._failed(error)  # some of it may be under way
-            raise
+        self._waiting.append((future, partial(self._plane.write, own, far, lengths)))
         self._wake()
         return future
 
@@ -90,11 +93,12 @@ class Pump:
         self._error = error
         if self._due is not None:
             self._due.cancel()
-        for future in self._writes:
+        for future in (*self._writes, *(future for future, _ in self._waiting)):
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # it may be that nobody waits any more
         self._writes.clear()
+        self._waiting.clear()
 
     def _wake(self) -> None:
         self._still = 0
@@ -105,8 +109,9 @@ class Pump:
 
     def _step(self) -> None:
         self._due = None
-        self._still = 0 if self._poll() else self._still + 1
-        if self._error is not None or not (self._users or self._writes):
+        posted = self._post()
+        self._still = 0 if self._poll() or posted else self._still + 1
+        if self._error is not None or not (self._users or self._writes or self._waiting):
             return
         if self._still > NAPS:
             self._due = self._loop.call_later(REST_S, self._step)
@@ -114,6 +119,20 @@ class Pump:
         if self._still:
             self._nap()
         self._due = self._loop.call_soon(self._step)
+
+    def _post(self) -> bool:
+        """Whether there was a write to be posted."""
+        if not self._waiting or self._error is not None:
+            return False
+        future, post = self._waiting.popleft()
+        try:
+            self._writes[future] = post()
+        except TierError as error:
+            self._failed(error)  # some of it may be under way
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # it may be that nobody waits any more
+        return True
 
     def _poll(self) -> bool:
         """Whether anything may have moved."""

@@ -21,7 +21,7 @@ from kvladder.schema import Address, Settings, masked
 from kvladder.tiers.base import Progress, Tier, TierContext
 from kvladder.tiers.label import LABEL_BYTES, Read, Ref, Write
 from kvladder.tiers.nixl.messages import BATCH_MAX, LOOKUP_MAX, VERSION
-from kvladder.tiers.nixl.plane import NixlPlane, load
+from kvladder.tiers.nixl.plane import INLINE_BYTES, NixlPlane, load
 from kvladder.tiers.nixl.roster import FOLLOW_S, Entry, Roster, listed, require_url, run_of
 
 try:
@@ -34,10 +34,8 @@ except ModuleNotFoundError as missing:
 T = TypeVar("T")
 
 BATCH_BYTES = 64 << 20
-PARTS, PART_BYTES_MIN = 4, 4 << 20
+PARTS, PART_BYTES_MIN = 4, 8 << 20
 """A batch travels in so many parts, none smaller: one is checked while the next one travels."""
-INLINE_BYTES = 256 << 10
-"""Of blocks whose checksums are made on the loop: a thread would cost more."""
 PIECES = 0.25
 """Of a call's time: after it no further piece of a put is begun."""
 KNOWN_MAX = 1 << 16
@@ -388,18 +386,31 @@ class NixlTier(Tier):
         self, every: Sequence[Write], line: Line, numbers: Sequence[int]
     ) -> Sequence[bool | None]:
         writes = [every[n] for n in numbers]
+        ahead = asyncio.create_task(self._labelled(writes))
 
         async def label(wanted: Sequence[int]) -> Sequence[bytes]:
+            ahead.cancel()
             size = sum(writes[n].length for n in wanted)
             return await self._threaded(lambda: [writes[n].label() for n in wanted], size)
 
-        return await line.here.put(
-            [write.key for write in writes],
-            [write.slot for write in writes],
-            [write.length for write in writes],
-            [write.facts for write in writes],
-            label,
-        )
+        try:
+            return await line.here.put(
+                [write.key for write in writes],
+                [write.slot for write in writes],
+                [write.length for write in writes],
+                [write.facts for write in writes],
+                label,
+            )
+        finally:
+            ahead.cancel()
+
+    @staticmethod
+    async def _labelled(writes: Sequence[Write]) -> None:
+        """Make labels while the far end looks for room."""
+        for write in writes:
+            if write.length <= INLINE_BYTES:
+                write.label()
+            await asyncio.sleep(0)
 
     async def remove(self, blocks: Sequence[Ref]) -> None:
         self._up()

@@ -1,0 +1,66 @@
+"""How the pump of a data plane goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvladder.errors import TierError
+from kvladder.tiers.nixl.pump import Pump
+
+
+class Plane:
+    """What is posted has ended with the next poll."""
+
+    def __init__(self, log):
+        self.log = log
+        self.is_broken = False
+
+    def write(self, own, far, lengths):
+        if self.is_broken:
+            raise TierError("disconnected")
+        self.log.append(f"post {own[0]}")
+        return own[0]
+
+    def ended(self, posted):
+        self.log.append(f"end {posted}")
+        return True
+
+    def progress(self):
+        return False
+
+
+@pytest.fixture
+def log():
+    return []
+
+
+def pump_over(plane: Any, log: Any) -> Pump:
+    return Pump(plane, log.append, lambda: None)
+
+
+async def test_the_end_of_a_write_is_seen_before_the_next_one_is_posted(log):
+    pump = pump_over(Plane(log), log)
+    await asyncio.gather(*(pump.write([n], [n], [1]) for n in range(3)))
+    assert log == ["post 0", "end 0", "post 1", "end 1", "post 2", "end 2"]
+
+
+async def test_what_cannot_be_posted_has_failed(log):
+    plane = Plane(log)
+    pump = pump_over(plane, log)
+    plane.is_broken = True
+    with pytest.raises(TierError, match="disconnected"):
+        await pump.write([0], [0], [1])
+    assert [str(error) for error in log] == ["disconnected"]
+
+
+async def test_what_was_not_posted_when_the_plane_ends_has_failed_and_never_is(log):
+    pump = pump_over(Plane(log), log)
+    writing = pump.write([0], [0], [1])
+    pump.close(TierError("it is over"))
+    with pytest.raises(TierError, match="over"):
+        await writing
+    await asyncio.sleep(0)
+    assert log == []
