@@ -10,11 +10,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 test: .venv/stamp  ## every test, the ones against a real vLLM included; or those that ARGS names
 ifeq ($(ARGS),)
-	$(PY) -m pytest -n auto --maxprocesses 8 -m "not vllm and not sglang"
+	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not vllm and not sglang"
 	$(PY) -m pytest -n auto --maxprocesses 2 --dist worksteal -m "vllm and not alone" $(STARTS_VLLM)
 	$(PY) -m pytest -m "vllm and alone" $(STARTS_VLLM)
 	PYTHONPATH=$(NEWER_VLLM) $(PY) -m pytest -n auto --maxprocesses 2 --dist worksteal -m versions tests/connectors tests/vllm
-	$(PY) -m pytest -m sglang tests/sglang
+	$(PY) -m pytest -n auto --maxprocesses 2 -m sglang tests/sglang
 else
 	$(PY) -m pytest $(ARGS)
 endif

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -190,15 +191,20 @@ def claims(ours: Demo) -> dict[str, bool]:
     }
 
 
+def shown(storage: type[Kvladder | SGLangFiles]) -> Demo:
+    """All of it, with one storage."""
+    with tempfile.TemporaryDirectory(prefix="kvladder-demo-") as place:
+        folder = Path(place)
+        say(f"{storage.name}: making what it needs")
+        prepare(folder)
+        demo = Demo(folder, storage(folder))
+        demo.show()
+        return demo
+
+
 def main() -> int:
-    demos = []
-    for storage in (Kvladder, SGLangFiles):
-        with tempfile.TemporaryDirectory(prefix="kvladder-demo-") as place:
-            folder = Path(place)
-            say(f"{storage.name}: making what it needs")
-            prepare(folder)
-            demos.append(Demo(folder, storage(folder)))
-            demos[-1].show()
+    with ThreadPoolExecutor() as pool:  # side by side: most of it is the start of engines
+        demos = [*pool.map(shown, (Kvladder, SGLangFiles))]
     print(f"\n{TOKENS} prompt tokens, of which {CACHEABLE} can come from a storage\n")
     print(f"{'':16}{'kvladder':>16}{'right':>8}{SGLangFiles.name:>20}{'right':>8}")
     for run in RUNS:

@@ -1,4 +1,4 @@
-"""Make a tiny random LoRA adapter for the tiny Llama: ``python adapter.py DIRECTORY SEED``."""
+"""Make tiny random LoRA adapters for the tiny Llama: ``python adapter.py DIRECTORY ...``."""
 
 import json
 import sys
@@ -32,4 +32,5 @@ def make(directory: Path, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]), int(sys.argv[2]))
+    for number, name in enumerate(sys.argv[1:]):
+        make(Path(name), number)

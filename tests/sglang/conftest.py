@@ -37,9 +37,9 @@ def models(folder: Path) -> list[Path]:
 @pytest.fixture
 def adapters(folder: Path) -> dict[str, Any]:
     """What an engine is told of two adapters."""
-    for seed, name in enumerate(("one", "two")):
-        run(folder, str(HERE / "adapter.py"), str(folder / name), str(seed))
-    paths = [f"{name}={folder / name}" for name in ("one", "two")]
+    names = ("one", "two")
+    run(folder, str(HERE / "adapter.py"), *(str(folder / name) for name in names))
+    paths = [f"{name}={folder / name}" for name in names]
     return {"lora_paths": paths, "lora_backend": "torch_native", "max_loras_per_batch": 2}
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import sys
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -126,7 +127,11 @@ class Driver:
 
 def main() -> None:
     """Serve until the input ends."""
-    driver = Driver(json.loads(sys.argv[1]))
+    arguments = json.loads(sys.argv[1])
+    if arguments.get("dp_size", 1) == 1:  # replicas are begun by threads: a fork would lose some
+        # Processes of the engine are forked; SGLang has each import everything anew.
+        multiprocessing.set_start_method = lambda *_, **__: None
+    driver = Driver(arguments)
     print("REPLY null", flush=True)
     for line in sys.stdin:
         name, asked = json.loads(line)

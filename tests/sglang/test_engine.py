@@ -7,16 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from kvladder.control.sockets import ask
 from kvladder.layout import align
 from kvladder.tiers.files.header import HEADER_BYTES
 from tests.patience import PATIENCE_S, RUN_S, until
 from tests.sglang.engine import OURS, PAGE, Answer, Engine, Server
 from tests.sglang.soak import Soak
-
-pytestmark = pytest.mark.alone
 
 LONG, SHORT = 1500, 700
 PAGE_BYTES = 4 * 2 * PAGE * 4 * 32 * 4

@@ -15,8 +15,6 @@ import pytest
 from tests.sglang.engine import PAGE, Engine, make_model, plugged
 from tests.sglang.test_engine import LONG, served, stack, whole
 
-pytestmark = pytest.mark.alone
-
 PAGES = whole(LONG) // PAGE
 RANKS: dict[str, dict[str, Any]] = {"tensor": {"tp_size": 2}, "data": {"dp_size": 2}}
 
