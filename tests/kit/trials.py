@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import hashlib
 import itertools
+import math
 import os
 import signal
 import sys
@@ -41,6 +42,7 @@ from kvladder.tiers.nixl.tier import NixlOptions, NixlTier
 from tests.kit.far import Far
 from tests.kit.mooncake import Mooncake
 from tests.kit.puppet import Puppet, line
+from tests.patience import PATIENCE_S, until
 
 BLOCK_BYTES = 1 << 20
 BLOCKS = 16
@@ -48,6 +50,8 @@ BLOCKS = 16
 SPARE = 2
 """That show that it works again, in slots of their own."""
 TIMEOUT_S, ABANDON_S = 0.6, 0.3
+TRY_S = PATIENCE_S / 10
+"""So long it may take to find out whether it works again."""
 STRIKE_S = 0.03
 """Within this time from the beginning of a call it happens."""
 POISON = bytes([0xA5]) * BLOCK_BYTES
@@ -164,7 +168,7 @@ class Mover:
         """Whether what is put comes back."""
         number = next(self.numbers)
         with suppress(TierError, TimeoutError):
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(TRY_S):
                 await self.put(number, self.spare)
                 return all(await self.get(number, self.spare))
         return False
@@ -218,8 +222,9 @@ class Lane(ABC):
 
     async def ready(self) -> None:
         """Wait until what is put comes back."""
-        while not (self.child and await self.mover.works()):  # noqa: ASYNC110 - nobody tells
-            await asyncio.sleep(0.02)
+        async with asyncio.timeout(PATIENCE_S):
+            while not (self.child and await self.mover.works()):  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.02)
 
     async def trial(self, case: Case, delay_s: float) -> None:
         """Move blocks, and have it happen meanwhile."""
@@ -282,10 +287,16 @@ class NixlLane(Lane):
 
     def check(self) -> None:
         assert self.far.process.poll() is None
-        held = self.far("counts")
-        while held["granted"] or held["pinned"]:
-            time.sleep(0.02)
+        self._until_free()
+
+    def _until_free(self, *, clients: float = math.inf) -> None:
+        """Wait until the far end holds nothing for anybody and has so few clients."""
+
+        def is_free() -> bool:
             held = self.far("counts")
+            return not held["granted"] and not held["pinned"] and held["clients"] <= clients
+
+        until(is_free, every_s=0.01)
 
     async def trial(self, case: Case, delay_s: float) -> None:
         if case.victim == "client":
@@ -304,8 +315,7 @@ class NixlLane(Lane):
             with suppress(ProcessLookupError):  # the process of a tier ends with its engine
                 os.kill(pid, case.sent)
         began_s = time.perf_counter()
-        while (held := self.far("counts"))["clients"] > 1 or held["granted"] or held["pinned"]:
-            time.sleep(0.01)
+        self._until_free(clients=1)
         self.figures.gone_s = max(self.figures.gone_s, time.perf_counter() - began_s)
         for pid in struck if case.sent == signal.SIGSTOP else ():
             os.kill(pid, signal.SIGCONT)

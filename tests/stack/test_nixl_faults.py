@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import signal
 import time
@@ -19,7 +18,7 @@ import pytest
 
 import kvladder
 from tests.patience import until
-from tests.stack.test_isolated_levels import another, opened
+from tests.stack.test_isolated_levels import another, keys, load, opened, save
 
 for needed in ("zmq", "nixl_cu13"):
     pytest.importorskip(needed, reason="the extra nixl is not installed")
@@ -44,37 +43,6 @@ def stack(far):
     return {"arena": {"size": "40 MiB"}, "tiers": [{"type": "host"}, level]}
 
 
-def keys(number):
-    return [
-        kvladder.BlockKey(hashlib.sha256(b"%d %d" % (number, n)).digest()) for n in range(BLOCKS)
-    ]
-
-
-def data(key):
-    return hashlib.blake2b(key, digest_size=64).digest() * (BLOCK_BYTES // 64)
-
-
-def save(cache, number):
-    wanted = keys(number)
-    saving = cache.save(wanted)
-    for index, slot in zip(saving.indices, saving.slots, strict=True):
-        cache.arena.view(slot)[:] = data(wanted[index])
-    saving.commit()
-
-
-def load(cache, number, strike=lambda: None):
-    """How many blocks of a prefix come, each of them right, if that happens meanwhile."""
-    wanted = keys(number)
-    fetch = cache.fetch(wanted, deadline_s=30.0)
-    strike()
-    until(lambda: fetch.done)
-    slots = list(fetch.slots)
-    for key, slot in zip(wanted, slots, strict=False):
-        assert cache.arena.view(slot) == data(key)
-    fetch.release()
-    return len(slots)
-
-
 def child(cache):
     """The process of the level; 0 while it is being started."""
     return cache.stats()["nixl"]["process"]
@@ -85,11 +53,11 @@ def recover(cache, number):
     numbers = count(number)
 
     def comes_back():
-        again = next(numbers)
+        again = keys(next(numbers), BLOCKS)
         save(cache, again)
         cache.flush(timeout_s=10)
         for other in range(3):
-            save(cache, 10**6 + other)  # host has room for nothing else
+            save(cache, keys(10**6 + other, BLOCKS))  # host has room for nothing else
         return load(cache, again) == BLOCKS
 
     until(comes_back)
@@ -117,10 +85,10 @@ def test_no_death_in_mid_transfer_costs_more_than_misses(tmp_path):
                     signal.pidfd_send_signal(fd, sent)
 
             if random.random() < 0.5:
-                save(cache, first + 50)  # a put is under way, and the get finds it so
+                save(cache, keys(first + 50, BLOCKS))  # a put is under way, and the get finds it so
                 strike()
-            load(cache, first, strike)
-            load(cache, first)
+            load(cache, keys(first, BLOCKS), strike=strike)
+            load(cache, keys(first, BLOCKS))
             if victim == "server" and sent == signal.SIGKILL:
                 far.kill()
                 far.start()
