@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import islice, repeat
 from math import inf
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from kvladder.arena import Arena, Slot
 from kvladder.keys import BlockKey, Book, by_key, unseen
@@ -44,7 +44,7 @@ class Pending(NamedTuple):
         )
 
 
-_pending = partial(cast("Callable[..., Pending]", tuple.__new__), Pending)
+_pending: Callable[..., Pending] = partial(cast("Any", tuple).__new__, Pending)
 """Of its parts; without a call into Python for each of many."""
 
 
