@@ -32,8 +32,10 @@ _TRIES_PER_S = 100
 _RANGE = range(18_000, 22_700)
 """Below the ports that Linux gives to connections (from 32,768 on), as is 10,000 above each of
 them, where a node of a Redis cluster listens too."""
-_claims = (Path(tempfile.gettempdir()) / f"kvladder-ports-{os.getuid()}").open("ab")
-"""Each byte's lock claims a port for one process, until that ends."""
+_claims = os.open(
+    Path(tempfile.gettempdir()) / f"kvladder-ports-{os.getuid()}", os.O_RDWR | os.O_CREAT, 0o600
+)
+"""A file of which each byte's lock claims a port for one process, until that ends."""
 _given: set[int] = set()
 
 
