@@ -199,7 +199,7 @@ def test_what_does_not_fit_makes_way_and_goes_on(
 def test_without_checkpoints_nothing_is_reused_and_it_says_so() -> None:
     model, prompts = make_model("qwen3-next"), prompts_of(2)
     with opened(model, stack(), checkpoint_tokens=0) as pooled:
-        assert "reuse: off, 0.state is not paged and no checkpoints" in pooled.cache.describe()
+        assert "reuse: off: 0.state is not paged and no checkpoints" in pooled.cache.describe()
         for _ in range(2):
             jobs = serve(pooled, prompts)
             assert outputs(jobs) == plain(model, prompts)
