@@ -210,6 +210,8 @@ class RequestState:
     """How many blocks ``find`` counts for while it waits."""
     own: int = 0
     """How many tokens vLLM had itself when it asked the last time."""
+    told: int = 0
+    """Up to where it has tokens that it asked behind, or that were loaded."""
     answer: tuple[int, int] | None = None
     """How many tokens vLLM has itself, and how many more it was told that the cache has."""
     sync: bool = False

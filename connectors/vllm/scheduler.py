@@ -243,7 +243,7 @@ class SchedulerHalf:
         return copies_s <= computes_s
 
     def _answer(self, state: RequestState, computed: int) -> int | None:
-        state.own = computed
+        state.own = state.told = computed
         # Other weights made what vLLM has of it: what follows that is of no weights' name.
         if computed and self._weights.outdated(self._own_cache):
             state.apart = True
@@ -362,6 +362,7 @@ class SchedulerHalf:
         if not external:
             self._let_go(state)
             return
+        state.told = state.own + external
         own = 0 if answer is None else answer[0]
         self._layered = self._layered or (state.sync and self._options.load == "layers")
         try:
@@ -439,6 +440,22 @@ class SchedulerHalf:
 
     # ---- a step
 
+    def _part_tails(self, output: Any) -> None:
+        """Set those apart that begin with a part of a block that other weights made.
+
+        A request asks behind whole blocks: vLLM says of no others that it has them itself.
+        """
+        if not self._weights.outdated(self._own_cache):
+            return
+        cached = output.scheduled_cached_reqs
+        begun = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        both = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        begun.update((i, computed) for i, computed in both if i in cached.resumed_req_ids)
+        for request_id, computed in begun.items():
+            state = self._states.get(request_id)
+            if state is not None and computed > state.told:
+                state.apart = True
+
     def build(self, output: Any) -> Step:
         """What the workers have to do in the step that vLLM has just scheduled."""
         try:
@@ -458,6 +475,7 @@ class SchedulerHalf:
         if connector.saving:
             lost = (load.job.blocks for load in self._lost)
             step.fence = connector.reading(chain(writes, *lost))
+        self._part_tails(output)
         if self._usable:
             self._save(output)
         step.loads, self._lost = self._lost, []

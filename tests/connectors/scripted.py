@@ -335,9 +335,9 @@ class Engine:
             entry = self.entries[request_id]
             computed = entry.request.num_computed_tokens
             if entry.new:
-                new.append(
-                    SimpleNamespace(block_ids=[list(entry.table)], num_computed_tokens=computed)
-                )
+                one = SimpleNamespace(req_id=request_id, num_computed_tokens=computed)
+                one.block_ids = [list(entry.table)]
+                new.append(one)
             else:
                 whole = entry.table if entry.resumed else entry.fresh
                 cached.req_ids.append(request_id)

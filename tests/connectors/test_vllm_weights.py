@@ -6,6 +6,7 @@ import importlib.util
 import pickle
 from collections.abc import Callable, Iterator
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,6 +213,19 @@ def test_a_request_that_begins_in_vllms_own_outdated_cache_stays_apart(start: St
     assert engine.half.ask(request, 2 * TOKENS) == (0, False)
     assert engine.half._states["begun"].apart
     engine.half.finished(request)
+    for resumes in (False, True):  # vLLM asks behind whole blocks, and takes a part of one more
+        request = Request("tail", PROMPT)
+        engine.half.arrived(request)
+        assert engine.half.ask(request, 0) == (0, False)
+        assert not engine.half._states["tail"].apart
+        new = [] if resumes else [SimpleNamespace(req_id="tail", num_computed_tokens=TOKENS - 1)]
+        ids, computed = (["tail"], [TOKENS - 1]) if resumes else ([], [])
+        cached = SimpleNamespace(req_ids=ids, num_computed_tokens=computed, resumed_req_ids={*ids})
+        engine.half._part_tails(
+            SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached)
+        )
+        assert engine.half._states["tail"].apart
+        engine.half.finished(request)
     pool.cached_block_hash_to_block = object()  # vLLM has emptied it
     request = Request("clean", PROMPT)
     engine.half.arrived(request)
