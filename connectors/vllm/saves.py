@@ -53,6 +53,21 @@ def written(groups: Groups, output: Any) -> Iterator[int]:
         yield copy.dst_block_id
 
 
+def part_tails(states: Mapping[str, RequestState], output: Any) -> None:
+    """Set requests apart that begin with a part of a block of vLLM's own, made by other weights.
+
+    They asked behind whole blocks: vLLM says of no others that it has them itself.
+    """
+    cached = output.scheduled_cached_reqs
+    begun = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    both = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    begun.update((i, computed) for i, computed in both if i in cached.resumed_req_ids)
+    for request_id, computed in begun.items():
+        state = states.get(request_id)
+        if state is not None and computed > state.told:
+            state.apart = True
+
+
 class Saver:
     """Begins to save what a step completes.
 

@@ -21,7 +21,7 @@ from kvladder.connectors.vllm.options import REQUEST, Options, Policies, Request
 from kvladder.connectors.vllm.reports.events import KVEvents, enabled
 from kvladder.connectors.vllm.reports.log import say_ready
 from kvladder.connectors.vllm.requests import Computing, Find, RequestState, held_by_vllm
-from kvladder.connectors.vllm.saves import Saver, Writes
+from kvladder.connectors.vllm.saves import Saver, Writes, part_tails
 from kvladder.connectors.vllm.start import instance_of, layout_of
 from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report, Step
 from kvladder.errors import ConfigError
@@ -440,22 +440,6 @@ class SchedulerHalf:
 
     # ---- a step
 
-    def _part_tails(self, output: Any) -> None:
-        """Set those apart that begin with a part of a block that other weights made.
-
-        A request asks behind whole blocks: vLLM says of no others that it has them itself.
-        """
-        if not self._weights.outdated(self._own_cache):
-            return
-        cached = output.scheduled_cached_reqs
-        begun = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        both = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        begun.update((i, computed) for i, computed in both if i in cached.resumed_req_ids)
-        for request_id, computed in begun.items():
-            state = self._states.get(request_id)
-            if state is not None and computed > state.told:
-                state.apart = True
-
     def build(self, output: Any) -> Step:
         """What the workers have to do in the step that vLLM has just scheduled."""
         try:
@@ -475,7 +459,8 @@ class SchedulerHalf:
         if connector.saving:
             lost = (load.job.blocks for load in self._lost)
             step.fence = connector.reading(chain(writes, *lost))
-        self._part_tails(output)
+        if self._weights.outdated(self._own_cache):
+            part_tails(self._states, output)
         if self._usable:
             self._save(output)
         step.loads, self._lost = self._lost, []

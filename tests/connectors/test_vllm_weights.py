@@ -15,6 +15,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from kvladder.connectors.vllm.identity.weights import Weights
+from kvladder.connectors.vllm.saves import part_tails
 from kvladder.connectors.vllm.step import Report, Seen, Step
 from tests.connectors.scripted import TOKENS, Engine, Request
 
@@ -221,9 +222,8 @@ def test_a_request_that_begins_in_vllms_own_outdated_cache_stays_apart(start: St
         new = [] if resumes else [SimpleNamespace(req_id="tail", num_computed_tokens=TOKENS - 1)]
         ids, computed = (["tail"], [TOKENS - 1]) if resumes else ([], [])
         cached = SimpleNamespace(req_ids=ids, num_computed_tokens=computed, resumed_req_ids={*ids})
-        engine.half._part_tails(
-            SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached)
-        )
+        output = SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached)
+        part_tails(engine.half._states, output)
         assert engine.half._states["tail"].apart
         engine.half.finished(request)
     pool.cached_block_hash_to_block = object()  # vLLM has emptied it
