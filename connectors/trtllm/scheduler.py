@@ -91,8 +91,6 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         self._requests: dict[int, Request] = {}
         self._saving: dict[JobId, int] = {}
         """By copy, whose blocks it reads."""
-        self._rest: list[Fetch] = []
-        """What goes on coming up, for requests that come later."""
 
     @property
     def _cache(self) -> Cache:
@@ -119,7 +117,6 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
     def _promise(self, request: Any, computed: int) -> int:
         cache = self._cache
         cache.settle()
-        self._tidy()
         self._forget(request.request_id)
         if any(_is_there(getattr(request, name, None)) for name in CONTENTS):
             return 0
@@ -136,7 +133,7 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         match = cache.manager.fetch(wanted, deadline_s=self._options.patience_s, salt=salt)
         match.wait()
         if match.blocks < len(wanted):  # the rest is there for the next one with this prefix
-            self._rest.append(cache.manager.fetch(wanted[match.blocks :], salt=salt))
+            cache.connector.bring_up([cache.manager.fetch(wanted[match.blocks :], salt=salt)])
         if not match.blocks:
             match.release()
             return 0
@@ -153,13 +150,6 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
                 state.tokens[known * size : blocks * size], parent=parent
             )
         return state.keys[:blocks]
-
-    def _tidy(self) -> None:
-        """Let go of what has come up."""
-        for fetch in self._rest:
-            if fetch.done:
-                fetch.release()
-        self._rest = [fetch for fetch in self._rest if not fetch.done]
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
         """How much of what was promised is taken: there may be blocks for less.
@@ -180,7 +170,6 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         """What the workers have to do in the step that was just scheduled."""
         cache = self._cache
         cache.settle()
-        self._tidy()
         step = Step()
         if not cache.complete:
             step.meeting = cache.meeting

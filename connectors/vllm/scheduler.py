@@ -27,7 +27,7 @@ from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report,
 from kvladder.errors import ConfigError
 from kvladder.gpu.copy.copier import CopyJob, JobId
 from kvladder.keys import BlockKey
-from kvladder.manager import FLUSH_TIMEOUT_S, Fetch
+from kvladder.manager import FLUSH_TIMEOUT_S
 from kvladder.metrics import Stats
 from kvladder.notices import Notices
 from kvladder.schema import is_mapping
@@ -71,8 +71,6 @@ class SchedulerHalf:
         self._states: dict[str, RequestState] = {}
         self._loads: dict[JobId, Load] = {}
         self._lost: list[Load] = []
-        self._prefetched: list[Fetch] = []
-        """What is brought up for requests that have not come yet."""
         self._writes = Writes(self._groups)
         self._lost_ids = count(-1, -1)
         self._pins = 0
@@ -173,7 +171,7 @@ class SchedulerHalf:
                 return self._policies.plain(request)
         for n, name in enumerate(policy.prefetch):
             try:
-                self._prefetched += manager.prefetch(name)
+                self.connector.bring_up(manager.prefetch(name))
             except ValueError as error:
                 wrong = ConfigError(str(error), path=f"{REQUEST}.prefetch[{n}]")
                 self._policies.refuse(request, wrong, what="this one is")
@@ -452,7 +450,6 @@ class SchedulerHalf:
     def _build(self, output: Any) -> Step:
         connector = self.connector
         step = Step()
-        self._release_prefetched([fetch for fetch in self._prefetched if fetch.done])
         if self.events is not None:
             self.events.watch(getattr(self._pool, "kv_event_queue", ()))
         writes = self._writes.take(output)
@@ -481,11 +478,6 @@ class SchedulerHalf:
         if step.loads or step.saves or arena.admitted < arena.slots:
             step.attach = self._attach
         return step
-
-    def _release_prefetched(self, fetches: Sequence[Fetch]) -> None:
-        for fetch in fetches:
-            self._prefetched.remove(fetch)
-            fetch.release()
 
     def _save(self, output: Any) -> None:
         """Begin to save what the step completes."""
@@ -588,7 +580,6 @@ class SchedulerHalf:
         least for the usual time.
         """
         if self._connector is not None:
-            self._release_prefetched(self._prefetched[:])
             self.settle()
             for state in self._states.values():
                 self._let_go(state)

@@ -18,13 +18,12 @@ import torch
 
 from kvladder.config import registry
 from kvladder.connectors.trtllm import KVLadderScheduler, KVLadderWorker, bases
-from kvladder.connectors.trtllm.names import LEFT_OUT, arguments
 from kvladder.connectors.trtllm.options import PATIENCE, STACK, read
 from kvladder.connectors.trtllm.step import _HALVES
 from kvladder.errors import ConfigError, LayoutError
 from tests.connectors.executor import BLOCK, Executor, RequestData, args_of, kv_of
 from tests.connectors.moody import MoodyTier
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 PROMPT, OTHER = list(range(100, 300)), list(range(500, 650))
 Make = Callable[..., Executor]
@@ -202,19 +201,6 @@ def test_other_weights_and_arguments_find_nothing(make: Make, stack: Any) -> Non
     assert make(args_of(dtype="float16")).run(PROMPT).matched == 0
 
 
-def test_each_argument_names_blocks_unless_it_is_left_out() -> None:
-    plain = arguments(args_of(max_seq_len=1, max_batch_size=1))
-    assert plain != arguments(args_of(max_seq_len=2, max_batch_size=1))
-    assert plain == arguments(args_of(max_seq_len=1, max_batch_size=2))
-    changed = args_of(max_seq_len=1, max_batch_size=1)
-    changed.kv_cache_config.dtype = "fp8"
-    assert plain != arguments(changed)
-    changed = args_of(max_seq_len=1, max_batch_size=1)
-    changed.kv_cache_config.free_gpu_memory_fraction = 0.5
-    assert plain == arguments(changed)
-    assert all(LEFT_OUT.values())
-
-
 # ---- what goes wrong
 
 
@@ -234,13 +220,13 @@ def test_a_flipped_byte_makes_a_shorter_promise(make: Make, tmp_path: Path) -> N
 
 
 class Cold(MoodyTier):
-    """Never answers once it ``hangs``."""
+    """Does not answer while it ``hangs``."""
 
     hangs = False
 
     async def _trouble(self) -> None:
-        if Cold.hangs:
-            await asyncio.Event().wait()
+        while Cold.hangs:  # noqa: ASYNC110 - another thread ends it
+            await asyncio.sleep(0.01)
 
 
 def test_a_tier_that_hangs_costs_patience_and_no_tokens(
@@ -261,6 +247,25 @@ def test_a_tier_that_hangs_costs_patience_and_no_tokens(
         assert found.right
         assert found.matched < 192
     monkeypatch.setattr(Cold, "hangs", False)
+
+
+def test_an_engine_that_ends_lets_go_of_what_came_up_after_its_last_step(
+    make: Make, stack: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry._registered, ("tiers", "cold"), Cold)
+    stack(tier="cold", more=", timeout: 60 s")
+    monkeypatch.setenv(PATIENCE, "10 ms")
+    engine = make()
+    engine.run(PROMPT)
+    engine.idle()
+    with engine.manager._stack.lock:  # what host held is only in the tier now
+        engine.manager._stack.host.forget([*engine.manager._stack.host.index], "evicted")
+    monkeypatch.setattr(Cold, "hangs", True)
+    assert engine.run(PROMPT).matched == 0
+    assert engine.scheduler._cache.connector.rising == 1
+    monkeypatch.setattr(Cold, "hangs", False)
+    until(lambda: engine.manager.stats()["cold"]["loaded"] == 12)
+    engine.ranks[0].worker.close()  # and no step comes; whatever leaves claims on slots fails
 
 
 def test_what_comes_too_late_is_there_for_the_next_request(

@@ -81,3 +81,16 @@ def test_the_weights_are_those_of_the_revision(
         for args in (args_of("a/b"), args_of("a/b", revision="one"), args_of("a/b", revision="two"))
     }
     assert len(weights) == 3
+
+
+def test_each_argument_names_blocks_unless_it_is_left_out() -> None:
+    plain = names.arguments(args_of(max_seq_len=1, max_batch_size=1))
+    assert plain != names.arguments(args_of(max_seq_len=2, max_batch_size=1))
+    assert plain == names.arguments(args_of(max_seq_len=1, max_batch_size=2))
+    changed = args_of(max_seq_len=1, max_batch_size=1)
+    changed.kv_cache_config.dtype = "fp8"
+    assert plain != names.arguments(changed)
+    changed = args_of(max_seq_len=1, max_batch_size=1)
+    changed.kv_cache_config.free_gpu_memory_fraction = 0.5
+    assert plain == names.arguments(changed)
+    assert all(names.LEFT_OUT.values())

@@ -176,7 +176,7 @@ def test_what_a_session_needs_next_is_brought_up_before_it_comes() -> None:
 
     until(comes)
     turn(engine, range(500, 508))
-    assert not engine.half._prefetched, "nothing stays pinned"
+    assert not engine.half.connector.rising, "nothing stays pinned"
     engine.close()
 
 
