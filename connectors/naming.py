@@ -35,6 +35,9 @@ _FILES: Final = " ".join(FILES_LEFT_OUT.values()).split()
 _NOT_THE_MODELS: Final = ("_name_or_path", "_commit_hash", "transformers_version")
 """What a model's configuration says of where it was read and who wrote it."""
 
+LIBRARIES: Final = ("torch", "transformers", "triton", "flashinfer-python")
+"""What vLLM and SGLang compute with, or let read a model's files, in versions that they do not
+choose."""
 LIBRARIES_SWITCHES: Final = (
     "NVIDIA_TF32_OVERRIDE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",

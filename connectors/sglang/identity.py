@@ -20,6 +20,7 @@ from sglang.version import __version__
 from kvladder.config.stack import StackConfig
 from kvladder.connectors.lines import abstract
 from kvladder.connectors.naming import (
+    LIBRARIES,
     LIBRARIES_SWITCHES,
     folder_fields,
     model_folder,
@@ -29,7 +30,6 @@ from kvladder.connectors.naming import (
     versions,
 )
 from kvladder.connectors.sglang.pools import Pool
-from kvladder.connectors.vllm.identity.fingerprint import LIBRARIES
 from kvladder.connectors.weights import downloaded, weights_digest
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout

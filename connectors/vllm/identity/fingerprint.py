@@ -17,6 +17,7 @@ import yaml
 
 from kvladder.connectors.naming import (
     FILES_LEFT_OUT,
+    LIBRARIES,
     LIBRARIES_SWITCHES,
     folder_fields,
     model_folder,
@@ -93,9 +94,6 @@ def _parts(configuration: Any) -> Iterator[tuple[str, Any]]:
         if f"{kind}.{name}" not in _SETTINGS:
             yield name, getattr(configuration, name, None)
 
-
-LIBRARIES: Final = ("torch", "transformers", "triton", "flashinfer-python")
-"""What vLLM computes with, or lets read a model's files, in versions that it does not choose."""
 
 PLUGINS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
 """Entry points of packages that may bring models and devices of their own."""
