@@ -230,14 +230,14 @@ class HostLevel(Shelf[Slot]):
             targets = self.targets(keys, metas, admitting)
             if alike(metas) and metas[0].priority <= priority and not any(targets):
                 chosen += keys
-                targets.clear()
-            for key, meta, target in zip(keys, metas, targets, strict=False):
-                if meta.priority > priority:
-                    return chosen
-                if target is None:
-                    chosen.append(key)
-                else:  # the order is not as ``clean`` found it
-                    self._ahead = min(self._ahead, seen)
+            else:
+                for key, meta, target in zip(keys, metas, targets, strict=True):
+                    if meta.priority > priority:
+                        return chosen
+                    if target is None:
+                        chosen.append(key)
+                    else:  # the order is not as ``clean`` found it
+                        self._ahead = min(self._ahead, seen)
             seen = passed + before
             passed -= len(chosen) - before
         return chosen
