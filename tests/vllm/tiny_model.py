@@ -22,18 +22,26 @@ SHARED: dict[str, Any] = {
 }
 
 
-def llama() -> Any:
+def llama(
+    *,
+    hidden: int = 256,
+    inner: int = 512,
+    layers: int = 4,
+    heads: int = 8,
+    kv: int = 4,
+    dim: int = 32,
+) -> Any:
     """One group of full attention; 1.5 million parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
         LlamaConfig(
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            head_dim=32,
+            hidden_size=hidden,
+            intermediate_size=inner,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv,
+            head_dim=dim,
             **SHARED,
         )
     )
@@ -41,36 +49,12 @@ def llama() -> Any:
 
 def llama_100m() -> Any:
     """The same with 100 million parameters, for figures."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=768,
-            intermediate_size=2560,
-            num_hidden_layers=12,
-            num_attention_heads=12,
-            num_key_value_heads=4,
-            head_dim=64,
-            **SHARED,
-        )
-    )
+    return llama(hidden=768, inner=2560, layers=12, heads=12, dim=64)
 
 
 def llama_wide() -> Any:
     """The same with little to compute and much to keep, 128 KiB a token: what caches take shows."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=8,
-            num_attention_heads=16,
-            num_key_value_heads=16,
-            head_dim=128,
-            **SHARED,
-        )
-    )
+    return llama(layers=8, heads=16, kv=16, dim=128)
 
 
 def gemma3() -> Any:
