@@ -14,8 +14,8 @@ from kvladder.keys import BlockKey
 from kvladder.manager import POLL_S, CacheManager, PacedFetch
 from kvladder.runtime import SystemClock
 
-AT_ONCE: Final = 2
-"""Parts that are asked for: one is copied while the next one comes up."""
+AT_ONCE: Final = 4
+"""Parts that are asked for: one is copied while the next ones keep a device at work."""
 PART: Final = 8
 """A part has one slot of so many."""
 
