@@ -64,23 +64,18 @@ class Clients:
         """Prompts that nobody has asked before."""
         return [self.asked(100 + turn, storage=0) for turn in range(2)]
 
-    def host(self) -> list[float]:
-        """What SGLang's host pool has and its device pool has lost."""
+    def stored(self) -> tuple[list[float], list[float]]:
+        """What only the storage has; and in turns with it, what SGLang's host pool has and its
+        device pool has lost."""
         took: list[float] = []
-        for _ in range(TURNS):
-            self.asked(1, storage=None)
-            self.asked(2, storage=None)
-            took.append(self.asked(1, storage=0))
-        return took
-
-    def stored(self) -> list[float]:
-        """What only the storage has."""
-        took: list[float] = []
+        host: list[float] = []
         self.asked(1, storage=None)
         for _ in range(TURNS):
             self._engine.do("flush")
             took.append(self.asked(1, storage=whole(TOKENS)))
-        return took
+            self.asked(2, storage=None)
+            host.append(self.asked(1, storage=0))
+        return took, host
 
     def attach(self, extra: dict[str, Any], backend: str = "dynamic") -> None:
         """Have another storage, which is empty, and store the prompt there."""
@@ -99,25 +94,27 @@ def first_tokens(folder: Path) -> Iterable[Row]:
     took: dict[str, list[float]] = {}
     try:
         took["cold"] = clients.cold()
-        took["host"] = clients.host()
-        took["arena"] = clients.stored()
+        took["arena"], took["host beside the arena"] = clients.stored()
         clients.attach(stack(folder, PAGES // 3))
         engine.stored("files", PAGES)
-        took["files"] = clients.stored()
+        took["files"], took["host beside files"] = clients.stored()
         kept = folder / "theirs"
         own = {"prefetch_threshold": PAGE, "file_storage_path": str(kept)}
         clients.attach(own, "file")
         while len(list(kept.glob("*.bin"))) < PAGES:
             pass
-        took["theirs"] = clients.stored()
+        took["theirs"], took["host beside theirs"] = clients.stored()
     finally:
         engine.end()
     found = {name: median(several) * 1e3 for name, several in took.items()}
     note = f"prompt of {TOKENS} tokens, {PAGES * PAGE_BYTES >> 20} MiB; computed: "
+    pools, cached = "its host pool, in turns", "files in the page cache"
     for name, ours, theirs, beside in (
-        ("from the arena, beside SGLang's host pool", "arena", "host", "its host pool"),
-        ("from the arena, beside HiCacheFile", "arena", "theirs", "files in the page cache"),
-        ("from files, beside HiCacheFile", "files", "theirs", "files in the page cache"),
+        ("from the arena, beside SGLang's host pool", "arena", "host beside the arena", pools),
+        ("from files, beside SGLang's host pool", "files", "host beside files", pools),
+        ("from HiCacheFile, beside SGLang's host pool", "theirs", "host beside theirs", pools),
+        ("from the arena, beside HiCacheFile", "arena", "theirs", cached),
+        ("from files, beside HiCacheFile", "files", "theirs", cached),
     ):
         yield Row(
             name=f"SGLang, first token, {name}",

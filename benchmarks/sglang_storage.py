@@ -2,11 +2,13 @@
 
 Both are called as its cache controller calls them: theirs by flat copies, ours by pages in place.
 Both may hold all of it in memory: theirs in the page cache, ours in the arena. From disk theirs
-reads when the page cache was dropped, and ours, which reads around it, through a small arena.
+reads when the page cache was dropped, and ours, which reads around it, through a small arena; the
+limit are plain calls of several threads on a segment of ours.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.pool_host import mha
 
+from benchmarks.bench_files import MIB, Raw, Threads
 from benchmarks.row import Row, tell
 from kvladder.connectors.sglang import identity
 from kvladder.connectors.sglang.storage import KVLadderStorage
@@ -137,11 +140,22 @@ class Measured:
         self._time(name, lambda: storage.get(keys))
         assert torch.equal(self._pool.kv_buffer, self._kept), name
 
+    def raw(self, segment: Path) -> None:
+        """As many bytes from the device, on a file that is longer, to memory and no further."""
+        memory = mmap.mmap(-1, self._kept.nbytes)
+        memory.write(bytes(len(memory)))  # the pages are there
+        raw, threads = Raw(segment, memoryview(memory), direct=True), Threads(8)
+        self._took("raw", raw.seconds("read", threads, 2 * MIB, 0))
+        threads.close()
+        raw.close()
+
     def _time(self, name: str, call: Any) -> None:
         begun = perf_counter()
         call()
-        speed = self._kept.nbytes / (perf_counter() - begun) / 1e9
-        self._found.setdefault(name, []).append(speed)
+        self._took(name, perf_counter() - begun)
+
+    def _took(self, name: str, seconds: float) -> None:
+        self._found.setdefault(name, []).append(self._kept.nbytes / seconds / 1e9)
 
     def of(self, name: str) -> float:
         return median(self._found[name])
@@ -164,6 +178,7 @@ def moved(folder: Path, held: Any) -> Iterator[Row]:
         drop(folder / "theirs")
         measured.get("theirs disk", theirs, keys)
         measured.get("small disk", small, keys)
+        measured.raw(next((folder / str(SMALL)).rglob("seg-00000")))
     for what, ours, note in (
         ("set", "large set", "HiCacheFile into the page cache, ours into the arena"),
         ("get memory", "large memory", "HiCacheFile from the page cache, ours from the arena"),
@@ -181,6 +196,13 @@ def moved(folder: Path, held: Any) -> Iterator[Row]:
             goal="ratio >= 1.5",
             note=f"{PAGES} pages of 1.5 MiB; {note}",
         )
+    yield Row(
+        name="SGLang storage, get disk, beside the device",
+        unit="GB/s",
+        limit=measured.of("raw"),
+        ours=measured.of("small disk"),
+        note="limit: plain calls of 8 threads around the page cache, 2 MiB each",
+    )
     yield Row(
         name="SGLang storage, set through a small arena",
         unit="GB/s",
@@ -231,6 +253,7 @@ def main() -> None:
         get_exec=lambda: nothing,
         get_mm=lambda: nothing,
         get_parallel=lambda: nothing,
+        get_spec=lambda: nothing,
         get_lora=lambda: SimpleNamespace(lora_paths=None),
     )
     with tempfile.TemporaryDirectory(dir=os.environ.get("KVLADDER_BENCH_DIR")) as place:
