@@ -388,9 +388,11 @@ NIXL_LANES: Sequence[type[Lane]] = (NixlLane, NixlLane)
 ALL_LANES: Sequence[type[Lane]] = (*NIXL_LANES, MooncakeLane)
 
 
-async def run(folder: Path, trials: int, lanes: Sequence[type[Lane]] = ALL_LANES) -> Figures:
+async def run(
+    folder: Path, trials: int, lanes: Sequence[type[Lane]] = ALL_LANES, *, seed: int = 11
+) -> Figures:
     """Do so many trials, each case as often; some lanes recover while another one is struck."""
-    figures, turn, random = Figures(), asyncio.Lock(), Random(11)
+    figures, turn, random = Figures(), asyncio.Lock(), Random(seed)
     began_s = time.perf_counter()
     known = [case for case in CASES if CASES[case] in lanes]
     due = [*itertools.islice(itertools.cycle(known), trials)]
