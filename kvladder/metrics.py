@@ -45,7 +45,7 @@ class Histogram:
         self.counts[bisect_left(self.le, value)] += 1
         self.sum += value
 
-    def observe_all(self, values: NDArray[np.int64 | np.float32 | np.float64]) -> None:
+    def observe_all(self, values: NDArray[np.uint32 | np.int64 | np.float32 | np.float64]) -> None:
         """Count each of ``values``."""
         buckets = np.searchsorted(np.asarray(self.le), values)
         found = np.bincount(buckets, minlength=len(self.counts)).tolist()

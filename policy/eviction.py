@@ -139,11 +139,11 @@ class PrioritizedLRU(EvictionPolicy):
             return
         chain = np.asarray(handles, np.intc)
         self.push(handles[0], priority)
-        highest = int(chain.max())
+        highest = max(handles)
         if highest >= len(self._priority):
             self._grow(highest)
         priorities = np.frombuffer(self._priority, np.uint8)
-        assert (priorities[chain[1:]] == 0xFF).all(), "a handle is pushed twice"
+        assert not np.count_nonzero(priorities[chain[1:]] != 0xFF), "a handle is pushed twice"
         priorities[chain] = priority
         after, before = np.frombuffer(self._next, np.intc), np.frombuffer(self._prev, np.intc)
         after[chain[:-1]], after[chain[-1]] = chain[1:], _NIL
@@ -159,7 +159,7 @@ class PrioritizedLRU(EvictionPolicy):
 
     def touch_all(self, handles: Sequence[int]) -> None:
         priorities = np.frombuffer(self._priority, np.uint8)[np.asarray(handles, np.intc)]
-        if len(handles) < BULK_MIN or (priorities != priorities[0]).any():
+        if len(handles) < BULK_MIN or np.count_nonzero(priorities != priorities[0]):
             super().touch_all(handles)
             return
         self.remove_all(handles)
@@ -177,14 +177,18 @@ class PrioritizedLRU(EvictionPolicy):
             return
         chain = np.asarray(handles, np.intc)
         priorities = np.frombuffer(self._priority, np.uint8)
-        assert (priorities[chain] != 0xFF).all(), "a handle is not in the policy"
+        assert not np.count_nonzero(priorities[chain] == 0xFF), "a handle is not in the policy"
         after = np.frombuffer(self._next, np.intc)
-        ends = np.flatnonzero(after[chain[:-1]] != chain[1:])  # runs that are runs of a list, too
-        if len(ends) > len(chain) // 2:  # it may lie there the other way round
+        breaks = after[chain[:-1]] != chain[1:]
+        if np.count_nonzero(breaks) > len(chain) // 2:  # it may lie there the other way round
             chain = chain[::-1]
-            ends = np.flatnonzero(after[chain[:-1]] != chain[1:])
-        firsts = [int(chain[0]), *chain[ends + 1].tolist()]
-        for first, last in zip(firsts, [*chain[ends].tolist(), int(chain[-1])], strict=True):
+            breaks = after[chain[:-1]] != chain[1:]
+        firsts, lasts = [int(chain[0])], [int(chain[-1])]  # of runs that are runs of a list, too
+        if np.count_nonzero(breaks):
+            ends = np.flatnonzero(breaks)
+            firsts += chain[ends + 1].tolist()
+            lasts[:0] = chain[ends].tolist()
+        for first, last in zip(firsts, lasts, strict=True):
             self._cut(first, last)
         priorities[chain] = 0xFF
         self._len -= len(handles)

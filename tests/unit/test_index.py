@@ -36,6 +36,17 @@ def test_finds_the_longest_prefix() -> None:
     assert index.key_at(99) is None
 
 
+def test_where_blocks_were_is_believed_only_while_they_are_there() -> None:
+    index, keys = index_of(35, 35), [key(0), key(1)]
+    for known in ([], [0, 1], [1, 0], [10**6, 0]):
+        assert [*(index.lasting(keys, known) or ())] == [0, 1]
+    assert index.lasting([key(0)] * 2, [0, 0]) is None
+    index.drop([key(0)])
+    assert index.lasting(keys, [0, 1]) is None
+    index.insert([key(0)], [7], Meta())
+    assert [*(index.lasting(keys, [0, 1]) or ())] == [7, 1]
+
+
 def test_victims_are_the_lowest_priority_then_the_least_recent() -> None:
     index = index_of(80, 5, 35, 35)
     index.touch([2])

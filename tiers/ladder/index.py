@@ -148,20 +148,23 @@ class LevelIndex(Generic[P]):
         """``place`` of each of ``keys``."""
         return self._place.get_all(keys)
 
-    def lasting(self, keys: Sequence[BlockKey]) -> Sequence[P] | None:
+    def lasting(self, keys: Sequence[BlockKey], known: Sequence[int] = ()) -> Sequence[P] | None:
         """The places of ``keys``, one or more, if all are held and nothing here ever expires.
 
-        None, too, where a key is named twice.
+        None, too, where a key is named twice. It takes less time if they are still where they are
+        ``known`` to have been.
         """
         if self._expires is not None or self.next_end_s != inf:
             return None
         if len(keys) == 1:
             place = self._place.get(keys[0])
             return None if place is None else (place,)
-        try:
-            places = self._place.all_of(keys)
-        except KeyError:
-            return None
+        places = cast("Sequence[P]", known)
+        if len(known) != len(keys) or self.at(known) != [*keys]:
+            try:
+                places = self._place.all_of(keys)
+            except KeyError:
+                return None
         return places if len({*places}) == len(places) else None
 
     def prefix(self, keys: Sequence[BlockKey]) -> int:
@@ -195,11 +198,14 @@ class LevelIndex(Generic[P]):
         if len(places) < 2 or self._until.of or self._terms.count:
             return [self.meta(place) for place in places]
         at = itemgetter(*places)
-        columns = [bytes(at(column)) for column in (self._priority, self._floor, self._hits)]
-        if all(column.count(column[0]) == len(column) for column in columns):
-            priority, floor, hits = [column[0] for column in columns]
-            return [Meta(priority, floor, hits)] * len(places)
-        kinds = [*zip(*columns, strict=True)]
+        priorities, floors, hits = [
+            bytes(at(column)) for column in (self._priority, self._floor, self._hits)
+        ]
+        first, lowest = priorities[0], floors[0]
+        if priorities.count(first) == floors.count(lowest) == len(places):
+            by_hits = {count: Meta(first, lowest, count) for count in {*hits}}
+            return [*map(by_hits.__getitem__, hits)]
+        kinds = [*zip(priorities, floors, hits, strict=True)]
         metas = {kind: Meta(*kind) for kind in dict.fromkeys(kinds)}
         return [*map(metas.__getitem__, kinds)]
 
@@ -419,7 +425,7 @@ class LevelIndex(Generic[P]):
         if len(places) >= BULK_MIN:
             chain = array("i", places)
             at = np.frombuffer(chain, np.intc)
-            if not np.frombuffer(self._pins, np.uint32)[at].any():
+            if not np.count_nonzero(np.frombuffer(self._pins, np.uint32)[at]):
                 np.frombuffer(self._used, np.uint32)[at] = self._uses
                 np.frombuffer(self._used_s, np.float32)[at] = now_s
                 self.policy.touch_all(chain)
@@ -446,11 +452,11 @@ class LevelIndex(Generic[P]):
             self._used[place] = uses
             self._used_s[place] = now_s
 
-    def _use_all(self, at: NDArray[np.intc]) -> NDArray[np.int64]:
+    def _use_all(self, at: NDArray[np.intc]) -> NDArray[np.uint32]:
         """These places are used now, in that order; how long ago each was before, in uses."""
         used = np.frombuffer(self._used, np.uint32)
-        uses = np.arange(self._uses + 1, self._uses + 1 + len(at)) & _MASK
-        distances: NDArray[np.int64] = uses - used[at] & _MASK
+        uses = np.arange(1, len(at) + 1, dtype=np.uint32) + np.uint32(self._uses)
+        distances: NDArray[np.uint32] = uses - used[at]  # both modulo 2**32
         used[at], self._uses = uses, int(uses[-1])
         np.frombuffer(self._used_s, np.float32)[at] = self._now() - self._began_s
         return distances
@@ -461,7 +467,7 @@ class LevelIndex(Generic[P]):
         if len(places) >= BULK_MIN and len({*places}) == len(places):
             chain = array("i", places[::-1])  # a prefix lies there with its tail first
             at, column = np.frombuffer(chain, np.intc), np.frombuffer(pins, np.uint32)
-            if not column[at].any():
+            if not np.count_nonzero(column[at]):
                 self.policy.remove_all(chain)
                 column[at] = 1
                 self._pinned += len(places)
