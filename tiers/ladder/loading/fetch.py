@@ -16,7 +16,7 @@ from kvladder.arena import Slot
 from kvladder.keys import BlockKey, unseen
 from kvladder.policy.worth import Patience, Saves
 from kvladder.tiers.base import ANYWHERE, NO_SLOT
-from kvladder.tiers.label import LevelRead
+from kvladder.tiers.label import LevelRead, Side
 from kvladder.tiers.ladder.index import Meta
 from kvladder.tiers.ladder.shelf import Shared
 
@@ -24,27 +24,53 @@ if TYPE_CHECKING:
     from kvladder.tiers.ladder.level import Level
 
 
-class Arrival:
-    """A block on its way from a colder level into a slot; at most one per key (single flight)."""
+class Arrival(LevelRead):
+    """A block on its way from a colder level into a slot; at most one per key (single flight).
 
-    __slots__ = ("dead", "level", "meta", "read", "waiters")
+    It is the read that the level is given, with the claim on its slot: one object for each block.
+    """
 
-    def __init__(self, read: LevelRead, meta: Meta, level: Level) -> None:
-        self.read = read
-        """What the level fills, and the claim on its slot."""
+    dead = False
+    """Whether the key was removed meanwhile: what arrives is thrown away."""
+    others: list[tuple[Fetch, int]] | None = None
+    """Who waits for it beside ``fetch``."""
+
+    def __init__(
+        self,
+        side: Side,
+        key: BlockKey,
+        place: int,
+        slot: Slot,
+        meta: Meta,
+        level: Level,
+        fetch: Fetch | None,
+        position: int,
+    ) -> None:
+        super().__init__(side, key, place, slot)
         self.meta = meta
         self.level = level
-        self.waiters: list[tuple[Fetch, int]] = []
-        self.dead = False
-        """Whether the key was removed meanwhile: what arrives is thrown away."""
+        self.fetch = fetch
+        """Who was the first to wait for it, and which block of its prefix it is."""
+        self.position = position
+
+    @property
+    def waiters(self) -> list[tuple[Fetch, int]]:
+        """Who waits for it, and which block of its prefix it is."""
+        first = [] if self.fetch is None else [(self.fetch, self.position)]
+        return first + (self.others or [])
+
+    def join(self, fetch: Fetch, position: int) -> None:
+        """One more waits for it."""
+        if self.fetch is None:
+            self.fetch, self.position = fetch, position
+        elif self.others is None:
+            self.others = [(fetch, position)]
+        else:
+            self.others.append((fetch, position))
 
     def recall(self) -> None:
         """The key was removed."""
         self.dead = True
-
-    def reroute(self, read: LevelRead, level: Level) -> None:
-        """The block comes from another level, into another slot."""
-        self.read, self.level = read, level
 
 
 class Parked:
@@ -54,20 +80,33 @@ class Parked:
         self._fetches: deque[Fetch] = deque()
         self._positions: deque[int] = unseen(deque())
         self._keys: deque[BlockKey] = unseen(deque())
+        self._places: deque[int] = unseen(deque())
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def add(self, fetch: Fetch, positions: Sequence[int], keys: Sequence[BlockKey]) -> None:
-        """More of them: for whom, which blocks of its prefix, and their keys."""
+    def add(
+        self,
+        fetch: Fetch,
+        positions: Sequence[int],
+        keys: Sequence[BlockKey],
+        places: Sequence[int],
+    ) -> None:
+        """More of them: for whom, which blocks of its prefix, their keys, and where they were."""
         self._fetches.extend([fetch] * len(keys))
         self._positions.extend(positions)
         self._keys.extend(keys)
+        self._places.extend(places)
 
-    def oldest(self, count: int) -> tuple[list[Fetch], list[int], list[BlockKey]]:
+    def oldest(self, count: int) -> tuple[list[Fetch], list[int], list[BlockKey], list[int]]:
         """What has waited longest, at most so many."""
         positions, keys = islice(self._positions, count), islice(self._keys, count)
-        return [*islice(self._fetches, count)], [*positions], [*keys]
+        places = [*islice(self._places, count)]
+        return [*islice(self._fetches, count)], [*positions], [*keys], places
+
+    def has_last(self, fetch: Fetch) -> bool:
+        """Whether the last of them waits for this one."""
+        return bool(self._fetches) and self._fetches[-1] is fetch
 
     @property
     def first(self) -> tuple[Fetch, int, BlockKey]:
@@ -76,7 +115,7 @@ class Parked:
 
     def pop(self, count: int = 1) -> None:
         """The oldest, so many, wait no longer."""
-        for column in (self._fetches, self._positions, self._keys):
+        for column in (self._fetches, self._positions, self._keys, self._places):
             for _ in range(count):
                 column.popleft()
 

@@ -16,7 +16,6 @@ from kvladder.lock import BATCH
 from kvladder.policy.eviction import BULK_MIN
 from kvladder.policy.worth import TRIAL_BLOCKS, Mark, Run, Worth, stretches
 from kvladder.tiers.base import HOST, NO_SLOT
-from kvladder.tiers.label import LevelRead
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.index import alike
 from kvladder.tiers.ladder.level import Level
@@ -30,7 +29,7 @@ class Read(NamedTuple):
     """A batch that is to be read from a level."""
 
     level: Level
-    blocks: list[LevelRead]
+    blocks: list[Arrival]
     mark: Mark
     """When the blocks were asked for."""
 
@@ -145,7 +144,9 @@ class Loader:
             runs += plan.runs
             if len(plan.slots) < len(keys):
                 break
-        return self._cut(fetch, start + known, wants, joined(runs))
+        judged = self._cut(fetch, start + known, wants, joined(runs))
+        places = wants.places if len(wants) == known else ()
+        return judged._replace(places=places, start=start)
 
     def _cut(self, fetch: Fetch, known: int, wants: Wants, runs: Sequence[Run]) -> Judged:
         """Where to end what ``fetch`` goes on with, since fetching more takes too long.
@@ -171,13 +172,15 @@ class Loader:
         start, end = fetch.length, len(fetch.keys)
         step = self._shared.load_step
         keys = fetch.keys[start : min(start + step, end if judged is None else judged.end)]
-        found, wants, runs = self._planner.plan(keys, fetch.levels)
+        places = () if judged is None else judged.places[start - judged.start :][: len(keys)]
+        found, wants, runs = self._planner.plan(keys, fetch.levels, places=places)
         if judged is None:
             judged = self._cut(fetch, start + len(found), wants, runs)
             del found[judged.end - start :]
             wants = wants[: wants.before(len(found))]
         self._host.pin([slot for slot in found if slot != NO_SLOT])
-        slots = self._room_for(wants) if wants else []
+        # what comes behind blocks that wait for room waits, too
+        slots = self._room_for(wants) if wants and not self._parked.has_last(fetch) else []
         later = self._park(fetch, start, wants[len(slots) :]) if wants else {}
         cut_at, is_short = len(found), len(slots) + len(later) < len(wants)
         if is_short:
@@ -185,14 +188,14 @@ class Loader:
             self._host.stats.throttled += len(wants) - len(slots) - len(later)
             cut = [i for i in range(cut_at, len(found)) if found[i] != NO_SLOT]
             self._host.unpin([keys[i] for i in cut], [found[i] for i in cut])
-        reads = self._begin(wants, slots) if wants else []
-        hits, waiting = self._attach(fetch, found[:cut_at], later)
+        reads = self._begin(wants, slots, [fetch] * len(slots), start) if slots else []
+        hits, joined = self._attach(fetch, found[:cut_at], wants)
         goes_on = cut_at == len(keys) and start + cut_at < judged.end
         there = Counter(wants.levels[: len(slots) + len(later)])
         if not goes_on:
             there.update(judged.dropped)
         asked = len(keys) if goes_on else end - start
-        self.count(asked if new else 0, hits, waiting - len(slots), there)
+        self.count(asked if new else 0, hits, joined, there)
         if reads:
             self._post(self._start, *reads)
         if later:
@@ -225,7 +228,7 @@ class Loader:
         with self._lock:
             wants = self._planner.plan(keys, levels).wants
             slots = self._room_for(wants)
-            reads = self._begin(wants, slots)
+            reads = self._begin(wants, slots, [None] * len(slots))
         self._start(*reads)
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
@@ -262,7 +265,7 @@ class Loader:
         """Have these wait for room, bounded by what the arena could ever hold; of which levels."""
         bound = max(0, self._shared.arena.slots - len(self._parked))
         positions = [start + position for position in wants.positions[:bound]]
-        self._parked.add(fetch, positions, wants.keys[:bound])
+        self._parked.add(fetch, positions, wants.keys[:bound], wants.places[:bound])
         self._host.demand(len(self._parked))
         return dict(zip(positions, wants.levels, strict=False))
 
@@ -274,9 +277,7 @@ class Loader:
             stuck = not self.arrivals and not any(level.pending for level in self._levels)
             wants = self._due(BATCH if stuck else self._host.room_max)
             slots = self._room_for(wants)
-            reads = self._begin(wants, slots)
-            for fetch, position, key in zip(*self._parked.oldest(len(slots)), strict=True):
-                self.arrivals[key].waiters.append((fetch, position))
+            reads = self._begin(wants, slots, self._parked.oldest(len(slots))[0])
             self._parked.pop(len(slots))
             stuck = not self.arrivals and not any(level.pending for level in self._levels)
             if stuck and self._parked and not self._host.has_looked:
@@ -291,7 +292,7 @@ class Loader:
     def _drop_parked(self) -> int:
         """Have the next that wait for room wait no longer, a step; how many."""
         dropped = min(BATCH, len(self._parked))
-        for fetch, position, _ in zip(*self._parked.oldest(dropped), strict=True):
+        for fetch, position, *_ in zip(*self._parked.oldest(dropped), strict=True):
             fetch.failed(position)
         self._parked.pop(dropped)
         return dropped
@@ -315,7 +316,7 @@ class Loader:
                 if not fetch.levels & (HOST if arrival is None else arrival.level.bit):
                     fetch.failed(position)
                 elif arrival is not None:
-                    arrival.waiters.append((fetch, position))
+                    arrival.join(fetch, position)
                 elif slot is not None:
                     self._host.pin([slot])
                     fetch.arrived([position], [slot], self._host.name)
@@ -326,7 +327,8 @@ class Loader:
 
     def _due(self, room: float) -> Wants:
         """The next blocks that wait for room, and where they are now; lost ones end a prefix."""
-        fetches, positions, keys = self._parked.oldest(int(min(room, self._shared.load_step)))
+        count = int(min(room, self._shared.load_step))
+        fetches, positions, keys, places = self._parked.oldest(count)
         wants = Wants()
         if not keys:
             return wants
@@ -334,9 +336,11 @@ class Loader:
         now_s, in_host, arrivals = self._shared.clock.now(), self._host.index.keys(), self.arrivals
         first = fetches[0]
         if fetches.count(first) == len(fetches):
-            found = self._planner.wants_bulk(keys, positions[0], among(levels, first.levels))
+            own = among(levels, first.levels)
+            found = self._planner.wants_bulk(keys, positions[0], own, places)
             if found and first.queues_for(positions, now_s):
-                return found
+                # their positions need not follow each other
+                return Wants(positions, found.keys, found.levels, found.places)
         seen: set[BlockKey] = set()
         for fetch, position, key in zip(fetches, positions, keys, strict=True):
             found_in = source(among(levels, fetch.levels), key)
@@ -356,23 +360,30 @@ class Loader:
         if count <= 0:
             return []
         each = wants[:count].by_level()
-        return self._host.room(count, min(lv.index.lowest(part.places) for lv, part in each))
+        return self._host.room(count, min(lv.index.lowest(places) for lv, _, places in each))
 
-    def _begin(self, wants: Wants, slots: Sequence[Slot]) -> list[Read]:
-        """Register an arrival for each block that has a slot to come to: what to read, by level."""
-        batches: dict[Level, list[LevelRead]] = {}
-        free = iter(slots)
-        for level, part in wants[: len(slots)].by_level():
-            sides, own = repeat(level.door.edge.side), islice(free, len(part))
-            batches[level] = blocks = [*map(LevelRead, sides, part.keys, part.places, own)]
-            level.places.begin_reads(part.places)
-            level.index.hit(part.places)
-            metas = level.index.metas(part.places)
-            are_new = self.arrivals.add(part.keys, [*map(Arrival, blocks, metas, repeat(level))])
+    def _begin(
+        self, wants: Wants, slots: Sequence[Slot], fetches: Sequence[Fetch | None], start: int = 0
+    ) -> list[Read]:
+        """Register an arrival for each block that has a slot to come to: what to read, by level.
+
+        ``fetches`` wait for them; their positions in these count from ``start``.
+        """
+        batches: dict[Level, list[Arrival]] = {}
+        some = wants[: len(slots)]
+        positions = [start + position for position in some.positions]
+        for level, keys, places, *columns in some.by_level(slots, fetches, positions):
+            level.places.begin_reads(places)
+            level.index.hit(places)
+            sides, metas = repeat(level.door.edge.side), level.index.metas(places)
+            own, whose, at = columns
+            blocks = [*map(Arrival, sides, keys, places, own, metas, repeat(level), whose, at)]
+            batches[level] = blocks
+            are_new = self.arrivals.add(keys, blocks)
             assert are_new, "a block is on its way already"
         return self._reads(batches)
 
-    def _reads(self, batches: dict[Level, list[LevelRead]]) -> list[Read]:
+    def _reads(self, batches: dict[Level, list[Arrival]]) -> list[Read]:
         now_s, reads = self._shared.clock.now(), list[Read]()
         for level, blocks in batches.items():
             mark, step = level.pace.asked(len(blocks), now_s), level.batch_max
@@ -380,28 +391,32 @@ class Loader:
             reads += [Read(level, part, mark) for part in parts]
         return reads
 
-    def _attach(
-        self, fetch: Fetch, found: Sequence[Slot], later: Mapping[int, Level]
-    ) -> tuple[int, int]:
-        """Fill ``fetch`` and have it wait; its blocks in the host level, and on their way."""
-        sources, host = list[str](), self._host.name
-        first = fetch.length
-        keys = fetch.keys[first : first + len(found)]
-        for index, (key, slot) in enumerate(zip(keys, found, strict=True), first):
-            if index in later:
-                sources.append(later[index].name)
-            elif slot == NO_SLOT:
-                arrival = self.arrivals[key]
-                sources.append(arrival.level.name)
-                arrival.waiters.append((fetch, index))
-            else:
-                sources.append(host)
+    def _attach(self, fetch: Fetch, found: Sequence[Slot], wants: Wants) -> tuple[int, int]:
+        """Fill ``fetch`` and have it wait for what is on its way for others, not in ``wants``.
+
+        Returns how many of its blocks are in the host level, and how many of those on their way.
+        """
+        first, own = fetch.length, wants.before(len(found))
+        sources = [level.name for level in wants.levels[:own]]
+        if own < len(found):
+            new = dict(zip(wants.positions, sources, strict=False))
+            sources = list[str]()
+            keys = fetch.keys[first : first + len(found)]
+            for index, (key, slot) in enumerate(zip(keys, found, strict=True)):
+                if slot != NO_SLOT:
+                    sources.append(self._host.name)
+                elif index in new:
+                    sources.append(new[index])
+                else:
+                    arrival = self.arrivals[key]
+                    sources.append(arrival.level.name)
+                    arrival.join(fetch, first + index)
         here = [slot for slot in found if slot != NO_SLOT]
         if here:
             self._host.index.hit(here)
             self._write_on_hit(here)
         fetch.extend(found, sources)
-        return len(here), len(found) - len(here) - len(later)
+        return len(here), len(found) - len(here) - own
 
     def count(self, asked: int, hits: int, joined: int, there: Mapping[Level, int]) -> None:
         """Count a fetch, with the lock held: a level is asked for what no hotter one has.
@@ -452,60 +467,55 @@ class Loader:
         self._start(*reads)
 
     def _land(
-        self, level: Level, batch: Sequence[LevelRead], found: Sequence[bool]
-    ) -> dict[Level, list[LevelRead]]:
+        self, level: Level, batch: Sequence[Arrival], found: Sequence[bool]
+    ) -> dict[Level, list[Arrival]]:
         """End these arrivals, tail first; what is to be read from levels below instead."""
-        retries: dict[Level, list[LevelRead]] = {}
+        retries: dict[Level, list[Arrival]] = {}
         if all(found) and self._land_bulk(level, batch):
             return retries
         here: list[BlockKey] = []
-        for block, ok in zip(reversed(batch), reversed(found), strict=True):
-            key = block.key
-            arrival = self.arrivals[key]
+        for arrival, ok in zip(reversed(batch), reversed(found), strict=True):
+            key = arrival.key
             wanted = [(f, i) for f, i in arrival.waiters if f.waits_for([i])]
             if ok and not arrival.dead:
                 if self._arrived(key, arrival, wanted):
                     here.append(key)
                 level.stats.hits += 1
                 continue
-            self._shared.arena.release([arrival.read.slot])
+            self._shared.arena.release([arrival.slot])
             retry = None
             if not ok and wanted and not arrival.dead and not self._closed:
-                retry = self._reroute(level, key, arrival, wanted)
+                retry = self._reroute(level, arrival, wanted)
             if retry is None:
                 del self.arrivals[key]
             else:
-                retries.setdefault(retry[0], []).insert(0, retry[1])
+                retries.setdefault(retry.level, []).insert(0, retry)
             for fetch, index in wanted:
-                if retry is None or not fetch.levels & retry[0].bit:
+                if retry is None or not fetch.levels & retry.level.bit:
                     fetch.failed(index)
         here.reverse()
         self._shared.events.stored(self._host.name, here)
         return retries
 
-    def _land_bulk(self, level: Level, batch: Sequence[LevelRead]) -> bool:
+    def _land_bulk(self, level: Level, batch: Sequence[Arrival]) -> bool:
         """Publish what ``level`` delivered of a batch, all of it, if one fetch waits for all of it.
 
         Else nothing has changed, and False is returned.
         """
         if len(batch) < BULK_MIN:
             return False
-        keys, host = [block.key for block in batch], self._host
-        came = self.arrivals.all_of(keys)
-        fetch = came[0].waiters[0][0] if came[0].waiters else None
-        positions: list[int] = []
-        for one in came:
-            if one.dead or len(one.waiters) != 1 or one.waiters[0][0] is not fetch:
-                return False
-            positions.append(one.waiters[0][1])
+        host, fetch, meta = self._host, batch[0].fetch, batch[0].meta
+        if any(one.dead or one.others or one.fetch is not fetch for one in batch):
+            return False
+        positions = [one.position for one in batch]
         if fetch is None or not fetch.waits_for(positions):
             return False
-        if not alike([one.meta for one in came]) or not host.admits(came[0].meta):
+        if not alike([one.meta for one in batch]) or not host.admits(meta):
             return False
+        keys, slots = [one.key for one in batch], [one.slot for one in batch]
         self.arrivals.pop_all(keys)
-        slots = [block.slot for block in batch]
         self._shared.arena.share(slots)
-        host.hold(keys[::-1], slots[::-1], came[0].meta, pins=1)
+        host.hold(keys[::-1], slots[::-1], meta, pins=1)
         fetch.arrived(positions, slots, level.name)
         level.stats.hits += len(keys)
         self._shared.events.stored(host.name, keys)
@@ -516,7 +526,7 @@ class Loader:
     ) -> bool:
         """Hand the slot over to the host level, if that takes it, and to those who wait for it."""
         del self.arrivals[key]
-        slot = arrival.read.slot
+        slot = arrival.slot
         self._shared.arena.share([slot] * len(wanted))
         is_taken = self._host.admits(arrival.meta)
         if is_taken:
@@ -528,20 +538,23 @@ class Loader:
         return is_taken
 
     def _reroute(
-        self, level: Level, key: BlockKey, arrival: Arrival, wanted: Sequence[tuple[Fetch, int]]
-    ) -> tuple[Level, LevelRead] | None:
+        self, level: Level, arrival: Arrival, wanted: Sequence[tuple[Fetch, int]]
+    ) -> Arrival | None:
         """Have a block that ``level`` did not deliver come from below it, into another slot."""
         mask = reduce(int.__or__, [fetch.levels for fetch, _ in wanted])
         below = among([lv for lv in self._levels if lv.bit > level.bit and lv.readable], mask)
-        found = source(below, key)
+        key, found = arrival.key, source(below, arrival.key)
         slots = [] if found is None else self._host.room(1, arrival.meta.priority)
         if found is None or not slots:
             return None
         lower, place = found
         lower.places.begin_reads([place])
-        read = LevelRead(lower.door.edge.side, key, place, slots[0])
-        arrival.reroute(read, lower)
-        return lower, read
+        side = lower.door.edge.side
+        again = Arrival(side, key, place, slots[0], arrival.meta, lower, None, 0)
+        for waiter in arrival.waiters:
+            again.join(*waiter)
+        self.arrivals[key] = again
+        return again
 
     # ---- for Fetch
 
@@ -572,12 +585,12 @@ class Loader:
         while self.arrivals:  # their reads have not begun
             with self._lock:
                 for arrival in [*islice(self.arrivals.values(), BATCH)]:
-                    arrival.level.read_ended([arrival.read])
-                    self._land(arrival.level, [arrival.read], [False])
+                    arrival.level.read_ended([arrival])
+                    self._land(arrival.level, [arrival], [False])
 
     def check(self) -> None:
         """Assert what must hold of every arrival; for tests."""
-        slots = [arrival.read.slot for arrival in self.arrivals.values()]
+        slots = [arrival.slot for arrival in self.arrivals.values()]
         assert len({*slots}) == len(slots) <= self._max
         assert self._host.index.disjoint(self.arrivals)
         assert not any(map(self._host.index.key_at, slots))

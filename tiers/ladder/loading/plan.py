@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, groupby
 from operator import itemgetter
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey, Book
@@ -55,16 +55,15 @@ class Wants:
         self.levels += more.levels
         self.places += more.places
 
-    def by_level(self) -> Iterator[tuple[Level, Wants]]:
-        """Those of each level by themselves."""
+    def by_level(self, *columns: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+        """Each level, and what is its own of their keys, places and more columns."""
+        whole: tuple[Sequence[Any], ...] = (self.keys, self.places, *columns)
         for level in dict.fromkeys(self.levels):
             if self.levels.count(level) == len(self):
-                yield level, self
+                yield level, *whole
                 continue
             own = [one is level for one in self.levels]
-            positions, keys = [*compress(self.positions, own)], [*compress(self.keys, own)]
-            places = [*compress(self.places, own)]
-            yield level, Wants(positions, keys, [level] * len(keys), places)
+            yield level, *([*compress(each, own)] for each in whole)
 
     def before(self, position: int) -> int:
         """How many of them stand before this position."""
@@ -102,6 +101,9 @@ class Judged(NamedTuple):
     """Up to where levels have it."""
     dropped: Mapping[Level, int]
     """How many blocks between them would have to come, by level."""
+    places: Sequence[int] = ()
+    """Where all of them are, from position ``start`` on, if all have to come."""
+    start: int = 0
 
 
 def among(levels: Sequence[Level], mask: int) -> Sequence[Level]:
@@ -161,10 +163,15 @@ class Planner:
 
     # ---- where blocks are
 
-    def plan(self, keys: Sequence[BlockKey], mask: int, first: int = 0) -> Plan:
-        """Where the longest prefix of ``keys`` is, the first of which is at position ``first``."""
+    def plan(
+        self, keys: Sequence[BlockKey], mask: int, first: int = 0, places: Sequence[int] = ()
+    ) -> Plan:
+        """Where the longest prefix of ``keys`` is, the first of which is at position ``first``.
+
+        It may be known at which ``places`` they were.
+        """
         levels = among([level for level in self._levels if level.readable], mask)
-        alike = self.wants_bulk(keys, first, levels)
+        alike = self.wants_bulk(keys, first, levels, places)
         if alike is not None:
             run = Run(first, len(alike), alike.levels[0].pace)
             return Plan([NO_SLOT] * len(keys), alike, [run])
@@ -191,11 +198,16 @@ class Planner:
         return Plan(slots, wants, joined(parts))
 
     def wants_bulk(
-        self, keys: Sequence[BlockKey], first: int, levels: Sequence[Level]
+        self,
+        keys: Sequence[BlockKey],
+        first: int,
+        levels: Sequence[Level],
+        known: Sequence[int],
     ) -> Wants | None:
         """Where the next blocks of a prefix are, if one level has all of them for good.
 
         None if that is not so, or if one of them is in host or a hotter level, or on its way there.
+        ``known`` is where they were when that was last looked up, empty if it was not.
         Built-in functions that run over many take a third of the time of a loop.
         """
         if len(keys) < BULK_MIN or not self._host.index.disjoint(keys):
@@ -203,7 +215,7 @@ class Planner:
         if not self._arrivals.isdisjoint(keys):
             return None
         for level in levels:
-            places = level.index.lasting(keys)
+            places = level.index.lasting(keys, known)
             if places is not None:
                 positions = [*range(first, first + len(keys))]
                 return Wants(positions, [*keys], [level] * len(keys), [*places])
