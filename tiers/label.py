@@ -362,13 +362,13 @@ class LevelWrite(Write):
 
     def __init__(
         self,
-        side: Side,
         key: BlockKey,
         place: int,
         slot: Slot,
+        side: Side,
         facts: Facts,
+        kind: str,
         replace: bool,
-        kind: str = "",
     ) -> None:
         self._labels, view = side
         self.key = key

@@ -251,7 +251,7 @@ class EngineOffers(CacheOffers):
         for start in range(0, len(found), STEP):
             with ladder.lock:
                 for name, slot in found[start : start + STEP]:
-                    coming = Pending(slot or Slot(0), ladder.meta(name) or Meta(), since_s=0.0)
+                    coming = Pending(ladder.meta(name) or Meta(), since_s=0.0)
                     rows.append((name, slot, coming.facts(ttl_s=None, clock=ladder.clock)))
         labelled: list[Pinned | None] = await self._run_blocking(self._label, rows)
         return labelled

@@ -228,16 +228,15 @@ class HostLevel(Shelf[Slot]):
             places = self.shared.arena.unshared(places)
             keys, metas = index.keys_at(places), index.metas(places)
             targets = self.targets(keys, metas, admitting)
-            if alike(metas) and metas[0].priority <= priority and not any(targets):
-                chosen += keys
-            else:
-                for key, meta, target in zip(keys, metas, targets, strict=True):
-                    if meta.priority > priority:
-                        return chosen
-                    if target is None:
-                        chosen.append(key)
-                    else:  # the order is not as ``clean`` found it
-                        self._ahead = min(self._ahead, seen)
+            end = len(keys)
+            if not alike(metas) or metas[0].priority > priority:
+                end = next((at for at, meta in enumerate(metas) if meta.priority > priority), end)
+            needless = [target is None for target in targets[:end]]
+            chosen += compress(keys, needless)
+            if not all(needless):  # the order is not as ``clean`` found it
+                self._ahead = min(self._ahead, seen)
+            if end < len(keys):
+                return chosen
             seen = passed + before
             passed -= len(chosen) - before
         return chosen
@@ -272,7 +271,7 @@ class HostLevel(Shelf[Slot]):
                 continue
             going = [other is target for other in targets]
             named, slots = [*compress(keys, going)], [*compress(staying, going)]
-            if not target.offer(named, slots, [*compress(metas, going)], stay=True):
+            if not target.offer(named, slots, [*compress(metas, going)], stay=True, new=True):
                 return  # the queue is full: again when it has room
         self._ahead = passed
 

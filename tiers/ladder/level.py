@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import islice
+from itertools import islice, repeat
 from math import inf
 
 from kvladder.arena import Slot
@@ -42,9 +42,9 @@ from kvladder.tiers.base import NO_PLACE, NO_TERMS, Terms, Tier
 from kvladder.tiers.label import LevelRead, LevelWrite, Ref
 from kvladder.tiers.ladder.door import Answer, Door, LevelSpec
 from kvladder.tiers.ladder.gate import Results
-from kvladder.tiers.ladder.index import Meta, alike
+from kvladder.tiers.ladder.index import Meta, alike, runs
 from kvladder.tiers.ladder.places import Places
-from kvladder.tiers.ladder.queue import Inbox, Leaving, Pending, facts_of
+from kvladder.tiers.ladder.queue import Inbox, Leaving, Pending
 from kvladder.tiers.ladder.shelf import Above, Shared, Shelf
 
 LOST_MAX = 4096
@@ -75,6 +75,7 @@ class Level(Shelf[int]):
         self.inbox = Inbox(shared.arena, blocks_max=spec.settings.queue_blocks)
         self._above = above
         self._writing: dict[BlockKey, Pending] = {}
+        self._slots: dict[BlockKey, Slot] = {}  # of what is being written
         self._tombstones: set[BlockKey] = set()
         self._leaving = Leaving(blocks_max)
         self._lost: dict[BlockKey, None] = {}
@@ -127,18 +128,19 @@ class Level(Shelf[int]):
         metas: Sequence[Meta],
         *,
         stay: bool = False,
+        new: bool = False,
     ) -> bool:
         """Queue blocks to be written, with claims of the level's own on their slots.
 
-        False if some were not taken: the level has them, does not admit them, or is so far behind
-        that something less valuable would have to give way and there is none. The latter is counted
-        as a drop, unless blocks ``stay`` where they are and are going to be offered again.
+        False if some were not taken: the level has them (``new`` ones it has not), does not admit
+        them, or is so far behind that something less valuable would have to give way and there is
+        none. The latter is counted as a drop, unless blocks ``stay`` and are offered again.
         """
         now_s = self.shared.clock.now()
-        kinds = metas if len(metas) == 1 else {id(meta): meta for meta in metas}.values()
+        kinds = metas[:1] if alike(metas) else {id(meta): meta for meta in metas}.values()
         if (
             self.inbox.fits(keys)
-            and self.index.disjoint(keys)
+            and (new or self.index.disjoint(keys))
             and self._writing.keys().isdisjoint(keys)
             and self._leaving.behind.keys().isdisjoint(keys)
             and all(map(self.admits, kinds))
@@ -368,16 +370,11 @@ class Level(Shelf[int]):
         ``spare`` says how many more blocks of each salt there may be.
         """
         # a removal that has to wait must not meet the block that is written after it
-        self._lose("breaker", self._leaving.among(self.inbox.among(oldest)))
+        self._lose("breaker", self.inbox.among(self._leaving.among(oldest)))
         if min(spare.values(), default=inf) < inf:
             self._lose("quota", self.inbox.above(self.inbox.among(oldest), spare))
-        self._writing = self.inbox.take(self.inbox.among(oldest))
-        priorities = [pending.meta.priority for pending in self._writing.values()]
-        if len({*priorities}) > 1:
-            ranked = sorted(self._writing.items(), key=lambda one: -one[1].meta.priority)
-            self._writing = dict(ranked)
-            priorities.sort(reverse=True)
-        return priorities
+        self._writing, self._slots = self.inbox.take(self.inbox.among(oldest))
+        return [pending.meta.priority for pending in self._writing.values()]
 
     @property
     def _tells(self) -> bool:
@@ -427,18 +424,21 @@ class Level(Shelf[int]):
     def placed(self, reason: DropReason) -> list[LevelWrite]:
         """What is written, at which places; what gets none is dropped for this reason."""
         places = self.places.take(len(self._writing))
-        for one in list(self._writing.values())[len(places) :]:
+        keys, blocks = [*self._writing], [*self._writing.values()]
+        for one in blocks[len(places) :]:
             self.stats.drop("full" if self.places.limited else reason, one.meta.priority)
-        each = facts_of(self._writing.values(), ttl_s=self.rule.ttl_s, clock=self.shared.clock)
-        lost, side = self._lost, self.door.edge.side
-        return [
-            LevelWrite(side, key, place, one.slot, facts, key in lost, one.meta.terms.kind)
-            for place, (key, one), facts in zip(places, self._writing.items(), each, strict=False)
-        ]
+        slots, lost = [*map(self._slots.__getitem__, keys)], map(self._lost.__contains__, keys)
+        placed, side = list[LevelWrite](), self.door.edge.side
+        for meta, run in runs([one.meta for one in blocks[: len(places)]]):
+            facts = blocks[run][0].facts(ttl_s=self.rule.ttl_s, clock=self.shared.clock)
+            same = repeat(side), repeat(facts), repeat(meta.terms.kind)
+            placed += map(LevelWrite, keys[run], places[run], slots[run], *same, lost)
+        return placed
 
     def settle(self, blocks: Sequence[LevelWrite], answer: Answer) -> None:
         """End the write under way: publish what was stored, free the rest, tell the stack."""
         self.stats.stored_s += answer.took_s
+        stored = 0
         if answer.full:
             self._full(blocks)
         elif answer.results is None:
@@ -451,13 +451,13 @@ class Level(Shelf[int]):
             else:
                 self._leaving.leave_behind(salts, unwanted)
         else:
-            self._publish(blocks, answer.results)
-        writing, self._writing = self._writing, {}
-        self.shared.arena.release([pending.slot for pending in writing.values()])
-        both = [*zip(writing, self.index.places_of(writing), strict=True)]
-        for is_there in (True, False):
-            keys = [key for key, place in both if (place is not None) == is_there]
-            self._above.settled(self, keys, stored=is_there)
+            stored = self._publish(blocks, answer.results)
+        self.shared.arena.release([*self._slots.values()])
+        writing, self._writing, self._slots = self._writing, {}, {}
+        gone = [k for k in writing if k not in self.index] if stored < len(writing) else []
+        there = [k for k in writing if k in self.index] if gone else [*writing]
+        self._above.settled(self, there, stored=True)
+        self._above.settled(self, gone, stored=False)
         if self.tier.shared:  # what was not stored others may have put there
             self.remove_later([Ref(key, NO_PLACE) for key in self._tombstones])
         self._tombstones.clear()
@@ -476,9 +476,9 @@ class Level(Shelf[int]):
         self.remove_later([Ref(one.key, one.place) for one in blocks if one.key in unwanted])
         self._let_go([Ref(one.key, one.place) for one in blocks if one.key not in unwanted])
 
-    def _publish(self, blocks: Sequence[LevelWrite], results: Results) -> None:
+    def _publish(self, blocks: Sequence[LevelWrite], results: Results) -> int:
         stored: list[BlockKey] = []
-        metas = [self._writing[block.key].meta for block in blocks]
+        metas = [one.meta for one in islice(self._writing.values(), len(blocks))]
         if all(results) and alike(metas) and metas[0].terms == NO_TERMS and not self._tombstones:
             stored = [block.key for block in reversed(blocks)]
             self.hold(stored, [block.place for block in reversed(blocks)], metas[0])
@@ -502,6 +502,7 @@ class Level(Shelf[int]):
             self._full_until_s = -inf
         self.stats.stored += len(stored)
         self.shared.events.stored(self.name, stored[::-1])
+        return len(stored)
 
     def _drop(self, reason: DropReason, blocks: Sequence[LevelWrite]) -> None:
         for block in blocks:
@@ -594,6 +595,6 @@ class Level(Shelf[int]):
         self.places.check()
         assert self._tombstones <= self._writing.keys()
         self._leaving.check()
-        claims = self.shared.arena.claims
-        assert all(claims(pending.slot) > 0 for pending in self._writing.values())
+        assert self._slots.keys() == self._writing.keys()
+        assert all(map(self.shared.arena.claims, self._slots.values()))
         assert len(self.index) <= self.places.taken <= self.capacity_blocks

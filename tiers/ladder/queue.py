@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from functools import partial
-from itertools import islice, repeat
+from itertools import islice
 from math import inf
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from kvladder.arena import Arena, Slot
 from kvladder.keys import BlockKey, Book, by_key, unseen
@@ -19,9 +18,8 @@ from kvladder.tiers.ladder.index import Meta, runs
 
 
 class Pending(NamedTuple):
-    """A block on its way into a level, which holds a claim on ``slot``."""
+    """What is known of blocks on their way into a level: one object for all that are alike."""
 
-    slot: Slot
     meta: Meta
     since_s: float
     """Loop time at which it was offered."""
@@ -44,19 +42,6 @@ class Pending(NamedTuple):
         )
 
 
-_pending: Callable[..., Pending] = partial(cast("Any", tuple).__new__, Pending)
-"""Of its parts; without a call into Python for each of many."""
-
-
-def facts_of(blocks: Iterable[Pending], *, ttl_s: float | None, clock: Clock) -> Iterator[Facts]:
-    """What a level with this TTL stores with each; those of one ``Meta`` share an object."""
-    meta, facts = None, Facts()
-    for one in blocks:
-        if one.meta is not meta:  # mostly it is: see ``LevelIndex.metas``
-            meta, facts = one.meta, one.facts(ttl_s=ttl_s, clock=clock)
-        yield facts
-
-
 class Inbox:
     """First in, first out, at most ``blocks_max`` blocks. The stack's lock guards every call."""
 
@@ -64,7 +49,8 @@ class Inbox:
         self._arena = arena
         self._max = blocks_max
         self._blocks: dict[BlockKey, Pending] = {}
-        self._by_priority: dict[int, dict[BlockKey, None]] = {}
+        self._slots: dict[BlockKey, Slot] = {}
+        self._by_priority: dict[int, dict[BlockKey, Pending]] = {}
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -112,11 +98,11 @@ class Inbox:
         """Queue blocks, in that order, and take a claim on their slots; they fit."""
         assert len(keys) + len(self._blocks) <= self._max
         self._arena.share(slots)
-        pending = map(_pending, zip(slots, metas, repeat(now_s), strict=False))
-        self._blocks.update(zip(keys, pending, strict=True))
+        self._slots.update(zip(keys, slots, strict=True))
         for meta, run in runs(metas):
-            ranked = self._by_priority.setdefault(meta.priority, {})
-            ranked.update(dict.fromkeys(keys[run]))
+            same = dict.fromkeys(keys[run], Pending(meta, now_s))
+            self._blocks.update(same)
+            self._by_priority.setdefault(meta.priority, {}).update(same)
 
     def among(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
         """Those of ``keys`` that wait."""
@@ -124,7 +110,8 @@ class Inbox:
 
     def remove(self, keys: Iterable[BlockKey]) -> None:
         """Give blocks up and release their slots."""
-        self._arena.release([pending.slot for pending in self.take(keys).values()])
+        _, slots = self.take(keys)
+        self._arena.release([*slots.values()])
 
     def above(self, keys: Sequence[BlockKey], spare: Mapping[bytes, float]) -> list[BlockKey]:
         """Those of ``keys`` for which their salt has nothing to spare.
@@ -140,15 +127,25 @@ class Inbox:
                 over.append(key)
         return over
 
-    def take(self, keys: Iterable[BlockKey]) -> dict[BlockKey, Pending]:
-        """These blocks; the claims on their slots go to the caller."""
+    def take(
+        self, keys: Iterable[BlockKey]
+    ) -> tuple[dict[BlockKey, Pending], dict[BlockKey, Slot]]:
+        """These blocks, those of the highest priority first, and their slots.
+
+        The claims on these go to the caller.
+        """
         taken = {key: self._blocks.pop(key) for key in keys}
+        slots = {key: self._slots.pop(key) for key in taken}
+        if len(self._by_priority) > 1:
+            taken = dict(sorted(taken.items(), key=lambda one: -one[1].meta.priority))
+        if not self._blocks:
+            self._by_priority.clear()
         for priority, same in list(self._by_priority.items()):
             for key in filter(same.__contains__, taken):
                 del same[key]
             if not same:
                 del self._by_priority[priority]
-        return taken
+        return taken, slots
 
     def __iter__(self) -> Iterator[BlockKey]:
         """All keys, oldest first; do not change the inbox meanwhile."""
@@ -157,10 +154,11 @@ class Inbox:
     def check(self) -> None:
         """Assert bounds and claims; for tests."""
         assert len(self._blocks) <= self._max
+        assert self._slots.keys() == self._blocks.keys()
         ranked = {k: n for n, keys in self._by_priority.items() for k in keys}
         assert ranked == {key: pending.meta.priority for key, pending in self._blocks.items()}
         assert all(self._by_priority.values())
-        assert all(self._arena.claims(p.slot) > 0 for p in self._blocks.values())
+        assert all(self._arena.claims(slot) > 0 for slot in self._slots.values())
 
 
 class Leaving:
