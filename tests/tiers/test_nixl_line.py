@@ -139,6 +139,25 @@ async def test_a_commit_may_come_as_soon_as_the_grant_is_sent():
         assert fabric.exporter.gauges()["messages_refused"] == 0
 
 
+@pytest.mark.real  # in the order in which they were asked for
+async def test_what_is_granted_is_on_its_way_before_labels_are_made():
+    async with pair() as (near, fabric):
+        await near.line.tried()
+        (plane,) = [plane for plane in fabric.planes if plane.arena is near.arena]
+        posted: list[int] = []
+
+        async def label(wanted):
+            posted.append(len(plane.posted))
+            return [b""] * len(wanted)
+
+        def put(number):
+            here, key = near.line.here, near.key(number)
+            return here.put([key], [number], [SIZE], [Facts()], label)
+
+        await asyncio.gather(put(0), put(1))
+        assert posted[0], "the first one is not put off by the other one"
+
+
 async def test_nobody_polls_at_the_client_while_a_put_is_checked():
     async with pair() as (near, fabric):
         await near.line.tried()

@@ -47,6 +47,15 @@ async def test_the_end_of_a_write_is_seen_before_the_next_one_is_posted(log):
     assert log == ["post 0", "end 0", "post 1", "end 1", "post 2", "end 2"]
 
 
+@pytest.mark.real  # in the order in which they were asked for
+async def test_a_write_is_not_put_off_by_the_next_one(log):
+    pump, loop = pump_over(Plane(log), log), asyncio.get_running_loop()
+    first = pump.write([0], [0], [1])
+    loop.call_soon(log.append, "whoever asked goes on")
+    await asyncio.gather(first, pump.write([1], [1], [1]))
+    assert log[0] == "post 0"
+
+
 async def test_what_cannot_be_posted_has_failed(log):
     plane = Plane(log)
     pump = pump_over(plane, log)

@@ -279,6 +279,7 @@ class Connection(Channel):
         picked = ([column[n] for n in wanted] for column in (slots, granted, lengths))
         writing = self._pump.write(*picked)
         try:
+            await asyncio.sleep(0)  # first the bytes: they travel while labels are made
             made = dict(zip(wanted, await label(wanted), strict=True))
             await asyncio.shield(writing)
         finally:  # until it has ended, bytes of slots here are sent

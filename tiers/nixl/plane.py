@@ -37,8 +37,8 @@ _TIMES = {
     "TCP_KEEPINTVL": "1s",
     "TCP_KEEPCNT": "3",
     "KEEPALIVE_INTERVAL": "2s",
-    "TCP_TX_SEG_SIZE": "64k",
-    "TCP_RX_SEG_SIZE": "256k",
+    "TCP_TX_SEG_SIZE": "16k",  # what comes together with a header is copied once more
+    "TCP_RX_SEG_SIZE": "16k",
 }
 
 

@@ -102,9 +102,10 @@ class Pump:
 
     def _wake(self) -> None:
         self._still = 0
-        if self._error is None:
-            if self._due is not None:
-                self._due.cancel()
+        if isinstance(self._due, asyncio.TimerHandle):
+            self._due.cancel()
+            self._due = None
+        if self._error is None and self._due is None:
             self._due = self._loop.call_soon(self._step)
 
     def _step(self) -> None:

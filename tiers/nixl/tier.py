@@ -34,7 +34,7 @@ except ModuleNotFoundError as missing:
 T = TypeVar("T")
 
 BATCH_BYTES = 64 << 20
-PARTS, PART_BYTES_MIN = 4, 8 << 20
+PARTS, PART_BYTES_MIN = 4, 16 << 20
 """A batch travels in so many parts, none smaller: one is checked while the next one travels."""
 PIECES = 0.25
 """Of a call's time: after it no further piece of a put is begun."""
