@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -37,6 +38,8 @@ _claims = os.open(
 )
 """A file of which each byte's lock claims a port for one process, until that ends."""
 _given: set[int] = set()
+_choosing = threading.Lock()
+"""Held while this process claims: its threads would all have one lock."""
 
 
 def program() -> str | None:
@@ -58,9 +61,10 @@ def free_ports(count: int) -> list[int]:
         if len(ports) == count:
             break
         port = _RANGE[number % len(_RANGE)]
-        if port not in _given and _claim(port):
-            _given.add(port)
-            ports.append(port)
+        with _choosing:
+            if port not in _given and _claim(port):
+                _given.add(port)
+                ports.append(port)
     if len(ports) < count:
         raise RuntimeError(f"no {count} ports are free from {_RANGE.start} to {_RANGE.stop - 1}")
     return ports
