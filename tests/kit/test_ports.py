@@ -26,14 +26,12 @@ def test_threads_are_given_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -
     assert len({*given}) == 16
 
 
-def test_processes_are_given_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_are_given_ports_of_their_own() -> None:
     ports = free_ports(8)
-    begin = (
-        f"redisserver.os.getpid = lambda: {ports[0] - redisserver._RANGE.start} * pow(61, -1, n)"
-    )
+    pid = (ports[0] - redisserver._RANGE.start) * pow(61, -1, len(redisserver._RANGE))
     code = (
         "from kvladder.testing import redisserver\n"
-        f"n = len(redisserver._RANGE); {begin}\n"
+        f"redisserver.os.getpid = lambda: {pid}\n"
         "print(*redisserver.free_ports(8))"
     )
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
