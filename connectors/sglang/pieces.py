@@ -16,7 +16,7 @@ from kvladder.runtime import SystemClock
 
 AT_ONCE: Final = 4
 """Parts that are asked for: one is copied while the next ones keep a device at work."""
-PART: Final = 8
+PART: Final = 12
 """A part has one slot of so many."""
 
 
