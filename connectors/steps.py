@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from kvladder.connectors.base import Connector, Open
 from kvladder.gpu.copy.copier import CopyJob, Finished, JobId
-from kvladder.manager import CacheManager, Fetch
+from kvladder.manager import CacheManager, Rising
 
 
 class StepConnector(Connector):
@@ -16,7 +16,8 @@ class StepConnector(Connector):
         super().__init__(manager, reports=ranks)
         self._begun: list[CopyJob] = []
         self._ended: list[Finished] = []
-        self._rising: list[Fetch] = []
+        self.rising = Rising()
+        """Of requests that come later."""
         self.copied = {"offload_bytes": 0, "offload_s": 0.0, "onboard_bytes": 0, "onboard_s": 0.0}
         """What has been copied out of the engine's KV cache, and into it."""
 
@@ -30,21 +31,9 @@ class StepConnector(Connector):
         byte_s = self.copied["onboard_s"] / self.copied["onboard_bytes"]
         return byte_s * blocks * self.manager.layout.block_bytes
 
-    def bring_up(self, fetches: Iterable[Fetch]) -> None:
-        """Let go of these once they are done: their blocks are in host for who asks next."""
-        self._rising += fetches
-
-    @property
-    def rising(self) -> int:
-        """How many of them are not done."""
-        return len(self._rising)
-
     def take(self) -> list[CopyJob]:
         """The jobs that were begun since the last call; asked once a step."""
-        risen = [fetch for fetch in self._rising if fetch.done]
-        for fetch in risen:
-            self._rising.remove(fetch)
-            fetch.release()
+        self.rising.settle()
         begun, self._begun = self._begun, []
         return begun
 
@@ -83,6 +72,7 @@ class StepConnector(Connector):
 
     def report(self, ended: Iterable[Finished]) -> None:
         """Take in what workers reported: a part of a job each."""
+        self.rising.settle()
         for finished in ended:
             one = self._report(finished)
             if one is not None:
@@ -95,7 +85,5 @@ class StepConnector(Connector):
         return ended
 
     def close(self) -> None:
-        for fetch in self._rising:
-            fetch.release()
-        self._rising.clear()
+        self.rising.close()
         super().close()

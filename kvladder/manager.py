@@ -28,6 +28,7 @@ from kvladder.tiers.ladder.door import CLOSE_TIMEOUT_S as TIER_CLOSE_TIMEOUT_S
 from kvladder.tiers.ladder.gate import BREAKER_STATES, KINDS
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.fetch import Fetch as Fetch
+from kvladder.tiers.ladder.loading.fetch import Rising as Rising
 from kvladder.tiers.ladder.loading.fetch import SetFetch as SetFetch
 from kvladder.tiers.ladder.paced import PINNED_MAX, Reserved, Turns
 from kvladder.tiers.ladder.paced import POLL_S as POLL_S

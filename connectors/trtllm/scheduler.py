@@ -133,7 +133,7 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         match = cache.manager.fetch(wanted, deadline_s=self._options.patience_s, salt=salt)
         match.wait()
         if match.blocks < len(wanted):  # the rest is there for the next one with this prefix
-            cache.connector.bring_up([cache.manager.fetch(wanted[match.blocks :], salt=salt)])
+            cache.connector.rising.add([cache.manager.fetch(wanted[match.blocks :], salt=salt)])
         if not match.blocks:
             match.release()
             return 0

@@ -171,7 +171,7 @@ class SchedulerHalf:
                 return self._policies.plain(request)
         for n, name in enumerate(policy.prefetch):
             try:
-                self.connector.bring_up(manager.prefetch(name))
+                self.connector.rising.add(manager.prefetch(name))
             except ValueError as error:
                 wrong = ConfigError(str(error), path=f"{REQUEST}.prefetch[{n}]")
                 self._policies.refuse(request, wrong, what="this one is")

@@ -21,7 +21,7 @@ from kvladder.manager import CacheManager
 from kvladder.policy.worth import ANYTHING
 from kvladder.tiers.base import NO_TERMS
 from kvladder.tiers.ladder.index import Meta
-from kvladder.tiers.ladder.loading.fetch import Fetch
+from kvladder.tiers.ladder.loading.fetch import Fetch, Rising
 
 REST_S = 0.002
 """How long ``TierPort.wait`` sleeps at most while nothing but a tier can wake it."""
@@ -90,7 +90,7 @@ class TierPort:
         """Copies under way, and what is called when they have ended."""
         self.byte_s: dict[Direction, float] = {}
         """Seconds per byte of recent copies."""
-        self._asking: list[Fetch] = []
+        self.rising = Rising()
         """Fetches that nobody waits for; what they bring is there for the next claim."""
         with self._ladder.lock:
             self._journal = self._ladder.events.follow()
@@ -216,7 +216,7 @@ class TierPort:
         for at, key in enumerate(keys[:count]):
             self._claims.setdefault(key, []).append((claim, at))
         if fetch.asking and not count:  # a shared tier answers later: for the next claim
-            self._asking.append(fetch)
+            self.rising.add([fetch])
         elif not count:
             fetch.release()
         return count
@@ -284,18 +284,13 @@ class TierPort:
         for ticket in [ticket for ticket in self._in if ticket not in self._copying]:
             if not self._begin(ticket):
                 self._arrived(ticket, ok=False)
-        self._let_go([fetch for fetch in self._asking if fetch.done])
+        self.rising.settle()
         self._reconcile()
 
     def prefetch(self, keys: Sequence[BlockKey], salt: str) -> None:
         """Have these blocks brought to host, whatever that takes; ``poll`` lets go of them."""
         if keys:
-            self._asking.append(self.manager.fetch(keys, salt=salt, saves=ANYTHING))
-
-    def _let_go(self, fetches: Sequence[Fetch]) -> None:
-        for fetch in fetches:
-            self._asking.remove(fetch)
-            fetch.release()
+            self.rising.add([self.manager.fetch(keys, salt=salt, saves=ANYTHING)])
 
     def _ended(self, finished: Finished) -> None:
         ticket = Ticket(finished.id)
@@ -349,6 +344,6 @@ class TierPort:
         self.poll()
         for ticket in list(self._in):
             self._arrived(ticket, ok=False)
-        self._let_go(list(self._asking))
+        self.rising.close()
         with self._ladder.lock:
             self._ladder.events.unfollow(self._journal)

@@ -220,13 +220,13 @@ def test_a_flipped_byte_makes_a_shorter_promise(make: Make, tmp_path: Path) -> N
 
 
 class Cold(MoodyTier):
-    """Does not answer while it ``hangs``."""
+    """Never answers once it ``hangs``, but for one that ``recovers``."""
 
-    hangs = False
+    hangs = recovers = False
 
     async def _trouble(self) -> None:
-        while Cold.hangs:  # noqa: ASYNC110 - another thread ends it
-            await asyncio.sleep(0.01)
+        while Cold.hangs:
+            await (asyncio.sleep(0.01) if Cold.recovers else asyncio.Event().wait())
 
 
 def test_a_tier_that_hangs_costs_patience_and_no_tokens(
@@ -249,8 +249,9 @@ def test_a_tier_that_hangs_costs_patience_and_no_tokens(
     monkeypatch.setattr(Cold, "hangs", False)
 
 
-def test_an_engine_that_ends_lets_go_of_what_came_up_after_its_last_step(
-    make: Make, stack: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_came_up_after_the_last_step_is_let_go_of(
+    make: Make, stack: Any, monkeypatch: pytest.MonkeyPatch, *, ends: bool
 ) -> None:
     monkeypatch.setitem(registry._registered, ("tiers", "cold"), Cold)
     stack(tier="cold", more=", timeout: 60 s")
@@ -261,11 +262,17 @@ def test_an_engine_that_ends_lets_go_of_what_came_up_after_its_last_step(
     with engine.manager._stack.lock:  # what host held is only in the tier now
         engine.manager._stack.host.forget([*engine.manager._stack.host.index], "evicted")
     monkeypatch.setattr(Cold, "hangs", True)
+    monkeypatch.setattr(Cold, "recovers", True)
     assert engine.run(PROMPT).matched == 0
-    assert engine.scheduler._cache.connector.rising == 1
+    rising = engine.scheduler._cache.connector.rising
+    assert len(rising) == 1
     monkeypatch.setattr(Cold, "hangs", False)
     until(lambda: engine.manager.stats()["cold"]["loaded"] == 12)
-    engine.ranks[0].worker.close()  # and no step comes; whatever leaves claims on slots fails
+    if ends:  # and no step comes; whatever leaves claims on slots fails
+        engine.ranks[0].worker.close()
+    else:  # before anything is promised to the next request
+        engine.scheduler.get_num_new_matched_tokens(engine.request(OTHER[:8]), 0)
+    assert not rising
 
 
 def test_what_comes_too_late_is_there_for_the_next_request(

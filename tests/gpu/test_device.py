@@ -535,6 +535,6 @@ def arrive(engine: Model) -> None:
 
     def came() -> bool:
         engine.cache.poll()
-        return not engine.cache.port._asking
+        return not engine.cache.port.rising
 
     until(came)

@@ -6,7 +6,7 @@ import asyncio
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
 from math import inf
@@ -333,6 +333,33 @@ class Fetch:
         """Release, and have every level forget the blocks: their bytes could not be used."""
         self.release()
         self._stack.discard(self._pinned()[0])
+
+
+class Rising:
+    """Fetches that nobody waits for: what they bring up is in host for who asks next."""
+
+    def __init__(self) -> None:
+        self._fetches: list[Fetch] = []
+
+    def __len__(self) -> int:
+        return len(self._fetches)
+
+    def add(self, fetches: Iterable[Fetch]) -> None:
+        """Let go of these, too, once they are done."""
+        self._fetches += fetches
+
+    def settle(self) -> None:
+        """Let go of what has come up."""
+        self._let_go([fetch for fetch in self._fetches if fetch.done])
+
+    def close(self) -> None:
+        """Let go of all of them; may be called again."""
+        self._let_go(self._fetches[:])
+
+    def _let_go(self, fetches: Sequence[Fetch]) -> None:
+        for fetch in fetches:
+            self._fetches.remove(fetch)
+            fetch.release()
 
 
 class SetFetch(Fetch):
