@@ -296,6 +296,10 @@ class Spread(MutableMapping[BlockKey, V]):
     def pop(self, key: BlockKey, *default: Any) -> Any:
         return self._of[key[0]].pop(key, *default)
 
+    def clear(self) -> None:
+        for part in self._parts:
+            part.clear()
+
     def all_of(self, keys: Sequence[BlockKey]) -> Sequence[V]:
         of = self._of
         return [of[key[0]][key] for key in keys]

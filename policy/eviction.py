@@ -139,7 +139,7 @@ class PrioritizedLRU(EvictionPolicy):
             return
         chain = np.asarray(handles, np.intc)
         self.push(handles[0], priority)
-        highest = max(handles)
+        highest = int(chain.max())
         if highest >= len(self._priority):
             self._grow(highest)
         priorities = np.frombuffer(self._priority, np.uint8)

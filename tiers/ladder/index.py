@@ -280,14 +280,15 @@ class LevelIndex(Generic[P]):
         pins: int,
     ) -> None:
         """``insert`` many of which nothing special was said."""
-        self._reach(max(places))
+        chain = array("i", places)
+        at = np.frombuffer(chain, np.intc)
+        self._reach(int(at.max()))
         are_new = self._place.add(keys, places)
         assert are_new, "a key is held already"
-        names, chain = self._key, array("i", places)
-        for key, place in zip(keys, chain, strict=True):
-            assert names[place] is None, f"place {place} is taken"
+        names = self._key
+        assert not any(itemgetter(*places)(names)), "a place is taken"
+        for key, place in zip(keys, places, strict=True):
             names[place] = key
-        at = np.frombuffer(chain, np.intc)
         np.frombuffer(self._priority, np.uint8)[at] = meta.priority
         np.frombuffer(self._floor, np.uint8)[at] = meta.floor
         np.frombuffer(self._hits, np.uint8)[at] = min(meta.hits, HITS_MAX)

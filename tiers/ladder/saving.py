@@ -102,7 +102,9 @@ class Saving:
 
     def done(self, keys: Sequence[BlockKey]) -> None:
         """All of these, whose ``metas`` are known, are hits now."""
-        for key in keys:
+        if len(keys) == len(self._lots):
+            self._lots.clear()
+        for key in keys if self._lots else ():
             del self._lots[key]
 
     def slots(self) -> list[Slot]:
