@@ -10,6 +10,7 @@ from kvladder.errors import NotHeld
 from kvladder.gpu.pool.below import Below, Known, Victim
 from kvladder.gpu.pool.events import Why
 from kvladder.gpu.pool.ledger import Ledger
+from kvladder.gpu.tree.columns import gather
 from kvladder.gpu.tree.names import NO_NODE, NO_SLOT, TOKEN_BYTES, DeviceSlot, NodeId, Ticket
 from kvladder.keys import BlockKey
 
@@ -50,8 +51,7 @@ class Moves:
         """
         ledger = self._ledger
         ledger.stats.evicted += len(victims)
-        stamp = ledger.nodes.stamp
-        ledger.uses.evicted([-stamp[node] for node in victims])
+        ledger.uses.evicted(gather(ledger.nodes.stamp, victims))
         if self.below is None:
             keys, slots = ledger.index.evict(victims)
             ledger.free.add(slots)

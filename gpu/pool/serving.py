@@ -259,7 +259,7 @@ class Serving:
         stamps = ledger.order.remove(idle)
         ledger.retain(gather(slot, kept))
         short = max(0, fresh - len(ledger.free) - leaving)
-        victims = ledger.order.select(short)
+        victims = ledger.order.select(short) if short else []
         hold = Hold(match, kept, idle, stamps, victims, fresh)
         if len(victims) < short:  # something that is held keeps others from being leaves
             self.cancel(hold)
@@ -322,7 +322,7 @@ class Serving:
         if hold.stamps:
             self._ledger.uses.reused(self._ledger.order.next_stamp, hold.stamps)
         self._ledger.stats.allocated += hold.fresh
-        return self._ledger.take(hold.fresh)
+        return self._ledger.take(hold.fresh) if hold.fresh else []
 
     def undo(self, hold: Hold, slots: Sequence[DeviceSlot]) -> None:
         """Give back what ``settle`` gave, which was not used: the match is forgone."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -16,10 +17,16 @@ MARK_S: Final = 0.25
 """Between two marks: ages are known as exactly as that."""
 MARKS_MAX: Final = 4096
 """Marks that are kept; of the older half every second goes when there are more."""
+UNCOUNTED_MAX: Final = 4096
+"""Stamps that may wait to be counted: more would take the CPU's caches from the pool."""
 
 
 def _rate(reused: int, missed: int) -> float:
     return reused / (reused + missed) if reused + missed else 0.0
+
+
+def _joined(parts: Iterable[Sequence[int]]) -> NDArray[np.int64]:
+    return np.fromiter(chain.from_iterable(parts), np.int64)
 
 
 @dataclass(slots=True)
@@ -103,7 +110,9 @@ class Uses:
         self._times_s = [now()]
         self._reused: list[tuple[int, Sequence[int]]] = []
         """Since the last mark: the stamp that came next, and those of what was used then."""
-        self._evicted: list[int] = []
+        self._evicted: list[Sequence[int]] = []
+        self._uncounted = 0
+        """How many stamps there are in both."""
         self.reuse_s = Histogram(AGES_S)
         self.reuse_distance = Histogram(DISTANCES)
         """In blocks that became idle between."""
@@ -112,10 +121,16 @@ class Uses:
     def reused(self, stamp: int, stamps: Sequence[int]) -> None:
         """Blocks with these stamps are used again, while ``stamp`` comes next."""
         self._reused.append((stamp, stamps))
+        self._uncounted += len(stamps)
+        if self._uncounted > UNCOUNTED_MAX:
+            self._count()
 
     def evicted(self, stamps: Sequence[int]) -> None:
-        """Blocks with these stamps leave."""
-        self._evicted += stamps
+        """Blocks leave, which the order of eviction selected by these stamps, negated."""
+        self._evicted.append(stamps)
+        self._uncounted += len(stamps)
+        if self._uncounted > UNCOUNTED_MAX:
+            self._count()
 
     def mark(self, stamp: int) -> None:
         """Note that ``stamp`` comes next, and count what was used and evicted since, if it is time.
@@ -125,31 +140,30 @@ class Uses:
         now_s = self._now()
         if now_s < self._times_s[-1] + MARK_S:
             return
-        if self._reused or self._evicted:
-            self._count(self._times_s[-1])
+        if self._uncounted:
+            self._count()
         self._stamps.append(stamp)
         self._times_s.append(now_s)
         if len(self._stamps) > MARKS_MAX:
             half = MARKS_MAX // 2
             del self._stamps[1:half:2], self._times_s[1:half:2]
 
-    def _count(self, until_s: float) -> None:
-        for stamp, stamps in self._reused:
-            known = self._known(stamps)
-            self.reuse_distance.observe_all((stamp - known) // STEP)
-            self.reuse_s.observe_all(self._ages(known, until_s))
-        self.eviction_s.observe_all(self._ages(self._known(self._evicted), until_s))
-        self._reused, self._evicted = [], []
+    def _count(self) -> None:
+        """Count what was used and evicted since the last mark, as if all of it was then."""
+        stamps = _joined(one for _, one in self._reused)
+        ahead = np.array([stamp for stamp, _ in self._reused], np.int64)
+        distances = ahead.repeat([len(one) for _, one in self._reused]) - stamps
+        known = stamps >= self._stamps[0]  # others were put before all that are
+        self.reuse_distance.observe_all(distances[known] // STEP)
+        self.reuse_s.observe_all(self._ages(stamps[known]))
+        stamps = -_joined(self._evicted)
+        self.eviction_s.observe_all(self._ages(stamps[stamps >= self._stamps[0]]))
+        self._reused, self._evicted, self._uncounted = [], [], 0
 
-    def _known(self, stamps: Sequence[int]) -> NDArray[np.int64]:
-        """Those that say when a block became idle; others were put before all that are."""
-        found = np.asarray(stamps, np.int64)
-        return found[found >= self._stamps[0]]
-
-    def _ages(self, stamps: NDArray[np.int64], until_s: float) -> NDArray[np.float64]:
-        """How long ago these stamps were given, in seconds, and up to ``MARK_S`` more."""
+    def _ages(self, stamps: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Seconds from when these stamps were given to the last mark, or up to ``MARK_S`` more."""
         marks = np.searchsorted(np.asarray(self._stamps), stamps, side="right") - 1
-        return until_s - np.asarray(self._times_s)[marks]
+        return self._times_s[-1] - np.asarray(self._times_s)[marks]
 
     def as_dict(self) -> dict[str, Any]:
         """The histograms as plain data."""

@@ -297,8 +297,7 @@ class PrefixIndex:
         Their keys, in the order given.
         """
         rows, children = self.nodes, self._children
-        keys = [key for key in gather(rows.key, nodes) if key is not None]
-        assert len(keys) == len(nodes)
+        keys = cast("list[BlockKey]", gather(rows.key, nodes))
         forget(self._node, keys)
         if children is not None:
             for above, count in forget_single(children, self._above_each(nodes)).items():

@@ -70,7 +70,7 @@ class Nodes:
         self.free.extend(cast("Iterable[NodeId]", range(first + more - 1, first - 1, -1)))
 
     def take(self, count: int) -> list[NodeId]:
-        """``count`` free rows; the taker fills them, they count no children and no stamp."""
+        """``count`` free rows; the taker fills them, they count no children and are in no order."""
         if count > len(self.free):
             self._grow(count - len(self.free))
         if not count:
@@ -80,10 +80,9 @@ class Nodes:
         return taken
 
     def give(self, nodes: Iterable[NodeId]) -> None:
-        """Free rows that have no children and nothing refers to any more."""
+        """Free rows that have no children, and that nothing refers to any more, no order either."""
         given = list(nodes)
         fill(self.key, given, None)
-        fill(self.stamp, given, 0)
         if self.special:
             for node in given:
                 self.priority[node] = PRIORITY_DEFAULT

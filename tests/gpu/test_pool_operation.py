@@ -86,6 +86,20 @@ def test_ages_and_distances_are_those_from_release_to_the_next_use() -> None:
     engine.check()
 
 
+def test_uses_are_counted_at_once_where_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvladder.gpu.pool import stats
+
+    monkeypatch.setattr(stats, "UNCOUNTED_MAX", 2)
+    engine = Engine(32)
+    for _ in range(8):
+        engine.run(range(13))  # three whole blocks
+    engine.pool.evict(32)
+    counts = engine.pool.counts()  # no time passed: there was no mark
+    assert counts["reused"] == 7 * 3
+    assert sum(counts["reuse_age_s"]["counts"]) == sum(counts["reuse_distance"]["counts"]) >= 21
+    assert sum(counts["eviction_age_s"]["counts"]) == counts["evicted"] >= 3
+
+
 def test_marks_are_bounded_and_stay_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvladder.gpu.pool import stats
 
