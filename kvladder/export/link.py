@@ -99,11 +99,16 @@ class FarOffers:
         if future is not None:
             future.set_result(message)
 
-    async def _call(self, returns: type[T], verb: Verb, *arguments: Any) -> T:
+    def _send(self, verb: Verb, *arguments: Any) -> int:
+        """Begin a call; its number."""
         number = next(self._numbers)
+        self._writer.write(frame(Call(number, verb, arguments)))
+        return number
+
+    async def _call(self, returns: type[T], verb: Verb, *arguments: Any) -> T:
+        number = self._send(verb, *arguments)
         future = asyncio.get_running_loop().create_future()
         self._calls[number] = future
-        self._writer.write(frame(Call(number, verb, arguments)))
         cancelled: asyncio.CancelledError | None = None
         while not future.done():
             try:
@@ -132,8 +137,8 @@ class FarOffers:
         return await self._call(list[Pinned | None], "pin", session, op, keys)
 
     async def release(self, session: int, op: int) -> None:
-        """See ``Offers``."""
-        await self._call(object, "release", session, op)
+        """See ``Offers``. Nobody waits for it: what is called next is answered after it."""
+        self._send("release", session, op)
 
     async def grant(
         self,

@@ -44,6 +44,10 @@ class Recording:
             raise
         return [Pinned(Slot(3), 10, b"label"), None]
 
+    async def release(self, session: int, op: int) -> None:
+        self.calls.append((session, op))
+        await self.goes_on.wait()
+
     async def grant(self, *arguments: Any) -> list[int]:
         self.calls.append(arguments)
         return [5, -1]
@@ -108,6 +112,18 @@ async def test_what_the_cache_raises_is_raised_over_there() -> None:
         assert not raised.value.temporary
         with pytest.raises(TierError, match="AttributeError"):
             await far.abort(1, 2)
+        assert not serving.done()
+
+
+async def test_nobody_waits_for_a_release_and_what_is_called_next_comes_after_it() -> None:
+    near = Recording()
+    async with linked(near) as (far, _, serving):
+        async with asyncio.timeout(5):
+            await far.release(1, 2)
+        assert await far.have(1, keys_of(1)) == b"\0"
+        assert near.calls == [(1, 2), (1, keys_of(1))]
+        near.goes_on.set()
+        assert await far.grant(1, 3, keys_of(1), [4], [FACTS]) == [5, -1]
         assert not serving.done()
 
 
