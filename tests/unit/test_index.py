@@ -47,6 +47,24 @@ def test_where_blocks_were_is_believed_only_while_they_are_there() -> None:
     assert [*(index.lasting(keys, [0, 1]) or ())] == [7, 1]
 
 
+@pytest.mark.parametrize("order", ["up", "down", "one twice as far", "shuffled"])
+def test_many_blocks_lie_at_the_places_that_were_named(order: str) -> None:
+    places = {
+        "up": [*range(100)],
+        "down": [*range(99, -1, -1)],
+        "one twice as far": [*range(50), *range(51, 101)],
+        "shuffled": random.Random(1).sample(range(120), 100),
+    }[order]
+    index, keys = index_of(), [key(number) for number in range(100)]
+    index.insert(keys, places, Meta())
+    assert index.at(places) == keys
+    assert [index.place(one) for one in keys] == places
+    assert list(index.victims()) == places
+    index.check(100)
+    with pytest.raises(AssertionError, match="is taken"):
+        index.insert([key(number) for number in range(100, 200)], places, Meta())
+
+
 def test_victims_are_the_lowest_priority_then_the_least_recent() -> None:
     index = index_of(80, 5, 35, 35)
     index.touch([2])

@@ -285,10 +285,7 @@ class LevelIndex(Generic[P]):
         self._reach(int(at.max()))
         are_new = self._place.add(keys, places)
         assert are_new, "a key is held already"
-        names = self._key
-        assert not any(itemgetter(*places)(names)), "a place is taken"
-        for key, place in zip(keys, places, strict=True):
-            names[place] = key
+        self._name(keys, places, at)
         np.frombuffer(self._priority, np.uint8)[at] = meta.priority
         np.frombuffer(self._floor, np.uint8)[at] = meta.floor
         np.frombuffer(self._hits, np.uint8)[at] = min(meta.hits, HITS_MAX)
@@ -300,6 +297,19 @@ class LevelIndex(Generic[P]):
             self._pinned += len(at)
         else:
             self.policy.push_all(chain, meta.priority)
+
+    def _name(self, keys: Sequence[BlockKey], places: Sequence[P], at: NDArray[np.intc]) -> None:
+        """Say which blocks are at ``places``, or ``at``; these follow each other more often."""
+        names, step = self._key, places[1] - places[0]
+        if abs(step) == 1 and not np.count_nonzero(np.diff(at) != step):
+            start = min(places[0], places[-1])
+            run = slice(start, start + len(places))
+            assert not any(names[run]), "a place is taken"
+            names[run] = keys[::step]
+            return
+        assert not any(itemgetter(*places)(names)), "a place is taken"
+        for key, place in zip(keys, places, strict=True):
+            names[place] = key
 
     def widen(self, key: BlockKey, terms: Terms) -> None:
         """Another request offers a held block: from now on it may what either allows."""
