@@ -236,7 +236,7 @@ def shared_prefix(model: Path, folder: Path) -> Iterable[Row]:
     for turn in range(3):
         engines = together(model, folder, none=None, **transfers)
         for engine in engines.values():
-            engine.run(prompts_of(7, 2, 64), 4)  # warms up, and is not in the files
+            engine.run(prompts_of(50 + turn, 2, 64), 4)  # warms up, and is not in the files
         for name, engine in engines.items():
             found = engine.run(prompts_of(turn, REQUESTS, 16, prefix), 1)["first"]
             first[name] += found
