@@ -375,6 +375,21 @@ class TestParts(Fabrics):
         assert await blocks.get(tier, stored[:1]) == [True]
         assert self.count(m.Get) == tier_module.PARTS + 1
 
+    @pytest.mark.parametrize(
+        ("count", "least", "sizes"),
+        [(16, 4, [4, 4, 4, 4]), (15, 4, [5, 5, 5]), (9, 4, [4, 5]), (7, 4, [7]), (3, 4, [3])],
+    )
+    async def test_none_is_smaller_than_it_has_to_be(
+        self, tier, blocks, monkeypatch, count, least, sizes
+    ):
+        few = (least - 1) * tier.context.layout.slot_bytes + 1
+        monkeypatch.setattr(tier_module, "PART_BYTES_MIN", few)
+        stored = await blocks.put(tier, *range(count))
+        assert len(stored) == count
+        offers = [message for message in self.came if isinstance(message, m.Offer)]
+        assert [len(offer.lengths) for offer in offers] == sizes
+        assert await blocks.get(tier, stored) == [True] * count
+
     async def test_labels_are_made_while_the_far_end_looks_for_room(self, tier, blocks):
         refs = blocks.some(*range(16))
         blocks.fill(refs)

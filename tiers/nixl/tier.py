@@ -6,7 +6,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import compress, repeat, starmap
+from itertools import compress, pairwise, repeat, starmap
 from math import inf
 from typing import Annotated, ClassVar, TypeVar, cast
 
@@ -272,10 +272,11 @@ class NixlTier(Tier):
 
     def _parts(self, pairs: Iterable[tuple[Line, int]]) -> list[Part]:
         """Blocks by whom they go to, in the parts in which they travel."""
-        least, parts = PART_BYTES_MIN // self.context.layout.slot_bytes, list[Part]()
+        least, parts = -(-PART_BYTES_MIN // self.context.layout.slot_bytes), list[Part]()
         for line, numbers in _grouped(pairs).items():
-            step = max(1, least, -(-len(numbers) // PARTS))
-            parts += [(line, numbers[at : at + step]) for at in range(0, len(numbers), step)]
+            count = max(1, min(PARTS, len(numbers) // least))
+            cuts = [len(numbers) * n // count for n in range(count + 1)]
+            parts += [(line, numbers[start:end]) for start, end in pairwise(cuts)]
         return parts
 
     @staticmethod
