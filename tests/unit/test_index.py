@@ -65,6 +65,12 @@ def test_many_blocks_lie_at_the_places_that_were_named(order: str) -> None:
         index.insert([key(number) for number in range(100, 200)], places, Meta())
 
 
+@pytest.mark.parametrize("places", [[0, 1, 2, 1], [*range(0, 80, 2), *range(0, 80, 2)]])
+def test_no_place_takes_two_blocks_of_one_call(places: list[int]) -> None:
+    with pytest.raises(AssertionError, match="is taken"):
+        index_of().insert([key(number) for number in range(len(places))], places, Meta())
+
+
 def test_victims_are_the_lowest_priority_then_the_least_recent() -> None:
     index = index_of(80, 5, 35, 35)
     index.touch([2])

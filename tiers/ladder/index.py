@@ -307,8 +307,8 @@ class LevelIndex(Generic[P]):
             assert not any(names[run]), "a place is taken"
             names[run] = keys[::step]
             return
-        assert not any(itemgetter(*places)(names)), "a place is taken"
         for key, place in zip(keys, places, strict=True):
+            assert names[place] is None, f"place {place} is taken"
             names[place] = key
 
     def widen(self, key: BlockKey, terms: Terms) -> None:

@@ -104,8 +104,9 @@ class Saving:
         """All of these, whose ``metas`` are known, are hits now."""
         if len(keys) == len(self._lots):
             self._lots.clear()
-        for key in keys if self._lots else ():
-            del self._lots[key]
+        else:
+            for key in keys:
+                del self._lots[key]
 
     def slots(self) -> list[Slot]:
         """The slots of all of them."""
