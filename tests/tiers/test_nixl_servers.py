@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -27,6 +28,7 @@ from tests.tiers.test_nixl_line import until
 SERVERS = ("a:1", "b:1", "c:1")
 PEERS = ("p:1", "q:1")
 URL = "redis://list"
+PAGE = Path(__file__).parents[2] / "docs" / "nixl.md"
 
 
 class Fabrics(TierFixtures):
@@ -429,3 +431,9 @@ class TestParts(Fabrics):
         parts = [(found[n], found[n + 1]) for n in range(0, 8, 2)]
         assert parts.count((True, True)) == 3
         assert parts.count((lost, lost)) == 1
+
+
+def test_the_page_says_how_many_parts_a_batch_has_and_how_large_they_are():
+    page = " ".join(PAGE.read_text().split())
+    assert tier_module.PARTS == 4
+    assert f"up to four parts of {tier_module.PART_BYTES_MIN >> 20} MiB or more" in page
