@@ -13,8 +13,8 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from ipaddress import IPv4Address
 from itertools import count
@@ -99,10 +99,16 @@ class ServerProcess:
         assert self._process is not None
         return self._process.pid
 
-    def launch(self, command: Sequence[str]) -> None:
-        """Start the process."""
+    def launch(self, command: Sequence[str], *conditions: Callable[[], bool]) -> None:
+        """Start the process and wait until all these hold; if they do not, it is killed."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: S603 - ours
+        try:
+            for condition in conditions:
+                self.wait_for(condition)
+        except BaseException:
+            self.kill()
+            raise
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until ``condition`` holds."""
@@ -200,8 +206,7 @@ class RedisServer(ServerProcess):
             rows = (f'{name} "{value}"' for name, value in self._settings)
             config.write_text("\n".join(rows) + "\n")
         arguments = [found, str(config), *([self._mode] if self._mode else [])]
-        self.launch(arguments)
-        self.wait_for(self.answers)
+        self.launch(arguments, self.answers)
 
     def answers(self) -> bool:
         """Whether it takes commands; one that wants a password first does as well."""
@@ -236,25 +241,27 @@ class RedisServer(ServerProcess):
             self.run("CONFIG", "SET", name.replace("_", "-"), value)
 
 
-def start_cluster(folder: Path, nodes: int = 3) -> list[RedisServer]:
-    """Servers that share the slots of one cluster evenly; the caller ends them."""
+@contextmanager
+def redis_cluster(folder: Path, nodes: int = 3) -> Generator[list[RedisServer]]:
+    """Servers that share the slots of one cluster evenly; they are killed at the end."""
     settings = [("cluster-enabled", "yes"), ("cluster-node-timeout", "2000")]
-    servers = [RedisServer(folder, settings) for _ in range(nodes)]
-    for number, server in enumerate(servers):
-        slots = range(16384 * number // nodes, 16384 * (number + 1) // nodes)
-        server.run("CLUSTER", "ADDSLOTS", *slots)
-    tries = count()
+    with ExitStack() as started:
+        servers = [started.enter_context(RedisServer(folder, settings)) for _ in range(nodes)]
+        for number, server in enumerate(servers):
+            slots = range(16384 * number // nodes, 16384 * (number + 1) // nodes)
+            server.run("CLUSTER", "ADDSLOTS", *slots)
+        tries = count()
 
-    def are_whole() -> bool:
-        if all(_is_whole(server, nodes) for server in servers):
-            return True
-        if next(tries) % (5 * _TRIES_PER_S) == 0:  # who is busy forgets whom it was to meet
-            for server in servers:
-                server.run("CLUSTER", "MEET", "127.0.0.1", servers[0].port)
-        return False
+        def are_whole() -> bool:
+            if all(_is_whole(server, nodes) for server in servers):
+                return True
+            if next(tries) % (5 * _TRIES_PER_S) == 0:  # who is busy forgets whom it was to meet
+                for server in servers:
+                    server.run("CLUSTER", "MEET", "127.0.0.1", servers[0].port)
+            return False
 
-    servers[0].wait_for(are_whole)
-    return servers
+        servers[0].wait_for(are_whole)
+        yield servers
 
 
 def _is_whole(server: RedisServer, nodes: int) -> bool:

@@ -73,10 +73,9 @@ class Mooncake(ServerProcess):
                 f"--default_kv_lease_ttl={LEASE_MS}",
                 f"--put_start_discard_timeout_sec={DISCARD_S}",
                 "--logtostderr",
-            ]
+            ],
+            *(partial(_listens, number) for number in self._ports),
         )
-        for number in (port, admin):
-            self.wait_for(partial(_listens, number))
         for _ in range(self._count):
             self.add()
         self.client = Client(self.master, self._folder / "client.log")

@@ -45,8 +45,7 @@ class ObjectServer(ServerProcess):
     def start(self) -> None:
         """Start the process, again on the same port, wait until it answers, make the bucket."""
         command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-p", str(self._port)]
-        self.launch(command)
-        self.wait_for(self._answers)
+        self.launch(command, self._answers)
 
     def _answers(self) -> bool:
         with suppress(URLError, OSError):

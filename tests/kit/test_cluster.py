@@ -1,13 +1,14 @@
-"""The cluster of Redis servers that tests start."""
+"""The servers that tests start: together, or not at all."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvladder.testing.redisserver import RedisServer, start_cluster
+from kvladder.testing.redisserver import RedisServer, ServerProcess, redis_cluster
 
 pytestmark = pytest.mark.real
 
@@ -24,10 +25,43 @@ def test_nodes_that_forgot_each_other_meet_again(
         return run(server, *command, **settings)
 
     monkeypatch.setattr(RedisServer, "run", forgetful)
-    servers = start_cluster(tmp_path)
-    try:
+    with redis_cluster(tmp_path) as servers:
         assert len(lost) == 3
         assert all(len(server.run("CLUSTER", "SLOTS")) == 3 for server in servers)
-    finally:
-        for server in servers:
-            server.kill()
+
+
+def test_no_node_of_a_cluster_that_is_none_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, started = RedisServer.run, set[int]()
+
+    def unwilling(server: RedisServer, *command: Any, **settings: Any) -> Any:
+        started.add(server.pid)
+        assert command[:2] != ("CLUSTER", "MEET"), "it meets nobody"
+        return run(server, *command, **settings)
+
+    monkeypatch.setattr(RedisServer, "run", unwilling)
+    with pytest.raises(AssertionError, match="it meets nobody"), redis_cluster(tmp_path):
+        pass
+    assert len(started) == 3
+    assert not any(map(lives, started))
+
+
+def test_a_server_that_does_not_become_ready_is_not_left(tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path / "log")
+
+    def never() -> bool:
+        raise RuntimeError("it never will")
+
+    with pytest.raises(RuntimeError, match="it never will"):
+        server.launch(["sleep", "3600"], never)
+    assert not lives(server.pid)
+
+
+def lives(pid: int) -> bool:
+    """Whether a process has not ended."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

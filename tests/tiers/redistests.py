@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from kvladder.testing import TierTests
-from kvladder.testing.redisserver import RedisServer, start_cluster
+from kvladder.testing.redisserver import RedisServer
 from kvladder.tiers.label import LABEL_BYTES
 from kvladder.tiers.redis.tier import RedisTier
 from kvladder.tiers.redis.url import RedisOptions
@@ -29,17 +29,6 @@ def key_of(tier, block):
 def knows_all(sentinel):
     others, replicas = (sentinel.run("SENTINEL", what, "kv") for what in ("SENTINELS", "REPLICAS"))
     return (len(others), len(replicas)) == (2, 1)
-
-
-@contextmanager
-def clustered(folder):
-    """The three servers of a cluster."""
-    servers = start_cluster(folder)
-    try:
-        yield servers
-    finally:
-        for server in servers:
-            server.kill()
 
 
 @contextmanager

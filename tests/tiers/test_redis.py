@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import redis
 
-from kvladder.testing.redisserver import RedisServer, certificates
+from kvladder.testing.redisserver import RedisServer, certificates, redis_cluster
 from kvladder.tiers.redis.url import RedisOptions
-from tests.tiers.redistests import PATIENT, RedisTierTests, clustered, watched
+from tests.tiers.redistests import PATIENT, RedisTierTests, watched
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def tls(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    with clustered(tmp_path_factory.mktemp("cluster")) as servers:
+    with redis_cluster(tmp_path_factory.mktemp("cluster")) as servers:
         yield servers
 
 

@@ -16,9 +16,9 @@ from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.runtime import Runtime
 from kvladder.testing.proxy import SlowNetwork
-from kvladder.testing.redisserver import RedisServer
+from kvladder.testing.redisserver import RedisServer, redis_cluster
 from tests.patience import until
-from tests.tiers.redistests import clustered, watched
+from tests.tiers.redistests import watched
 
 pytestmark = pytest.mark.slow
 LAYOUT = Layout(block_tokens=16, block_bytes=64 << 10, fields={"model": "faults"})
@@ -338,7 +338,7 @@ def test_the_replica_takes_over_when_the_master_is_gone(replicated, how):
 
 
 def test_slots_that_move_under_load(tmp_path):
-    with clustered(tmp_path) as servers:
+    with redis_cluster(tmp_path) as servers:
         ids = [server.run("CLUSTER", "MYID").decode() for server in servers]
         with cache_over(servers[0].url, cluster=True) as cache, Traffic(cache):
             until(lambda: redis_hits(cache) > 20)
@@ -361,7 +361,7 @@ def test_slots_that_move_under_load(tmp_path):
 
 def test_a_node_of_a_cluster_that_is_killed_and_comes_back(tmp_path):
     numbers = range(40)
-    with clustered(tmp_path) as servers:
+    with redis_cluster(tmp_path) as servers:
         for server in servers:
             server.configure(cluster_require_full_coverage="no")
         with (

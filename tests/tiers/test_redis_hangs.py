@@ -8,10 +8,11 @@ from contextlib import contextmanager
 import pytest
 from redis.crc import key_slot
 
+from kvladder.testing.redisserver import redis_cluster
 from kvladder.tiers.label import Ref
 from kvladder.tiers.redis.url import RedisOptions
 from tests.patience import until
-from tests.tiers.redistests import PATIENT, clustered, key_of, watched
+from tests.tiers.redistests import PATIENT, key_of, watched
 from tests.tiers.test_redis_faults import cache_over, keys, load, stored
 from tests.tiers.test_redis_refused import refused
 from tests.tiers.test_redis_values import Values
@@ -56,7 +57,7 @@ def test_all_sentinels_hang(silent):
 @contextmanager
 def unconcerned(folder):
     """The servers of a cluster that take a silent one for well, and go on."""
-    with clustered(folder) as servers:
+    with redis_cluster(folder) as servers:
         for server in servers:
             server.configure(cluster_node_timeout=600_000)
         yield servers

@@ -9,14 +9,14 @@ import pytest
 
 from kvladder.errors import TierFull
 from kvladder.keys import salt_digest
-from kvladder.testing.redisserver import RedisServer
+from kvladder.testing.redisserver import RedisServer, redis_cluster
 from kvladder.tiers.label import LABEL_BYTES, Ref
 from kvladder.tiers.redis import quota as redisquota
 from kvladder.tiers.redis import tier as redis
 from kvladder.tiers.redis.url import QuotaOptions, RedisOptions
 from kvladder.units import Size
 from tests.patience import until
-from tests.tiers.redistests import PATIENT, clustered, key_of
+from tests.tiers.redistests import PATIENT, key_of
 from tests.tiers.test_redis_faults import (
     LAYOUT,
     cache_over,
@@ -237,7 +237,7 @@ def test_a_block_that_another_stored_meanwhile_is_charged_once(server):
 
 
 def test_in_a_cluster(tmp_path):
-    with clustered(tmp_path) as servers:
+    with redis_cluster(tmp_path) as servers:
         settings = {**quota(tenant=10), "cluster": True}
         url = servers[0].url
         with cache_over(url, **settings) as one, cache_over(url, **settings) as two:

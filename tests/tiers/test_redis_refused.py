@@ -13,7 +13,7 @@ from kvladder.config.stack import load_config
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
 from kvladder.preflight import preflight
-from kvladder.testing.redisserver import RedisServer, certificates, free_ports, start_cluster
+from kvladder.testing.redisserver import RedisServer, certificates, free_ports, redis_cluster
 from kvladder.tiers.redis.url import Address, RedisOptions, parse_url
 
 SECRET = "hunter2"
@@ -205,8 +205,7 @@ def test_no_tls_where_there_is(tmp_path):
 
 
 def test_a_cluster_taken_for_one_server_and_the_reverse(server, tmp_path):
-    (node,) = start_cluster(tmp_path, 1)
-    with node:
+    with redis_cluster(tmp_path, 1) as (node,):
         error = refused(url=node.url)
         assert error.hint == "set cluster: true"
     error = refused(url=f"redis://:{SECRET}@127.0.0.1:{server.port}", cluster=True)
@@ -215,8 +214,7 @@ def test_a_cluster_taken_for_one_server_and_the_reverse(server, tmp_path):
 
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_any_node_of_a_cluster_will_do_at_the_start(tmp_path, is_silent):
-    (node,) = start_cluster(tmp_path, 1)
-    with node, socket.socket() as other:
+    with redis_cluster(tmp_path, 1) as (node,), socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         if is_silent:
             other.listen()

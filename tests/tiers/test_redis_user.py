@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 import redis
 
-from kvladder.testing.redisserver import RedisServer, start_cluster
+from kvladder.testing.redisserver import RedisServer, redis_cluster
 from tests.patience import until
 from tests.tiers.test_redis_faults import cache_over, forgotten, keys, load, save, stored
 from tests.tiers.test_redis_quota import flat, quota, salted, settled
@@ -31,8 +31,11 @@ def allow(server):
 
 @pytest.mark.parametrize("cluster", [False, True])
 def test_the_user_of_the_documentation_can_do_all_that_is_needed(tmp_path, cluster):
-    servers = start_cluster(tmp_path) if cluster else [RedisServer(tmp_path)]
-    try:
+    with ExitStack() as started:
+        if cluster:
+            servers = started.enter_context(redis_cluster(tmp_path))
+        else:
+            servers = [started.enter_context(RedisServer(tmp_path))]
         for server in servers:
             allow(server)
         url = f"redis://kv:password@127.0.0.1:{servers[0].port}"
@@ -60,9 +63,6 @@ def test_the_user_of_the_documentation_can_do_all_that_is_needed(tmp_path, clust
             assert not [entry for entry in denied if b"client" not in entry[b"object"]], denied
         with pytest.raises(redis.exceptions.NoPermissionError):
             servers[0].run("FLUSHALL", username="kv", password="password")
-    finally:
-        for server in servers:
-            server.kill()
 
 
 @pytest.mark.parametrize("in_url", [False, True])
