@@ -33,10 +33,9 @@ ALL = len(PROMPTS) * HITS
 PROMPT = random.Random(17).choices(range(3, 1000), k=701)
 SAID = 8
 """Tokens of an answer: enough to fill the prompt's last block."""
-
-
 LATE = f"{PATIENCE_S} s"
 TRIES = 20
+"""Turns in which blocks are to be handed over at least once."""
 
 
 @pytest.fixture
