@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvladder.testing.redisserver import RedisServer, ServerProcess, redis_cluster
+from tests.kit.test_stuck import lives
 
 pytestmark = pytest.mark.real
 
@@ -56,12 +56,3 @@ def test_a_server_that_does_not_become_ready_is_not_left(tmp_path: Path) -> None
     with pytest.raises(RuntimeError, match="it never will"):
         server.launch(["sleep", "3600"], never)
     assert not lives(server.pid)
-
-
-def lives(pid: int) -> bool:
-    """Whether a process has not ended."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

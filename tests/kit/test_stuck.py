@@ -56,7 +56,7 @@ def test_what_waits_for_ever_is_ended_and_tells_where() -> None:
     assert "most recent call first" in done.stderr
 
 
-def lives(pid: str) -> bool:
+def lives(pid: int | str) -> bool:
     """Whether a process has not ended."""
     try:
         return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
