@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import gc
 import hashlib
 import os
 import queue
@@ -44,6 +43,7 @@ from kvladder.tiers.ladder.door import LevelSettings, LevelSpec
 from kvladder.tiers.ladder.shelf import EventBuffer, Shared
 from kvladder.tiers.ladder.stack import HostSettings, TierStack
 from kvladder.units import Size
+from tests.kit.memory import resident_bytes
 
 MIB = 1 << 20
 FILE_BYTES = 512 * MIB
@@ -355,14 +355,6 @@ def recover(path: Path) -> None:
 
     seconds, index_bytes = asyncio.run(whole_level())
     print(seconds, asyncio.run(tier_alone()), index_bytes)
-
-
-def resident_bytes() -> int:
-    """Memory of this process, without what is free and could be given back."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
-import os
 import resource
 import time
 from collections import Counter
@@ -22,6 +19,7 @@ from kvladder.errors import TierError
 from kvladder.keys import BlockKey
 from kvladder.tiers.label import Read, Write
 from kvladder.tiers.memory import MemoryTier
+from tests.kit.memory import resident_bytes
 from tests.patience import PATIENCE_S
 
 DELAY_S = 2.0
@@ -233,7 +231,7 @@ def churn(
         if result["finished"] // 10 > len(memory):
             files = len([*Path("/proc/self/fd").iterdir()])
             held = sum(len(data) for data, _ in [*MoodyTier.held.values()])
-            memory.append((time.monotonic(), rss_bytes() - held, files))
+            memory.append((time.monotonic(), resident_bytes() - held, files))
     return {
         **result,
         "external": engine.external_hits() - external,
@@ -287,14 +285,6 @@ def forget(engine: Any) -> None:
 def faults() -> int:
     """Pages that this thread had to wait for until the system gave them."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-
-
-def rss_bytes() -> int:
-    """Memory of this process, without what it has freed and keeps."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def load(engine: Any, *, way: str) -> int:
