@@ -76,21 +76,25 @@ def test_a_producer_hands_over_to_a_consumer_by_a_shared_tier(
     assert counts["far"]["stored"] == counts["copies"]["offload_bytes"] == 0
 
 
-def command(role: str) -> str:
-    """The page's, from the line that serves."""
+def shown(what: str) -> str:
+    """What the page shows of the engines beside NixlConnector, below this line."""
     section = PAGE.read_text().partition("\n## NixlConnector")[2].partition("\n## ")[0]
-    block = section.partition(f"```text\n# {role}\n")[2].partition("```")[0]
+    return section.partition(f"\n# {what}\n")[2].partition("```")[0]
+
+
+def command(role: str) -> str:
+    """From the line that serves."""
+    block = shown(role)
     return block[block.index("vllm serve") :].rstrip()
 
 
 def patient(redis: RedisServer) -> dict[str, Any]:
-    """A stack over this server in which nothing that is late is given up."""
-    far = {"name": "far", "type": "redis", "url": redis.url, "capacity": "64 MiB", "when": "commit"}
-    return {
-        "arena": {"size": "64 MiB"},
-        "fetch": {"deadline": LATE},
-        "tiers": [{"type": "host"}, far | {"timeout": LATE, "connect_timeout": LATE}],
-    }
+    """The page's stack over this server, smaller, in which nothing that is late is given up."""
+    stack: dict[str, Any] = yaml.safe_load(shown("stack.yaml of both"))
+    small = {"capacity": "64 MiB", "timeout": LATE, "connect_timeout": LATE}
+    (far,) = (tier for tier in stack["tiers"] if tier["type"] == "redis")
+    far |= {"url": redis.url} | small
+    return stack | {"arena": {"size": "64 MiB"}, "fetch": {"deadline": LATE}}
 
 
 def serve(folder: Path, model: Path, role: str, core: int, port: int) -> Server:
