@@ -18,7 +18,8 @@ from urllib.request import urlopen
 from kvladder.testing.redisserver import ServerProcess, free_ports
 from tests.kit.puppet import Puppet, heard, line
 
-LEASE_MS = 500
+LEASE = "5m"
+"""How long reading what was looked up may take: more than a busy machine needs."""
 DISCARD_S = 1
 """How long a put that was killed keeps its name; Mooncake's own default is 30."""
 PROGRAM = Path(sys.executable).parent / "mooncake_master"
@@ -45,12 +46,23 @@ def main() -> None:
 
 
 class Mooncake(ServerProcess):
-    """A master, and nodes."""
+    """A master, and nodes.
 
-    def __init__(self, folder: Path, *, memory: int = 256 << 20, nodes: int = 1) -> None:
+    Parameters
+    ----------
+    memory:
+        Bytes that each node gives.
+    lease:
+        For how long the master keeps what a client has looked up, as it is told: what takes longer
+        to read is refused.
+    """
+
+    def __init__(
+        self, folder: Path, *, memory: int = 256 << 20, nodes: int = 1, lease: str = LEASE
+    ) -> None:
         super().__init__(folder / "master.log")
         self._folder = folder
-        self._memory, self._count = memory, nodes
+        self._memory, self._count, self._lease = memory, nodes, lease
         self._ports = free_ports(2)
         self.master, self.admin = (f"127.0.0.1:{port}" for port in self._ports)
 
@@ -70,7 +82,7 @@ class Mooncake(ServerProcess):
                 "--rpc_thread_num=2",
                 f"--metrics_port={admin}",
                 "--enable_http_metadata_server=false",
-                f"--default_kv_lease_ttl={LEASE_MS}",
+                f"--default_kv_lease_ttl={self._lease}",
                 f"--put_start_discard_timeout_sec={DISCARD_S}",
                 "--logtostderr",
             ],

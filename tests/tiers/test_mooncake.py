@@ -18,7 +18,7 @@ from kvladder.testing.redisserver import free_ports
 from kvladder.tiers.isolated.tier import IsolatedTier
 from kvladder.tiers.label import LABEL_BYTES, Outcome
 from kvladder.tiers.mooncake.tier import MooncakeOptions, MooncakeTier
-from tests.kit.mooncake import PROGRAM, Mooncake
+from tests.kit.mooncake import LEASE, PROGRAM, Mooncake
 
 pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="the extra mooncake is not installed")
 TESTS = itertools.count()
@@ -106,8 +106,12 @@ class TestFaults(TierFixtures):
         return 4 << 20
 
     @pytest.fixture
-    def store(self, tmp_path):
-        with Mooncake(tmp_path) as store:
+    def lease(self):
+        return LEASE
+
+    @pytest.fixture
+    def store(self, tmp_path, lease):
+        with Mooncake(tmp_path, lease=lease) as store:
             yield store
 
     @pytest.fixture
@@ -163,6 +167,12 @@ class TestFaults(TierFixtures):
                     break
             await asyncio.sleep(0.05)
         assert await blocks.get(tier, [other]) == [True]
+
+    @pytest.mark.parametrize("lease", ["0ms"])
+    async def test_reading_that_outlasts_the_lease_is_told_as_that(self, tier, blocks):
+        stored = await blocks.put(tier, 0, 1, 2)
+        with pytest.raises(TierError, match="longer than the master's --default_kv_lease_ttl"):
+            await blocks.get(tier, stored)
 
     async def test_without_a_master_calls_fail(self, tier, blocks, store):
         await blocks.put(tier, 0)

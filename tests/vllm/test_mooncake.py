@@ -47,11 +47,13 @@ def test_two_engines_share_prefixes_through_mooncake_only(
     assert cold["external"] == 0
     assert first["far"]["stored"] * BLOCK == ALL
 
-    warm, second, _ = start(over(store), *steps).finish()
+    reading = start(over(store), *steps)
+    warm, second, _ = reading.finish()
     assert warm["tokens"] == reference
     assert warm["external"] == ALL
     assert second["far"]["found"] == second["far"]["hits"] == ALL // BLOCK
     assert second["far"]["process"] > 0
+    assert reading.log.read_text().count("BatchGet failed") <= HITS // BLOCK, "for each prompt"
 
     store.nodes[0].kill()
     store.add()

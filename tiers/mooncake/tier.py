@@ -40,7 +40,9 @@ THREADS = 4
 """As many calls as the context's threads can have under way."""
 LIST_TIMEOUT_S = 5.0
 # error_code.h of the store
-OK, NOT_THERE, THERE_ALREADY, NO_ROOM = 0, -704, -705, -200
+OK, NOT_THERE, THERE_ALREADY, NO_ROOM, LEASE_OVER = 0, -704, -705, -200, -707
+UNREAD = -1
+"""None of the store's errors: of a block that was not asked for yet."""
 
 
 class MooncakeOptions(Settings, frozen=True, kw_only=True):
@@ -87,6 +89,8 @@ class MooncakeTier(Tier):
         self._labels: mmap.mmap
         self._areas: SimpleQueue[int] = SimpleQueue()
         """Where in ``_labels`` a call may keep those of its batch."""
+        self._shorter = False
+        """Whether blocks were last seen to be stored with fewer bytes than they have in slots."""
         self._closed = False
 
     async def examine(
@@ -182,15 +186,17 @@ class MooncakeTier(Tier):
         whole = self.context.layout.block_bytes
         with self._area() as area:
             places = [area + n * LABEL_STRIDE for n in range(len(reads))]
-            codes = self._fill(reads, places, dict.fromkeys(range(len(reads)), whole))
+            guessed = {} if self._shorter else dict.fromkeys(range(len(reads)), whole)
+            codes = dict.fromkeys(range(len(reads)), UNREAD) | self._fill(reads, places, guessed)
             # sizes have to be right to the byte, and codecs make less of a block
             others = [n for n, code in codes.items() if code < 0 and code != NOT_THERE]
             sizes = {n: self._store.get_size(self._name(reads[n].key)) for n in others}
             codes |= {n: size for n, size in sizes.items() if size < 0}
             lengths = {n: size - LABEL_BYTES for n, size in sizes.items() if size >= 0}
-            codes |= self._fill(
-                reads, places, {n: size for n, size in lengths.items() if 0 < size < whole}
-            )
+            sure = {n: size for n, size in lengths.items() if 0 < size <= whole}
+            codes |= self._fill(reads, places, dict(sure.items() - guessed.items()))
+            if sure:
+                self._shorter = min(sure.values()) < whole
             for n, code in codes.items():
                 if code > LABEL_BYTES:
                     reads[n].came(self._label(places[n]), code - LABEL_BYTES)
@@ -200,6 +206,8 @@ class MooncakeTier(Tier):
                     reads[n].check()
                     codes[n] = NOT_THERE
         if all(code < 0 and code != NOT_THERE for code in codes.values()):
+            if LEASE_OVER in codes.values():
+                raise TierError("reading takes longer than the master's --default_kv_lease_ttl")
             raise TierError(f"no node answers: error {codes[0]}")
         said = {True: True, False: None}  # a silent node's blocks may be there later
         return [False if codes[n] == NOT_THERE else said[codes[n] >= 0] for n in range(len(reads))]
