@@ -2,26 +2,37 @@
 
 What a test takes for granted, and only a quiet machine gives, fails with it sooner: each turn of an
 event loop in real time and each piece of work of a thread pool or thread of its own begins late now
-and then, mostly by milliseconds, some by half a second. The delays differ from run to run.
+and then, mostly by milliseconds, some by half a second. Of the processes that tests have started,
+servers too, one at a time stands still for about as long. The delays differ from run to run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import thread as pools
+from contextlib import suppress
 from typing import Any
 
+import pytest
+
 from kvladder.testing.sim import SimLoop
+from tests import stuck
 
 SHARE = 0.3
 """Of all beginnings, these are late."""
 SHORT_S, LONG_S = 0.02, 0.5
 LONG_SHARE = 0.002
 """Of those that are late, these by ``LONG_S``."""
+STILL_S, STILL_LONG_S = 0.2, 1.5
+STILL_LONG_SHARE = 0.1
+PAUSE_S = 0.2
+"""Up to so long until the next process stands still."""
 
 
 def delay() -> None:
@@ -40,6 +51,57 @@ def late(begin: Callable[..., Any]) -> Callable[..., Any]:
         return begin(self, *args, **kwargs)
 
     return begin_late
+
+
+class Stills(threading.Thread):
+    """Stops what this process has started and lets it go on, but what a test itself has stopped."""
+
+    def __init__(self) -> None:
+        super().__init__(name="stills", daemon=True)
+        self._lock = threading.Lock()
+        self._held: set[int] = set()
+        self._kill = os.kill
+        self._over = threading.Event()
+
+    def kill(self, pid: int, sent: int) -> None:
+        """For tests, in place of ``os.kill``."""
+        with self._lock:
+            self._kill(pid, sent)
+            if sent == signal.SIGSTOP:
+                self._held.add(pid)
+            elif sent == signal.SIGCONT:
+                self._held.discard(pid)
+
+    def run(self) -> None:
+        """Until it is ended."""
+        while not self._over.wait(random.uniform(0, PAUSE_S)):
+            if begun := stuck.below(os.getpid()) - {os.getpid()}:
+                self.still(random.choice([*begun]))
+
+    def still(self, pid: int) -> None:
+        """Have a process stand still for a while."""
+        longer = random.random() < STILL_LONG_SHARE
+        with self._lock, suppress(ProcessLookupError):
+            if pid not in self._held:
+                self._kill(pid, signal.SIGSTOP)
+        time.sleep(STILL_LONG_S if longer else random.uniform(0, STILL_S))
+        with self._lock, suppress(ProcessLookupError):
+            if pid not in self._held:
+                self._kill(pid, signal.SIGCONT)
+
+    def end(self) -> None:
+        """Let everything go on."""
+        self._over.set()
+        self.join()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):
+        return  # each worker does that for itself
+    stills = Stills()
+    os.kill = stills.kill
+    config.add_cleanup(stills.end)
+    stills.start()
 
 
 for owner, name in (

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.kit import jitter
+from tests.patience import until
+
 CODE = """
     import asyncio
+    import os
     import threading
     from concurrent.futures import ThreadPoolExecutor
 
@@ -31,7 +40,21 @@ CODE = """
         with ThreadPoolExecutor(1) as threads:
             worker = threads.submit(threading.current_thread).result()
         assert late == [worker, worker]  # the thread, and its piece of work
+        assert "stills" in {thread.name for thread in threading.enumerate()}
+        assert isinstance(os.kill.__self__, jitter.Stills)
 """
+
+
+def state(pid: int) -> str:
+    """What /proc says of a process: T if it stands still."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.fixture
+def process() -> Iterator[int]:
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        yield process.pid
+        process.kill()
 
 
 def test_what_begins_in_real_time_may_be_late(
@@ -41,3 +64,35 @@ def test_what_begins_in_real_time_may_be_late(
     pytester.makepyfile(CODE)
     result = pytester.runpytest_subprocess("-p", "tests.kit.jitter", "-p", "no:asyncio")
     result.assert_outcomes(passed=1)
+
+
+def test_a_process_stands_still_for_a_while(process: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[str] = []
+
+    def sleep(seconds: float) -> None:
+        monkeypatch.undo()
+        assert 0 <= seconds <= jitter.STILL_LONG_S
+        until(lambda: state(process) == "T")
+        states.append("T")
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    jitter.Stills().still(process)
+    until(lambda: state(process) != "T")
+    assert states == ["T"]
+
+
+def test_what_a_test_has_stopped_does_not_go_on(process: int) -> None:
+    stills = jitter.Stills()
+    stills.kill(process, signal.SIGSTOP)
+    stills.still(process)
+    until(lambda: state(process) == "T")
+    stills.kill(process, signal.SIGCONT)
+    until(lambda: state(process) != "T")
+    stills.still(process)
+    until(lambda: state(process) != "T")
+
+
+def test_what_has_ended_meanwhile_is_left_alone() -> None:
+    ended = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitpid(ended, 0)
+    jitter.Stills().still(ended)

@@ -14,6 +14,8 @@ from tests.vllm.harness import HERE, PROMPTS, Run, environment, make, shared_mem
 from tests.vllm.server import Server
 
 Start = Callable[..., Run]
+LOG_SHOWN = 3000
+"""Characters at the end of an engine's log."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -64,6 +66,7 @@ def start(model: Path, tmp_path: Path) -> Iterator[Start]:
     yield begin
     for run in runs:
         run.kill()
+        print(run.so_far(), run.log.read_text()[-LOG_SHOWN:], sep="\n")  # where the test fails
     assert [run.alive() for run in runs] == [[]] * len(runs)
     left = {name for name in shared_memory() - before if "kvladder" in name}
     assert not left

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import threading
@@ -51,13 +50,15 @@ def until(server: Server, reached: Any) -> None:
             server.complete([5, 6, 7], TENANT, tokens=1, rank=rank)
 
 
-def ask_to_the_end(server: Server) -> list[threading.Thread]:
+def ask_to_the_end(server: Server, failures: list[OSError]) -> list[threading.Thread]:
     """Have both engines answer until they are killed."""
 
     def ask(rank: int, prompt: Sequence[int]) -> None:
-        with contextlib.suppress(OSError):
+        try:
             while True:
                 server.complete(prompt[::-1], TENANT, tokens=1300, rank=rank)
+        except OSError as error:
+            failures.append(error)
 
     threads = [threading.Thread(target=ask, args=pair) for pair in enumerate(PAIR)]
     for thread in threads:
@@ -80,11 +81,13 @@ def test_two_engines_on_one_path_are_killed_and_find_their_blocks_again(
     assert number == f"{home}.1"
     assert len({*before.values()} & {*server.alive()}) == 2
 
-    threads = ask_to_the_end(server)
+    failures: list[OSError] = []
+    threads = ask_to_the_end(server, failures)
     until(server, lambda: server.running() >= 2)
     server.kill()
     for thread in threads:
         thread.join()
+    assert len(failures) == 2, "both were killed while they answered"
 
     started.append(server := two_engines(tmp_path, kv))
     server.ready()
