@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.harness import HERE, PROMPTS, Run, environment, make, shared_memory
+from tests.vllm.harness import HERE, PROMPTS, Run, Started, environment, make, shared_memory
 from tests.vllm.server import Server
 
 Start = Callable[..., Run]
@@ -25,6 +25,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
             if importlib.util.find_spec("vllm") is None:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
+
+
+def show_log(process: Started) -> None:
+    """Print its end, which pytest shows where the test fails."""
+    print(process.log.read_text()[-LOG_SHOWN:])
 
 
 @pytest.fixture(scope="session")
@@ -66,7 +71,8 @@ def start(model: Path, tmp_path: Path) -> Iterator[Start]:
     yield begin
     for run in runs:
         run.kill()
-        print(run.so_far(), run.log.read_text()[-LOG_SHOWN:], sep="\n")  # where the test fails
+        print(run.so_far())  # where the test fails
+        show_log(run)
     assert [run.alive() for run in runs] == [[]] * len(runs)
     left = {name for name in shared_memory() - before if "kvladder" in name}
     assert not left
@@ -79,6 +85,7 @@ def started() -> Iterator[list[Server]]:
     yield servers
     for server in servers:
         server.kill()
+        show_log(server)
 
 
 @pytest.fixture(scope="session")
