@@ -142,8 +142,8 @@ def nothing_is_left(
     assert not left, f"threads: {left}"
     if open_files() - files:
         gc.collect()
-    for _ in range(int(JOIN_S / TRY_S)):  # threads that are not Python's may still be closing some
-        if open_files() <= files:
-            break
+    for _ in range(int(JOIN_S / TRY_S)):  # other threads may be about to close some
+        if not open_files() - files:
+            return
         time.sleep(TRY_S)
-    assert not open_files() - files
+    raise AssertionError(f"files: {open_files() - files}")

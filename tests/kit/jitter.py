@@ -24,6 +24,8 @@ import pytest
 from kvladder.testing.sim import SimLoop
 from tests import stuck
 
+CHANCE = random.Random()
+"""Its own: Hypothesis seeds the one of the module ``random``, and sees who else draws from it."""
 SHARE = 0.3
 """Of all beginnings, these are late."""
 SHORT_S, LONG_S = 0.02, 0.5
@@ -37,9 +39,9 @@ PAUSE_S = 0.2
 
 def delay() -> None:
     """Be late, or not."""
-    if random.random() < SHARE:
-        longer = random.random() < LONG_SHARE
-        time.sleep(LONG_S if longer else random.uniform(0, SHORT_S))
+    if CHANCE.random() < SHARE:
+        longer = CHANCE.random() < LONG_SHARE
+        time.sleep(LONG_S if longer else CHANCE.uniform(0, SHORT_S))
 
 
 def late(begin: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,17 +76,17 @@ class Stills(threading.Thread):
 
     def run(self) -> None:
         """Until it is ended."""
-        while not self._over.wait(random.uniform(0, PAUSE_S)):
+        while not self._over.wait(CHANCE.uniform(0, PAUSE_S)):
             if begun := stuck.below(os.getpid()) - {os.getpid()}:
-                self.still(random.choice([*begun]))
+                self.still(CHANCE.choice([*begun]))
 
     def still(self, pid: int) -> None:
         """Have a process stand still for a while."""
-        longer = random.random() < STILL_LONG_SHARE
+        longer = CHANCE.random() < STILL_LONG_SHARE
         with self._lock, suppress(ProcessLookupError):
             if pid not in self._held:
                 self._kill(pid, signal.SIGSTOP)
-        time.sleep(STILL_LONG_S if longer else random.uniform(0, STILL_S))
+        time.sleep(STILL_LONG_S if longer else CHANCE.uniform(0, STILL_S))
         with self._lock, suppress(ProcessLookupError):
             if pid not in self._held:
                 self._kill(pid, signal.SIGCONT)

@@ -82,6 +82,10 @@ def test_what_it_has_started_is_ended_with_it() -> None:
         [f"time.sleep({4 * IDLE_S})"],
     ],
 )
-def test_what_is_busy_or_between_tests_is_not(lines: list[str]) -> None:
+def test_what_is_busy_or_between_tests_is_not(
+    lines: list[str], pytestconfig: pytest.Config
+) -> None:
+    if pytestconfig.pluginmanager.has_plugin("tests.kit.jitter"):
+        pytest.skip("what stands still for longer than a second is stuck here")
     done = run(*lines)
     assert done.returncode == 0, done.stderr
