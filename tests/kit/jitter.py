@@ -100,15 +100,13 @@ class Stills(threading.Thread):
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
         return  # each worker does that for itself
+    for owner, name in (
+        (asyncio.base_events.BaseEventLoop, "_run_once"),
+        (pools._WorkItem, "run"),
+        (threading.Thread, "run"),
+    ):
+        setattr(owner, name, late(getattr(owner, name)))
     stills = Stills()
     os.kill = stills.kill
     config.add_cleanup(stills.end)
     stills.start()
-
-
-for owner, name in (
-    (asyncio.base_events.BaseEventLoop, "_run_once"),
-    (pools._WorkItem, "run"),
-    (threading.Thread, "run"),
-):
-    setattr(owner, name, late(getattr(owner, name)))
