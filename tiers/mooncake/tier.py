@@ -194,14 +194,15 @@ class MooncakeTier(Tier):
             codes |= {n: size for n, size in sizes.items() if size < 0}
             lengths = {n: size - LABEL_BYTES for n, size in sizes.items() if size >= 0}
             sure = {n: size for n, size in lengths.items() if 0 < size <= whole}
-            codes |= self._fill(reads, places, dict(sure.items() - guessed.items()))
+            untried = {n: size for n, size in sure.items() if guessed.get(n) != size}
+            codes |= self._fill(reads, places, untried)
             if sure:
                 self._shorter = min(sure.values()) < whole
             for n, code in codes.items():
                 if code > LABEL_BYTES:
                     reads[n].came(self._label(places[n]), code - LABEL_BYTES)
                     reads[n].check()  # while it is in a cache
-                elif n in lengths and not 0 < lengths[n] <= whole:
+                elif n in lengths and n not in sure:
                     reads[n].came(bytes(1), 0)  # no block has this size
                     reads[n].check()
                     codes[n] = NOT_THERE
