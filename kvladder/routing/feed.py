@@ -20,6 +20,18 @@ WHOLE_PREFIX: Final = frozenset({None, "full_attention", "mla_attention", "sink_
 """Kinds of vLLM's groups whose blocks say how long a prefix is; of a window only its end stays."""
 
 
+MESSAGE_MAX: Final = 64 << 20
+"""Bytes of one frame. A prompt of 10^6 tokens takes some 5 MB for each group of layers."""
+WAITING_MAX: Final = 100
+"""Messages that wait in this process; further ones wait at the engine."""
+REFUSED: Final = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
+"""What decoding a message, or telling the index of it, raises where it is no event."""
+GROUPS_MAX: Final = 256
+"""Groups of layers of one engine."""
+NUMBER_MAX: Final = (1 << 63) - 2
+"""The highest number of a message: one more is still a number."""
+
+
 class Told(msgspec.Struct):
     """An event of vLLM's, SGLang's or kvladder's, as much of it as an index needs."""
 
@@ -79,6 +91,9 @@ class Feed:
         How long the whole of a replay may take.
     forget_s:
         How long an engine may be away until what it held is forgotten.
+    message_max:
+        How many bytes a frame of a message may have. An engine that sends a larger one is
+        disconnected, and connected again when it has been forgotten.
     """
 
     def __init__(
@@ -91,6 +106,7 @@ class Feed:
         topic: str = "",
         replay_s: float = 10.0,
         forget_s: float = 30.0,
+        message_max: int = MESSAGE_MAX,
     ) -> None:
         self.engine = engine
         self.counts = Counter[str]()
@@ -104,6 +120,7 @@ class Feed:
         self._topic = topic.encode()
         self._replay_s = replay_s
         self._forget_s = forget_s
+        self._message_max = message_max
         self._next = 0
         """The number of the next message."""
         self._last_s = 0.0
@@ -118,9 +135,10 @@ class Feed:
     async def run(self) -> None:
         """Follow it until this is cancelled."""
         self._context = zmq.asyncio.Context()
-        socket: Any = self._context.socket(zmq.SUB)  # pyzmq's types leave half of it open
+        self._socket = socket = cast("Any", self._context.socket(zmq.SUB))  # half of it is untyped
         socket.subscribe(self._topic)
-        socket.rcvhwm = 0  # a message that is dropped costs a replay
+        socket.rcvhwm = WAITING_MAX
+        socket.maxmsgsize = self._message_max
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         poller = zmq.asyncio.Poller()
         for one in (monitor, socket):
@@ -133,14 +151,25 @@ class Feed:
                     said = await cast("Awaitable[Any]", recv_monitor_message(monitor))
                     await self._changed(there=said["event"] != zmq.EVENT_DISCONNECTED)
                 elif socket in ready:
-                    frames = await socket.recv_multipart()
-                    if len(frames) == 3:
-                        await self._take(int.from_bytes(frames[1], signed=True), frames[2])
+                    _, number, payload = self._frames(await socket.recv_multipart())
+                    if number is not None:
+                        await self._take(number, payload)
         finally:
             self._stay()
             self._index.forget(self.engine)
             socket.disable_monitor()
             self._context.destroy(linger=0)
+
+    def _frames(self, frames: list[bytes]) -> tuple[bool, int | None, bytes]:
+        """Return of a message whether it ends a replay, its number, if it has one, its payload."""
+        sent, payload = frames[-2:] if len(frames) >= 3 else (b"", b"")
+        if sent == END:
+            return True, None, b""
+        number = int.from_bytes(sent) if len(sent) == len(END) else NUMBER_MAX + 1
+        if number <= NUMBER_MAX:
+            return False, number, payload
+        self.counts["refused"] += 1
+        return False, None, b""
 
     async def _changed(self, *, there: bool) -> None:
         """It came, or came back, or went away."""
@@ -151,7 +180,14 @@ class Feed:
         else:
             self.connected.clear()
             loop = asyncio.get_running_loop()
-            self._forgetting = loop.call_later(self._forget_s, self._reset, 0)
+            self._forgetting = loop.call_later(self._forget_s, self._give_up)
+
+    def _give_up(self) -> None:
+        """Forget the engine and reconnect; ZeroMQ does not after a message that is too large."""
+        self._reset(0)
+        with suppress(zmq.ZMQError):  # there is no connection to end
+            self._socket.disconnect(self._publish)
+        self._socket.connect(self._publish)
 
     def _stay(self) -> None:
         """What it held is not forgotten for its absence."""
@@ -185,7 +221,7 @@ class Feed:
     def _sent_s(self, payload: bytes) -> float:
         try:
             return self._decode(payload).ts
-        except msgspec.MsgspecError:
+        except REFUSED:
             return 0.0
 
     def _reset(self, number: int) -> None:
@@ -203,14 +239,16 @@ class Feed:
         same = False
         socket: Any = self._context.socket(zmq.DEALER)
         with socket, suppress(TimeoutError):
+            socket.maxmsgsize = self._message_max
             socket.connect(self._replay)
             async with asyncio.timeout(self._replay_s):
                 await socket.send_multipart([b"", first.to_bytes(8)])
                 while True:
-                    *_, sent, payload = await socket.recv_multipart()
-                    if sent == END:
+                    is_end, number, payload = self._frames(await socket.recv_multipart())
+                    if is_end:
                         break
-                    number = int.from_bytes(sent)
+                    if number is None:
+                        continue
                     if number == self._next - 1:
                         same = self._sent_s(payload) == self._last_s
                         if not same:
@@ -227,14 +265,14 @@ class Feed:
         self.counts["batches"] += 1
         try:
             batch = self._decode(payload)
-        except msgspec.MsgspecError:
+        except REFUSED:
             self.counts["refused"] += 1
             return
         self._last_s = batch.ts
         for raw in batch.events:
             try:
                 self._tell(self._event(raw))
-            except (msgspec.MsgspecError, ValueError):
+            except REFUSED:
                 self.counts["refused"] += 1
 
     def _tell(self, event: Told) -> None:
@@ -242,6 +280,8 @@ class Feed:
             self._index.forget(self.engine)
         elif event.type == "BlockStored":
             if event.kv_cache_spec_kind not in WHOLE_PREFIX:
+                if len(self._skipped) == GROUPS_MAX:
+                    raise ValueError(f"there are {GROUPS_MAX} groups of windows, expected no more")
                 self._skipped.add(event.group_idx)
             if event.group_idx in self._skipped:
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, Final, NamedTuple
@@ -17,6 +18,11 @@ from kvladder.publishing.wire import Hash
 HOT_TO_COLD: Final = ("GPU", "CPU", "CPU_PINNED", "STORAGE", "DISK", "EXTERNAL")
 """Media of vLLM's, SGLang's and kvladder's events; what is none of them is colder."""
 LEVELS_MAX: Final = 16
+"""Levels of one engine: a row has a bit for each."""
+SIZES_MAX: Final = 8
+"""Block sizes of one engine. A prompt is hashed once for each size that any engine has."""
+BLOCKS_MAX: Final = 1 << 24
+"""Blocks of one engine, unless the index was told otherwise: 600 MB of rows."""
 ENGINES_MAX: Final = 1 << 16
 ROWS_MIN: Final = 1024
 
@@ -123,6 +129,39 @@ class Chains:
             row = self._after[row]
 
 
+class Engine:
+    """What the index knows of one engine beside its rows.
+
+    Parameters
+    ----------
+    number:
+        What its rows have in the column of engines.
+    levels:
+        The bit of each level, hotter levels first.
+    """
+
+    def __init__(self, name: str, number: int, levels: Mapping[str, int]) -> None:
+        self.name = name
+        self.number = number
+        self.levels = dict(levels)
+        self.sizes = set[int]()
+        """Tokens in a block; several if its groups of layers differ."""
+        self.blocks = 0
+        """Rows of this engine."""
+
+    def require(self, level: str, block_size: int | None) -> None:
+        """Raise ValueError if the level or the block size, where there is one, is one too many."""
+        if level not in self.levels and len(self.levels) == LEVELS_MAX:
+            raise ValueError(f"{level}: {self.name} has {LEVELS_MAX} levels, expected no more")
+        if block_size not in {None, *self.sizes} and len(self.sizes) == SIZES_MAX:
+            what = f"{self.name} has blocks of {SIZES_MAX} sizes"
+            raise ValueError(f"block_size {block_size}: {what}, expected no more")
+
+    def bit(self, level: str) -> int:
+        """Return the bit of a level, which is new or known."""
+        return self.levels.setdefault(level, 1 << len(self.levels))
+
+
 class Index:
     """What engines said that they hold. Its calls come from one thread.
 
@@ -133,18 +172,24 @@ class Index:
     Names and hashes are compared by 64 bits of a digest: among 10^7 blocks some two are confused
     with a probability of 3e-6, and what that costs is a request's best engine.
 
+    Every bound is one engine's own: an engine that invents levels, block sizes or blocks takes
+    nothing from the others, and ``forget`` frees all that it took.
+
     Parameters
     ----------
     levels:
         Names of levels, hottest first; those that events add are colder.
+    blocks_max:
+        How many blocks one engine may hold. Further ones are refused until some are removed.
     """
 
-    def __init__(self, levels: Iterable[str] = HOT_TO_COLD) -> None:
-        self._levels = {name: 1 << number for number, name in enumerate(levels)}
-        self._numbers: dict[str, int] = {}
-        """Of engines."""
-        self._sizes: dict[str, set[int]] = {}
-        """By engine, of how many tokens its blocks are."""
+    def __init__(
+        self, levels: Iterable[str] = HOT_TO_COLD, *, blocks_max: int = BLOCKS_MAX
+    ) -> None:
+        self._known = {name: 1 << number for number, name in enumerate(levels)}
+        self._blocks_max = blocks_max
+        self._engines: dict[str, Engine] = {}
+        self._by_number: dict[int, Engine] = {}
         self.rows = 0
         """Blocks that are held, counted once for each engine that holds them."""
         self.unplaced = 0
@@ -194,25 +239,31 @@ class Index:
         ------
         ValueError
             There are not as many tokens as the blocks have, or one of them is out of its range, or
-            there are too many engines or levels; nothing changed.
+            there are too many engines, or too many levels, block sizes or blocks of this engine;
+            no row changed.
         """
         if tokens and len(tokens) != len(hashes) * block_size:
             what = f"{len(tokens)} tokens for {len(hashes)} blocks of {block_size}"
             raise ValueError(f"{engine}: {what}, expected {len(hashes) * block_size}")
-        number, bit = self._number(engine), self._bit(level)
+        one = self._engine_of(engine)
+        number = one.number
+        words = [self._digest(block_hash, number) for block_hash in hashes]
+        one.require(level, block_size if tokens else None)
+        if one.blocks + len(words) > self._blocks_max:
+            self._require_room(one, words)
         before = None if parent is None else self._row(self._digest(parent, number))
         told: list[int] = []
         if tokens and before != -1:  # -1: its beginning is not known
             start = None if before is None else self._name[before]
             told = names(tokens, block_size, parent=start, lora=lora, extra=extra)
-            self._sizes[engine].add(block_size)
+            one.sizes.add(block_size)
         else:
             self.unplaced += len(hashes)
-        for at, block_hash in enumerate(hashes):
-            word = self._digest(block_hash, number)
+        bit = one.bit(level)
+        for at, word in enumerate(words):
             row = self._row(word)
             if row < 0:
-                row = self._add(told[at] if told else word, word, number)
+                row = self._add(told[at] if told else word, word, one)
             elif told and self._name[row] == word:  # it was not placed
                 self._by_name.replace(row, word, -1)
                 self._name[row] = told[at]
@@ -221,23 +272,27 @@ class Index:
 
     def removed(self, engine: str, level: str, hashes: Iterable[Hash]) -> None:
         """A level of an engine holds these blocks no more; what it did not hold is ignored."""
-        number, bit = self._numbers.get(engine), self._levels.get(level, 0)
-        if number is None:
+        one = self._engines.get(engine)
+        if one is None:
             return
+        bit = one.levels.get(level, 0)
         for block_hash in hashes:
-            row = self._row(self._digest(block_hash, number))
+            row = self._row(self._digest(block_hash, one.number))
             if row >= 0:
                 self._held[row] &= ~bit
                 if not self._held[row]:
                     self._drop(row)
+                    one.blocks -= 1
 
     def forget(self, engine: str) -> None:
         """An engine holds nothing any more, or nobody knows what."""
-        number = self._numbers.pop(engine, None)
-        if number is None:
+        one = self._engines.pop(engine, None)
+        if one is None:
             return
-        del self._sizes[engine]
-        others = np.flatnonzero(self._columns[2][: self.rows] != number)
+        del self._by_number[one.number]
+        if not one.blocks:
+            return
+        others = np.flatnonzero(self._columns[2][: self.rows] != one.number)
         self.rows = len(others)
         capacity = max(ROWS_MIN, 1 << self.rows.bit_length())
         columns = [np.zeros(capacity, column.dtype) for column in self._columns]
@@ -263,7 +318,7 @@ class Index:
         if salt is not None:
             more[0] = [*more.get(0, ()), salt]
         found: list[tuple[int, int, Match]] = []
-        for size in set[int]().union(*self._sizes.values()):
+        for size in set[int]().union(*(one.sizes for one in self._engines.values())):
             wanted = names(tokens, size, lora=lora, extra=more)
             found += self._matches(np.array(wanted, np.uint64), size)
         return [match for *_, match in sorted(found, key=lambda one: one[:2])]
@@ -283,7 +338,6 @@ class Index:
         if not parts:
             return
         at, whose, levels = (np.concatenate(column) for column in zip(*parts, strict=True))
-        by_number = {number: name for name, number in self._numbers.items()}
         for number in np.unique(whose):
             mine = whose == number
             positions, first = np.unique(at[mine], return_index=True)
@@ -291,9 +345,10 @@ class Index:
             if length:
                 bits = levels[mine][first][:length].astype(np.int32)
                 hottest = bits & -bits
-                counts = {name: int((hottest == bit).sum()) for name, bit in self._levels.items()}
+                one = self._by_number[int(number)]
+                counts = {name: int((hottest == bit).sum()) for name, bit in one.levels.items()}
                 match = Match(
-                    by_number[int(number)],
+                    one.name,
                     length * size,
                     {name: blocks for name, blocks in counts.items() if blocks},
                 )
@@ -301,24 +356,16 @@ class Index:
 
     # ---- rows
 
-    def _number(self, engine: str) -> int:
-        number = self._numbers.get(engine)
-        if number is None:
-            if len(self._numbers) == ENGINES_MAX:
-                raise ValueError(f"{engine}: there are {ENGINES_MAX} engines, expected no more")
-            used = set(self._numbers.values())
-            number = next(number for number in count() if number not in used)
-            self._numbers[engine] = number
-            self._sizes[engine] = set()
-        return number
-
-    def _bit(self, level: str) -> int:
-        bit = self._levels.get(level)
-        if bit is None:
-            if len(self._levels) == LEVELS_MAX:
-                raise ValueError(f"{level}: there are {LEVELS_MAX} levels, expected no more")
-            bit = self._levels[level] = 1 << len(self._levels)
-        return bit
+    def _engine_of(self, name: str) -> Engine:
+        """Return the engine of this name, which may be new."""
+        one = self._engines.get(name)
+        if one is None:
+            if len(self._engines) == ENGINES_MAX:
+                raise ValueError(f"{name}: there are {ENGINES_MAX} engines, expected no more")
+            number = next(number for number in count() if number not in self._by_number)
+            one = self._engines[name] = Engine(name, number, self._known)
+            self._by_number[number] = one
+        return one
 
     @staticmethod
     def _digest(block_hash: Hash, engine: int) -> int:
@@ -335,13 +382,20 @@ class Index:
                 return row
         return -1
 
-    def _add(self, name: int, word: int, engine: int) -> int:
+    def _require_room(self, engine: Engine, words: Sequence[int]) -> None:
+        new = sum(self._row(word) < 0 for word in set(words))
+        if engine.blocks + new > self._blocks_max:
+            what = f"{engine.name} holds {engine.blocks} blocks, and {new} more are told"
+            raise ValueError(f"{what}: expected {self._blocks_max} at most (blocks_max)")
+
+    def _add(self, name: int, word: int, engine: Engine) -> int:
         if self.rows == len(self._name):
             self._resize(2 * self.rows)
         row = self.rows
         self.rows += 1
-        self._name[row], self._hash[row], self._engine[row] = name, word, engine
+        self._name[row], self._hash[row], self._engine[row] = name, word, engine.number
         self._held[row] = 0
+        engine.blocks += 1
         self._by_name.add(row, name)
         self._by_hash.add(row, word)
         return row
@@ -359,9 +413,10 @@ class Index:
 
     def check(self) -> None:
         """Assert that chains lead to every row, and rows to a level; O(n), for tests."""
-        assert len({*self._numbers.values()}) == len(self._numbers)
+        assert {one.number: one for one in self._engines.values()} == self._by_number
+        held = Counter[int](self._engine[: self.rows].tolist())
         for row in range(self.rows):
             assert row in self._by_name.rows(self._name[row])
             assert row in self._by_hash.rows(self._hash[row])
             assert self._held[row]
-            assert self._engine[row] in self._numbers.values()
+        assert held == {one.number: one.blocks for one in self._by_number.values() if one.blocks}

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvladder.compose import open_cache
 from kvladder.keys import BlockKey
@@ -21,7 +23,7 @@ from kvladder.testing.stacks import SimCache
 zmq = pytest.importorskip("zmq")
 sockets = pytest.importorskip("zmq.asyncio")
 
-from kvladder.routing.feed import Feed  # noqa: E402
+from kvladder.routing.feed import Feed, Told  # noqa: E402
 
 pytestmark = pytest.mark.real
 
@@ -54,6 +56,8 @@ class Engine:
         self.kept = kept
         self.sent: list[bytes] = []
         self.asked = 0
+        self.answer_first: list[bytes] = []
+        """Frames that each replay begins with."""
         self.clock = 0.0
 
     async def __aenter__(self) -> Engine:
@@ -89,6 +93,8 @@ class Engine:
         while True:
             client, empty, first = await self.router.recv_multipart()
             self.asked += 1
+            if self.answer_first:
+                await self.router.send_multipart([client, *self.answer_first])
             for number, payload in list(enumerate(self.sent))[-self.kept :]:
                 if number >= int.from_bytes(first):
                     frames = [client, empty, b"", number.to_bytes(8), payload]
@@ -230,7 +236,15 @@ async def test_another_process_at_its_address_begins_anew(count: int) -> None:
             assert feed.counts["restarts"] == 1
 
 
-async def test_what_is_not_understood_is_counted_and_the_rest_goes_on() -> None:
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"\xc1",
+        b"\x92\x00\x91" + b"\x91" * 5000 + b"\x90",
+        b"\x92\x00\x91\x82\xa4type\xabBlockStored\xaaextra_keys" + b"\x91" * 5000 + b"\x90",
+    ],
+)
+async def test_what_is_not_understood_is_counted_and_the_rest_goes_on(payload: bytes) -> None:
     index = Index()
     async with Engine() as engine, following(engine, index) as feed:
         await engine.heard()
@@ -239,10 +253,81 @@ async def test_what_is_not_understood_is_counted_and_the_rest_goes_on() -> None:
         await engine.tell(later, wrong, stored(3, token_ids=[1]), stored(4))
         await until(lambda: held(index, 4))
         assert feed.counts["refused"] == 3
-        await engine.send(b"\xc1")
+        await engine.send(payload)
         await engine.tell(stored(5))
         await until(lambda: held(index, 5))
         assert feed.counts["refused"] == 4
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"one"],
+        [b"", b"two"],
+        [b"", b"\0\0\1", b"number of three bytes"],
+        [b"", b"\xff" * 7 + b"\xfe", b"a negative number"],
+        [b"", b"\x7f" + b"\xff" * 7, b"the highest number"],
+        [b"", END, b"the end of a replay that nobody asked for"],
+    ],
+)  # fmt: skip
+async def test_frames_that_no_engine_sends_are_ignored(frames: list[bytes]) -> None:
+    index = Index()
+    async with Engine() as engine, following(engine, index) as feed:
+        await engine.heard()
+        await engine.tell(stored(1))
+        await until(lambda: held(index, 1))
+        await engine.pub.send_multipart(frames)
+        if END not in frames:  # which ends a replay, whatever comes then
+            engine.answer_first = [b"", *frames]
+        await engine.tell(stored(2), lost=True)
+        await engine.tell(stored(3))
+        await until(lambda: held(index, 3))
+        assert held(index, 1, 2, 3) == [1, 2, 3]
+        assert feed.counts["gaps"] == 1
+
+
+@pytest.mark.slow
+async def test_a_message_that_is_too_large_costs_this_engine_its_blocks() -> None:
+    index = Index()
+    async with (
+        Engine() as engine,
+        following(engine, index, message_max=10_000, replay_s=0.2, forget_s=0.1) as feed,
+    ):
+        await engine.heard()
+        await engine.tell(stored(1))
+        await until(lambda: held(index, 1))
+        await engine.tell(stored(2, token_ids=[2, 0] * 10_000))
+        await until(lambda: engine.asked == 2 and feed.connected.is_set())  # it was let go of
+        await engine.tell(stored(3))
+        await until(lambda: held(index, 3))
+        assert held(index, 2) == []
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.binary() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=8,
+)
+NAMES = st.sampled_from(
+    [*(field.encode_name for field in msgspec.structs.fields(Told)), "of a later version"]
+)
+EVENTS = st.fixed_dictionaries(
+    {"type": st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared", "else"])}
+).flatmap(lambda event: st.dictionaries(NAMES, VALUES, max_size=6).map(lambda more: more | event))
+
+
+@pytest.mark.slow
+@given(st.lists(st.binary() | VALUES | st.tuples(st.floats(), st.lists(EVENTS, max_size=3))))
+def test_no_message_ends_a_feed(messages: list[Any]) -> None:
+    index = Index(blocks_max=50)
+    feed = Feed(index, "a", "tcp://127.0.0.1:1")
+    for number, message in enumerate(messages):
+        whole = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
+        feed._sent_s(whole)
+        feed._apply(number, whole)
+        index.match([1, 2, 3, 4])
+    index.check()
+    assert feed.counts["batches"] == len(messages)
 
 
 async def test_groups_of_windows_and_states_do_not_count() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvladder.routing import Index, Match
-from kvladder.routing.index import ENGINES_MAX, names
+from kvladder.routing.index import names
 
 ENGINES = st.sampled_from(["a", "b", "c"])
 LEVELS = st.sampled_from(["GPU", "CPU", "STORAGE/disk"])
@@ -195,16 +195,40 @@ def test_what_cannot_be_is_refused(told: dict[str, Any], said: str) -> None:
     assert index.rows == 0
 
 
-def test_engines_and_levels_are_bounded() -> None:
-    index = Index()
-    for number in range(10):  # beside those that are known
+def test_what_one_engine_invents_takes_nothing_from_the_others() -> None:
+    index = Index(blocks_max=20)
+    for number in range(10):  # beside the levels that are known
         index.stored("a", f"level {number}", [1])
-    with pytest.raises(ValueError, match="16 levels"):
+    with pytest.raises(ValueError, match="one more: a has 16 levels"):
         index.stored("a", "one more", [1])
-    for number in range(3):  # a number is used again
+    for size in range(1, 9):
+        index.stored("b", "GPU", [size], tokens=range(size), block_size=size)
+    with pytest.raises(ValueError, match="block_size 9: b has blocks of 8 sizes"):
+        index.stored("b", "GPU", [9], tokens=range(9), block_size=9)
+    fill(index, "c", 20)
+    fill(index, "c", 20)  # again: these are no more
+    with pytest.raises(ValueError, match="c holds 20 blocks, and 1 more are told: expected 20"):
+        fill(index, "c", 21)
+    index.stored("good", "CPU/host", [1], tokens=range(9), block_size=9)
+    assert index.match(list(range(9)))[0] == Match("good", 9, {"CPU/host": 1})
+    index.check()
+    index.removed("c", "GPU", [3])
+    fill(index, "c", 3)
+    index.stored("c", "GPU", [20], tokens=[20, 1], block_size=2)
+    for engine in ("a", "b", "c"):
+        index.forget(engine)
+    index.check()
+    index.stored("a", "one more", [1], tokens=[8, 9], block_size=2)
+    assert index.match([8, 9]) == [Match("a", 2, {"one more": 1})]
+
+
+def test_the_number_of_an_engine_that_was_forgotten_is_used_again() -> None:
+    index = Index()
+    for number in range(3):
         fill(index, f"engine {number}", 1)
         index.forget(f"engine {number}")
-    assert max(index._numbers.values(), default=0) < ENGINES_MAX
+    fill(index, "another", 1)
+    assert index._engines["another"].number == 0
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=20), st.integers(1, 5))
