@@ -62,7 +62,8 @@ class Cache:
     @property
     def meeting(self) -> Meeting:
         """What the ranks need to come."""
-        return Meeting(self._ranks.address, self.manager.arena.handle, self._rank_bytes)
+        arena, ranks = self.manager.arena.handle, self._ranks
+        return Meeting(ranks.address, arena, self._rank_bytes, ranks.secret)
 
     def settle(self) -> None:
         """Take in which copies have ended, on all ranks."""

@@ -24,6 +24,8 @@ class Meeting:
     arena: ArenaHandle
     rank_bytes: int
     """Of a block on each rank; rank ``n``'s begin ``n`` times as far into a slot."""
+    secret: bytes
+    """What a rank shows, since the name of the socket is no secret on its machine."""
 
 
 @dataclass
@@ -43,6 +45,8 @@ class Hello:
     """A rank has mapped the arena."""
 
     rank: int
+    secret: bytes
+    """That of the meeting."""
     fields: dict[str, str]
     """What must agree among the ranks."""
 

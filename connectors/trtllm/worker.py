@@ -15,7 +15,7 @@ from kvladder.connectors.trtllm.cache import Cache
 from kvladder.connectors.trtllm.names import pages_of, rank_fields, regions_of
 from kvladder.connectors.trtllm.options import check_engine, read
 from kvladder.connectors.trtllm.ranks import Rank
-from kvladder.connectors.trtllm.step import Hello, Meeting, Step, halves_of, part
+from kvladder.connectors.trtllm.step import Meeting, Step, halves_of, part
 from kvladder.errors import TierError
 from kvladder.gpu.copy.copier import Copier, CopyJob, Finished, JobId
 from kvladder.gpu.copy.cuda import copier_for
@@ -100,7 +100,7 @@ class KVLadderWorker(WorkerBase):  # type: ignore[misc]
                 self._copier = copier_for(mine, self._arena)
             self._met = self._arena.admitted == self._arena.slots
             if self._met:
-                self._uplink = Rank(meeting, Hello(self._rank, rank_fields(self._pages)))
+                self._uplink = Rank(meeting, self._rank, rank_fields(self._pages))
         except Exception as error:  # noqa: BLE001 - an engine must outlive its cache
             self._met = True
             self._notices.say("ranks", f"rank {self._rank} caches nothing: {error!r}")

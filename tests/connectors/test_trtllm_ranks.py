@@ -1,17 +1,49 @@
-"""Ranks of TensorRT-LLM whose devices take a while to register the arena."""
+"""Ranks of TensorRT-LLM that come late, and strangers at their socket."""
 
 from __future__ import annotations
 
+import os
+import pickle
+from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from kvladder.arena import Arena
+from kvladder.arena import Arena, ArenaHandle
+from kvladder.connectors.lines import connect
 from kvladder.connectors.trtllm.options import STACK
-from kvladder.gpu.copy.copier import Copier
+from kvladder.connectors.trtllm.ranks import MESSAGE_MAX, Rank, Ranks
+from kvladder.connectors.trtllm.step import Hello, Meeting
+from kvladder.gpu.copy.copier import Copier, Finished, JobId
 from kvladder.gpu.copy.cuda import copier_for
 from kvladder.gpu.copy.pages import Parts
+from kvladder.notices import Notices
 from tests.connectors.executor import BLOCK, Executor
+from tests.patience import until
+
+FIELDS = {"dtype": "bf16"}
+
+
+class Said(Notices):
+    """Notices that a test reads."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: 0.0)
+        self.texts: list[str] = []
+
+    def say(self, kind: str, message: str) -> None:
+        self.texts.append(message)
+
+
+class Runs:
+    """What runs where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.path),)
 
 
 def test_a_rank_comes_when_its_device_has_registered_the_arena(
@@ -37,3 +69,66 @@ def test_a_rank_comes_when_its_device_has_registered_the_arena(
     engine.until(lambda: engine.scheduler._cache.complete)
     assert engine.run(prompt).saves
     engine.close()
+
+
+@pytest.fixture
+def said() -> Said:
+    return Said()
+
+
+@pytest.fixture
+def ranks(said: Said) -> Iterator[Ranks]:
+    found = Ranks(1, FIELDS, said)
+    yield found
+    found.close()
+
+
+def meeting(ranks: Ranks, secret: bytes | None = None) -> Meeting:
+    handle = ArenaHandle(os.getpid(), 0, 1, 4096)
+    return Meeting(ranks.address, handle, 4096, ranks.secret if secret is None else secret)
+
+
+def test_what_strangers_send_is_refused_and_never_run(
+    ranks: Ranks, said: Said, tmp_path: Path
+) -> None:
+    encoded = msgspec.msgpack.encode(Hello(1, b"guessed", FIELDS))
+    for sent in (pickle.dumps(Runs(tmp_path / "ran")), b"", b"\xc1", encoded, encoded[:-1]):
+        count = len(said.texts)
+        with connect(ranks.address) as connection:
+            connection.send_bytes(sent)
+            until(lambda count=count: len(said.texts) > count)  # type: ignore[misc]
+        assert "turned away" in said.texts[-1]
+    assert not (tmp_path / "ran").exists()
+    with connect(ranks.address) as connection:
+        os.write(connection.fileno(), (MESSAGE_MAX + 1).to_bytes(4))
+        with pytest.raises((EOFError, OSError)):  # it is hung up on
+            connection.recv_bytes()
+    assert not ranks.complete
+    rank = Rank(meeting(ranks), 1, FIELDS)
+    until(lambda: ranks.complete)
+    rank.close()
+    until(lambda: not ranks.complete)
+
+
+@pytest.mark.parametrize("number", [0, 2, 1])
+def test_a_rank_that_there_is_not_or_that_is_here_is_turned_away(
+    ranks: Ranks, said: Said, number: int
+) -> None:
+    first = Rank(meeting(ranks), 1, FIELDS)
+    until(lambda: ranks.complete)
+    other = Rank(meeting(ranks), number, FIELDS)
+    until(lambda: said.texts)
+    assert f"rank {number} was turned away" in said.texts[-1]
+    first.tell([Finished(JobId(7), True, 8, 0.5)])
+    until(lambda: ranks.ended() == [Finished(JobId(7), True, 8, 0.5)])
+    other.close()
+    first.close()
+
+
+def test_a_rank_that_sends_no_message_is_a_rank_no_more(ranks: Ranks, said: Said) -> None:
+    rank = Rank(meeting(ranks), 1, FIELDS)
+    until(lambda: ranks.complete)
+    rank._connection.send_bytes(b"\xc1")
+    until(lambda: not ranks.complete)
+    assert "rank 1 sent what is no message" in said.texts[-1]
+    rank.close()
