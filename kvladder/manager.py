@@ -9,7 +9,7 @@ from functools import partial
 from math import inf
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
-from kvladder.arena import Arena, Slot
+from kvladder.arena import Arena
 from kvladder.errors import ClosedError
 from kvladder.events import Event
 from kvladder.keys import BlockKey, Namespace, salt_digest
@@ -34,6 +34,7 @@ from kvladder.tiers.ladder.paced import PINNED_MAX, Reserved, Turns
 from kvladder.tiers.ladder.paced import POLL_S as POLL_S
 from kvladder.tiers.ladder.paced import PacedFetch as PacedFetch
 from kvladder.tiers.ladder.paced import PacedSave as PacedSave
+from kvladder.tiers.ladder.saving import Save as Save
 from kvladder.tiers.ladder.saving import metas_of
 from kvladder.tiers.ladder.stack import Post, TierStack
 
@@ -87,46 +88,6 @@ class Lookup(NamedTuple):
     """Of what some level holds."""
 
 
-class Save:
-    """Slots leased for blocks that an engine is about to copy out of its KV cache.
-
-    Owned by the caller, who fills the slots and then calls ``commit`` or ``abort`` once.
-    """
-
-    def __init__(
-        self,
-        stack: TierStack,
-        keys: list[BlockKey],
-        indices: list[int],
-        slots: list[Slot],
-        floor: int,
-        end: int,
-    ) -> None:
-        self._stack = stack
-        self._keys = keys
-        self.indices = indices
-        """Positions of these blocks in the keys that were given, ascending."""
-        self.slots = slots
-        """Their slots, in the same order."""
-        self.end = end
-        """Position of the first block for which there was no room; the number of keys if none."""
-        self.floor = floor
-        """The lowest priority so far: ``parent_floor`` of the prefix's next blocks."""
-        self._open = True
-
-    def commit(self) -> None:
-        """All bytes are in the slots: the blocks are hits from now on. Idempotent."""
-        if self._open:
-            self._open = False
-            self._stack.publish(self._keys, self.slots)
-
-    def abort(self) -> None:
-        """The copy failed: nothing becomes visible, the slots are free again. Idempotent."""
-        if self._open:
-            self._open = False
-            self._stack.abandon(self._keys, self.slots)
-
-
 class CacheManager:
     """Composes arena and stack for one engine. Nothing here waits for a tier, but ``close``.
 
@@ -160,8 +121,9 @@ class CacheManager:
         self._description = description
         self._publisher = publisher
         self._clock = stack.shared.clock
-        self._fetches = Turns(max(1, int(arena.slots * PINNED_MAX)), self._clock)
-        self._saves = Turns(1, self._clock)
+        lost = self._unreleased = stack.shared.unreleased
+        self._fetches = Turns(max(1, int(arena.slots * PINNED_MAX)), self._clock, lost)
+        self._saves = Turns(1, self._clock, lost)
         self._guests: list[Closing] = []
         self._sections: dict[str, Callable[[], dict[str, Any]]] = {}
         self.sessions = Sessions()
@@ -293,7 +255,8 @@ class CacheManager:
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """Tell how long computing so many tokens of prompts at once took, without what a step
-        takes in any case. Of fewer than 64 tokens nothing is learned.
+        takes in any case. What steps of fewer than 64 tokens take counts only until longer ones,
+        which say more about a token, were told.
         """
         with self._stack.lock:
             self._stack.worth.prefilled(tokens, seconds)
@@ -497,6 +460,7 @@ class CacheManager:
     def stats(self) -> Stats:
         """Counters and occupancy by level, hottest first, and of the arena; plain data."""
         stack = self._stack
+        self._unreleased.settle()
         said = [level.door.gauges() for level in stack.levels]  # theirs: without the lock
         with stack.lock:
             size = self.layout.block_bytes
@@ -506,7 +470,8 @@ class CacheManager:
             for level, own in zip(stack.levels, said, strict=True):
                 found[level.name] = {**own, **level.stats.as_dict(size), **level_counts(level)}
             found["arena"] = {"slots": self.arena.slots, "free": self.arena.free}
-            found["loop"] = {"faults": self._portal.faults}
+            lost = self._unreleased.counts.total()
+            found["loop"] = {"faults": self._portal.faults, "unreleased": lost}
         return found | {name: counts() for name, counts in self._sections.items()}
 
     def take_events(self) -> list[Event]:
@@ -554,6 +519,7 @@ class CacheManager:
         self._closed = True
         for guest in self._guests:
             guest.close()
+        self._unreleased.close(*self._stack.held())
         flush_s = FLUSH_TIMEOUT_S if timeout_s is None else timeout_s
         try:
             closing = self._stack.aclose(flush_timeout_s=flush_s)

@@ -12,8 +12,10 @@ import pytest
 from kvladder.compose import open_cache
 from kvladder.connectors.sglang.pieces import PART, Batch, fetch_pieces, save_pieces
 from kvladder.layout import Layout
+from kvladder.notices import Notices
 from kvladder.runtime import SystemClock
 from kvladder.tiers.ladder.paced import PacedFetch, Turns
+from kvladder.tiers.ladder.unreleased import Unreleased
 from tests.patience import PATIENCE_S, until
 
 PAGES = 24
@@ -119,7 +121,7 @@ class Rival:
 
     def __init__(self, slots):
         self.arena = SimpleNamespace(slots=PART * 2)
-        self.turns = Turns(slots, SystemClock())
+        self.turns = Turns(slots, SystemClock(), Unreleased(Notices(lambda: 0.0)))
         self._slots = slots
         self._asks = threading.Event()
         self._found_none = False

@@ -326,6 +326,8 @@ class World:
 
     def reopen(self, *, crash: bool) -> None:
         """The process ends, well or not, and another one begins."""
+        if crash:  # its objects end without finalizers
+            self.cache.stack.shared.unreleased.close(0, 0)
         for request in self.requests:
             if not crash:
                 request.fetch.release()

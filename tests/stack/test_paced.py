@@ -10,10 +10,12 @@ import pytest
 
 from kvladder.keys import BlockKey
 from kvladder.manager import PacedFetch, PacedSave, Save
+from kvladder.notices import Notices
 from kvladder.testing.fakes import FakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.testing.steps import Fail, Hold
 from kvladder.tiers.ladder.paced import ROOM_S, SILENT_S, Turns
+from kvladder.tiers.ladder.unreleased import Unreleased
 from tests.stack.caches import cache_of
 
 LONG = SimCache.keys(*range(30))
@@ -187,7 +189,7 @@ async def test_only_some_of_a_prefix_are_saved() -> None:
 
 
 def test_turns_are_taken_in_order_by_threads() -> None:
-    turns, order = Turns(3, Still()), list[int]()
+    turns, order = Turns(3, Still(), Unreleased(Notices(lambda: 0.0))), list[int]()
     assert turns.take(turns, 2) == 2
     assert turns.take(0, 5) == 1
     assert turns.take(1, 1) == turns.take(2, 1) == 0

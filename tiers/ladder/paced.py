@@ -12,6 +12,7 @@ from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.tiers.base import NO_SLOT, Clock
 from kvladder.tiers.ladder.loading.fetch import Fetch, SetFetch
+from kvladder.tiers.ladder.unreleased import Unreleased
 
 PINNED_MAX: Final = 0.5
 """Pieces of fetches hold no larger share of the slots: who saves needs some, too."""
@@ -25,15 +26,19 @@ SILENT_S: Final = 1.0
 class Turns:
     """Who waits for slots, in the order in which they came; from any thread."""
 
-    def __init__(self, slots: float, clock: Clock) -> None:
+    def __init__(self, slots: float, clock: Clock, unreleased: Unreleased) -> None:
+        self.unreleased = unreleased
+        """Where finalizers of those that waited, or held slots, leave what is to be given back."""
         self._lock = threading.Lock()
         self._left = slots
         self._clock = clock
         self._asked_s: dict[object, float] = {}
-        """Who waits, the first first, and when it asked last."""
+        """Tickets of those that wait, the first first, and when each asked last."""
 
     def take(self, who: object, wanted: int) -> int:
         """So many slots for ``who``, to be given back; 0 as long as it has to wait, or leave."""
+        if self.unreleased:
+            self.unreleased.settle()
         with self._lock:
             now_s = self._clock.now()
             self._asked_s[who] = now_s
@@ -55,9 +60,13 @@ class Turns:
 class Paced(ABC):
     """Something that is done piece by piece. Ask ``ready``, use the piece, then ``advance``.
 
-    Owned by the caller, who calls ``close`` in the end; that may be called again.
+    Owned by the caller, who calls ``close`` in the end; that may be called again. If the caller
+    loses it, a ResourceWarning says so, and others may have its slots.
     """
 
+    _held = 0
+    _waits = False
+    """Whether it was asked for a piece that has not come."""
     first = 0
     """Position of the piece's first block."""
     count = 0
@@ -67,12 +76,22 @@ class Paced(ABC):
         self._total = total
         self._turns = turns
         self._ready = False
+        self._ticket = object()
+        """What waits in its place, so that whoever loses it is noticed."""
+        self._waits = False
+        self._held = 0
+        """Slots that others cannot have meanwhile."""
+
+    def __del__(self) -> None:
+        if self._held or self._waits:
+            self._turns.unreleased.add("paced transfer", self._let_go)
 
     @property
     def ready(self) -> bool:
         """Whether there is a piece to use, or nothing more to come; never waits."""
         if not self._ready:
             self._ready = self.first >= self._total or self._attempt()
+            self._waits = not self._ready
         return self._ready
 
     @property
@@ -96,6 +115,7 @@ class Paced(ABC):
     def close(self) -> None:
         """Let go of the piece; nothing more comes."""
         self._let_go()
+        self._waits = False
         self.first, self.count, self._ready = self._total, 0, True
 
     async def settle(self) -> None:
@@ -150,13 +170,11 @@ class PacedFetch(Paced):
         self._clock = clock
         self._lasts_s = deadline_s
         self._until_s: float | None = None
-        self._held = 0
-        """Slots that others cannot have meanwhile."""
 
     def _attempt(self) -> bool:
         if self.fetch is None:
             # its turn comes, since whoever holds slots gives them back
-            self._held = self._turns.take(self, min(self._most, self._total - self.first))
+            self._held = self._turns.take(self._ticket, min(self._most, self._total - self.first))
             if not self._held:
                 return False
             if self._until_s is None:
@@ -175,7 +193,7 @@ class PacedFetch(Paced):
         self.count = came or int(is_set)
         surplus = self._held - sum(slot != NO_SLOT for slot in self.fetch.slots)
         self._held -= surplus
-        self._turns.give(self, surplus)
+        self._turns.give(self._ticket, surplus)
         return True
 
     @property
@@ -203,7 +221,7 @@ class PacedFetch(Paced):
         if self.fetch is not None:
             self.fetch.release()
             self.fetch = None
-        self._turns.give(self, self._held)
+        self._turns.give(self._ticket, self._held)
         self._held = 0
 
 
@@ -257,7 +275,6 @@ class PacedSave(Paced, Generic[R]):
         self._until_s: float | None = None
         self._is_told = False
         """Whether it is known that this one waits for room."""
-        self._held = 0
 
     def _attempt(self) -> bool:
         now_s = self._clock.now()
@@ -265,7 +282,7 @@ class PacedSave(Paced, Generic[R]):
             self._until_s = now_s + ROOM_S
         is_late = now_s >= self._until_s  # also if its turn has not come
         if not self._held and not is_late:
-            self._held = self._turns.take(self, 1)
+            self._held = self._turns.take(self._ticket, 1)
             if not self._held:
                 return False
         piece = self._begin(self.first, True)
@@ -284,5 +301,5 @@ class PacedSave(Paced, Generic[R]):
         if self._is_told:
             self._moving(0)
         self._until_s, self._is_told = None, False
-        self._turns.give(self, self._held)
+        self._turns.give(self._ticket, self._held)
         self._held = 0

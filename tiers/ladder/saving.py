@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
+from typing import Protocol
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey, Book, by_key
@@ -11,6 +12,7 @@ from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.policy.retention import checked_duration, checked_priority
 from kvladder.tiers.base import Terms
 from kvladder.tiers.ladder.index import Meta
+from kvladder.tiers.ladder.shelf import Shared
 
 
 class _Lot:
@@ -111,6 +113,71 @@ class Saving:
     def slots(self) -> list[Slot]:
         """The slots of all of them."""
         return [lot[key][0] for key, lot in self._lots.items()]
+
+
+class Reserves(Protocol):
+    """What a save needs of the stack."""
+
+    @property
+    def shared(self) -> Shared:
+        """What all levels have in common."""
+        ...
+
+    def publish(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
+        """The bytes of these reserved blocks are complete: from now on they are hits."""
+        ...
+
+    def abandon(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
+        """These reserved blocks will not be filled: their slots are free again."""
+        ...
+
+
+class Save:
+    """Slots leased for blocks that an engine is about to copy out of its KV cache.
+
+    Owned by the caller, who fills the slots and then calls ``commit`` or ``abort`` once. If the
+    caller loses it, a ResourceWarning says so, and it is aborted: keep it as long as a copy writes.
+    """
+
+    _open = False
+
+    def __init__(
+        self,
+        stack: Reserves,
+        keys: list[BlockKey],
+        indices: list[int],
+        slots: list[Slot],
+        floor: int,
+        end: int,
+    ) -> None:
+        self._stack = stack
+        self._unreleased = stack.shared.unreleased
+        self._keys = keys
+        self.indices = indices
+        """Positions of these blocks in the keys that were given, ascending."""
+        self.slots = slots
+        """Their slots, in the same order."""
+        self.end = end
+        """Position of the first block for which there was no room; the number of keys if none."""
+        self.floor = floor
+        """The lowest priority so far: ``parent_floor`` of the prefix's next blocks."""
+        self._open = True
+
+    def commit(self) -> None:
+        """All bytes are in the slots: the blocks are hits from now on. Idempotent."""
+        if self._open:
+            self._open = False
+            self._stack.publish(self._keys, self.slots)
+
+    def abort(self) -> None:
+        """The copy failed: nothing becomes visible, the slots are free again. Idempotent."""
+        if self._open:
+            self._open = False
+            self._stack.abandon(self._keys, self.slots)
+
+    def __del__(self) -> None:
+        if self._open and self.slots:
+            self._unreleased.add("save", self.abort)
 
 
 def metas_of(

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Generic, Protocol
 
@@ -19,6 +20,7 @@ from kvladder.policy.eviction import EvictionPolicy
 from kvladder.policy.offload import OffloadRule
 from kvladder.tiers.base import EVERYTHING, Clock
 from kvladder.tiers.ladder.index import LevelIndex, Meta, P
+from kvladder.tiers.ladder.unreleased import Unreleased
 
 if TYPE_CHECKING:
     from kvladder.tiers.ladder.level import Level
@@ -141,6 +143,11 @@ class Shared:
     notices: Notices
     purging: Counter[bytes] = field(default_factory=Counter[bytes])
     """Salts whose blocks are being removed: nothing of theirs is taken meanwhile."""
+
+    @cached_property
+    def unreleased(self) -> Unreleased:
+        """Fetches and saves whose owner lost them."""
+        return Unreleased(self.notices)
 
     @property
     def bulk_step(self) -> int:

@@ -163,6 +163,8 @@ class TierStack(Seam):
         returned must be given to ``publish`` or ``abandon``.
         """
         self._require_open()
+        if self.shared.unreleased:
+            self.shared.unreleased.settle()
         wanted: list[int] = []
         slots: list[Slot] = []
         start = 0
@@ -546,6 +548,11 @@ class TierStack(Seam):
             looks = self.levels and not self.host.has_looked
             held = self.loader.arrivals or len(self._saving) or self.host.index.pinned
             return bool(looks or held or self.pending)
+
+    def held(self) -> tuple[int, int]:
+        """Return how many blocks fetches have pinned, and how many saves have reserved."""
+        with self.lock:
+            return self.host.index.pinned, len(self._saving)
 
     @property
     def pending(self) -> bool:

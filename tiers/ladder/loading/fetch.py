@@ -140,8 +140,11 @@ class Fetch:
     """The longest prefix of some keys that the stack could serve, pinned in host slots.
 
     Owned by the caller, who asks ``done`` as often as it likes, uses ``slots`` and calls
-    ``release`` or ``forget`` in the end; until then the slots are not reused.
+    ``release`` or ``forget`` in the end; until then the slots are not reused. If the caller loses
+    it, a ResourceWarning says so and the slots are reused: keep it as long as a copy reads them.
     """
+
+    _released = True
 
     def __init__(
         self,
@@ -154,6 +157,9 @@ class Fetch:
         salt: bytes = b"",
         saves: Saves | None = None,
     ) -> None:
+        if shared.unreleased:
+            shared.unreleased.settle()
+        self._unreleased = shared.unreleased
         self.keys = keys
         self.levels = levels
         """Bits of the levels that may be read for it."""
@@ -328,6 +334,10 @@ class Fetch:
     def _pinned(self) -> tuple[Sequence[BlockKey], Sequence[Slot]]:
         """The blocks of the answer, and their slots."""
         return self.keys[: len(self._slots)], self._slots
+
+    def __del__(self) -> None:
+        if not self._released and any(slot != NO_SLOT for slot in self._slots):
+            self._unreleased.add("fetch", self.release)
 
     def forget(self) -> None:
         """Release, and have every level forget the blocks: their bytes could not be used."""

@@ -1,0 +1,138 @@
+"""Fetches and saves whose owner loses them: their slots are given back, and somebody is told."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from kvladder.manager import CacheManager, Fetch, PacedFetch, Save
+from kvladder.policy.offload import OffloadRule
+from kvladder.testing.fakes import FakeTier
+from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.testing.steps import Hold
+
+SLOTS = 16
+FIRST = SimCache.keys(1, *range(1, SLOTS))
+OTHERS = SimCache.keys(2, *range(1, SLOTS))
+
+
+async def filled(*levels: LevelSpec) -> SimCache:
+    """A cache all of whose slots hold ``FIRST``, and its levels too."""
+    cache = await SimCache.open(*levels, slots=SLOTS)
+    cache.save(FIRST)
+    await cache.settle()
+    return cache
+
+
+def lost_fetch(manager: CacheManager) -> None:
+    fetch: Fetch = manager.fetch(FIRST)
+    assert fetch.done
+    assert fetch.blocks == SLOTS
+
+
+def lost_set(manager: CacheManager) -> None:
+    fetch = manager.fetch_set(FIRST)
+    assert fetch.done
+    assert len(fetch.found) == SLOTS
+
+
+def lost_save(manager: CacheManager) -> None:
+    manager.remove(FIRST)
+    save: Save = manager.save(FIRST)
+    assert len(save.slots) == SLOTS
+
+
+def lost_paced(manager: CacheManager) -> None:
+    fetches: list[PacedFetch] = []
+    for half in (FIRST[:8], FIRST[8:]):  # which is as much as pieces may hold
+        fetches.append(manager.fetch_paced(half))
+        fetches[-1].ready  # noqa: B018 - it is what asks
+    assert fetches[0].count
+
+
+LOST = [lost_fetch, lost_set, lost_save, lost_paced]
+
+
+@pytest.mark.parametrize("lose", LOST)
+async def test_what_was_lost_is_given_back_and_said(
+    lose: Callable[[CacheManager], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = await filled()
+    manager = cache.manager
+    with pytest.warns(ResourceWarning, match="was not released: call release"):
+        lose(manager)
+    with caplog.at_level(logging.WARNING):
+        save = manager.save(OTHERS)
+    assert len(save.slots) == SLOTS
+    save.abort()
+    assert "was lost by its owner" in caplog.text
+    assert manager.stats()["loop"]["unreleased"] >= 1
+    paced = manager.fetch_paced(OTHERS)
+    assert paced.ready  # nobody is before it
+    paced.close()
+    cache.manager.check()
+    await cache.aclose()
+
+
+async def test_one_that_waits_for_a_tier_is_given_back_when_its_blocks_have_come() -> None:
+    hold = Hold(on="get")
+    tier = FakeTier()
+    cache = await filled(LevelSpec(tier, OffloadRule(when="commit"), capacity_blocks=64))
+    cache.save(OTHERS)
+    await cache.settle()
+    tier.script.append(hold)
+    fetch = cache.manager.fetch(FIRST)
+    assert not fetch.done
+    del fetch
+    hold.let_go()
+    with pytest.warns(ResourceWarning):
+        await cache.settle()
+    assert cache.manager.stats()["loop"]["unreleased"] == 1
+    assert cache.stack.host.index.pinned == 0
+    cache.manager.check()
+    await cache.aclose()
+
+
+async def test_one_may_be_lost_while_the_lock_is_held() -> None:
+    """A collection of garbage may begin anywhere."""
+    cache = await filled()
+    fetch = cache.manager.fetch(FIRST)
+    assert fetch.done
+    with cache.stack.lock, pytest.warns(ResourceWarning):
+        del fetch
+    assert cache.manager.stats()["loop"]["unreleased"] == 1
+    assert cache.stack.host.index.pinned == 0
+    await cache.aclose()
+
+
+async def test_what_was_released_or_holds_nothing_is_not_lost() -> None:
+    cache = await filled()
+    manager = cache.manager
+    fetch, missing, save = manager.fetch(FIRST), manager.fetch(OTHERS), manager.save(FIRST)
+    assert fetch.done
+    assert missing.done
+    fetch.release()
+    paced = manager.fetch_paced(FIRST)
+    assert paced.ready
+    paced.close()
+    del fetch, missing, save, paced
+    gc.collect()
+    assert manager.stats()["loop"]["unreleased"] == 0
+    await cache.aclose()
+
+
+async def test_closing_says_what_is_still_held(caplog: pytest.LogCaptureFixture) -> None:
+    cache = await filled()
+    fetch = cache.manager.fetch(FIRST[:3])
+    assert fetch.done
+    cache.manager.remove(FIRST[4:6])
+    save = cache.manager.save(FIRST[4:6])
+    with caplog.at_level(logging.WARNING):
+        cache.manager._unreleased.close(*cache.stack.held())
+    assert "closing: 3 blocks of fetches and 2 of saves were not released" in caplog.text
+    fetch.release()
+    save.abort()
+    await cache.aclose()

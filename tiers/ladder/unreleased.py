@@ -1,0 +1,67 @@
+"""Fetches and saves whose owner lost them before it released them: their slots are given back."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable
+
+from kvladder.notices import Notices
+
+HINT = "call release(), commit(), abort() or close() in a finally block"
+
+
+class Unreleased:
+    """A queue that finalizers fill and that the next fetch, save or ``stats`` empties.
+
+    A finalizer may run at any moment, also in the middle of code that holds the stack's lock. So it
+    only appends here.
+
+    Parameters
+    ----------
+    notices:
+        Where the loss is logged.
+    """
+
+    def __init__(self, notices: Notices) -> None:
+        self._notices = notices
+        self._lost = deque[tuple[str, Callable[[], object]]]()
+        self._lock = threading.Lock()
+        self._closed = False
+        self.counts = Counter[str]()
+        """What was lost so far, by kind."""
+
+    def __bool__(self) -> bool:
+        return bool(self._lost)
+
+    def add(
+        self,
+        kind: str,
+        give_back: Callable[[], object],
+        warn: Callable[..., object] = warnings.warn,  # kept where modules end before objects
+    ) -> None:
+        """Have ``give_back`` called soon, and warn; for ``__del__`` of an unreleased object."""
+        if not self._closed:
+            self._lost.append((kind, give_back))
+            warn(f"a {kind} was not released: {HINT}", ResourceWarning, stacklevel=3)
+
+    def settle(self) -> None:
+        """Give back all that was lost. The stack's lock is not held."""
+        while self._lost:
+            try:
+                kind, give_back = self._lost.popleft()
+            except IndexError:  # another thread was faster
+                return
+            with self._lock:
+                self.counts[kind] += 1
+            self._notices.say("unreleased", f"a {kind} was lost by its owner: {HINT}")
+            give_back()
+
+    def close(self, pinned: int, reserved: int) -> None:
+        """Say what is still held when the cache closes: so many blocks. Nothing is taken after."""
+        self.settle()
+        self._closed = True
+        if pinned or reserved:
+            what = f"{pinned} blocks of fetches and {reserved} of saves were not released"
+            self._notices.say("unreleased", f"closing: {what}: {HINT}")
