@@ -29,7 +29,7 @@ TRIAL_EVERY = 4
 TRIAL_BLOCKS = 8
 """Blocks that a trial reads, with nobody waiting for them."""
 TOKENS_MIN = 64
-"""Tokens below which the time for computing them says little about a token."""
+"""Tokens below which the time for computing them bounds that of a token from above, and no more."""
 SAMPLE_TOKENS = 256
 """Tokens that one request computes although they are cached, where nothing else tells how fast."""
 ENDS_MAX = 32
@@ -319,22 +319,36 @@ class Worth:
 
     def __init__(self, *, always: bool = False) -> None:
         self._always = always
-        self._short, self._long = _Steps(), _Steps()
-        """Of fewer tokens than a sample, which hide behind what a step takes anyway, and others."""
+        self._few, self._short, self._long = _Steps(), _Steps(), _Steps()
+        """Of fewer than ``TOKENS_MIN`` tokens; of fewer than a sample, which hide behind what a
+        step takes anyway; and others."""
         self._told = False
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """Computing so many tokens of prompts at once took so long."""
         self._told = not self._always
-        if not self._always and tokens >= TOKENS_MIN and 0 <= seconds < inf:
+        if self._always or tokens < 1 or not 0 <= seconds < inf:
+            return
+        if tokens < TOKENS_MIN:
+            self._few.add(tokens, seconds)
+        else:
             (self._short if tokens < SAMPLE_TOKENS else self._long).add(tokens, seconds)
 
-    def _token_s(self, tokens: int) -> float | None:
+    def _measured_s(self, tokens: int) -> float | None:
         """Seconds a token of so many, from steps of about as many if there were any."""
         first, second = self._short.token_s, self._long.token_s
         if tokens >= SAMPLE_TOKENS:
             first, second = second, first
         return second if first is None else first
+
+    def _token_s(self, tokens: int) -> float | None:
+        """The same; before anything else is known, at most so long, from steps of few tokens.
+
+        That a step of few tokens takes longer for each costs some waiting; to know nothing would
+        cost the whole deadline, again and again.
+        """
+        measured_s = self._measured_s(tokens)
+        return self._few.token_s if measured_s is None else measured_s
 
     def seconds(self, tokens: int) -> float | None:
         """How long computing so many tokens of prompts takes; None as long as nobody told."""
@@ -346,7 +360,7 @@ class Worth:
 
         None, if that is known, and if the engine does not tell or the prompt is too short.
         """
-        known = self._token_s(saves.tokens) is not None
+        known = self._measured_s(saves.tokens) is not None
         if not self._told or known or saves.whole or saves is ANYTHING:
             return 0
         count = min(-(-SAMPLE_TOKENS * blocks // saves.tokens), blocks // 2)

@@ -61,9 +61,11 @@ class PacedShared(Paced, SharedFakeTier):
 class Engine:
     """Computes what the cache does not give in time, in virtual time, one request at a time."""
 
-    def __init__(self, cache: SimCache, tier: Paced) -> None:
+    def __init__(self, cache: SimCache, tier: Paced, *, own_tokens: int = 0) -> None:
         self.cache = cache
         self.tier = tier
+        self.own_tokens = own_tokens
+        """What each prompt has behind its whole blocks."""
         self.hits = 0
 
     @property
@@ -84,11 +86,13 @@ class Engine:
         while not fetch.done:  # noqa: ASYNC110 - an engine asks at every step
             await asyncio.sleep(STEP_S)
         self.hits, blocks = fetch.blocks, len(fetch.keys)
-        left = blocks - self.hits
-        await asyncio.sleep(left * BLOCK_S)
-        self.cache.manager.prefilled(left * LAYOUT.block_tokens, left * BLOCK_S)
+        left = (blocks - self.hits) * LAYOUT.block_tokens + self.own_tokens
+        seconds = left * BLOCK_S / LAYOUT.block_tokens
+        await asyncio.sleep(seconds)
+        self.cache.manager.prefilled(left, seconds)
         fetch.release()
-        return (self.now - began - BESIDE_S - STEP_S) / (blocks * BLOCK_S)
+        alone_s = (blocks + self.own_tokens / LAYOUT.block_tokens) * BLOCK_S
+        return (self.now - began - BESIDE_S - STEP_S) / alone_s
 
 
 async def opened(
@@ -134,6 +138,20 @@ async def test_no_speed_of_a_tier_makes_requests_slower(
         times = [await engine.serve(at, lengths[at % len(lengths)]) for at in range(16)]
         assert max(times[2:]) <= MOST, times
         await cache.aclose()
+
+
+@pytest.mark.parametrize("kind", ["own", "shared"])
+@pytest.mark.parametrize("speed_s", SPEEDS)
+@pytest.mark.parametrize("blocks", [3, 15, 16, 31])
+async def test_nor_requests_that_are_too_short_to_learn_from(
+    kind: str, speed_s: float, blocks: int
+) -> None:
+    """Of 12 to 124 tokens, and 10 of their own: what the tier has is all that they could sample."""
+    cache, engine = await opened(made(kind, speed_s, "calls"), range(16), blocks=blocks)
+    engine.own_tokens = 10
+    times = [await engine.serve(at, blocks) for at in range(16)]
+    assert max(times[2:]) <= MOST, times
+    await cache.aclose()
 
 
 @pytest.mark.parametrize("kind", ["own", "shared"])

@@ -155,10 +155,27 @@ def test_patience_grows_with_what_arrives_and_ends_when_computing_would_have() -
     assert stake.trusting(patience, 10, 0.7, 50.0).end_s(2) == pytest.approx(51.0)
 
 
-def test_one_slow_step_and_small_ones_say_nothing() -> None:
+def test_steps_of_few_tokens_are_a_bound_until_longer_ones_are_known() -> None:
+    worth = Worth()
+    worth.prefilled(0, 1.0)
+    assert worth.stake(Saves(100), 10) is None
+    worth.prefilled(10, 0.1)
+    stake = worth.stake(Saves(100), 10)
+    assert stake is not None
+    assert stake.worth(10, 0.79)
+    assert not stake.worth(10, 0.81)
+    assert worth.sample(Saves(1600), 100) == 16, "a bound is no measurement"
+    worth.prefilled(64, 0.064)
+    for _ in range(STEPS):
+        worth.prefilled(1, 9.0)
+    stake = worth.stake(Saves(100), 10)
+    assert stake is not None
+    assert not stake.worth(10, 0.081)
+
+
+def test_one_slow_step_says_nothing() -> None:
     worth = Worth()
     worth.prefilled(3, 9.0)
-    assert worth.stake(Saves(100), 10) is None
     for seconds in (1.0, 50.0, 1.0, 1.1):
         worth.prefilled(1000, seconds)
     stake = worth.stake(Saves(100, behind=1000), 10)
