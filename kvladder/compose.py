@@ -238,6 +238,7 @@ def _spec(
         capacity_blocks=config.capacity_blocks(layout),
         policy=config.make_policy(),
         settings=LevelSettings(gate, queue_blocks=queue, edge=edge),
+        required=config.required,
         verify=any(codec.checks for codec in config.make_codecs()),
         scratch=scratch,
     )

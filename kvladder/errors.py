@@ -6,8 +6,13 @@ engine's request path: the stack turns a failing tier into a miss and a counter.
 
 from __future__ import annotations
 
+import errno
+
 PART_MAX = 400
 """Characters of each part of a message: what is wrong may be as long as a file."""
+
+
+_WRONG_PATHS = frozenset({errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
 
 
 class KvladderError(Exception):
@@ -66,6 +71,57 @@ class TierError(KvladderError):
     def __init__(self, message: str, *, temporary: bool = True) -> None:
         self.temporary = temporary
         super().__init__(message)
+
+
+class Unavailable(TierError):
+    """What a setting names cannot be used now: a full or failing disk, a server that is down.
+
+    This is the line at a start. ``ConfigError`` means that the settings are wrong: nothing but a
+    change of them helps, so the start fails. ``Unavailable``, like any other error of a tier, means
+    that the world is broken today: the cache starts without that part and tries again, unless the
+    level is ``required``.
+
+    Parameters
+    ----------
+    message:
+        What was found, in one sentence.
+    path:
+        The setting that names it, such as ``path``.
+    hint:
+        What to do about it.
+    """
+
+    def __init__(self, message: str, *, path: str = "", hint: str = "") -> None:
+        self.message = message
+        self.path = path
+        self.hint = hint
+        instead = f" ({_brief(hint)})" if hint else ""
+        super().__init__(f"{_brief(message)}{instead}")
+
+
+def refusal(error: BaseException, *, required: bool = True) -> ConfigError:
+    """Return the error for a caller that cannot go on without what failed.
+
+    ``required`` says that this is so because of the setting of this name.
+    """
+    message = str(error) if isinstance(error, TierError) else repr(error)
+    path = hint = ""
+    if isinstance(error, Unavailable):
+        message, path, hint = error.message, error.path, error.hint
+    if required:
+        start = "leave out required: true, to start without this level"
+        path, hint = path or "required", f"{hint}; or {start}" if hint else start
+    return ConfigError(message, path=path, hint=hint)
+
+
+def blames_settings(error: OSError) -> bool:
+    """Return whether a path is wrong whatever state the machine is in: a file as a folder, a loop.
+
+    Any other error of the system (a full, failing, read-only or forbidden medium, too few file
+    descriptors) may be gone tomorrow: see ``Unavailable``. A directory that does not exist is a
+    wrong setting, too, but where exactly it is missing only the caller knows.
+    """
+    return error.errno in _WRONG_PATHS
 
 
 class TierFull(TierError):

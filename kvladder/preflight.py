@@ -18,7 +18,7 @@ from kvladder.arena import memory_available
 from kvladder.config.settings import ExportConfig, LevelConfig
 from kvladder.config.stack import StackConfig
 from kvladder.control.sockets import require_name
-from kvladder.errors import ConfigError, TierError
+from kvladder.errors import ConfigError, TierError, Unavailable, refusal
 from kvladder.layout import Layout
 from kvladder.schema import within
 from kvladder.tiers.codecs.base import Stage
@@ -104,8 +104,13 @@ def _examined(level: LevelConfig, where: str, warnings: list[str]) -> Mapping[st
 
     try:
         return asyncio.run(level.make_tier().examine(level.capacity_bytes, warn))
-    except TierError as error:  # a level that does not open for such a reason is left out
-        warn(f"it cannot be looked at: {error}")
+    except TierError as error:
+        if level.required:
+            raise refusal(error) from error
+        if isinstance(error, Unavailable):
+            warn(f"{error}: the cache would start without this level, and try again")
+        else:
+            warn(f"it cannot be looked at: {error}")
         return {}
 
 

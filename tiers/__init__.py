@@ -3,6 +3,7 @@
 from kvladder.errors import ConfigError as ConfigError
 from kvladder.errors import TierError as TierError
 from kvladder.errors import TierFull as TierFull
+from kvladder.errors import Unavailable as Unavailable
 from kvladder.tiers.base import Tier as Tier
 from kvladder.tiers.base import TierContext as TierContext
 from kvladder.tiers.label import LABEL_BYTES as LABEL_BYTES

@@ -231,6 +231,9 @@ class TierContext:
     """Tells who runs the engine what they should know; logged at most once a minute."""
     timeout_s: float | None = None
     """After how long the level gives up a ``get`` or ``put``, with all that has come by then."""
+    required: bool = False
+    """Whether the cache is not to start without the tier: one that opens before it has reached
+    anything, and connects later, raises ``Unavailable`` instead."""
 
 
 class Medium:
@@ -263,8 +266,8 @@ class Medium:
 
         Raises
         ------
-        ConfigError
-            ``open`` would refuse it, too.
+        ConfigError, Unavailable
+            ``open`` would raise it, too.
         """
         return {}
 
@@ -323,12 +326,17 @@ class Tier(Medium, ABC):
     """
 
     async def open(self, context: TierContext) -> None:
-        """Get ready. Called before any other call; again after a while if it raised anything else.
+        """Get ready. Called before any other call, and again after a while if it failed.
 
         Raises
         ------
         ConfigError
-            It cannot work as configured; says where, what and what instead.
+            The settings are wrong, and would be tomorrow: says where, what and what instead. The
+            cache does not start.
+        Unavailable
+            What they name cannot be used now, e.g. a full disk or a server that is down: says what
+            to do about it. The cache starts without the level, unless it is ``required``, and
+            opens it again later. Any other error counts as this one.
         """
         self.context = context
 

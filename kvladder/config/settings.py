@@ -412,6 +412,8 @@ class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
     capacity_bytes: Size = msgspec.field(name="capacity")
     when: When = "evict"
     codecs: tuple[CodecConfig, ...] = ()
+    required: bool = False
+    """Whether the engine does not start without it; else the level is left out until it opens."""
     timeout_s: Duration = msgspec.field(name="timeout", default=Duration(5))
     queue: Share = Share(percent=25)
     """Blocks that may wait to be written; each keeps an arena slot busy."""

@@ -38,6 +38,7 @@ class LevelSpec:
     rule: OffloadRule = field(default_factory=OffloadRule)
     capacity_blocks: int = 64
     settings: LevelSettings = field(default_factory=LevelSettings)
+    required: bool = False
 
 
 class LoopPortal:
@@ -118,6 +119,7 @@ class SimCache:
                 capacity_blocks=spec.capacity_blocks,
                 policy=PrioritizedLRU(),
                 settings=spec.settings,
+                required=spec.required,
                 scratch=aside[position - 1],
             )
             for position, spec in enumerate(levels, start=1)

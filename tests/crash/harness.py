@@ -92,8 +92,12 @@ class Machine:
         engines: int = 1,
         segment: int = 3 * STRIDE,
         segments_min: int = 2,
+        tries: int = 1,
     ) -> tuple[FilesTier, list[Kept]]:
-        """A tier with segments of three blocks, and what it recovered."""
+        """Open a tier with segments of three blocks; returns it and what it recovered.
+
+        As a level does, it opens the tier again if that failed, ``tries`` times in all.
+        """
         tier = self.wrap(
             FilesTier(
                 FilesOptions(path=str(ROOT), segment=Size(segment), direct=direct, engines=engines),
@@ -114,7 +118,16 @@ class Machine:
             inline_blocking,
             say=self.told.append,
         )
-        await tier.open(context)
+        open_fds = self.disk.open_fds
+        for left in reversed(range(tries)):
+            try:
+                await tier.open(context)
+                break
+            except TierError as error:
+                assert self.disk.open_fds == open_fds
+                if not left:
+                    raise
+                self._failed("open", error)
         return tier, [kept async for batch in tier.recover() for kept in batch]
 
     async def open_again(

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
 
-from kvladder.errors import ConfigError
+from kvladder.errors import ConfigError, TierError, Unavailable
 from kvladder.events import Stored
 from kvladder.testing.fakes import Block, Fail, FakeTier, Hang, Hold, Raise
 from kvladder.testing.sim import SimThreads
 from kvladder.testing.stacks import LevelSpec, SimCache
+from kvladder.tiers.base import TierContext
+from kvladder.tiers.files.tier import FilesOptions, FilesTier
 from kvladder.tiers.label import Facts, Kept
 from kvladder.tiers.ladder.door import CALLS_TIMEOUT_S, CLOSE_TIMEOUT_S
 from kvladder.tiers.ladder.keeper import OPEN_TIMEOUT_S
+from kvladder.units import Size
+from tests.crash.harness import ROOT, new_disk
+from tests.kit.disk import FakeDisk, InlinePool
 from tests.stack.caches import COMMIT, cache_of, flushed
 
 TROUBLES = {
@@ -87,14 +93,118 @@ async def test_what_fails_for_good_is_tried_less_and_less() -> None:
         assert pauses[:6] == [5, 10, 20, 40, 60, 60]
 
 
-async def test_wrong_settings_are_an_error_at_start_and_no_other_time(caplog: Any) -> None:
+async def test_wrong_settings_are_an_error_at_start_and_no_other_time() -> None:
     with pytest.raises(ConfigError, match="scripted"):
         await SimCache.open(LevelSpec(FakeTier([Raise(ConfigError, on="open")])))
-    tier = FakeTier([Fail(on="open"), Raise(ConfigError, on="open", times=None)])
+    tier = FakeTier([Fail(on="open"), Raise(ConfigError, on="open", times=3)])
     async with cache_of(LevelSpec(tier)) as cache:
-        await asyncio.sleep(600.0)
-        assert len(tier.calls) == 2, "to try again is no use"
+        await asyncio.sleep(60.0)
         assert left_out(cache) == [1]
+        await asyncio.sleep(60.0)
+        assert left_out(cache) == [0], "somebody has set right what it found"
+
+
+@pytest.mark.parametrize("operation", ["open", "recover"])
+@pytest.mark.parametrize("trouble", TROUBLES)
+async def test_without_a_required_level_there_is_no_cache(trouble: str, operation: str) -> None:
+    tier = FakeTier([TROUBLES[trouble](operation)], durable=True)
+    first, pools = FakeTier(), dict[str, SimThreads]()
+
+    def threads(name: str) -> SimThreads:
+        return pools.setdefault(name, SimThreads(2))
+
+    with pytest.raises(ConfigError, match=r"^tiers\[2\].required: .*required: true") as refused:
+        await SimCache.open(LevelSpec(first), LevelSpec(tier, required=True), threads=threads)
+    assert "leave out required: true, to start without this level" in str(refused.value)
+    for closed in (first, tier):
+        with pytest.raises(TierError, match="closed"):
+            await closed.contains([])
+
+
+async def test_a_required_level_says_what_to_mend() -> None:
+    class Missing(FakeTier):
+        async def open(self, context: TierContext) -> None:
+            await super().open(context)
+            raise Unavailable("no server", path="url", hint="start it")
+
+    tier = Missing()
+    with pytest.raises(ConfigError) as refused:
+        await SimCache.open(LevelSpec(tier, required=True))
+    found = refused.value.path, refused.value.message, refused.value.hint.split(";")[0]
+    assert found == ("tiers[1].url", "no server", "start it")
+    async with cache_of(LevelSpec(Missing())) as cache:
+        assert "left out: it failed to open: no server (start it)" in cache.manager.describe()
+
+
+# ---- disks that fail
+
+DISK_CALLS = ["open", "preadv", "pwritev", "fallocate", "truncate", "fsync", "lock", "rename"]
+DISK_CALLS += ["unlink", "mkdir", "listdir", "stat"]
+CODES = [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EMFILE]
+
+
+def files_level(disk: FakeDisk, **options: Any) -> LevelSpec:
+    settings = FilesOptions(path=str(ROOT), segment=Size(32 << 10))
+    tier = FilesTier(settings, disk=disk, pool=InlinePool(), log_slack_records=4, segments_min=2)
+    return LevelSpec(tier, COMMIT, **options)
+
+
+async def stored_on(disk: FakeDisk) -> None:
+    async with cache_of(files_level(disk)) as cache:
+        cache.save(cache.keys(1, 2))
+        await cache.settle()
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("call", DISK_CALLS)
+async def test_a_disk_that_fails_at_start_is_used_once_it_works(call: str, code: int) -> None:
+    for has_blocks in (False, True):
+        disk = new_disk()
+        if has_blocks:
+            await stored_on(disk)
+        disk.refuse = lambda name, _path: code if name == call else 0  # noqa: B023
+        async with cache_of(files_level(disk)) as cache:
+            await asyncio.sleep(30.0)
+            disk.refuse = lambda _name, _path: 0
+            await asyncio.sleep(60.0)
+            assert left_out(cache) == [0]
+            assert await cache.load(cache.keys(1, 2)) == ["level1"] * (2 * has_blocks)
+            cache.save(cache.keys(7, 8))
+            await cache.settle()
+            assert cache.levels[0].holds(cache.keys(7, 8)[1])
+        assert disk.open_fds == 0
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EMFILE])
+async def test_a_disk_call_that_fails_at_start_costs_no_start_and_no_block(code: int) -> None:
+    for number in itertools.count(1):
+        disk = new_disk()
+        await stored_on(disk)
+        disk.fail_at, disk.fail_errno = disk.calls + number, code
+        async with cache_of(files_level(disk)) as cache:
+            reached = disk.calls >= disk.fail_at
+            disk.fail_at = None
+            await asyncio.sleep(10.0)
+            assert left_out(cache) == [0]
+            assert await cache.load(cache.keys(1, 2)) == ["level1"] * 2
+        if not reached:
+            assert number > 20
+            break
+
+
+async def test_a_full_disk_is_read_from(caplog: pytest.LogCaptureFixture) -> None:
+    disk = new_disk()
+    await stored_on(disk)
+    disk.capacity_bytes = sum(disk.files().values())
+    disk.put(ROOT / "others", b"")
+    disk.refuse = lambda name, _path: errno.ENOSPC if name in {"fallocate", "pwritev"} else 0
+    async with cache_of(files_level(disk, required=True)) as cache:
+        assert await cache.load(cache.keys(1, 2)) == ["level1"] * 2
+        cache.save(cache.keys(7, 8))
+        await asyncio.sleep(1.0)
+        assert not cache.levels[0].holds(cache.keys(7, 8)[0])
+    assert any("its medium is full" in text for text in caplog.messages)
 
 
 # ---- what it says that it has

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvladder.errors import ConfigError
+from kvladder.errors import ConfigError, Unavailable
 from kvladder.tiers.files.directory import FilesDirectory, held_by, leases, look
 from kvladder.tiers.files.purge import purge_files
 from kvladder.tiers.files.tier import FilesTier
@@ -195,7 +195,7 @@ async def test_the_path_may_be_kept_locked_for_a_while_only(
     one, _ = two
     with (
         FilesDirectory(disk, ROOT, one.space).exclusive(),
-        pytest.raises(ConfigError, match="another process keeps it locked"),
+        pytest.raises(Unavailable, match="another process keeps it locked"),
     ):
         await one.open()
     tier, _ = await one.open()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from kvladder.errors import ConfigError, TierError, TierFull
+from kvladder.errors import ConfigError, TierError, TierFull, Unavailable
 from kvladder.tiers.files.directory import SEGMENTS_MAX, sealed
 from kvladder.tiers.files.purge import purge_files
 from kvladder.tiers.files.store import SEGMENTS_MIN
@@ -73,6 +74,15 @@ async def refused(machine: Machine, **kwargs: bool) -> str:
     return str(caught.value)
 
 
+async def unavailable(machine: Machine) -> Unavailable:
+    with pytest.raises(Unavailable) as caught:
+        await machine.open()
+    assert machine.disk.open_fds == 0
+    assert caught.value.path == "path"
+    assert caught.value.hint in str(caught.value)
+    return caught.value
+
+
 async def test_a_path_whose_parent_is_missing(new: New) -> None:
     machine = new()
     machine.disk = FakeDisk(Path("/other"))
@@ -117,9 +127,21 @@ async def test_what_the_file_system_does_not_allow(
     disk: FakeDisk, new: New, call: str, code: int, text: str
 ) -> None:
     disk.refuse = lambda name, _path: code if name == call else 0
-    message = await refused(new())
-    assert message.startswith("path: /disk/kv ")
-    assert text in message
+    machine = new()
+    error = await unavailable(machine)
+    assert str(error).startswith("/disk/kv ")
+    assert text in str(error)
+    disk.refuse = lambda _name, _path: 0
+    tier, _ = await machine.open()
+    await machine.put(tier, (0, 0))
+    assert machine.errors == []
+    await tier.aclose()
+
+
+@pytest.mark.parametrize("code", [errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EISDIR])
+async def test_a_path_that_no_disk_would_take(disk: FakeDisk, new: New, code: int) -> None:
+    disk.refuse = lambda name, _path: code if name == "open" else 0
+    assert f"path: /disk/kv cannot be used: {os.strerror(code)}" in await refused(new())
 
 
 async def test_a_newer_format_is_refused_and_kept(disk: FakeDisk, new: New) -> None:
@@ -227,7 +249,7 @@ async def test_goes_around_the_page_cache_where_it_can(
 async def test_o_direct_that_opens_but_cannot_read(disk: FakeDisk, new: New, code: int) -> None:
     disk.refuse = lambda name, path: code if (name, path[-9:]) == ("preadv", "seg-00000") else 0
     if code == errno.EIO:
-        assert "cannot be used" in await refused(new())
+        assert "cannot be used" in str(await unavailable(new()))
         return
     tier, _ = await new().open()
     assert tier.describe()["io"] == "buffered, through aiofiles"

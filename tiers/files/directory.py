@@ -20,6 +20,7 @@ from kvladder.keys import Namespace
 from kvladder.tiers.base import TierContext
 from kvladder.tiers.files.disk import (
     Disk,
+    is_full,
     opened,
     read_file,
     replace_file,
@@ -268,6 +269,8 @@ class FilesDirectory:
         self._prefix = space.hex()[:PREFIX_DIGITS]
         self.home = path / self._prefix
         """The directory that was taken, once it was."""
+        self.has_meta = False
+        """Whether META is there already, and tells where the blocks lie."""
         self.earlier: int | None = None
         """Of which format its files were, if they could not be read and were removed."""
         self._lock_fd: int | None = None
@@ -287,7 +290,7 @@ class FilesDirectory:
         Raises
         ------
         ConfigError
-            The directory cannot be used, or was written by a newer version.
+            Others may write to the directory, or a newer version wrote it.
         OSError
             Anything else.
         """
@@ -296,7 +299,8 @@ class FilesDirectory:
         for name in ASIDE.intersection(self._disk.listdir(self.home)):
             self._disk.unlink(self.home / name)  # an earlier process did not finish it
         found = read_meta(self._disk, self.home)
-        if isinstance(found, Meta) and found.holds(wanted):
+        self.has_meta = isinstance(found, Meta) and found.holds(wanted)
+        if isinstance(found, Meta) and self.has_meta:
             return msgspec.structs.replace(wanted, segment_places=found.segment_places)
         if isinstance(found, int):
             self.earlier = found
@@ -368,8 +372,13 @@ class FilesDirectory:
         if fd is None:
             return False
         self.home, self._lock_fd = home, fd
-        self._disk.truncate(fd, 0)
-        write_all(self._disk, fd, b"%d\n" % os.getpid(), 0)
+        name = b"%d\n" % os.getpid()
+        try:  # the new name before the end of the old one, which a full disk has room for
+            write_all(self._disk, fd, name, 0)
+            self._disk.truncate(fd, len(name))
+        except OSError as error:
+            if not is_full(error):
+                raise
         return True
 
     def leave(self) -> None:

@@ -7,10 +7,10 @@ import fcntl
 import os
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvladder.errors import ConfigError
+from kvladder.errors import ConfigError, Unavailable, blames_settings
 from kvladder.units import Size
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
@@ -33,7 +33,9 @@ class Disk:
         Raises
         ------
         ConfigError
-            The directory cannot be used.
+            There can be no such directory.
+        Unavailable
+            The directory cannot be used now.
         """
         try:
             target = path if path.exists() else path.parent
@@ -43,12 +45,11 @@ class Disk:
                 raise ConfigError(f"{target} {wrong}", path="path", hint=hint)
             if not os.access(target, os.R_OK | os.W_OK | os.X_OK):
                 hint = f"expected a directory that user {os.geteuid()} may write"
-                raise ConfigError(f"{target} cannot be written", path="path", hint=hint)
+                raise Unavailable(f"{target} cannot be written", path="path", hint=hint)
             free, held = space(path)
             takes = _takes_direct(target)
         except OSError as error:
-            why = error.strerror or type(error).__name__
-            raise ConfigError(f"{path}: {why}", path="path", hint="expected a directory") from error
+            raise _explanation(path, error) from error
         if direct and takes is False:
             hint = "leave it out, or choose another file system"
             raise ConfigError("this file system has no direct I/O", path="direct", hint=hint)
@@ -135,23 +136,39 @@ def is_full(error: OSError) -> bool:
 
 
 @contextmanager
-def as_config_error(path: Path) -> Generator[None]:
-    """Tell somebody whose directory cannot be used, because of an OSError, what to do."""
+def explained(path: Path) -> Generator[None]:
+    """Turn an OSError into one that says what is wrong with a tier's directory, and what to do.
+
+    Raises
+    ------
+    ConfigError
+        The path is wrong.
+    Unavailable
+        The disk fails, is full, or does not let this user in: it may work later.
+    """
     try:
         yield
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        what = f"cannot be used: {error.strerror or error}{where}"
-        hint = "expected a directory on a local disk"
-        if error.errno == errno.EROFS:
-            what, hint = "is on a read-only file system", "expected a writable one"
-        elif error.errno in {errno.EACCES, errno.EPERM}:
-            what = f"is not writable: {error.strerror}"
-            hint = "give it to the user that runs the engine, mode 0700"
-        elif is_full(error):
-            what = f"has no room for one segment: {error.strerror}"
-            hint = "free some space, or set a smaller capacity or segment"
-        raise ConfigError(f"{path} {what}", path="path", hint=hint) from error
+        raise _explanation(path, error) from error
+
+
+def _explanation(path: Path, error: OSError) -> ConfigError | Unavailable:
+    where = f" ({error.filename})" if error.filename else ""
+    what = f"cannot be used: {error.strerror or error}{where}"
+    hint = "expected a directory on a local disk"
+    if blames_settings(error):
+        return ConfigError(f"{path} {what}", path="path", hint=hint)
+    if error.errno == errno.EROFS:
+        what, hint = "is on a read-only file system", "mount it writable"
+    elif error.errno in {errno.EACCES, errno.EPERM}:
+        what = f"is not writable: {error.strerror}"
+        hint = "give it to the user that runs the engine, mode 0700"
+    elif is_full(error):
+        what = f"has no room for one segment: {error.strerror}"
+        hint = "free some space, or set a smaller capacity or segment"
+    elif error.errno == errno.EIO:
+        hint = "see the kernel's log: the disk may be failing"
+    return Unavailable(f"{path} {what}", path="path", hint=hint)
 
 
 @contextmanager
@@ -185,10 +202,15 @@ def write_all(disk: Disk, fd: int, data: bytes | bytearray | memoryview, offset:
 def replace_file(disk: Disk, path: Path, data: bytes) -> None:
     """Write ``data`` aside and give it its name once it is on the disk: all of it or nothing."""
     aside = path.with_name(path.name + ".tmp")
-    with opened(disk, aside, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as fd:
-        write_all(disk, fd, data, 0)
-        disk.fsync(fd)
-    disk.rename(aside, path)
+    try:
+        with opened(disk, aside, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as fd:
+            write_all(disk, fd, data, 0)
+            disk.fsync(fd)
+        disk.rename(aside, path)
+    except OSError:
+        with suppress(OSError):
+            disk.unlink(aside)
+        raise
     sync_directory(disk, path.parent)
 
 

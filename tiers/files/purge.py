@@ -8,11 +8,12 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from kvladder.errors import Unavailable, refusal
 from kvladder.keys import Namespace, salt_digest
 from kvladder.layout import align
 from kvladder.tiers.base import Progress
 from kvladder.tiers.files.directory import FilesDirectory, Meta, at_rest, read_meta, require_safe
-from kvladder.tiers.files.disk import Disk, as_config_error, sync_directory, write_all
+from kvladder.tiers.files.disk import Disk, explained, sync_directory, write_all
 from kvladder.tiers.files.header import HEADER_BYTES
 from kvladder.tiers.files.log import kept_of, tag_of
 from kvladder.tiers.files.segments import PIECE_BYTES, Segments
@@ -187,13 +188,16 @@ def purge_files(
         A directory cannot be used, is a running engine's, or was written by a newer version; then
         nothing has been done.
     """
-    with as_config_error(path):
-        try:
-            require_safe(disk, path, directory=True)
-        except FileNotFoundError:  # nothing was ever stored there
-            return []
-        with at_rest(disk, path, space, others) as taken:
-            return [_purge(disk, directory, salt, progress) for directory in taken]
+    try:
+        with explained(path):
+            try:
+                require_safe(disk, path, directory=True)
+            except FileNotFoundError:  # nothing was ever stored there
+                return []
+            with at_rest(disk, path, space, others) as taken:
+                return [_purge(disk, directory, salt, progress) for directory in taken]
+    except Unavailable as error:
+        raise refusal(error, required=False) from error
 
 
 def _purge(disk: Disk, directory: FilesDirectory, salt: str | None, progress: Progress) -> Purged:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey
 from kvladder.tiers.base import TierContext
 from kvladder.tiers.files.directory import FilesDirectory, Lent, Meta
-from kvladder.tiers.files.disk import Disk, as_config_error, is_full
+from kvladder.tiers.files.disk import Disk, explained, is_full
 from kvladder.tiers.files.header import Header
 from kvladder.tiers.files.log import IndexLog, kept_of
 from kvladder.tiers.files.segments import Segments
@@ -69,14 +69,18 @@ class FileStore:
     ) -> FileStore:
         """Take a directory below the path, read its index log, preallocate the first segment.
 
+        On a full disk, the blocks that are already there are served.
+
         Raises
         ------
         ConfigError
-            The path cannot be used as configured.
+            The path is wrong.
+        Unavailable
+            The disk cannot be used now.
         """
         path = Path(options.path)
         directory = FilesDirectory(disk, path, context.namespace)
-        with as_config_error(path), ExitStack() as undo:
+        with explained(path), ExitStack() as undo:
             undo.callback(directory.close)
             directory.make()
             with directory.exclusive():
@@ -88,15 +92,26 @@ class FileStore:
                 undo.callback(store.close)
                 with suppress(Lent):  # there may be room later
                     store.segments.make_room()
-                directory.write(meta)
+                with store._tolerant(directory.has_meta):
+                    directory.write(meta)
             store.load(anew=store.segments.end == 0)
-            with suppress(Lent):
+            with suppress(Lent), store._tolerant():
                 store.segments.allocate([0])
             if not store.found.lost:
-                store._reserve()
+                with store._tolerant():
+                    store._reserve()
             store._choose(options.direct)
             undo.pop_all()
         return store
+
+    @contextmanager
+    def _tolerant(self, is_enough: bool = True) -> Generator[None]:
+        """Go on without room on a full disk if there are blocks to serve without it."""
+        try:
+            yield
+        except OSError as error:
+            if not (is_full(error) and is_enough and self.segments.count):
+                raise
 
     def load(self, *, anew: bool) -> None:
         """Read the index log, and forget what is at places that are gone.
@@ -135,7 +150,8 @@ class FileStore:
         self.log.write(list(newest.values()), max((one.sequence for one in headers), default=0))
         self.log.close()
         self.load(anew=True)
-        self._reserve()
+        with self._tolerant():
+            self._reserve()
 
     def _choose(self, direct: bool | None) -> None:
         """Go around the page cache if that is wanted and possible."""

@@ -21,7 +21,7 @@ from kvladder.schema import Settings
 from kvladder.tiers.base import Tier, TierContext
 from kvladder.tiers.blocking import BlockingPool
 from kvladder.tiers.files.directory import look
-from kvladder.tiers.files.disk import Disk, as_config_error, is_full
+from kvladder.tiers.files.disk import Disk, explained, is_full
 from kvladder.tiers.files.header import HEADER_BYTES
 from kvladder.tiers.files.log import IndexLog, held, kept_of, tag_of
 from kvladder.tiers.files.purge import Eraser
@@ -131,10 +131,15 @@ class FilesTier(Tier):
         self.batch_max = max(1, min(BATCH_BLOCKS_MAX, fitting, context.capacity_blocks))
         await context.run_blocking(self._open)
         assert self._store is not None
-        if self._pool is None:
-            kind = BlockingPool if self._store.segments.direct else BufferedPool
-            self._pool = kind(self.options.threads, "kvladder-files")
-        await self._restore(self._store)
+        try:
+            if self._pool is None:
+                kind = BlockingPool if self._store.segments.direct else BufferedPool
+                self._pool = kind(self.options.threads, "kvladder-files")
+            await self._restore(self._store)
+        except Exception:  # it is opened again later, and must find its directory free then
+            store, self._store = self._store, None
+            await context.run_blocking(store.close)
+            raise
 
     def _open(self) -> None:
         slack, least = self._slack, self._segments_min
@@ -156,7 +161,7 @@ class FilesTier(Tier):
             parts = [range(at, min(at + HEADERS, end)) for at in range(0, end, HEADERS)]
             found = await self._run([partial(read, part, late) for part in parts])
             headers = [one for part in found if isinstance(part, list) for one in part]
-            with as_config_error(Path(self.options.path)):
+            with explained(Path(self.options.path)):
                 (failure,) = await self._run([partial(store.restore, headers)])
                 if failure is not None:
                     raise failure

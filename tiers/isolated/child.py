@@ -11,7 +11,7 @@ from itertools import compress, count
 from typing import cast
 
 from kvladder.arena import Arena, ArenaHandle, Slot
-from kvladder.errors import ConfigError, TierError, TierFull
+from kvladder.errors import ConfigError, TierError, TierFull, Unavailable
 from kvladder.tiers.base import Tier, TierContext
 from kvladder.tiers.blocking import BlockingPool, SystemClock
 from kvladder.tiers.isolated.spawn import run
@@ -131,7 +131,8 @@ class Child:
 
     async def _open(self, message: Open) -> Done:
         fd, slots, slot_bytes = message.arena
-        layout, namespace, capacity_blocks, timeout_s = pickle.loads(message.pickled)  # noqa: S301
+        told = pickle.loads(message.pickled)  # noqa: S301
+        layout, namespace, capacity_blocks, timeout_s, required = told
         handle = ArenaHandle(os.getppid(), fd, slots, slot_bytes)
         self._context = TierContext(
             arena=Arena.attach(handle, inherited=fd),
@@ -142,6 +143,7 @@ class Child:
             run_blocking=self._pool.run,
             say=self._tell,
             timeout_s=timeout_s,
+            required=required,
         )
         await self._tier.open(self._context)
         value = self._tier.batch_max, self._tier.describe()
@@ -202,6 +204,8 @@ def failure(number: int, error: BaseException) -> Failed:
     match error:
         case ConfigError():
             return Failed(number, "config", error.message, error.path, error.hint)
+        case Unavailable():
+            return Failed(number, "unavailable", error.message, error.path, error.hint)
         case TierError():
             full = isinstance(error, TierFull)
             temporary = error.temporary

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvladder.errors import ConfigError, TierError, TierFull
+from kvladder.errors import ConfigError, TierError, TierFull, Unavailable
 from kvladder.tiers.base import Progress
 from kvladder.tiers.isolated.spawn import Spawned
 from kvladder.tiers.isolated.wire import (
@@ -200,6 +200,8 @@ def error_of(failed: Failed) -> TierError | ConfigError:
     """What a call raised."""
     if failed.kind == "config":
         return ConfigError(failed.message, path=failed.path, hint=failed.hint)
+    if failed.kind == "unavailable":
+        return Unavailable(failed.message, path=failed.path, hint=failed.hint)
     if failed.kind == "cancelled":
         return TierError("it cancelled the call")
     kind = TierFull if failed.kind == "full" else TierError

@@ -141,7 +141,7 @@ class Recovered(Message):
 class Failed(Message):
     """What a call raised."""
 
-    kind: Literal["config", "full", "tier", "cancelled"] = "tier"
+    kind: Literal["config", "unavailable", "full", "tier", "cancelled"] = "tier"
     message: str = ""
     path: str = ""
     hint: str = ""

@@ -77,6 +77,8 @@ class LevelSpec:
     capacity_blocks: int
     policy: EvictionPolicy
     settings: LevelSettings
+    required: bool = False
+    """Whether the cache does not start without it."""
     verify: bool = True
     """Whether stored bytes have a checksum, and are compared with it."""
     scratch: Sequence[Slot] = ()
@@ -118,6 +120,8 @@ class Door:
         self._reads = asyncio.Semaphore(spec.settings.reads_max)
         """Whoever reads holds it, so that not too many reads are under way at once."""
         self.settings = spec.settings.gate
+        self.required = spec.required
+        """Whether the cache does not start without the tier."""
         self.why = ""
         """Why the tier is left out now; empty if it is not."""
         self._spec = spec
@@ -196,6 +200,7 @@ class Door:
             clock=self._shared.clock,
             run_blocking=threads(self._name),
             timeout_s=self.settings.timeout_s,
+            required=self.required,
             say=lambda text: self._shared.notices.say(text, f"tier {self._name}: {text}"),
         )
         self.edge.open(context, threads(f"{self._name}-codecs"))
@@ -204,7 +209,7 @@ class Door:
     def leave_out(self, why: str) -> None:
         """The tier is not called until it is ``opened``; the first reason is told."""
         if not self.why:
-            then = "the cache goes on without it, and takes it when it is open"
+            then = "the cache goes on without it and tries again in the background"
             what = f"tier {self._name} is left out: {why}: {then}"
             self._shared.notices.say(f"{self._name} open", what)
         self.why = why

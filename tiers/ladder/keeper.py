@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import NoneType
 from typing import cast
 
-from kvladder.errors import ConfigError, TierError
+from kvladder.errors import ConfigError, TierError, Unavailable, refusal
 from kvladder.keys import KEY_BYTES, SALT_BYTES, BlockKey, Namespace
 from kvladder.layout import Layout
 from kvladder.lock import STEP
@@ -29,9 +29,10 @@ _ENDS = {NoneType, int, float}
 class Keeper:
     """Keeps a level: opens its tier, has its writer work, and closes it. All on the loop.
 
-    Only settings that are wrong are an error. A tier that raises anything else, or takes too long
+    Only wrong settings are an error at start. A tier that raises anything else, or takes too long
     to open, leaves its level out: that is said once, and the level comes in when its tier is open.
-    What has failed is tried again, with the pauses of a breaker; what hangs is waited for.
+    An opening that has failed is tried again, with the pauses of a breaker; one that hangs is
+    waited for. Without a level that is ``required`` the cache does not start.
     """
 
     def __init__(self, level: Level, above: Above) -> None:
@@ -48,7 +49,7 @@ class Keeper:
         Raises
         ------
         ConfigError
-            The tier cannot work as configured.
+            The tier cannot work as configured, or is required and not open.
         """
         context = self._door.prepare(layout, namespace, threads)
         first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -60,7 +61,10 @@ class Keeper:
             first.result()
         else:
             first.cancel()
-            self._door.leave_out(f"it has not opened within {OPEN_TIMEOUT_S:g} s")
+            hangs = Unavailable(f"it has not opened within {OPEN_TIMEOUT_S:g} s")
+            if self._door.required:
+                raise refusal(hangs)
+            self._door.leave_out(str(hangs))
 
     async def _open(self, context: TierContext, first: asyncio.Future[None]) -> None:
         tier, settings = self.level.tier, self._door.settings.breaker
@@ -71,16 +75,17 @@ class Keeper:
             if error is None:
                 del steps[0]
                 continue
-            is_final = isinstance(error, ConfigError)
-            if is_final and not first.done():
+            if not first.done() and isinstance(error, ConfigError):
                 first.set_exception(error)
                 return
+            if not first.done() and self._door.required:
+                first.set_exception(refusal(error))
+                return
             verb = "open" if len(steps) > 1 else "say what it has"
-            self._door.leave_out(f"it failed to {verb}: {error!r}")
+            known = isinstance(error, TierError | ConfigError)
+            self._door.leave_out(f"it failed to {verb}: {error if known else repr(error)}")
             if not first.done():
                 first.set_result(None)
-            if is_final:  # to try again is no use
-                return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, settings.retry_max_s)
         self.writer.start()

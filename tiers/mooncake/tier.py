@@ -20,7 +20,7 @@ from urllib.request import urlopen
 import msgspec
 
 from kvladder.arena import Slot
-from kvladder.errors import ConfigError, TierError
+from kvladder.errors import ConfigError, TierError, Unavailable
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.schema import Address, Settings
@@ -43,6 +43,7 @@ LIST_TIMEOUT_S = 5.0
 OK, NOT_THERE, THERE_ALREADY, NO_ROOM, LEASE_OVER = 0, -704, -705, -200, -707
 UNREAD = -1
 """None of the store's errors: of a block that was not asked for yet."""
+MASTER_HINT = "see that mooncake_master runs there"
 
 
 class MooncakeOptions(Settings, frozen=True, kw_only=True):
@@ -57,8 +58,6 @@ class MooncakeOptions(Settings, frozen=True, kw_only=True):
     """RDMA devices, as Mooncake names them."""
     host: str = "127.0.0.1"
     """The address at which nodes reach this machine."""
-    required: bool = True
-    """Whether the engine does not start without the master."""
     replicas: Annotated[int, msgspec.Meta(ge=1, le=16, description="a number from 1 to 16")] = 1
     pin_priority: Annotated[
         int, msgspec.Meta(ge=0, le=PRIORITY_MAX + 1, description="a priority, or 101 for none")
@@ -98,13 +97,14 @@ class MooncakeTier(Tier):
     ) -> Mapping[str, str]:
         del capacity_bytes
         _library()
+        if not self.options.admin:
+            warn("without admin, the address of the master's HTTP server, no salt can be purged")
         host, _, port = self.options.master.rpartition(":")
         try:
             socket.create_connection((host, int(port)), LIST_TIMEOUT_S).close()
         except OSError as error:
-            warn(f"no master answers at {self.options.master}: {error.strerror or error}")
-        if not self.options.admin:
-            warn("without admin, the address of the master's HTTP server, no salt can be purged")
+            what = f"no master answers at {self.options.master}: {error.strerror or error}"
+            raise Unavailable(what, path="master", hint=MASTER_HINT) from error
         return {"master": self.options.master}
 
     async def open(self, context: TierContext) -> None:
@@ -130,11 +130,9 @@ class MooncakeTier(Tier):
             options.devices,
             options.master,
         )
-        if code and options.required:
-            hint = "expected a mooncake_master that runs, or required: false to start without it"
-            raise ConfigError(f"{options.master}: error {code}", path="master", hint=hint)
         if code:
-            raise TierError(f"the master at {options.master} cannot be reached: error {code}")
+            what = f"the master at {options.master} cannot be reached: error {code}"
+            raise Unavailable(what, path="master", hint=MASTER_HINT)
         self._labels = mmap.mmap(-1, THREADS * self.batch_max * LABEL_STRIDE)
         self._labels_at = ctypes.addressof(ctypes.c_char.from_buffer(self._labels))
         for address, size in (

@@ -14,7 +14,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from kvladder.arena import Arena
-from kvladder.errors import ConfigError, TierError
+from kvladder.errors import ConfigError, TierError, Unavailable
 from kvladder.keys import BlockKey
 from kvladder.layout import PAGE_BYTES
 from kvladder.schema import Address, Settings, masked
@@ -44,6 +44,7 @@ _OF_ONE_MACHINE = {"all", "cma", "knem", "posix", "shm", "sm", "sysv", "xpmem"}
 Part = tuple[Line, Sequence[int]]
 """Whom a call goes to, and for which of its blocks."""
 Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=256)]
+SERVER_HINT = "see that kvladder serve runs there"
 
 
 class NixlOptions(Settings, frozen=True, kw_only=True):
@@ -61,9 +62,6 @@ class NixlOptions(Settings, frozen=True, kw_only=True):
     """How bytes travel, as UCX names it: ``tcp``, or ``rc,tcp`` with RDMA."""
     interfaces: Annotated[str, msgspec.Meta(min_length=1)] = "all"
     """The network devices, as UCX names them; ``all``: those of UCX_NET_DEVICES, if it is set."""
-    required: bool | None = None
-    """Whether the engine does not start while none of the servers can be reached; by default, if
-    they are listed here."""
 
     def __post_init__(self) -> None:
         named = [*self.servers, *self.peers]
@@ -132,11 +130,17 @@ class NixlTier(Tier):
             arena.close()
         found = await listed(options.roster, keys.peers[0]) if options.roster else {}
         addresses = [*options.servers, *options.peers, *(one.address for one in found.values())]
+        silent: list[str] = []
         for address in addresses:
             try:
                 await greet(partial(Dialled, address, keys))
             except TierError as error:
-                warn(f"{address}: {error}")
+                silent.append(f"{address}: {error}")
+        if silent and len(silent) == len(addresses):
+            where = "roster" if options.roster else "servers" if options.servers else "peers"
+            raise Unavailable("; ".join(silent), path=where, hint=SERVER_HINT)
+        for text in silent:
+            warn(text)
         told = {"announced": ", ".join(found) or "nobody"} if options.roster else {}
         return {**self.describe(), **told}
 
@@ -168,10 +172,8 @@ class NixlTier(Tier):
             self._servers += [line(address, address) for address in options.servers]
             self._peers += [line(address, address) for address in options.peers]
             await self._reached()
-        except BaseException as error:
+        except BaseException:
             await self.aclose()
-            if isinstance(error, TierError) and options.required:
-                raise ConfigError(str(error), path="roster") from error
             raise
 
     async def _reached(self) -> None:
@@ -188,14 +190,11 @@ class NixlTier(Tier):
             if line.is_up and not line.here.writable and self._roster is None:
                 what = f"{line.address} is an engine, whose blocks are only read"
                 raise ConfigError(what, path="servers", hint="expected it among the peers")
-        is_required, listed = self.options.required, self._roster is None
-        if is_required is None:
-            is_required = bool(self._servers) and listed
-        if is_required and {*self._servers} <= {*down}:
-            where = "servers" if listed else "roster"
-            what = str(self._servers[0].error) if self._servers else "names no server that is there"
-            hint = "expected a kvladder serve that runs, or required: false to start without it"
-            raise ConfigError(what, path=where, hint=hint)
+        far = self._servers or ([] if self._roster else lines)
+        if self.context.required and {*far} <= {*down}:
+            where = "roster" if self._roster else "servers" if self._servers else "peers"
+            what = str(far[0].error) if far else "names no server that is there"
+            raise Unavailable(what, path=where, hint=SERVER_HINT)
 
     async def aclose(self) -> None:
         self._closed = True

@@ -35,8 +35,6 @@ class ObjectOptions(Settings, frozen=True, kw_only=True):
     """Options of obstore's by their names, such as region and endpoint."""
     requests: Annotated[int, msgspec.Meta(ge=1, le=256, description="a number from 1 to 256")] = 32
     """How many blocks are on their way at once."""
-    required: bool = True
-    """Whether a store that cannot be reached at the start is an error; else it is a miss."""
     probe_timeout: Duration | None = None
     """How long a request waits for what the store says it has; by default as for a call."""
     probe_cache: Duration = Duration(5)

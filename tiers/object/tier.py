@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from kvladder.errors import ConfigError, TierError, TierFull
+from kvladder.errors import ConfigError, TierError, TierFull, Unavailable
 from kvladder.keys import BlockKey
 from kvladder.schema import cleared, masked
 from kvladder.tiers.base import Progress, Tier, TierContext
@@ -56,7 +56,7 @@ _HINTS = (
     (r"status code: 40[13]", "a user that may list, get, put and delete there"),
     (r"status code: 30\d|LOCATION", "set options.region to the bucket's"),
     ("builder error", "for http:// set options.allow_http: true"),
-    ("", "a store that answers, or required: false to start without it"),
+    ("", "a store that answers"),
 )
 
 
@@ -90,11 +90,7 @@ class ObjectTier(Tier):
     async def examine(
         self, capacity_bytes: int, warn: Callable[[str], object]
     ) -> Mapping[str, str]:
-        try:
-            await self._reach(REACH_S)
-        except TierError as error:
-            warn(str(error))
-            return {"url": self.options.url}
+        await self._reach(REACH_S)
         return {"url": self.options.url, "access": "can be listed"}
 
     async def open(self, context: TierContext) -> None:
@@ -110,7 +106,7 @@ class ObjectTier(Tier):
     async def _reach(self, limit_s: float) -> None:
         """Make the store, and see whether it can be listed.
 
-        A ConfigError if it says that it cannot, and if it says nothing and is required.
+        A ConfigError if it says that it cannot, Unavailable if it says nothing.
         """
         self._store = self._made(limit_s)
         try:
@@ -119,11 +115,9 @@ class ObjectTier(Tier):
                     break
         except ERRORS as error:
             text = _text(error) or f"no answer within {limit_s:g} s"
-            if not (self.options.required or _REFUSED.search(text)):
-                raise TierError(text) from error
             hint = next(hint for pattern, hint in _HINTS if re.search(pattern, text))
-            wrong = ConfigError(text, path="url", hint=f"expected {hint}")
-            raise wrong from error
+            kind = ConfigError if _REFUSED.search(text) else Unavailable
+            raise kind(text, path="url", hint=f"expected {hint}") from error
 
     def _made(self, limit_s: float) -> Any:
         """The store of the URL; what it retries ends within ``limit_s``."""

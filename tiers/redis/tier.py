@@ -10,7 +10,7 @@ from itertools import compress, pairwise
 from math import inf
 from typing import ClassVar
 
-from kvladder.errors import ConfigError, TierError, TierFull
+from kvladder.errors import TierError, TierFull, Unavailable
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.tiers.base import Progress, Tier, TierContext
@@ -80,9 +80,10 @@ class RedisTier(Tier):
         used = most = 0
         try:
             await self._reached()
-            used, most, _ = (await self._said()).values()
-        except TierError as error:
-            warn(str(error))
+            try:
+                used, most, _ = (await self._said()).values()
+            except TierError as error:
+                warn(str(error))
         finally:
             await self.aclose()
         if 0 < most < capacity_bytes:
@@ -105,10 +106,7 @@ class RedisTier(Tier):
         except Unfit as error:
             raise error.wrong from error
         except TierError as error:
-            if self.options.required:
-                hint = "a server that runs, or required: false to start without it"
-                raise ConfigError(str(error), path="url", hint=f"expected {hint}") from error
-            raise
+            raise Unavailable(str(error), path="url", hint="see that the server runs") from error
 
     async def open(self, context: TierContext) -> None:
         self.context = context
@@ -126,8 +124,7 @@ class RedisTier(Tier):
         value_bytes = LABEL_BYTES + self._size
         options, entrance, servers = self.options.quota, self._entrance, self._servers
         self._quotas = Quotas(options, self._prefix, value_bytes, entrance, servers)
-        with suppress(TierError):  # not there yet, and not required
-            await self._reached()
+        await self._reached()
 
     async def _require_fit(self) -> None:
         """Check, once, that the servers are what the settings say, and hear what they take."""

@@ -131,8 +131,6 @@ class RedisOptions(Settings, frozen=True, kw_only=True):
     """At most, to each server."""
     connect_timeout: Duration = Duration(2)
     """How long it may take to connect and log in."""
-    required: bool = True
-    """Whether a server that cannot be reached at the start is an error; else it is a miss."""
     ttls: dict[str, Duration] = msgspec.field(default_factory=dict[str, Duration])
     """How long the server keeps a block, by the lowest priority to which it applies."""
     quota: QuotaOptions = QuotaOptions()
