@@ -162,7 +162,7 @@ async def test_a_disk_that_fails_at_start_is_used_once_it_works(call: str, code:
         disk = new_disk()
         if has_blocks:
             await stored_on(disk)
-        disk.refuse = lambda name, _path: code if name == call else 0  # noqa: B023
+        disk.refuse = lambda name, _path: code if name == call else 0
         async with cache_of(files_level(disk)) as cache:
             await asyncio.sleep(30.0)
             disk.refuse = lambda _name, _path: 0

@@ -19,6 +19,7 @@ from kvladder.tiers.isolated.tier import IsolatedTier
 from kvladder.tiers.label import LABEL_BYTES, Outcome
 from kvladder.tiers.mooncake.tier import MooncakeOptions, MooncakeTier
 from tests.kit.mooncake import LEASE, PROGRAM, Mooncake
+from tests.kit.starts import refused
 
 pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="the extra mooncake is not installed")
 TESTS = itertools.count()
@@ -187,10 +188,9 @@ def test_a_master_that_is_not_there_is_named():
     layout = kvladder.Layout(block_tokens=4, block_bytes=8192)
     level = {"type": "mooncake", "master": f"127.0.0.1:{port}", "capacity": "8 MiB"}
     stack = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, level]}
-    with pytest.raises(ConfigError) as refused:
-        kvladder.open_cache(stack, layout=layout)
-    assert refused.value.path == "tiers[1].master"
-    assert "a mooncake_master that runs" in refused.value.hint
+    error = refused(stack, layout)
+    assert error.path == "tiers[1].master"
+    assert "see that mooncake_master runs there" in error.hint
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from kvladder.tiers.nixl import plane  # noqa: E402
 from kvladder.tiers.nixl.curve import make_keys, read_keys  # noqa: E402
 from kvladder.tiers.nixl.tier import NixlOptions, NixlTier  # noqa: E402
 from tests.kit.far import Far  # noqa: E402
+from tests.kit.starts import REQUIRED  # noqa: E402
 from tests.patience import PATIENCE_S  # noqa: E402
 
 TESTS = itertools.count()
@@ -105,9 +106,9 @@ def test_blocks_that_are_too_large_for_the_server_are_refused(far):
 
 def test_a_server_that_is_not_there_is_named(far, tmp_path):
     (port,) = free_ports(1)
-    what, where = refused(far, servers=[f"127.0.0.1:{port}"])
+    what, where = refused(far, servers=[f"127.0.0.1:{port}"], required=True)
     assert f"127.0.0.1:{port}: nobody listens there" in what
-    assert "a kvladder serve that runs" in what
+    assert f"(see that kvladder serve runs there; or {REQUIRED})" in what
     assert where == "tiers[1].servers"
 
 
@@ -122,28 +123,31 @@ def test_who_answers_something_else_is_no_far_end(far):
                     came.close()
 
         threading.Thread(target=answer, daemon=True).start()
-        what, _ = refused(far, servers=[f"127.0.0.1:{other.getsockname()[1]}"])
+        servers = [f"127.0.0.1:{other.getsockname()[1]}"]
+        what, _ = refused(far, servers=servers, required=True)
         assert "is no kvladder" in what or "the connection was closed" in what
         other.shutdown(socket.SHUT_RDWR)
 
 
 def test_an_interface_that_is_not_there_is_named(far):
-    what, _ = refused(far, interfaces="none0")
+    what, _ = refused(far, interfaces="none0", required=True)
     assert "NIXL" in what
 
 
 def test_the_interfaces_of_the_environment_count_where_none_are_named(far, monkeypatch):
     monkeypatch.setenv("UCX_NET_DEVICES", "none0")
-    what, _ = refused(far)
+    what, _ = refused(far, required=True)
     assert "NIXL" in what
     with kvladder.open_cache(stack(far, interfaces="lo"), layout=LAYOUT):
         pass
 
 
-def test_without_a_server_that_is_not_required_there_are_misses(far):
+def test_without_a_server_that_is_not_required_there_are_misses(far, caplog):
     (port,) = free_ports(1)
-    more = {"servers": [f"127.0.0.1:{port}"], "required": False}
+    more = {"servers": [f"127.0.0.1:{port}"]}
     with kvladder.open_cache(stack(far, **more), layout=LAYOUT) as cache:
+        said = f"127.0.0.1:{port}: nobody listens there (see that kvladder serve runs there): it is"
+        assert [text for text in caplog.messages if said in text]
         fetch = cache.fetch([kvladder.BlockKey(bytes(32))])
         fetch.wait()
         assert not fetch.slots

@@ -98,7 +98,7 @@ def test_a_user_who_loses_a_right_and_a_password_that_changes(tmp_path):
 def test_a_server_that_comes_later(tmp_path):
     with RedisServer(tmp_path) as server:
         server.kill()
-        with cache_over(server.url, required=False) as cache:
+        with cache_over(server.url) as cache:
             assert load(cache, keys(1, 2))[0] == 0
             server.start()
             until(lambda: not cache.stats()["redis"]["breaker_open"])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvladder.arena import Arena
-from kvladder.errors import TierFull
+from kvladder.errors import TierFull, Unavailable
 from kvladder.layout import Layout
 from kvladder.runtime import SystemClock
 from kvladder.testing.fixtures import Blocks
@@ -275,10 +275,11 @@ class TestParts(Values):
     ):
         with RedisServer(tmp_path, [("proto-max-bulk-len", str(1 << 20))]) as server:
             server.kill()
-            options = RedisOptions(url=server.url, required=False, connect_timeout=PATIENT)
-            tier = RedisTier(options)
-            await tier.open(context)
+            tier = RedisTier(RedisOptions(url=server.url, connect_timeout=PATIENT))
+            with pytest.raises(Unavailable):
+                await tier.open(context)
             server.start()
+            await tier.open(context)
             items = await blocks.put(tier, 0, 1)
             assert await blocks.get(tier, items) == [True, True]
             await tier.aclose()

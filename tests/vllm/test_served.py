@@ -79,7 +79,7 @@ def test_engines_share_prefixes_through_a_server_and_read_each_other(
     assert counts["far"]["hits"] == ALL // BLOCK
 
     first.kill()
-    again, counts, _ = start(over({**level, "required": False}), *steps, ["shutdown"]).finish()
+    again, counts, _ = start(over(level), *steps, ["shutdown"]).finish()
     assert again["tokens"] == reference
     assert again["external"] == 0
     assert counts["far"]["corrupt"] == 0

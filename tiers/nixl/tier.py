@@ -125,7 +125,8 @@ class NixlTier(Tier):
             NixlPlane(arena, options.transports, options.interfaces).destroy()
         except TierError as error:
             what = f"{options.transports}, interfaces {options.interfaces}: {error}"
-            raise ConfigError(what, path="transports") from error
+            hint = "see that the machine has these devices"
+            raise Unavailable(what, path="transports", hint=hint) from error
         finally:
             arena.close()
         found = await listed(options.roster, keys.peers[0]) if options.roster else {}
@@ -195,6 +196,8 @@ class NixlTier(Tier):
             where = "roster" if self._roster else "servers" if self._servers else "peers"
             what = str(far[0].error) if far else "names no server that is there"
             raise Unavailable(what, path=where, hint=SERVER_HINT)
+        for line in down:
+            self.context.say(f"{line.error} ({SERVER_HINT}): it is tried again in the background")
 
     async def aclose(self) -> None:
         self._closed = True
