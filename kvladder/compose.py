@@ -113,7 +113,8 @@ def open_manager(
         undo.callback(manager.close)
         if config.control.path is not None:
             path = socket_path(config.control.path, instance)
-            manager.admit(ControlServer(path, manager, runtime))
+            say = stack.shared.notices.say
+            manager.admit(ControlServer(path, manager, runtime, say=say))
         if config.export.listen is not None:
             export = _export(config, manager, stack, runtime, instance, serves=serves)
             manager.admit(export)

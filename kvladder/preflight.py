@@ -18,7 +18,7 @@ from kvladder.arena import memory_available
 from kvladder.config.settings import ExportConfig, LevelConfig
 from kvladder.config.stack import StackConfig
 from kvladder.control.sockets import require_name
-from kvladder.errors import ConfigError, TierError, Unavailable, refusal
+from kvladder.errors import ConfigError, TierError, Unavailable, blames_settings, refusal
 from kvladder.layout import Layout
 from kvladder.schema import within
 from kvladder.tiers.codecs.base import Stage
@@ -59,7 +59,7 @@ def _preflight(config: StackConfig) -> Findings:
         _try(found, config, "", lambda: _bindable(events, "events", found.warnings.append))
     if config.control.path is not None:
         path = Path(config.control.path)
-        _try(found, config, "", lambda: _socket(path))
+        _try(found, config, "", lambda: _socket(path, found.warnings.append))
     if config.export.listen is not None:
         extras.add("nixl")
         told = _try(found, config, "", lambda: _exportable(config.export, found.warnings.append))
@@ -154,13 +154,17 @@ def _exportable(config: ExportConfig, warn: Callable[[str], object]) -> Mapping[
         return {}
 
 
-def _socket(path: Path) -> None:
-    """Raise ConfigError if there can be no control socket."""
-    with suppress(OSError):  # of a directory that is not there, or may not be looked into
+def _socket(path: Path, warn: Callable[[str], object]) -> None:
+    """Raise ConfigError if there can be no control socket; warn if there can be none now."""
+    then = "the cache would start without a control socket, and try again"
+    try:
         require_name(path)
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        hint = "expected a directory that exists and can be written"
-        raise ConfigError(str(path.parent), path="control.path", hint=hint)
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            warn(f"control.path: {path.parent} cannot be written: {then}")
+    except OSError as error:
+        if blames_settings(error):
+            raise ConfigError(f"{path}: {error.strerror}", path="control.path") from error
+        warn(f"control.path: {path}: {error.strerror}: {then}")
 
 
 def _libraries(extras: Iterable[str], errors: list[ConfigError]) -> Iterator[tuple[str, str]]:

@@ -17,15 +17,19 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from kvladder import forks
 from kvladder.control.sockets import BoundSocket
-from kvladder.errors import ClosedError
-from kvladder.manager import CacheManager, Portal
+from kvladder.errors import ClosedError, ConfigError, Unavailable
+from kvladder.manager import CacheManager
+from kvladder.runtime import Runtime
 
 CLIENTS_MAX: Final = 8
 REQUEST_BYTES_MAX: Final = 16 << 10
 REQUEST_S: Final = 10.0
 """How long a client may take to say what it wants, and to take an answer."""
 CLOSE_S: Final = 5.0
+RETRY_S: Final = 5.0
+"""Between two attempts to have a socket that could not be had."""
 POLL_S: Final = 0.02
 ACCEPTING_TURNS: Final = 5
 """Of the loop, until whoever was accepted is served: asyncio takes three."""
@@ -64,27 +68,74 @@ class ControlServer:
     """Answers at a Unix-domain socket, on the cache's own loop. Ended by ``close``.
 
     Whatever clients send, they get an answer or are cut off; each has its time, and there are few.
+    While the socket cannot be had, e.g. because a process of an engine that was killed lives on,
+    the cache works without it: that is said, and it is tried again in the background.
 
     Raises
     ------
     ConfigError
-        The socket cannot be had.
+        There can be no socket of this name.
     """
 
-    def __init__(self, path: Path, manager: CacheManager, portal: Portal) -> None:
+    def __init__(
+        self,
+        path: Path,
+        manager: CacheManager,
+        runtime: Runtime,
+        *,
+        say: Callable[[str, str], object] = lambda _kind, _text: None,
+    ) -> None:
+        self._path = path
         self._manager = manager
-        self._portal = portal
+        self._runtime = runtime
+        self._say = say
         self._clients: set[asyncio.Task[Any]] = set()
         self._closed = False
-        self._socket = BoundSocket(path)
-        serving = asyncio.start_unix_server(
+        self._socket: BoundSocket | None = None
+        self._server: asyncio.Server | None = None
+        self._waiting: asyncio.Task[None] | None = None
+        why = ""
+        try:
+            self._bind()
+        except Unavailable as error:
+            why = str(error)
+        try:
+            runtime.call(self._begin(why))
+        except BaseException:
+            self._unbind()
+            raise
+
+    def _bind(self) -> None:
+        self._socket = BoundSocket(self._path)
+
+    def _unbind(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+
+    async def _begin(self, why: str) -> None:
+        """Listen, or wait for the socket, which cannot be had for the reason that is given."""
+        if why:
+            then = "the cache goes on without a control socket and tries again in the background"
+            self._say("control", f"{why}: {then}")
+            self._waiting = asyncio.create_task(self._wait(), name="kvladder-control")
+        else:
+            await self._listen()
+
+    async def _wait(self) -> None:
+        """Take the socket once it can be had."""
+        run = self._runtime.threads("control")
+        while self._socket is None:
+            await asyncio.sleep(RETRY_S)
+            with suppress(Unavailable, ConfigError):
+                await run(self._bind)
+        await self._listen()
+        self._say("control taken", f"the control socket {self._path} is this cache's from now on")
+
+    async def _listen(self) -> None:
+        assert self._socket is not None
+        self._server = await asyncio.start_unix_server(
             self._serve, sock=self._socket.socket, limit=REQUEST_BYTES_MAX
         )
-        try:
-            self._server = portal.call(serving)
-        except BaseException:
-            self._socket.close()
-            raise
 
     def close(self) -> None:
         """Cut off every client, and remove the socket; may be called again."""
@@ -92,15 +143,21 @@ class ControlServer:
             return
         self._closed = True
         with suppress(TimeoutError, ClosedError):
-            self._portal.call(self._stop(), timeout_s=CLOSE_S)
-        self._socket.close()
+            self._runtime.call(self._stop(), timeout_s=CLOSE_S)
+        self._unbind()
 
     async def _stop(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            await asyncio.wait({self._waiting})
+        if self._server is None or self._socket is None:
+            return
         # asyncio's server forgets, and leaves open, whom it accepted just before it is closed
         asyncio.get_running_loop().remove_reader(self._socket.socket)
         for _ in range(ACCEPTING_TURNS):
             await asyncio.sleep(0)
-        self._server.close()
+        with forks.ending(self._socket.socket.fileno()):
+            self._server.close()
         for task in self._clients:
             task.cancel()
         if self._clients:

@@ -10,11 +10,13 @@ import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from struct import Struct
 from typing import Any, Final
 
 import msgspec
 
-from kvladder.errors import ConfigError
+from kvladder import forks
+from kvladder.errors import ConfigError, Unavailable, blames_settings
 
 WHERE: Final = "control.path"
 MODE: Final = 0o600
@@ -22,8 +24,11 @@ NAME_BYTES_MAX: Final = 107
 """What the name of a Unix-domain socket may have."""
 REPLY_BYTES_MAX: Final = 16 << 20
 CONNECT_S: Final = 5.0
+PEER_S: Final = 0.2
+"""How long it may take to find out which process listens at a socket."""
 _USER_HINT: Final = "ask as the user that runs the engine, or as root"
-_OTHER_HINT: Final = "give each engine its own, for example with ${NAME}"
+_OTHER_HINT: Final = "end that process, or give each engine its own socket, e.g. with ${NAME}"
+_PEER: Final = Struct("iII")
 _RUNNING_HINT: Final = "expected the socket of a running cache"
 
 
@@ -62,6 +67,11 @@ def _is_socket(path: Path) -> bool:
 
 def require_name(path: Path) -> None:
     """Raise ConfigError if there can be no socket of this name, OSError if that cannot be told."""
+    try:
+        path.parent.stat()
+    except FileNotFoundError as error:
+        what = f"{path}: {error.strerror}"
+        raise ConfigError(what, path=WHERE, hint="expected a directory that exists") from error
     if len(os.fsencode(path)) > NAME_BYTES_MAX:
         hint = f"a socket's name has at most {NAME_BYTES_MAX} bytes"
         raise ConfigError(str(path), path=WHERE, hint=hint)
@@ -74,12 +84,14 @@ class BoundSocket:
     """A socket at a path that is this process's alone, until ``close`` removes it.
 
     A lock beside it tells a socket that is served from one that a killed process left, which is
-    replaced. Nobody but this user may connect.
+    replaced. Nobody but this user may connect. Blocking, for a moment.
 
     Raises
     ------
     ConfigError
-        The path cannot be had.
+        There can be no socket of this name.
+    Unavailable
+        Another process has it, or the file system does not let this one make it now.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,49 +108,74 @@ class BoundSocket:
         except OSError as error:
             why = error.strerror or str(error)
             hint = "expected a name in a directory that this user may write to"
-            raise ConfigError(f"{path}: {why}", path=WHERE, hint=hint) from error
+            kind = ConfigError if blames_settings(error) else Unavailable
+            raise kind(f"{path}: {why}", path=WHERE, hint=hint) from error
 
     def _locked(self) -> int:
         while True:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             fd = os.open(self._lock_path, flags, MODE)
+            is_kept = False
             try:
+                forks.own(fd)
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.fstat(fd), self._lock_path.stat()):
                     os.ftruncate(fd, 0)
                     os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+                    is_kept = True
                     return fd
             except FileNotFoundError:
                 pass  # its owner has ended and removed it meanwhile
             except BlockingIOError:
-                owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
-                os.close(fd)
-                taken = f"{self.path} is in use by process {owner}"
-                raise ConfigError(taken, path=WHERE, hint=_OTHER_HINT) from None
-            os.close(fd)
+                raise Unavailable(self._owned(fd), path=WHERE, hint=_OTHER_HINT) from None
+            finally:
+                if not is_kept:
+                    forks.close(fd)
+
+    def _owned(self, lock_fd: int) -> str:
+        """Say which process has the socket: the one that listens, else the one in the lock file."""
+        process = os.pread(lock_fd, 32, 0).decode("ascii", "replace").strip()
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(PEER_S)
+            probe.connect(str(self.path))
+            told = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+            process = str(_PEER.unpack(told)[0] or process)  # 0 of another container
+        return f"{self.path} is in use by process {process or 'unknown'}"
 
     def _bound(self) -> socket.socket:
         """Who connects is refused until somebody listens: then it is this user's alone."""
         self.path.unlink(missing_ok=True)  # what a killed process left
         bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            forks.own(bound.fileno())
             bound.bind(str(self.path))
             self.path.chmod(MODE)
         except BaseException:
-            bound.close()
+            with forks.ending(bound.fileno()):
+                bound.close()
             raise
         return bound
 
     def _unlock(self) -> None:
+        if self._is_ours:
+            with suppress(OSError):
+                self._lock_path.unlink()
+        forks.close(self._lock_fd)
+
+    @property
+    def _is_ours(self) -> bool:
+        """Whether the names are this process's, and not those of the one that it was forked of."""
         with suppress(OSError):
-            self._lock_path.unlink()
-        os.close(self._lock_fd)
+            return os.path.samestat(os.fstat(self._lock_fd), self._lock_path.stat())
+        return False
 
     def close(self) -> None:
         """Remove it, and let the next process have the name; called once."""
-        with suppress(OSError):
-            self.path.unlink()
-        self.socket.close()
+        if self._is_ours:
+            with suppress(OSError):
+                self.path.unlink()
+        with forks.ending(self.socket.fileno()):
+            self.socket.close()
         self._unlock()
 
 

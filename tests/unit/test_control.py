@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
+import signal
 import socket
 import stat
 import time
@@ -25,7 +27,7 @@ from kvladder.control.sockets import (
     socket_path,
     sockets,
 )
-from kvladder.errors import ConfigError
+from kvladder.errors import ConfigError, Unavailable
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.runtime import Runtime
@@ -289,10 +291,70 @@ def test_an_answer_that_takes_longer_says_what_is_left(cache, path, monkeypatch)
     assert ask(path, {"command": "purge", "salt": "a", "wait_s": 0.1})["left"] == 3
 
 
-def test_a_socket_in_use_is_refused_and_says_whose(cache, path):
-    with pytest.raises(ConfigError, match=f"control.path: .*in use by process {os.getpid()}"):
-        open_cache(settings(path), layout=LAYOUT)
+def test_a_socket_in_use_keeps_no_cache_from_its_start_and_is_taken_once_free(
+    path, monkeypatch, caplog
+):
+    monkeypatch.setattr(control, "RETRY_S", 0.01)
+    with open_cache(settings(path), layout=LAYOUT):
+        other = open_cache(settings(path, block={"salt": "other"}), layout=LAYOUT)
+        assert f"{path} is in use by process {os.getpid()} (end that process" in caplog.text
+        assert other.namespace.hex() not in ask(path, {"command": "describe"})
+    until(lambda: f"{path} is this cache's from now on" in caplog.text)
+    assert other.namespace.hex() in ask(path, {"command": "describe"})
+    other.close()
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_cache_that_waits_for_its_socket_can_be_closed(cache, path):
+    others = [open_cache(settings(path), layout=LAYOUT) for _ in range(2)]
+    for other in others:
+        other.close()
     assert ask(path, {"command": "describe"}), "the first one is as it was"
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_who_has_a_socket_is_told_by_who_listens_or_by_the_lock(path, listens):
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        bound = BoundSocket(path)
+        if listens:
+            path.with_name("kv.sock.lock").write_text("1\n")
+            bound.socket.listen()
+        os.write(write, b"x")
+        os.close(write)
+        signal.pause()
+    assert os.read(read, 1)
+    try:
+        with pytest.raises(Unavailable, match=f"is in use by process {child} ") as held:
+            BoundSocket(path)
+        assert held.value.path == "control.path"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(read)
+        os.close(write)
+    BoundSocket(path).close()
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EIO])
+def test_a_file_system_that_takes_no_socket_now_may_later(path, monkeypatch, caplog, code):
+    monkeypatch.setattr(control, "RETRY_S", 0.01)
+    locked, works = BoundSocket._locked, []
+
+    def fail(self):
+        if works:
+            return locked(self)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(BoundSocket, "_locked", fail)
+    with open_cache(settings(path), layout=LAYOUT):
+        assert f"{path}: {os.strerror(code)} (expected a name in a directory" in caplog.text
+        assert not path.exists()
+        works.append(True)
+        until(path.is_socket)
+        until(lambda: "from now on" in caplog.text)
+        assert ask(path, {"command": "stats"})
 
 
 def test_what_a_killed_process_left_is_replaced(path):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from kvladder import forks
 from kvladder.errors import ConfigError, Unavailable, blames_settings
 from kvladder.units import Size
 
@@ -71,7 +72,7 @@ class Disk:
 
     def close(self, fd: int) -> None:
         """Close a descriptor, and release the lock on it."""
-        os.close(fd)
+        forks.close(fd)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Fill the buffers one after the other; bytes read, fewer at the end of the file."""
@@ -94,7 +95,11 @@ class Disk:
         os.fsync(fd)
 
     def lock(self, fd: int) -> bool:
-        """Take the file's exclusive lock for as long as ``fd`` is open; False if another has it."""
+        """Take the file's exclusive lock for as long as ``fd`` is open; False if another has it.
+
+        A process that is forked does not keep it.
+        """
+        forks.own(fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
