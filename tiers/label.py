@@ -49,6 +49,8 @@ STEPS_MAX = 6
 _ROOM_BYTES = 440
 """For steps, and zeros after them."""
 _BODY = Struct(f"<8sHBxHxxQ32s32sBBB5xd{SALT_BYTES}s{TAG_BYTES}s{_ROOM_BYTES}s")
+_ENDS = 10
+"""Which of its fields says when the block expires."""
 _STEP = Struct("<HB")
 _CHECK = Struct("<Q")
 _NO_SALT = bytes(SALT_BYTES)
@@ -102,6 +104,8 @@ class Outcome(IntEnum):
     """What is stored there is damaged."""
     UNREADABLE = 3
     """It is encoded with a codec or a key that is not here, or not as is demanded."""
+    EXPIRED = 4
+    """Its time was over, and its tier had not let it expire."""
 
 
 class Told(NamedTuple):
@@ -199,12 +203,23 @@ class Labels:
         Length of a whole block.
     verify:
         Whether stored bytes get a checksum and are compared with it; else all are read unchecked.
+    wall:
+        Tells the wall time, and so which blocks have expired. None where the level knows that
+        better: a shared tier's blocks expire when their labels say so.
     """
 
-    def __init__(self, namespace: Namespace, block_bytes: int, *, verify: bool) -> None:
+    def __init__(
+        self,
+        namespace: Namespace,
+        block_bytes: int,
+        *,
+        verify: bool,
+        wall: Callable[[], float] | None = None,
+    ) -> None:
         self.namespace = namespace
         self.block_bytes = block_bytes
         self.verify = verify
+        self._wall = wall
         self.whole = Coding(block_bytes)
 
     def pack(
@@ -246,6 +261,8 @@ class Labels:
         checked, steps_bytes, length, key, space = fields[2:7]
         if key != wanted or space != self.namespace:
             return Outcome.STALE, None
+        if self._wall is not None and fields[_ENDS] < inf and fields[_ENDS] <= self._wall():
+            return Outcome.EXPIRED, None
         if not 0 < length <= self.block_bytes or length > len(stored):
             return Outcome.CORRUPT, None
         if length < self.block_bytes and not steps_bytes:

@@ -222,6 +222,21 @@ class TierTests(LabelTests):
         await blocks.store(tier, again)
         assert await blocks.get(tier, [kept, damaged]) == [True, True]
 
+    async def test_a_block_of_a_shared_tier_is_a_miss_once_it_has_expired(
+        self, tier: Tier, blocks: Blocks, context: TierContext
+    ) -> None:
+        """``Read.check`` looks at the time, too: a level serves no expired block in any case."""
+        if not tier.shared:
+            pytest.skip("its level knows when its blocks expire")
+        wall, own = context.clock.wall, blocks.labels
+        blocks.labels = Labels(own.namespace, own.block_bytes, verify=True, wall=wall)
+        over, lasting = blocks.some(0, 1)
+        items = [over.of(expires_wall_s=wall() - 10.0), lasting.of(expires_wall_s=wall() + 1e5)]
+        blocks.fill(items)
+        assert list(await tier.put(blocks.writes(items)))[1] is True
+        assert await blocks.get(tier, items) == [False, True]
+        assert +blocks.refused in ({}, {Outcome.EXPIRED: 1}), "it is counted as damage"
+
     async def test_a_shared_tier_is_purged_of_one_salt_or_of_all(
         self, tier: Tier, blocks: Blocks
     ) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from kvladder.keys import BlockKey
 from kvladder.policy.offload import OffloadRule
-from kvladder.testing.fakes import Delay, FakeStore, FakeTier, Hold
+from kvladder.testing.fakes import Delay, FakeStore, FakeTier, Hold, Record
+from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.sim import EPOCH_S
 from kvladder.testing.stacks import LevelSpec, SimCache
 from tests.stack.caches import COMMIT, cache_of
@@ -362,3 +364,57 @@ async def test_priorities_and_durations_that_are_none_are_refused(wrong: dict[st
         with pytest.raises(ValueError, match="expected"):
             cache.manager.save(cache.keys(1), **wrong)
         assert cache.arena.free == cache.arena.slots
+
+
+# ---- clocks and tiers that do not keep to them
+
+
+class Careless(SharedFakeTier):
+    """Lets nothing expire."""
+
+    def at(self, key: BlockKey, place: int) -> Record | None:
+        return FakeTier.at(self, key, place)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+async def test_what_has_expired_in_a_shared_tier_is_not_served(*, checks: bool) -> None:
+    store = FakeStore()
+    async with cache_of(LevelSpec(Careless(store=store), COMMIT)) as cache:
+        keys = cache.keys(1, 2, 3)
+        cache.save(keys[:1])
+        cache.save(keys[:2], ttl_s=5.0)
+        cache.save(keys)
+        await cache.settle()
+        loop = asyncio.get_running_loop()
+    tier = Careless(store=store, checks=checks)
+    epoch_s = EPOCH_S + loop.time() + 6.0
+    async with cache_of(LevelSpec(tier, COMMIT), epoch_s=epoch_s) as cache:
+        assert await cache.load(keys) == ["level1"]
+        assert cache.manager.stats()["level1"]["corrupt"] == 0
+        assert cache.manager.stats()["level1"]["foreign"] == 0
+        cache.save(keys)
+        await cache.settle()
+        cache.stack.host.remove(keys)
+        assert await cache.load(keys) == ["level1"] * 3, "it is replaced by who saves it again"
+
+
+@pytest.mark.parametrize("own", [True, False])
+async def test_a_clock_that_ran_ahead_keeps_no_block_longer_than_a_ttl(*, own: bool) -> None:
+    """What was stored a century ahead goes a TTL after the clock was set right."""
+    store, century_s = FakeStore(), 3.2e9
+    rule = OffloadRule(when="commit", ttl_s=60.0)
+    for ahead_s in (century_s, 0.0):
+        level = LevelSpec(FakeTier(store=store, durable=True), rule)
+        async with cache_of(level, epoch_s=EPOCH_S + ahead_s) as cache:
+            keys = cache.keys(1, 2)
+            if ahead_s:
+                cache.save(keys, **({"ttl_s": 30.0} if own else {}))
+                await cache.settle()
+                continue
+            assert await cache.load(keys) == ["level1"] * 2
+            cache.stack.host.remove(keys)
+            await asyncio.sleep(58.0)
+            assert await cache.load(keys) == ["level1"] * 2
+            cache.stack.host.remove(keys)
+            await asyncio.sleep(2.0)
+            assert await cache.load(keys) == []

@@ -237,7 +237,22 @@ def test_nobody_who_forges_labels_can_have_a_wrong_byte_decrypted(
         seen[outcome] += 1
         assert outcome is not Outcome.GOOD or secret.slot == BLOCK
         assert open_.outcome(open_.forged(), open_.stored) in Outcome
-    assert {*seen} == {*Outcome}
+    assert {*seen} == {*Outcome} - {Outcome.EXPIRED}, "without a clock nothing expires"
+
+
+def test_what_has_expired_is_refused_by_who_has_a_clock() -> None:
+    now_s, stored = 1000.0, memoryview(BLOCK)
+    clocked = Labels(SPACE, SIZE, verify=True, wall=lambda: now_s)
+    for ends_s, outcome in (
+        (None, Outcome.GOOD),
+        (now_s + 0.5, Outcome.GOOD),
+        (now_s, Outcome.EXPIRED),
+        (-1.0, Outcome.EXPIRED),
+    ):
+        label = LABELS.pack(KEY, BLOCK, Facts(expires_wall_s=ends_s))
+        assert clocked.check(KEY, label, stored)[0] is outcome
+        assert LABELS.check(KEY, label, stored)[0] is Outcome.GOOD
+        assert clocked.check(OTHER, label, stored)[0] is Outcome.STALE
 
 
 @pytest.mark.parametrize("size", [449 - 8, 441, 576, 65535])

@@ -116,7 +116,8 @@ class Edge:
         """
         self._run, self._say = run, context.say
         self._size = context.layout.block_bytes
-        labels = Labels(context.namespace, self._size, verify=self._verify)
+        wall = context.clock.wall if self._tier.shared else None
+        labels = Labels(context.namespace, self._size, verify=self._verify, wall=wall)
         self.side = Side(labels, context.arena.view)
         codecs = [one for one in self._settings.codecs if not isinstance(one, ChecksumCodec)]
         layout = context.layout

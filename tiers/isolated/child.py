@@ -151,7 +151,8 @@ class Child:
 
     def _labels(self, *, verify: bool) -> Labels:
         context = self._context
-        return Labels(context.namespace, context.layout.block_bytes, verify=verify)
+        wall = context.clock.wall if self._tier.shared else None
+        return Labels(context.namespace, context.layout.block_bytes, verify=verify, wall=wall)
 
     async def _get(self, message: Get) -> Got:
         labels, view = self._labels(verify=message.verify), self._context.arena.view

@@ -171,6 +171,8 @@ class Keeper:
         """Hold those that are to be held, and return the others."""
         level, clock = self.level, self.level.shared.clock
         least, wall_s = level.rule.min_priority, clock.wall()
+        if level.rule.ttl_s is not None:  # else a clock that ran ahead would keep them for ever
+            blocks = [*map(_until(wall_s + level.rule.ttl_s), blocks)]
         with level.shared.lock:
             missed = level.missed
             kept = [
@@ -207,6 +209,18 @@ class Keeper:
                 found[block.key] = block
                 taken[block.place] = 1
         return list(found.values())
+
+
+def _until(last_s: float) -> Callable[[Kept], Kept]:
+    """Make a function that has blocks expire at a wall time, unless they do so before."""
+
+    def bounded(block: Kept) -> Kept:
+        end_s = block.facts.expires_wall_s
+        if end_s is not None and end_s <= last_s:
+            return block
+        return block._replace(facts=block.facts._replace(expires_wall_s=last_s))
+
+    return bounded
 
 
 def _is_block(block: object, places: int) -> bool:
