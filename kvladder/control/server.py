@@ -17,11 +17,11 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from kvladder import forks
 from kvladder.control.sockets import BoundSocket
 from kvladder.errors import ClosedError, ConfigError, Unavailable
 from kvladder.manager import CacheManager
 from kvladder.runtime import Runtime
+from kvladder.tiers import forks
 
 CLIENTS_MAX: Final = 8
 REQUEST_BYTES_MAX: Final = 16 << 10

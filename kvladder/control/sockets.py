@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import msgspec
 
-from kvladder import forks
 from kvladder.errors import ConfigError, Unavailable, blames_settings
+from kvladder.tiers import forks
 
 WHERE: Final = "control.path"
 MODE: Final = 0o600

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvladder.errors import ConfigError, TierFull
+from kvladder.errors import ConfigError, TierFull, Unavailable
 from kvladder.testing.fixtures import Blocks, MakeTier, Opener
 from kvladder.testing.tiers import TierTests
 from kvladder.tiers.base import Medium, Tier
@@ -80,7 +80,10 @@ class TestSqlite(TierTests):
 
     async def test_a_path_that_cannot_be_is_refused(self, context: Any, tmp_path: Path) -> None:
         tier = example.SqliteTier(example.SqliteOptions(path=str(tmp_path / "none" / "x")))
-        with pytest.raises(ConfigError, match=r"path: .*unable to open"):
+        with pytest.raises(ConfigError, match=r"path: .*none is no folder"):
+            await tier.open(context)
+        tier = example.SqliteTier(example.SqliteOptions(path=str(tmp_path)))
+        with pytest.raises(Unavailable, match="unable to open .* can be written"):
             await tier.open(context)
         await tier.aclose()
 

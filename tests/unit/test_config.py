@@ -223,7 +223,7 @@ def test_what_depends_on_other_settings_is_told_as_auto():
     pytest.importorskip("zmq", reason="the extra nixl is not installed")
     entry = {"type": "nixl", "servers": ["10.0.0.7:7470"], "keys": "k", "capacity": "1 GiB"}
     found = {row.path: row.value for row in load_config(tiers(entry), env={}).rows()}
-    assert found["tiers[1].required"] == "false"
+    assert found["tiers[1].required"] == "False"
     assert found["tiers[1].interfaces"] == "all"
     assert found["tiers[1].roster"] == "none"
 

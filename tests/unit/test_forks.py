@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import kvladder
-from kvladder import forks
 from kvladder.control.sockets import BoundSocket, NobodyThere, ask
 from kvladder.keys import BlockKey
+from kvladder.tiers import forks
 from kvladder.tiers.files.disk import Disk, opened
 from tests.patience import PATIENCE_S, until
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvladder import forks
 from kvladder.errors import ConfigError, Unavailable, blames_settings
+from kvladder.tiers import forks
 from kvladder.units import Size
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
