@@ -14,7 +14,7 @@ from kvladder.keys import KeyScheme
 from kvladder.layout import Layout
 from kvladder.testing.fixtures import Blocks, MakeTier
 from kvladder.testing.tiers import TierTests
-from kvladder.tiers.base import Tier, TierContext
+from kvladder.tiers.base import Tier
 from kvladder.tiers.label import LABEL_BYTES, Ref
 from tests.patience import PATIENCE_S
 from tests.tiers.coded import CodedTests, CodedTier
@@ -49,15 +49,6 @@ class TestFolder(TierTests):
         assert await tier.purge(b"8 bytes!", lambda *_: None) == 2
         assert await blocks.contains(tier, [*salted, *others]) == [False, False, True]
         assert await tier.purge(None, lambda *_: None) == 1
-
-    async def test_a_block_whose_time_has_come_is_a_miss(
-        self, tier: Tier, blocks: Blocks, context: TierContext
-    ) -> None:
-        wall_s = context.clock.wall()
-        over, lasting = blocks.some(0, 1)
-        items = [over.of(expires_wall_s=wall_s - 1), lasting.of(expires_wall_s=wall_s + 1e6)]
-        await blocks.store(tier, items)
-        assert await blocks.get(tier, items) == [False, True]
 
 
 class TestFolderInThreads(TestFolder):

@@ -340,7 +340,7 @@ def test_who_has_a_socket_is_told_by_who_listens_or_by_the_lock(path, listens):
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EIO])
 def test_a_file_system_that_takes_no_socket_now_may_later(path, monkeypatch, caplog, code):
     monkeypatch.setattr(control, "RETRY_S", 0.01)
-    locked, works = BoundSocket._locked, []
+    locked, works = BoundSocket._locked, list[bool]()
 
     def fail(self):
         if works:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -126,18 +127,17 @@ def test_a_child_that_closes_a_control_socket_leaves_it_to_its_owner(tmp_path: P
 
 def test_forks_wait_until_a_lock_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a child would keep what is just being closed."""
-    import threading
-
     fd = os.open(tmp_path / "LOCK", os.O_RDWR | os.O_CREAT)
     begun, go_on, closing = threading.Event(), threading.Event(), os.close
 
     def slow(number: int) -> None:
-        begun.set()
-        assert go_on.wait(PATIENCE_S)
+        if number == fd:
+            begun.set()
+            assert go_on.wait(PATIENCE_S)
         closing(number)
 
     forks.own(fd)
-    monkeypatch.setattr(forks.os, "close", slow)
+    monkeypatch.setattr(os, "close", slow)
     closer = threading.Thread(target=forks.close, args=(fd,))
     closer.start()
     assert begun.wait(PATIENCE_S)
