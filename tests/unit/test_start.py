@@ -103,6 +103,15 @@ def test_a_disk_that_does_not_work_now_costs_a_level_until_it_does(
         until(lambda: cache.stats()["files"]["left_out"] == 0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("isolate", [False, True])
+def test_a_process_of_its_own_tells_what_is_wrong_as_well(*, isolate: bool) -> None:
+    path = Path("/sys/kvladder")  # where nobody may make a directory
+    error = refused(stack(path, isolate=isolate), LAYOUT)
+    assert error.path == "tiers[1].path"
+    assert REQUIRED in error.hint
+
+
 def test_check_says_which_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
