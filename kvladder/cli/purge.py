@@ -13,7 +13,7 @@ from kvladder.arena import Arena
 from kvladder.config.settings import LevelConfig
 from kvladder.config.stack import StackConfig, load_config
 from kvladder.control.sockets import NobodyThere, ask, sockets
-from kvladder.errors import ConfigError, TierError
+from kvladder.errors import ConfigError, TierError, refusal
 from kvladder.keys import KEY_BYTES, Namespace, salt_digest
 from kvladder.layout import PAGE_BYTES, Layout
 from kvladder.runtime import Runtime, SystemClock
@@ -226,12 +226,13 @@ def _purge_files(
 def _purge_shared(level: LevelConfig, space: Namespace, salt: bytes | None) -> list[str]:
     layout = Layout(block_tokens=1, block_bytes=PAGE_BYTES)  # keys do not depend on it
     runtime, arena, tier = Runtime(), Arena.create(1, layout.slot_bytes), level.make_tier()
-    context = TierContext(arena, layout, space, 1, SystemClock(), runtime.threads(level.name))
+    run = runtime.threads(level.name)
+    context = TierContext(arena, layout, space, 1, SystemClock(), run, required=True)
     try:
         runtime.call(tier.open(context))
         removed = runtime.call(tier.purge(salt, _bar(level.name, "keys")))
     except TierError as error:
-        raise ConfigError(str(error), path=level.name) from error
+        raise within(level.name, refusal(error, required=False)) from error
     except ConfigError as error:
         raise within(level.name, error) from error
     finally:
