@@ -121,12 +121,12 @@ class Engine:
         """Admit what there is room for, and compute the next tokens of all that are ready."""
         self.model.cache.poll()
         self._restart_lost()
+        self._give_room(self.running)
+        began = len(self.running)  # these come first, so that each step computes for one of them
         self._resume()
         if not self.suspended:
             self._admit()
-        for job in list(self.running):
-            if job in self.running and self._ready(job):
-                self._make_room(job)
+        self._give_room(self.running[began:])
         batch = [job for job in self.running if self._has_room(job)]
         if not batch:
             self.model.cache.wait(WAIT_S)  # for a tier, or for slots that are still being read
@@ -239,6 +239,12 @@ class Engine:
                 return False
         return True
 
+    def _give_room(self, jobs: list[Job]) -> None:
+        """Have slots for what these compute next, if their blocks have come; the oldest first."""
+        for job in list(jobs):
+            if job in self.running and self._ready(job):
+                self._make_room(job)
+
     def _make_room(self, job: Job) -> None:
         """Have slots for what the job computes next; the youngest job makes way if need be."""
         if job.drafts_max:
@@ -258,8 +264,6 @@ class Engine:
             except BlocksBusy:
                 return  # the next step asks again
             except OutOfBlocks:
-                if any(_suspended(other).copies_left for other in self.suspended):
-                    return  # there will be room when these have been copied
                 if len(new) > 1:
                     job.drafts = []  # nobody makes way for these
                     continue
@@ -286,13 +290,15 @@ class Engine:
         self.suspended.appendleft(job)
 
     def _resume(self) -> None:
-        """Let jobs that made way go on, with a block to spare for everyone who runs."""
+        """Let jobs that made way go on, with blocks to spare for what all compute next."""
         while self.suspended:
             job = self.suspended[0]
             parts = zip(_suspended(job).parts, self.model.cache.pools, strict=True)
-            spare = len(self.running)
-            if any(pool.free < len(part.held) + spare for part, pool in parts):
-                return
+            for part, pool in parts:
+                chunk = -(-(self.model.step or 1) // part.block_tokens) + 1
+                spare = chunk * (len(self.running) + 1) if self.running else 0
+                if pool.free < len(part.held) + spare:
+                    return
             try:
                 request = self.model.cache.resume(_suspended(job), room=self.model.step)
             except NotReady:

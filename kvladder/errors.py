@@ -150,7 +150,7 @@ class OutOfBlocks(PoolError):
 
 
 class BlocksBusy(OutOfBlocks):
-    """Enough blocks are on their way out: ask again when their copies have landed."""
+    """Copies under way hold the blocks that are missing: ask again when they have ended."""
 
 
 class PlanError(ConfigError):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvladder.errors import ConfigError
+from kvladder.errors import BlocksBusy, ConfigError, OutOfBlocks
 from kvladder.gpu.pool.events import Reports
 from kvladder.gpu.pool.slots import FreeSlots, References
 from kvladder.gpu.pool.stats import PoolStats, Uses
@@ -101,11 +102,24 @@ class Ledger:
         """Slots that were asked for and that there were not, since it was made."""
         self.free = FreeSlots(range(settings.first, settings.first + settings.blocks))
         self.refs = References(max(settings.places, settings.blocks))
+        self.copied = Counter[DeviceSlot]()
+        """References that copies under way hold, and drop when they have ended."""
 
     @property
     def available(self) -> int:
         """How many slots nobody references."""
         return len(self.free) + len(self.order)
+
+    def lacking(self, needed: int, available: int, kept: Sequence[DeviceSlot] = ()) -> OutOfBlocks:
+        """Return the error for ``needed`` slots where there are ``available`` beside ``kept``.
+
+        It is BlocksBusy where copies under way are all that holds the slots that are missing.
+        """
+        own = set(kept)
+        copied = self.copied.items()
+        coming = sum(self.refs[slot] == count and slot not in own for slot, count in copied)
+        kind = BlocksBusy if needed <= available + coming else OutOfBlocks
+        return kind(needed, available)
 
     def take(self, count: int) -> list[DeviceSlot]:
         """Hand out ``count`` of the free slots, with one reference each."""
@@ -116,6 +130,17 @@ class Ledger:
     def retain(self, slots: Sequence[DeviceSlot]) -> None:
         """Add a reference to each slot; those that nobody held were taken out of the order."""
         self.refs.add(slots)
+
+    def copying(self, slots: Iterable[DeviceSlot]) -> None:
+        """Count a reference to each of ``slots`` as that of a copy under way."""
+        self.copied.update(slots)
+
+    def copies_ended(self, slots: Iterable[DeviceSlot]) -> None:
+        """Undo ``copying``: the copies have ended, and their references are about to be dropped."""
+        for slot in slots:
+            self.copied[slot] -= 1
+            if not self.copied[slot]:
+                del self.copied[slot]
 
     def idle(self, nodes: Sequence[NodeId]) -> Sequence[NodeId]:
         """Those of ``nodes``, which are on the device, that nobody references."""
@@ -234,4 +259,5 @@ class Ledger:
         assert not evictable & held.keys()
         assert len(free) + len(held) + len(evictable) == self.slots
         assert all(count > 0 for count in held.values())
+        assert all(0 < count <= self.refs[slot] for slot, count in self.copied.items())
         assert all(self.index.node_at[slot] == NO_NODE for slot in free)

@@ -71,6 +71,7 @@ class Moves:
                 self._gone(node)
             else:
                 ledger.refs.first([victim.slot])
+                ledger.copying([victim.slot])
                 self.leaving.add(node)
                 self._out.setdefault(taken.ticket, []).append(_Copied(victim.key, victim.slot))
         if refused:
@@ -154,6 +155,7 @@ class Moves:
             index.place(node, slot)
         if ticket is not None:
             ledger.retain(slots)
+            ledger.copying(slots)
             names = [None] * len(keys) if private else keys
             self._in[ticket] = list(map(_Copied, names, slots))
             self.arriving.update(dict.fromkeys(slots, ticket))
@@ -173,6 +175,7 @@ class Moves:
         """Slots were read: their blocks are gone, unless somebody matched them meanwhile."""
         ledger, index = self._ledger, self._ledger.index
         ledger.stats.lost += 0 if ok else len(blocks)
+        ledger.copies_ended([slot for _, slot in blocks])
         for key, slot in blocks:
             node = index.node_at[slot]
             if node == NO_NODE or index.key_of(node) != key:  # it was forgotten
@@ -194,6 +197,7 @@ class Moves:
         ledger, index = self._ledger, self._ledger.index
         if not ok:
             ledger.stats.lost += len(blocks)
+        ledger.copies_ended([slot for _, slot in blocks])
         lost: list[NodeId] = []
         for key, slot in blocks:
             del self.arriving[slot]

@@ -158,6 +158,18 @@ class BlockPool:
             raise NotHeld("a slot is not held")
         self._ledger.retain(slots)
 
+    def copying(self, slots: Sequence[DeviceSlot]) -> None:
+        """Say that one reference to each of ``slots`` ends with a copy under way.
+
+        Until ``copies_ended`` those that nothing else holds are not there yet, which is BlocksBusy,
+        and no reason to let somebody make way.
+        """
+        self._ledger.copying(slots)
+
+    def copies_ended(self, slots: Sequence[DeviceSlot]) -> None:
+        """Undo ``copying``, before the references are dropped."""
+        self._ledger.copies_ended(slots)
+
     def evict(self, count: int) -> int:
         """Have up to ``count`` cached blocks leave the device; how many did, or began to."""
         count = whole(count, "blocks")

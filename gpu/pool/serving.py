@@ -238,8 +238,9 @@ class Serving:
 
         Raises
         ------
-        OutOfBlocks
-            There are not that many; nothing was changed, and the match was forgone.
+        OutOfBlocks, BlocksBusy
+            There are not that many, or not before copies under way have ended; nothing was
+            changed, and the match was forgone.
         """
         self._retainer.expire()
         ledger, slot = self._ledger, self._ledger.nodes.slot
@@ -255,7 +256,7 @@ class Serving:
         if fresh > available + leaving:
             self.forgo(match)
             ledger.lacks(fresh - available)
-            raise OutOfBlocks(fresh, available)
+            raise ledger.lacking(fresh, available, gather(slot, kept))
         stamps = ledger.order.remove(idle)
         ledger.retain(gather(slot, kept))
         short = max(0, fresh - len(ledger.free) - leaving)
@@ -263,7 +264,7 @@ class Serving:
         hold = Hold(match, kept, idle, stamps, victims, fresh)
         if len(victims) < short:  # something that is held keeps others from being leaves
             self.cancel(hold)
-            raise OutOfBlocks(fresh, fresh - short + len(victims))
+            raise ledger.lacking(fresh, fresh - short + len(victims), gather(slot, kept))
         return hold
 
     def room(self, fresh: int) -> list[DeviceSlot]:
@@ -280,12 +281,12 @@ class Serving:
         available = ledger.available
         if fresh > available + leaving:
             ledger.lacks(fresh - available)
-            raise OutOfBlocks(fresh, available)
+            raise ledger.lacking(fresh, available)
         short = max(0, fresh - len(ledger.free) - leaving)
         victims = ledger.order.select(short)
         if len(victims) < short:
             ledger.order.unselect(victims)
-            raise OutOfBlocks(fresh, fresh - short + len(victims))
+            raise ledger.lacking(fresh, fresh - short + len(victims))
         if victims:
             self._moves.evict(victims)
         if fresh > len(ledger.free):

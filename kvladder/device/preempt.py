@@ -143,17 +143,24 @@ class Preemption:
         suspended.copies_left = len(counts)
         self._suspended.add(suspended)
 
+        held = [list(part.held) for part in request.parts]
+        pools = [one.pool for one in self._requests.sequences]
+
         def ended(ok: bool) -> None:
             suspended.copies_left -= 1
             if not ok:
                 suspended.how = "recompute"
             if not suspended.copies_left:
+                for pool, slots in zip(pools, held, strict=True):
+                    pool.copies_ended(slots)
                 for part in request.parts:
                     part.settle()
                 self._requests.release(request)
                 if suspended.how == "recompute":
                     self._free(suspended)
 
+        for pool, part in zip(pools, held, strict=True):
+            pool.copying(part)
         for group, (part, count) in enumerate(zip(request.parts, counts, strict=True)):
             own, slots = slots[:count], slots[count:]
             suspended.slots.append(own)
@@ -219,9 +226,11 @@ class Preemption:
         pool = self._requests.sequences[group].pool
         given = part.table[-len(slots) :]
         pool.retain(given)  # for the copy, should the request leave before it has ended
+        pool.copying(given)
 
         def ended(ok: bool) -> None:
             part.landed(ticket, ok=ok)
+            pool.copies_ended(given)
             pool.release(given)
             self._port.unlease(slots)
 
