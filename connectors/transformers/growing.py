@@ -13,6 +13,7 @@ from kvladder.arena import Slot
 from kvladder.compose import open_cache
 from kvladder.connectors.transformers.layers import LayerShape
 from kvladder.connectors.transformers.model import layer_shapes
+from kvladder.connectors.transformers.rotations import require_fixed
 from kvladder.connectors.weights import model_digest
 from kvladder.errors import LayoutError
 from kvladder.gpu.sizing.grow import STEP, Beams, Growing, growth_step
@@ -311,6 +312,7 @@ class Prefixes:
             if shape.window:
                 what = f"layer {number} sees a window of {shape.window} tokens"
                 raise LayoutError(what, hint="expected full attention in all layers")
+        require_fixed(model)
         layout = Layout(
             block_tokens,
             sum(_bytes(shape, block_tokens) for shape in self._shapes),

@@ -28,6 +28,7 @@ from kvladder.connectors.transformers.layers import (
     kept_by_layers,
     takes_positions,
 )
+from kvladder.connectors.transformers.rotations import Rotations
 from kvladder.connectors.transformers.windows import narrowed, require_narrowable
 from kvladder.connectors.weights import model_digest
 from kvladder.device.cache import DeviceCache, open_device
@@ -91,7 +92,9 @@ class PooledModel:
     source:
         The stack: a YAML file, or a mapping. On CPU ``gpu.memory`` says what the blocks may take.
     context:
-        Tokens of the longest request, what it generates included.
+        Tokens of the longest request, what it generates included. Where the model's rotation of
+        tokens depends on the length of the text (LongRoPE, dynamic NTK), all requests have the one
+        for this length, as in vLLM, and its blocks are named by it.
     block_tokens:
         A power of two above 1.
     step:
@@ -105,8 +108,9 @@ class PooledModel:
     Raises
     ------
     ConfigError, LayoutError
-        A setting is wrong, the memory does not suffice, or a layer keeps something that is neither
-        keys and values nor a state behind a convolution.
+        A setting is wrong, the memory does not suffice, a layer keeps something that is neither
+        keys and values nor a state behind a convolution, or the rotation depends on the length of
+        the text in a way that cannot be held.
     """
 
     def __init__(
@@ -124,6 +128,7 @@ class PooledModel:
         self.block_tokens = block_tokens
         self.step = step
         kept = kept_by_layers(model, context=context)
+        self._rotations = Rotations(model, context=context)
         self.plan = CachePlan(
             [one for layer in kept for one in layer.handlers],
             block_tokens=block_tokens,
@@ -151,7 +156,11 @@ class PooledModel:
         self.cache: DeviceCache = open_device(
             source,
             self.plan,
-            fields={"engine": "transformers", "model": model_digest(model)},
+            fields={
+                "engine": "transformers",
+                "model": model_digest(model),
+                **self._rotations.fields,
+            },
             device=model.device,
             free_bytes=_free_bytes(model) if on_cuda else None,
             forward=forward if on_cuda else None,
@@ -291,7 +300,7 @@ class PooledModel:
             }
         windows = self._narrowed
         narrow = narrowed(self.model, windows) if any(windows) else nullcontext()
-        with torch.inference_mode(), narrow:
+        with torch.inference_mode(), narrow, self._rotations.held():
             seen = Pass(self._layers, step)
             out = self.model(
                 torch.tensor(ids, device=self.model.device),

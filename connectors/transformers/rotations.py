@@ -1,0 +1,175 @@
+"""Rotary embeddings that rotate a token otherwise in a longer text: held still, or refused.
+
+LongRoPE has one set of factors for texts up to the length of its first training and another for
+longer ones, dynamic NTK one for each length. Keys of the same tokens then differ by how much was
+computed in the same pass, so a block may not be served to a text of another length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from hashlib import sha256
+from inspect import BoundArguments, signature
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from kvladder.connectors.transformers.layers import cache_after
+from kvladder.connectors.weights import digest
+from kvladder.errors import LayoutError
+
+FAR: Final = 1 << 22
+"""Tokens: longer than any text that a model is made for."""
+PROBED: Final = 16
+"""How many positions an embedding is asked about."""
+_POSITIONS: Final = "position_ids"
+
+
+class Rotary(NamedTuple):
+    """A rotary embedding of a model, and how its class calls it: once for each kind of layer."""
+
+    name: str
+    module: torch.nn.Module
+    calls: list[BoundArguments]
+
+
+class Rotations:
+    """The rotations of a model as they are in a text of ``context`` tokens, for texts of any length.
+
+    Parameters
+    ----------
+    model:
+        The model; it is run on one token, and not changed but within ``held``.
+    context:
+        Tokens of the longest text.
+
+    Raises
+    ------
+    LayoutError
+        A rotation depends on the length of the text, and cannot be held.
+    """
+
+    def __init__(self, model: Any, *, context: int) -> None:
+        self.fields: Mapping[str, str] = {}
+        """What names keys with rotations that are held; empty if none has to be."""
+        self._held: list[tuple[torch.nn.Module, torch.nn.Module]] = []
+        state = sha256(b"kvladder rotations 1")
+        for one in dependent(model):
+            fixed = _fixed(one, context)
+            answers = [part for call in one.calls for part in _ask(fixed, call, range(PROBED))]
+            if not _alike(fixed, one.calls, context):
+                hint = "expected a shorter context, up to which the rotation stays the same"
+                raise LayoutError(f"{_depends(one)}, up to {context}", path="context", hint=hint)
+            self._held.append((one.module, fixed))
+            state.update(one.name.encode() + b"".join(map(digest, answers)))
+        if self._held:
+            self.fields = {"rotations": state.hexdigest()}
+
+    @contextmanager
+    def held(self) -> Generator[None]:
+        """Have the model rotate so, for the passes within."""
+        before = [vars(module).get("forward") for module, _ in self._held]
+        for module, fixed in self._held:
+            module.forward = fixed.forward
+        try:
+            yield
+        finally:
+            for (module, _), own in zip(self._held, before, strict=True):
+                if own is None:
+                    del module.forward
+                else:
+                    module.forward = own
+
+
+def require_fixed(model: Any) -> None:
+    """Raise LayoutError if a rotation of the model depends on the length of the text."""
+    for one in dependent(model):
+        hint = "use PooledModel, whose context says which rotation all texts have"
+        raise LayoutError(_depends(one), hint=hint)
+
+
+def _depends(one: Rotary) -> str:
+    kind = getattr(one.module, "rope_type", type(one.module).__name__)
+    return f"{one.name} ({kind}) rotates tokens by the length of the text"
+
+
+def dependent(model: Any) -> list[Rotary]:
+    """Find the rotary embeddings that rotate a token otherwise in a longer text.
+
+    Each is asked about the same positions twice, the second time with a far one behind them.
+    Embeddings with tables that end are asked by ``Rotations`` alone, if at all.
+    """
+    return [one for one in _embeddings(model) if not _alike(_aside(one.module), one.calls, FAR)]
+
+
+def _embeddings(model: Any) -> list[Rotary]:
+    """Find the modules without weights that a pass gives positions to."""
+    found: dict[int, Rotary] = {}
+
+    def note(module: torch.nn.Module, given: Any, named: Any) -> None:
+        found[id(module)].calls.append(signature(module.forward).bind(*given, **named))
+
+    hooks: list[Any] = []
+    try:
+        for name, module in model.named_modules():
+            if _POSITIONS in signature(module.forward).parameters and not [*module.parameters()]:
+                found[id(module)] = Rotary(name, module, [])
+                hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
+        cache_after(model, 1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [one for one in found.values() if one.calls]
+
+
+def _aside(module: torch.nn.Module) -> torch.nn.Module:
+    """Copy a module to the CPU, where a position that is not in its table is no disaster."""
+    return deepcopy(module).cpu()
+
+
+def _fixed(one: Rotary, context: int) -> torch.nn.Module:
+    """Copy an embedding as it is in a text of ``context`` tokens; transformers' own stays so."""
+    fixed = deepcopy(one.module)
+    for call in one.calls:
+        _ask(fixed, call, [context - 1])
+    kind: Any = getattr(fixed, "rope_type", None)
+    if kind is not None:  # by which transformers finds out whether to compute it anew
+        held = dict.fromkeys(kind, "held") if isinstance(kind, Mapping) else "held"
+        vars(fixed)["rope_type"] = held
+    return fixed
+
+
+def _alike(module: torch.nn.Module, calls: Sequence[BoundArguments], context: int) -> bool:
+    """Whether the first positions are rotated alike, with the last of ``context`` and without."""
+    near = range(min(PROBED, context))
+    far = [*near[:-1], context - 1]
+    for call in calls:
+        try:
+            answers = [_ask(module, call, asked) for asked in (near, far, near)]
+        except (IndexError, RuntimeError):  # its table is shorter: nothing beyond is ever asked
+            continue
+        for parts in zip(*answers, strict=True):
+            first, *others = (part[..., : len(near) - 1, :] for part in parts)
+            if not all(torch.equal(first, other) for other in others):
+                return False
+    return True
+
+
+@torch.inference_mode()
+def _ask(
+    module: torch.nn.Module, call: BoundArguments, positions: Sequence[int]
+) -> list[torch.Tensor]:
+    """Call an embedding as its model did, with other positions; returns what it says of each."""
+    device = next((one.device for one in module.buffers()), torch.device("cpu"))
+    given = BoundArguments(call.signature, call.arguments.copy())
+    for name, value in given.arguments.items():
+        if isinstance(value, torch.Tensor):
+            part = value.float() if value.is_floating_point() else value
+            given.arguments[name] = part.to(device)
+    before = given.arguments[_POSITIONS]
+    asked = torch.tensor([*positions], device=device)
+    given.arguments[_POSITIONS] = asked.expand(*before.shape[:-1], len(asked))
+    found = module(*given.args, **given.kwargs)
+    return [*found] if isinstance(found, tuple | list) else [found]
