@@ -13,6 +13,7 @@ from kvladder.arena import Slot
 from kvladder.compose import open_cache
 from kvladder.connectors.transformers.layers import LayerShape
 from kvladder.connectors.transformers.model import layer_shapes
+from kvladder.connectors.transformers.proof import require_row
 from kvladder.connectors.transformers.rotations import require_fixed
 from kvladder.connectors.weights import model_digest
 from kvladder.errors import LayoutError
@@ -166,6 +167,13 @@ class GrowingCache(DynamicCache):  # type: ignore[misc]
             for number, layer in enumerate(self.layers)
         ]
         self._beams = Beams(1)
+        self._parted: int | None = None
+
+    @property
+    def certain(self) -> int:
+        """Tokens that every row has had since they came: behind them rows have changed places."""
+        held = int(self.get_seq_length())
+        return held if self._parted is None else min(held, self._parted)
 
     @property
     def in_place(self) -> list[bool]:
@@ -225,7 +233,10 @@ class GrowingCache(DynamicCache):  # type: ignore[misc]
         if len(self._beams) != len(parents):
             self._beams = Beams(len(parents))
         length = self.get_seq_length()
+        certain = self.certain
         copies = self._beams.reorder(parents, length)
+        if parents != [*range(len(parents))]:
+            self._parted = min(certain, self._beams.shared)
         for layer in self.layers:
             kept = getattr(layer, "keys", None)
             if not hasattr(layer, "rooms") or (kept is not None and _frozen(kept)):
@@ -238,11 +249,13 @@ class GrowingCache(DynamicCache):  # type: ignore[misc]
         """Forget the last ``-tokens_to_remove`` tokens."""
         super().crop(tokens_to_remove)  # pyright: ignore[reportUnknownMemberType]
         self._beams.crop(self.get_seq_length())
+        if self._parted is not None and self.get_seq_length() <= self._parted:
+            self._parted = None
 
     def reset(self) -> None:
         """Forget everything."""
         super().reset()  # pyright: ignore[reportUnknownMemberType]
-        self._beams = Beams(1)
+        self._beams, self._parted = Beams(1), None
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
@@ -359,22 +372,31 @@ class Prefixes:
     def keep(self, cache: Any, tokens: Sequence[int], *, salt: str = "") -> int:
         """Save the whole blocks of the tokens that row 0 of a cache holds.
 
-        ``tokens`` are what was computed from the first on, what was generated included. Returns how
+        ``tokens`` are those of the row, from the first to the last that was generated. Behind
+        beams, whose rows change places, only what all of them have in common is saved. Returns how
         many blocks were new.
 
         Raises
         ------
         LayoutError
-            The cache's layers are not this model's.
+            The cache's layers are not this model's, or its row 0 does not hold these tokens:
+            there is padding before them, or they are another row's.
         """
         held, size = cache.get_seq_length(), self._scheme.block_tokens
+        certain = getattr(cache, "certain", held)
         if len(cache.layers) != len(self._shapes):
             what = f"{len(cache.layers)} layers"
             raise LayoutError(what, hint=f"expected the {len(self._shapes)} of the model")
-        keys = self._scheme.chain(tokens[:held], parent=self._scheme.root(salt=salt))
+        if certain == held and len(tokens) not in (held, held + 1):
+            what = f"{len(tokens)} tokens for a cache that holds {held}"
+            hint = f"expected {held}, or {held + 1} with the one that was generated last: all"
+            raise LayoutError(what, hint=f"{hint} tokens of row 0, without padding before them")
+        keys = self._scheme.chain(tokens[:certain], parent=self._scheme.root(salt=salt))
         save = self.manager.save(keys, salt=salt)
         done = False
         try:
+            if save.indices:
+                require_row(self._model, cache, tokens[: (save.indices[-1] + 1) * size])
             for at, slot in zip(save.indices, save.slots, strict=True):
                 for layer, views in zip(cache.layers, self._views(slot), strict=True):
                     for states, view in zip((layer.keys, layer.values), views, strict=True):

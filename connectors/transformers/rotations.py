@@ -36,7 +36,7 @@ class Rotary(NamedTuple):
 
 
 class Rotations:
-    """The rotations of a model as they are in a text of ``context`` tokens, for texts of any length.
+    """Holds the rotations of a model as they are in a text of ``context`` tokens.
 
     Parameters
     ----------

@@ -93,6 +93,11 @@ class Beams:
     def __len__(self) -> int:
         return len(self._alike)
 
+    @property
+    def shared(self) -> int:
+        """How many leading tokens all buffers have in common, as far as it is known."""
+        return min(min(row) for row in self._alike)
+
     def crop(self, length: int) -> None:
         """All buffers hold at most so many tokens now."""
         self._alike = [[min(alike, length) for alike in row] for row in self._alike]

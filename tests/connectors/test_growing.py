@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -43,14 +44,12 @@ def say(model: Any, prompt: list[int], cache: Any = None, new: int = NEW, **way:
     """What the model says after a prompt; with ``cache``, or one that it makes."""
     torch.manual_seed(5)
     ids = torch.tensor([prompt])
-    options = {"do_sample": False, **way}
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, **way}
     said = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         past_key_values=cache,
         max_new_tokens=new,
-        eos_token_id=None,
-        pad_token_id=0,
         **options,
     )
     return said.tolist()
@@ -196,6 +195,124 @@ def test_prompts_begin_with_what_others_computed(way: str, rows: int, tmp_path: 
         assert prefixes.begin(said).get_seq_length() == (len(said) - 1) // 4 * 4
         assert prefixes.begin(first[:29]).get_seq_length() == 28
         assert prefixes.begin(first[:28]).get_seq_length() == 24  # at least one is computed
+
+
+ENDS = (7, 11, 29)
+"""Every so many tokens ends a text, so that beams end early."""
+
+
+@pytest.mark.parametrize("every", [0, *ENDS])
+def test_of_beams_no_more_is_kept_than_all_of_them_have(every: int) -> None:
+    """Any of them may be the answer, and the row of one that ended belongs to another since."""
+    model = make_model()
+    ends = list(range(3, 256, every)) if every else None
+    for seed in range(6):
+        prompt = random.Random(seed).choices(range(3, 256), k=21)
+        with Prefixes(model, STACK, block_tokens=4) as prefixes:
+            cache = prefixes.begin(prompt, rows=4)
+            (said,) = say(model, prompt, cache, 30, num_beams=4, eos_token_id=ends)
+            assert prefixes.keep(cache, said) == len(prompt) // 4
+            text = [*said, 7]
+            again = prefixes.begin(text)
+            assert again.get_seq_length() == 20
+            assert say(model, text, again) == say(model, text)
+
+
+def test_rows_that_changed_places_know_what_they_have_in_common() -> None:
+    model, (prompt,) = make_model(), prompts_of(1)
+    cache = GrowingCache(model.config)
+    with torch.inference_mode():
+        model(torch.tensor([prompt] * 3), past_key_values=cache)
+        assert cache.certain == len(prompt)
+        cache.reorder_cache(torch.tensor([0, 0, 0]))
+        model(torch.tensor([[1], [2], [3]]), past_key_values=cache)
+        cache.reorder_cache(torch.tensor([0, 1, 2]))
+        assert cache.certain == len(prompt)
+        for _ in range(2):  # they are all alike afterwards, and still not as before
+            cache.reorder_cache(torch.tensor([1, 1, 1]))
+            assert cache.certain == len(prompt)
+            model(torch.tensor([[1], [2], [3]]), past_key_values=cache)
+    cache.batch_select_indices(torch.tensor([0]))
+    assert cache.certain == len(prompt)
+    cache.crop(-10)
+    assert cache.certain == cache.get_seq_length() == len(prompt) - 7
+    with torch.inference_mode():
+        model(torch.tensor([prompt[:5]]), past_key_values=cache)
+    assert cache.certain == len(prompt) - 2, "a row goes on from what all had in common"
+    cache.reset()
+    assert cache.certain == 0
+
+
+@pytest.mark.parametrize("kind", [GrowingCache, DynamicCache])
+@pytest.mark.parametrize("beams", [1, 4])
+def test_rows_with_padding_are_not_kept(beams: int, kind: Any) -> None:
+    """Neither under their tokens alone, which are elsewhere, nor under those and the padding."""
+    model = make_model()
+    rows = [[0] * 6 + [5, 6, 7] * 6, list(range(24))]
+    ids, mask = torch.tensor(rows), torch.tensor([[0] * 6 + [1] * 18, [1] * 24])
+    way = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with Prefixes(model, STACK, block_tokens=4) as prefixes:
+        cache = kind(config=model.config)
+        said = model.generate(
+            ids, attention_mask=mask, past_key_values=cache, num_beams=beams, **way
+        ).tolist()
+        for text in (said[0][6:], said[0], said[0][6:] + [0] * 6):
+            if beams > 1 and kind is GrowingCache:  # their rows have nothing in common
+                assert prefixes.keep(cache, text) == 0
+            else:
+                with pytest.raises(LayoutError, match="without padding"):
+                    prefixes.keep(cache, text)
+            assert prefixes.begin(text).get_seq_length() == 0
+        assert prefixes.manager.arena.free == prefixes.manager.arena.slots
+
+
+def test_rows_without_padding_are_kept() -> None:
+    model = make_model()
+    rows = prompts_of(2)
+    short, long = rows
+    ids = torch.tensor([long, [0, *short]])
+    mask = torch.ones_like(ids)
+    mask[1, 0] = 0
+    way = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with Prefixes(model, STACK, block_tokens=4) as prefixes:
+        cache = GrowingCache(model.config)
+        said = model.generate(ids, attention_mask=mask, past_key_values=cache, **way).tolist()
+        blocks = (len(said[0]) - 1) // 4
+        assert prefixes.keep(cache, said[0]) == blocks
+        text = [*said[0], 7]
+        again = prefixes.begin(text)
+        assert again.get_seq_length() == 4 * blocks
+        assert say(model, text, again) == say(model, text)
+
+
+def test_tokens_that_a_cache_does_not_hold_are_refused() -> None:
+    model, (prompt,) = make_model(), prompts_of(1)
+    with Prefixes(model, STACK, block_tokens=4) as prefixes:
+        cache = prefixes.begin(prompt)
+        (said,) = say(model, prompt, cache)
+        held = cache.get_seq_length()
+        for text in (said[:-2], [*said, 1], said[5:]):
+            what = f"{len(text)} tokens for a cache that holds {held}"
+            with pytest.raises(LayoutError, match=rf"{what} \(expected {held}, or {held + 1}"):
+                prefixes.keep(cache, text)
+        for at in (0, 20, held // 4 * 4 - 1):
+            other = [*said[:at], (said[at] + 1) % 256, *said[at + 1 :]]
+            with pytest.raises(LayoutError, match=rf"row 0 .* token {at}, another"):
+                prefixes.keep(cache, other)
+            assert prefixes.begin(other).get_seq_length() == 0
+        assert prefixes.keep(cache, said[:-1]) == held // 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_numbers_of_16_bits_are_kept_as_well(name: str, dtype: torch.dtype) -> None:
+    """Layers compute them a little otherwise, many tokens at once or one at a time."""
+    model = make_model(name).to(dtype)
+    (prompt,) = prompts_of(1)
+    with Prefixes(model, STACK, block_tokens=4) as prefixes:
+        cache = prefixes.begin(prompt)
+        (said,) = say(model, prompt, cache)
+        assert prefixes.keep(cache, said) == (len(said) - 1) // 4
 
 
 def test_models_and_caches_that_do_not_fit_are_refused() -> None:

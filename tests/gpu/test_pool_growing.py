@@ -82,4 +82,5 @@ def test_beams_read_their_own_history_whatever_their_parents() -> None:
             copied += length - first
             whole += length
         assert buffers == histories
+        assert len({tuple(history[: beams.shared]) for history in histories}) == 1
     assert copied < whole / 10  # what is alike stays

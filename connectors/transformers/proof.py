@@ -1,0 +1,60 @@
+"""Proof that a row of a cache holds certain tokens: the first layer is asked what it makes of them.
+
+Keys and values of the first layer depend on a token and its place alone, so they tell rows of other
+tokens, and rows with padding before them, at the price of that layer's projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NoReturn
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from kvladder.errors import LayoutError
+
+TOLERANCE: Final = 0.1
+"""How far keys and values may be off, as a share of their length: far above what rounding makes of
+the same token, many at once or one at a time, and far below another token's."""
+HINT: Final = "expected the tokens of row 0, without padding"
+
+
+class _Answered(Exception):
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()
+        self.states = keys[0], values[0]
+
+
+class _Asking(DynamicCache):  # type: ignore[misc]
+    """A cache that ends the pass with what the first layer would keep."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> NoReturn:
+        """Raise it."""
+        raise _Answered(key_states, value_states)
+
+
+def first_layer(model: Any, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the keys and values that the first layer keeps: ``[heads, tokens, size]``."""
+    ids = torch.tensor([list(tokens)], device=model.device)
+    try:
+        with torch.inference_mode():
+            model(ids, past_key_values=_Asking(config=model.config), use_cache=True)
+    except _Answered as answer:
+        return answer.states
+    raise LayoutError("the model keeps nothing in the cache that it is given")
+
+
+def require_row(model: Any, cache: Any, tokens: Sequence[int]) -> None:
+    """Raise LayoutError unless row 0 of a cache begins with these tokens."""
+    layer = cache.layers[0]
+    for held, right in zip((layer.keys, layer.values), first_layer(model, tokens), strict=True):
+        row = held[0, :, : len(tokens)].to(right.device)
+        off = (row.float() - right.float()).square().sum((0, 2)).sqrt()
+        most = TOLERANCE * right.float().square().sum((0, 2)).sqrt()
+        wrong = (~(off <= most)).nonzero()
+        if len(wrong):
+            what = f"row 0 of the cache holds, as token {int(wrong[0])}, another one"
+            raise LayoutError(what, hint=HINT)
