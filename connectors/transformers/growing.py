@@ -15,10 +15,10 @@ from kvladder.connectors.transformers.layers import LayerShape
 from kvladder.connectors.transformers.model import layer_shapes
 from kvladder.connectors.transformers.proof import require_row
 from kvladder.connectors.transformers.rotations import require_fixed
-from kvladder.connectors.weights import model_digest
+from kvladder.connectors.watched import Watched
 from kvladder.errors import LayoutError
 from kvladder.gpu.sizing.grow import STEP, Beams, Growing, growth_step
-from kvladder.keys import KeyScheme
+from kvladder.keys import KeyScheme, namespace
 from kvladder.layout import Layout
 
 
@@ -168,6 +168,8 @@ class GrowingCache(DynamicCache):  # type: ignore[misc]
         ]
         self._beams = Beams(1)
         self._parted: int | None = None
+        self.began = 0
+        """With which of a model's weights it began, see ``Prefixes``."""
 
     @property
     def certain(self) -> int:
@@ -326,13 +328,18 @@ class Prefixes:
                 what = f"layer {number} sees a window of {shape.window} tokens"
                 raise LayoutError(what, hint="expected full attention in all layers")
         require_fixed(model)
-        layout = Layout(
-            block_tokens,
-            sum(_bytes(shape, block_tokens) for shape in self._shapes),
-            {"engine": "transformers.generate", "model": model_digest(model)},
-        )
-        self.manager = open_cache(source, layout=layout, overrides=overrides)
-        """The cache of blocks."""
+        self._weights = Watched(model)
+        try:
+            layout = Layout(
+                block_tokens,
+                sum(_bytes(shape, block_tokens) for shape in self._shapes),
+                {"engine": "transformers.generate", "model": self._weights.first},
+            )
+            self.manager = open_cache(source, layout=layout, overrides=overrides)
+            """The cache of blocks."""
+        except BaseException:
+            self._weights.close()
+            raise
         self._scheme = KeyScheme(self.manager.namespace, block_tokens=block_tokens)
 
     def __enter__(self) -> Self:
@@ -350,7 +357,9 @@ class Prefixes:
         ``generate`` makes of the prompt: beams, or sequences that are returned. Waits for tiers, as
         long as the stack's ``fetch.deadline``.
         """
+        self._follow()
         cache = GrowingCache(self._model.config, step=step)
+        cache.began = self._weights.changes
         keys = self._scheme.chain(tokens[:-1], parent=self._scheme.root(salt=salt))
         fetch = self.manager.fetch(keys, salt=salt)
         fetch.wait()
@@ -373,7 +382,8 @@ class Prefixes:
         """Save the whole blocks of the tokens that row 0 of a cache holds.
 
         ``tokens`` are those of the row, from the first to the last that was generated. Behind
-        beams, whose rows change places, only what all of them have in common is saved. Returns how
+        beams, whose rows change places, only what all of them have in common is saved. Once the
+        weights have changed, so is nothing but caches that ``begin`` has given since. Returns how
         many blocks were new.
 
         Raises
@@ -391,6 +401,9 @@ class Prefixes:
             what = f"{len(tokens)} tokens for a cache that holds {held}"
             hint = f"expected {held}, or {held + 1} with the one that was generated last: all"
             raise LayoutError(what, hint=f"{hint} tokens of row 0, without padding before them")
+        self._follow()
+        if getattr(cache, "began", 0) != self._weights.changes:
+            return 0
         keys = self._scheme.chain(tokens[:certain], parent=self._scheme.root(salt=salt))
         save = self.manager.save(keys, salt=salt)
         done = False
@@ -405,6 +418,22 @@ class Prefixes:
         finally:
             (save.commit if done else save.abort)()
         return len(save.slots)
+
+    def updated(self) -> None:
+        """Have the model's weights looked at before anything else is found or saved.
+
+        Only needed after writes that leave no trace, such as those to ``parameter.data`` when an
+        adapter is merged. All others are seen: see ``Watched``.
+        """
+        self._weights.doubt()
+
+    def _follow(self) -> None:
+        """Name blocks by the weights that the model has now."""
+        if self._weights.look():
+            space, mark = self.manager.namespace, self._weights.mark
+            if mark:
+                space = namespace({"of": space.hex(), "mark": mark})
+            self._scheme = KeyScheme(space, block_tokens=self._scheme.block_tokens)
 
     def _views(self, slot: Slot) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The keys and values of each layer in a slot, ``[heads, tokens, size]``."""
@@ -423,6 +452,7 @@ class Prefixes:
     def close(self) -> None:
         """Flush to durable levels and close; may be called again."""
         self.manager.close()
+        self._weights.close()
 
 
 def _bytes(shape: LayerShape, tokens: int) -> int:

@@ -17,6 +17,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from kvladder.connectors.transformers.layers import (
+    Kept,
     LayerShape,
     PagedLayer,
     Pass,
@@ -30,7 +31,7 @@ from kvladder.connectors.transformers.layers import (
 )
 from kvladder.connectors.transformers.rotations import Rotations
 from kvladder.connectors.transformers.windows import narrowed, require_narrowable
-from kvladder.connectors.weights import model_digest
+from kvladder.connectors.watched import Watched
 from kvladder.device.cache import DeviceCache, open_device
 from kvladder.device.memory import PlanMemory
 from kvladder.errors import ConfigError, LayoutError
@@ -144,6 +145,26 @@ class PooledModel:
         self._attends = any(layer.shape is not None for layer in kept)
         self._padded = not self._attends or takes_positions(model)
         self._layers: list[PagedLayer] = []
+        self._closed = False
+        self._mark = ""
+        self._weights = Watched(model)
+        try:
+            self._open(source, kept, context, overrides)
+        except BaseException:
+            self._weights.close()
+            raise
+        self.requests = self.cache.requests
+        self.requests.on_begin = self._follow
+
+    def _open(
+        self,
+        source: str | Path | Mapping[str, Any],
+        kept: Sequence[Kept],
+        context: int,
+        overrides: Mapping[str, Any] | None,
+    ) -> None:
+        """Open the device cache, and find the model's layers in it."""
+        model = self.model
 
         def forward(memory: PlanMemory) -> int:
             self._layers = in_blocks(kept, memory)
@@ -158,7 +179,7 @@ class PooledModel:
             self.plan,
             fields={
                 "engine": "transformers",
-                "model": model_digest(model),
+                "model": self._weights.first,
                 **self._rotations.fields,
             },
             device=model.device,
@@ -166,7 +187,6 @@ class PooledModel:
             forward=forward if on_cuda else None,
             overrides=overrides,
         )
-        self._closed = False
         try:
             self._layers = in_blocks(kept, self.cache.memory)
             if any(self._narrowed):
@@ -174,7 +194,22 @@ class PooledModel:
         except (ConfigError, LayoutError):
             self.cache.close()
             raise
-        self.requests = self.cache.requests
+
+    def updated(self) -> None:
+        """Have the model's weights looked at before anything else is served or computed.
+
+        Only needed after writes that leave no trace, such as those to ``parameter.data`` when an
+        adapter is merged. All others are seen: see ``Watched``.
+        """
+        self._weights.doubt()
+
+    def _follow(self) -> bool:
+        """Name blocks by the weights that the model has now; returns whether they were others."""
+        if not self._weights.look() or self._weights.mark == self._mark:
+            return False
+        self._mark = self._weights.mark
+        self.cache.rename(self._mark)
+        return True
 
     def prepare(self, request: Request) -> bool:
         """Whether the request can run; makes the copies that it is waiting for."""
@@ -218,7 +253,8 @@ class PooledModel:
         told how many of them were right. None by default.
 
         Returns the logits ``[1 + drafts, vocabulary]`` of each request's last tokens, None where
-        a part of its prompt is left.
+        a part of its prompt is left. If the model's weights are others than those that computed
+        the requests so far, nothing is computed: they are ``lost``, and the answer is None for all.
 
         Raises
         ------
@@ -226,6 +262,8 @@ class PooledModel:
             There are drafts, and the model keeps states, or one pass does not compute them and
             the token before them; nothing was computed.
         """
+        if self._follow():
+            return [None] * len(batch)
         counts = drafts or [0] * len(batch)
         alike: dict[tuple[int, int, bool, int], list[int]] = {}
         for at, (request, count) in enumerate(zip(batch, counts, strict=True)):
@@ -351,6 +389,7 @@ class PooledModel:
             self.cache.hand_down(timeout_s=left_s)
             left_s = max(0.0, left_s - (clock.now() - begun))
         self.cache.close(timeout_s=left_s)
+        self._weights.close()
 
     def __enter__(self) -> Self:
         return self

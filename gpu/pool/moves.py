@@ -101,8 +101,15 @@ class Moves:
         ledger.reports.moved(ledger.index.key_of(node), off=True)
         ledger.stats.offloaded += 1
 
-    def drop(self, tops: Iterable[NodeId], why: Why, *, uncounted: Iterable[NodeId] = ()) -> None:
-        """Forget blocks everywhere, with all that follow them.
+    def drop(
+        self,
+        tops: Iterable[NodeId],
+        why: Why,
+        *,
+        uncounted: Iterable[NodeId] = (),
+        tiers: bool = True,
+    ) -> None:
+        """Forget blocks here, and in the ``tiers``, with all that follow them.
 
         ``uncounted`` are those that are not counted by their parents, beside ``leaving``.
         """
@@ -112,7 +119,7 @@ class Moves:
         keys = self._ledger.drop(tree, uncounted=self.leaving.union(uncounted))
         self.leaving.difference_update(tree)
         self._ledger.reports.removed(keys, why)
-        if self.below is not None and colder:
+        if tiers and self.below is not None and colder:
             self.below.remove(colder)
 
     def keep(self, nodes: Sequence[NodeId]) -> None:

@@ -316,15 +316,15 @@ class BlockPool:
         self.epoch = (resets, removals + 1)
         self._moves.drop(nodes, "removed")
 
-    def reset(self) -> None:
-        """Forget everything that is cached here and in the tiers.
+    def reset(self, *, tiers: bool = True) -> None:
+        """Forget everything that is cached here, and in the ``tiers``.
 
         Nothing of what was begun before will be stored, whoever holds it.
         """
         resets, removals = self.epoch
         self.epoch = (resets + 1, removals)
-        self._moves.drop(self._ledger.index.known(), "removed")
-        if self._moves.below is not None:
+        self._moves.drop(self._ledger.index.known(), "removed", tiers=tiers)
+        if tiers and self._moves.below is not None:
             self._moves.below.clear()
 
     # ---- what the tiers report, on the pool's thread

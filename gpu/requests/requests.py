@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import lcm
 
 from kvladder.errors import PoolError
@@ -70,7 +70,10 @@ class Request:
 
     @property
     def lost(self) -> bool:
-        """Whether a block did not arrive: release the request and begin it anew."""
+        """Whether to release the request and begin it anew.
+
+        A block did not arrive, or blocks have had other names since it began.
+        """
         return any(part.lost for part in self.parts)
 
 
@@ -153,6 +156,8 @@ class Requests:
         self._grain = lcm(*matched_whole)
         """Cached prefixes of several groups, or of a window, end at multiples of so many tokens."""
 
+        self.on_begin: Callable[[], object] | None = None
+        """Called before a request begins."""
         self.lacking: list[int] = []
         """By group, tokens that all others could have served, counted since ``watch``.
 
@@ -199,6 +204,8 @@ class Requests:
         ValueError
             There are no tokens, or an argument is out of its range; nothing was changed.
         """
+        if self.on_begin is not None:
+            self.on_begin()
         parts = [
             one.make(tokens, retention, salt, lora, extra, prompt_tokens, storing=self.reuse)
             for one in self.sequences
@@ -267,6 +274,16 @@ class Requests:
                 return found
             for pool, match in zip(self._pools, found, strict=False):
                 pool.forgo(match)
+
+    def rename(self, mark: str) -> None:
+        """Name blocks by this mark, too, from now on; without one, as at first.
+
+        What pools have cached is forgotten there; tiers keep it under the names that it has.
+        Requests of before are ``lost``, and no block of theirs is stored any more.
+        """
+        for one in self.sequences:
+            one.pool.reset(tiers=False)
+            one.rename(mark)
 
     def watch(self) -> None:
         """Count what pools lack from now on."""

@@ -17,7 +17,7 @@ from kvladder.gpu.pool.serving import BlockCopy as BlockCopy
 from kvladder.gpu.pool.serving import Match
 from kvladder.gpu.pool.stats import RequestStats
 from kvladder.gpu.tree.names import NO_SLOT, DeviceSlot, Root, Ticket
-from kvladder.keys import BlockKey, KeyScheme
+from kvladder.keys import BlockKey, KeyScheme, namespace
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.policy.numbers import whole
 from kvladder.policy.retention import Retention
@@ -45,7 +45,7 @@ class Sequences:
             )
         self.pool = pool
         self.serving = pool.serving
-        self.scheme = scheme
+        self.scheme = self._first = scheme
         self._root = Root(scheme.root())
         """Of most requests; to make its key takes long."""
         self._waiting: dict[Ticket, list[KVSequence]] = {}
@@ -73,6 +73,14 @@ class Sequences:
         if not 0 <= prompt <= len(ids):
             raise ValueError(f"prompt of {prompt}: expected 0 .. {len(ids)}")
         return KVSequence(self, ids, root, retention, extra, prompt, storing=storing)
+
+    def rename(self, mark: str) -> None:
+        """Name blocks by this mark, too; without one, as at first. Sequences of before are lost."""
+        space = self._first.namespace
+        if mark:
+            space = namespace({"of": space.hex(), "mark": mark})
+        self.scheme = KeyScheme(space, block_tokens=self._first.block_tokens)
+        self._root = Root(self.scheme.root())
 
     def arriving(self, sequence: KVSequence) -> list[Ticket]:
         """The copies that still write blocks of a sequence, which is told when each is over."""
@@ -104,9 +112,9 @@ class KVSequence:
     """One running sequence; ``Requests`` says what each call does, and alone makes it."""
 
     __slots__ = (
-        "_of", "_pool", "_said", "_serving", "block_tokens", "cached", "closed", "computed",
-        "copies", "epoch", "extra", "first", "keys", "lost", "prompt_tokens", "retention", "root",
-        "stats", "stored", "storing", "table", "tokens", "waits",
+        "_failed", "_of", "_pool", "_said", "_scheme", "_serving", "block_tokens", "cached",
+        "closed", "computed", "copies", "epoch", "extra", "first", "keys", "prompt_tokens",
+        "retention", "root", "stats", "stored", "storing", "table", "tokens", "waits",
     )  # fmt: skip
 
     def __init__(
@@ -121,6 +129,7 @@ class KVSequence:
         storing: bool,
     ) -> None:
         self._of, self._pool, self._serving = of, of.pool, of.serving
+        self._scheme = of.scheme
         self.block_tokens = of.scheme.block_tokens
         self.epoch = of.pool.epoch
         """Of its pool when it began, see ``BlockPool.epoch``."""
@@ -145,7 +154,7 @@ class KVSequence:
         """How many tokens of the prompt were served from the cache."""
         self.computed = 0
         """How many leading tokens have their KV in the blocks."""
-        self.keys = of.scheme.chain(tokens, parent=root.key, extra=extra)
+        self.keys = self._scheme.chain(tokens, parent=root.key, extra=extra)
         """Of its whole blocks; those after the prompt's as far as they were stored."""
         self.stored = 0
         """How many leading blocks can be reused by others."""
@@ -156,8 +165,7 @@ class KVSequence:
         self.stats = RequestStats(0, 0)
         self.storing = storing
         """Whether its blocks are offered to others when they are full."""
-        self.lost = False
-        """Whether a block did not arrive: nothing can be done with the sequence but release it."""
+        self._failed = False
         self.closed = False
 
     def copy(self) -> KVSequence:
@@ -175,6 +183,16 @@ class KVSequence:
         return self.table[self.first :] if self.first else self.table
 
     @property
+    def renamed(self) -> bool:
+        """Whether blocks have had other names since it began."""
+        return self._scheme is not self._of.scheme
+
+    @property
+    def lost(self) -> bool:
+        """Whether it can only be released: a block did not arrive, or names have changed."""
+        return self._failed or self.renamed
+
+    @property
     def ready(self) -> bool:
         """Whether all cached bytes are in place, so that the engine may run it."""
         return not (self.waits or self.copies or self.lost or self.closed)
@@ -188,7 +206,8 @@ class KVSequence:
         """Raise NotHeld if it was released, NotReady if its bytes are not in place."""
         self.require_open()
         if self.lost:
-            raise NotReady("a block was lost on its way: release the sequence and begin anew")
+            why = "names have changed" if self.renamed else "a block was lost on its way"
+            raise NotReady(f"{why}: release the sequence and begin anew")
         if self.waits or self.copies:
             raise NotReady("blocks of the sequence are not in place yet")
 
@@ -198,7 +217,7 @@ class KVSequence:
         """Make the keys of those whole blocks before block ``end`` that have none yet."""
         have, size = len(self.keys), self.block_tokens
         if have < end:
-            self.keys += self._of.scheme.chain(
+            self.keys += self._scheme.chain(
                 self.tokens[have * size : end * size],
                 parent=self.keys[-1] if have else self.root.key,
                 extra=self._extra(have * size, end * size),
@@ -208,7 +227,7 @@ class KVSequence:
         """Of the block that is cut short, as far as it is computed."""
         begin, end = self.computed // self.block_tokens * self.block_tokens, self.computed
         extra = self._extra(begin, end)
-        return self._of.scheme.tail(self.tokens[begin:end], parent=parent, extra=extra)
+        return self._scheme.tail(self.tokens[begin:end], parent=parent, extra=extra)
 
     def _extra(self, begin: int, end: int) -> Extra:
         """What there is at tokens ``[begin, end)``, counted from ``begin``."""
@@ -302,7 +321,7 @@ class KVSequence:
     def landed(self, ticket: Ticket, *, ok: bool) -> None:
         """One of these is over; without ``ok`` a block did not arrive."""
         self.waits.discard(ticket)
-        self.lost = self.lost or not ok
+        self._failed = self._failed or not ok
 
     def unite(self) -> None:
         """Use the slots of others where theirs were complete before its own arrived."""

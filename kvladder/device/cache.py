@@ -155,6 +155,10 @@ class DeviceCache:
         for pool in self.pools:
             pool.reset()
 
+    def rename(self, mark: str) -> None:
+        """Name blocks by this mark, too, from now on: that of other weights. See ``Requests``."""
+        self.requests.rename(mark)
+
     def purge(self, salt: str) -> None:
         """Forget every block of requests with this salt, on the device and in the tiers.
 

@@ -175,7 +175,8 @@ class Preemption:
     def resume(self, suspended: Suspended, *, room: int | None = None) -> Request:
         """Go on with a suspended request; run it when it is ``ready``.
 
-        One that is recomputed has fewer tokens ``computed`` than it had, and slots for ``room``
+        One that is recomputed, as after ``DeviceCache.rename``, has fewer tokens ``computed`` than
+        it had, and slots for ``room``
         tokens behind those; None for all. ``Requests.extend`` gets more.
 
         Raises
@@ -187,6 +188,9 @@ class Preemption:
         """
         if suspended.copies_left or suspended.over:
             raise NotReady("still being suspended" if suspended.copies_left else "resumed before")
+        if any(part.renamed for part in suspended.parts):  # what was copied is of no use any more
+            suspended.how = "recompute"
+            self._free(suspended)
         copied = suspended.how == "tiers"
         request = self._restore(suspended) if copied else self._again(suspended, room)
         suspended.over = True

@@ -155,7 +155,7 @@ def test_the_rotation_names_the_blocks(tmp_path: Path) -> None:
     assert (longer, third) == (long, 12), "of one rotation they are shared"
 
 
-class Stepwise(LlamaRotaryEmbedding):
+class Stepwise(LlamaRotaryEmbedding):  # type: ignore[misc]
     """Of a kind that nobody has heard of."""
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
@@ -163,7 +163,7 @@ class Stepwise(LlamaRotaryEmbedding):
         return (cos, sin) if int(position_ids.max()) < ORIGINAL else (-cos, -sin)
 
 
-class Remembering(LlamaRotaryEmbedding):
+class Remembering(LlamaRotaryEmbedding):  # type: ignore[misc]
     """Of another kind, which keeps what the longest text so far has made of it."""
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:

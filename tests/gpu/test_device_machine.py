@@ -333,6 +333,12 @@ class DeviceMachine(RuleBasedStateMachine):
     def reset(self) -> None:
         self.cache.reset()
 
+    @rule(mark=st.sampled_from(["", "a", "b"]))
+    def rename(self, mark: str) -> None:
+        self.cache.rename(mark)
+        assert all(one.lost and not one.ready for one in self.live)
+        assert not any(pool.cached for pool in self.cache.pools)
+
     # ---- what always holds
 
     @invariant()
@@ -382,7 +388,8 @@ class PartialGroups(DeviceMachine):
     Without troubles and without what is left out of most runs, so that requests meet.
     """
 
-    trouble = remove = purge = reset = fork = rewind = append = None  # type: ignore[assignment]
+    trouble = remove = purge = reset = rename = None  # type: ignore[assignment]
+    fork = rewind = append = None  # type: ignore[assignment]
     suspend = resume = None  # type: ignore[assignment]
 
     @initialize(
