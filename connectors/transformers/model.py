@@ -30,7 +30,7 @@ from kvladder.connectors.transformers.layers import (
     takes_positions,
 )
 from kvladder.connectors.transformers.rotations import Rotations
-from kvladder.connectors.transformers.windows import narrowed, require_narrowable
+from kvladder.connectors.transformers.windows import narrowed, sources
 from kvladder.connectors.watched import Watched
 from kvladder.device.cache import DeviceCache, open_device
 from kvladder.device.memory import PlanMemory
@@ -145,6 +145,7 @@ class PooledModel:
         self._attends = any(layer.shape is not None for layer in kept)
         self._padded = not self._attends or takes_positions(model)
         self._layers: list[PagedLayer] = []
+        self._sources: Mapping[int, int] = {}
         self._closed = False
         self._mark = ""
         self._weights = Watched(model)
@@ -189,8 +190,8 @@ class PooledModel:
         )
         try:
             self._layers = in_blocks(kept, self.cache.memory)
-            if any(self._narrowed):
-                require_narrowable(model)
+            if any(self._narrowed.values()):
+                self._sources = sources(model)
         except (ConfigError, LayoutError):
             self.cache.close()
             raise
@@ -337,7 +338,7 @@ class PooledModel:
                 "position_ids": positions[:, -new:].to(self.model.device),
             }
         windows = self._narrowed
-        narrow = narrowed(self.model, windows) if any(windows) else nullcontext()
+        narrow = narrowed(self.model, windows) if any(windows.values()) else nullcontext()
         with torch.inference_mode(), narrow, self._rotations.held():
             seen = Pass(self._layers, step)
             out = self.model(
@@ -352,9 +353,10 @@ class PooledModel:
         return logits
 
     @property
-    def _narrowed(self) -> list[int]:
+    def _narrowed(self) -> dict[int, int]:
         """By layer, the window that it has instead of the model's own; 0 for that."""
-        return [0 if layer.kv is None else layer.kv.narrowed for layer in self._layers]
+        kept = [0 if layer.kv is None else layer.kv.narrowed for layer in self._layers]
+        return dict(enumerate(kept)) | {at: kept[one] for at, one in self._sources.items()}
 
     def _step(self, rows: Sequence[Row], positions: torch.Tensor, new: int) -> Step:
         """Where the tokens at these positions are, the next ``new`` of each row the last."""

@@ -6,43 +6,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
 
 import torch
+from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from kvladder.connectors.transformers.layers import cache_after
 from kvladder.errors import ConfigError
 
 NAME: Final = "kvladder-windows"
 """The attention, as Transformers calls it during a pass."""
+LOOKING: Final = "kvladder-sources"
+"""The same while it is found out which layer reads whose keys."""
 USUAL: Final = "sdpa"
-_windows: ContextVar[Sequence[int]] = ContextVar("windows")
+_windows: ContextVar[Mapping[int, int]] = ContextVar("windows")
 """By layer, how many tokens it sees; 0 for as many as the model says."""
+_looking: ContextVar[_Given] = ContextVar("looking")
 
 
-def require_narrowable(model: Any) -> None:
-    """Raise ConfigError unless the windows of single layers can be narrowed."""
+class _Given(DynamicCache):  # type: ignore[misc]
+    """A cache that knows which layer's keys are where, and who read them."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.places: dict[int, int] = {}
+        """By address, the layer that keeps the keys there."""
+        self.readers: dict[int, int | None] = {}
+        """By layer, the one whose keys it read; None if no layer keeps those as they are."""
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep a layer's new tokens and give all that it sees."""
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.places[keys.data_ptr()] = layer_idx
+        return keys, values
+
+
+def sources(model: Any) -> dict[int, int]:
+    """Find out which of a model's layers keep no keys of their own, and whose they read.
+
+    Raises
+    ------
+    ConfigError
+        The windows of single layers cannot be narrowed: attention is not by ``sdpa``, or a layer
+        reads keys that cannot be told to be another's.
+    """
     said = model.config._attn_implementation
     if said != USUAL:
         hint = f'load the model with attn_implementation="{USUAL}", or leave it out'
         raise ConfigError(f"attention by {said!r}", path="gpu.windows", hint=hint)
+    cache = _Given(model.config)
+    token = _looking.set(cache)
+    try:
+        with _attention_by(model, LOOKING):
+            cache_after(model, 1, cache=cache)
+    finally:
+        _looking.reset(token)
+    kept, found = {*cache.places.values()}, dict[int, int]()
+    for layer, source in cache.readers.items():
+        if layer in kept:
+            continue
+        if source is None:
+            what = f"layer {layer} reads keys of no layer that is known to keep them"
+            raise ConfigError(what, path="gpu.windows", hint="leave it out")
+        found[layer] = source
+    return found
 
 
 @contextmanager
-def narrowed(model: Any, windows: Sequence[int]) -> Generator[None]:
-    """Have the layers of a model see no more than this, for the passes within."""
-    token, config = _windows.set(windows), model.config
-    config._attn_implementation = NAME
+def _attention_by(model: Any, name: str) -> Generator[None]:
+    model.config._attn_implementation = name
     try:
         yield
     finally:
-        config._attn_implementation = USUAL
+        model.config._attn_implementation = USUAL
+
+
+@contextmanager
+def narrowed(model: Any, windows: Mapping[int, int]) -> Generator[None]:
+    """Have the layers of a model see no more than this, for the passes within."""
+    token = _windows.set(windows)
+    try:
+        with _attention_by(model, NAME):
+            yield
+    finally:
         _windows.reset(token)
+
+
+def _seen(module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """``sdpa``; takes note of whose keys it was given."""
+    cache = _looking.get()
+    cache.readers[module.layer_idx] = cache.places.get(key.data_ptr())
+    return sdpa_attention_forward(module, query, key, *args, **options)
 
 
 def _attention(
@@ -68,4 +135,6 @@ def _attention(
 
 
 AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(LOOKING, _seen)
 AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(LOOKING, sdpa_mask)

@@ -20,6 +20,7 @@ SCALES: Final = ".scales"
 def windows_of(layers: Sequence[Layer], windows: Sequence[int]) -> list[int | None]:
     """The window of each layer where this list, repeated over them, narrows what they have.
 
+    These are the layers that keep keys and values: no others count.
     0 leaves a layer as it is; a window is never wider than the model's own.
 
     Raises
@@ -29,7 +30,8 @@ def windows_of(layers: Sequence[Layer], windows: Sequence[int]) -> list[int | No
     """
     if len(windows) > len(layers):
         what, hint = f"{len(windows)} windows", f"{len(layers)} at most, one for each layer"
-        raise ConfigError(what, path="gpu.windows", hint=f"{hint}: a shorter list is repeated")
+        hint += " that keeps keys and values: a shorter list is repeated"
+        raise ConfigError(what, path="gpu.windows", hint=hint)
     if not windows:
         return [layer.window for layer in layers]
     given = [windows[at % len(windows)] or None for at in range(len(layers))]

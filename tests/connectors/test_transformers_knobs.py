@@ -9,6 +9,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers import AutoModelForCausalLM, Gemma3nTextConfig, Gemma4TextConfig
+
 from kvladder.device import cache as device
 from kvladder.errors import ConfigError
 from tests.connectors.test_transformers import (
@@ -84,6 +86,78 @@ def test_layers_with_windows_of_their_own_have_narrower_ones() -> None:
         assert outputs(serve(pooled, prompts)) == said
 
 
+SHARING = {
+    "num_hidden_layers": 8,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 4,
+    "vocab_size_per_layer_input": 256,
+    "hidden_size_per_layer_input": 8,
+}
+SHARERS: dict[str, tuple[type, dict[str, Any]]] = {
+    "gemma3n": (
+        Gemma3nTextConfig,
+        {"laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 8}
+        | {"intermediate_size": [64] * 8},
+    ),
+    "gemma4": (Gemma4TextConfig, {"global_head_dim": 16}),
+}
+"""Models whose last layers keep nothing, and read what others keep."""
+
+
+def sharer(name: str, window: int) -> Any:
+    kind, special = SHARERS[name]
+    torch.manual_seed(1)
+    base = {"vocab_size": 256, "hidden_size": 48, "intermediate_size": 64, "head_dim": 16}
+    base |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    config = kind(**{**base, **SHARING, **special, "sliding_window": window})
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("step", [None, 7])
+@pytest.mark.parametrize("name", SHARERS)
+def test_layers_that_share_keys_share_their_windows(name: str, step: int | None) -> None:
+    model, prompts = sharer(name, WINDOW), prompts_of(1)
+    said = plain(sharer(name, 6), prompts)
+    assert said != plain(model, prompts)
+    wide = {**source(memory="4 MiB", windows=[6, 0]), "arena": {"size": "16 MiB"}}
+    with opened(model, wide, step=step) as pooled:
+        for _ in range(2):
+            jobs = serve(pooled, prompts)
+            assert outputs(jobs) == said
+            evict_all(pooled)
+        assert all(job.cached for job in jobs)
+    narrow = []
+    for windows in ([0, 6], [6]):
+        with opened(model, source(memory="4 MiB", windows=windows), step=step) as pooled:
+            narrow.append(outputs(serve(pooled, prompts)))
+            assert outputs(serve(pooled, prompts)) == narrow[-1]
+            assert pooled._narrowed[7] == 6, "as layer 5, whose keys it reads"
+    assert len({str(one) for one in (said, plain(model, prompts), *narrow)}) == 4
+
+
+def test_layers_that_read_keys_of_nobody_have_no_windows(monkeypatch: Any) -> None:
+    model = sharer("gemma3n", WINDOW)
+    attention = type(model.model.layers[0].self_attn)
+    forward = attention.forward
+
+    def copied(self: Any, *args: Any, **kwargs: Any) -> Any:
+        states = kwargs["shared_kv_states"]
+        states |= {at: (keys.clone(), values) for at, (keys, values) in states.items()}
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", copied)
+    with pytest.raises(ConfigError, match=r"gpu\.windows: layer 6 reads keys of no layer"):
+        opened(model, source(memory="4 MiB", windows=[6]))
+
+
+def test_windows_are_counted_by_layers_that_keep_keys() -> None:
+    """Layers with states, and those that read what others keep, are not among them."""
+    model = sharer("gemma4", WINDOW)
+    what = "7 windows .*6 at most, one for each layer that keeps keys and values"
+    with pytest.raises(ConfigError, match=what):
+        opened(model, source(memory="4 MiB", windows=[0] * 7))
+
+
 def test_memory_goes_between_windows_while_it_serves() -> None:
     model, prompts = make_model("gemma3"), prompts_of(8, shared=0, own=2)
     long = prompts_of(4, shared=20, own=40)
@@ -111,7 +185,11 @@ def test_other_windows_share_nothing(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("gpu", "path", "says"),
     [
-        ({"windows": [1, 2, 3, 4]}, "gpu.windows", "4 windows .*3 at most, one for each layer"),
+        (
+            {"windows": [1, 2, 3, 4]},
+            "gpu.windows",
+            "4 windows .*3 at most, one for each layer that keeps",
+        ),
         ({"windows": [-1]}, "gpu.windows", "a whole number, 0 or more"),
         ({"windows": 5}, "gpu.windows", "a list"),
         ({"dtype": "fp7"}, "gpu.dtype", "'fp8'"),
