@@ -129,7 +129,8 @@ class PooledModel:
         self.block_tokens = block_tokens
         self.step = step
         kept = kept_by_layers(model, context=context)
-        self._rotations = Rotations(model, context=context)
+        self.rotations = Rotations(model, context=context)
+        """That all requests have."""
         self.plan = CachePlan(
             [one for layer in kept for one in layer.handlers],
             block_tokens=block_tokens,
@@ -181,7 +182,7 @@ class PooledModel:
             fields={
                 "engine": "transformers",
                 "model": self._weights.first,
-                **self._rotations.fields,
+                **self.rotations.fields,
             },
             device=model.device,
             free_bytes=_free_bytes(model) if on_cuda else None,
@@ -339,7 +340,7 @@ class PooledModel:
             }
         windows = self._narrowed
         narrow = narrowed(self.model, windows) if any(windows.values()) else nullcontext()
-        with torch.inference_mode(), narrow, self._rotations.held():
+        with torch.inference_mode(), narrow, self.rotations.held():
             seen = Pass(self._layers, step)
             out = self.model(
                 torch.tensor(ids, device=self.model.device),

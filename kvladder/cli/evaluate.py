@@ -1,12 +1,12 @@
-"""``kvladder eval``: what codecs cost in the answers of a model."""
+"""``kvladder eval``: what codecs, and settings of pools, cost in the answers of a model."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 
 from yaml import YAMLError
 
@@ -19,6 +19,7 @@ from kvladder.schema import is_list, is_mapping, parse_yaml
 from kvladder.units import Size
 
 if TYPE_CHECKING:  # which needs torch and transformers
+    from kvladder.connectors.transformers.loss import PoolsEvaluation
     from kvladder.planning.loss import Evaluation, Loss
 
 NEEDS: Final = "install kvladder[transformers]"
@@ -36,18 +37,19 @@ def eval_(
     *,
     model: Path,
     prompts: Path,
-    codec: str,
+    codec: str | None = None,
+    gpu: str | None = None,
     kinds: str | None = None,
     tokens: int = 2048,
     block_tokens: int = 16,
     max_divergence: float | None = None,
     min_agreement: float | None = None,
 ) -> str:
-    """Print what codecs cost in the answers of a model.
+    """Print what codecs, or settings of pools, cost in the answers of a model.
 
     Each prompt is run twice: its second half over the keys and values of its first half as they
-    were, and as they come back from the codecs. Exits with 1 if that costs more than is allowed,
-    with 2 if an argument or a file is wrong. Needs transformers.
+    were, and as they come back from the codecs, or over what the pools keep. Exits with 1 if that
+    costs more than is allowed, with 2 if an argument or a file is wrong. Needs transformers.
 
     Parameters
     ----------
@@ -57,9 +59,11 @@ def eval_(
         a file with a prompt a line: text, or token ids as [1, 2, ...]
     codec:
         as in a stack's codecs: fp8, or {name: zstd, level: 3}, or a list of them
+    gpu:
+        instead: dtype and windows, as in a stack's gpu: {dtype: fp8, windows: [4096, 0]}
     kinds:
         the layers whose keys and values go through it, as allow_lossy lists them, such as
-        full,window (default: all)
+        full,window (default: all); with --codec
     tokens:
         that count of each prompt (default %(default)s)
     block_tokens:
@@ -69,34 +73,92 @@ def eval_(
     min_agreement:
         the share of tokens, 0 to 1, after which the most likely word has to be the same
     """
-    wanted, level = _kinds(kinds), _level(codec)
+    chosen = _chosen(codec, gpu, kinds)
     for flag, count, least in (
         ("block-tokens", block_tokens, 1),
         ("tokens", tokens, 2 * block_tokens),
     ):
         if count < least:
             raise ConfigError(str(count), path=f"--{flag}", hint=f"expected {least} or more")
-    try:
-        from kvladder.planning.loss import Evaluation
-    except ImportError as error:
-        raise ConfigError(f"needs torch and transformers: {error}", hint=NEEDS) from error
     loaded = _loaded(model)
-    run = Evaluation(loaded, level.make_codecs, kinds=wanted, block_tokens=block_tokens)
-    counted = 0
-    for line, prompt in _prompts(prompts, model):
-        _check(prompt, loaded, f"{prompts}:{line}", least=run.shortest)
-        run.run(prompt[:tokens])
-        counted += 1
+    with ExitStack() as opened:
+        run = chosen.open(loaded, tokens, block_tokens, opened)
+        counted = 0
+        for line, prompt in _prompts(prompts, model):
+            _check(prompt, loaded, f"{prompts}:{line}", least=run.shortest)
+            run.run(prompt[:tokens])
+            counted += 1
     if not counted:
         raise ConfigError(f"{prompts} is empty", path="--prompts", hint="expected a prompt a line")
-    if not run.changed:
-        kinds_there = ", ".join(sorted(run.spared))
-        raise ConfigError(f"{kinds!r}: the model's layers are {kinds_there}", path="--kinds")
-    report = f"{model}: {_report(run, level)}; {counted} prompts, {_costs(run.loss)}"
+    report = f"{model}: {chosen.report(run)}; {counted} prompts, {_costs(run.loss)}"
     exceeded = list(_exceeded(run.loss, max_divergence, min_agreement))
     if exceeded:
         raise TooMuch("; ".join(exceeded), report)
     return report
+
+
+def _chosen(codec: str | None, gpu: str | None, kinds: str | None) -> _Codecs | _Pools:
+    """Read what is to be evaluated."""
+    if codec is not None and gpu is None:
+        return _Codecs(_kinds(kinds), kinds, _level(codec))
+    if gpu is None or codec is not None:
+        what = "missing" if gpu is None else "given with --gpu"
+        hint = "expected --codec or --gpu: what one costs says nothing of the other"
+        raise ConfigError(what, path="--codec", hint=hint)
+    if kinds is not None:
+        raise ConfigError(kinds, path="--kinds", hint="leave it out: pools keep all layers")
+    return _Pools(_settings(gpu))
+
+
+class _Codecs(NamedTuple):
+    """Codecs are to be evaluated."""
+
+    kinds: Sequence[str]
+    said: str | None
+    level: LevelConfig
+
+    def open(self, model: Any, tokens: int, block_tokens: int, opened: ExitStack) -> Evaluation:
+        from kvladder.planning.loss import Evaluation
+
+        del tokens, opened
+        codecs = self.level.make_codecs
+        return Evaluation(model, codecs, kinds=self.kinds, block_tokens=block_tokens)
+
+    def report(self, run: Any) -> str:
+        """Say what was evaluated; raise ConfigError if that is nothing."""
+        if not run.changed:
+            there = ", ".join(sorted(run.spared))
+            raise ConfigError(f"{self.said!r}: the model's layers are {there}", path="--kinds")
+        return _report(run, self.level)
+
+
+class _Pools(NamedTuple):
+    """Settings of pools are to be evaluated."""
+
+    gpu: Mapping[str, Any]
+
+    def open(
+        self, model: Any, tokens: int, block_tokens: int, opened: ExitStack
+    ) -> PoolsEvaluation:
+        from kvladder.connectors.transformers.loss import PoolsEvaluation
+
+        run = PoolsEvaluation(model, self.gpu, context=tokens, block_tokens=block_tokens)
+        return opened.enter_context(run)
+
+    def report(self, run: Any) -> str:
+        """Say what was evaluated."""
+        del run
+        return "pools with " + ", ".join(f"{name} {value}" for name, value in self.gpu.items())
+
+
+def _settings(said: str) -> Mapping[str, Any]:
+    """The settings of ``--gpu``, of those that change answers."""
+    hint = "expected {dtype: ..., windows: [...]}, or one of them"
+    found = _yaml(said, "--gpu", hint)
+    if not is_mapping(found) or not found or not {*found} <= {"dtype", "windows"}:
+        raise ConfigError(repr(said), path="--gpu", hint=hint)
+    load_config({"gpu": found}, env={})
+    return found
 
 
 def _report(run: Evaluation, level: LevelConfig) -> str:
@@ -139,7 +201,7 @@ def _kinds(said: str | None) -> Sequence[str]:
 
 def _level(said: str) -> LevelConfig:
     """A level with these codecs, what is lossy in them allowed: that is what is asked here."""
-    found = _yaml(said)
+    found = _yaml(said, "--codec", "expected a name, {name: ...} or a list of them")
     entries: list[Any] = list(found) if is_list(found) else [found]
     for at, one in enumerate(entries):
         entry = dict(one) if is_mapping(one) else {"name": one}
@@ -156,17 +218,18 @@ def _level(said: str) -> LevelConfig:
     return level
 
 
-def _yaml(said: str) -> object:
+def _yaml(said: str, path: str, hint: str) -> object:
     try:
         return parse_yaml(said)
     except YAMLError as error:
-        hint = "expected a name, {name: ...} or a list of them"
-        raise ConfigError(repr(said), path="--codec", hint=hint) from error
+        raise ConfigError(repr(said), path=path, hint=hint) from error
 
 
 def _loaded(folder: Path) -> Any:
-    import transformers
-
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(f"needs torch and transformers: {error}", hint=NEEDS) from error
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     auto: Any = transformers.AutoModelForCausalLM

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 from kvladder.cli import main
 from tests.connectors.test_transformers import make_model, prompts_of
+from tests.connectors.test_transformers_states import make_model as hybrid_model
 
 pytestmark = pytest.mark.slow
 
@@ -75,6 +76,47 @@ def test_what_loses_more_costs_more_and_saves_bytes(folder: Path, capsys: Any) -
     assert both["divergence"][1] >= both["divergence"][0]
 
 
+def test_narrower_types_and_windows_of_pools_cost_more(folder: Path, capsys: Any) -> None:
+    """Of Llama and Gemma 3; with the model's own type and its own windows they cost nothing."""
+    sizes = {"float32": 1.0, "bfloat16": 0.5, "fp8": 40 / 128, "float8_e5m2": 40 / 128}
+    found: dict[str, list[float]] = {}
+    for model in ("llama", "gemma3"):
+        for dtype, ratio in sizes.items():
+            given = ["--gpu", f"{{dtype: {dtype}}}", "--tokens", "80"]
+            code, out, err = report(folder, capsys, *given, model=model)
+            assert (code, err) == (0, "")
+            assert f"pools with dtype {dtype}; 3 prompts, 126 tokens compared" in out
+            told = numbers(out)
+            assert told["bytes"][-1] == pytest.approx(ratio, abs=0.02)
+            found[dtype] = told["divergence"]
+        least, *_ = costs = [found[dtype][0] for dtype in sizes]
+        assert costs == sorted(costs)
+        assert least < 1e-9 < costs[1] < costs[2] < costs[3]
+    for windows, own in (("[1000]", True), ("[4, 0]", False), ("[4]", False)):
+        given = ["--gpu", f"{{windows: {windows}}}", "--tokens", "80"]
+        _, out, _ = report(folder, capsys, *given)
+        found[windows] = numbers(out)["divergence"]
+        assert (found[windows][0] < 1e-9) == own
+        assert (numbers(out)["bytes"][-1] == 1) == own
+    assert found["[4, 0]"][0] < found["[4]"][0]
+    limits = ["--max-divergence", str(found["[4]"][0] / 2)]
+    code, _, err = report(folder, capsys, "--gpu", "{windows: [4], dtype: fp8}", *limits)
+    assert code == 1
+    assert "is more than" in err
+
+
+def test_models_with_states_have_types_too(tmp_path: Path, capsys: Any) -> None:
+    hybrid_model("qwen3-next", initializer_range=0.1).save_pretrained(tmp_path / "hybrid")
+    (tmp_path / "prompts").write_text(json.dumps(prompts_of(1)[0]))
+    costs = []
+    for dtype in ("auto", "fp8"):
+        given = ["--gpu", f"{{dtype: {dtype}}}", "--tokens", "64"]
+        code, out, err = report(tmp_path, capsys, *given, model="hybrid")
+        assert (code, err) == (0, "")
+        costs.append(numbers(out)["divergence"][0])
+    assert costs[0] < 1e-9 < costs[1]
+
+
 def test_a_limit_that_is_exceeded_exits_with_1_after_the_report(folder: Path, capsys: Any) -> None:
     said = ["--codec", "fp8", "--max-divergence", "1e-9", "--min-agreement", "1.01"]
     code, out, err = report(folder, capsys, *said)
@@ -92,6 +134,15 @@ def test_a_limit_that_is_exceeded_exits_with_1_after_the_report(folder: Path, ca
         (["--codec", "[zstd, fp8]"], r"--codec: .*as the engine wrote them"),
         (["--codec", "{name: zstd, levle: 3}"], r"--codec: .*level"),
         (["--codec", "[zstd"], r"--codec: '\[zstd' .*a list of them"),
+        ([], r"--codec: missing .*--codec or --gpu"),
+        (["--codec", "fp8", "--gpu", "{dtype: fp8}"], r"--codec: given with --gpu"),
+        (["--gpu", "{dtype: fp8}", "--kinds", "full"], r"--kinds: full .*leave it out"),
+        (["--gpu", "{dtype: fp7}"], r"gpu.dtype: .*'fp8'"),
+        (["--gpu", "{windows: [-1]}"], r"gpu.windows\[0\]: "),
+        (["--gpu", "{windows: [1, 2, 3, 4]}"], r"gpu.windows: 4 windows .*3 at most"),
+        (["--gpu", "{memory: 1 GiB}"], r"--gpu: '{memory: 1 GiB}' .*dtype"),
+        (["--gpu", "fp8"], r"--gpu: 'fp8' .*dtype"),
+        (["--gpu", "{dtype"], r"--gpu: '{dtype' .*dtype"),
         (["--codec", "fp8", "--kinds", "whole"], r"--kinds: 'whole' .*full, window"),
         (["--codec", "fp8", "--kinds", "window"], r"--kinds: 'window': .*layers are full"),
         (["--codec", "fp8", "--block-tokens", "64"], r"prompts:1: 73 tokens .*128 or more"),
