@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import (
@@ -98,14 +98,22 @@ def kept_by_layers(model: Any, *, context: int) -> list[Kept]:
         if hasattr(module, "recurrent_states"):  # as those of RecurrentGemma do
             what = f"{name} keeps its state in the model, not in the cache"
             raise LayoutError(what, hint="expected a model that keeps all of it in its cache")
-    layers = cache_after(model, 1).layers
+    kind = type(model).__name__
+    hint = "expected a model that keeps all of it in transformers' own cache"
+    try:
+        layers = cache_after(model, 1).layers
+    except (AttributeError, TypeError, ValueError) as error:
+        said = " ".join(str(error).split())
+        what = f"{kind} does not take transformers' cache: {type(error).__name__}: {said}"
+        raise LayoutError(what, hint=hint) from error
     found: list[Kept] = []
     for number, (layer, handlers) in enumerate(zip(layers, collected(layers), strict=True)):
-        kind = cast("Any", type(layer))
-        if kind not in _KNOWN:
-            hint = "expected keys and values per token, recurrent states, or both"
-            raise LayoutError(f"layer {number}: {kind.__name__}", hint=hint)
+        if type(layer) not in _KNOWN:
+            what = f"layer {number}: {type(layer).__name__}"
+            raise LayoutError(what, hint="expected keys and values per token, states, or both")
         found.append(Kept(_shape(layer, context), _states(number, layer), handlers))
+    if not any(one.handlers for one in found):
+        raise LayoutError(f"{kind} keeps nothing in the cache that it is given", hint=hint)
     return found
 
 

@@ -18,9 +18,11 @@ from transformers import (
     JambaConfig,
     Lfm2Config,
     Mamba2Config,
+    MiniMaxConfig,
     NemotronHConfig,
     Qwen3NextConfig,
     RecurrentGemmaConfig,
+    RwkvConfig,
 )
 
 from kvladder.cli import main
@@ -220,6 +222,27 @@ def test_models_and_checkpoints_that_do_not_fit_are_refused() -> None:
     config = RecurrentGemmaConfig(**small, **heads, **kinds)
     with pytest.raises(LayoutError, match="keeps its state in the model, not in the cache"):
         opened(AutoModelForCausalLM.from_config(config).eval(), stack())
+
+
+@pytest.mark.parametrize(
+    ("kind", "special", "says"),
+    [
+        (
+            MiniMaxConfig,
+            {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2}
+            | {"num_experts_per_tok": 1, "block_size": 8},
+            "MiniMaxForCausalLM does not take transformers' cache: ValueError: MiniMax uses cache",
+        ),
+        (RwkvConfig, {}, "RwkvForCausalLM keeps nothing in the cache that it is given"),
+    ],
+)
+def test_models_with_caches_of_their_own_are_refused(
+    kind: type, special: dict[str, Any], says: str
+) -> None:
+    shape = {**COMMON, "num_hidden_layers": 2, "head_dim": 12}
+    model = AutoModelForCausalLM.from_config(kind(**shape, **special)).eval()
+    with pytest.raises(LayoutError, match=f"{says}.*expected a model that keeps all of it"):
+        opened(model, stack())
 
 
 SIZED = ("float32", "bfloat16")
