@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from kvladder.connectors.transformers import GrowingCache, Prefixes
 from kvladder.errors import ConfigError, LayoutError
 from tests.connectors.test_transformers import MODELS, make_model, prompts_of
+from tests.connectors.test_transformers_states import make_model as recurrent_model
 
 pytestmark = pytest.mark.slow
 
@@ -264,6 +265,37 @@ def test_rows_with_padding_are_not_kept(beams: int, kind: Any) -> None:
                     prefixes.keep(cache, text)
             assert prefixes.begin(text).get_seq_length() == 0
         assert prefixes.manager.arena.free == prefixes.manager.arena.slots
+
+
+def test_tokens_that_generate_takes_for_padding_are_not_kept() -> None:
+    """Without a mask it makes one, and prompts with pad tokens in them have others' places."""
+    model, (prompt,) = make_model(), prompts_of(1)
+    prompt = [0, *(token or 1 for token in prompt)]
+    with Prefixes(model, STACK, block_tokens=4) as prefixes:
+        cache = prefixes.begin(prompt)
+        way = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        [said] = model.generate(torch.tensor([prompt]), past_key_values=cache, **way).tolist()
+        with pytest.raises(LayoutError, match="token 1, another .*without padding"):
+            prefixes.keep(cache, said)
+
+
+@pytest.mark.parametrize(("kind", "same"), [(GrowingCache, False), (DynamicCache, True)])
+def test_tensors_that_were_taken_before_a_crop(kind: Any, same: bool) -> None:
+    model, (prompt,) = make_model(), prompts_of(1)
+    cache = kind(config=model.config)
+    with torch.inference_mode():
+        model(torch.tensor([prompt]), past_key_values=cache)
+        keys = cache.layers[0].keys
+        before = keys.clone()
+        cache.crop(-7)
+        model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+    assert torch.equal(keys, before) == same
+
+
+def test_models_of_states_alone_take_no_such_cache() -> None:
+    model = recurrent_model("mamba2")
+    with pytest.raises(ValueError, match="past_key_values"):
+        say(model, [1, 2, 3], GrowingCache(model.config))
 
 
 def test_rows_without_padding_are_kept() -> None:

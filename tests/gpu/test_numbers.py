@@ -151,3 +151,8 @@ def test_bytes_are_no_token_ids(raw: Any) -> None:
     with pytest.raises(ValueError, match="a sequence of integers"):
         e.sequences.append(s, raw)
     assert len(s.tokens) == 3
+
+
+def test_a_bool_among_token_ids_is_a_number() -> None:
+    s = Engine(8).sequences.begin([True, 2, False])
+    assert [*s.tokens] == [1, 2, 0]
