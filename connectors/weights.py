@@ -18,6 +18,8 @@ from kvladder.errors import ConfigError
 FORMAT = "2"
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """The first of these that a directory has is what its model is made of."""
+NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+"""What trainers leave beside weights under the same suffixes; no engine loads it."""
 SETTINGS = "adapter_config.json"
 """What an adapter's weights are scaled with; a model's settings are told apart by its engine."""
 THREADS = 4
@@ -96,12 +98,17 @@ def downloaded(
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files that a directory's weights are in; ``path`` alone if it is one."""
+    """List the files that a directory's weights are in; ``path`` alone if it is a file.
+
+    Engines load what lies in the directory itself, whatever lies below it, as a trainer's
+    checkpoints do; only where there is nothing, files below count.
+    """
     if path.is_file():
         return [path]
-    for suffix in SUFFIXES:
-        for pattern in (f"*{suffix}", f"**/*{suffix}"):
-            found = sorted(p for p in path.glob(pattern) if p.is_file())
+    for above in ("*", "**/*"):
+        for suffix in SUFFIXES:
+            given = (p for p in path.glob(f"{above}{suffix}") if p.name not in NOT_WEIGHTS)
+            found = sorted(p for p in given if p.is_file())
             if found:
                 return [*found, *(p for p in [path / SETTINGS] if p.is_file())]
     return []

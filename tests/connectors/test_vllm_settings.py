@@ -307,6 +307,25 @@ def test_an_adapter_that_is_scaled_otherwise_is_another_one(tmp_path: Path, cach
     assert len(found) == 3
 
 
+def test_the_files_that_an_engine_loads_count_and_no_others(tmp_path: Path, cache: Path) -> None:
+    """Those beside the configuration, not what a trainer has left beside or below them."""
+    for name in ("training_args.bin", "optimizer.pt", "checkpoint-500/adapter_model.safetensors"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"old")
+    below = weights_digest(tmp_path, cache=cache)
+    (tmp_path / "checkpoint-500" / "adapter_model.safetensors").write_bytes(b"other")
+    assert weights_digest(tmp_path, cache=cache) != below, "there is nothing else to load"
+    found = set[str]()
+    for content in (b"one", b"two"):
+        (tmp_path / "adapter_model.bin").write_bytes(content)
+        found.add(weights_digest(tmp_path, cache=cache))
+    assert len(found) == 2
+    for file in ("training_args.bin", "optimizer.pt", "checkpoint-500/adapter_model.safetensors"):
+        (tmp_path / file).write_bytes(b"new")
+        found.add(weights_digest(tmp_path, cache=cache))
+    assert len(found) == 2
+
+
 def test_other_formats_and_damaged_headers_are_read_as_well(tmp_path: Path, cache: Path) -> None:
     found = set()
     for index, content in enumerate([b"", b"abc", bytes(3_000_000), b"\xff" * 3_000_000]):
