@@ -27,8 +27,13 @@ CONTENTS: Final = (
     "prompt_embedding_table",
     "mrope_rotary_cos_sin",
     "py_multimodal_data",
+    "lora_task_id",
 )
-"""What a request has beside its tokens, which do not tell its blocks apart then."""
+"""What a request has beside its tokens, which do not tell its blocks apart then.
+
+Of a LoRA adapter only the number is told that the client chose. The client may give that number to
+other weights, and nothing here would notice.
+"""
 START_S: Final = 600.0
 """How long the KV cache's memory may take to be there."""
 
@@ -118,12 +123,14 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         cache = self._cache
         cache.settle()
         self._forget(request.request_id)
-        if any(_is_there(getattr(request, name, None)) for name in CONTENTS):
+        beside = [name for name in CONTENTS if _is_there(getattr(request, name, None))]
+        if beside:
+            what = f"{', '.join(beside)}: tokens alone do not tell its blocks apart"
+            self._notices.say("contents", f"a request is not cached, it has {what}")
             return 0
         tokens = [int(token) for token in request.get_tokens(0)]
         salt = str(getattr(request, "cache_salt", None) or "")
-        lora = _adapter(getattr(request, "lora_task_id", None))
-        state = Request(salt, cache.keys.root(salt=salt, lora=lora), tokens, len(tokens))
+        state = Request(salt, cache.keys.root(salt=salt), tokens, len(tokens))
         self._requests[request.request_id] = state
         first, rest = divmod(computed, cache.tokens)
         usable = (len(tokens) - 1) // cache.tokens  # one token is always computed
@@ -308,14 +315,6 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         state = self._requests.pop(request_id, None)
         if state is not None and state.match is not None:  # promised, never scheduled
             state.match.release()
-
-
-_PROCESS: Final = os.urandom(16).hex()
-
-
-def _adapter(task: object) -> str:
-    """What names a request's adapter: a number, whose weights only this process knows."""
-    return "" if task is None else f"{task} in {_PROCESS}"
 
 
 def _is_there(value: Any) -> bool:

@@ -62,8 +62,8 @@ def args_of(model: str = "m", *, ranks: int = 1, **more: Any) -> SimpleNamespace
     return SimpleNamespace(model=model, tensor_parallel_size=ranks, kv_cache_config=kv, **more)
 
 
-def kv_of(tokens: Sequence[int], index: int, rank: int, lora: int | None) -> torch.Tensor:
-    """The KV of a block of a prompt."""
+def kv_of(tokens: Sequence[int], index: int, rank: int, lora: object) -> torch.Tensor:
+    """The KV of a block of a prompt; ``lora`` is what its adapter consists of."""
     told = repr(([*tokens[: (index + 1) * BLOCK]], rank, lora))
     seed = int.from_bytes(hashlib.sha256(told.encode()).digest()[:4], "big")
     return torch.randn(LAYERS, 2, ELEMENTS, generator=torch.Generator().manual_seed(seed))
@@ -103,6 +103,8 @@ class Executor:
                 register(rank.worker, rank.pool)
         self.scheduler.wait_for_initialization()
         self.free = list(range(BLOCKS))
+        self.adapters: dict[int, str] = {}
+        """By number, what an adapter consists of; a client may give a number to another one."""
         self._number = 0
         self._kept: dict[int, list[int]] = {}
         self._said: dict[int, set[int]] = {}
@@ -146,7 +148,7 @@ class Executor:
         for rank in self.ranks:
             rank.pool[ids] = float("nan")
             for index in range(own // BLOCK):
-                rank.pool[ids[index]] = kv_of(whole, index, rank.number, request.lora_task_id)
+                rank.pool[ids[index]] = kv_of(whole, index, rank.number, self._lora(request))
         position, told, blocks = own + matched, 0, 0
         at_first = min(position + at_once, len(tokens)) if by_step else len(tokens)
         self.scheduler.update_state_after_alloc(request, ids[: -(-at_first // BLOCK)])
@@ -172,17 +174,21 @@ class Executor:
             )
             position += step
         right = all(
-            torch.equal(rank.pool[ids[n]], kv_of(whole, n, rank.number, request.lora_task_id))
+            torch.equal(rank.pool[ids[n]], kv_of(whole, n, rank.number, self._lora(request)))
             for rank in self.ranks
             for n in range(len(whole) // BLOCK)
         )
         return Answer(matched, right, self._over(request, ids))
 
+    def _lora(self, request: Any) -> object:
+        number = request.lora_task_id
+        return None if number is None else (number, self.adapters.get(number))
+
     def _compute(
         self, tokens: Sequence[int], ids: list[int], part: range, request: Any, rank: Rank
     ) -> None:
         for index in range(part.start // BLOCK, -(-part.stop // BLOCK)):
-            rank.pool[ids[index]] = kv_of(tokens, index, rank.number, request.lora_task_id)
+            rank.pool[ids[index]] = kv_of(tokens, index, rank.number, self._lora(request))
 
     def step(
         self,

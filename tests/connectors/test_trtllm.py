@@ -129,9 +129,9 @@ def test_what_the_engine_has_itself_is_saved_and_is_not_loaded(make: Make) -> No
     assert engine.run(PROMPT, own=192).matched == 0
 
 
-def test_salts_and_adapters_share_nothing(make: Make) -> None:
+def test_salts_share_nothing(make: Make) -> None:
     engine = make()
-    for more in ({"cache_salt": "one"}, {}, {"lora_task_id": 3}, {"lora_task_id": 4}):
+    for more in ({"cache_salt": "one"}, {}):
         cold = engine.run(PROMPT, **more)
         assert (cold.matched, cold.right) == (0, True), more
         engine.idle()
@@ -139,14 +139,15 @@ def test_salts_and_adapters_share_nothing(make: Make) -> None:
     assert engine.run(PROMPT, cache_salt="two").matched == 0
 
 
-def test_an_adapters_number_means_nothing_to_another_process(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_with_an_adapter_are_left_alone(make: Make) -> None:
+    """Their number is all that can be seen, and another adapter may have it by the next one."""
     engine = make()
-    engine.run(PROMPT, lora_task_id=3)
-    engine.idle()
-    monkeypatch.setattr("kvladder.connectors.trtllm.scheduler._PROCESS", "another")
-    assert engine.run(PROMPT, lora_task_id=3).matched == 0
+    for number, content in ((3, "old"), (3, "new"), (0, "")):
+        engine.adapters[number] = content
+        found = engine.run(PROMPT, lora_task_id=number)
+        assert (found.right, found.matched, found.saves) == (True, 0, False)
+        engine.idle()
+    assert engine.run(PROMPT).matched == 0
 
 
 @pytest.mark.parametrize(
