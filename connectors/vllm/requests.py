@@ -188,7 +188,7 @@ class RequestState:
     request: Any
     groups: Groups
     adapter: bytes | None = b""
-    """Digest of its LoRA adapter's weights, empty without one; None until it is known."""
+    """Digest of its LoRA adapter as it is in memory, empty without one; None until it is known."""
     items: Items | None = None
     """The images, sounds and videos in its prompt."""
     policy: RequestPolicy = NO_POLICY
@@ -240,6 +240,16 @@ class RequestState:
         """Its blocks are offered to the cache from the first one on."""
         self.saved = [0] * len(self.groups)
         self.due = 0
+
+    @property
+    def lora(self) -> Any:
+        """The LoRARequest that vLLM has of it; None without an adapter."""
+        return getattr(self.request, "lora_request", None)
+
+    @property
+    def number(self) -> int:
+        """The number of its adapter, 0 without one."""
+        return 0 if self.lora is None else int(self.lora.lora_int_id)
 
     @property
     def salt(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain
 from math import inf
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from kvladder.connectors.base import Connector
 from kvladder.connectors.vllm.groups import Group, Groups
 from kvladder.connectors.vllm.requests import RequestState
+from kvladder.gpu.copy.copier import JobId
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 
@@ -79,6 +80,8 @@ class Saver:
         Whether blocks of generated tokens are saved, too.
     interval:
         vLLM's ``prefix_cache_retention_interval``.
+    owners:
+        Takes, by copy, the number of its request's adapter, if it has one.
     """
 
     def __init__(
@@ -89,12 +92,14 @@ class Saver:
         default: bool,
         decode: bool,
         interval: int | None,
+        owners: MutableMapping[JobId, int],
     ) -> None:
         self._groups = groups
         self._connector = connector
         self._default = default
         self._decode = decode
         self._interval = interval
+        self._owners = owners
 
     def full(self, state: RequestState, output: Any, computed: int) -> None:
         """Save the blocks that are full once ``computed`` tokens are; note when to look again."""
@@ -164,7 +169,7 @@ class Saver:
         floor = state.floors[group.index] if begin else PRIORITY_MAX
         said = [] if wanted is None else [priority for priority, _ in wanted]
         said, before = said[first - begin :], said[: first - begin]
-        self._connector.save(
+        job = self._connector.save(
             keys,
             blocks,
             only=None if len(chosen) == len(keys) else chosen,
@@ -175,6 +180,8 @@ class Saver:
             salt=state.salt,
             group=group.index,
         )
+        if job is not None and state.number:
+            self._owners[job] = state.number
         state.floors[group.index] = min([floor, *before, *(said or [PRIORITY_DEFAULT])])
 
     def handed(self, states: Mapping[str, RequestState], output: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, count
 from math import inf
@@ -14,14 +13,14 @@ from kvladder.compose import open_manager
 from kvladder.config.stack import StackConfig
 from kvladder.connectors.steps import StepConnector
 from kvladder.connectors.vllm.groups import groups_of
-from kvladder.connectors.vllm.identity.adapters import Adapters
 from kvladder.connectors.vllm.identity.contents import contents_of
-from kvladder.connectors.vllm.identity.weights import Weights
-from kvladder.connectors.vllm.options import REQUEST, Options, Policies, RequestPolicy
+from kvladder.connectors.vllm.identity.weights import MODEL, Weights
+from kvladder.connectors.vllm.options import Options, Policies
 from kvladder.connectors.vllm.reports.events import KVEvents, enabled
 from kvladder.connectors.vllm.reports.log import say_ready
 from kvladder.connectors.vllm.requests import Computing, Find, RequestState, held_by_vllm
 from kvladder.connectors.vllm.saves import Saver, Writes, part_tails
+from kvladder.connectors.vllm.sessions import begin_in_session, end_in_session
 from kvladder.connectors.vllm.start import instance_of, layout_of
 from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report, Step
 from kvladder.errors import ConfigError
@@ -36,7 +35,7 @@ Tables = Sequence[Sequence[int]]
 """By group, the blocks that a request has in vLLM."""
 
 ADAPTER_STEPS = 10
-"""How many steps a request waits for the digest of an adapter; a small one takes milliseconds."""
+"""How many steps a request waits until all ranks have its adapter in memory; usually one."""
 EARLY_SHARE = 0.5
 """How much of the arena may be pinned before a request that arrives has to wait its turn."""
 
@@ -59,7 +58,6 @@ class SchedulerHalf:
         self._config = config
         self._notices = notices
         self._groups = groups_of(kv_cache_config, model=str(vllm_config.model_config.model))
-        self._adapters = Adapters()
         self._contents = contents_of(vllm_config)
         cache = getattr(vllm_config, "cache_config", None)
         self._waits = bool(getattr(cache, "enable_prefix_caching", False))
@@ -70,6 +68,8 @@ class SchedulerHalf:
         self._policies = Policies(config, map_priority=options.map_priority, notices=notices)
         self._states: dict[str, RequestState] = {}
         self._loads: dict[JobId, Load] = {}
+        self._owners: dict[JobId, int] = {}
+        """By copy of the step that is being made, the number of its request's adapter."""
         self._lost: list[Load] = []
         self._writes = Writes(self._groups)
         self._lost_ids = count(-1, -1)
@@ -125,6 +125,7 @@ class SchedulerHalf:
             default=self._role != "kv_consumer",
             decode=self._options.save_decode,
             interval=getattr(self._kv_cache_config, "prefix_cache_retention_interval", None),
+            owners=self._owners,
         )
         self._handed_over = handed_over
         if enabled(self._vllm_config):
@@ -149,33 +150,18 @@ class SchedulerHalf:
         """A request is new: begin to bring up what the cache has for it."""
         self.settle()
         policy, items = self._policies.of(request), self._contents.of(request)
-        policy = self._in_session(request, policy)
+        policy = begin_in_session(self.connector, self._policies, request, policy)
         mark = lambda: self._weights.mark  # noqa: E731
         state = RequestState(request, self._groups, items=items, policy=policy, mark=mark)
         self._states[request.request_id] = state
         if self.events is not None:
             state.describe = self.events.describe
-        self._adapters.begin(getattr(request, "lora_request", None))
-        state.adapter = None
+        if state.lora is not None:
+            state.adapter = None
+            if state.lora.load_inplace:
+                self._weights.doubt_adapter(state.number)
         self._early(state)
         self._computing.expect(state, request.num_tokens)
-
-    def _in_session(self, request: Any, policy: RequestPolicy) -> RequestPolicy:
-        """What is done for a request, whose session may have ended; begins what it prefetches."""
-        manager = self.connector.manager
-        if policy.session is not None:
-            try:
-                manager.sessions.require_open(policy.session)
-            except ValueError as error:
-                self._policies.refuse(request, ConfigError(str(error), path=f"{REQUEST}.session"))
-                return self._policies.plain(request)
-        for n, name in enumerate(policy.prefetch):
-            try:
-                self.connector.rising.add(manager.prefetch(name))
-            except ValueError as error:
-                wrong = ConfigError(str(error), path=f"{REQUEST}.prefetch[{n}]")
-                self._policies.refuse(request, wrong, what="this one is")
-        return policy
 
     def _early(self, state: RequestState) -> None:
         """Begin to bring up what a new request will ask for, unless too much is pinned already."""
@@ -197,15 +183,27 @@ class SchedulerHalf:
         return not (self._handed_over and is_mapping(said) and said.get("do_remote_prefill"))
 
     def _named(self, state: RequestState) -> bool:
-        """Whether a request's blocks have names: not before its adapter's weights are known."""
+        """Whether a request's blocks have names: not before its adapter is known."""
         if state.adapter is None and not state.apart:
-            try:
-                lora = getattr(state.request, "lora_request", None)
-                state.adapter = self._adapters.digest(lora)
-            except ConfigError as error:
-                self._notices.say("adapter", f"not cached: {error}")
-                state.apart = True
+            state.adapter = self._weights.adapter(state.number)
         return state.adapter is not None and not state.apart
+
+    def _waits_for_adapter(self, state: RequestState) -> bool:
+        """Whether a request has to wait until all ranks have its adapter in memory.
+
+        Nothing else tells what it would compute with. It does not wait for ever: then its blocks
+        have no names.
+        """
+        if state.lora is None or state.apart or self._weights.adapter(state.number) is not None:
+            return False
+        state.waited += 1
+        if state.waited <= ADAPTER_STEPS:
+            self._weights.want(state.lora)
+            return True
+        what = f"adapter {state.lora.lora_name} is not in the memory of all ranks"
+        self._notices.say("adapter", f"a request is not cached: {what}")
+        state.apart = True
+        return False
 
     def _loadable(self, request: Any) -> int:
         """How many of its tokens may come from the cache: one is always computed."""
@@ -242,15 +240,14 @@ class SchedulerHalf:
 
     def _answer(self, state: RequestState, computed: int) -> int | None:
         state.own = state.told = computed
+        if self._waits_for_adapter(state):
+            return None
+        named = self._named(state)
         # Other weights made what vLLM has of it: what follows that is of no weights' name.
-        if computed and self._weights.outdated(self._own_cache):
+        if computed and self._outdated(state):
             state.apart = True
-        if state.computes or not self._reads(state.request):
+        if state.computes or state.apart or not named or not self._reads(state.request):
             return 0
-        # Its blocks have no names before its adapter's weights are known; it waits some steps.
-        if not self._named(state):
-            state.waited += 1
-            return 0 if state.apart or state.waited > ADAPTER_STEPS else None
         if computed % self._groups.step:
             return 0
         # No name is used before all ranks have looked at their weights.
@@ -276,6 +273,10 @@ class SchedulerHalf:
             if not all(map(frozenset(needed).isdisjoint, self._filling.values())):
                 return None
         return found
+
+    def _outdated(self, state: RequestState) -> bool:
+        """Whether vLLM's own prefix cache may have KV of other weights than a request's."""
+        return self._weights.outdated(self._own_cache, state.lora, state.adapter)
 
     @property
     def _usable(self) -> bool:
@@ -351,6 +352,9 @@ class SchedulerHalf:
         if state is None:
             return
         state.begun = True
+        if state.lora is not None:
+            known = self._weights.adapter(state.number)
+            self._weights.begins(state.lora, known, self._own_cache)
         answer, state.answer = state.answer, None
         computed = max(request.num_computed_tokens, state.own + external)
         self._computing.expect(state, max(0, request.num_tokens - computed))
@@ -396,6 +400,8 @@ class SchedulerHalf:
                 state.loading.add(job_id)
                 job = CopyJob(job_id, "onboard", targets, (), group.index)
                 self._loads[job_id] = Load(job, state.request.request_id, sync)
+                if state.number:
+                    self._owners[job_id] = state.number
                 if group is self._groups.main and self._waits:
                     keys = state.keys(group, start, stop)
                     self._filling[state.request.request_id] = frozenset(keys)
@@ -420,21 +426,10 @@ class SchedulerHalf:
         self._let_go(state)
         self._computing.expect(state, 0)
         if self._named(state):
-            self._end(state)
+            end_in_session(self.connector, self._groups, state)
             main = self._groups.main
             for keys in state.read(self._groups.aligned(state.saved[main.index] * main.tokens)):
                 self.connector.manager.touch(keys)  # saved head first: now the tail goes first
-
-    def _end(self, state: RequestState) -> None:
-        """Note the blocks of a request that is over in its session, and end that if it says so."""
-        name, sessions = state.policy.session, self.connector.manager.sessions
-        if name is None:
-            return
-        with suppress(ValueError):  # another request has ended it meanwhile
-            runs = [state.keys(group, 0, state.saved[group.index]) for group in self._groups]
-            sessions.use(name, runs, state.salt)
-            if state.policy.end_session:
-                self.connector.manager.end_session(name)
 
     # ---- a step
 
@@ -456,8 +451,9 @@ class SchedulerHalf:
         if connector.saving:
             lost = (load.job.blocks for load in self._lost)
             step.fence = connector.reading(chain(writes, *lost))
-        if self._weights.outdated(self._own_cache):
-            part_tails(self._states, output)
+        outdated = {i: state for i, state in self._states.items() if self._outdated(state)}
+        if outdated:
+            part_tails(outdated, output)
         if self._usable:
             self._save(output)
         step.loads, self._lost = self._lost, []
@@ -473,7 +469,10 @@ class SchedulerHalf:
         step.idle = not output.num_scheduled_tokens and (self._awaited or bool(self._loads))
         self._awaited = self._layered = False
         runs = bool(output.num_scheduled_tokens)
-        self._weights.prepare(step, runs=runs, cache=self._own_cache)
+        step.owners.update(self._owners)
+        self._owners.clear()
+        kept = (state.number for state in self._states.values() if state.begun)
+        self._weights.prepare(step, runs=runs, cache=self._own_cache, kept=kept)
         arena = connector.manager.arena
         if step.loads or step.saves or arena.admitted < arena.slots:
             step.attach = self._attach
@@ -505,8 +504,9 @@ class SchedulerHalf:
         connector = self.connector
         for rank, slots in report.registered.items():
             connector.manager.arena.admit(rank, slots)
-        if self._weights.report(report):
-            self._renamed()
+        changed = self._weights.report(report)
+        if changed:
+            self._renamed(changed)
         connector.report(report.ended)
         self._computing.end(report.step)
         for finished in connector.poll():
@@ -517,17 +517,21 @@ class SchedulerHalf:
             if state is not None:
                 state.loaded(finished.id, ok=finished.ok)
 
-    def _renamed(self) -> None:
+    def _renamed(self, changed: Collection[int]) -> None:
         """The weights are others: what was found for requests, and what they have, is not theirs.
+
+        ``changed`` are the numbers of adapters, or MODEL, which concerns all requests.
 
         vLLM computes on with what a request has in its memory. That is of no weights' name, so
         nothing is saved for it any more, nor for a request that begins with it.
         """
         self.connector.excuse()
         for state in self._states.values():
-            self._let_go(state)
-            state.apart = state.apart or state.begun
-        if self.events is not None:
+            if MODEL in changed or state.number in changed:
+                self._let_go(state)
+                state.apart = state.apart or state.begun
+                state.adapter = None if state.number else b""
+        if self.events is not None and MODEL in changed:
             self.events.rename(self._weights.mark)
 
     def settle(self) -> None:

@@ -14,6 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvladder.arena import ArenaHandle
+from kvladder.connectors.vllm.identity.seen import Seen as Seen
+from kvladder.connectors.vllm.identity.seen import Wanted as Wanted
 from kvladder.gpu.copy.copier import CopyJob, Finished, JobId
 
 
@@ -111,18 +113,12 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]
     """By rank, ``Seen.changes`` as the scheduler half knows it: names are of those weights."""
     doubt: int = 0
     """Ranks that have not looked at their weights since this doubt look at them now."""
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a rank found when it looked at its weights, before a step's forward pass."""
-
-    changes: int
-    """How often they have changed."""
-    digest: bytes
-    doubt: int
-    """The last one that it looked for."""
-    step: int
+    owners: dict[JobId, int] = field(default_factory=dict[JobId, int])
+    """By copy of this step, the number of its request's LoRA adapter, if it has one."""
+    adapters: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    """By number of these, what ``weights`` is for the model's."""
+    wanted: Wanted | None = None
+    """Read before the step's forward pass."""
 
 
 @dataclass

@@ -13,6 +13,7 @@ import torch
 
 from kvladder.arena import Arena
 from kvladder.connectors.vllm.groups import groups_of
+from kvladder.connectors.vllm.identity.adapters import Adapters
 from kvladder.connectors.vllm.identity.weights import Loaded
 from kvladder.connectors.vllm.start import group_pages, tensor_fields, this_node
 from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report, Seen, Step
@@ -60,6 +61,9 @@ class WorkerHalf:
         self._make_copier = make_copier
         self._make_loaded = make_loaded
         self._loaded_models: Loaded | None = None
+        self._adapters = Adapters(None, notices)
+        self._owners: dict[JobId, int] = {}
+        """By load under way, the number of its request's adapter, if it has one."""
         self._seen = Seen(0, b"", 0, 0)
         self._news = False
         self._stale = False
@@ -124,6 +128,7 @@ class WorkerHalf:
         self._fields = tensor_fields(self._vllm_config, self._pages, names)
         layers = self._vllm_config.compilation_config.static_forward_context
         self._loaded_models = self._make_loaded(layers)
+        self._adapters = Adapters(self._loaded_models.loras, self._notices)
         self._seen = Seen(0, self._fingerprint(self._loaded_models, turn=0), 0, 0)
 
     def describe(self) -> RankDescription:
@@ -152,6 +157,8 @@ class WorkerHalf:
     def begin(self, step: Step) -> None:
         """Before the step writes to any block: end saves that still read it, look at the weights.
 
+        An adapter that the scheduler half wants to know is brought into memory.
+
         A step whose names are of other weights copies nothing: what it was to load they made, and
         what it computes is not theirs.
         """
@@ -159,6 +166,9 @@ class WorkerHalf:
         self.attach(step.attach)
         self._fence(step)
         self._look(step)
+        if step.wanted is not None:
+            self._adapters.read(step.wanted)
+        self._look_at_adapters(step)
         known = step.weights[self._rank] if step.weights else self._seen.changes
         self._stale = self._blind > 0 or known != self._seen.changes
 
@@ -186,6 +196,16 @@ class WorkerHalf:
         doubt = max(step.doubt, seen.doubt)
         self._seen = Seen(seen.changes + changed, digest, doubt, step.turn)
 
+    def _look_at_adapters(self, step: Step) -> None:
+        """See which adapters vLLM has by now; loads that were made with others are not trusted."""
+        changed = self._adapters.look(step.turn)
+        self._distrusted.update(i for i, number in self._owners.items() if number in changed)
+
+    def _fits(self, step: Step, job: CopyJob) -> bool:
+        """Whether the adapter of a copy's request is the one that the copy's names are of."""
+        number = step.owners.get(job.id)
+        return number is None or step.adapters[number][self._rank] == self._adapters.changes(number)
+
     def _fingerprint(self, models: Loaded, *, turn: int) -> bytes:
         """What the weights are; like no others if they cannot be read, and nothing is copied then.
 
@@ -210,6 +230,8 @@ class WorkerHalf:
         self._number = step.number
         self._loading.update(load.request_id for load in step.loads if not load.sync)
         self._loads.update((load.job.id, load) for load in step.loads)
+        self._look_at_adapters(step)
+        self._owners.update((i, one) for i, one in step.owners.items() if i in self._loads)
         first = [load.job for load in step.loads if load.sync]
         sync = [job.id for job in first]
         self._by_layer = sync if by_layer else []
@@ -245,6 +267,7 @@ class WorkerHalf:
         that asks again at once would keep them from the interpreter.
         """
         self._end_layers()
+        self._look_at_adapters(step)
         self._submit_all(step, step.saves, go=not (self._spoiled or self._stale))
         if step.idle and self._copier is not None and self._loads:
             self._copier.rest(REST_S)
@@ -256,7 +279,10 @@ class WorkerHalf:
         begun = 0
         try:
             for job in jobs if go else ():
-                self._submit(step, job)
+                if self._fits(step, job):
+                    self._submit(step, job)
+                else:
+                    self._ended(Finished(job.id, False, 0, 0.0, "the adapter has changed"))
                 begun += 1
         finally:
             why = "the weights have changed" if self._stale else "not begun"
@@ -281,7 +307,9 @@ class WorkerHalf:
 
     def report(self) -> Report | None:
         """The jobs that ended since the last report, the step if it is to be, news of weights."""
-        seen = {self._rank: self._seen} if self._news else {}
+        adapters = self._adapters.take()
+        news = self._news or bool(adapters)
+        seen = {self._rank: replace(self._seen, adapters=adapters)} if news else {}
         slots = self._arena.admitted if self._registers and self._arena is not None else 0
         registered = {self._rank: slots} if slots > self._registered else {}
         report = Report(self._loaded + self._saved, self._number, seen, registered)
@@ -356,6 +384,7 @@ class WorkerHalf:
         if not finished.ok:
             self._notices.say("copy", f"blocks could not be copied: {finished.error}")
         load = self._loads.pop(finished.id, None)
+        self._owners.pop(finished.id, None)
         if finished.id in self._distrusted:
             self._distrusted.discard(finished.id)
             finished = replace(finished, ok=False)

@@ -9,8 +9,12 @@ from typing import Any
 class FakeLoaded:
     """What a rank has in memory, as ``weights.Loaded`` tells it."""
 
-    def __init__(self, content: bytes = b"first", *, failing: Exception | None = None) -> None:
+    def __init__(
+        self, content: bytes = b"first", *, failing: Exception | None = None, loras: Any = None
+    ) -> None:
         self.content = content
+        self.loras = loras
+        """vLLM's worker manager of LoRA adapters."""
         self.looked = 0
         """How often all of it was read."""
         self.failing = failing

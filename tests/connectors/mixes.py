@@ -114,4 +114,6 @@ def vllm_configs(
         ),
     )
     vllm_config.parallel_config.tensor_parallel_size = ranks
+    rooms = {"max_loras": options["adapters"], "max_cpu_loras": options["adapters"]}
+    vllm_config.lora_config = vllm.LoRAConfig(**rooms)
     return vllm_config, kv_config

@@ -4,8 +4,9 @@ What vLLM decides is real: windows whose blocks are freed, states that move, pre
 prefix cache, hand-offs. A forward pass is not: each token writes two numbers into each group's
 block that depend on its whole prefix, and before that it reads what its kind of attention reads,
 and finds what the tokens before it wrote, or the test fails. All groups share the same bytes.
-In what is written is also which weights wrote it, or that several had a part in it. What the cache
-gives back must have been written by those in memory then, and by them alone.
+In what is written is also which weights and which LoRA adapter wrote it, or that several had a part
+in it. What the cache gives back must have been written by those in memory then, and by them alone.
+Adapters are read, and make way for others, as vLLM's own worker does it: ``loras``.
 """
 
 from __future__ import annotations
@@ -30,12 +31,15 @@ from kvladder.gpu.copy.pages import Parts
 from kvladder.notices import Notices
 from tests.connectors.lazy import LazyCopier
 from tests.connectors.loaded import FakeLoaded
+from tests.connectors.loras import Loras, Server
 from tests.connectors.mixes import MODELS, SECTION, WINDOW, vllm_configs
 
 Numbers = npt.NDArray[np.int64]
 
 STAMP = 1000
 """Times the number of the weights, this is added to what they write."""
+WEIGHTS = 3
+"""How many weights there are; an adapter's content times this is added to their number."""
 MIXED = 99
 """Stands for several weights."""
 
@@ -63,7 +67,8 @@ class Rank:
             self.copier = LazyCopier(parts, arena, random=simulation.random)
             return self.copier
 
-        self.models = FakeLoaded(b"0")
+        self.loras = Loras(simulation.adapters, simulation.adapters)
+        self.models = FakeLoaded(b"0", loras=self.loras)
         self.half = WorkerHalf(
             simulation.vllm_config,
             simulation.kv_config,
@@ -101,7 +106,10 @@ class Simulation:
         ranks: int = 1,
         overlap: bool = False,
         interval: int | None = None,
+        adapters: int = 2,
+        late_hooks: bool = False,
     ) -> None:
+        """Ranks have room for ``adapters``, chosen for a step before ``late_hooks`` are called."""
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import (
             get_request_block_hasher,
@@ -111,16 +119,19 @@ class Simulation:
         from vllm.v1.structured_output import StructuredOutputManager
 
         self.random = Random(seed)
+        self.adapters = adapters
+        self._late_hooks = late_hooks
         self.groups, self.blocks = MODELS[model], blocks
         self.vllm_config, self.kv_config = vllm_configs(
             folder, source, self.groups, blocks=blocks, budget=budget, ranks=ranks,
-            overlap=overlap, interval=interval,
+            overlap=overlap, interval=interval, adapters=adapters,
         )  # fmt: skip
         block_size, hash_size = resolve_kv_cache_block_sizes(self.kv_config, self.vllm_config)
         self.kv_config.hash_block_size = hash_size
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(hash_size, sha256)
         self.ranks = [Rank(self, rank) for rank in range(ranks)]
+        self.server = Server(folder, [rank.loras for rank in self.ranks])
         self.scheduler: Any = self.vllm_config.scheduler_config.get_scheduler_cls()(
             vllm_config=self.vllm_config,
             kv_cache_config=self.kv_config,
@@ -138,6 +149,9 @@ class Simulation:
         self._launched: deque[tuple[Any, Any]] = deque()
         self._alive: dict[str, Tracked] = {}
         self._salts: dict[str, str | None] = {}
+        self._loras: dict[str, Any] = {}
+        self._contents: dict[int, int] = {}
+        """By number, what an adapter was when it was in memory for the last time."""
         self._reported: dict[str, int] = {}
         self._count = 0
         self.answers: dict[str, list[int]] = {}
@@ -145,7 +159,7 @@ class Simulation:
         self.weights = 0
         """Which weights are in memory."""
         self._filled: dict[tuple[int, int], int] = {}
-        """By group and block that is filled from the cache, which weights it has to be of."""
+        """By group and block that is filled from the cache, who has to have written it."""
         self.hits = 0
         """Tokens that came from the connector, as vLLM counts them."""
 
@@ -165,8 +179,9 @@ class Simulation:
         priority: int = 0,
         salt: str | None = None,
         recompute: bool = False,
+        adapter: str | None = None,
     ) -> str:
-        """A request for ``length`` tokens after ``tokens``."""
+        """A request for ``length`` tokens after ``tokens``; ``adapter`` is the name of one."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
@@ -181,8 +196,10 @@ class Simulation:
             arrival_time=float(self._count),
             priority=priority,
             cache_salt=salt,
+            lora_request=None if adapter is None else self.server.served[adapter],
             block_hasher=self._hasher,
         )
+        self._loras[request.request_id] = request.lora_request
         self._salts[request.request_id] = salt
         self.scheduler.add_request(request)
         return f"r{self._count}"
@@ -243,8 +260,14 @@ class Simulation:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         step = output.kv_connector_metadata
+        wanted = {self._loras[i] for i in output.num_scheduled_tokens} - {None}
         for rank in self.ranks:
+            if self._late_hooks:
+                rank.loras.set_active_adapters(wanted, None)
             rank.half.begin(step)
+            self._contents |= rank.loras.contents()
+            if wanted and not self._late_hooks:
+                rank.loras.set_active_adapters(wanted, None)
         self._follow(output)
         for rank in self.ranks:
             rank.raw[list(output.new_block_ids_to_zero or ())] = 0
@@ -257,7 +280,7 @@ class Simulation:
         received: list[set[str]] = []
         failed, bad, report = set[str](), set[int](), None
         self._filled.update(
-            ((load.job.group, block), self.weights)
+            ((load.job.group, block), self._writer(load.request_id))
             for load in step.loads
             for block in load.job.blocks
         )
@@ -283,6 +306,15 @@ class Simulation:
                 kv_connector_worker_meta=report,
             ),
         )
+
+    def _writer(self, request_id: str) -> int:
+        """Which weights, and which adapter, what is computed for a request now is of."""
+        lora = self._loras[request_id]
+        if lora is None:
+            return self.weights
+        for rank in self.ranks:
+            self._contents |= rank.loras.contents()
+        return self.weights + WEIGHTS * self._contents[lora.lora_int_id]
 
     def _by_all(self, received: list[set[str]]) -> set[str]:
         """As vLLM's aggregator: requests that all ranks have reported."""
@@ -333,11 +365,12 @@ class Simulation:
         content = self._content(sequence, self._salts[request_id], end)
         assert len(content) == end, "tokens are computed that nobody said"
         said = int(content[-1, 0]) % 50
-        who = {self.weights}
+        writer = self._writer(request_id)
+        who = {writer}
         for index in range(len(self.groups)):
             for rank in self.ranks:
                 who |= self._read(rank, request_id, index, content, start)
-        content[start:] += STAMP * (self.weights if who == {self.weights} else MIXED)
+        content[start:] += STAMP * (writer if who == {writer} else MIXED)
         for index, (kind, tokens) in enumerate(self.groups):
             table = np.array(sequence.tables[index])
             for rank in self.ranks:

@@ -5,25 +5,21 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pickle
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvladder.arena import Arena
 from kvladder.connectors.vllm.requests import Find
-from kvladder.connectors.weights import weights_digest
 from kvladder.gpu.copy.pages import Parts, by_group
 from kvladder.gpu.copy.registration import Registration
 from kvladder.gpu.copy.streams import StreamCopier
-from tests.connectors.scripted import TOKENS, Engine, Entry, Request
+from tests.connectors.scripted import TOKENS, Engine, Request
 from tests.kit.gpu import FakeDevice
-from tests.patience import PATIENCE_S, until
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -390,144 +386,6 @@ def test_a_cleared_cache_has_nothing(engines: list[Engine]) -> None:
     engine.half.finished(waiting)
     served(engine, prompt(1))
     assert engine.loaded == 0
-
-
-def with_adapter(engine: Engine, name: str, path: Any, *, number: int = 1) -> Request:
-    request = Request(name, prompt(1))
-    request.lora_request = SimpleNamespace(
-        lora_int_id=number, lora_path=str(path), load_inplace=name.startswith("anew")
-    )
-    engine.half.arrived(request)
-    engine.entries[name] = Entry(request, 31)
-    return request
-
-
-def known(engine: Engine, request: Request) -> bool:
-    """Whether it can be said, by now, what the blocks of a request are called."""
-    state = engine.half._states[request.request_id]
-    until(lambda: state.apart or engine.half._named(state))
-    return not state.apart
-
-
-def test_adapters_with_other_weights_share_nothing(engines: list[Engine], tmp_path: Any) -> None:
-    engine = Engine(HOST)
-    engines.append(engine)
-    for number, weights in enumerate([b"one", b"one", b"two"], start=1):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        (folder / "adapter_model.bin").write_bytes(weights * 5000)
-        request = with_adapter(engine, f"lora{number}", folder, number=number)
-        assert known(engine, request)
-        engine.run()
-        assert engine.loaded == (7 if number > 1 else 0)
-    gone = with_adapter(engine, "gone", tmp_path / "gone", number=9)
-    assert not known(engine, gone)
-    assert engine.half.ask(gone, 0) == (0, False)
-    engine.run()
-    (tmp_path / "1").rename(tmp_path / "gone")
-    late = with_adapter(engine, "late", tmp_path / "gone", number=9)
-    assert known(engine, late), "it is there by now"
-    engine.run()
-    assert engine.loaded == 14
-
-
-def test_an_adapter_is_read_beside_the_engine_and_computed_without_a_cache_until_then(
-    engines: list[Engine], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kvladder.connectors.vllm.identity import adapters
-
-    engine = Engine(HOST)
-    engines.append(engine)
-    (tmp_path / "adapter_model.bin").write_bytes(b"one" * 5000)
-    go, begun = threading.Event(), threading.Semaphore(0)
-
-    def slowly(path: Any) -> str:
-        begun.release()
-        assert go.wait(PATIENCE_S)
-        return weights_digest(path)
-
-    monkeypatch.setattr(adapters, "weights_digest", slowly)
-    for name in ("first", "second"):
-        with_adapter(engine, name, tmp_path)
-        engine.run()
-    assert engine.half.stats()["host"]["stored"] == 0
-    third = with_adapter(engine, "third", tmp_path)
-    engine.step(budget=8)
-    go.set()
-    assert known(engine, third)
-    engine.run()
-    assert engine.half.stats()["host"]["stored"] == 7, "also what was computed before"
-    with_adapter(engine, "fourth", tmp_path)
-    engine.run()
-    assert engine.loaded == 7
-    assert begun.acquire(timeout=PATIENCE_S)
-    assert not begun.acquire(blocking=False), "once for all of them"
-    (tmp_path / "adapter_model.bin").write_bytes(b"two" * 5000)
-    anew = with_adapter(engine, "anew", tmp_path)
-    assert known(engine, anew)
-    engine.run()
-    assert engine.loaded == 7, "nothing of the weights before"
-
-
-def test_an_adapter_that_is_loaded_anew_while_it_is_read_is_read_once_more(
-    engines: list[Engine], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kvladder.connectors.vllm.identity import adapters
-
-    engine = Engine(HOST)
-    engines.append(engine)
-    (tmp_path / "adapter_model.bin").write_bytes(b"one" * 5000)
-    go, begun = threading.Semaphore(0), threading.Semaphore(0)
-
-    def slowly(path: Any) -> str:
-        begun.release()
-        assert go.acquire(timeout=PATIENCE_S)
-        return weights_digest(path)
-
-    monkeypatch.setattr(adapters, "weights_digest", slowly)
-    with_adapter(engine, "first", tmp_path)
-    assert begun.acquire(timeout=PATIENCE_S)
-    with_adapter(engine, "anew", tmp_path)
-    request = with_adapter(engine, "anew again", tmp_path)
-    go.release()
-    assert begun.acquire(timeout=PATIENCE_S), "what was read first may be others' by now"
-    assert not engine.half._named(engine.half._states[request.request_id])
-    go.release()
-    assert known(engine, request)
-    assert not begun.acquire(blocking=False), "once for all that came meanwhile"
-    engine.run()
-
-
-@pytest.mark.parametrize("how", ["overwritten", "replaced"])
-def test_an_adapter_whose_files_changed_is_nobodys(
-    engines: list[Engine], tmp_path: Any, how: str
-) -> None:
-    """vLLM reads them again when it likes to: which weights it has is not known."""
-    engine = Engine(HOST)
-    engines.append(engine)
-    weights = tmp_path / "adapter_model.bin"
-    weights.write_bytes(b"one" * 5000)
-    for name in ("first", "second"):
-        assert known(engine, with_adapter(engine, name, tmp_path))
-        engine.run()
-    assert engine.loaded == 7
-    if how == "replaced":
-        (tmp_path / "new").write_bytes(b"two" * 5000)
-        (tmp_path / "new").rename(weights)
-    else:
-        weights.write_bytes(b"two" * 5000)
-    for name in ("third", "fourth"):
-        assert not known(engine, with_adapter(engine, name, tmp_path))
-        engine.run()
-    stats = engine.half.stats()["host"]
-    assert (engine.loaded, stats["stored"]) == (7, 7)
-    for name, number in (("anew", 1), ("other", 2)):
-        assert known(engine, with_adapter(engine, name, tmp_path, number=number))
-        engine.run()
-    assert engine.loaded == 14
-    weights.unlink()
-    assert known(engine, with_adapter(engine, "fifth", tmp_path)), "so it is still the same"
-    engine.run()
 
 
 def test_what_the_halves_tell_each_other_can_be_pickled(engines: list[Engine]) -> None:

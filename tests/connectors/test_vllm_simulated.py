@@ -102,8 +102,8 @@ def test_an_engine_sleeps_and_finds_its_blocks_again(
     one.close()
 
 
-def disturb(one: Simulation, random: Random) -> None:
-    """Whatever may happen between two steps."""
+def disturb(one: Simulation, random: Random, *, weights: float = 0.05) -> None:
+    """Whatever may happen between two steps; ``weights`` is how often there are others."""
     for request_id in [*one.requests]:
         if random.random() < 0.02:
             one.abort(request_id)
@@ -111,7 +111,7 @@ def disturb(one: Simulation, random: Random) -> None:
     if chance < 0.06:
         one.reset(running=random.random() < 0.3, connector=random.random() < 0.1)
     chance = random.random()
-    if chance < 0.05:
+    if chance < weights:
         told = random.random() < 0.5
         one.reload(random.randrange(3), noticed=not told)
         if told:

@@ -8,6 +8,7 @@ RESULTS for each step that is over.
 
 import json
 import os
+import shutil
 import sys
 import time
 import uuid
@@ -115,6 +116,32 @@ class Engine:
     def reload(self, weights: str) -> None:
         """Load the weights of another checkpoint into the running model, and say nothing of it."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": weights})
+
+    def adapters(
+        self,
+        *,
+        unload: int | None = None,
+        replace: tuple[str, str] | None = None,
+        load: tuple[int, str] | None = None,
+    ) -> None:
+        """What a server does with a LoRA adapter: let one go, read one.
+
+        ``replace`` is a folder, and the folder whose files it has from then on: in between.
+        """
+        from vllm.lora.request import LoRARequest
+
+        if unload is not None:
+            assert self.llm.llm_engine.remove_lora(unload)
+        if replace is not None:
+            shutil.rmtree(replace[0], ignore_errors=True)
+            shutil.copytree(replace[1], replace[0])
+        if load is not None:
+            assert self.llm.llm_engine.add_lora(LoRARequest(Path(load[1]).name, *load))
+
+    def point(self, *, link: str, target: str) -> None:
+        """Have a path lead to other files, as a new download does."""
+        Path(link).unlink()
+        Path(link).symlink_to(target)
 
     def nap(self) -> None:
         """What vLLM's sleep begins with, and its end; a CPU has no more of it."""

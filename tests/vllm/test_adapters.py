@@ -40,15 +40,34 @@ def ask(number: int = 0, path: Path | None = None) -> list[Any]:
     return ["each", {"prompts": PAIR, **named}]
 
 
+def replaced(late: Path, soon: Path, other: Path) -> list[Any]:
+    """Steps in which two adapters get the files of another one, under their names and paths.
+
+    One before its first request comes, the other between being let go and being read again.
+    """
+    anew = {"unload": 4, "replace": [str(soon), str(other)], "load": [5, str(soon)]}
+    return [
+        ["adapters", {"load": [3, str(late)]}],
+        ["adapters", {"replace": [str(late), str(other)]}],
+        *[ask(3, late), ask(4, soon), ["adapters", anew], ask(5, soon), ["reset"], ask(5, soon)],
+    ]
+
+
 def test_adapters_find_only_what_they_saved_themselves(start: Start, tmp_path: Path) -> None:
     one, other = adapter(tmp_path / "one", 1), adapter(tmp_path / "other", 2)
     three = [ask(), ask(1, one), ask(2, other)]
     reference = [found["tokens"] for found in start(None, *three, engine=LORA).finish()]
     assert len({str(tokens) for tokens in reference}) == 3
+    late, soon = (shutil.copytree(one, tmp_path / name) for name in ("late", "soon"))
     extra = stack(tmp_path / "kv")
-    steps = [*three, ["reset"], *three, ["reset"], ["damage"], ask(1, one), ["shutdown"]]
-    *found, _, damaged, wrong, _ = start(extra, *steps, engine=LORA).finish()
+    steps = [*three, ["reset"], *three, *replaced(late, soon, other), ["reset"], ["damage"]]
+    run = start(extra, *steps, ask(1, one), ["shutdown"], engine=LORA)
+    *found, _, damaged, wrong, _ = run.finish()
     cold, warm = found[:3], found[4:7]
+    unasked, before, _, begun, _, fresh = found[9:15]
+    assert [each["tokens"] for each in (unasked, before)] == [reference[1]] * 2, "what vLLM read"
+    assert sum(begun["cached"]) == ALL, "vLLM's own cache has blocks of the adapter before"
+    assert (fresh["tokens"], fresh["external"]) == (reference[2], 0), "which are nobody's"
     assert [each["tokens"] for each in cold] == [each["tokens"] for each in warm] == reference
     assert [each["external"] for each in cold] == [0, 0, 0]
     assert [each["external"] for each in (*warm, wrong)] == [ALL] * 4
@@ -56,8 +75,11 @@ def test_adapters_find_only_what_they_saved_themselves(start: Start, tmp_path: P
     assert all(a != b for a, b in zip(wrong["tokens"], reference[1], strict=True))
     shutil.rmtree(other)
     shutil.copytree(one, other)  # other weights under the same name and path
-    run = start(extra, ask(1, other), ask(2, one), ask(), ["shutdown"], engine=LORA)
-    replaced, same, plain, _ = run.finish()
-    assert [each["external"] for each in (replaced, same, plain)] == [0, ALL, ALL]
-    assert [each["tokens"] for each in (replaced, same)] == [reference[1]] * 2
+    later = [ask(3, late), ask(4, soon)]
+    run = start(extra, ask(1, other), ask(2, one), ask(), *later, ["shutdown"], engine=LORA)
+    changed, same, plain, unasked, fresh, _ = run.finish()
+    assert [each["external"] for each in (changed, same, plain)] == [0, ALL, ALL]
+    assert [each["tokens"] for each in (changed, same)] == [reference[1]] * 2
+    assert [each["tokens"] for each in (unasked, fresh)] == [reference[2]] * 2
+    assert [each["external"] for each in (unasked, fresh)] == [0, ALL]
     assert plain["tokens"] == reference[0]

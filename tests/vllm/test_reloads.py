@@ -19,20 +19,24 @@ Tokens = list[list[int]]
 def test_other_weights_are_noticed_named_apart_and_old_names_return(
     start: Start, tmp_path: Path, models: list[Path], reference: Tokens
 ) -> None:
+    """Other files under the model's path, once vLLM has read it, are not what names its blocks."""
     extra = stack(tmp_path / "kv", on_reset="keep")
+    link = tmp_path / "model"
+    link.symlink_to(models[0])
+    replaced, restored = (["point", {"link": str(link), "target": str(m)}] for m in models[::-1])
     old, new = (["reload", {"weights": str(one)}] for one in models)
-    first = [ONE, new, RESET, ONE, RESET, ONE, RESET, ONE, TOLD, ONE, COMPUTED]
-    back = [old, TOLD, ONE, new, TOLD, ONE, ["stats"], ["shutdown"]]
-    found = start(extra, *first, *back).finish()
-    cold, _, _, unseen, _, saved, _, warm, _, kept, computed, *rest = found
-    _, _, again, _, _, other, stats, _ = rest
+    first = [replaced, ONE, new, RESET, ONE, RESET, ONE, RESET, ONE, TOLD, ONE, COMPUTED]
+    back = [old, TOLD, ONE, new, TOLD, ONE, ["stats"], restored, ["shutdown"]]
+    found = start(extra, *first, *back, model=str(link)).finish()
+    _, cold, _, _, unseen, _, saved, _, warm, _, kept, computed, *rest = found
+    _, _, again, _, _, other, stats, *_ = rest
     assert cold["tokens"] == again["tokens"] == reference[:1] != computed["tokens"]
     assert computed["tokens"] == unseen["tokens"] == saved["tokens"] == warm["tokens"]
     assert computed["tokens"] == kept["tokens"] == other["tokens"]
     assert (cold["external"], saved["external"]) == (0, 0)
     assert [one["external"] for one in (warm, kept, again, other)] == [HITS] * 4
     assert stats["files"]["corrupt"] == 0
-    later = start(extra, ONE, ["shutdown"]).finish()[0]
+    later = start(extra, ONE, ["shutdown"], model=str(link)).finish()[0]
     assert later["tokens"] == reference[:1], "a process with the weights before"
     assert later["external"] == HITS
 

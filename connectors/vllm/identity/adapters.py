@@ -1,127 +1,153 @@
-"""What the LoRA adapters of requests are: digests of their weights, read beside the engine."""
+"""The LoRA adapters that a rank has in memory, and what they are: digests of what vLLM read."""
 
 from __future__ import annotations
 
-import threading
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
+import gc
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, cast
 
-from kvladder.connectors.weights import downloaded, stamp, weight_files, weights_digest
-from kvladder.errors import ConfigError
+import torch
+
+from kvladder.connectors.vllm.identity.seen import Seen, Wanted
+from kvladder.connectors.weights import digest
+from kvladder.notices import Notices
+
+MANAGER: Final = "vllm.lora.worker_manager"
 
 
 class Adapters:
-    """Digests of LoRA adapters, each found out once, in a thread of its own: gigabytes are read."""
+    """Digests of the adapters that vLLM's manager holds, taken whenever it reads one.
 
-    def __init__(self) -> None:
-        self._readings: dict[tuple[int, str], _Reading] = {}
+    The manager reads files when it needs an adapter that it does not have, and lets the adapter go
+    when it needs the room: only its objects tell what was computed with.
 
-    def begin(self, lora_request: Any) -> None:
-        """A request with this adapter has come, which vLLM may load anew for it."""
-        if lora_request is None:
-            return
-        key = _key(lora_request)
-        found = self._readings.get(key)
-        if found is None or found.failed:
-            self._readings[key] = _Reading(str(lora_request.lora_path))
-        elif getattr(lora_request, "load_inplace", False):
-            found.again()
-        else:
-            found.compare()
+    Parameters
+    ----------
+    manager:
+        vLLM's worker manager; None if the engine has no adapters.
+    """
 
-    def digest(self, lora_request: Any) -> bytes | None:
-        """Digest of an adapter's weights that ``begin`` was told of, None while it is not known.
+    def __init__(self, manager: Any, notices: Notices) -> None:
+        self._manager = manager
+        self._notices = notices
+        self._held: dict[int, Any] = {}
+        """vLLM's objects, by number, as they were seen the last time."""
+        self._seen: dict[int, Seen] = {}
+        self._contents: dict[int, bytes] = {}
+        """By number, the digest of what was in memory last."""
+        self._news: dict[int, Seen] = {}
 
-        Empty without an adapter.
+    def read(self, wanted: Wanted) -> None:
+        """Have vLLM's manager read an adapter that it does not have, as it would to run a request.
 
-        Raises
-        ------
-        ConfigError
-            They are not on this machine, or not yet; or they have changed, and nobody knows which
-            ones vLLM has, which reads them again once it had no room for the adapter.
+        The adapter is not put into a slot, and takes the room of none that is in use, so nothing
+        changes for the requests of this step. If there is no room, it is not read.
         """
-        if lora_request is None:
-            return b""
-        found = self._readings.get(_key(lora_request))
-        return None if found is None else found.digest()
-
-
-def _key(lora_request: Any) -> tuple[int, str]:
-    return int(lora_request.lora_int_id), str(lora_request.lora_path)
-
-
-class Changed(ConfigError):
-    """An adapter's files are others than those that were read."""
-
-
-class _Reading:
-    """One adapter's files, read by a thread that ends with the process at the latest."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-        self._rounds = 0
-        """How often they are still to be read."""
-        self._found: bytes | ConfigError | None = None
-        self._stamps: dict[Path, str] = {}
-        """What was read."""
-        self.again()
-
-    def again(self) -> None:
-        """They may be others by now: read them once more."""
-        with self._lock:
-            self._found = None
-            self._rounds, is_idle = min(2, self._rounds + 1), not self._rounds
-        if is_idle:
-            threading.Thread(target=self._read, name="kvladder-adapter", daemon=True).start()
-
-    def compare(self) -> None:
-        """Look, without reading them, whether they are still those that were read."""
-        if isinstance(self._found, bytes) and not self._same():
-            self._found = self._changed()
-
-    def _same(self) -> bool:
-        for file, before in self._stamps.items():
-            with suppress(OSError):  # of one that was deleted: vLLM cannot read it again either
-                if stamp(file) != before:
-                    return False
-        return True
-
-    def _changed(self) -> Changed:
-        hint = "give new weights a number or a folder of their own"
-        return Changed(f"the files of adapter {self._path} have changed", hint=hint)
-
-    @property
-    def failed(self) -> bool:
-        """Whether they were not there."""
-        return isinstance(self._found, ConfigError) and not isinstance(self._found, Changed)
-
-    def digest(self) -> bytes | None:
-        """See ``Adapters.digest``."""
-        found = self._found
-        if isinstance(found, ConfigError):
-            raise found
-        return found
-
-    def _read(self) -> None:
-        while True:
-            found = self._attempt()
-            with self._lock:
-                self._rounds -= 1
-                if not self._rounds:
-                    self._found = found
-                    return
-
-    def _attempt(self) -> bytes | ConfigError:
+        request, number = wanted.request, int(wanted.request.lora_int_id)
+        if self._manager is None:
+            return
+        adapters = self._manager._adapter_manager
+        present, seen = adapters.list_adapters(), self._last(number)
+        anew = bool(request.load_inplace) and seen.doubt < wanted.doubt
+        if number in present and not anew:
+            return
+        others = [one for one in present if one != number]
+        pinned: Any = getattr(adapters._registered_adapters, "pinned_items", ())
+        idle = [one for one in others if one not in wanted.kept and one not in pinned]
+        if len(others) >= adapters.capacity and not idle:
+            return
         try:
-            path = Path(self._path).expanduser()
-            if not path.exists():
-                path = downloaded(self._path, what="adapter")
-            self._stamps = {file: stamp(file) for file in weight_files(path)}
-            found = bytes.fromhex(weights_digest(path))
-            return found if self._same() else self._changed()
-        except ConfigError as error:
-            return error
-        except OSError as error:
-            return ConfigError(f"adapter {self._path}: {error.strerror}")
+            adapter = self._manager._load_adapter(request)
+        except Exception as error:  # noqa: BLE001 - vLLM reads it again, and says what is wrong
+            self._notices.say("adapter", f"{request.lora_name} cannot be read: {error!r}")
+            return
+        adapters.remove_adapter(number)
+        if len(others) >= adapters.capacity:
+            adapters.remove_adapter(idle[0])
+        adapters.add_adapter(adapter)
+        self._seen[number] = self._news[number] = replace(seen, doubt=wanted.doubt)
+
+    def look(self, turn: int) -> set[int]:
+        """See what is in memory in the step ``turn``; the numbers that stand for something else."""
+        present = {} if self._manager is None else self._manager._adapter_manager.list_adapters()
+        held, self._held = self._held, present
+        changed: set[int] = set()
+        for number in held.keys() | present.keys():
+            if held.get(number) is present.get(number):
+                continue
+            seen, content = self._last(number), b""
+            if number in present:
+                content = self._digest(number, present[number])
+                if not content or content != self._contents.get(number):
+                    seen = replace(seen, changes=seen.changes + 1, step=turn)
+                    changed.add(number)
+                self._contents[number] = content
+            self._seen[number] = self._news[number] = replace(seen, digest=content)
+        return changed
+
+    def changes(self, number: int) -> int:
+        """How often an adapter has been another one than before."""
+        return self._last(number).changes
+
+    def take(self) -> dict[int, Seen]:
+        """By number, what is new since the last call."""
+        news, self._news = self._news, {}
+        return news
+
+    def _last(self, number: int) -> Seen:
+        return self._seen.get(number) or Seen(0, b"", 0, 0)
+
+    def _digest(self, number: int, adapter: Any) -> bytes:
+        """Digest of an adapter; empty if it cannot be read."""
+        try:
+            return digest_of(adapter)
+        except Exception as error:  # noqa: BLE001 - an engine must outlive its cache
+            self._notices.say("adapter", f"adapter {number} cannot be read in memory: {error!r}")
+            return b""
+
+
+def manager_of(adapters: Any) -> Any:
+    """The worker manager of vLLM that reads what a model's manager holds; None without one."""
+    module = sys.modules.get(MANAGER)
+    if adapters is None or module is None:
+        return None
+    kind = module.WorkerLoRAManager
+    for one in gc.get_objects():
+        if issubclass(type(one), kind) and getattr(one, "_adapter_manager", None) is adapters:
+            return one
+    return None
+
+
+def digest_of(adapter: Any) -> bytes:
+    """Digest of all that an adapter in memory consists of, but its number.
+
+    Raises
+    ------
+    TypeError
+        It has a part that is neither a tensor, nor a number or text.
+    """
+    state = hashlib.sha256(b"kvladder adapter in memory 1")
+    for where, value in sorted(_parts("", {**vars(adapter), "id": None})):
+        state.update(f"{where}\n".encode() + value)
+    return state.digest()
+
+
+def _parts(where: str, value: Any) -> Iterator[tuple[str, bytes]]:
+    """What a value consists of, by place."""
+    if isinstance(value, torch.Tensor):
+        yield f"{where} {value.dtype} {tuple(value.shape)}", digest(value)
+    elif value is None or isinstance(value, bool | int | float | str):
+        yield f"{where} {value!r}", b""
+    elif isinstance(value, list | tuple):
+        for n, one in enumerate(cast("Sequence[Any]", value)):
+            yield from _parts(f"{where}.{n}", one)
+    elif isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from _parts(f"{where}.{name}", one)
+    elif hasattr(value, "lora_a") or hasattr(value, "weight"):  # of one layer
+        yield from _parts(where, vars(value))
+    else:
+        raise TypeError(f"{where} is a {type(value).__name__}")

@@ -6,7 +6,7 @@ import gc
 import hashlib
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +15,8 @@ import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from kvladder.connectors.vllm.identity.adapters import manager_of
+from kvladder.connectors.vllm.identity.seen import Seen, Wanted
 from kvladder.connectors.weights import digest
 from kvladder.errors import ConfigError
 
@@ -28,6 +30,8 @@ PROBES: Final = 128
 _PASSING: Final = "_non_persistent_buffers_set"
 LOAD: Final = "load_weights"
 """The method of vLLM's models that takes the tensors of a checkpoint."""
+LORAS: Final = "lora_manager"
+"""The attribute of vLLM's models that has the adapters in memory."""
 OFFLOADER: Final = "vllm.model_executor.offloader"
 
 
@@ -50,6 +54,9 @@ class Loaded:
 
     def __init__(self, layers: Mapping[str, Any]) -> None:
         self._models = models_of(layers)
+        managers = (manager_of(vars(one).get(LORAS)) for one in self._models.values())
+        self.loras: Any = next((one for one in managers if one is not None), None)
+        """vLLM's worker manager of LoRA adapters; None without adapters."""
         if not self._models:
             what = "the model that computes the KV is not found in this process"
             raise ConfigError(what, hint="use a version of vLLM that docs/vllm.md names")
@@ -239,6 +246,8 @@ PATIENCE: Final = 1000
 """Steps after which requests do not wait any more for ranks that do not answer."""
 STEPS_MAX: Final = 16
 """Steps remembered that ranks may not have begun yet; vLLM has two at most."""
+OUTDATED_MAX: Final = 4
+"""Caches remembered that have other adapters' KV; vLLM has one, and those of steps under way."""
 
 
 def combined(digests: Sequence[bytes]) -> bytes:
@@ -246,22 +255,81 @@ def combined(digests: Sequence[bytes]) -> bytes:
     return hashlib.sha256(b"kvladder weights of ranks 1" + b"".join(digests)).digest()
 
 
+MODEL: Final = 0
+"""Stands for the model itself among the numbers of adapters, which begin with 1."""
+
+
+class _Held:
+    """What the ranks have in memory of the model, or of one adapter."""
+
+    def __init__(self, digests: Sequence[bytes]) -> None:
+        self.digests = list(digests)
+        self.changes = [0] * len(self.digests)
+        self.looked = [0] * len(self.digests)
+        self.doubt = 0
+
+    @property
+    def digest(self) -> bytes:
+        """Of all ranks, as far as they have looked."""
+        return combined(self.digests)
+
+    @property
+    def known(self) -> bool:
+        """Whether all ranks have it, and have looked since the last doubt."""
+        return min(self.looked) >= self.doubt and all(self.digests)
+
+    def take(self, rank: int, seen: Seen) -> bool:
+        """Take in what a rank saw; whether it is something else than before."""
+        changed = seen.changes != self.changes[rank]
+        self.looked[rank], self.changes[rank] = seen.doubt, seen.changes
+        self.digests[rank] = seen.digest
+        return changed
+
+
+class _Name:
+    """What an adapter's name and path stand for, by which vLLM's own prefix cache goes."""
+
+    def __init__(self) -> None:
+        self.digest: bytes | None = None
+        """What the last request computed with; None if that is not known."""
+        self.cache: object = self
+        """vLLM's own prefix cache as of that request."""
+        self._outdated: deque[object] = deque(maxlen=OUTDATED_MAX)
+        """Caches that may have KV which other adapters made."""
+
+    def outdate(self, cache: object) -> None:
+        """Note that ``cache`` may have KV which another adapter made."""
+        if not self.outdated(cache):
+            self._outdated.append(cache)
+
+    def outdated(self, cache: object) -> bool:
+        """Whether ``cache`` may have KV which another adapter made."""
+        return any(cache is one for one in self._outdated)
+
+
 class Weights:
-    """What the scheduler half knows of the ranks' weights.
+    """What the scheduler half knows of the ranks' weights, and of their LoRA adapters.
 
     The namespace is that of the weights at start. After a change every name has a mark of the new
     ones; with the old ones the old names return. While there is a doubt no name is used: ranks
     look at their memory in a step in which the engine is awake, before its forward pass, and the
     answer comes with the report. A step tells each rank which of its changes are known: a rank
     that has seen another one copies nothing in it.
+
+    An adapter is known by the same means while all ranks have it in memory; see ``want``. Ranks
+    look at their adapters in each step, before its forward pass and after it, so there is no
+    doubt about them, but where a request wants an adapter read anew.
     """
 
     def __init__(self, digests: Sequence[bytes]) -> None:
-        self._digests = list(digests)
-        self._changes = [0] * len(self._digests)
+        self._model = _Held(digests)
         self._first = self.digest
-        self._doubt = 0
-        self._looked = [0] * len(self._digests)
+        self._adapters: dict[int, _Held] = {}
+        self._wanted: Any = None
+        """The LoRARequest of an adapter that the ranks are to read in the next step."""
+        self._names: dict[tuple[str, str], _Name] = {}
+        self._named: dict[int, _Name] = {}
+        """By number, the name of an adapter that requests began with."""
         self._awake = False
         self._steps = 0
         self._unanswered = 0
@@ -272,7 +340,7 @@ class Weights:
     @property
     def digest(self) -> bytes:
         """Of the weights of all ranks, as far as they were looked at."""
-        return combined(self._digests)
+        return self._model.digest
 
     @property
     def mark(self) -> int:
@@ -283,7 +351,7 @@ class Weights:
     @property
     def known(self) -> bool:
         """Whether all ranks have looked since the last doubt."""
-        return min(self._looked) >= self._doubt
+        return self._model.known
 
     @property
     def patient(self) -> bool:
@@ -292,42 +360,100 @@ class Weights:
 
     def doubt(self) -> None:
         """They may be others by now."""
-        self._doubt += 1
+        self._model.doubt += 1
         self._unanswered = 0
+
+    def adapter(self, number: int) -> bytes | None:
+        """Digest of an adapter on all ranks; None while one does not have it in memory."""
+        held = self._adapters.get(number)
+        return held.digest if held is not None and held.known else None
+
+    def doubt_adapter(self, number: int) -> None:
+        """An adapter is to be read anew before it is known again."""
+        self._held(number).doubt += 1
+
+    def want(self, lora: Any) -> None:
+        """Have the ranks read an adapter in the next step, if no other is wanted before."""
+        self._wanted = self._wanted or lora
+
+    def begins(self, lora: Any, digest: bytes | None, cache: object) -> None:
+        """A request begins to compute with an adapter, whose ``digest`` is None if not known.
+
+        ``cache`` is vLLM's own prefix cache, which takes what is computed under the adapter's name.
+        """
+        one = self._names.setdefault((lora.lora_name, lora.lora_path), _Name())
+        self._named[int(lora.lora_int_id)] = one
+        if digest is None or digest != one.digest:
+            one.outdate(one.cache)
+        one.digest, one.cache = digest, cache
+
+    def _held(self, number: int) -> _Held:
+        ranks = len(self._model.digests)
+        return self._adapters.setdefault(number, _Held([b""] * ranks))
 
     def awake(self) -> None:
         """A request may be scheduled: the weights are in memory, also after a sleep."""
         self._awake = True
 
-    def prepare(self, step: Step, *, runs: bool, cache: object) -> None:
-        """Complete a step; ``runs``: it has a forward pass. ``cache`` is vLLM's own."""
+    def prepare(self, step: Step, *, runs: bool, cache: object, kept: Iterable[int] = ()) -> None:
+        """Complete a step; ``runs``: it has a forward pass. ``cache`` is vLLM's own.
+
+        ``kept`` are the numbers of the adapters of requests that have begun.
+        """
         self._steps += 1
-        step.turn, step.weights = self._steps, tuple(self._changes)
+        step.turn, step.weights = self._steps, tuple(self._model.changes)
+        for number in step.owners.values():
+            step.adapters[number] = tuple(self._held(number).changes)
+        if self._wanted is not None:
+            lora, self._wanted = self._wanted, None
+            doubt = self._held(int(lora.lora_int_id)).doubt
+            step.wanted = Wanted(lora, doubt, frozenset(kept))
         if not self.known and (runs or self._awake):
-            step.doubt = self._doubt
+            step.doubt = self._model.doubt
             self._unanswered += 1
         self._awake = False
         if runs or step.loads:
             self._caches.append((self._steps, cache))
 
-    def report(self, report: Report) -> bool:
-        """Take in what ranks saw; True if the weights of one have changed.
+    def report(self, report: Report) -> set[int]:
+        """Take in what ranks saw; which adapters of a rank, or MODEL, are others than before.
 
-        Those of the others may have, too: unless all have looked by now, all look again.
+        The weights of other ranks may be, too: unless all have looked by now, all look again.
         """
-        changed, was_known = False, self.known
+        changed, was_known = set[int](), self.known
         for rank, seen in report.seen.items():
-            self._looked[rank] = seen.doubt
-            if seen.changes == self._changes[rank]:
-                continue
-            changed = True
-            self._changes[rank], self._digests[rank] = seen.changes, seen.digest
-            before = [cache for step, cache in self._caches if step < seen.step]
-            self._outdated = before[-1] if before else self
-        if changed and was_known and len(report.seen) < len(self._changes):
+            if self._model.take(rank, seen):
+                changed.add(MODEL)
+                self._outdated = self._before(seen.step)
+            for number, one in seen.adapters.items():
+                if self._held(number).take(rank, one) and one.changes > 1:
+                    changed.add(number)
+                    self._rename(number, one.step)
+        if MODEL in changed and was_known and len(report.seen) < len(self._model.changes):
             self.doubt()
         return changed
 
-    def outdated(self, cache: object) -> bool:
-        """Whether vLLM's own prefix cache may have KV that other weights made."""
-        return cache is self._outdated
+    def _rename(self, number: int, step: int) -> None:
+        """An adapter has been another one since a step: so has what its name stands for."""
+        named = self._named.get(number)
+        if named is not None:
+            named.digest = self.adapter(number)
+            named.outdate(self._before(step))
+
+    def _before(self, step: int) -> object:
+        """What vLLM's own prefix cache was in the last step before this one that ran."""
+        before = [cache for turn, cache in self._caches if turn < step]
+        return before[-1] if before else self
+
+    def outdated(self, cache: object, lora: Any = None, digest: bytes | None = None) -> bool:
+        """Whether vLLM's own prefix cache may have KV that other weights made.
+
+        ``digest`` is that of the adapter ``lora`` of the request that would begin with it.
+        """
+        if cache is self._outdated or lora is None:
+            return cache is self._outdated
+        one = self._names.get((lora.lora_name, lora.lora_path))
+        if one is None:
+            return False
+        other = digest is None or digest != one.digest
+        return (other and cache is one.cache) or one.outdated(cache)

@@ -1,0 +1,44 @@
+"""Requests in their sessions: what the first and the last thing is that is done for one."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from kvladder.connectors.steps import StepConnector
+from kvladder.connectors.vllm.groups import Groups
+from kvladder.connectors.vllm.options import REQUEST, Policies, RequestPolicy
+from kvladder.connectors.vllm.requests import RequestState
+from kvladder.errors import ConfigError
+
+
+def begin_in_session(
+    connector: StepConnector, policies: Policies, request: Any, policy: RequestPolicy
+) -> RequestPolicy:
+    """What is done for a request, whose session may have ended; begins what it prefetches."""
+    manager = connector.manager
+    if policy.session is not None:
+        try:
+            manager.sessions.require_open(policy.session)
+        except ValueError as error:
+            policies.refuse(request, ConfigError(str(error), path=f"{REQUEST}.session"))
+            return policies.plain(request)
+    for n, name in enumerate(policy.prefetch):
+        try:
+            connector.rising.add(manager.prefetch(name))
+        except ValueError as error:
+            wrong = ConfigError(str(error), path=f"{REQUEST}.prefetch[{n}]")
+            policies.refuse(request, wrong, what="this one is")
+    return policy
+
+
+def end_in_session(connector: StepConnector, groups: Groups, state: RequestState) -> None:
+    """Note the blocks of a request that is over in its session, and end that if it says so."""
+    manager, name = connector.manager, state.policy.session
+    if name is None:
+        return
+    with suppress(ValueError):  # another request has ended it meanwhile
+        runs = [state.keys(group, 0, state.saved[group.index]) for group in groups]
+        manager.sessions.use(name, runs, state.salt)
+        if state.policy.end_session:
+            manager.end_session(name)
