@@ -187,8 +187,8 @@ def test_an_adapter_that_cannot_be_read_is_computed_without_a_cache(start: Start
 def test_an_adapter_of_parts_that_are_not_known_is_not_cached(start: Start) -> None:
     one = start()
     lora = one.server.load("a")
-    (rank,) = one.ranks
-    rank.loras._adapter_manager.list_adapters()[lora.lora_int_id].later = object()
+    held: Any = one.ranks[0].loras._adapter_manager.list_adapters()[lora.lora_int_id]
+    held.later = object()
     assert [hits(one), hits(one)] == [0, 0]
 
 
