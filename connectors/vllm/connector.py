@@ -311,6 +311,11 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._decides.pending
 
     @_harmless(lambda: False)
+    def has_pending_block_frees(self) -> bool:
+        """Return whether vLLM should wait for blocks in place of preempting a request."""
+        return self._decides.freeing
+
+    @_harmless(lambda: False)
     def reset_cache(self) -> bool | None:
         self._decides.reset()
         return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, count
 from math import inf
@@ -14,15 +13,17 @@ from kvladder.compose import open_manager
 from kvladder.config.stack import StackConfig
 from kvladder.connectors.steps import StepConnector
 from kvladder.connectors.vllm.groups import groups_of
+from kvladder.connectors.vllm.holds import Holds
 from kvladder.connectors.vllm.identity.adapters import Adapters
 from kvladder.connectors.vllm.identity.contents import contents_of
 from kvladder.connectors.vllm.identity.weights import Weights
-from kvladder.connectors.vllm.options import REQUEST, Options, Policies, RequestPolicy
+from kvladder.connectors.vllm.options import Options, Policies
 from kvladder.connectors.vllm.reports.events import KVEvents, enabled
 from kvladder.connectors.vllm.reports.log import say_ready
 from kvladder.connectors.vllm.requests import Computing, Find, RequestState, held_by_vllm
-from kvladder.connectors.vllm.saves import Saver, Writes, part_tails
-from kvladder.connectors.vllm.start import instance_of, layout_of
+from kvladder.connectors.vllm.saves import Saver, Writes, copies_of, part_tails
+from kvladder.connectors.vllm.sessions import enter, leave
+from kvladder.connectors.vllm.start import instance_of, layout_of, overwrites, writes_first
 from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report, Step
 from kvladder.errors import ConfigError
 from kvladder.gpu.copy.copier import CopyJob, JobId
@@ -72,6 +73,9 @@ class SchedulerHalf:
         self._loads: dict[JobId, Load] = {}
         self._lost: list[Load] = []
         self._writes = Writes(self._groups)
+        self._writes_first = writes_first(vllm_config)
+        self._overwrites = overwrites(kv_cache_config)
+        self._holds = Holds(wanted=self._writes_first and self._overwrites)
         self._lost_ids = count(-1, -1)
         self._pins = 0
         self._awaited = False
@@ -132,8 +136,9 @@ class SchedulerHalf:
         say_ready(manager, self._config)
 
     def bind(self, block_pool: Any) -> None:
-        """Take vLLM's block pool, to see what it holds itself."""
+        """Take vLLM's block pool, to see what it holds itself, and to hold what is saved."""
         self._pool = block_pool
+        self._holds.bind(block_pool)
 
     @property
     def connector(self) -> StepConnector:
@@ -149,7 +154,7 @@ class SchedulerHalf:
         """A request is new: begin to bring up what the cache has for it."""
         self.settle()
         policy, items = self._policies.of(request), self._contents.of(request)
-        policy = self._in_session(request, policy)
+        policy = enter(request, policy, self._policies, self.connector)
         mark = lambda: self._weights.mark  # noqa: E731
         state = RequestState(request, self._groups, items=items, policy=policy, mark=mark)
         self._states[request.request_id] = state
@@ -159,23 +164,6 @@ class SchedulerHalf:
         state.adapter = None
         self._early(state)
         self._computing.expect(state, request.num_tokens)
-
-    def _in_session(self, request: Any, policy: RequestPolicy) -> RequestPolicy:
-        """What is done for a request, whose session may have ended; begins what it prefetches."""
-        manager = self.connector.manager
-        if policy.session is not None:
-            try:
-                manager.sessions.require_open(policy.session)
-            except ValueError as error:
-                self._policies.refuse(request, ConfigError(str(error), path=f"{REQUEST}.session"))
-                return self._policies.plain(request)
-        for n, name in enumerate(policy.prefetch):
-            try:
-                self.connector.rising.add(manager.prefetch(name))
-            except ValueError as error:
-                wrong = ConfigError(str(error), path=f"{REQUEST}.prefetch[{n}]")
-                self._policies.refuse(request, wrong, what="this one is")
-        return policy
 
     def _early(self, state: RequestState) -> None:
         """Begin to bring up what a new request will ask for, unless too much is pinned already."""
@@ -420,21 +408,10 @@ class SchedulerHalf:
         self._let_go(state)
         self._computing.expect(state, 0)
         if self._named(state):
-            self._end(state)
+            leave(state, self._groups, self.connector.manager)
             main = self._groups.main
             for keys in state.read(self._groups.aligned(state.saved[main.index] * main.tokens)):
                 self.connector.manager.touch(keys)  # saved head first: now the tail goes first
-
-    def _end(self, state: RequestState) -> None:
-        """Note the blocks of a request that is over in its session, and end that if it says so."""
-        name, sessions = state.policy.session, self.connector.manager.sessions
-        if name is None:
-            return
-        with suppress(ValueError):  # another request has ended it meanwhile
-            runs = [state.keys(group, 0, state.saved[group.index]) for group in self._groups]
-            sessions.use(name, runs, state.salt)
-            if state.policy.end_session:
-                self.connector.manager.end_session(name)
 
     # ---- a step
 
@@ -443,6 +420,7 @@ class SchedulerHalf:
         try:
             return self._build(output)
         except BaseException:
+            self._holds.release_all()
             for job in self.connector.withdraw():
                 self._lost.append(replace(self._loads[job.id], job=job))
             raise
@@ -456,6 +434,8 @@ class SchedulerHalf:
         if connector.saving:
             lost = (load.job.blocks for load in self._lost)
             step.fence = connector.reading(chain(writes, *lost))
+            before = self._overwrites or output.new_block_ids_to_zero or copies_of(output)
+            step.late = self._writes_first and bool(before)
         if self._weights.outdated(self._own_cache):
             part_tails(self._states, output)
         if self._usable:
@@ -463,6 +443,7 @@ class SchedulerHalf:
         step.loads, self._lost = self._lost, []
         for job in connector.take():
             if job.direction == "offload":
+                self._holds.take(job)
                 step.saves.append(job)
             else:
                 step.loads.append(replace(self._loads[job.id], job=job))
@@ -470,7 +451,8 @@ class SchedulerHalf:
         step.number = self._computing.begin(
             scheduled, timed=not any(load.sync for load in step.loads)
         )
-        step.idle = not output.num_scheduled_tokens and (self._awaited or bool(self._loads))
+        waits = self._awaited or bool(self._loads) or self.freeing
+        step.idle = not output.num_scheduled_tokens and waits
         self._awaited = self._layered = False
         runs = bool(output.num_scheduled_tokens)
         self._weights.prepare(step, runs=runs, cache=self._own_cache)
@@ -510,6 +492,7 @@ class SchedulerHalf:
         connector.report(report.ended)
         self._computing.end(report.step)
         for finished in connector.poll():
+            self._holds.release(finished.id)
             load = self._loads.pop(finished.id, None)
             state = None if load is None else self._states.get(load.request_id)
             if load is not None and (state is None or state.loading <= {finished.id}):
@@ -553,6 +536,11 @@ class SchedulerHalf:
         return self.busy or (self.events is not None and self.events.pending)
 
     @property
+    def freeing(self) -> bool:
+        """Whether vLLM gets blocks back as soon as their saves end."""
+        return self._holds.pending
+
+    @property
     def serving(self) -> bool:
         """Whether more steps follow: a request is not over, or something is ``pending``."""
         return bool(self._states) or self.pending
@@ -584,6 +572,7 @@ class SchedulerHalf:
             for state in self._states.values():
                 self._let_go(state)
             self._states.clear()
+            self._holds.release_all()
             self._connector.close()
             manager = self._connector.manager
             given_s = getattr(self._vllm_config, "shutdown_timeout", 0)

@@ -115,6 +115,19 @@ def check_layers(vllm_config: Any, names: Iterable[str]) -> None:
             raise ConfigError(what, path=f"{WHERE}.load", hint="use async")
 
 
+def writes_first(vllm_config: Any) -> bool:
+    """Return whether vLLM's model runner writes to blocks before it calls ``handle_preemptions``.
+
+    Model runner V2 does, V1 does not. A vLLM that does not say which one it runs is taken for V2.
+    """
+    return bool(getattr(vllm_config, "use_v2_model_runner", True))
+
+
+def overwrites(kv_cache_config: Any) -> bool:
+    """Return whether steps write to blocks before their forward pass: zero them, copy states."""
+    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", True))
+
+
 def runs_layers(forward_context: Any) -> bool:
     """Whether a forward pass runs its layers one after the other, each of which says so.
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 
 from kvladder.arena import Arena
@@ -101,7 +102,9 @@ class Simulation:
         ranks: int = 1,
         overlap: bool = False,
         interval: int | None = None,
+        early: bool = False,
     ) -> None:
+        """``early``: it writes to blocks before its workers begin a step, as model runner V2."""
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import (
             get_request_block_hasher,
@@ -112,6 +115,7 @@ class Simulation:
 
         self.random = Random(seed)
         self.groups, self.blocks = MODELS[model], blocks
+        self._early = early
         self.vllm_config, self.kv_config = vllm_configs(
             folder, source, self.groups, blocks=blocks, budget=budget, ranks=ranks,
             overlap=overlap, interval=interval,
@@ -121,14 +125,16 @@ class Simulation:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(hash_size, sha256)
         self.ranks = [Rank(self, rank) for rank in range(ranks)]
-        self.scheduler: Any = self.vllm_config.scheduler_config.get_scheduler_cls()(
-            vllm_config=self.vllm_config,
-            kv_cache_config=self.kv_config,
-            structured_output_manager=StructuredOutputManager(self.vllm_config),
-            block_size=block_size,
-            hash_block_size=hash_size,
-            log_stats=True,
-        )
+        with pytest.MonkeyPatch.context() as patch:  # a configuration refuses it without Triton
+            patch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(early)))
+            self.scheduler: Any = self.vllm_config.scheduler_config.get_scheduler_cls()(
+                vllm_config=self.vllm_config,
+                kv_cache_config=self.kv_config,
+                structured_output_manager=StructuredOutputManager(self.vllm_config),
+                block_size=block_size,
+                hash_block_size=hash_size,
+                log_stats=True,
+            )
         self.connector: Any = self.scheduler.connector
         self.connector.notices = self  # what its edges swallow fails the test
         described = {(0, rank): one.half.describe() for rank, one in enumerate(self.ranks)}
@@ -243,16 +249,12 @@ class Simulation:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         step = output.kv_connector_metadata
-        for rank in self.ranks:
-            rank.half.begin(step)
+        if not self._early:
+            self._begin(step)
         self._follow(output)
-        for rank in self.ranks:
-            rank.raw[list(output.new_block_ids_to_zero or ())] = 0
-            for copy in output.kv_cache_block_copies or ():
-                rank.raw[copy.dst_block_id] = rank.raw[copy.src_block_id]
-        for copy in output.kv_cache_block_copies or ():
-            for index in range(len(self.groups)):
-                self._filled.pop((index, copy.dst_block_id), None)
+        self._prepare(output)
+        if self._early:
+            self._begin(step)
         sampled = [self._compute(i, n) for i, n in output.num_scheduled_tokens.items()]
         received: list[set[str]] = []
         failed, bad, report = set[str](), set[int](), None
@@ -284,6 +286,35 @@ class Simulation:
             ),
         )
 
+    def _begin(self, step: Any) -> None:
+        for rank in self.ranks:
+            rank.half.begin(step)
+
+    def _prepare(self, output: Any) -> None:
+        """Write what a step writes to blocks before its forward pass."""
+        for rank in self.ranks:
+            rank.raw[list(output.new_block_ids_to_zero or ())] = 0
+            for copy in output.kv_cache_block_copies or ():
+                rank.raw[copy.dst_block_id] = rank.raw[copy.src_block_id]
+        for copy in output.kv_cache_block_copies or ():
+            for index in range(len(self.groups)):
+                self._filled.pop((index, copy.dst_block_id), None)
+        for request_id, count in output.num_scheduled_tokens.items():
+            sequence = self._alive[request_id]
+            for index, (kind, tokens) in enumerate(self.groups):
+                if kind == "state":
+                    self._move_state(sequence, index, sequence.computed + count, tokens)
+
+    def _move_state(self, sequence: Tracked, index: int, end: int, tokens: int) -> None:
+        """Copy the running state to the block in which the step ends, as vLLM does."""
+        start = sequence.computed if sequence.stated is None else sequence.stated
+        table = sequence.tables[index]
+        target, source = table[(end - 1) // tokens], table[(start - 1) // tokens]
+        if sequence.computed and target != source:
+            assert target, f"step {self.steps}: null block"
+            for rank in self.ranks:
+                rank.views[index][target] = rank.views[index][source]
+
     def _by_all(self, received: list[set[str]]) -> set[str]:
         """As vLLM's aggregator: requests that all ranks have reported."""
         reported = self._reported
@@ -301,7 +332,7 @@ class Simulation:
             self._alive.pop(request_id, None)
         for new in output.scheduled_new_reqs:
             tables = [list(table) for table in new.block_ids]
-            tokens = list(new.prompt_token_ids)
+            tokens = list(new.prefill_token_ids or new.prompt_token_ids)
             self._alive[new.req_id] = Tracked(tokens, tables, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for request_id, fresh, computed in zip(
