@@ -34,6 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from kvladder.connectors.vllm.identity.fingerprint import vllm_version
+from kvladder.connectors.vllm.layouts import wanted_layout
 from kvladder.connectors.vllm.options import parse
 from kvladder.connectors.vllm.plugin import register
 from kvladder.connectors.vllm.reports.log import logger, route, warn
@@ -117,12 +118,15 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """The layout in which all layers of a block lie together: one copy instead of one each.
+        """Return the layout that this connector asks vLLM for, or None.
 
-        vLLM takes it where its attention back end can; on a CPU none can. VLLM_KV_CACHE_LAYOUT
-        goes first.
+        vLLM takes it where its attention back end can. VLLM_KV_CACHE_LAYOUT goes first.
         """
-        return None if vllm_config.device_config.device_type == "cpu" else "BLHNC"
+        try:
+            return wanted_layout(vllm_config)
+        except Exception as error:  # noqa: BLE001 - a wish must not keep an engine from its start
+            logger.debug("no layout is asked for: %r", error)
+            return None
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -33,7 +33,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def begin(model: str = "state", *, early: bool = True, **options: Any) -> Simulation:
         one = Simulation(
-            tmp_path, {"host": "1 MiB"}, model, blocks=BLOCKS[model], budget=64, early=early, **options
+            tmp_path,
+            {"host": "1 MiB"},
+            model,
+            blocks=BLOCKS[model],
+            budget=64,
+            early=early,
+            **options,
         )
         made.append(one)
         one.add(prompt(9, 8))  # whose save has the ranks map the arena
