@@ -45,6 +45,7 @@ from kvladder.connectors.vllm.start import (
     check_features,
     check_groups,
     check_layers,
+    check_recompute,
     check_roles,
     runs_layers,
 )
@@ -95,10 +96,13 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         options, config = parse(transfer.kv_connector_extra_config)
         check_groups(vllm_config, kv_cache_config, load=options.load)
+        policy = getattr(transfer, "kv_load_failure_policy", "recompute")
+        check_recompute(vllm_config, policy, load=options.load)
         self.notices = Notices(SystemClock().now)
         self.scheduler: SchedulerHalf | None = None
         self.worker: WorkerHalf | None = None
         self._changes = Changes(SystemClock().now)
+        self._load = options.load
         self._layers = options.load == "layers"
         if role == KVConnectorRole.WORKER:
             from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -165,6 +169,8 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         whole = self._whole._kv_transfer_config
         check_roles(self._kv_transfer_config.kv_role, whole.kv_role)
+        policy = getattr(whole, "kv_load_failure_policy", "recompute")
+        check_recompute(self._vllm_config, policy, load=self._load)
         if self._layers:
             check_layers(self._vllm_config, kv_caches)
         self._copies.register(kv_caches)

@@ -23,7 +23,7 @@ from kvladder.connectors.vllm.reports.log import say_ready
 from kvladder.connectors.vllm.requests import Computing, Find, RequestState, held_by_vllm
 from kvladder.connectors.vllm.saves import Saver, Writes, copies_of, part_tails
 from kvladder.connectors.vllm.sessions import enter, leave
-from kvladder.connectors.vllm.start import instance_of, layout_of, overwrites, writes_first
+from kvladder.connectors.vllm.start import instance_of, layout_of, overwrites, runs_v2
 from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report, Step
 from kvladder.errors import ConfigError
 from kvladder.gpu.copy.copier import CopyJob, JobId
@@ -73,9 +73,9 @@ class SchedulerHalf:
         self._loads: dict[JobId, Load] = {}
         self._lost: list[Load] = []
         self._writes = Writes(self._groups)
-        self._writes_first = writes_first(vllm_config)
+        self._v2 = runs_v2(vllm_config)
         self._overwrites = overwrites(kv_cache_config)
-        self._holds = Holds(wanted=self._writes_first and self._overwrites)
+        self._holds = Holds(wanted=self._v2 and self._overwrites)
         self._lost_ids = count(-1, -1)
         self._pins = 0
         self._awaited = False
@@ -435,7 +435,7 @@ class SchedulerHalf:
             lost = (load.job.blocks for load in self._lost)
             step.fence = connector.reading(chain(writes, *lost))
             before = self._overwrites or output.new_block_ids_to_zero or copies_of(output)
-            step.late = self._writes_first and bool(before)
+            step.late = self._v2 and bool(before)
         if self._weights.outdated(self._own_cache):
             part_tails(self._states, output)
         if self._usable:

@@ -115,12 +115,27 @@ def check_layers(vllm_config: Any, names: Iterable[str]) -> None:
             raise ConfigError(what, path=f"{WHERE}.load", hint="use async")
 
 
-def writes_first(vllm_config: Any) -> bool:
-    """Return whether vLLM's model runner writes to blocks before it calls ``handle_preemptions``.
+def runs_v2(vllm_config: Any) -> bool:
+    """Return whether vLLM runs model runner V2; a vLLM that does not say so is taken to.
 
-    Model runner V2 does, V1 does not. A vLLM that does not say which one it runs is taken for V2.
+    V2 writes to blocks before it calls ``handle_preemptions``. V1 calls that first.
     """
     return bool(getattr(vllm_config, "use_v2_model_runner", True))
+
+
+def check_recompute(vllm_config: Any, policy: str, *, load: str) -> None:
+    """Raise ConfigError if vLLM would compute wrongly what a failed load did not bring.
+
+    It sets a running request back to its last valid token. Model runner V2 of vLLM 0.32 and 0.33
+    takes that over on the host alone, and goes on computing from the old position on the device.
+    Requests that load between steps do not run yet, so V2 begins them anew.
+    """
+    if load != "async" and policy == "recompute" and runs_v2(vllm_config):
+        what = f"{load!r}, and vLLM's model runner V2 recomputes a failed load of it wrongly"
+        hint = (
+            "use async, or kv_load_failure_policy fail, or VLLM_USE_V2_MODEL_RUNNER=0 for runner V1"
+        )
+        raise ConfigError(what, path=f"{WHERE}.load", hint=hint)
 
 
 def overwrites(kv_cache_config: Any) -> bool:

@@ -21,7 +21,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from kvladder.arena import Arena, Slot
-from kvladder.connectors.vllm.start import overwrites, writes_first
+from kvladder.connectors.vllm.start import overwrites, runs_v2
 from kvladder.connectors.vllm.step import Attach, Step
 from kvladder.connectors.vllm.worker import WorkerHalf
 from kvladder.gpu.copy.copier import CopyJob, JobId
@@ -172,7 +172,7 @@ def run_v1(order: list[str], monkeypatch: pytest.MonkeyPatch, *, tokens: int) ->
 @pytest.mark.parametrize(
     ("tokens", "written"), [(0, ["zero", "copy"]), (1, ["zero", "copy", "move states"])]
 )
-def test_model_runner_v2_writes_first(
+def test_model_runner_v2_v2(
     monkeypatch: pytest.MonkeyPatch, tokens: int, written: list[str]
 ) -> None:
     order: list[str] = []
@@ -188,6 +188,29 @@ def test_model_runner_v1_lets_the_connector_fence_first(monkeypatch: pytest.Monk
     assert order == ["handle_preemptions", "zero", "copy"]
 
 
+def test_model_runner_v2_does_not_set_a_running_request_back_on_its_device() -> None:
+    """Loads that a step waits for are refused for it, until this fails."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    runner = object.__new__(GPUModelRunner)
+    states = SimpleNamespace(
+        req_id_to_index={"r": 0},
+        num_computed_tokens_np=np.array([64]),
+        prefill_len=SimpleNamespace(np=np.array([80])),
+        num_computed_prefill_tokens=np.array([64]),
+        num_computed_tokens=MagicMock(),  # what the device computes positions from
+    )
+    vars(runner).update(req_states=states, block_tables=MagicMock())
+    made = output(tokens=1)
+    made.new_block_ids_to_zero = made.kv_cache_block_copies = None
+    made.scheduled_cached_reqs.req_ids = ["r"]
+    made.scheduled_cached_reqs.num_computed_tokens = [16]
+    made.scheduled_cached_reqs.new_block_ids = [None]
+    GPUModelRunner.update_requests(runner, made)
+    assert states.num_computed_tokens_np[0] == 16
+    assert not states.num_computed_tokens.mock_calls
+
+
 def test_vllm_tells_which_runner_it_has_and_which_models_it_zeroes_blocks_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
@@ -198,10 +221,10 @@ def test_vllm_tells_which_runner_it_has_and_which_models_it_zeroes_blocks_for(
         found[name] = overwrites(cache)
         for version, first in (("0", False), ("1", True)):
             monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", version)
-            assert writes_first(config) is first
+            assert runs_v2(config) is first
         monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
     assert found == {"full": False, "window": False, "state": True}
-    assert writes_first(SimpleNamespace())  # which does not tell: the worse is assumed
+    assert runs_v2(SimpleNamespace())  # which does not tell: the worse is assumed
     assert overwrites(SimpleNamespace())
 
 
