@@ -34,6 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from kvladder.connectors.vllm.identity.fingerprint import vllm_version
+from kvladder.connectors.vllm.layouts import wanted_layout
 from kvladder.connectors.vllm.options import parse
 from kvladder.connectors.vllm.plugin import register
 from kvladder.connectors.vllm.reports.log import logger, route, warn
@@ -44,6 +45,7 @@ from kvladder.connectors.vllm.start import (
     check_features,
     check_groups,
     check_layers,
+    check_recompute,
     check_roles,
     runs_layers,
 )
@@ -94,10 +96,13 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         options, config = parse(transfer.kv_connector_extra_config)
         check_groups(vllm_config, kv_cache_config, load=options.load)
+        policy = getattr(transfer, "kv_load_failure_policy", "recompute")
+        check_recompute(vllm_config, policy, load=options.load)
         self.notices = Notices(SystemClock().now)
         self.scheduler: SchedulerHalf | None = None
         self.worker: WorkerHalf | None = None
         self._changes = Changes(SystemClock().now)
+        self._load = options.load
         self._layers = options.load == "layers"
         if role == KVConnectorRole.WORKER:
             from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -117,12 +122,15 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """The layout in which all layers of a block lie together: one copy instead of one each.
+        """Return the layout that this connector asks vLLM for, or None.
 
-        vLLM takes it where its attention back end can; on a CPU none can. VLLM_KV_CACHE_LAYOUT
-        goes first.
+        vLLM takes it where its attention back end can. VLLM_KV_CACHE_LAYOUT goes first.
         """
-        return None if vllm_config.device_config.device_type == "cpu" else "BLHNC"
+        try:
+            return wanted_layout(vllm_config)
+        except Exception as error:  # noqa: BLE001 - a wish must not keep an engine from its start
+            logger.debug("no layout is asked for: %r", error)
+            return None
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -161,6 +169,8 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         whole = self._whole._kv_transfer_config
         check_roles(self._kv_transfer_config.kv_role, whole.kv_role)
+        policy = getattr(whole, "kv_load_failure_policy", "recompute")
+        check_recompute(self._vllm_config, policy, load=self._load)
         if self._layers:
             check_layers(self._vllm_config, kv_caches)
         self._copies.register(kv_caches)
@@ -309,6 +319,11 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @_harmless(lambda: False)
     def has_pending_push_work(self) -> bool:
         return self._decides.pending
+
+    @_harmless(lambda: False)
+    def has_pending_block_frees(self) -> bool:
+        """Return whether vLLM should wait for blocks in place of preempting a request."""
+        return self._decides.freeing
 
     @_harmless(lambda: False)
     def reset_cache(self) -> bool | None:

@@ -50,8 +50,13 @@ def written(groups: Groups, output: Any) -> Iterator[int]:
             for group in groups:
                 yield from tables[group.index][computed // group.tokens if resumed else 0 :]
     yield from output.new_block_ids_to_zero or ()
-    for copy in getattr(output, "kv_cache_block_copies", None) or ():
+    for copy in copies_of(output):
         yield copy.dst_block_id
+
+
+def copies_of(output: Any) -> Sequence[Any]:
+    """Return the copies between blocks that a step makes before its forward pass."""
+    return getattr(output, "kv_cache_block_copies", None) or ()
 
 
 def part_tails(states: Mapping[str, RequestState], output: Any) -> None:

@@ -13,15 +13,16 @@ from kvladder.compose import open_manager
 from kvladder.config.stack import StackConfig
 from kvladder.connectors.steps import StepConnector
 from kvladder.connectors.vllm.groups import groups_of
+from kvladder.connectors.vllm.holds import Holds
 from kvladder.connectors.vllm.identity.contents import contents_of
 from kvladder.connectors.vllm.identity.weights import MODEL, Weights
 from kvladder.connectors.vllm.options import Options, Policies
 from kvladder.connectors.vllm.reports.events import KVEvents, enabled
 from kvladder.connectors.vllm.reports.log import say_ready
 from kvladder.connectors.vllm.requests import Computing, Find, RequestState, held_by_vllm
-from kvladder.connectors.vllm.saves import Saver, Writes, part_tails
+from kvladder.connectors.vllm.saves import Saver, Writes, copies_of, part_tails
 from kvladder.connectors.vllm.sessions import begin_in_session, end_in_session
-from kvladder.connectors.vllm.start import instance_of, layout_of
+from kvladder.connectors.vllm.start import instance_of, layout_of, overwrites, runs_v2
 from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report, Step
 from kvladder.errors import ConfigError
 from kvladder.gpu.copy.copier import CopyJob, JobId
@@ -72,6 +73,9 @@ class SchedulerHalf:
         """By copy of the step that is being made, the number of its request's adapter."""
         self._lost: list[Load] = []
         self._writes = Writes(self._groups)
+        self._v2 = runs_v2(vllm_config)
+        self._overwrites = overwrites(kv_cache_config)
+        self._holds = Holds(wanted=self._v2 and self._overwrites)
         self._lost_ids = count(-1, -1)
         self._pins = 0
         self._awaited = False
@@ -133,8 +137,9 @@ class SchedulerHalf:
         say_ready(manager, self._config)
 
     def bind(self, block_pool: Any) -> None:
-        """Take vLLM's block pool, to see what it holds itself."""
+        """Take vLLM's block pool, to see what it holds itself, and to hold what is saved."""
         self._pool = block_pool
+        self._holds.bind(block_pool)
 
     @property
     def connector(self) -> StepConnector:
@@ -438,6 +443,7 @@ class SchedulerHalf:
         try:
             return self._build(output)
         except BaseException:
+            self._holds.release_all()
             for job in self.connector.withdraw():
                 self._lost.append(replace(self._loads[job.id], job=job))
             raise
@@ -451,6 +457,8 @@ class SchedulerHalf:
         if connector.saving:
             lost = (load.job.blocks for load in self._lost)
             step.fence = connector.reading(chain(writes, *lost))
+            before = self._overwrites or output.new_block_ids_to_zero or copies_of(output)
+            step.late = self._v2 and bool(before)
         outdated = {i: state for i, state in self._states.items() if self._outdated(state)}
         if outdated:
             part_tails(outdated, output)
@@ -459,6 +467,7 @@ class SchedulerHalf:
         step.loads, self._lost = self._lost, []
         for job in connector.take():
             if job.direction == "offload":
+                self._holds.take(job)
                 step.saves.append(job)
             else:
                 step.loads.append(replace(self._loads[job.id], job=job))
@@ -466,7 +475,8 @@ class SchedulerHalf:
         step.number = self._computing.begin(
             scheduled, timed=not any(load.sync for load in step.loads)
         )
-        step.idle = not output.num_scheduled_tokens and (self._awaited or bool(self._loads))
+        waits = self._awaited or bool(self._loads) or self.freeing
+        step.idle = not output.num_scheduled_tokens and waits
         self._awaited = self._layered = False
         runs = bool(output.num_scheduled_tokens)
         step.owners.update(self._owners)
@@ -510,6 +520,7 @@ class SchedulerHalf:
         connector.report(report.ended)
         self._computing.end(report.step)
         for finished in connector.poll():
+            self._holds.release(finished.id)
             load = self._loads.pop(finished.id, None)
             state = None if load is None else self._states.get(load.request_id)
             if load is not None and (state is None or state.loading <= {finished.id}):
@@ -557,6 +568,11 @@ class SchedulerHalf:
         return self.busy or (self.events is not None and self.events.pending)
 
     @property
+    def freeing(self) -> bool:
+        """Whether vLLM gets blocks back as soon as their saves end."""
+        return self._holds.pending
+
+    @property
     def serving(self) -> bool:
         """Whether more steps follow: a request is not over, or something is ``pending``."""
         return bool(self._states) or self.pending
@@ -588,6 +604,7 @@ class SchedulerHalf:
             for state in self._states.values():
                 self._let_go(state)
             self._states.clear()
+            self._holds.release_all()
             self._connector.close()
             manager = self._connector.manager
             given_s = getattr(self._vllm_config, "shutdown_timeout", 0)

@@ -115,6 +115,34 @@ def check_layers(vllm_config: Any, names: Iterable[str]) -> None:
             raise ConfigError(what, path=f"{WHERE}.load", hint="use async")
 
 
+def runs_v2(vllm_config: Any) -> bool:
+    """Return whether vLLM runs model runner V2; a vLLM that does not say so is taken to.
+
+    V2 writes to blocks before it calls ``handle_preemptions``. V1 calls that first.
+    """
+    return bool(getattr(vllm_config, "use_v2_model_runner", True))
+
+
+def check_recompute(vllm_config: Any, policy: str, *, load: str) -> None:
+    """Raise ConfigError if vLLM would compute wrongly what a failed load did not bring.
+
+    It sets a running request back to its last valid token. Model runner V2 of vLLM 0.32 and 0.33
+    takes that over on the host alone, and goes on computing from the old position on the device.
+    Requests that load between steps do not run yet, so V2 begins them anew.
+    """
+    if load != "async" and policy == "recompute" and runs_v2(vllm_config):
+        what = f"{load!r}, and vLLM's model runner V2 recomputes a failed load of it wrongly"
+        hint = (
+            "use async, or kv_load_failure_policy fail, or VLLM_USE_V2_MODEL_RUNNER=0 for runner V1"
+        )
+        raise ConfigError(what, path=f"{WHERE}.load", hint=hint)
+
+
+def overwrites(kv_cache_config: Any) -> bool:
+    """Return whether steps write to blocks before their forward pass: zero them, copy states."""
+    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", True))
+
+
 def runs_layers(forward_context: Any) -> bool:
     """Whether a forward pass runs its layers one after the other, each of which says so.
 

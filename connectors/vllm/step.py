@@ -100,6 +100,8 @@ class Step(KVConnectorMetadata):  # type: ignore[misc]
     """Given with every job, and until the arena is registered everywhere."""
     fence: list[JobId] = field(default_factory=list[JobId])
     """Saves whose source blocks this step writes: they end before it does."""
+    late: bool = False
+    """Whether the step has written to those blocks already, so saves in flight are not stored."""
     loads: list[Load] = field(default_factory=list[Load])
     saves: list[CopyJob] = field(default_factory=list[CopyJob])
     """To begin after the forward pass."""

@@ -84,6 +84,8 @@ class WorkerHalf:
         """How many slots it has registered, as the scheduler half knows it."""
         self._asleep = False
         """Whether the KV tensors' memory is somebody else's."""
+        self._saving: set[JobId] = set()
+        """The saves in flight."""
         self._loads: dict[JobId, Load] = {}
         self._loading: Counter[str] = Counter()
         """By request, its copies under way between steps."""
@@ -173,12 +175,17 @@ class WorkerHalf:
         self._stale = self._blind > 0 or known != self._seen.changes
 
     def _fence(self, step: Step) -> None:
-        if not step.fence or self._copier is None:
+        """End saves before the step writes to their blocks; refuse those that it may have hit."""
+        saves = [one for one in step.fence if one in self._saving]
+        if not saves or self._copier is None:
+            return
+        if step.late:
+            self._distrusted.update(saves)
             return
         try:
-            self._copier.fence(step.fence)
+            self._copier.fence(saves)
         except BaseException:
-            self._distrusted.update(step.fence)
+            self._distrusted.update(saves)
             raise
 
     def _look(self, step: Step) -> None:
@@ -269,7 +276,7 @@ class WorkerHalf:
         self._end_layers()
         self._look_at_adapters(step)
         self._submit_all(step, step.saves, go=not (self._spoiled or self._stale))
-        if step.idle and self._copier is not None and self._loads:
+        if step.idle and self._copier is not None and (self._loads or self._saving):
             self._copier.rest(REST_S)
         elif step.idle:
             self._resting.wait(REST_S)
@@ -362,6 +369,8 @@ class WorkerHalf:
         elif self._asleep:
             self._ended(Finished(job.id, False, 0, 0.0, "the engine sleeps"))
         else:
+            if job.direction == "offload":
+                self._saving.add(job.id)
             by_layer = job.id in self._by_layer
             self._attached(step.attach).submit(job, by_layer=by_layer)
 
@@ -385,6 +394,7 @@ class WorkerHalf:
             self._notices.say("copy", f"blocks could not be copied: {finished.error}")
         load = self._loads.pop(finished.id, None)
         self._owners.pop(finished.id, None)
+        self._saving.discard(finished.id)
         if finished.id in self._distrusted:
             self._distrusted.discard(finished.id)
             finished = replace(finished, ok=False)

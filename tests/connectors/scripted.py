@@ -106,6 +106,7 @@ def configs(*, hash_name: str = "sha256", ranks: int = 1) -> tuple[Any, Any]:
         compilation_config=SimpleNamespace(static_forward_context={}),
         speculative_config=None,
         kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
+        use_v2_model_runner=False,
     )
     return vllm_config, SimpleNamespace(kv_cache_groups=[group], kv_cache_layout="LBHNC")
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 
 from kvladder.arena import Arena
@@ -108,8 +109,12 @@ class Simulation:
         interval: int | None = None,
         adapters: int = 2,
         late_hooks: bool = False,
+        early: bool = False,
     ) -> None:
-        """Ranks have room for ``adapters``, chosen for a step before ``late_hooks`` are called."""
+        """Ranks have room for ``adapters``, chosen for a step before ``late_hooks`` are called.
+
+        ``early``: it writes to blocks before its workers begin a step, as model runner V2.
+        """
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import (
             get_request_block_hasher,
@@ -122,6 +127,7 @@ class Simulation:
         self.adapters = adapters
         self._late_hooks = late_hooks
         self.groups, self.blocks = MODELS[model], blocks
+        self._early = early
         self.vllm_config, self.kv_config = vllm_configs(
             folder, source, self.groups, blocks=blocks, budget=budget, ranks=ranks,
             overlap=overlap, interval=interval, adapters=adapters,
@@ -132,14 +138,16 @@ class Simulation:
         self._hasher = get_request_block_hasher(hash_size, sha256)
         self.ranks = [Rank(self, rank) for rank in range(ranks)]
         self.server = Server(folder, [rank.loras for rank in self.ranks])
-        self.scheduler: Any = self.vllm_config.scheduler_config.get_scheduler_cls()(
-            vllm_config=self.vllm_config,
-            kv_cache_config=self.kv_config,
-            structured_output_manager=StructuredOutputManager(self.vllm_config),
-            block_size=block_size,
-            hash_block_size=hash_size,
-            log_stats=True,
-        )
+        with pytest.MonkeyPatch.context() as patch:  # a configuration refuses it without Triton
+            patch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(early)))
+            self.scheduler: Any = self.vllm_config.scheduler_config.get_scheduler_cls()(
+                vllm_config=self.vllm_config,
+                kv_cache_config=self.kv_config,
+                structured_output_manager=StructuredOutputManager(self.vllm_config),
+                block_size=block_size,
+                hash_block_size=hash_size,
+                log_stats=True,
+            )
         self.connector: Any = self.scheduler.connector
         self.connector.notices = self  # what its edges swallow fails the test
         described = {(0, rank): one.half.describe() for rank, one in enumerate(self.ranks)}
@@ -260,22 +268,12 @@ class Simulation:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         step = output.kv_connector_metadata
-        wanted = {self._loras[i] for i in output.num_scheduled_tokens} - {None}
-        for rank in self.ranks:
-            if self._late_hooks:
-                rank.loras.set_active_adapters(wanted, None)
-            rank.half.begin(step)
-            self._contents |= rank.loras.contents()
-            if wanted and not self._late_hooks:
-                rank.loras.set_active_adapters(wanted, None)
+        if not self._early:
+            self._begin(step, output)
         self._follow(output)
-        for rank in self.ranks:
-            rank.raw[list(output.new_block_ids_to_zero or ())] = 0
-            for copy in output.kv_cache_block_copies or ():
-                rank.raw[copy.dst_block_id] = rank.raw[copy.src_block_id]
-        for copy in output.kv_cache_block_copies or ():
-            for index in range(len(self.groups)):
-                self._filled.pop((index, copy.dst_block_id), None)
+        self._prepare(output)
+        if self._early:
+            self._begin(step, output)
         sampled = [self._compute(i, n) for i, n in output.num_scheduled_tokens.items()]
         received: list[set[str]] = []
         failed, bad, report = set[str](), set[int](), None
@@ -316,6 +314,41 @@ class Simulation:
             self._contents |= rank.loras.contents()
         return self.weights + WEIGHTS * self._contents[lora.lora_int_id]
 
+    def _begin(self, step: Any, output: Any) -> None:
+        wanted = {self._loras[i] for i in output.num_scheduled_tokens} - {None}
+        for rank in self.ranks:
+            if self._late_hooks:
+                rank.loras.set_active_adapters(wanted, None)
+            rank.half.begin(step)
+            self._contents |= rank.loras.contents()
+            if wanted and not self._late_hooks:
+                rank.loras.set_active_adapters(wanted, None)
+
+    def _prepare(self, output: Any) -> None:
+        """Write what a step writes to blocks before its forward pass."""
+        for rank in self.ranks:
+            rank.raw[list(output.new_block_ids_to_zero or ())] = 0
+            for copy in output.kv_cache_block_copies or ():
+                rank.raw[copy.dst_block_id] = rank.raw[copy.src_block_id]
+        for copy in output.kv_cache_block_copies or ():
+            for index in range(len(self.groups)):
+                self._filled.pop((index, copy.dst_block_id), None)
+        for request_id, count in output.num_scheduled_tokens.items():
+            sequence = self._alive[request_id]
+            for index, (kind, tokens) in enumerate(self.groups):
+                if kind == "state":
+                    self._move_state(sequence, index, sequence.computed + count, tokens)
+
+    def _move_state(self, sequence: Tracked, index: int, end: int, tokens: int) -> None:
+        """Copy the running state to the block in which the step ends, as vLLM does."""
+        start = sequence.computed if sequence.stated is None else sequence.stated
+        table = sequence.tables[index]
+        target, source = table[(end - 1) // tokens], table[(start - 1) // tokens]
+        if sequence.computed and target != source:
+            assert target, f"step {self.steps}: null block"
+            for rank in self.ranks:
+                rank.views[index][target] = rank.views[index][source]
+
     def _by_all(self, received: list[set[str]]) -> set[str]:
         """As vLLM's aggregator: requests that all ranks have reported."""
         reported = self._reported
@@ -333,7 +366,7 @@ class Simulation:
             self._alive.pop(request_id, None)
         for new in output.scheduled_new_reqs:
             tables = [list(table) for table in new.block_ids]
-            tokens = list(new.prompt_token_ids)
+            tokens = list(new.prefill_token_ids or new.prompt_token_ids)
             self._alive[new.req_id] = Tracked(tokens, tables, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for request_id, fresh, computed in zip(

@@ -23,6 +23,7 @@ from kvladder.connectors.vllm.start import (
     check_features,
     check_groups,
     check_layers,
+    check_recompute,
     check_roles,
     group_pages,
     runs_layers,
@@ -119,6 +120,16 @@ def test_a_connector_that_loads_is_refused_where_the_engine_only_produces(role: 
     check_roles("kv_producer", "kv_producer")
     with pytest.raises(ConfigError, match=f"kv_role: 'kv_producer', .*{role}.*use kv_both for"):
         check_roles(role, "kv_producer")
+
+
+@pytest.mark.parametrize("load", ["sync", "layers"])
+def test_loads_that_a_runner_would_recompute_wrongly_are_refused(load: str) -> None:
+    runner = SimpleNamespace(use_v2_model_runner=True)
+    with pytest.raises(ConfigError, match=f"load: '{load}'.*V2.*use async, or kv_load_failure"):
+        check_recompute(runner, "recompute", load=load)
+    check_recompute(runner, "recompute", load="async")
+    check_recompute(runner, "fail", load=load)
+    check_recompute(SimpleNamespace(use_v2_model_runner=False), "recompute", load=load)
 
 
 def test_kinds_of_blocks_that_are_not_supported_are_refused_by_name() -> None:

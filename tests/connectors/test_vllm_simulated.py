@@ -128,11 +128,15 @@ def windows_or_states(model: str) -> bool:
 
 @pytest.mark.parametrize("source", ["host", "small host", "moody"])
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("early", [False, True], ids=["fence first", "writes first"])
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_is_ever_read_that_was_not_written(
-    tmp_path: Path, model: str, source: str, seed: int
+    tmp_path: Path, model: str, source: str, seed: int, early: bool
 ) -> None:
-    """Shared prefixes, preemption, aborts, resets, other weights, copies and tiers that fail."""
+    """Shared prefixes, preemption, aborts, resets, other weights, copies and tiers that fail.
+
+    With a model runner that first lets the connector fence, and with one that first writes.
+    """
     random = Random(f"{model} {source} {seed}")
     given = {"host": HOST, "small host": {"host": "64 KiB"}, "moody": moody(12, seed=seed)}[source]
     one = Simulation(
@@ -145,6 +149,7 @@ def test_nothing_is_ever_read_that_was_not_written(
         ranks=random.choice([1, 2]),
         overlap=random.random() < 0.4,
         interval=random.choice([None, None, 0, 32]) if windows_or_states(model) else None,
+        early=early,
     )
     trunks = [prompt(n, 40) for n in range(3)]
     for _ in range(150):

@@ -294,6 +294,50 @@ def test_a_fence_returns_only_when_the_job_is_over() -> None:
     assert copier.log == [1]
 
 
+class OneAtATime(Stepwise):
+    """Allows a job only when a fence of the test's thread waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._changed = OnWait(self.allowed.release)
+
+    def _serve(self) -> None:
+        self.begun.wait()  # until the condition is the one above
+        super()._serve()
+
+    def _steps(self, job: CopyJob) -> Iterator[Sequence[str]]:
+        for steps in super()._steps(job):
+            del steps
+            yield ()  # nobody is woken before the job is over
+
+
+class OnWait(threading.Condition):
+    """Calls back before the thread that made it waits."""
+
+    def __init__(self, called: Callable[[], None]) -> None:
+        super().__init__()
+        self._called = called
+        self._thread = threading.get_ident()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if threading.get_ident() == self._thread:
+            self._called()
+        return super().wait(timeout)
+
+
+@pytest.mark.parametrize("ids", [(1, 2, 3), (3, 2, 1), (2, 3, 1)])
+def test_a_fence_returns_when_the_last_of_several_jobs_is_over(ids: Sequence[int]) -> None:
+    copier = OneAtATime()
+    for number in (1, 2, 3):
+        copier.submit(job(number, "offload", {number: number}))
+    copier.begun.set()
+    copier.fence([JobId(number) for number in ids])
+    over = [*copier.log]
+    copier.allowed.release(len(ids))
+    copier.close()
+    assert over == [1, 2, 3]
+
+
 def test_layouts_that_would_have_to_be_guessed_are_refused() -> None:
     spread = torch.zeros(HEADS, BLOCKS, TOKENS, WIDTH).transpose(0, 1)
     with pytest.raises(LayoutError, match="one run"):

@@ -177,6 +177,26 @@ def test_nothing_but_a_wait_keeps_the_host(batched: bool, start: Start) -> None:
     assert engine.wrong == []
 
 
+@pytest.mark.parametrize("saved", [1, 4], ids=["the load ends last", "the save ends last"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_fence_is_for_each_of_several_jobs(start: Start, saved: int, swapped: bool) -> None:
+    engine = start()
+    engine.forward(1e-3, [], [(0, block) for block in range(BLOCKS)])
+    engine.save(0, range(4), [Slot(n) for n in range(4)])
+    engine.settle()
+    loaded = 5 - saved
+    jobs = [
+        engine.save(0, range(4, 4 + saved), [Slot(n) for n in range(4, 4 + saved)]),
+        engine.load(0, [Slot(n) for n in range(loaded)], range(loaded), sync=False),
+    ]
+    over: list[int] = []
+    engine.copier.fence(jobs[::-1] if swapped else jobs)
+    begin = lambda: over.extend(one.id for one in engine.poll())  # noqa: E731
+    engine.device.told(None, Operation(1e-4, begin, lambda: None))
+    engine.settle()
+    assert over == jobs
+
+
 def test_a_load_waits_for_no_forward_pass_but_those_before_it(start: Start) -> None:
     engine = start(lbhnc, FakeDevice(batched=False))
     engine.forward(0.1, [], [(0, 0)])

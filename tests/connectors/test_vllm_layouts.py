@@ -1,0 +1,198 @@
+"""The layout that is asked for is one with which vLLM starts: by its own planning of the cache."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+from vllm.v1 import kv_cache_interface as specs
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker import utils
+
+from kvladder.connectors.vllm import KVLadderConnector
+from kvladder.connectors.vllm.layouts import wanted_layout
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+DEFAULT = "LBNHC"
+Groups = list[tuple[int, Any]]
+"""By group, how many layers it has and vLLM's specification of one."""
+
+
+def planner() -> Callable[..., Any]:
+    """vLLM's function that plans a cache; it moved in 0.33."""
+    name = "get_kv_cache_config_from_groups"
+    for module in ("vllm.v1.core.kv_cache_planning", "vllm.v1.core.kv_cache_utils"):
+        if importlib.util.find_spec(module) is not None:
+            found = getattr(importlib.import_module(module), name, None)
+            if found is not None:
+                return found  # type: ignore[no-any-return]
+    raise AssertionError(f"this vLLM has no {name}")
+
+
+def backend(name: str, sizes: Sequence[Any], *, latent: bool = False) -> Any:
+    """A back end, as far as planning looks at it."""
+    methods = {
+        "get_name": staticmethod(lambda: name),
+        "is_mla": classmethod(lambda cls: latent),
+        "get_supported_kernel_block_sizes": classmethod(lambda cls, spec=None: list(sizes)),
+    }
+    return type(name, (), methods)
+
+
+FLASH_ATTN = backend("FLASH_ATTN", [MultipleOf(16)])
+FLASHINFER = backend("FLASHINFER", [16, 32, 64])
+FLASHMLA = backend("FLASHMLA", [64], latent=True)
+FLASHINFER_MLA = backend("FLASHINFER_MLA", [32, 64], latent=True)
+
+
+def full(tokens: int, **more: Any) -> Any:
+    return specs.FullAttentionSpec(
+        **{"block_size": tokens, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
+        | more
+    )
+
+
+def latent(tokens: int) -> Any:
+    return specs.MLAAttentionSpec(
+        block_size=tokens, num_kv_heads=1, head_size=576, dtype=torch.bfloat16
+    )
+
+
+def window(tokens: int) -> Any:
+    return specs.SlidingWindowSpec(
+        block_size=tokens,
+        num_kv_heads=8,
+        head_size=128,
+        dtype=torch.bfloat16,
+        sliding_window=1024,
+    )
+
+
+def hybrid() -> Groups:
+    state = specs.MambaSpec(
+        block_size=4096,
+        shapes=((3, 4096), (32, 128, 64)),
+        dtypes=(torch.bfloat16, torch.bfloat16),
+        page_size_padded=full(528).page_size_bytes,
+    )
+    return [(2, full(528)), (2, state), (2, state)]
+
+
+def start(layout: str, groups: Groups, attention: Any) -> None:
+    """Plan, allocate and map a cache as vLLM does; raises what keeps vLLM from its start."""
+    config = MagicMock()
+    config.attention_config.hisparse_config = None
+    config.cache_config.get_resolved_kv_cache_layout = lambda: KVCacheLayout[layout]
+    config.cache_config.num_gpu_blocks_override = None
+    config.cache_config.prefix_cache_retention_interval = None
+    made = [
+        specs.KVCacheGroupSpec([f"g{i}.l{n}" for n in range(layers)], spec)
+        for i, (layers, spec) in enumerate(groups)
+    ]
+    planned = planner()(config, made, 64 << 20)
+    of_groups = [
+        [utils.AttentionGroup(attention, group.layer_names, group.kv_cache_spec, i)]
+        for i, group in enumerate(made)
+    ]
+    kernel = utils.prepare_kernel_block_sizes(planned, of_groups)
+    for i, (group,) in enumerate(of_groups):
+        spec = group.kv_cache_spec
+        if isinstance(spec, specs.AttentionSpec):
+            size = utils.select_common_block_size(kernel[i], [attention], [spec])
+            if size != spec.block_size and kernel[i] == spec.block_size:
+                group.kernel_block_size = size
+    tensors = utils.allocate_kv_cache(planned, torch.device("cpu"), KVCacheLayout[layout], kernel)
+    utils.map_kv_caches_to_kernel_blocks(tensors, [one for group in of_groups for one in group])
+
+
+def configured(
+    size: int, attention: Any, *, known: str, given: bool = True, hybrid: bool = False
+) -> Any:
+    """The configuration of an engine; ``known`` tells by which way its back end is."""
+    layers = {"l0": SimpleNamespace(attn_backend=attention)} if known == "layers" else {}
+    chosen = SimpleNamespace(get_class=lambda: attention) if known == "setting" else None
+    return SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cuda"),
+        cache_config=SimpleNamespace(block_size=size, user_specified_block_size=given),
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        attention_config=SimpleNamespace(backend=chosen),
+        model_config=SimpleNamespace(is_hybrid=hybrid),
+    )
+
+
+CASES: dict[str, tuple[Groups, int, Any, bool]] = {
+    "dense 16, FLASH_ATTN": ([(4, full(16))], 16, FLASH_ATTN, True),
+    "dense fp8 16, FLASHINFER": ([(4, full(16, dtype=torch.uint8))], 16, FLASHINFER, True),
+    "dense 128, FLASH_ATTN": ([(4, full(128))], 128, FLASH_ATTN, True),
+    "dense 128, FLASHINFER": ([(4, full(128))], 128, FLASHINFER, False),
+    "latent 64, FLASHMLA": ([(4, latent(64))], 64, FLASHMLA, True),
+    "latent 128, FLASHMLA": ([(4, latent(128))], 128, FLASHMLA, False),
+    "latent 128, FLASHINFER_MLA": ([(4, latent(128))], 128, FLASHINFER_MLA, False),
+    "hybrid 528, FLASH_ATTN": (hybrid(), 528, FLASH_ATTN, True),
+    "hybrid 528, FLASHINFER": (hybrid(), 528, FLASHINFER, False),
+    "windows 16, FLASH_ATTN": ([(2, full(16)), (2, window(16))], 16, FLASH_ATTN, True),
+}
+"""Groups, tokens per block, back end, and whether a packed cache can be had."""
+
+
+@pytest.mark.parametrize("known", ["layers", "setting", "not"])
+@pytest.mark.parametrize("case", CASES)
+def test_vllm_starts_with_the_layout_that_is_asked_for(case: str, known: str) -> None:
+    groups, size, attention, packed = CASES[case]
+    config = configured(size, attention, known=known, hybrid="hybrid" in case)
+    wish = KVLadderConnector.get_required_kvcache_layout(config)
+    assert wish == ("BLHNC" if packed and known != "not" else None)
+    start(wish or DEFAULT, groups, attention)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_packed_cache_is_not_asked_for_exactly_where_vllm_refuses_it(case: str) -> None:
+    groups, _, attention, packed = CASES[case]
+    if packed:
+        start("BLHNC", groups, attention)
+    else:
+        with pytest.raises(ValueError, match="kernel blocks, which packed"):
+            start("BLHNC", groups, attention)
+
+
+def test_a_size_that_vllm_chose_itself_is_one_that_its_back_ends_take() -> None:
+    assert wanted_layout(configured(16, None, known="not", given=False)) == "BLHNC"
+    assert wanted_layout(configured(528, None, known="not", given=False, hybrid=True)) is None
+
+
+def test_a_latent_back_end_of_multiples_is_trusted_with_the_smallest_alone() -> None:
+    sparse = backend("SPARSE", [MultipleOf(64)], latent=True)
+    assert wanted_layout(configured(64, sparse, known="layers")) == "BLHNC"
+    assert wanted_layout(configured(128, sparse, known="layers")) is None
+
+
+def test_what_cannot_be_found_out_keeps_no_engine_from_its_start() -> None:
+    config = configured(16, None, known="not", given=False)
+    config.device_config.device_type = "cpu"
+    assert KVLadderConnector.get_required_kvcache_layout(config) is None
+    del config.device_config
+    assert KVLadderConnector.get_required_kvcache_layout(config) is None
+
+
+def test_vllm_s_own_back_ends_and_settings_are_what_is_asked() -> None:
+    from vllm.config import AttentionConfig, CacheConfig
+    from vllm.v1.attention.backend import AttentionBackend
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    assert "backend" in AttentionConfig.__dataclass_fields__
+    assert "user_specified_block_size" in CacheConfig.__dataclass_fields__
+    assert "kv_cache_dtype_skip_layers" in CacheConfig.__dataclass_fields__
+    assert callable(AttentionBackendEnum.TRITON_ATTN.get_class)
+    assert not AttentionBackend.is_mla()
+    assert AttentionBackend.get_supported_kernel_block_sizes()
