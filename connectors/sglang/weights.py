@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from typing import Any, Final, Protocol
 from weakref import WeakSet
@@ -18,6 +18,8 @@ UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updat
 CHECKER: Final = "sglang.srt.utils.weight_checker:WeightChecker"
 SAVER: Final = "sglang.srt.utils.torch_memory_saver_adapter:_TorchMemorySaverAdapterReal"
 TREE: Final = "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache"
+WEIGHTS: Final = "weights"
+"""SGLang's tag of their memory."""
 UPDATES: Final = (
     "begin_weight_update",
     "end_weight_update",
@@ -30,9 +32,9 @@ UPDATES: Final = (
 CHANGES: Final[Mapping[str, tuple[str, ...]]] = {
     UPDATER: UPDATES,
     CHECKER: ("handle",),
-    SAVER: ("pause",),
+    SAVER: ("pause", "resume"),
 }
-"""By class, SGLang's methods that change weights, or may."""
+"""By class, SGLang's methods that change weights or take them away, or may."""
 
 
 class Keeper(Protocol):
@@ -51,6 +53,8 @@ class Watch:
         self._has_begun = False
         self._is_stale = False
         """SGLang's pools may hold pages of weights that it had before."""
+        self._are_away = False
+        """SGLang has given back the memory that they are in."""
         self._fingerprints: set[str] = set()
         """Users' texts for the weights that are in memory."""
         self._spent: set[str] = set()
@@ -94,7 +98,10 @@ class Watch:
     def _told_before(self, update: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(update)
         def telling(*args: Any, **kwargs: Any) -> Any:
-            if _changes(update.__name__, *args, **kwargs):
+            told = (*args[1:], *kwargs.values())
+            if update.__name__ in ("pause", "resume") and WEIGHTS in told:
+                self._are_away = update.__name__ == "pause"
+            if _changes(update.__name__, told):
                 self._change()
             return update(*args, **kwargs)
 
@@ -118,6 +125,11 @@ class Watch:
 
     def require_known(self, fingerprint: str) -> None:
         """Raise ConfigError if pages would come under a name that is not that of their weights."""
+        if self._are_away:
+            raise ConfigError(
+                "SGLang has given back the memory of its weights, so they cannot be read",
+                hint="let it resume (POST /resume_memory_occupation), then attach kvladder",
+            )
         if self._is_stale:
             raise ConfigError(
                 "weights may have changed since SGLang's cache was filled: it may still hold pages"
@@ -141,16 +153,15 @@ def _class_at(where: str) -> Any:
         return None
 
 
-def _changes(name: str, *args: Any, **kwargs: Any) -> bool:
+def _changes(name: str, told: Collection[Any]) -> bool:
     """Whether a call of one of SGLang's methods changes weights."""
-    told = (*args[1:], *kwargs.values())
     if name == "handle":
         return "reset_tensors" in told
     if name == "pause":  # of memory: what has a copy on the host comes back as it was
         from sglang.srt.runtime_context import get_exec
 
-        return "weights" in told and not get_exec().features.enable_weights_cpu_backup
-    return True
+        return WEIGHTS in told and not get_exec().features.enable_weights_cpu_backup
+    return name in UPDATES
 
 
 def is_scheduler() -> bool:

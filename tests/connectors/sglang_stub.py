@@ -75,6 +75,9 @@ class MemorySaver:
     def pause(self, tag):
         return tag
 
+    def resume(self, tag):
+        return tag
+
 
 class Config:
     """The configuration of a model."""
@@ -225,7 +228,8 @@ WATCHED = (
     (WeightUpdater, "begin_weight_update"), (WeightUpdater, "end_weight_update"),
     (WeightUpdater, "update_weights_from_disk"), (WeightUpdater, "load_weights_from_distributed"),
     (WeightUpdater, "update_weights_from_tensor"), (WeightUpdater, "update_weights_from_ipc"),
-    (WeightChecker, "handle"), (MemorySaver, "pause"), (UnifiedRadixCache, "reset"),
+    (WeightChecker, "handle"), (MemorySaver, "pause"), (MemorySaver, "resume"),
+    (UnifiedRadixCache, "reset"),
 )  # fmt: skip
 
 

@@ -536,13 +536,10 @@ def test_a_storage_that_got_no_pool_is_closed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fingerprint", ["auto", "w1"])
-def test_weights_that_change_put_it_out_of_use(opened, caplog, monkeypatch, fingerprint):
+def test_weights_that_change_put_it_out_of_use(opened, caplog, monkeypatch):
     monkeypatch.setattr(sglang_stub.target, "model", torch.nn.Linear(4, 4))
-    one, _ = opened(fingerprint=fingerprint)
-    keys = chain("a", 20)
-    one.backup(keys)
-    settle(one)
+    one, _ = opened(fingerprint="auto")
+    one.backup(keys := chain("a", 20))
     for _ in range(3):
         assert sglang_stub.WeightUpdater().update_weights_from_disk("other", "auto")[0]
     torch.nn.init.zeros_(sglang_stub.target.model.weight)
@@ -550,21 +547,11 @@ def test_weights_that_change_put_it_out_of_use(opened, caplog, monkeypatch, fing
     assert one.prefetch(keys, rows(0, 20)) == 0
     assert one.backup(chain("b", 20)) == 20
     one.detach()
-    for text in ("auto", "w2"):  # SGLang may have pages of the weights before, and store them
-        with pytest.raises(ValueError, match="weights may have changed .*POST /flush_cache"):
-            opened(fingerprint=text)
+    with pytest.raises(ValueError, match="weights may have changed .*POST /flush_cache"):
+        opened()  # SGLang may have pages of the weights before, and store them
     sglang_stub.UnifiedRadixCache(None).reset()
-    if fingerprint != "auto":
-        with pytest.raises(ValueError, match=r"model.fingerprint: .* since 'w1' named them"):
-            opened(fingerprint=fingerprint)
-    for text in ("auto", "w2"):
-        one, _ = opened(fingerprint=text)
-        assert one.exists(keys) == one.exists(chain("b", 20)) == 0
-        one.backup(chain("b", 20))
-        settle(one)
-        one.detach()
     one, _ = opened(fingerprint="auto")
-    assert (one.exists(keys), one.exists(chain("b", 20))) == (0, 20)
+    assert one.exists(keys) == one.exists(chain("b", 20)) == 0
 
 
 @pytest.mark.parametrize(

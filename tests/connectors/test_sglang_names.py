@@ -413,12 +413,19 @@ def changes():
     }
     checker = stub.WeightChecker()
     ways["handle"] = partial(checker.handle, action="reset_tensors", role="target")
-    ways["pause"] = partial(stub.MemorySaver().pause, "weights")
-    assert set(ways) == {name for names in CHANGES.values() for name in names}
+
+    def forgotten():
+        stub.MemorySaver().pause("weights")
+        stub.MemorySaver().resume("weights")
+
+    ways["pause"] = forgotten
     return ways
 
 
-@pytest.mark.parametrize("name", [name for names in CHANGES.values() for name in names])
+WAYS = {name for names in CHANGES.values() for name in names} - {"resume"}
+
+
+@pytest.mark.parametrize("name", sorted(WAYS))
 def test_a_storage_hears_of_weights_that_change(name, sglang):
     watch, one, two = Watch(), Keeper(), Keeper()
     for keeper in (one, two):
@@ -443,6 +450,12 @@ def test_what_leaves_weights_as_they_are_is_nothing_to_hear_of(sglang):
     kept = {**sglang.GIVEN["exec"], "features": sglang.Bag(enable_weights_cpu_backup=True)}
     sglang.give("m", exec=kept)
     sglang.MemorySaver().pause("weights")
+    with pytest.raises(ValueError, match=r"memory of its weights.*POST /resume_memory_occ"):
+        watch.require_known("auto")
+    sglang.MemorySaver().resume("kv_cache")
+    with pytest.raises(ValueError, match="memory of its weights"):
+        watch.require_known("mine")
+    sglang.MemorySaver().resume("weights")
     assert one.told == 0
     watch.require_known("auto")
 

@@ -146,7 +146,7 @@ def detach_and_attach(engine: Engine, long: Answer, model: Path, other: Path) ->
     wrong = {**OURS, **stack(engine.folder, fetch={"deadline": "20 s"})}
     assert "at most 4 s" in engine.do("attach", extra=wrong)
     weights = model / "model.safetensors"
-    kept = weights.rename(model / "kept")
+    kept = weights.rename(model.with_suffix(".safetensors"))
     shutil.copy(other / weights.name, weights)
     assert engine.do("attach", extra={**OURS, **stack(engine.folder)}) == ""
     served(engine, 1, LONG, long)
@@ -163,14 +163,22 @@ def adapt(engine: Engine) -> Answer:
     until(lambda: engine.stats()["nvme"]["blocks"] == before + 33)
     for more, like in zip(asked, found, strict=True):
         served(engine, 30, SHORT, like, **more)
-    weights, two = "adapter_model.safetensors", engine.folder / "two"
-    kept = (two / weights).rename(two / "kept")
-    shutil.copy(engine.folder / "one" / weights, two / weights)
-    assert engine.do("readapt", adapter="two", path=str(two)) == ""
-    other = engine.again(30, SHORT, lora_path="two")
-    assert (other.ids, other.cached) == (found[1].ids, 0)
-    kept.replace(two / weights)
     return found[1]
+
+
+def readapt(engine: Engine, stored: int) -> None:
+    """An adapter that is loaded anew, with other weights at its path, has pages of its own."""
+    one, two = (engine.generate(31, SHORT, lora_path=name) for name in ("one", "two"))
+    assert one.ids != two.ids
+    engine.stored("nvme", stored + 22)
+    served(engine, 31, SHORT, two, lora_path="two")
+    path = engine.folder / "two"
+    weights = path / "adapter_model.safetensors"
+    kept = weights.rename(engine.folder / "kept.safetensors")
+    shutil.copy(engine.folder / "one" / weights.name, weights)
+    assert engine.do("readapt", adapter="two", path=str(path)) == ""
+    assert engine.again(31, SHORT, lora_path="two") == one
+    kept.replace(weights)
 
 
 def write_policies(engine: Engine) -> None:
@@ -278,6 +286,7 @@ def test_an_engines_life(
     write_policies(engine)
     soak(engine)
     other = load_weights(engine, models[1], known[1])
+    readapt(engine, stored=23)
     engine.end()
 
     flip_a_bit(folder, 20)
