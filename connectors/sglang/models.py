@@ -47,8 +47,10 @@ def model_fields(fingerprint: str) -> dict[str, str]:
     """
     try:
         own, failure = _own(fingerprint), ""
-    except (ConfigError, RuntimeError) as error:
+    except ConfigError as error:
         own, failure = {}, str(error)
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for this one
+        own, failure = {}, repr(error)
     ranks: list[tuple[dict[str, str], str]] = _gathered((own, failure))
     for rank, (_, found) in enumerate(ranks):
         if found:

@@ -166,6 +166,9 @@ def test_what_cannot_be_read_is_refused_or_named_by_the_user(model, monkeypatch)
     monkeypatch.setattr(sglang_stub.target, "model", object())
     with pytest.raises(ValueError, match="object is no module of PyTorch"):
         fields(model)
+    monkeypatch.setattr(sglang_stub.target, "model_config", None)
+    with pytest.raises(ValueError, match="rank 0 cannot be read: AttributeError"):
+        fields(model, fingerprint="mine")
     monkeypatch.setattr(sglang_stub.target, "is_draft_worker", True)
     with pytest.raises(ValueError, match="the model is not found in this process"):
         fields(model)
