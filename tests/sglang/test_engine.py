@@ -241,7 +241,7 @@ def load_weights(engine: Engine, model: Path, before: Answer) -> Answer:
     """
     assert engine.do("load", path=str(model)) == ""
     assert engine.do("detach") == ""
-    ours = {**OURS, **stack(engine.folder)}
+    ours = {**OURS, **stack(engine.folder, "other")}
     assert "POST /flush_cache" in engine.do("attach", extra=ours)
     engine.do("flush")
     assert engine.do("attach", extra=ours) == ""
@@ -258,7 +258,7 @@ def other_weights(engine: Engine, model: Path, other: Answer) -> None:
     found = engine.generate(1, LONG)
     assert (found.cached, found.ids) == (0, other.ids)
     assert engine.again(1, LONG) == found
-    attach(engine, stack(engine.folder))
+    attach(engine, stack(engine.folder, "other"))
     served(engine, 1, LONG, other)
 
 
