@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
 import platform
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 import yaml
 from sglang.srt import runtime_context
+from sglang.srt.arg_groups.arg_utils import namespace_of
 from sglang.srt.environ import Envs
 from sglang.version import __version__
 
@@ -22,6 +24,7 @@ from kvladder.connectors.lines import abstract
 from kvladder.connectors.naming import (
     LIBRARIES,
     LIBRARIES_SWITCHES,
+    digest,
     folder_fields,
     model_folder,
     plugins,
@@ -29,31 +32,41 @@ from kvladder.connectors.naming import (
     text_of,
     versions,
 )
+from kvladder.connectors.sglang.models import AUTO, HINT, WHERE, model_fields
 from kvladder.connectors.sglang.pools import Pool
-from kvladder.connectors.weights import downloaded, weights_digest
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
-from kvladder.schema import is_mapping
 
 PLUGINS: Final = ("sglang.srt.plugins", "sglang.srt.platforms")
-SETTINGS_LEFT_OUT: Final = (
-    # where and how files are read: what they hold is digested
-    "model_path", "load_format", "download_dir", "*weight_loader*", "startup_weight_load_mode",
-    "weight_cache_*", "remote_instance_*", "modelexpress_*", "engine_info_*", "checkpoint_engine_*",
-    "decrypted_*", "delete_ckpt_*", "model_checksum", "modelopt_*_path", "lora_paths",
-    "speculative_draft_model_path",
-    # what is done to logits and to answers
-    "sampling_*", "grammar_*", "watermark*", "enable_watermark", "enable_custom_logit_processor",
-    "enable_return_*", "return_*", "aux_hidden_*", "disable_outlines_*",
-    # how a step is recorded, and where its memory comes from
-    "*cuda_graph*", "*_nvtx_*", "enable_memory_saver", "*_weights_cpu_backup", "pre_warm_nccl",
-)  # fmt: skip
 engine: Any = runtime_context  # it types none of its settings
-SWITCHES_LEFT_OUT: Final[Mapping[str, str]] = yaml.safe_load(
+LEFT_OUT: Final[Mapping[str, Mapping[str, str]]] = yaml.safe_load(
     Path(__file__).with_name("left_out.yaml").read_text(encoding="utf-8")
 )
-"""By reason, names of environment variables that name no page."""
-_LEFT_OUT: Final = frozenset(" ".join(SWITCHES_LEFT_OUT.values()).split())
+"""Settings and environment variables that name no page: reasons, and what each is true of."""
+
+
+def left_out(kind: str) -> dict[str, str]:
+    """Return, by its name, why a setting or a switch names no page."""
+    return {name: reason for reason, names in LEFT_OUT[kind].items() for name in names.split()}
+
+
+_SETTINGS: Final = left_out("settings")
+_SWITCHES: Final = left_out("switches")
+SAFETENSORS: Final = frozenset(("auto", "safetensors", "fastsafetensors", "instanttensor"))
+"""Load formats that read the same files."""
+OUT_OF_SIGHT: Final = (
+    "exec.moe.kt_weight_path", "exec.moe.enable_paged_experts",
+    "exec.offload.ple_offload_embedding",
+)  # fmt: skip
+"""Settings that keep weights where a model's modules do not hold them."""
+
+
+def is_starting() -> bool:
+    """Whether SGLang starts with this storage, and has computed nothing yet.
+
+    One that is attached later is in SGLang's settings when that is done.
+    """
+    return getattr(engine.get_memory(), "hicache_storage_backend", None) is not None
 
 
 def is_spread(ranks: Any) -> bool:
@@ -79,11 +92,21 @@ def address_of(ranks: Any, layout: Layout, settings: StackConfig) -> str | None:
     return abstract(f"sglang-{hashlib.sha256(told.encode()).hexdigest()}")
 
 
-def require_named() -> None:
-    """Raise ConfigError if SGLang's hash of a page leaves its content open."""
+def require_named(fingerprint: str) -> None:
+    """Raise ConfigError if SGLang's hash of a page, and ours of the weights, leave it open."""
     if getattr(engine.get_mm(), "trust_mm_content_hashes", False):
         what = "clients name images: two may come under one name"
         raise ConfigError(what, path="--trust-mm-content-hashes", hint="leave it out")
+    if fingerprint != AUTO:
+        return
+    given = {path: _given(path) for path in OUT_OF_SIGHT}
+    if engine.get_model().load_format == "expert_pack":
+        given["model.load_format"] = "expert_pack"
+    for path, value in given.items():
+        if value:
+            what = f"{value!r} keeps weights where kvladder cannot read them"
+            flag = "--" + path.rpartition(".")[2].replace("_", "-")
+            raise ConfigError(what, path=flag, hint=f"{WHERE}: {HINT}")
 
 
 def layout_of(pools: Sequence[Pool], ranks: Any, fingerprint: str) -> Layout:
@@ -92,17 +115,15 @@ def layout_of(pools: Sequence[Pool], ranks: Any, fingerprint: str) -> Layout:
     A slot takes a page of any of them. Which part of a page a rank has is not told here: that is
     in the names of its pages, and ranks may share a stack.
 
-    ``fingerprint`` is what stands for the weights: a user's text, or "auto" for their files.
+    ``fingerprint`` is what stands for the weights: a user's text, or "auto" for what the ranks have
+    in memory. Every rank has to call this at the same time.
 
     Raises
     ------
     ConfigError
-        The weights, or those of an adapter or a draft model, are not on this machine.
+        The weights cannot be read, on this rank or on another one.
     """
     pool, model, drafts = pools[0].held, engine.get_model(), engine.get_spec()
-    weights = f"given {fingerprint}"
-    if fingerprint == "auto":
-        weights = _weights(model.model_path, model.revision)
     named = {"model": (model.model_path, model.revision)}
     draft = getattr(drafts, "speculative_draft_model_path", None)
     if draft is not None:
@@ -114,14 +135,11 @@ def layout_of(pools: Sequence[Pool], ranks: Any, fingerprint: str) -> Layout:
         "engine": f"sglang {__version__}",
         **versions(LIBRARIES),
         "plugins": plugins(PLUGINS),
-        "weights": weights,
-        "adapters": str(dict(_adapters(engine.get_lora().lora_paths))),
-        "draft": _weights(*named["draft"], what="draft model") if "draft" in named else "",
+        **model_fields(fingerprint),
+        "load format": _load_format(model.load_format),
+        "hooks": json.dumps(_hooks(), sort_keys=True),
         **folder_fields({role: one for role, one in folders.items() if one is not None}),
-        **prefixed("model", _settings(model)),
-        **prefixed("exec", _settings(engine.get_exec())),
-        **prefixed("lora", _settings(engine.get_lora())),
-        **prefixed("spec", _settings(drafts)),
+        **settings(),
         **prefixed("environment", _switches()),
         "kv.dtype": str(pool.dtype),
         "kv.layout": f"{type(pool).__name__} {pool.layout} {pool.storage_format_tag}",
@@ -143,46 +161,45 @@ def layout_of(pools: Sequence[Pool], ranks: Any, fingerprint: str) -> Layout:
     )
 
 
-def _weights(path: str, revision: str | None = None, *, what: str = "model") -> str:
-    place = Path(path)
-    return weights_digest(
-        place if place.exists() else downloaded(path, revision=revision, what=what)
-    )
+def _load_format(given: str) -> str:
+    """Return what load formats have in common that read the same files."""
+    return "safetensors" if given in SAFETENSORS else given
 
 
-def _adapters(given: Any) -> Iterator[tuple[str, str]]:
-    """Name, path and weights of each adapter: SGLang tells them apart by name and path alone.
+def settings() -> dict[str, str]:
+    """Return every server argument, by its namespace and name, but for those that name nothing.
 
-    They are given as names with paths, as paths, or in SGLang's own words.
+    A setting that nobody has looked at names the pages. A file's path brings its digest with it.
     """
-    several: Sequence[Any] = [*(given.items() if is_mapping(given) else given or ())]
-    for one in several:
-        name, path = one, one
-        if isinstance(one, tuple):
-            name, path = cast("tuple[str, str]", one)
-        elif not isinstance(one, str):
-            name, path = one.lora_name, one.lora_path
-        yield f"{name} {path}", _weights(path, what="adapter")
+    paths: Mapping[str, str] = namespace_of(type(engine.get_context().server_args))
+    named = (f"{namespace}.{name}" for name, namespace in sorted(paths.items()))
+    return {path: text_of(_given(path), _fields) for path in named if path not in _SETTINGS}
+
+
+def _given(path: str) -> Any:
+    """Return what a setting has become, of whatever was given."""
+    namespace, *below = path.split(".")
+    found = engine.get_context().config_bag(namespace)
+    for name in below:
+        found = getattr(found, name)
+    return found
 
 
 def _fields(value: Any) -> Iterator[tuple[str, Any]]:
     return ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
 
 
-def _settings(bag: Any) -> dict[str, str]:
-    """Every setting in one of SGLang's namespaces and those below it, but for what names nothing.
-
-    A setting that nobody has looked at names the pages.
-    """
+def _hooks() -> dict[str, str]:
+    """Return digests of the files with the code of forward hooks, by where SGLang finds it."""
+    given: Any = _given("observability.forward_hooks") or ()
+    if isinstance(given, str):
+        given = json.loads(given)
     found: dict[str, str] = {}
-    values = cast("dict[str, Any]", vars(bag))
-    for name, value in sorted(values.items()):
-        if name.startswith("_") or any(fnmatch(name, known) for known in SETTINGS_LEFT_OUT):
-            continue
-        if type(value) is type(bag):
-            found |= prefixed(name, _settings(value))
-        else:
-            found[name] = text_of(value, _fields)
+    for spec in given:
+        path = str(spec.get("hook_factory") or "")
+        module = path.partition(":")[0] if ":" in path else path.rpartition(".")[0]
+        code = getattr(sys.modules.get(module), "__file__", None)  # SGLang has imported it
+        found[path] = digest(code) if code else ""
     return found
 
 
@@ -192,7 +209,7 @@ def _switches() -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(os.environ.items())
-        if (name in known or name.startswith("SGLANG_")) and name not in _LEFT_OUT
+        if (name in known or name.startswith("SGLANG_")) and name not in _SWITCHES
     }
 
 

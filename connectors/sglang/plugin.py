@@ -1,4 +1,8 @@
-"""Makes ``--radix-cache-backend kvladder`` known; SGLang calls it in each of its processes."""
+"""Makes ``--radix-cache-backend kvladder`` known; SGLang calls it in each of its processes.
+
+In those that compute it also begins to watch the weights: they may change before kvladder is
+attached.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ NAME = "kvladder"
 
 
 def register() -> None:
-    """Register the tree under its name; nothing else is imported before it is used."""
+    """Register the tree under its name; the tree is not imported before it is used."""
     from sglang.srt.mem_cache.registry import (
         get_radix_cache_factory,
         register_radix_cache_backend,
@@ -16,6 +20,10 @@ def register() -> None:
 
     if get_radix_cache_factory(NAME) is None:
         register_radix_cache_backend(NAME, _tree)
+    from kvladder.connectors.sglang.weights import is_scheduler, watch
+
+    if is_scheduler():
+        watch.begin()
 
 
 def _tree(context: Any) -> Any:

@@ -27,7 +27,6 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolHitPolicy,
     PoolTransferResult,
 )
-from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from kvladder.compose import open_manager
@@ -72,7 +71,7 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any]) -> None:
         self._ranks = storage_config
         self._settings = parse(storage_config.extra_config or {})
-        identity.require_named()
+        identity.require_named(self._settings.model.fingerprint)
         _require_shared(storage_config, self._settings)
         self._pools: dict[str, Pool] = {}
         """By name; keys and values first."""
@@ -102,9 +101,10 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         Raises
         ------
         ConfigError
-            It cannot be used, or the weights that its pages are of have no name.
+            It cannot be used, or SGLang may hold pages of weights that have gone.
         """
         super().register_mem_pool_host(mem_pool_host)
+        watch.begin(is_late=not identity.is_starting())
         watch.require_known(self._settings.model.fingerprint)
         self._pools = {KV: pool_of(mem_pool_host, KV, self._ranks, 0)}
 
@@ -146,7 +146,7 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
             lambda: open_manager(settings, layout, instance=ranks.pp_rank),
         )
         self._slot_bytes = layout.slot_bytes
-        watch.tell(self, WeightUpdater)
+        watch.tell(self, settings.model.fingerprint)
         if self.manager is None:
             logger.info("kvladder is ready: this rank uses the stack of another one")
             return

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from typing import Any, Final, Protocol
 from weakref import WeakSet
@@ -12,18 +14,31 @@ from kvladder.errors import ConfigError
 
 logger = logging.getLogger("kvladder.sglang")
 
+UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater"
+CHECKER: Final = "sglang.srt.utils.weight_checker:WeightChecker"
+SAVER: Final = "sglang.srt.utils.torch_memory_saver_adapter:_TorchMemorySaverAdapterReal"
+TREE: Final = "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache"
+WEIGHTS: Final = "weights"
+"""SGLang's tag of their memory."""
 UPDATES: Final = (
     "begin_weight_update",
+    "end_weight_update",
     "update_weights_from_disk",
     "load_weights_from_distributed",
     "update_weights_from_tensor",
     "update_weights_from_ipc",
 )
-"""What changes weights, of SGLang's ``WeightUpdater``."""
+"""The methods of SGLang's ``WeightUpdater`` that change weights."""
+CHANGES: Final[Mapping[str, tuple[str, ...]]] = {
+    UPDATER: UPDATES,
+    CHECKER: ("handle",),
+    SAVER: ("pause", "resume"),
+}
+"""By class, SGLang's methods that change weights or take them away, or may."""
 
 
 class Keeper(Protocol):
-    """Who has to know."""
+    """A storage that names pages after the weights."""
 
     def weights_change(self) -> None:
         """Weights are about to change; on the scheduler's thread."""
@@ -31,49 +46,127 @@ class Keeper(Protocol):
 
 
 class Watch:
-    """Hears of changes in this process, from when it is first asked to tell somebody."""
+    """Hears of changed weights and of flushed caches in this process, once it has begun."""
 
     def __init__(self) -> None:
-        self.changed = False
-        """Whether the files that the model was started from say nothing of its weights now."""
         self._keepers: WeakSet[Any] = WeakSet()
-        self._updaters: set[type] = set()
+        self._has_begun = False
+        self._is_stale = False
+        """SGLang's pools may hold pages of weights that it had before."""
+        self._are_away = False
+        """SGLang has given back the memory that they are in."""
+        self._fingerprints: set[str] = set()
+        """Users' texts for the weights that are in memory."""
+        self._spent: set[str] = set()
+        """Users' texts for weights that are not there any more."""
 
-    def tell(self, keeper: Keeper, updater: type) -> None:
-        """Tell ``keeper`` of each change from now on; ``updater`` is what makes them."""
-        self._keepers.add(keeper)
-        if updater in self._updaters:
+    def begin(self, *, is_late: bool = False) -> None:
+        """Watch SGLang's classes from now on. Does nothing when called again.
+
+        If that ``is_late``, requests were computed before: whether weights have changed since is
+        not known, and counts as if they had.
+        """
+        if self._has_begun:
             return
-        self._updaters.add(updater)
-        missing = [name for name in UPDATES if not hasattr(updater, name)]
+        self._has_begun, self._is_stale = True, is_late
+        missing: list[str] = []
+        for where, names in CHANGES.items():
+            kind = _class_at(where)
+            for name in names:
+                if hasattr(kind, name):
+                    setattr(kind, name, self._told_before(getattr(kind, name)))
+                else:
+                    missing.append(f"{where}.{name}")
+        tree = _class_at(TREE)
+        if hasattr(tree, "reset"):
+            tree.reset = self._told_after(tree.reset)
+        else:
+            missing.append(f"{TREE}.reset")
         if missing:
             logger.warning(
-                "this SGLang's weights are not changed by %s: detach the storage before you change"
-                " them while it runs",
+                "this SGLang has no %s: detach the storage before you change weights while it runs,"
+                " and flush the cache before you attach it again",
                 ", ".join(missing),
             )
-        for name in UPDATES:
-            if hasattr(updater, name):
-                setattr(updater, name, self._told_before(getattr(updater, name)))
+
+    def tell(self, keeper: Keeper, fingerprint: str) -> None:
+        """Tell ``keeper`` of each change from now on; it names the weights by ``fingerprint``."""
+        self._keepers.add(keeper)
+        if fingerprint != "auto":
+            self._fingerprints.add(fingerprint)
 
     def _told_before(self, update: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(update)
         def telling(*args: Any, **kwargs: Any) -> Any:
-            self.changed = True
-            for keeper in list(self._keepers):
-                keeper.weights_change()
+            told = (*args[1:], *kwargs.values())
+            if update.__name__ in ("pause", "resume") and WEIGHTS in told:
+                self._are_away = update.__name__ == "pause"
+            if _changes(update.__name__, told):
+                self._change()
             return update(*args, **kwargs)
 
         return telling
 
+    def _change(self) -> None:
+        self._is_stale = True
+        self._spent |= self._fingerprints
+        self._fingerprints.clear()
+        for keeper in list(self._keepers):
+            keeper.weights_change()
+
+    def _told_after(self, reset: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(reset)
+        def telling(*args: Any, **kwargs: Any) -> Any:
+            found = reset(*args, **kwargs)
+            self._is_stale = False
+            return found
+
+        return telling
+
     def require_known(self, fingerprint: str) -> None:
-        """Raise ConfigError if ``fingerprint`` would name weights that the engine has no more."""
-        if self.changed and fingerprint == "auto":
+        """Raise ConfigError if pages would come under a name that is not that of their weights."""
+        if self._are_away:
             raise ConfigError(
-                "weights were changed while the engine ran: their files do not name them",
-                path="model.fingerprint",
-                hint="set it to text of your own that changes whenever the weights do",
+                "SGLang has given back the memory of its weights, so they cannot be read",
+                hint="let it resume (POST /resume_memory_occupation), then attach kvladder",
             )
+        if self._is_stale:
+            raise ConfigError(
+                "weights may have changed since SGLang's cache was filled: it may still hold pages"
+                " of other weights",
+                hint="flush it (POST /flush_cache), then attach kvladder",
+            )
+        if fingerprint in self._spent:
+            raise ConfigError(
+                f"weights were changed since {fingerprint!r} named them",
+                path="model.fingerprint",
+                hint="expected other text, or auto: then the weights in memory are digested",
+            )
+
+
+def _class_at(where: str) -> Any:
+    """Return a class of SGLang's, or None if this version has none of that name."""
+    module, _, name = where.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+def _changes(name: str, told: Collection[Any]) -> bool:
+    """Whether a call of one of SGLang's methods changes weights."""
+    if name == "handle":
+        return "reset_tensors" in told
+    if name == "pause":  # of memory: what has a copy on the host comes back as it was
+        from sglang.srt.runtime_context import get_exec
+
+        return WEIGHTS in told and not get_exec().features.enable_weights_cpu_backup
+    return name in UPDATES
+
+
+def is_scheduler() -> bool:
+    """Whether SGLang has what changes weights in this process, before it is begun."""
+    return UPDATER.partition(":")[0] in sys.modules
 
 
 watch = Watch()

@@ -6,10 +6,14 @@
 from __future__ import annotations
 
 import sys
+from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+import torch
+from torch import nn
 
 VERSION = "0.5.23"
 BATCH = 128
@@ -41,6 +45,9 @@ class WeightUpdater:
     def begin_weight_update(self):
         self.calls.append("begin")
 
+    def end_weight_update(self, *, run_post_load):
+        self.calls.append("end")
+
     def update_weights_from_disk(self, model_path, load_format):
         self.calls.append(model_path)
         return True, "Succeeded"
@@ -53,6 +60,78 @@ class WeightUpdater:
 
     def update_weights_from_ipc(self, recv_req):
         self.calls.append("ipc")
+
+
+class WeightChecker:
+    """Compares weights, and overwrites them for that."""
+
+    def handle(self, action, allow_quant_error=False, skip_tensor_list=None, *, role):
+        return action
+
+
+class MemorySaver:
+    """Gives memory back that an engine does not use for a while."""
+
+    def pause(self, tag):
+        return tag
+
+    def resume(self, tag):
+        return tag
+
+
+class Config:
+    """The configuration of a model."""
+
+    def __init__(self, **values):
+        self.values = values
+
+    def to_dict(self):
+        return dict(self.values)
+
+
+class ModelRunner:
+    """Runs a model."""
+
+    is_draft_worker = False
+
+    def __init__(self, seed=0):
+        self.model = nn.Linear(4, 4)
+        nn.init.constant_(self.model.weight, seed)
+        nn.init.constant_(self.model.bias, seed)
+        self.model_config = SimpleNamespace(hf_config=Config(rope_theta=1.0))
+
+
+@dataclass
+class LoRARef:
+    """What an adapter is called."""
+
+    lora_id: str
+    lora_name: str
+    lora_path: str
+
+    @staticmethod
+    def deterministic_id(lora_name, lora_path):
+        return f"{lora_name} {lora_path}"
+
+
+class LoRAManager:
+    """Holds adapters."""
+
+    def __init__(self):
+        self.lora_refs = {}
+        self.loras = {}
+
+    def load(self, name, path, seed, lora_id=None):
+        """Load an adapter with weights of this seed."""
+        ref = LoRARef(lora_id or LoRARef.deterministic_id(name, path), name, path)
+        self.lora_refs[ref.lora_id] = ref
+        layer = SimpleNamespace(weights={"lora_A": torch.full((2, 2), float(seed))})
+        self.loras[ref.lora_id] = SimpleNamespace(
+            config=SimpleNamespace(r=2, lora_alpha=4, hf_config={"r": 2}),
+            layers=[layer],
+            embedding_layers={},
+            added_tokens_embeddings={},
+        )
 
 
 @dataclass
@@ -115,6 +194,10 @@ class UnifiedRadixCache:
         self.cache_controller = params
         self.buffer_pipeline: Any = None
 
+    def reset(self):
+        """Nothing is cached any more."""
+        self.tree_core.nodes.clear()
+
     def checkpoint_into_tree(self, req, *, up_to, **kwargs):
         """A request's pages come in as a node of their own."""
         self.tree_core.nodes[req.rid] = (req.keys[:up_to], req.cache_salt)
@@ -141,11 +224,36 @@ class UnifiedRadixCache:
             self.cache_controller.read(self.cache_controller.prefetch_hit_queue.get())
 
 
+WATCHED = (
+    (WeightUpdater, "begin_weight_update"), (WeightUpdater, "end_weight_update"),
+    (WeightUpdater, "update_weights_from_disk"), (WeightUpdater, "load_weights_from_distributed"),
+    (WeightUpdater, "update_weights_from_tensor"), (WeightUpdater, "update_weights_from_ipc"),
+    (WeightChecker, "handle"), (MemorySaver, "pause"), (MemorySaver, "resume"),
+    (UnifiedRadixCache, "reset"),
+)  # fmt: skip
+
+
+def forget_watches(monkeypatch):
+    """Undo what a test has done to these classes, when it ends."""
+    for kind, name in WATCHED:
+        monkeypatch.setattr(kind, name, getattr(kind, name))
+
+
 class Bag:
     """A namespace of settings."""
 
     def __init__(self, **values):
         self.__dict__.update(values)
+
+    def paths(self, namespace):
+        """By name, the namespace of each setting in it and below it."""
+        found: dict[str, str] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Bag):
+                found |= value.paths(f"{namespace}.{name}")
+            else:
+                found[name] = namespace
+        return found
 
 
 class Envs:
@@ -155,21 +263,54 @@ class Envs:
     USE_TRITON_W8A8_FP8_KERNEL = None
 
 
-MODEL = {"revision": None, "dtype": "float32", "quantization": None}
+NAMESPACES = (
+    "device", "disagg", "exec", "lora", "memory", "mm", "model", "observability", "parallel",
+    "schedule", "serving", "spec",
+)  # fmt: skip
+GIVEN: dict[str, dict[str, Any]] = {
+    "exec": {
+        "moe": Bag(kt_weight_path=None, enable_paged_experts=False),
+        "offload": Bag(ple_offload_embedding=None),
+        "features": Bag(enable_weights_cpu_backup=False),
+    },
+    "lora": {"lora_paths": None},
+    "memory": {"hicache_storage_backend": "dynamic"},
+    "model": {
+        "revision": None, "dtype": "float32", "quantization": None, "load_format": "auto",
+    },
+    "observability": {"forward_hooks": None},
+}  # fmt: skip
+"""What SGLang has where it is not told otherwise."""
 registry: dict[str, Any] = {}
+bags: dict[str, Bag] = {}
+target = ModelRunner()
+"""Of this process, as SGLang's scheduler has one."""
 
 
 def give(model_path: str, **changes: Any) -> None:
     """Have the engine run this model with these settings, given by namespace."""
     context = sys.modules["sglang.srt.runtime_context"]
-    for name in ("exec", "lora", "mm", "parallel", "model", "spec"):
-        said = dict(changes.get(name, {}))
+    for name in NAMESPACES:
+        said = deepcopy({**GIVEN.get(name, {}), **changes.get(name, {})})
         if name == "model":
-            said = {**MODEL, "model_path": model_path, **said}
-        if name == "lora":
-            said.setdefault("lora_paths", None)
-        bag = Bag(**said)
-        setattr(context, f"get_{name}", lambda bag=bag: bag)
+            said["model_path"] = model_path
+        bags[name] = Bag(**said)
+        setattr(context, f"get_{name}", lambda name=name: bags[name])
+
+
+class ServerArgs:
+    """What the server was given."""
+
+
+DERIVED = frozenset(("dp_rank", "num_dp_ranks"))
+"""Settings that are no server arguments."""
+
+
+def namespace_of(kind):
+    """By name, the namespace of each server argument."""
+    assert kind is ServerArgs
+    paths = {field: at for name, bag in bags.items() for field, at in bag.paths(name).items()}
+    return {field: at for field, at in paths.items() if field not in DERIVED}
 
 
 def _module(name: str, **content: Any) -> None:
@@ -190,8 +331,17 @@ def install() -> None:
         _module(name)
     _module("sglang.srt.model_executor.model_runner_components")
     _module("sglang.version", __version__=VERSION)
-    _module("sglang.srt.runtime_context")
+    context = SimpleNamespace(server_args=ServerArgs(), config_bag=bags.__getitem__)
+    _module("sglang.srt.runtime_context", get_context=lambda: context)
+    _module("sglang.srt.arg_groups")
+    _module("sglang.srt.arg_groups.arg_utils", namespace_of=namespace_of)
     _module("sglang.srt.environ", Envs=Envs)
+    _module("sglang.srt.lora")
+    _module("sglang.srt.lora.lora_manager", LoRAManager=LoRAManager)
+    _module("sglang.srt.model_executor.model_runner", ModelRunner=ModelRunner)
+    _module("sglang.srt.utils")
+    _module("sglang.srt.utils.weight_checker", WeightChecker=WeightChecker)
+    _module("sglang.srt.utils.torch_memory_saver_adapter", _TorchMemorySaverAdapterReal=MemorySaver)
     give("model")
     _module(
         "sglang.srt.mem_cache.hicache_storage",

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import gc
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from tests.connectors import sglang_stub
 from tests.connectors.sglang_controller import Pool, Sparse, chain, config
 
 sglang_stub.install()
-from kvladder.connectors.sglang import identity  # noqa: E402
+from kvladder.connectors.sglang import identity, models  # noqa: E402
 from kvladder.connectors.sglang.options import WHERE, parse  # noqa: E402
 from kvladder.connectors.sglang.pools import pool_of  # noqa: E402
-from kvladder.connectors.sglang.weights import UPDATES, Watch  # noqa: E402
+from kvladder.connectors.sglang.weights import CHANGES, TREE, UPDATES, Watch  # noqa: E402
 
 SGLANGS = {"backend_name": "kvladder", "module_path": "m", "class_name": "c", "interface_v1": 1}
 HOST = {"host": "1 MiB"}
@@ -61,8 +66,8 @@ def test_secrets_may_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
-    """The folder of a model; its weights may be changed."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    """The folder of a model; its weights are in memory, and may be changed there."""
+    monkeypatch.setattr(sglang_stub.target, "model", torch.nn.Linear(4, 4))
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -81,33 +86,171 @@ def differs(one, other):
     return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
 
 
+@pytest.mark.slow
 def test_weights_name_pages_whatever_the_model_is_called(model):
     first = fields(model)
     assert fields(model, ranks={"model_name": "another/alias"}) == first
     assert fields(model, ranks={"model_name": None}) == first
-    (model / "model.safetensors").write_bytes(b"Weights")
-    assert differs(first, fields(model)) >= {"weights"}
+    with torch.no_grad():
+        sglang_stub.target.model.bias[3] += 1
+    assert differs(first, fields(model)) == {"weights"}
     given = fields(model, fingerprint="mine")
     assert given["weights"] == "given mine"
+    with torch.no_grad():
+        sglang_stub.target.model.bias[3] += 1
+    assert fields(model, fingerprint="mine") == given
 
 
-def test_what_the_engine_computes_with_names_pages(model):
-    first = fields(model, exec={"attention_backend": "triton", "attention": sglang_stub.Bag(x=1)})
-    changes: dict[str, dict[str, Any]] = {
-        "model.quantization": {"model": {"quantization": "fp8"}},
-        "exec.attention_backend": {"exec": {"attention_backend": "fa3"}},
-        "exec.attention.x": {"exec": {"attention": sglang_stub.Bag(x=2)}},
+def test_weights_in_memory_name_pages_and_not_the_files_beside_them(model):
+    """Files are replaced after the engine has read them; others lie beside those that it reads."""
+    first = fields(model)
+    (model / "model.safetensors").write_bytes(b"Weights")
+    (model / "model.pt").write_bytes(b"others")
+    assert fields(model) == first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("load_format", ["dummy", "pt", "gguf", "remote_instance", "sharded_state"])
+def test_a_load_format_names_pages(model, load_format):
+    """A user's text may stand for weights that several formats give, each otherwise."""
+    said = {"load_format": load_format}
+    for fingerprint in ("auto", "mine"):
+        first = fields(model, fingerprint=fingerprint)
+        found = fields(model, fingerprint=fingerprint, model=said)
+        assert differs(first, found) == {"load format"}
+
+
+@pytest.mark.slow
+def test_load_formats_that_read_the_same_files_name_pages_alike(model):
+    first = fields(model)
+    for load_format in identity.SAFETENSORS:
+        assert fields(model, model={"load_format": load_format}) == first
+
+
+def test_the_configuration_in_use_names_pages_wherever_it_comes_from(model, monkeypatch):
+    first = fields(model)
+    assert fields(model, model={"decrypted_config_file": "/tmp/plain.json"}) == first
+    other = sglang_stub.Config(rope_theta=500.0)
+    monkeypatch.setattr(sglang_stub.target.model_config, "hf_config", other)
+    assert differs(first, fields(model)) == {"config"}
+
+
+@pytest.mark.slow
+def test_forward_hooks_name_pages_with_their_code(model, tmp_path, monkeypatch):
+    code = tmp_path / "steer.py"
+    code.write_text("by = 1")
+    steer = ModuleType("steer")
+    steer.__file__ = str(code)
+    monkeypatch.setitem(sys.modules, "steer", steer)
+    hook = {"name": "steer", "target_modules": ["mlp"], "config": {"by": 1}}
+    said: dict[str, Any] = {}
+    for path in ("steer:make", "steer.make"):
+        said = {"forward_hooks": [{**hook, "hook_factory": path}]}
+        first = fields(model, observability=said)
+        assert differs(fields(model), first) == {"hooks", "observability.forward_hooks"}
+        code.write_text(code.read_text() + "1")
+        assert differs(first, fields(model, observability=said)) == {"hooks"}
+    first = fields(model, observability=said)
+    said["forward_hooks"][0]["config"] = {"by": 2}
+    changed = {"observability.forward_hooks"}
+    assert differs(first, fields(model, observability=said)) == changed
+
+
+@pytest.mark.slow
+def test_what_cannot_be_read_is_refused_or_named_by_the_user(model, monkeypatch):
+    monkeypatch.setattr(sglang_stub.target, "model", torch.nn.Linear(4, 4, device="meta"))
+    what = r"model.fingerprint: the weights of rank 0 cannot be read: .*bias is not in the memory"
+    with pytest.raises(ValueError, match=what):
+        fields(model)
+    assert fields(model, fingerprint="mine")["weights"] == "given mine"
+    monkeypatch.setattr(sglang_stub.target, "model", object())
+    with pytest.raises(ValueError, match="object is no module of PyTorch"):
+        fields(model)
+    monkeypatch.setattr(sglang_stub.target, "model_config", None)
+    with pytest.raises(ValueError, match="rank 0 cannot be read: AttributeError"):
+        fields(model, fingerprint="mine")
+    monkeypatch.setattr(sglang_stub.target, "is_draft_worker", True)
+    with pytest.raises(ValueError, match="the model is not found in this process"):
+        fields(model)
+
+
+@pytest.mark.slow
+def test_ranks_have_one_name_that_tells_of_the_weights_of_all(model, monkeypatch):
+    """Each rank holds a part of the weights; the stack that they share has one name."""
+    told = []
+
+    def gathered(mine):
+        told.append(mine)
+        return list(told)
+
+    first = fields(model)
+    monkeypatch.setattr(models, "_gathered", gathered)
+    assert fields(model) == first
+    assert fields(model) == first  # the second rank's are the same
+    with torch.no_grad():
+        sglang_stub.target.model.weight[0] += 1
+    assert differs(first, fields(model)) == {"weights"}
+    told.append(({}, "it has no memory"))
+    with pytest.raises(ValueError, match="the weights of rank 3 cannot be read: it has no memory"):
+        fields(model)
+
+
+@pytest.mark.slow
+def test_models_are_found_where_the_collector_was_frozen(model):
+    """SGLang's ``/freeze_gc`` does that, and kvladder may be attached after it."""
+    first = fields(model)
+    gc.freeze()
+    try:
+        assert fields(model) == first
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.slow
+def test_every_namespace_of_settings_names_pages(model):
+    said: dict[str, Any] = {}
+    for namespace in sglang_stub.NAMESPACES:
+        below = sglang_stub.Bag(**{f"below_{namespace}": 1})
+        said[namespace] = {f"new_{namespace}": 1, "below": below}
+    names = {f"{name}.new_{name}" for name in said} | {f"{n}.below.below_{n}" for n in said}
+    first = fields(model, **said)
+    assert differs(fields(model), first) == names
+    for namespace, settings in said.items():
+        settings[f"new_{namespace}"] = 2
+    assert differs(first, fields(model, **said)) == {f"{name}.new_{name}" for name in said}
+
+
+def test_a_setting_is_left_out_by_its_whole_name_and_namespace(model):
+    kernel, features = sglang_stub.Bag(sampling_backend="x"), sglang_stub.GIVEN["exec"]["features"]
+    features = sglang_stub.Bag(**vars(features), watermark_key=3)
+    said: dict[str, Any] = {
+        "exec": {"kernel": kernel, "features": features},
+        "serving": {"port": 1},
     }
-    same = {"attention_backend": "triton", "attention": sglang_stub.Bag(x=1)}
-    for name, change in changes.items():
-        said = {"exec": {**same, **change.pop("exec", {})}, **change}
-        assert differs(first, fields(model, **said)) == {name}
-    without = {**same, "cuda_graph_bs_decode": [1], "sampling_backend": "x", "watermark_key": 3}
-    assert fields(model, exec=without, model={"load_format": "dummy"}) == first
+    assert fields(model, **said) == fields(model)
+    elsewhere = {"model": {"sampling_backend": "x"}, "exec": {"port": 1}}
+    assert differs(fields(model), fields(model, **elsewhere)) == {
+        "model.sampling_backend",
+        "exec.port",
+    }
 
 
-def test_a_setting_that_nobody_has_looked_at_names_pages(model):
-    assert differs(fields(model), fields(model, model={"yarn_rope": 2})) == {"model.yarn_rope"}
+def test_settings_that_keep_weights_out_of_sight_need_a_name_of_the_users():
+    moe = sglang_stub.Bag(kt_weight_path="/experts", enable_paged_experts=False)
+    paged = sglang_stub.Bag(kt_weight_path=None, enable_paged_experts=True)
+    offload = sglang_stub.Bag(ple_offload_embedding=True)
+    refused: dict[str, dict[str, Any]] = {
+        "--kt-weight-path": {"exec": {"moe": moe}},
+        "--enable-paged-experts": {"exec": {"moe": paged}},
+        "--ple-offload-embedding": {"exec": {"offload": offload}},
+        "--load-format": {"model": {"load_format": "expert_pack"}},
+    }
+    for flag, said in refused.items():
+        sglang_stub.give("m", **said)
+        with pytest.raises(ValueError, match=f"^{flag}: .*cannot read them.*model.fingerprint"):
+            identity.require_named("auto")
+        identity.require_named("mine")
 
 
 def test_switches_name_pages(model, monkeypatch):
@@ -130,6 +273,7 @@ def test_a_switch_is_not_left_out_for_a_part_of_its_name(model, monkeypatch, nam
     assert differs(first, fields(model)) == {f"environment.{name}"}
 
 
+@pytest.mark.slow
 def test_the_layout_of_pages_names_them(model):
     first = fields(model)
     assert differs(first, fields(model, pool=Pool("layer_first"))) == {"kv.layout"}
@@ -168,6 +312,7 @@ def address(settings=None, /, parallel=None, **ranks):
     return identity.address_of(told, layout, parse({**SGLANGS, **(settings or HOST)}))
 
 
+@pytest.mark.slow
 def test_ranks_of_one_server_meet(monkeypatch):
     monkeypatch.setenv("SGLANG_RUN_ID", "1")
     assert address() is None
@@ -183,45 +328,58 @@ def test_ranks_of_one_server_meet(monkeypatch):
     assert len({*several, *found}) == 5
 
 
-def test_adapters_of_other_weights_at_one_path_have_other_names(model, tmp_path):
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_model.safetensors").write_bytes(b"one")
-    said = [SimpleNamespace(lora_name="a", lora_path=str(adapter), lora_id="same")]
-    first = fields(model, lora={"lora_paths": said})
-    assert fields(model, lora={"lora_paths": {"a": str(adapter)}}) == first
-    (adapter / "adapter_model.safetensors").write_bytes(b"two")
-    assert differs(first, fields(model, lora={"lora_paths": said})) == {"adapters"}
-    assert differs(first, fields(model)) == {"adapters"}
+@pytest.mark.slow
+def test_adapters_of_other_weights_at_one_path_have_other_names(model):
+    plain, manager = fields(model), sglang_stub.LoRAManager()
+    manager.load("a", "/a", 1)
+    first = fields(model)
+    assert differs(plain, first) == {"adapters"}
+    manager.load("b", "/b", 1, lora_id="loaded while it runs")
+    assert fields(model) == first
+    manager.load("a", "/a", 2)
+    second = fields(model)
+    assert differs(first, second) == {"adapters"}
+    manager.loras["a /a"].config.lora_alpha = 8
+    assert differs(second, fields(model)) == {"adapters"}
+    assert differs(second, fields(model, fingerprint="mine")) == {"weights", "adapters"}
 
 
+@pytest.mark.slow
 def test_what_makes_drafts_names_pages(model, tmp_path):
     """Its own pages are below the same digests."""
     first = fields(model, spec={"speculative_algorithm": None})
-    draft = tmp_path / "draft"
-    draft.mkdir()
-    (draft / "config.json").write_text("{}")
-    (draft / "model.safetensors").write_bytes(b"one")
+    folder = tmp_path / "draft"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
     said = {
         "speculative_algorithm": "EAGLE",
-        "speculative_draft_model_path": str(draft),
+        "speculative_draft_model_path": str(folder),
         "speculative_draft_model_revision": None,
     }
+    draft = sglang_stub.ModelRunner(1)
+    draft.is_draft_worker = True
     second = fields(model, spec=said)
     assert differs(first, second) >= {"draft", "spec.speculative_algorithm"}
-    (draft / "model.safetensors").write_bytes(b"two")
-    assert differs(second, fields(model, spec=said)) >= {"draft"}
-    moved = draft.rename(tmp_path / "moved")
-    third = fields(model, spec={**said, "speculative_draft_model_path": str(moved)})
+    assert second["weights"] == first["weights"]
+    torch.nn.init.constant_(draft.model.bias, 2)
+    third = fields(model, spec=said)
     assert differs(second, third) == {"draft"}
+    draft.model_config.hf_config = sglang_stub.Config(rope_theta=2.0)
+    fourth = fields(model, spec=said)
+    assert differs(third, fourth) == {"draft"}
+    moved = folder.rename(tmp_path / "moved")
+    assert fields(model, spec={**said, "speculative_draft_model_path": str(moved)}) == fourth
+    (moved / "config.json").write_text("{ }")
+    assert fields(model, spec={**said, "speculative_draft_model_path": str(moved)}) != fourth
 
 
 def test_images_that_clients_name_are_refused():
     sglang_stub.give("m", mm={"trust_mm_content_hashes": True})
-    with pytest.raises(ValueError, match="--trust-mm-content-hashes: clients name images"):
-        identity.require_named()
+    for fingerprint in ("auto", "mine"):
+        with pytest.raises(ValueError, match="--trust-mm-content-hashes: clients name images"):
+            identity.require_named(fingerprint)
     sglang_stub.give("m")
-    identity.require_named()
+    identity.require_named("auto")
 
 
 class Keeper:
@@ -233,30 +391,122 @@ class Keeper:
         self.told += 1
 
 
-@pytest.mark.parametrize("name", UPDATES)
-def test_a_storage_hears_of_weights_that_change(name):
-    class Updater(sglang_stub.WeightUpdater):
-        pass
+@pytest.fixture
+def sglang(monkeypatch):
+    """SGLang's classes as they are before anything watches them."""
+    sglang_stub.forget_watches(monkeypatch)
+    sglang_stub.give("m")
+    return sglang_stub
 
+
+def changes():
+    """Every way to change weights, by its name."""
+    stub = sglang_stub
+    arguments: dict[str, dict[str, Any]] = {
+        "begin_weight_update": {},
+        "end_weight_update": {"run_post_load": True},
+        "update_weights_from_disk": {"model_path": "path", "load_format": "auto"},
+        "load_weights_from_distributed": {"weights": None},
+        "update_weights_from_tensor": {"named_tensors": None},
+        "update_weights_from_ipc": {"recv_req": None},
+    }
+    assert set(arguments) == set(UPDATES)
+    ways: dict[str, Callable[[], Any]] = {
+        name: partial(getattr(stub.WeightUpdater(), name), **arguments[name]) for name in UPDATES
+    }
+    checker = stub.WeightChecker()
+    ways["handle"] = partial(checker.handle, action="reset_tensors", role="target")
+
+    def forgotten():
+        stub.MemorySaver().pause("weights")
+        stub.MemorySaver().resume("weights")
+
+    ways["pause"] = forgotten
+    return ways
+
+
+WAYS = {name for names in CHANGES.values() for name in names} - {"resume"}
+
+
+@pytest.mark.parametrize("name", sorted(WAYS))
+def test_a_storage_hears_of_weights_that_change(name, sglang):
     watch, one, two = Watch(), Keeper(), Keeper()
-    watch.tell(one, Updater)
-    watch.tell(two, Updater)
-    watch.require_known("auto")
-    arguments = {"update_weights_from_disk": ("path", "auto"), "begin_weight_update": ()}
-    getattr(Updater(), name)(*arguments.get(name, (None,)))
-    assert (one.told, two.told) == (1, 1)  # once, though both had asked
-    with pytest.raises(ValueError, match=r"model.fingerprint: weights were changed while"):
+    for keeper in (one, two):
+        watch.begin()
         watch.require_known("auto")
-    watch.require_known("mine")
+        watch.tell(keeper, "auto")
+    changes()[name]()
+    assert (one.told, two.told) == (1, 1)  # once, though both had asked
+    with pytest.raises(ValueError, match=r"weights may have changed .*\(flush it \(POST"):
+        watch.require_known("auto")
+    sglang.UnifiedRadixCache(None).reset()
+    watch.require_known("auto")
 
 
-def test_a_version_that_changes_weights_otherwise_is_said(caplog):
-    class Other:
-        def update_weights_from_disk(self):
-            return "done"
-
+def test_what_leaves_weights_as_they_are_is_nothing_to_hear_of(sglang):
     watch, one = Watch(), Keeper()
-    watch.tell(one, Other)
-    assert "weights are not changed by begin_weight_update" in caplog.text
-    assert Other().update_weights_from_disk() == "done"
+    watch.begin()
+    watch.tell(one, "auto")
+    for action in ("snapshot", "compare", "checksum"):
+        sglang.WeightChecker().handle(action=action, role="target")
+    sglang.MemorySaver().pause("kv_cache")
+    kept = {**sglang.GIVEN["exec"], "features": sglang.Bag(enable_weights_cpu_backup=True)}
+    sglang.give("m", exec=kept)
+    sglang.MemorySaver().pause("weights")
+    with pytest.raises(ValueError, match=r"memory of its weights.*POST /resume_memory_occ"):
+        watch.require_known("auto")
+    sglang.MemorySaver().resume("kv_cache")
+    with pytest.raises(ValueError, match="memory of its weights"):
+        watch.require_known("mine")
+    sglang.MemorySaver().resume("weights")
+    assert one.told == 0
+    watch.require_known("auto")
+
+
+def test_a_text_of_the_user_names_weights_until_they_change(sglang):
+    watch, one = Watch(), Keeper()
+    watch.begin()
+    watch.tell(one, "w1")
+    watch.require_known("w1")  # detached and attached
+    sglang.WeightUpdater().begin_weight_update()
+    sglang.UnifiedRadixCache(None).reset()
+    with pytest.raises(ValueError, match=r"model.fingerprint: .* since 'w1' named them.*auto"):
+        watch.require_known("w1")
+    watch.require_known("w2")
+    watch.require_known("auto")
+
+
+def test_weights_may_have_changed_before_anyone_watched(sglang):
+    """kvladder is attached to an engine that runs, and its plug-in was not wanted."""
+    watch = Watch()
+    watch.begin(is_late=True)
+    with pytest.raises(ValueError, match="flush it"):
+        watch.require_known("auto")
+    sglang.UnifiedRadixCache(None).reset()
+    watch.begin(is_late=True)
+    watch.require_known("auto")
+    watch = Watch()
+    watch.begin()
+    watch.begin(is_late=True)  # it has been watched from the start
+    watch.require_known("auto")
+
+
+def test_whether_sglang_starts_is_in_its_settings():
+    sglang_stub.give("m")
+    assert identity.is_starting()
+    sglang_stub.give("m", memory={"hicache_storage_backend": None})
+    assert not identity.is_starting()
+
+
+def test_a_version_that_changes_weights_otherwise_is_said(caplog, sglang, monkeypatch):
+    monkeypatch.delattr(sglang.WeightUpdater, "begin_weight_update")
+    monkeypatch.delattr(sglang.UnifiedRadixCache, "reset")
+    monkeypatch.delitem(sys.modules, "sglang.srt.utils.weight_checker")
+    watch, one = Watch(), Keeper()
+    watch.begin()
+    watch.tell(one, "auto")
+    for missing in ("WeightUpdater.begin_weight_update", f"{TREE}.reset", "WeightChecker.handle"):
+        assert missing in caplog.text
+    assert "detach the storage before you change weights" in caplog.text
+    assert sglang.WeightUpdater().update_weights_from_disk("path", "auto") == (True, "Succeeded")
     assert one.told == 1

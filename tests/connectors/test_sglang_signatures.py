@@ -18,7 +18,7 @@ sglang_stub.install()
 from kvladder.connectors.sglang import identity, options  # noqa: E402
 from kvladder.connectors.sglang.storage import KVLadderStorage  # noqa: E402
 from kvladder.connectors.sglang.tree import HOOKS, QUESTIONS, KVLadderRadixCache  # noqa: E402
-from kvladder.connectors.sglang.weights import UPDATES  # noqa: E402
+from kvladder.connectors.sglang.weights import CHANGES, TREE, UPDATES  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(sys.prefix) / "sglang" / "sglang"
@@ -36,6 +36,20 @@ PLACES = {
     "context": "srt/runtime_context.py",
     "environ": "srt/environ.py",
     "buffer": "srt/mem_cache/buffer_mode/pipeline.py",
+    "arguments": "srt/arg_groups/arg_utils.py",
+    "server": "srt/server_args.py",
+    "formats": "srt/configs/load_config.py",
+    "loader": "srt/model_loader/loader.py",
+    "hooks": "srt/model_executor/hook_manager.py",
+    "runner": "srt/model_executor/model_runner.py",
+    "lora": "srt/lora/lora_manager.py",
+    "adapter": "srt/lora/lora.py",
+    "adapters": "srt/lora/lora_registry.py",
+    "checker": "srt/utils/weight_checker.py",
+    "saver": "srt/utils/torch_memory_saver_adapter.py",
+    "updates": "srt/managers/scheduler_components/weight_updater.py",
+    "scheduler": "srt/managers/scheduler.py",
+    "lora requests": "srt/managers/tokenizer_control_mixin.py",
 }
 
 pytestmark = pytest.mark.skipif(not SOURCE.is_dir(), reason="SGLang is not beside this Python")
@@ -245,16 +259,119 @@ def test_each_switch_names_pages_unless_it_is_left_out_by_its_whole_name(monkeyp
     monkeypatch.setattr(identity, "Envs", type("Envs", (), dict.fromkeys(known)))
     for name in known:
         monkeypatch.setenv(name, "1")
-    left_out = [name for names in identity.SWITCHES_LEFT_OUT.values() for name in names.split()]
+    left_out = [name for names in identity.LEFT_OUT["switches"].values() for name in names.split()]
     assert len(left_out) == len({*left_out})
     assert known - {*identity._switches()} == known & {*left_out}
     sources = "".join(path.read_text() for path in (SOURCE / "srt").rglob("*.py"))
     assert [name for name in left_out if name not in sources] == []
 
 
-@pytest.mark.parametrize("name", UPDATES)
-def test_weights_are_changed_by_what_is_watched(name):
-    function("weights", name, "WeightUpdater")
+def arguments():
+    """The server's arguments, each below its namespace."""
+    found = set()
+    for path in (SOURCE / "srt/arg_groups/fields").glob("*.py"):
+        for kind in ast.parse(path.read_text()).body:
+            if isinstance(kind, ast.ClassDef):
+                own = {
+                    ast.unparse(node.targets[0]): node.value
+                    for node in kind.body
+                    if isinstance(node, ast.Assign)
+                }
+                namespace = ast.literal_eval(own["_NS_PATH"])
+                fields = [ast.unparse(n.target) for n in kind.body if isinstance(n, ast.AnnAssign)]
+                found |= {f"{namespace}.{name}" for name in fields}
+    return found
+
+
+def test_each_server_argument_names_pages_or_is_left_out_for_a_reason():
+    known = arguments()
+    assert len(known) > 500
+    left_out = [name for names in identity.LEFT_OUT["settings"].values() for name in names.split()]
+    assert len(left_out) == len({*left_out}), "each has one reason"
+    assert [*identity.left_out("settings")] == left_out
+    assert {*left_out} <= known, "what is left out is there"
+    assert all(len(reason) > 20 for kind in identity.LEFT_OUT.values() for reason in kind)
+    told: dict[str, str] = {}
+    for path in known:
+        namespace, _, name = path.rpartition(".")
+        assert told.setdefault(name, namespace) == namespace
+        bag = sglang_stub.bags.setdefault(path.partition(".")[0], sglang_stub.Bag())
+        for part in namespace.split(".")[1:]:
+            bag = vars(bag).setdefault(part, sglang_stub.Bag())
+        vars(bag)[name] = "set"
+    try:
+        assert {*identity.settings()} & known == known - {*left_out}
+    finally:
+        sglang_stub.give("m")
+
+
+def test_namespaces_are_those_that_sglang_has():
+    tops = {path.partition(".")[0] for path in arguments()}
+    assert tops == {*sglang_stub.NAMESPACES}
+    assert [name for name, _ in parameters(function("arguments", "namespace_of"))] == ["cls"]
+    function("context", "config_bag", "RuntimeContext")
+    assert "def server_args(self)" in text("context")
+    # what is there and no argument follows from the arguments, or is a rank
+    for path in ("exec.moe.kt_weight_path", *identity.OUT_OF_SIGHT):
+        assert path in arguments()
+        assert path not in identity.left_out("settings"), "with a user's text it still counts"
+
+
+def test_load_formats_that_count_as_one_read_safetensors():
+    known = {
+        ast.literal_eval(node.value)
+        for node in class_of("formats", "LoadFormat").body
+        if isinstance(node, ast.Assign)
+    }
+    assert known >= {*identity.SAFETENSORS, "dummy", "pt", "expert_pack"}
+    files = ast.unparse(function("loader", "_prepare_weights", "DefaultModelLoader"))
+    assert "allow_patterns = ['*.safetensors', '*.bin']" in files  # auto
+    branch = files[files.index("LoadFormat.SAFETENSORS") : files.index("LoadFormat.MISTRAL")]
+    for name in identity.SAFETENSORS - {"auto"}:
+        assert f"LoadFormat.{name.upper()}" in branch
+    assert "allow_patterns = ['*.safetensors']" in branch
+
+
+def test_models_and_adapters_are_held_where_they_are_looked_for():
+    loaded = ast.unparse(function("runner", "load_model", "ModelRunner"))
+    assert "self.model = loaded.model" in loaded
+    made = ast.unparse(class_of("runner", "ModelRunner"))
+    for name in ("self.model_config = ", "self.is_draft_worker = "):
+        assert name in made
+    hooks = ast.unparse(function("hooks", "register_forward_hooks"))
+    assert "spec.get('hook_factory')" in hooks
+    manager = ast.unparse(class_of("lora", "LoRAManager"))
+    for name in ("self.loras: Dict[str, LoRAAdapter]", "self.lora_refs: Dict[str, LoRARef]"):
+        assert name in manager
+    adapter = text("adapter")
+    for name in ("self.weights: Dict", "self.embedding_layers: Dict", "self.layers: List"):
+        assert name in adapter
+    assert "self.added_tokens_embeddings: Dict[str, torch.Tensor]" in adapter
+
+
+def test_adapters_that_are_loaded_later_have_random_ids():
+    made = function("adapters", "deterministic_id", "LoRARef")
+    assert [name for name, _ in parameters(made)] == ["lora_name", "lora_path"]
+    assert "default_factory=lambda: uuid4().hex" in text("adapters")
+    for node in ast.walk(tree_of("lora requests")):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "LoRARef":
+            assert "lora_id" not in [one.arg for one in node.keywords]
+
+
+WATCHED = {
+    "WeightUpdater": "weights",
+    "WeightChecker": "checker",
+    "_TorchMemorySaverAdapterReal": "saver",
+    "UnifiedRadixCache": "tree",
+}
+
+
+@pytest.mark.parametrize("where", [*CHANGES, TREE])
+def test_weights_are_changed_and_forgotten_by_what_is_watched(where):
+    module, _, kind = where.partition(":")
+    assert PLACES[WATCHED[kind]] == module.removeprefix("sglang.").replace(".", "/") + ".py"
+    for name in CHANGES.get(where, ("reset",)):
+        function(WATCHED[kind], name, kind)
 
 
 def test_nothing_else_changes_weights():
@@ -262,9 +379,29 @@ def test_nothing_else_changes_weights():
     named = {
         one.name
         for one in updater.body
-        if isinstance(one, ast.FunctionDef) and ("update_weights" in one.name or "load" in one.name)
+        if isinstance(one, ast.FunctionDef)
+        and ("update_weights" in one.name or "load" in one.name or one.name.endswith("_update"))
     }
-    assert {name for name in named if not name.startswith("_")} <= {*UPDATES}
+    assert {name for name in named if not name.startswith("_")} == {*UPDATES}
+    checks = ast.unparse(function("checker", "handle", "WeightChecker"))
+    assert "action == 'reset_tensors'" in checks
+    released = ast.unparse(function("updates", "release_memory_occupation"))
+    assert "self.memory_saver_adapter.pause(GPU_MEMORY_TYPE_WEIGHTS)" in released
+    for path in (SOURCE / "srt").rglob("*.py"):
+        if path.relative_to(SOURCE / "srt").parts[0] in ("models", "model_loader", "multimodal"):
+            continue
+        source = path.read_text()
+        if ".load_weights(" in source and "model.load_weights(" in source.replace("()", ""):
+            assert path.name in ("weight_updater.py", "startup_weight_load.py"), path
+
+
+def test_a_flush_resets_the_tree():
+    flush = ast.unparse(function("scheduler", "flush_cache", "Scheduler"))
+    assert flush.index("self.is_fully_idle(") < flush.index("self.tree_cache.reset()")
+    attach = ast.unparse(function("scheduler", "attach_hicache_storage_wrapped", "Scheduler"))
+    said = attach.index("get_context().override(")
+    assert attach.index("self.tree_cache.attach_storage_backend(") < said
+    assert "'hicache_storage_backend': recv_req.hicache_storage_backend" in attach[:said]
 
 
 def test_figures_are_as_sglang_takes_them():
@@ -279,7 +416,8 @@ def test_the_plugin_is_found():
     made = function("registry", "create_unified_radix_cache")
     assert "cache_class" in [name for name, _ in parameters(made)]
     assert 'GENERAL_PLUGINS_GROUP = "sglang.srt.plugins"' in text("plugins")
-    for name in ("get_exec", "get_lora", "get_mm", "get_model", "get_parallel", "get_spec"):
+    names = ("context", "exec", "memory", "mm", "model", "parallel", "spec")
+    for name in [f"get_{name}" for name in names]:
         function("context", name)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     said = project["entry-points"]["sglang.srt.plugins"]

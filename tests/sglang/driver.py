@@ -120,6 +120,26 @@ class Driver:
         done, message, *_ = self._engine.update_weights_from_disk(path)
         return "" if done else message
 
+    def load(self, path: str) -> str:
+        """Take the weights of another folder as tensors, and leave the cache as it is."""
+        from safetensors.torch import load_file
+
+        tensors = list(load_file(f"{path}/model.safetensors").items())
+        self._engine.begin_weight_update()
+        done, message, *_ = self._engine.update_weights_from_tensor(tensors, flush_cache=False)
+        self._engine.end_weight_update()
+        return "" if done else message
+
+    def readapt(self, adapter: str, path: str) -> str:
+        """Load an adapter anew, from where it lay before."""
+        for found in (
+            self._engine.unload_lora_adapter(adapter),
+            self._engine.load_lora_adapter(adapter, path),
+        ):
+            if not found.success:
+                return str(found.error_message)
+        return ""
+
     def clear(self) -> None:
         """Forget what is stored."""
         self._run(self._engine.tokenizer_manager.clear_hicache_storage())

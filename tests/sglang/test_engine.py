@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -135,14 +136,21 @@ def hang(engine: Engine, long: Answer) -> None:
     attach(engine, stack(engine.folder))
 
 
-def detach_and_attach(engine: Engine, long: Answer) -> None:
-    """Without storage there are no hits; another one finds what the first has left."""
+def detach_and_attach(engine: Engine, long: Answer, model: Path, other: Path) -> None:
+    """Without storage there are no hits; another one finds what the first has left.
+
+    So it does where files were replaced since the engine has read them: its weights are the same.
+    """
     assert engine.do("detach") == ""
     assert engine.again(1, LONG) == long._replace(cached=0, storage=0)
     wrong = {**OURS, **stack(engine.folder, fetch={"deadline": "20 s"})}
     assert "at most 4 s" in engine.do("attach", extra=wrong)
+    weights = model / "model.safetensors"
+    kept = weights.rename(model.with_suffix(".safetensors"))
+    shutil.copy(other / weights.name, weights)
     assert engine.do("attach", extra={**OURS, **stack(engine.folder)}) == ""
     served(engine, 1, LONG, long)
+    kept.replace(weights)
 
 
 def adapt(engine: Engine) -> Answer:
@@ -156,6 +164,21 @@ def adapt(engine: Engine) -> Answer:
     for more, like in zip(asked, found, strict=True):
         served(engine, 30, SHORT, like, **more)
     return found[1]
+
+
+def readapt(engine: Engine, stored: int) -> None:
+    """An adapter that is loaded anew, with other weights at its path, has pages of its own."""
+    one, two = (engine.generate(31, SHORT, lora_path=name) for name in ("one", "two"))
+    assert one.ids != two.ids
+    engine.stored("nvme", stored + 22)
+    served(engine, 31, SHORT, two, lora_path="two")
+    path = engine.folder / "two"
+    weights = path / "adapter_model.safetensors"
+    kept = weights.rename(engine.folder / "kept.safetensors")
+    shutil.copy(engine.folder / "one" / weights.name, weights)
+    assert engine.do("readapt", adapter="two", path=str(path)) == ""
+    assert engine.again(31, SHORT, lora_path="two") == one
+    kept.replace(weights)
 
 
 def write_policies(engine: Engine) -> None:
@@ -211,18 +234,31 @@ def find_and_mend(engine: Engine, known: dict[int, Answer]) -> None:
     assert engine.stats()["nvme"]["corrupt"] == 1
 
 
-def other_weights(engine: Engine, model: Path, before: Answer) -> None:
-    """Weights that are changed in the engine have pages of their own."""
-    assert engine.do("update", path=str(model)) == ""
+def load_weights(engine: Engine, model: Path, before: Answer) -> Answer:
+    """Weights that are changed in the engine have pages of their own, after a flush.
+
+    SGLang does not flush its cache here, as trainers ask it to.
+    """
+    assert engine.do("load", path=str(model)) == ""
+    assert engine.do("detach") == ""
+    ours = {**OURS, **stack(engine.folder, "other")}
+    assert "POST /flush_cache" in engine.do("attach", extra=ours)
+    engine.do("flush")
+    assert engine.do("attach", extra=ours) == ""
     other = engine.generate(1, LONG)
     assert (other.cached, other.ids == before.ids) == (0, False)
-    assert engine.again(1, LONG) == other
-    assert engine.do("detach") == ""
-    assert "weights were changed" in engine.do("attach", extra={**OURS, **stack(engine.folder)})
-    named = stack(engine.folder, model={"fingerprint": "w2"})
-    assert engine.do("attach", extra={**OURS, **named}) == ""
-    assert engine.again(1, LONG) == other
     engine.stored("nvme", 23)
+    served(engine, 1, LONG, other)
+    return other
+
+
+def other_weights(engine: Engine, model: Path, other: Answer) -> None:
+    """Pages are those of the weights in memory, whichever way these have come there."""
+    assert engine.do("update", path=str(model)) == ""
+    found = engine.generate(1, LONG)
+    assert (found.cached, found.ids) == (0, other.ids)
+    assert engine.again(1, LONG) == found
+    attach(engine, stack(engine.folder, "other"))
     served(engine, 1, LONG, other)
 
 
@@ -246,9 +282,11 @@ def test_an_engines_life(
     many_at_once(engine, known[1])
     hang(engine, known[1])
     adapted = adapt(engine)
-    detach_and_attach(engine, known[1])
+    detach_and_attach(engine, known[1], *models)
     write_policies(engine)
     soak(engine)
+    other = load_weights(engine, models[1], known[1])
+    readapt(engine, stored=23)
     engine.end()
 
     flip_a_bit(folder, 20)
@@ -257,7 +295,7 @@ def test_an_engines_life(
     find_and_mend(engine, known)
     small_pools(engine, known)
     served(engine, 30, SHORT, adapted, lora_path="one")
-    other_weights(engine, models[1], known[1])
+    other_weights(engine, models[1], other)
     engine.end()
     log = "".join(path.read_text() for path in folder.glob("*.log"))
     assert "kvladder is ready: a block is 64 tokens, 256 KiB" in log
