@@ -174,6 +174,7 @@ class Saver:
             ttl_s=policy.ttl_s,
             salt=state.salt,
             group=group.index,
+            session=policy.session,
         )
         state.floors[group.index] = min([floor, *before, *(said or [PRIORITY_DEFAULT])])
 

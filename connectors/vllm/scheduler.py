@@ -317,7 +317,11 @@ class SchedulerHalf:
             self._groups,
             state.keys,
             match=lambda keys, saves: self.connector.match(
-                keys, levels=state.policy.tiers.load, salt=state.salt, saves=saves
+                keys,
+                levels=state.policy.tiers.load,
+                salt=state.salt,
+                saves=saves,
+                session=state.policy.session,
             ),
             lookup=lambda keys: self.connector.manager.reach(keys, levels=state.policy.tiers.load),
             own=own,
@@ -356,7 +360,7 @@ class SchedulerHalf:
         self._computing.expect(state, max(0, request.num_tokens - computed))
         if answer is not None and answer[0]:
             for keys in state.read(answer[0]):
-                self.connector.manager.touch(keys)
+                self.connector.manager.touch(keys, session=state.policy.session)
         if not external:
             self._let_go(state)
             return
@@ -423,7 +427,8 @@ class SchedulerHalf:
             self._end(state)
             main = self._groups.main
             for keys in state.read(self._groups.aligned(state.saved[main.index] * main.tokens)):
-                self.connector.manager.touch(keys)  # saved head first: now the tail goes first
+                # saved head first: now the tail goes first
+                self.connector.manager.touch(keys, session=state.policy.session)
 
     def _end(self, state: RequestState) -> None:
         """Note the blocks of a request that is over in its session, and end that if it says so."""

@@ -14,7 +14,7 @@ from kvladder.tiers.ladder.door import LevelSettings
 from kvladder.tiers.ladder.gate import BreakerSettings, GateSettings
 from tests.kit.mirror import MirrorCodec
 
-Kind = Literal["plain", "coded", "shared", "wishing", "unruly"]
+Kind = Literal["plain", "coded", "shared", "wishing", "unruly", "tenants"]
 """What is special about the levels, about the requests, or about what tiers do."""
 PRIORITIES = (0, 20, 35, 50, 80, 100)
 

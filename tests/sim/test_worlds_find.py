@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvladder.policy.offload import OffloadRule
+from kvladder.policy.sessions import Sessions
 from kvladder.testing.fakes import FakeTier
 from kvladder.tiers.base import ANYWHERE, NO_TERMS, Terms
 from kvladder.tiers.ladder import door as doors
@@ -103,6 +104,16 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
 }
 
 
+OF_TENANTS: dict[str, tuple[type, str, Any]] = {
+    "a session ends with what others use": (Sessions, "met", nothing),
+    "a session ends with what it found": (
+        Sessions,
+        "met",
+        lambda sessions, name, keys: sessions.brought(name, keys) if name else None,
+    ),
+}
+
+
 OF_WISHES: dict[str, tuple[type, str, Any]] = {
     "wishes are forgotten on the way down": (
         Pending,
@@ -160,13 +171,14 @@ KINDS_OF: dict[str, Kind] = {
     **dict.fromkeys(OF_WISHES, "wishing"),
     **dict.fromkeys(OF_SHARED, "shared"),
     **dict.fromkeys(OF_UNRULY, "unruly"),
+    **dict.fromkeys(OF_TENANTS, "tenants"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", KINDS_OF)
 def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*(FAULTS | OF_WISHES | OF_SHARED | OF_UNRULY)[fault])
+    monkeypatch.setattr(*(FAULTS | OF_WISHES | OF_SHARED | OF_UNRULY | OF_TENANTS)[fault])
     monkeypatch.setattr("kvladder.testing.sim.TURNS_TOTAL_MAX", 50_000)
 
     def run_worlds() -> None:
