@@ -19,6 +19,7 @@ from kvladder.metrics import Stats
 from kvladder.policy.eviction import PRIORITY_MAX, PRIORITY_MIN
 from kvladder.policy.retention import checked_duration, checked_priority
 from kvladder.policy.sessions import Sessions
+from kvladder.policy.tenants import NO_LIMITS, Limits
 from kvladder.policy.worth import ANYTHING, Saves
 from kvladder.tiers.base import ANYWHERE, HOST, Terms
 from kvladder.tiers.ladder import Ladder
@@ -144,6 +145,7 @@ class CacheManager:
         kinds: Sequence[str] = (),
         description: str = "",
         publisher: Closing | None = None,
+        limits: Limits = NO_LIMITS,
     ) -> None:
         self.layout = layout
         self.namespace = namespace
@@ -157,6 +159,7 @@ class CacheManager:
         """``Layout.kinds`` where a codec may work on some only: then blocks are told apart."""
         self._description = description
         self._publisher = publisher
+        self._limits = limits
         self._clock = stack.shared.clock
         self._fetches = Turns(max(1, int(arena.slots * PINNED_MAX)), self._clock)
         self._saves = Turns(1, self._clock)
@@ -362,6 +365,7 @@ class CacheManager:
         require_one_each(len(keys), priorities=priorities, durations_s=durations_s)
         now = self._stack.shared.clock.now()
         floor = checked_priority(parent_floor)
+        priorities, durations_s = self._clipped(priorities, durations_s)
         expires_s = inf if (lasts_s := checked_duration(ttl_s)) is None else now + lasts_s
         terms = self.terms(levels, expires_s, salt, group)
         metas = metas_of(len(keys), priorities, durations_s, floor, now, terms)
@@ -372,12 +376,31 @@ class CacheManager:
             keys, metas, explicit=priorities is not None, patient=patient
         )
         kept = list(keys) if len(indices) == len(keys) else [keys[at] for at in indices]
-        self.sessions.met(session, keys)
-        self.sessions.brought(session, kept)
+        self.sessions.saved(session, keys, kept)
         if only is not None:
             indices = [only[at] for at in indices]
             end = only[end] if end < len(only) else total
         return Save(self._stack, kept, indices, slots, floor, end)
+
+    def _clipped(
+        self, priorities: Sequence[int] | None, durations_s: Sequence[float | None] | None
+    ) -> tuple[Sequence[int] | None, Sequence[float | None] | None]:
+        """Priorities and durations within ``limits``; what is above is counted, and said."""
+        if priorities is None or self._limits == NO_LIMITS:
+            return priorities, durations_s
+        said, lasting, count = self._limits.clipped(
+            [checked_priority(one) for one in priorities],
+            None if durations_s is None else [checked_duration(one) for one in durations_s],
+        )
+        if count:
+            with self._stack.lock:
+                self._stack.host.index.clipped += count
+            most = "no limit" if self._limits.pin_s == inf else f"{self._limits.pin_s:g} s"
+            what = (
+                f"blocks ask for more than limits.priority, {self._limits.priority}, or limits.pin"
+            )
+            self._stack.shared.notices.say("limits", f"{count} {what}, {most}: they get that")
+        return said, lasting
 
     def save_paced(
         self, keys: Sequence[BlockKey], *, only: Sequence[int] | None = None, **told: Any

@@ -94,6 +94,11 @@ class Sessions:
                 if owners.get(key, name) != name:
                     owners.pop(key, None)
 
+    def saved(self, name: str | None, keys: Sequence[BlockKey], new: Sequence[BlockKey]) -> None:
+        """Note that a request offers blocks, and that those which are ``new`` were nowhere."""
+        self.met(name, keys)
+        self.brought(name, new)
+
     def last(self, name: str) -> tuple[Sequence[Sequence[BlockKey]], str]:
         """The blocks of its last request that is over, by group, and their salt.
 

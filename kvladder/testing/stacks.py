@@ -17,6 +17,7 @@ from kvladder.manager import CacheManager
 from kvladder.notices import Notices
 from kvladder.policy.eviction import PrioritizedLRU
 from kvladder.policy.offload import OffloadRule
+from kvladder.policy.tenants import NO_LIMITS, NO_SHARES, Limits, Shares
 from kvladder.testing.sim import EPOCH_S, SimClock, inline_blocking
 from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.edge import scratch_blocks, told_apart
@@ -38,6 +39,7 @@ class LevelSpec:
     rule: OffloadRule = field(default_factory=OffloadRule)
     capacity_blocks: int = 64
     settings: LevelSettings = field(default_factory=LevelSettings)
+    shares: Shares = NO_SHARES
 
 
 class LoopPortal:
@@ -91,10 +93,12 @@ class SimCache:
         layout: Layout = LAYOUT,
         epoch_s: float = EPOCH_S,
         threads: Threads = lambda _: inline_blocking,
+        shares: Shares = NO_SHARES,
+        limits: Limits = NO_LIMITS,
     ) -> SimCache:
         """Open a cache over ``levels``, hottest first, at the wall time ``epoch_s``.
 
-        Blocking calls go to ``threads``.
+        Blocking calls go to ``threads``. ``shares`` are those of host.
         """
         loop = asyncio.get_running_loop()
         clock, lock = SimClock(loop, epoch_s=epoch_s), StackLock()
@@ -119,11 +123,12 @@ class SimCache:
                 policy=PrioritizedLRU(),
                 settings=spec.settings,
                 scratch=aside[position - 1],
+                shares=spec.shares,
             )
             for position, spec in enumerate(levels, start=1)
         ]
         stack = TierStack(
-            HostSettings("host", host or OffloadRule(), PrioritizedLRU(), reserve_blocks),
+            HostSettings("host", host or OffloadRule(), PrioritizedLRU(), reserve_blocks, shares),
             made,
             shared,
             post=loop.call_soon,
@@ -142,6 +147,7 @@ class SimCache:
             stack=stack,
             portal=LoopPortal(loop),
             kinds=told_apart(layout, chain.from_iterable(edges)),
+            limits=limits,
         )
         return cls(manager, stack)
 

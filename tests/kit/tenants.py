@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 
 from kvladder.keys import BlockKey
 from kvladder.manager import CacheManager
+from kvladder.testing.stacks import SimCache
 
 NOBODY: str | None = None
 """In place of a session's name: a request that names none, or a process that is gone."""
@@ -53,6 +55,30 @@ class Claims:
         hurt = {key for level, key in before if before[level, key] != after.get((level, key))}
         assert hurt <= owned, "the end of a session takes what others use"
         return ended
+
+
+class Others:
+    """What host has of other salts than one, which is about to save something."""
+
+    def __init__(self, cache: SimCache, salt: bytes, keys: Iterable[BlockKey]) -> None:
+        self._index = cache.stack.host.index
+        self._salt, self._own = salt, {*keys}
+        claims, lent = cache.arena.claims, cache.stack.host._lent
+        coming = sum(its == salt and claims(slot) > 0 for slot, its in lent.items())
+        self._room = self._index.spare(salt) - coming
+        self._before = self._held()
+
+    def _held(self) -> set[BlockKey]:
+        found = ((key, self._index.place(key)) for key in self._index)
+        salt = self._index.salt
+        others = {key for key, place in found if place is not None and salt(place) != self._salt}
+        return others - self._own
+
+    def check(self) -> None:
+        """Assert that nobody else made room but for what the salt may have."""
+        if self._room < inf:
+            gone = len(self._before - self._held())
+            assert gone <= max(0, self._room), "others give way to a salt above its quota"
 
 
 def _worth(manager: CacheManager) -> dict[tuple[str, BlockKey], int]:

@@ -27,7 +27,7 @@ from kvladder.tiers.ladder.level import Level
 from tests.kit.knobs import Knobs
 from tests.kit.mirror import plain
 from tests.kit.model import NOTHING, Model, Replay, Request, must_survive
-from tests.kit.tenants import Claims
+from tests.kit.tenants import Claims, Others
 from tests.kit.wishes import NO_WISHES, SALT, Purge, Wishes
 
 BLOCK_BYTES = 64
@@ -84,7 +84,7 @@ class World:
             if isinstance(tier, SharedFakeTier):
                 tier.removable = self._condemned.__contains__
         specs = [
-            LevelSpec(tier, level.rule, level.capacity_blocks, level.edged)
+            LevelSpec(tier, level.rule, level.capacity_blocks, level.edged, level.shares)
             for tier, level in zip(self.tiers, self.knobs.levels, strict=True)
         ]
         knobs = self.knobs
@@ -102,6 +102,7 @@ class World:
             reserve_blocks=knobs.reserve_blocks,
             fetch_blocks_max=knobs.fetch_blocks_max,
             threads=threads,
+            shares=knobs.shares,
         )
         self.cache = self.loop.run_until_complete(opening)
         self.manager = self.cache.manager
@@ -204,15 +205,20 @@ class World:
             request.save = self.manager.save([])
             return
         priorities, durations = request.priorities, [request.duration_s] * len(request.keys)
+        salt = SALT if request.keys[0] in self._salted else ""
+        if self.knobs.shares.tenant is not None:
+            salt = salt or "even"
+        before = Others(self.cache, self.manager._digest(salt), request.keys)
         save = self.manager.save(
             request.keys,
             priorities=priorities,
             durations_s=durations,
             levels=wishes.store,
             ttl_s=wishes.ttl_s,
-            salt=SALT if request.keys[0] in self._salted else "",
+            salt=salt,
             session=request.session,
         )
+        before.check()
         self.claims.met(request.session, request.keys)
         self.claims.brought(request.session, [request.keys[at] for at in save.indices])
         self.model.asked(request.keys, priorities)
@@ -368,6 +374,8 @@ class World:
         self._close(crash=crash)
         if crash:
             self._stores = before
+        if self.knobs.shares.tenant is not None:  # what is above a quota is not kept
+            kept.clear()
         if not clean or self._errors() > errors:  # removals may not have reached the tiers
             kept.clear()
             self.model.left_in(self._stores)
@@ -419,6 +427,8 @@ class World:
         self.advance(DRAIN_S)
         self.check()
         assert not self.cache.stack.pending, "still at work"
+        for shelf in (self.cache.stack.host, *self.cache.levels):
+            assert not shelf.index.above, f"{shelf.name} has more of a salt than its quota"
         if self.knobs.unruly:  # one that hangs in its threads must not keep another from going on
             own = {level.name for level in self.cache.levels}
             own |= {f"{name}-codecs" for name in own}

@@ -9,11 +9,11 @@ import pytest
 
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.sessions import Sessions
+from kvladder.policy.tenants import Tenants
 from kvladder.testing.fakes import FakeTier
 from kvladder.tiers.base import ANYWHERE, NO_TERMS, Terms
 from kvladder.tiers.ladder import door as doors
 from kvladder.tiers.ladder.door import Door
-from kvladder.tiers.ladder.expiry import Expiry
 from kvladder.tiers.ladder.gate import KINDS
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.index import LevelIndex
@@ -21,8 +21,9 @@ from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.loader import Loader
 from kvladder.tiers.ladder.places import Places
 from kvladder.tiers.ladder.queue import Pending
-from kvladder.tiers.ladder.shelf import EventBuffer
+from kvladder.tiers.ladder.shelf import EventBuffer, Expiry
 from kvladder.tiers.ladder.stack import TierStack
+from kvladder.tiers.ladder.tenancy import Tenanted
 from kvladder.tiers.ladder.writer import Writer
 from tests.kit.knobs import Kind
 from tests.kit.soak import run_world
@@ -105,6 +106,17 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
 
 
 OF_TENANTS: dict[str, tuple[type, str, Any]] = {
+    "others give way to a salt above its quota": (
+        HostLevel,
+        "_within_quota",
+        lambda _host, count, *_: count,
+    ),
+    "what is above a quota stays": (
+        Tenanted,
+        "give_way",
+        lambda _, _salt, new, _stays: ([], len(new)),
+    ),
+    "raised blocks have no limit": (Tenants, "raises", lambda tenants, priority: False),
     "a session ends with what others use": (Sessions, "met", nothing),
     "a session ends with what it found": (
         Sessions,
