@@ -88,9 +88,9 @@ class PrioritizedLRU(EvictionPolicy):
     """
 
     def __init__(self, beside: PrioritizedLRU | None = None) -> None:
-        self._next = array("i") if beside is None else beside._next
-        self._prev = array("i") if beside is None else beside._prev
-        self._priority = bytearray() if beside is None else beside._priority
+        self._next: array[int] = array("i") if beside is None else beside._next
+        self._prev: array[int] = array("i") if beside is None else beside._prev
+        self._priority: bytearray = bytearray() if beside is None else beside._priority
         self._head = [_NIL] * (PRIORITY_MAX + 1)
         self._tail = [_NIL] * (PRIORITY_MAX + 1)
         self._used = 0

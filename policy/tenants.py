@@ -194,8 +194,9 @@ class Tenants:
         assert self._raised_total == len(raised)
         if self.shares.raised is not None:
             assert len(raised) <= self.shares.raised
-        for salt in self._raised.of if self.shares.raised_tenant is not None else ():
-            assert not salt or self._raised.count(salt) <= self.shares.raised_tenant
+        most = self.shares.raised_tenant
+        for salt in self._raised.of:
+            assert not salt or most is None or self._raised.count(salt) <= most
         over = {salt for salt in self._held.of if self.spare(salt) < 0}
         assert over == self.above.keys()
 

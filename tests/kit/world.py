@@ -427,7 +427,7 @@ class World:
         self.advance(DRAIN_S)
         self.check()
         assert not self.cache.stack.pending, "still at work"
-        for shelf in (self.cache.stack.host, *self.cache.levels):
+        for shelf in self.cache.stack._shelves:
             assert not shelf.index.above, f"{shelf.name} has more of a salt than its quota"
         if self.knobs.unruly:  # one that hangs in its threads must not keep another from going on
             own = {level.name for level in self.cache.levels}

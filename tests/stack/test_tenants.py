@@ -142,7 +142,9 @@ def test_a_quota_holds_over_a_restart_and_a_smaller_one_is_kept_to_at_once(tmp_p
         assert cache.stats()["files"]["blocks"] == 80
     smaller = source(tmp_path, files={"quota": {"tenant": "160 KiB"}})
     with kvladder.open_cache(smaller, layout=LAYOUT) as cache:
-        (most,) = {level.index.tenants.shares.tenant for level in cache._stack.levels}
+        tenants = cache._stack.levels[0].index.tenants
+        assert tenants is not None
+        most = tenants.shares.tenant
         assert cache.stats()["files"]["tenants"] == {
             cache._digest("a").hex(): most,
             cache._digest("b").hex(): 20,
@@ -160,7 +162,9 @@ def test_settings_of_shares_are_shown_and_wrong_ones_refused(tmp_path: Path) -> 
         assert "32 blocks of each salt" in text
         for setting in ("limits.priority", "limits.pin", "limits.raised_tenant", "quota.tenant"):
             assert setting in text
-        assert cache._stack.host.index.tenants.shares == Shares(32, 128, 32)
+        tenants = cache._stack.host.index.tenants
+        assert tenants is not None
+        assert tenants.shares == Shares(32, 128, 32)
     for wrong, what in (
         ({"quota": {"tenant": "0 %"}}, r"quota\.tenant.*a percentage of the capacity"),
         ({"quota": {"tennant": "5 %"}}, "did you mean 'tenant'"),
