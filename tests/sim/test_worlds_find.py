@@ -23,7 +23,6 @@ from kvladder.tiers.ladder.places import Places
 from kvladder.tiers.ladder.queue import Pending
 from kvladder.tiers.ladder.shelf import EventBuffer, Expiry
 from kvladder.tiers.ladder.stack import TierStack
-from kvladder.tiers.ladder.tenancy import Tenanted
 from kvladder.tiers.ladder.writer import Writer
 from tests.kit.knobs import Kind
 from tests.kit.soak import run_world
@@ -105,18 +104,20 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
 }
 
 
+_rank = Tenants._rank
+
+
+def never_lowered(tenants: Tenants, salt: bytes, place: int, priority: int) -> None:
+    _rank(tenants, salt, place, priority)
+
+
 OF_TENANTS: dict[str, tuple[type, str, Any]] = {
     "others give way to a salt above its quota": (
         HostLevel,
         "_within_quota",
         lambda _host, count, *_: count,
     ),
-    "what is above a quota stays": (
-        Tenanted,
-        "give_way",
-        lambda _, _salt, new, _stays: ([], len(new)),
-    ),
-    "raised blocks have no limit": (Tenants, "raises", lambda tenants, priority: False),
+    "raised blocks have no limit": (Tenants, "_rank", never_lowered),
     "a session ends with what others use": (Sessions, "met", nothing),
     "a session ends with what it found": (
         Sessions,
