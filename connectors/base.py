@@ -83,15 +83,17 @@ class Connector(ABC):
         levels: Collection[str] | None = None,
         salt: str = "",
         saves: Saves | None = None,
+        session: str | None = None,
     ) -> Fetch:
         """Pin the longest cached prefix of ``keys`` and begin to bring up what lies below host.
 
         Only ``levels`` are read, by name, None for all. ``salt`` is bound into the keys. ``saves``
         is what the engine need not compute if all of it comes, None for the tokens of the blocks.
+        ``session`` is the request's, see :meth:`kvladder.manager.CacheManager.fetch`.
 
         Ask ``Fetch.done`` as often as you like; then give the match to ``load`` or release it.
         """
-        return self.manager.fetch(keys, levels=levels, salt=salt, saves=saves)
+        return self.manager.fetch(keys, levels=levels, salt=salt, saves=saves, session=session)
 
     def load(self, match: Fetch, blocks: Sequence[int], *, first: int = 0, group: int = 0) -> JobId:
         """Begin to copy the matched blocks from ``first`` on into ``blocks``.
@@ -119,6 +121,7 @@ class Connector(ABC):
         ttl_s: float | None = None,
         salt: str = "",
         group: int = 0,
+        session: str | None = None,
     ) -> JobId | None:
         """Begin to save those of ``blocks`` that are not cached yet and that a level would take.
 
@@ -142,6 +145,7 @@ class Connector(ABC):
             ttl_s=ttl_s,
             salt=salt,
             group=group,
+            session=session,
         )
         whole = len(save.indices) == len(blocks)
         return self.fill(save, blocks if whole else [blocks[n] for n in save.indices], group=group)

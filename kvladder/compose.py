@@ -109,6 +109,7 @@ def open_manager(
             kinds=told_apart(layout, chain.from_iterable(edge.codecs for edge in edges)),
             description=f"{config.describe(layout)}\n\n{in_effect}\nnamespace {space.hex()}",
             publisher=publisher,
+            limits=config.limits.of_requests,
         )
         undo.callback(manager.close)
         if config.control.path is not None:
@@ -203,9 +204,10 @@ def _stack(
         rule=config.host.rule,
         policy=config.host.make_policy(),
         reserve_blocks=config.arena.reserve.of(arena.slots),
+        shares=config.shares(config.host, arena.slots, layout.slot_bytes),
     )
     levels = [
-        _spec(level, layout, shared, edge, scratch)
+        _spec(config, level, layout, shared, edge, scratch)
         for level, (edge, scratch) in zip(config.levels, edges, strict=True)
     ]
     return TierStack(
@@ -219,6 +221,7 @@ def _stack(
 
 
 def _spec(
+    whole: StackConfig,
     config: LevelConfig,
     layout: Layout,
     shared: Shared,
@@ -232,14 +235,16 @@ def _spec(
         breaker=BreakerSettings(breaker.failures, breaker.retry_s, breaker.retry_max_s),
     )
     queue = max(1, config.queue.of(shared.arena.slots))
+    blocks = config.capacity_blocks(layout)
     return LevelSpec(
         name=config.name,
         tier=config.make_tier(),
         rule=config.rule,
-        capacity_blocks=config.capacity_blocks(layout),
+        capacity_blocks=blocks,
         policy=config.make_policy(),
         settings=LevelSettings(gate, queue_blocks=queue, edge=edge),
         required=config.required,
         verify=any(codec.checks for codec in config.make_codecs()),
         scratch=scratch,
+        shares=whole.shares(config, blocks, config.block_bytes(layout)),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -19,14 +19,12 @@ from kvladder.metrics import Stats
 from kvladder.policy.eviction import PRIORITY_MAX, PRIORITY_MIN
 from kvladder.policy.retention import checked_duration, checked_priority
 from kvladder.policy.sessions import Sessions
+from kvladder.policy.tenants import NO_LIMITS, Limits
 from kvladder.policy.worth import ANYTHING, Saves
 from kvladder.tiers.base import ANYWHERE, HOST, Terms
-from kvladder.tiers.label import Outcome
 from kvladder.tiers.ladder import Ladder
 from kvladder.tiers.ladder.door import CALLS_TIMEOUT_S
 from kvladder.tiers.ladder.door import CLOSE_TIMEOUT_S as TIER_CLOSE_TIMEOUT_S
-from kvladder.tiers.ladder.gate import BREAKER_STATES, KINDS
-from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.fetch import Fetch as Fetch
 from kvladder.tiers.ladder.loading.fetch import Rising as Rising
 from kvladder.tiers.ladder.loading.fetch import SetFetch as SetFetch
@@ -35,7 +33,8 @@ from kvladder.tiers.ladder.paced import POLL_S as POLL_S
 from kvladder.tiers.ladder.paced import PacedFetch as PacedFetch
 from kvladder.tiers.ladder.paced import PacedSave as PacedSave
 from kvladder.tiers.ladder.saving import Save as Save
-from kvladder.tiers.ladder.saving import metas_of
+from kvladder.tiers.ladder.saving import metas_of, require_one_each
+from kvladder.tiers.ladder.seam import level_counts
 from kvladder.tiers.ladder.stack import Post, TierStack
 
 T = TypeVar("T")
@@ -107,6 +106,7 @@ class CacheManager:
         kinds: Sequence[str] = (),
         description: str = "",
         publisher: Closing | None = None,
+        limits: Limits = NO_LIMITS,
     ) -> None:
         self.layout = layout
         self.namespace = namespace
@@ -120,6 +120,7 @@ class CacheManager:
         """``Layout.kinds`` where a codec may work on some only: then blocks are told apart."""
         self._description = description
         self._publisher = publisher
+        self._limits = limits
         self._clock = stack.shared.clock
         lost = self._unreleased = stack.shared.unreleased
         self._fetches = Turns(max(1, int(arena.slots * PINNED_MAX)), self._clock, lost)
@@ -157,6 +158,7 @@ class CacheManager:
         levels: Collection[str] | None = None,
         salt: str = "",
         saves: Saves | None = None,
+        session: str | None = None,
     ) -> Fetch:
         """Pin the longest cached prefix of ``keys``, and begin to bring it up where needed.
 
@@ -169,8 +171,10 @@ class CacheManager:
 
         What would take longer than computing it is not fetched, and not waited for, once the
         engine told how long that takes (``prefilled``). ``saves`` is what it need not compute if
-        all of the blocks come; None stands for their tokens.
+        all of the blocks come; None stands for their tokens. ``session`` is the one that wants
+        them: those that another one brought in outlast that one's end.
         """
+        self.sessions.met(session, keys)
         if saves is None:
             saves = Saves(len(keys) * self.layout.block_tokens)
         within_s = self._fetch_deadline_s if deadline_s is None else deadline_s
@@ -208,6 +212,7 @@ class CacheManager:
         host and ``levels`` are read, None for all; nothing is asked of shared tiers.
         """
         assert len(keys) <= SET_MAX, "a set is taken in one step"
+        self.sessions.met(None, keys)
         within_s = self._fetch_deadline_s if deadline_s is None else deadline_s
         unique, bits = list(dict.fromkeys(keys)), self._bits(levels) | HOST
         with self._stack.lock:
@@ -282,6 +287,7 @@ class CacheManager:
         salt: str = "",
         patient: bool = False,
         group: int = 0,
+        session: str | None = None,
     ) -> Save:
         """Lease slots for those of ``keys`` that are not here yet and that some level would take.
 
@@ -290,8 +296,7 @@ class CacheManager:
         keys:
             Consecutive blocks of one prefix.
         only:
-            Positions of those that are to be saved, ascending; None for all. The others count for
-            the floors of those after them.
+            Positions of those to save, ascending; None for all. The others count for floors.
         parent_floor:
             ``Save.floor`` of the blocks before them; 100 at the start of a prefix.
         priorities, durations_s:
@@ -307,6 +312,8 @@ class CacheManager:
             Whether what finds no room is tried again, and not counted as dropped.
         group:
             Which of the layout's groups of layers they are of.
+        session:
+            The one that they are saved for: at its end it gives up those that it brought in.
 
         A block that several requests save may be wherever, and as long as, one of them allows.
 
@@ -318,26 +325,45 @@ class CacheManager:
         KeyError
             There is no level of one of these names.
         """
-        for name, given in (("priorities", priorities), ("durations_s", durations_s)):
-            if given is not None and len(given) != len(keys):
-                raise ValueError(f"{name}: {len(given)} for {len(keys)} keys, expected one each")
+        require_one_each(len(keys), priorities=priorities, durations_s=durations_s)
         now = self._stack.shared.clock.now()
         floor = checked_priority(parent_floor)
+        priorities, durations_s = self._clipped(priorities, durations_s)
         expires_s = inf if (lasts_s := checked_duration(ttl_s)) is None else now + lasts_s
         terms = self.terms(levels, expires_s, salt, group)
         metas = metas_of(len(keys), priorities, durations_s, floor, now, terms)
-        floor = metas[-1].floor if metas else floor
-        total = len(keys)
+        floor, total = metas[-1].floor if metas else floor, len(keys)
         if only is not None:
             keys, metas = [keys[at] for at in only], [metas[at] for at in only]
         indices, slots, end = self._stack.reserve(
             keys, metas, explicit=priorities is not None, patient=patient
         )
         kept = list(keys) if len(indices) == len(keys) else [keys[at] for at in indices]
+        self.sessions.saved(session, keys, kept)
         if only is not None:
             indices = [only[at] for at in indices]
             end = only[end] if end < len(only) else total
         return Save(self._stack, kept, indices, slots, floor, end)
+
+    def _clipped(
+        self, priorities: Sequence[int] | None, durations_s: Sequence[float | None] | None
+    ) -> tuple[Sequence[int] | None, Sequence[float | None] | None]:
+        """Priorities and durations within ``limits``; what is above is counted, and said."""
+        if priorities is None or self._limits == NO_LIMITS:
+            return priorities, durations_s
+        said, lasting, count = self._limits.clipped(
+            [checked_priority(one) for one in priorities],
+            None if durations_s is None else [checked_duration(one) for one in durations_s],
+        )
+        if count:
+            with self._stack.lock:
+                self._stack.host.index.clipped += count
+            most = "no limit" if self._limits.pin_s == inf else f"{self._limits.pin_s:g} s"
+            what = (
+                f"blocks ask for more than limits.priority, {self._limits.priority}, or limits.pin"
+            )
+            self._stack.shared.notices.say("limits", f"{count} {what}, {most}: they get that")
+        return said, lasting
 
     def save_paced(
         self, keys: Sequence[BlockKey], *, only: Sequence[int] | None = None, **told: Any
@@ -377,8 +403,9 @@ class CacheManager:
         kind = self.kinds[group] if self.kinds else ""
         return Terms(self._bits(levels), expires_s, self._digest(salt), kind)
 
-    def touch(self, keys: Sequence[BlockKey]) -> None:
-        """The blocks of a prefix were used: none of them is the next to go, its tail first."""
+    def touch(self, keys: Sequence[BlockKey], *, session: str | None = None) -> None:
+        """Note that a session, None for none, used the blocks of a prefix; its tail goes first."""
+        self.sessions.met(session, keys)
         self._stack.touch(keys)
 
     def prefetch(self, session: str) -> list[Fetch]:
@@ -388,15 +415,15 @@ class CacheManager:
         or nobody knows of it.
         """
         runs, salt = self.sessions.last(session)
-        return [self.fetch(run, salt=salt, saves=ANYTHING) for run in runs if run]
+        return [self.fetch(run, salt=salt, saves=ANYTHING, session=session) for run in runs if run]
 
-    def end_session(self, session: str) -> list[BlockKey]:
-        """Nobody comes back for a session: its blocks that no other has are worth nothing.
+    def end_session(self, session: str, *, spare: Container[BlockKey] = ()) -> list[BlockKey]:
+        """End a session: what it brought in and no other request used is worth nothing any more.
 
-        They leave the levels that have a threshold, and are the next to go in the others. Returns
-        them. Raises ValueError if the session has ended, or nobody knows of it.
+        Those blocks, but for ``spare``, leave the levels that have a threshold, and are the next to
+        go in the others. Returns them. Raises ValueError if the session has ended or is not known.
         """
-        keys = self.sessions.end(session)
+        keys = [key for key in self.sessions.end(session) if key not in spare]
         for start in range(0, len(keys), STEP):
             with self._stack.lock:
                 for key in keys[start : start + STEP]:
@@ -533,28 +560,3 @@ class CacheManager:
         if not self.arena.close() and behind:
             what = f"{behind} calls to tiers have not ended: the arena stays mapped until they do"
             self._stack.shared.notices.say("arena", what)
-
-
-def level_counts(level: Level) -> dict[str, Any]:
-    """Occupancy of a level below host, and the state of its door; with the lock held."""
-    door, edge = level.door, level.door.edge
-    states = {kind: BREAKER_STATES.index(state) for kind, state in door.states.items()}
-    opened = {kind: breaker.opened for kind, breaker in door.breakers.items()}
-    return {
-        **level.index.as_dict(),
-        "capacity": level.capacity_blocks,
-        "queued": level.queued,
-        "removals": level.removals,
-        "queue_age_s": level.queue_age_s,
-        "corrupt": edge.refused[Outcome.CORRUPT],
-        "foreign": edge.refused[Outcome.STALE],
-        "unreadable": edge.refused[Outcome.UNREADABLE],
-        "encoded_bytes": edge.encoded_bytes,
-        "calls_behind": door.behind,
-        "breakers": states,
-        "breakers_opened": opened,
-        "breaker": max(states.values()),
-        "breaker_open": int(any(not door.open(kind) for kind in KINDS)),
-        "breaker_opened": sum(opened.values()),
-        "left_out": int(door.absent),
-    }

@@ -27,7 +27,7 @@ import msgspec
 import yaml
 
 from kvladder.errors import ConfigError
-from kvladder.units import Duration, Share, Size
+from kvladder.units import Duration, Portion, Share, Size
 
 DEPTH_MAX = 16
 """How deep settings may be nested."""
@@ -287,7 +287,7 @@ def convert(raw: object, wanted: type[T], path: str = "", *, loose: Loose = lamb
 
 
 def _parse(wanted: type, value: object) -> object:
-    if issubclass(wanted, Size | Duration | Share):
+    if issubclass(wanted, Size | Duration | Share | Portion):
         return wanted.parse(value)
     raise NotImplementedError("not a type that settings can have")
 

@@ -127,6 +127,54 @@ class Duration(float):
         return f"{float(self):g} s"
 
 
+class Portion:
+    """A part of a level's capacity: a size, or a percentage."""
+
+    __slots__ = ("percent", "size")
+
+    def __init__(self, *, size: Size | None = None, percent: float = 0.0) -> None:
+        self.size = size
+        self.percent = percent
+
+    EXPECTED = "a size such as '8 GiB', or a percentage of the capacity such as '25 %'"
+
+    @classmethod
+    def parse(cls, value: object) -> Portion:
+        """The portion that ``value`` writes, more than nothing.
+
+        Raises
+        ------
+        ValueError
+            It does not; the message says what is expected instead.
+        """
+        number, unit = _split(value) if isinstance(value, str) else ("", "")
+        if number and unit == "%":
+            if 0 < float(number) <= 100:
+                return cls(percent=float(number))
+            raise ValueError(cls.EXPECTED)
+        try:
+            return cls(size=Size.parse(value))
+        except ValueError as error:
+            raise ValueError(cls.EXPECTED) from error
+
+    def of(self, blocks: int, block_bytes: int) -> int:
+        """How many of so many blocks it comes to, at least 1."""
+        if self.size is None:
+            return max(1, int(blocks * self.percent / 100))
+        return max(1, min(blocks, self.size // block_bytes))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Portion):
+            return NotImplemented
+        return (self.size, self.percent) == (other.size, other.percent)
+
+    def __hash__(self) -> int:
+        return hash((self.size, self.percent))
+
+    def __str__(self) -> str:
+        return f"{self.percent:g} %" if self.size is None else str(self.size)
+
+
 class Share:
     """A number of blocks, or a percentage of those that there are."""
 

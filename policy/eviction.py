@@ -83,13 +83,14 @@ class PrioritizedLRU(EvictionPolicy):
     """Lowest priority first, then least recently used; every operation is O(1).
 
     One doubly linked list per priority in flat arrays indexed by handle (9 bytes a handle), and a
-    101-bit mask of the priorities in use. The order is TensorRT-LLM's prioritized LRU.
+    101-bit mask of the priorities in use. The order is TensorRT-LLM's prioritized LRU. Orders
+    ``beside`` each other share the arrays: a handle is in one of them at most.
     """
 
-    def __init__(self) -> None:
-        self._next = array("i")
-        self._prev = array("i")
-        self._priority = bytearray()
+    def __init__(self, beside: PrioritizedLRU | None = None) -> None:
+        self._next: array[int] = array("i") if beside is None else beside._next
+        self._prev: array[int] = array("i") if beside is None else beside._prev
+        self._priority: bytearray = bytearray() if beside is None else beside._priority
         self._head = [_NIL] * (PRIORITY_MAX + 1)
         self._tail = [_NIL] * (PRIORITY_MAX + 1)
         self._used = 0

@@ -1,9 +1,9 @@
-"""Sessions: which blocks the requests of one user have, who comes back for them or never will."""
+"""Sessions: which blocks the requests of one user have, and which of them end with the session."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -13,12 +13,15 @@ SESSIONS_MAX: Final = 10_000
 """Sessions that are remembered, and as many that have ended."""
 BLOCKS_MAX: Final = 1 << 18
 """Blocks of all of them together."""
+LATER: Final = "\0later"
+"""In place of a session's name: the caller says later, by other calls, which one it is."""
 
 
 @dataclass(slots=True)
 class _Session:
-    runs: Sequence[Sequence[BlockKey]] = ()
-    """Of the last request: by group of layers, the blocks that the next one begins with."""
+    runs: Sequence[Sequence[BlockKey]] | None = None
+    """Of the last request that is over: by group of layers, the blocks that the next one begins
+    with. None before the first one is over."""
     salt: str = ""
     keys: dict[BlockKey, None] = field(default_factory=dict[BlockKey, None])
     """Of all requests, in the order in which they came."""
@@ -27,8 +30,12 @@ class _Session:
 class Sessions:
     """Remembers the blocks of sessions, of those that were used last as many as there is room for.
 
-    Pure and synchronous, one thread at a time. A session begins with its first use. What is
-    forgotten here to make room is not over: it begins anew with the next use.
+    A session owns the blocks that its requests brought in, until a request of another session, or
+    of none, uses one of them: the end of a session takes back what it owns, and nothing else.
+
+    Pure and synchronous. One thread names sessions; ``met`` may be called from any. A session
+    begins with its first use. What is forgotten here to make room is not over: it begins anew with
+    the next use, and owns nothing of what it brought in before.
     """
 
     def __init__(self, *, sessions_max: int = SESSIONS_MAX, blocks_max: int = BLOCKS_MAX) -> None:
@@ -36,8 +43,8 @@ class Sessions:
         self._blocks_max = blocks_max
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self._users: Counter[BlockKey] = Counter()
-        """How many sessions have a block."""
+        self._owners: dict[BlockKey, str] = {}
+        """By block, the session that brought it in, where no other request used it since."""
         self._blocks = 0
 
     def __len__(self) -> int:
@@ -49,7 +56,7 @@ class Sessions:
             raise ValueError(f"session {name!r} has ended: expected the name of another one")
 
     def use(self, name: str, runs: Sequence[Sequence[BlockKey]], salt: str = "") -> None:
-        """A request of the session has these blocks, by group; ``salt`` is bound into their keys.
+        """Note the blocks of a request of the session that is over, by group, and their salt.
 
         Raises
         ------
@@ -57,61 +64,108 @@ class Sessions:
             The session has ended.
         """
         self.require_open(name)
-        session = self._sessions.setdefault(name, _Session())
-        self._sessions.move_to_end(name)
+        session = self._begun(name)
         session.runs, session.salt = runs, salt
         for run in runs:
-            new = [key for key in dict.fromkeys(run) if key not in session.keys]
-            session.keys.update(dict.fromkeys(new))
-            self._users.update(new)
-            self._blocks += len(new)
-        # The session itself stays, however large it is: its end is still to come.
+            self.met(name, run)
+            self._add(session, run)
+        self._make_room()
+
+    def brought(self, name: str | None, keys: Sequence[BlockKey]) -> None:
+        """Note that a request brings in blocks that were in no level.
+
+        ``name`` is its session; None, or one that has ended, stands for a request without one.
+        """
+        if name is None or name in self._ended:
+            self.met(None, keys)
+        elif keys:
+            self._add(self._begun(name), keys)
+            self._owners.update(dict.fromkeys(keys, name))
+            self._make_room()
+
+    def met(self, name: str | None, keys: Iterable[BlockKey]) -> None:
+        """Note that a request of the session, None for none, wants blocks that may be there.
+
+        From now on they belong to no other session.
+        """
+        owners = self._owners
+        if owners and name != LATER and not owners.keys().isdisjoint(keys):
+            for key in keys:
+                if owners.get(key, name) != name:
+                    owners.pop(key, None)
+
+    def saved(self, name: str | None, keys: Sequence[BlockKey], new: Sequence[BlockKey]) -> None:
+        """Note that a request offers blocks, and that those which are ``new`` were nowhere."""
+        self.met(name, keys)
+        self.brought(name, new)
+
+    def last(self, name: str) -> tuple[Sequence[Sequence[BlockKey]], str]:
+        """The blocks of its last request that is over, by group, and their salt.
+
+        Raises
+        ------
+        ValueError
+            The session has ended, or is not known.
+        """
+        self.require_open(name)
+        session = self._sessions.get(name)
+        if session is None or session.runs is None:
+            raise ValueError(f"session {name!r} is not known: expected one that had a request")
+        return session.runs, session.salt
+
+    def owned(self, name: str) -> list[BlockKey]:
+        """The blocks that the session brought in and that no other request used since.
+
+        Raises
+        ------
+        ValueError
+            The session has ended, or is not known.
+        """
+        self.last(name)
+        return [key for key in self._sessions[name].keys if self._owners.get(key) == name]
+
+    def end(self, name: str) -> list[BlockKey]:
+        """End the session, and return what it ``owned``.
+
+        Raises
+        ------
+        ValueError
+            The session has ended, or is not known.
+        """
+        owned = self.owned(name)
+        self._ended[name] = None
+        if len(self._ended) > self._max:
+            self._ended.popitem(last=False)
+        self._forget(name, self._sessions.pop(name))
+        return owned
+
+    def _begun(self, name: str) -> _Session:
+        session = self._sessions.setdefault(name, _Session())
+        self._sessions.move_to_end(name)
+        return session
+
+    def _add(self, session: _Session, keys: Collection[BlockKey]) -> None:
+        before = len(session.keys)
+        session.keys.update(dict.fromkeys(keys))
+        self._blocks += len(session.keys) - before
+
+    def _make_room(self) -> None:
+        # The session used last stays, however large it is: its end is still to come.
         while len(self._sessions) > 1 and (
             len(self._sessions) > self._max or self._blocks > self._blocks_max
         ):
             self._forget(*self._sessions.popitem(last=False))
 
-    def last(self, name: str) -> tuple[Sequence[Sequence[BlockKey]], str]:
-        """The blocks of its last request, by group, and their salt.
-
-        Raises
-        ------
-        ValueError
-            The session has ended, or nobody knows of it.
-        """
-        self.require_open(name)
-        if name not in self._sessions:
-            raise ValueError(f"session {name!r} is not known: expected one that had a request")
-        session = self._sessions[name]
-        return session.runs, session.salt
-
-    def end(self, name: str) -> list[BlockKey]:
-        """The session is over; its blocks that no other session has.
-
-        Raises
-        ------
-        ValueError
-            It has ended before, or nobody knows of it.
-        """
-        self.last(name)
-        self._ended[name] = None
-        if len(self._ended) > self._max:
-            self._ended.popitem(last=False)
-        return self._forget(name, self._sessions.pop(name))
-
-    def _forget(self, _: str, session: _Session) -> list[BlockKey]:
+    def _forget(self, name: str, session: _Session) -> None:
         self._blocks -= len(session.keys)
-        self._users.subtract(list(session.keys))
-        alone = [key for key in session.keys if not self._users[key]]
-        for key in alone:
-            del self._users[key]
-        return alone
+        for key in session.keys:
+            if self._owners.get(key) == name:
+                self._owners.pop(key, None)
 
     def check(self) -> None:
         """Assert that all counts agree; O(n), for tests."""
-        counted = Counter(key for one in self._sessions.values() for key in one.keys)
-        assert counted == self._users
-        assert self._blocks == counted.total()
+        assert self._blocks == sum(len(one.keys) for one in self._sessions.values())
+        assert all(key in self._sessions[name].keys for key, name in self._owners.items())
         assert not self._sessions.keys() & self._ended.keys()
         assert len(self._sessions) <= self._max
         assert len(self._ended) <= self._max

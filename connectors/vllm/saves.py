@@ -184,6 +184,7 @@ class Saver:
             ttl_s=policy.ttl_s,
             salt=state.salt,
             group=group.index,
+            session=policy.session,
         )
         if job is not None and state.number:
             self._owners[job] = state.number

@@ -323,7 +323,11 @@ class SchedulerHalf:
             self._groups,
             state.keys,
             match=lambda keys, saves: self.connector.match(
-                keys, levels=state.policy.tiers.load, salt=state.salt, saves=saves
+                keys,
+                levels=state.policy.tiers.load,
+                salt=state.salt,
+                saves=saves,
+                session=state.policy.session,
             ),
             lookup=lambda keys: self.connector.manager.reach(keys, levels=state.policy.tiers.load),
             own=own,
@@ -365,7 +369,7 @@ class SchedulerHalf:
         self._computing.expect(state, max(0, request.num_tokens - computed))
         if answer is not None and answer[0]:
             for keys in state.read(answer[0]):
-                self.connector.manager.touch(keys)
+                self.connector.manager.touch(keys, session=state.policy.session)
         if not external:
             self._let_go(state)
             return
@@ -434,7 +438,8 @@ class SchedulerHalf:
             end_in_session(self.connector, self._groups, state)
             main = self._groups.main
             for keys in state.read(self._groups.aligned(state.saved[main.index] * main.tokens)):
-                self.connector.manager.touch(keys)  # saved head first: now the tail goes first
+                # saved head first: now the tail goes first
+                self.connector.manager.touch(keys, session=state.policy.session)
 
     # ---- a step
 

@@ -206,6 +206,12 @@ class BlockPool:
         """How many of these somebody holds."""
         return sum(slot in self._ledger.refs for slot in slots)
 
+    def in_use(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Those of ``keys`` that are on the device and held by somebody."""
+        find, slot = self._ledger.index.find, self._ledger.nodes.slot
+        refs, nodes = self._ledger.refs, ((key, find(key)) for key in keys)
+        return {key for key, node in nodes if node is not None and slot[node] in refs}
+
     def vacate(
         self, slots: Sequence[DeviceSlot]
     ) -> tuple[list[DeviceSlot], list[tuple[DeviceSlot, DeviceSlot]]]:

@@ -10,6 +10,7 @@ from kvladder.gpu.pool.serving import Match, Serving, reserve
 from kvladder.gpu.requests.groups import Group, served_by_all
 from kvladder.gpu.requests.sequence import BlockCopy, Extra, KVSequence, Sequences
 from kvladder.gpu.tree.names import DeviceSlot
+from kvladder.keys import BlockKey
 from kvladder.policy.numbers import whole
 from kvladder.policy.retention import Retention
 
@@ -20,10 +21,21 @@ class Request:
     ``parts[g]`` is the :class:`KVSequence` of group ``g``; all have the same tokens.
     """
 
-    __slots__ = ("parts",)
+    __slots__ = ("parts", "session")
 
     def __init__(self, parts: Sequence[KVSequence]) -> None:
         self.parts = tuple(parts)
+        self.session: str | None = None
+        """The session that it was said to belong to, see ``belongs``."""
+
+    def belongs(self, session: str) -> None:
+        """Note its session."""
+        self.session = session
+
+    @property
+    def runs(self) -> list[Sequence[BlockKey]]:
+        """By group, its whole blocks, as far as they are computed."""
+        return [part.keys[: part.computed // part.block_tokens] for part in self.parts]
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -141,6 +153,7 @@ class Requests:
         self.groups = tuple(groups)
         self.sequences = tuple(sequences)
         self._pools = [one.serving for one in sequences]
+        self._listener: Callable[[Request], object] | None = None
         self.reuse = reuse
         self.step = lcm(*(group.block_tokens for group in groups))
         """After so many tokens blocks of all groups end."""
@@ -423,6 +436,10 @@ class Requests:
             raise ValueError(f"{count} forks: expected 0 or more")
         return [Request([part.fork() for part in request.parts]) for _ in range(count)]
 
+    def listen(self, listener: Callable[[Request], object]) -> None:
+        """Have ``listener`` told of each request that is about to be released, with its blocks."""
+        self._listener = listener
+
     def release(self, request: Request, *, store: bool = True) -> None:
         """The request is over: its blocks may be reused, the last first.
 
@@ -436,5 +453,7 @@ class Requests:
         """
         for part in request.parts:
             part.require_open()
+        if self._listener is not None:
+            self._listener(request)
         for part in request.parts:
             part.release(store=store)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from functools import cached_property
@@ -20,6 +21,7 @@ from kvladder.policy.eviction import (
     EvictionPolicy,
 )
 from kvladder.policy.offload import OffloadRule, When
+from kvladder.policy.tenants import Limits
 from kvladder.schema import HOST, Address, Settings, cleared
 from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.base import ChecksumCodec, Codec, Stage
@@ -27,7 +29,7 @@ from kvladder.tiers.codecs.edge import scratch_blocks
 from kvladder.tiers.isolated.tier import IsolatedTier
 from kvladder.tiers.label import STEPS_MAX
 from kvladder.tiers.nixl.roster import NAME, require_url
-from kvladder.units import Duration, Share, Size
+from kvladder.units import Duration, Portion, Share, Size
 
 Count = Annotated[int, msgspec.Meta(ge=0, description="a whole number, 0 or more")]
 Positive = Annotated[int, msgspec.Meta(ge=1, description="a whole number, 1 or more")]
@@ -234,6 +236,31 @@ class ExportConfig(Settings, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, listen=f"{host}:{own}", name=name)
 
 
+class LimitsConfig(Settings, frozen=True, kw_only=True):
+    """What requests may ask for their blocks; what is above is clipped, counted and said."""
+
+    priority: Priority = PRIORITY_MAX
+    """The highest priority."""
+    pin_s: Duration | None = msgspec.field(name="pin", default=None)
+    """The longest time for which a priority above the default lasts; None sets no limit."""
+    raised: Portion = Portion(percent=50)
+    """How much of each level blocks above the default priority may have, all together."""
+    raised_tenant: Portion = Portion(percent=25)
+    """How much of each level those of one cache salt may have."""
+
+    @property
+    def of_requests(self) -> Limits:
+        """Those that hold for what a request asks."""
+        return Limits(self.priority, math.inf if self.pin_s is None else self.pin_s)
+
+
+class QuotaConfig(Settings, frozen=True, kw_only=True):
+    """How much of a level each cache salt may have; blocks without a salt have no quota."""
+
+    tenant: Portion | None = None
+    """Of one cache salt; None sets no limit."""
+
+
 class Sections(Settings, frozen=True, kw_only=True):
     """The sections of a file, but for its list of tiers."""
 
@@ -245,6 +272,8 @@ class Sections(Settings, frozen=True, kw_only=True):
     events: EventsConfig = EventsConfig()
     control: ControlConfig = ControlConfig()
     export: ExportConfig = ExportConfig()
+    limits: LimitsConfig = LimitsConfig()
+    quota: QuotaConfig = QuotaConfig()
 
 
 class BreakerConfig(Settings, frozen=True, kw_only=True):
@@ -400,6 +429,8 @@ class TierSettings(Settings, frozen=True, kw_only=True):
 
 class HostConfig(TierSettings, frozen=True, kw_only=True):
     """Level 0: blocks in the arena's slots; its capacity is the arena's size."""
+
+    quota: QuotaConfig = QuotaConfig()
 
 
 ABANDON_S = Duration(1)

@@ -20,7 +20,9 @@ from kvladder.config.settings import (
     HostConfig,
     LevelConfig,
     LossyCodecConfig,
+    QuotaConfig,
     Sections,
+    TierSettings,
 )
 from kvladder.config.sources import SHORT_KEYS, Source, read
 from kvladder.errors import ConfigError
@@ -28,6 +30,7 @@ from kvladder.gpu.requests.groups import SIZES, is_size
 from kvladder.layout import Layout
 from kvladder.metrics import SECTIONS
 from kvladder.policy.eviction import PRIORITY_DEFAULT
+from kvladder.policy.tenants import Shares
 from kvladder.schema import (
     cleared,
     convert,
@@ -200,6 +203,17 @@ class StackConfig(Sections, frozen=True, kw_only=True):
         """How many blocks the arena holds."""
         return self.arena_bytes // layout.slot_bytes
 
+    def shares(self, level: TierSettings, blocks: int, block_bytes: int) -> Shares:
+        """What salts, and blocks above the default priority, may have of a level's blocks."""
+        own: object = getattr(level, "quota", None)
+        tenant = own.tenant if isinstance(own, QuotaConfig) else None
+        quota, limits = tenant or self.quota.tenant, self.limits
+        return Shares(
+            None if quota is None else quota.of(blocks, block_bytes),
+            limits.raised.of(blocks, block_bytes),
+            limits.raised_tenant.of(blocks, block_bytes),
+        )
+
     def check(self, layout: Layout) -> None:
         """Raise ConfigError if blocks of this layout do not fit what is configured."""
         tokens = self.block.tokens
@@ -258,9 +272,15 @@ class StackConfig(Sections, frozen=True, kw_only=True):
             )
 
         found = {"arena.size": blocks(self.arena_slots(layout))}
+        most = self.shares(self.host, self.arena_slots(layout), layout.slot_bytes)
+        if most.tenant is not None:
+            found["tiers[0].quota.tenant"] = f"{most.tenant} blocks of each salt"
         for i, level in enumerate(self.levels, start=1):
             part = f" for each of {level.engines} engines" if level.engines > 1 else ""
             found[f"tiers[{i}].capacity"] = blocks(level.capacity_blocks(layout)) + part
+            most = self.shares(level, level.capacity_blocks(layout), level.block_bytes(layout))
+            if most.tenant is not None:
+                found[f"tiers[{i}].quota.tenant"] = f"{most.tenant} blocks of each salt"
             scratch = level.scratch_blocks(layout) * layout.slot_bytes
             if scratch:
                 found[f"tiers[{i}].codecs"] = f"{Size(scratch).about()} of scratch"
@@ -399,7 +419,7 @@ def _level_type(make: Any, raw: dict[str, Any], path: str, found: Source) -> typ
         raw["codecs"] = codecs = from_text(codecs, tuple)
     if not is_list(codecs):  # and if it is not missing, wrong
         default = (tuple[CodecConfig, ...], (CHECKSUM,))
-        return LevelConfig.of(make, f"{path}.type", codecs=default)
+        return LevelConfig.of(make, f"{path}.type", codecs=default, **_quota(make))
     raw["codecs"] = [{"name": one} if isinstance(one, str) else one for one in codecs]
     types: list[Any] = []
     for i, one in enumerate(raw["codecs"]):
@@ -408,4 +428,11 @@ def _level_type(make: Any, raw: dict[str, Any], path: str, found: Source) -> typ
         kind = LossyCodecConfig if codec.lossy else CodecConfig
         types.append(kind.of(codec, f"{where}.name"))
     chain = tuple.__class_getitem__(tuple(types))
-    return LevelConfig.of(make, f"{path}.type", codecs=(chain, ()))
+    return LevelConfig.of(make, f"{path}.type", codecs=(chain, ()), **_quota(make))
+
+
+def _quota(make: Any) -> dict[str, tuple[Any, Any]]:
+    """The quota that a level has, unless its tier has one of its own."""
+    own = getattr(make, "Options", None)
+    is_own = own is not None and "quota" in keys_of(own)
+    return {} if is_own else {"quota": (QuotaConfig, QuotaConfig())}

@@ -74,6 +74,7 @@ class DeviceCache:
         if division.regions:
             self.rebalance = Rebalance(requests, division, self._room.move)
             manager.report("rebalance", self.rebalance.counts)
+        requests.listen(self._released)
         for group, pool in zip(requests.groups, self.pools, strict=True):
             manager.report(f"{POOL}{group.name}", pool.counts)
         manager.report("preemption", self.preemption.counts)
@@ -113,13 +114,20 @@ class DeviceCache:
             return self.preemption.resume(suspended, room=room)
 
     def use_session(self, session: str, request: Request) -> None:
-        """A request belongs to a session: its whole blocks do, as far as they are computed.
+        """Have a request belong to a session: its whole blocks do, as far as they are computed.
 
         Called before the request is released. Raises ValueError if the session has ended.
         """
-        parts = request.parts
-        runs = [part.keys[: part.computed // part.block_tokens] for part in parts]
-        self.manager.sessions.use(session, runs, parts[0].root.salt)
+        sessions, runs = self.manager.sessions, request.runs
+        sessions.use(session, runs, request.parts[0].root.salt)
+        for part, run in zip(request.parts, runs, strict=True):
+            sessions.brought(session, run[part.cached // part.block_tokens :])
+        request.belongs(session)
+
+    def _released(self, request: Request) -> None:
+        """Note what a request used that belongs to no session."""
+        for run in request.runs if request.session is None else ():
+            self.manager.sessions.met(None, run)
 
     def prefetch(self, session: str) -> None:
         """Have the tiers bring to host what the next request of a session begins with.
@@ -134,11 +142,13 @@ class DeviceCache:
             self.port.prefetch(read[len(pool.match(read)) :], salt)
 
     def end_session(self, session: str) -> None:
-        """Nobody comes back for a session: its blocks that no other has are the next to go.
+        """End a session: the blocks that it computed and no other request used are the next to go.
 
         On the device; levels with a threshold forget them at once. Raises as ``prefetch`` does.
         """
-        keys = self.manager.end_session(session)
+        owned = self.manager.sessions.owned(session)
+        spare = {key for pool in self.pools for key in pool.in_use(owned)}
+        keys = self.manager.end_session(session, spare=spare)
         for pool in self.pools:
             pool.reprioritize(keys, PRIORITY_MIN)
 

@@ -18,6 +18,7 @@ from kvladder.gpu.tree.names import DeviceSlot, Ticket
 from kvladder.keys import BlockKey
 from kvladder.lock import BULK_STEP, STEP
 from kvladder.manager import CacheManager
+from kvladder.policy.sessions import LATER
 from kvladder.policy.worth import ANYTHING
 from kvladder.tiers.base import NO_TERMS
 from kvladder.tiers.ladder.index import Meta
@@ -210,7 +211,7 @@ class TierPort:
         """See ``Below.claim``; what lies below host is on its way up from now on."""
         # of several groups one alone saves nothing, and what all of them save is not known here
         saves = None if len(self._pools) == 1 else ANYTHING
-        fetch = self.manager.fetch(keys, salt=salt, saves=saves)
+        fetch = self.manager.fetch(keys, salt=salt, saves=saves, session=LATER)
         count = len(fetch.planned)
         claim = _Claim(fetch, count)
         for at, key in enumerate(keys[:count]):
@@ -290,7 +291,8 @@ class TierPort:
     def prefetch(self, keys: Sequence[BlockKey], salt: str) -> None:
         """Have these blocks brought to host, whatever that takes; ``poll`` lets go of them."""
         if keys:
-            self.rising.add([self.manager.fetch(keys, salt=salt, saves=ANYTHING)])
+            fetch = self.manager.fetch(keys, salt=salt, saves=ANYTHING, session=LATER)
+            self.rising.add([fetch])
 
     def _ended(self, finished: Finished) -> None:
         ticket = Ticket(finished.id)

@@ -17,6 +17,7 @@ from kvladder.manager import CacheManager
 from kvladder.notices import Notices
 from kvladder.policy.eviction import PrioritizedLRU
 from kvladder.policy.offload import OffloadRule
+from kvladder.policy.tenants import NO_LIMITS, NO_SHARES, Limits, Shares
 from kvladder.testing.sim import EPOCH_S, SimClock, inline_blocking
 from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.edge import scratch_blocks, told_apart
@@ -39,6 +40,7 @@ class LevelSpec:
     capacity_blocks: int = 64
     settings: LevelSettings = field(default_factory=LevelSettings)
     required: bool = False
+    shares: Shares = NO_SHARES
 
 
 class LoopPortal:
@@ -92,10 +94,12 @@ class SimCache:
         layout: Layout = LAYOUT,
         epoch_s: float = EPOCH_S,
         threads: Threads = lambda _: inline_blocking,
+        shares: Shares = NO_SHARES,
+        limits: Limits = NO_LIMITS,
     ) -> SimCache:
         """Open a cache over ``levels``, hottest first, at the wall time ``epoch_s``.
 
-        Blocking calls go to ``threads``.
+        Blocking calls go to ``threads``. ``shares`` are those of host.
         """
         loop = asyncio.get_running_loop()
         clock, lock = SimClock(loop, epoch_s=epoch_s), StackLock()
@@ -121,11 +125,12 @@ class SimCache:
                 settings=spec.settings,
                 required=spec.required,
                 scratch=aside[position - 1],
+                shares=spec.shares,
             )
             for position, spec in enumerate(levels, start=1)
         ]
         stack = TierStack(
-            HostSettings("host", host or OffloadRule(), PrioritizedLRU(), reserve_blocks),
+            HostSettings("host", host or OffloadRule(), PrioritizedLRU(), reserve_blocks, shares),
             made,
             shared,
             post=loop.call_soon,
@@ -144,6 +149,7 @@ class SimCache:
             stack=stack,
             portal=LoopPortal(loop),
             kinds=told_apart(layout, chain.from_iterable(edges)),
+            limits=limits,
         )
         return cls(manager, stack)
 

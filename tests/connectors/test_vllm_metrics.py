@@ -244,6 +244,7 @@ def test_the_scheduler_half_has_a_value_for_every_metric() -> None:
                     "kvladder_tier_breaker",
                     "kvladder_tier_left_out",
                     "kvladder_tier_dropped",
+                    "kvladder_tier_tenant",
                     "kvladder_tier_server",
                     "kvladder_export",  # there while a cache is served to others
                 )

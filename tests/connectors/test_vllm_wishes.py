@@ -120,6 +120,23 @@ def test_what_a_session_alone_has_goes_with_it() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_requests_without_a_session_use_outlasts_it(when: str) -> None:
+    engine = opened()
+    others = {"save": False} if when == "after" else {"priority": 100}
+    if when == "before":
+        turn(engine, range(16), **others)
+    turn(engine, range(32), session="a")
+    if when == "after":
+        turn(engine, [*range(16), 99], **others)
+    turn(engine, [*range(32), *range(60, 68)], session="a")
+    turn(engine, range(48), session="a", end_session=True)
+    manager = engine.half.connector.manager
+    until(lambda: not manager.removals)
+    assert turn(engine, [*range(32), 7]) == 4, "the others' blocks are there, no more"
+    engine.close()
+
+
 def test_without_a_threshold_what_a_session_had_goes_next() -> None:
     engine = opened(min_priority=0)
     turn(engine, range(32), session="a")

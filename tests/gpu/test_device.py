@@ -484,6 +484,23 @@ def test_a_session_that_ends_gives_up_what_it_alone_had() -> None:
         engine.requests.release(request)
 
 
+def test_what_requests_without_a_session_use_outlasts_it() -> None:
+    with model(stack()) as engine:
+        engine.run(range(8))  # there before the session
+        prefix(engine, range(12), "a")
+        prefix(engine, range(50, 62), "a")
+        engine.run(range(50, 54))  # and used later
+        engine.evict()
+        prefix(engine, range(50, 62), "a")  # what comes back for it remains its own
+        running = engine.begin(range(13))
+        engine.cache.end_session("a")
+        engine.compute(running)
+        engine.requests.release(running)
+        engine.evict()
+        assert engine.run([*range(12), 9]) == 12, "a running request used all of it"
+        assert engine.run([*range(50, 62), 9]) == 4
+
+
 def test_on_the_device_what_an_ended_session_had_goes_first() -> None:
     with model({"gpu": {}}, blocks=6) as engine:
         prefix(engine, range(8), "a")

@@ -8,13 +8,14 @@ from typing import Literal
 
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.policy.offload import OffloadRule
+from kvladder.policy.tenants import NO_SHARES, Shares
 from kvladder.tiers.codecs.base import ChecksumCodec
 from kvladder.tiers.codecs.edge import EdgeSettings
 from kvladder.tiers.ladder.door import LevelSettings
 from kvladder.tiers.ladder.gate import BreakerSettings, GateSettings
 from tests.kit.mirror import MirrorCodec
 
-Kind = Literal["plain", "coded", "shared", "wishing", "unruly"]
+Kind = Literal["plain", "coded", "shared", "wishing", "unruly", "tenants"]
 """What is special about the levels, about the requests, or about what tiers do."""
 PRIORITIES = (0, 20, 35, 50, 80, 100)
 
@@ -32,6 +33,8 @@ class LevelKnobs:
     settings: LevelSettings
     shared: bool = False
     """Whether others put into its tier and remove from it."""
+    shares: Shares = NO_SHARES
+    """How much of it salts may have."""
     coded: bool = False
     """Whether its blocks are changed on their way, and checked by the level instead of the tier."""
 
@@ -71,6 +74,11 @@ class LevelKnobs:
         )
 
 
+def _shares(blocks: int) -> Shares:
+    """Half of so many blocks for each salt, and for raised ones; a quarter for those of one."""
+    return Shares(max(1, blocks // 2), max(1, blocks // 2), max(1, blocks // 4))
+
+
 @dataclass(frozen=True)
 class Knobs:
     """A whole cache."""
@@ -80,6 +88,8 @@ class Knobs:
     reserve_blocks: int
     fetch_blocks_max: int
     levels: tuple[LevelKnobs, ...]
+    shares: Shares = NO_SHARES
+    """How much of host salts may have."""
     unruly: bool = False
     """Whether tiers do, too, what no tier may do."""
 
@@ -97,6 +107,9 @@ class Knobs:
             levels = [replace(level, coded=True) for level in levels]
         elif kind == "shared" and levels:
             levels[-1] = replace(levels[-1], durable=False, shared=True)
+        elif kind == "tenants":
+            levels = [replace(one, shares=_shares(one.capacity_blocks)) for one in levels]
+            return replace(self, levels=tuple(levels), shares=_shares(self.slots))
         return replace(self, levels=tuple(levels), unruly=kind == "unruly")
 
     @classmethod

@@ -20,6 +20,7 @@ _SOME = st.none() | st.lists(st.sampled_from(LEVEL_NAMES), unique=True).map(tupl
 WISHES = st.just(NO_WISHES) | st.builds(
     Wishes, load=_SOME, store=_SOME, ttl_s=st.none() | st.sampled_from([0.5, 5.0, 25.0])
 )
+SESSIONS = st.none() | st.integers(0, 2)
 SECONDS = st.sampled_from([0.0, 0.001, 0.01, 0.1, 1.0, 10.0])
 
 
@@ -48,6 +49,7 @@ class CacheMachine(RuleBasedStateMachine):
         priority=st.none() | st.sampled_from(PRIORITIES),
         duration_s=st.none() | st.just(2.0),
         wishes=WISHES,
+        session=SESSIONS,
     )
     def serve(
         self,
@@ -56,10 +58,11 @@ class CacheMachine(RuleBasedStateMachine):
         priority: int | None,
         duration_s: float | None,
         wishes: Wishes,
+        session: int | None,
     ) -> None:
         """A request arrives; it goes on whenever time does."""
         wishes = wishes if self.wishing else NO_WISHES
-        self.world.begin(number, length, priority, duration_s, wishes)
+        self.world.begin(number, length, priority, duration_s, wishes, session)
         self.world.poll()
 
     @rule(numbers=st.lists(NUMBERS, min_size=1, max_size=3, unique=True))
@@ -67,6 +70,11 @@ class CacheMachine(RuleBasedStateMachine):
         """Another process wants a set of blocks."""
         self.world.gather(numbers)
         self.world.poll()
+
+    @rule(session=st.integers(0, 2))
+    def end_session(self, session: int) -> None:
+        """The user of a session has gone."""
+        self.world.end_session(session)
 
     @rule(seconds=SECONDS)
     def advance(self, seconds: float) -> None:

@@ -140,6 +140,7 @@ class Request:
     deadline_s: float
     expected: dict[BlockKey, frozenset[bytes]]
     """What was allowed when the fetch began."""
+    session: str | None = None
     loaded: dict[Slot, bytes] = field(default_factory=dict[Slot, bytes])
     """What is in the slots that it has pinned; must not change."""
     save: Save | None = None

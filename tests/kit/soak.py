@@ -16,7 +16,7 @@ from random import Random
 from typing import get_args
 
 from tests.kit.knobs import PRIORITIES, Kind, Knobs
-from tests.kit.wishes import Wishes
+from tests.kit.wishes import NO_WISHES, Wishes
 from tests.kit.world import World
 
 STEPS_PER_WORLD = 200
@@ -65,6 +65,21 @@ def wishing_steps(world: World, random: Random) -> list[Callable[[], None]]:
     return steps
 
 
+def tenants_steps(world: World, random: Random) -> list[Callable[[], None]]:
+    """The same where some requests belong to sessions, which end."""
+    steps = drawn_steps(world, random)
+    number, length = random.randrange(16), random.randrange(1, 7)
+    priority, duration_s = random.choice((None, None, *PRIORITIES)), random.choice((None, 2.0))
+    session = random.choice((None, 0, 1, 2))
+    steps[0] = lambda: world.begin(number, length, priority, duration_s, NO_WISHES, session)
+    if random.random() < 0.3:
+        steps[2] = lambda: world.end_session(number % 3)
+    return steps
+
+
+STEPS = {"wishing": wishing_steps, "tenants": tenants_steps}
+
+
 def run_world(
     seed: int, steps: int = STEPS_PER_WORLD, *, kind: Kind = "plain", sets: bool = False
 ) -> World:
@@ -77,10 +92,12 @@ def run_world(
     weights = [weight * random.choice((0, 1, 1, 3)) for weight in WEIGHTS]
     weights[:2] = WEIGHTS[:2]
     weights += [OTHERS_WEIGHT if kind == "shared" else 0, SETS_WEIGHT if sets else 0]
+    if kind == "tenants":
+        weights[2] = 10
     world = World(knobs, seed)
     try:
         for _ in range(steps):
-            kinds = (wishing_steps if kind == "wishing" else drawn_steps)(world, random)
+            kinds = STEPS.get(kind, drawn_steps)(world, random)
             random.choices(kinds, weights)[0]()
             world.check()
             world.poll()

@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from random import Random
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.manager import SetFetch
+from kvladder.policy.eviction import PRIORITY_MIN
 from kvladder.testing.fakes import FakeStore, FakeTier
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.sim import SimLoop, SimThreads, inline_blocking, where
@@ -25,6 +27,7 @@ from kvladder.tiers.ladder.level import Level
 from tests.kit.knobs import Knobs
 from tests.kit.mirror import plain
 from tests.kit.model import NOTHING, Model, Replay, Request, must_survive
+from tests.kit.tenants import Claims, Others
 from tests.kit.wishes import NO_WISHES, SALT, Purge, Wishes
 
 BLOCK_BYTES = 64
@@ -46,6 +49,7 @@ class World:
         self.served: Counter[str] = Counter()
         """Blocks served, by level."""
         self.model = Model()
+        self.claims = Claims()
         self._seed = seed
         self._stores = [FakeStore() for _ in knobs.levels]
         self._names = 0
@@ -80,7 +84,7 @@ class World:
             if isinstance(tier, SharedFakeTier):
                 tier.removable = self._condemned.__contains__
         specs = [
-            LevelSpec(tier, level.rule, level.capacity_blocks, level.edged)
+            LevelSpec(tier, level.rule, level.capacity_blocks, level.edged, level.shares)
             for tier, level in zip(self.tiers, self.knobs.levels, strict=True)
         ]
         knobs = self.knobs
@@ -98,6 +102,7 @@ class World:
             reserve_blocks=knobs.reserve_blocks,
             fetch_blocks_max=knobs.fetch_blocks_max,
             threads=threads,
+            shares=knobs.shares,
         )
         self.cache = self.loop.run_until_complete(opening)
         self.manager = self.cache.manager
@@ -121,8 +126,10 @@ class World:
         priority: int | None = None,
         duration_s: float | None = None,
         wishes: Wishes = NO_WISHES,
+        session: int | None = None,
     ) -> None:
         """A request arrives, its later blocks at a lower priority."""
+        name = None if session is None else self.claims.name(session)
         keys = self.prompt(number, length)
         priorities = None
         if priority is not None:
@@ -138,10 +145,12 @@ class World:
             priorities,
             duration_s,
             wishes,
-            self.manager.fetch(keys, deadline_s=deadline_s, levels=wishes.load),
+            self.manager.fetch(keys, deadline_s=deadline_s, levels=wishes.load, session=name),
             self.loop.time() + deadline_s,
             dict(self.model.allowed),
+            session=name,
         )
+        self.claims.met(name, keys)
         self.requests.append(request)
         self.note(f"begin {request.name}: {number}/{length} at {priority}, {lookup}")
 
@@ -160,6 +169,7 @@ class World:
         self.requests.append(
             Request(self._names, [*fetch.keys], None, None, NO_WISHES, fetch, until_s, allowed)
         )
+        self.claims.met(None, keys)
         self.note(f"gather {self._names}: {len(fetch.keys)} of {len(keys)}")
 
     def poll(self) -> None:
@@ -195,14 +205,22 @@ class World:
             request.save = self.manager.save([])
             return
         priorities, durations = request.priorities, [request.duration_s] * len(request.keys)
+        salt = SALT if request.keys[0] in self._salted else ""
+        if self.knobs.shares.tenant is not None:
+            salt = salt or "even"
+        before = Others(self.cache, self.manager._digest(salt), request.keys)
         save = self.manager.save(
             request.keys,
             priorities=priorities,
             durations_s=durations,
             levels=wishes.store,
             ttl_s=wishes.ttl_s,
-            salt=SALT if request.keys[0] in self._salted else "",
+            salt=salt,
+            session=request.session,
         )
+        before.check()
+        self.claims.met(request.session, request.keys)
+        self.claims.brought(request.session, [request.keys[at] for at in save.indices])
         self.model.asked(request.keys, priorities)
         self.model.promises.offered(request.keys, wishes, self.loop.time())
         for index, slot in zip(save.indices, save.slots, strict=True):
@@ -226,6 +244,17 @@ class World:
             self.note(f"abort {request.name}")
         request.fetch.release()
         self.requests.remove(request)
+        if request.session is not None and not isinstance(request.fetch, SetFetch):
+            with suppress(ValueError):  # another request has ended it meanwhile
+                self.manager.sessions.use(request.session, [request.keys])
+                self.claims.met(request.session, request.keys)
+
+    def end_session(self, number: int) -> None:
+        """The user of a session has gone."""
+        ended = self.claims.end(self.manager, number)
+        for key in ended or ():
+            self.model.floors.setdefault(key, set()).add(PRIORITY_MIN)
+        self.note(f"end session {number}: {None if ended is None else len(ended)} blocks")
 
     def cancel(self, number: int) -> None:
         """A running request goes away, wherever it is."""
@@ -281,7 +310,9 @@ class World:
 
     def touch(self, number: int, length: int) -> None:
         """A prompt was used."""
-        self.manager.touch(self.prompt(number, length))
+        keys = self.prompt(number, length)
+        self.manager.touch(keys)
+        self.claims.met(None, keys)
 
     # ---- what time and tiers do
 
@@ -345,10 +376,13 @@ class World:
         self._close(crash=crash)
         if crash:
             self._stores = before
+        if self.knobs.shares.tenant is not None:  # what is above a quota is not kept
+            kept.clear()
         if not clean or self._errors() > errors:  # removals may not have reached the tiers
             kept.clear()
             self.model.left_in(self._stores)
         self._open()
+        self.claims.restart()
         found = {key for level in self.cache.levels for key in level.index}
         assert kept <= found, f"{len(kept - found)} blocks did not survive a clean end"
         self.note(f"reopen {'after a crash' if crash else ''}: {len(found)} blocks")
@@ -395,6 +429,8 @@ class World:
         self.advance(DRAIN_S)
         self.check()
         assert not self.cache.stack.pending, "still at work"
+        for shelf in self.cache.stack._shelves:
+            assert not shelf.index.above, f"{shelf.name} has more of a salt than its quota"
         if self.knobs.unruly:  # one that hangs in its threads must not keep another from going on
             own = {level.name for level in self.cache.levels}
             own |= {f"{name}-codecs" for name in own}

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from kvladder.policy.offload import OffloadRule
+from kvladder.policy.sessions import Sessions
+from kvladder.policy.tenants import Tenants
 from kvladder.testing.fakes import FakeTier
 from kvladder.tiers.base import ANYWHERE, NO_TERMS, Terms
 from kvladder.tiers.ladder import door as doors
 from kvladder.tiers.ladder.door import Door
-from kvladder.tiers.ladder.expiry import Expiry
 from kvladder.tiers.ladder.gate import KINDS
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.index import LevelIndex
@@ -20,7 +21,7 @@ from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.loader import Loader
 from kvladder.tiers.ladder.places import Places
 from kvladder.tiers.ladder.queue import Pending
-from kvladder.tiers.ladder.shelf import EventBuffer
+from kvladder.tiers.ladder.shelf import EventBuffer, Expiry
 from kvladder.tiers.ladder.stack import TierStack
 from kvladder.tiers.ladder.writer import Writer
 from tests.kit.knobs import Kind
@@ -103,6 +104,29 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
 }
 
 
+_rank = Tenants._rank
+
+
+def never_lowered(tenants: Tenants, salt: bytes, place: int, priority: int) -> None:
+    _rank(tenants, salt, place, priority)
+
+
+OF_TENANTS: dict[str, tuple[type, str, Any]] = {
+    "others give way to a salt above its quota": (
+        HostLevel,
+        "_within_quota",
+        lambda _host, count, *_: count,
+    ),
+    "raised blocks have no limit": (Tenants, "_rank", never_lowered),
+    "a session ends with what others use": (Sessions, "met", nothing),
+    "a session ends with what it found": (
+        Sessions,
+        "met",
+        lambda sessions, name, keys: sessions.brought(name, keys) if name else None,
+    ),
+}
+
+
 OF_WISHES: dict[str, tuple[type, str, Any]] = {
     "wishes are forgotten on the way down": (
         Pending,
@@ -160,13 +184,14 @@ KINDS_OF: dict[str, Kind] = {
     **dict.fromkeys(OF_WISHES, "wishing"),
     **dict.fromkeys(OF_SHARED, "shared"),
     **dict.fromkeys(OF_UNRULY, "unruly"),
+    **dict.fromkeys(OF_TENANTS, "tenants"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", KINDS_OF)
 def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(*(FAULTS | OF_WISHES | OF_SHARED | OF_UNRULY)[fault])
+    monkeypatch.setattr(*(FAULTS | OF_WISHES | OF_SHARED | OF_UNRULY | OF_TENANTS)[fault])
     monkeypatch.setattr("kvladder.testing.sim.TURNS_TOTAL_MAX", 50_000)
 
     def run_worlds() -> None:

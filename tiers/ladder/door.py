@@ -15,6 +15,7 @@ from kvladder.layout import Layout
 from kvladder.metrics import LevelStats
 from kvladder.policy.eviction import EvictionPolicy
 from kvladder.policy.offload import OffloadRule
+from kvladder.policy.tenants import NO_SHARES, Shares
 from kvladder.tiers.base import NO_PLACE, Blocking, Tier, TierContext
 from kvladder.tiers.codecs.edge import Edge, EdgeSettings
 from kvladder.tiers.label import LevelRead, LevelWrite, Ref
@@ -83,6 +84,8 @@ class LevelSpec:
     """Whether stored bytes have a checksum, and are compared with it."""
     scratch: Sequence[Slot] = ()
     """Slots of the arena that are for its codecs alone."""
+    shares: Shares = NO_SHARES
+    """How many blocks salts may have there."""
 
 
 class Answer(NamedTuple):

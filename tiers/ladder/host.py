@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from itertools import compress, islice
 from math import inf
@@ -11,9 +11,11 @@ from typing import NamedTuple
 from kvladder.arena import Slot
 from kvladder.events import Reason
 from kvladder.keys import BlockKey
-from kvladder.lock import BATCH
+from kvladder.lock import BATCH, STEP
+from kvladder.metrics import DropReason
 from kvladder.policy.eviction import EvictionPolicy
 from kvladder.policy.offload import OffloadRule
+from kvladder.policy.tenants import NO_SHARES, Shares
 from kvladder.tiers.base import HOST, Terms
 from kvladder.tiers.ladder.index import Meta, alike, runs
 from kvladder.tiers.ladder.level import Level
@@ -36,6 +38,8 @@ class HostSettings(NamedTuple):
     policy: EvictionPolicy
     reserve_blocks: int
     """Slots kept free or clean in the background, so that a save finds room at once."""
+    shares: Shares = NO_SHARES
+    """How many blocks salts may have there."""
 
 
 class HostLevel(Shelf[Slot]):
@@ -50,9 +54,7 @@ class HostLevel(Shelf[Slot]):
 
     def __init__(self, settings: HostSettings, shared: Shared, below: Sequence[Level]) -> None:
         blocks_max = shared.arena.slots
-        super().__init__(
-            settings.name, settings.rule, settings.policy, shared, bit=HOST, blocks_max=blocks_max
-        )
+        super().__init__(settings, shared, bit=HOST, blocks_max=blocks_max)
         self.reserve_blocks = settings.reserve_blocks
         self.has_looked = False
         """Whether ``clean`` did not go by what it had found before."""
@@ -70,6 +72,12 @@ class HostLevel(Shelf[Slot]):
         }
         """Per write-through level, blocks of this one that its queue had no room for."""
         self.writes_through = bool(self._backlog)
+        self._lent: dict[Slot, bytes] = {}
+        """Slots leased for blocks of salts that have a quota, until these are held."""
+        self._wanted: Counter[bytes] = Counter()
+        """Blocks of salts at their quota that have to be written below before they may go."""
+        self.short_of: DropReason = "room"
+        """Why ``room`` gave fewer slots than it was asked for the last time."""
         self._open: list[bool] = []
         """Which levels took calls when the next to go were looked at."""
 
@@ -104,8 +112,17 @@ class HostLevel(Shelf[Slot]):
         self.index.unpin([slot for slot, key, there in both if key == there])
         self.shared.arena.release(slots)
 
-    def room(self, count: int, priority: int) -> list[Slot]:
+    def hold(
+        self, keys: Sequence[BlockKey], places: Sequence[Slot], meta: Meta, *, pins: int = 0
+    ) -> None:
+        super().hold(keys, places, meta, pins=pins)
+        for slot in places if self._lent else ():
+            self._lent.pop(slot, None)
+
+    def room(self, count: int, priority: int, salt: bytes = b"") -> list[Slot]:
         """Lease up to ``count`` slots for blocks of this priority, evicting exactly as needed.
+
+        Blocks of a ``salt`` that has as many as it may get room from its own blocks alone.
 
         Never waits, and never evicts what is worth more than the newcomers or is still to be
         written to a level below: then there are fewer slots than asked for.
@@ -113,16 +130,64 @@ class HostLevel(Shelf[Slot]):
         arena = self.shared.arena
         now = self.shared.clock.now()
         self.index.revert(now)
+        self.short_of = "room"
+        has_quota = salt and self.index.has_quota
+        if has_quota:
+            count = self._within_quota(count, priority, salt)
         missing = count - arena.free
         if missing > 0:
             gone = self._evictable(missing, priority)
             self._may_go = 0.0 if len(gone) < missing else max(0.0, self._may_go - missing)
-            self._ahead -= len(gone)
-            self.on_drop(gone)
-            arena.release(self.index.drop(gone, evicted_s=now))
-            self.stats.evicted += len(gone)
-            self.shared.events.removed(self.name, gone, "evicted")
-        return arena.lease(min(count, arena.free)) or []
+            self._evict(gone)
+        slots = arena.lease(min(count, arena.free)) or []
+        if has_quota:
+            self._lent.update(dict.fromkeys(slots, salt))
+        for slot in slots if self._lent and not has_quota else ():
+            self._lent.pop(slot, None)
+        return slots
+
+    def _evict(self, gone: Sequence[BlockKey]) -> None:
+        self._ahead -= len(gone)
+        self.on_drop(gone)
+        self.shared.arena.release(self.index.drop(gone, evicted_s=self.shared.clock.now()))
+        self.stats.evicted += len(gone)
+        self.shared.events.removed(self.name, gone, "evicted")
+
+    def _within_quota(self, count: int, priority: int, salt: bytes) -> int:
+        """How many slots blocks of a salt may get; some of its own give way for them."""
+        claims = self.shared.arena.claims
+        coming = sum(its == salt for its in self._lent.values())
+        if self.index.spare(salt) - coming < count:  # some may have been given back meanwhile
+            self._lent = {slot: its for slot, its in self._lent.items() if claims(slot)}
+            coming = sum(its == salt for its in self._lent.values())
+        room = int(min(count, self.index.spare(salt) - coming))
+        if room == count:
+            return count
+        short = count - room
+        own = list(islice(self.index.own_victims(salt), short + SCAN_MAX))
+        own = [place for place in own if self.index.priority(place) <= priority]
+        own = self.shared.arena.unshared(own)
+        targets = self.targets(self.index.keys_at(own), self.index.metas(own), {})
+        free = [place for place, to in zip(own, targets, strict=True) if to is None][:short]
+        self._evict(self.index.keys_at(free))
+        if len(free) < short:
+            self.short_of = "quota"
+            self._wanted[salt] = short - len(free)
+        return max(0, room + len(free))
+
+    def _clean_own(self) -> None:
+        """Have blocks of salts at their quota written below, so that they may go for others."""
+        wanted, self._wanted = self._wanted, Counter()
+        for salt, count in wanted.items():
+            own = list(islice(self.index.own_victims(salt), min(BATCH, count)))
+            self._offer(self.shared.arena.unshared(own))
+
+    def excess(self) -> list[tuple[BlockKey, Slot, Meta]]:
+        """A step of blocks that salts hold beyond their quota."""
+        shared = self.shared.arena.unshared
+        keys = self.index.excess(STEP, lambda place: not shared([Slot(place)]))
+        slots = [slot for slot in self.index.places_of(keys) if slot is not None]
+        return [*zip(keys, slots, self.index.metas(slots), strict=True)]
 
     @property
     def room_max(self) -> float:
@@ -246,6 +311,8 @@ class HostLevel(Shelf[Slot]):
 
         Of a wide window, what needed nothing is not looked at again until most of it has gone.
         """
+        if self._wanted:
+            self._clean_own()
         takes = [level.writable for level in self._below]
         if takes != self._open:
             self._open = takes
@@ -264,16 +331,21 @@ class HostLevel(Shelf[Slot]):
         while len(staying) < BATCH and (places := list(islice(victims, BATCH - len(staying)))):
             passed += len(places)
             staying += self.shared.arena.unshared(places)  # others are on their way
-        keys, metas = index.keys_at(staying), index.metas(staying)
+        if self._offer(staying):
+            self._ahead = passed
+
+    def _offer(self, slots: Sequence[Slot]) -> bool:
+        """Offer these to levels that should have them; False if a queue is full."""
+        keys, metas = self.index.keys_at(slots), self.index.metas(slots)
         targets = self.targets(keys, metas, {})
         for target in dict.fromkeys(targets):
             if target is None:
                 continue
             going = [other is target for other in targets]
-            named, slots = [*compress(keys, going)], [*compress(staying, going)]
-            if not target.offer(named, slots, [*compress(metas, going)], stay=True, new=True):
-                return  # the queue is full: again when it has room
-        self._ahead = passed
+            named, some = [*compress(keys, going)], [*compress(slots, going)]
+            if not target.offer(named, some, [*compress(metas, going)], stay=True, new=True):
+                return False  # again when it has room
+        return True
 
     def doubt(self) -> None:
         """What is to go next, or where it would have to be written, may have changed."""

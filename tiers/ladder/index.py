@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import groupby, takewhile
 from math import inf
 from operator import itemgetter
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +16,12 @@ from kvladder.keys import BlockKey, Book, by_key, unseen
 from kvladder.lock import BULK_STEP, STEP
 from kvladder.metrics import AGES_S, DISTANCES, Histogram
 from kvladder.policy.eviction import BULK_MIN, GROWTH_MAX, PRIORITY_DEFAULT, EvictionPolicy
+from kvladder.policy.tenants import Tenants
 from kvladder.tiers.base import NO_TERMS, Deadlines, Terms, TermsByPlace
 from kvladder.tiers.label import Kept
+from kvladder.tiers.ladder.tenancy import P as P
+from kvladder.tiers.ladder.tenancy import Tenanted
 
-P = TypeVar("P", bound=int)
-"""A place in a level: a small non-negative int, of host a slot."""
 HITS_MAX = 255
 RESERVED_MAX = 1 << 20
 """For how many blocks an index has room from its start: to move more takes the longest."""
@@ -54,7 +55,7 @@ def runs(metas: Iterable[Meta]) -> Iterator[tuple[Meta, slice]]:
         yield meta, slice(start, end)
 
 
-class LevelIndex(Generic[P]):
+class LevelIndex(Tenanted[P]):
     """Keys, places and the order of eviction of the blocks that one level holds.
 
     A place is a small non-negative int that the level gives out, at most one block in each.
@@ -74,6 +75,8 @@ class LevelIndex(Generic[P]):
         Whether blocks expire here, whatever their terms are.
     now:
         Loop time.
+    tenants:
+        Who holds what, where there are limits to it.
     """
 
     def __init__(
@@ -83,8 +86,11 @@ class LevelIndex(Generic[P]):
         blocks_max: int = 0,
         ttl: bool = False,
         now: Callable[[], float] = lambda: 0.0,
+        tenants: Tenants | None = None,
     ) -> None:
         self.policy = policy
+        self.tenants = tenants
+        self.clipped = 0
         self.ages = Histogram(AGES_S)
         """Seconds between the last use of a block and its eviction."""
         self.distances = Histogram(DISTANCES)
@@ -129,8 +135,11 @@ class LevelIndex(Generic[P]):
 
     def as_dict(self) -> dict[str, Any]:
         """How many blocks it holds, and its histograms, as plain data."""
+        tenants = {} if self.tenants is None else self.tenants.as_dict()
         return {
             "blocks": len(self),
+            "clipped": self.clipped,
+            "tenants": tenants,
             "eviction_age_s": self.ages.as_dict(),
             "reuse_distance": self.distances.as_dict(),
         }
@@ -270,6 +279,7 @@ class LevelIndex(Generic[P]):
                 self._pinned += 1
             else:
                 self.policy.push(place, meta.priority)
+        self._note_held(places, meta.terms.salt, meta.priority)
 
     def _insert_bulk(
         self,
@@ -297,6 +307,7 @@ class LevelIndex(Generic[P]):
             self._pinned += len(at)
         else:
             self.policy.push_all(chain, meta.priority)
+        self._note_held(places, b"", meta.priority)
 
     def _name(self, keys: Sequence[BlockKey], places: Sequence[P], at: NDArray[np.intc]) -> None:
         """Say which blocks are at ``places``, or ``at``; these follow each other more often."""
@@ -316,8 +327,12 @@ class LevelIndex(Generic[P]):
         place = self._place[key]
         before = self._terms.of[place]
         after = before.merged(terms)
-        if after != before:
-            self._terms.put(place, after)
+        if after == before:
+            return
+        self._terms.put(place, after)
+        if self.tenants is not None and after.salt != before.salt:
+            self.tenants.drop(before.salt, place)
+            self._note_held([place], after.salt, self._priority[place])
 
     @property
     def next_end_s(self) -> float:
@@ -376,6 +391,7 @@ class LevelIndex(Generic[P]):
             push(place, priority)
             if salt or terms:
                 self._terms.put(place, Terms.unpacked(facts, here, behind_s))
+            self._note_held((place,), salt, priority)
         if self._expires is not None:
             for _, place, facts in blocks:
                 end_s = facts.expires_wall_s
@@ -409,6 +425,7 @@ class LevelIndex(Generic[P]):
         places = self._place.pop_all(keys)
         for place in places:
             self._key[place] = None
+        self._note_dropped(places)
         for place in places if self._until.of or self._terms.count else ():
             self._until.drop(place)
             self._terms.drop(place)
@@ -440,12 +457,14 @@ class LevelIndex(Generic[P]):
                 np.frombuffer(self._used, np.uint32)[at] = self._uses
                 np.frombuffer(self._used_s, np.float32)[at] = now_s
                 self.policy.touch_all(chain)
+                self._note_used(places)
                 return
         for place in places:
             self._used[place] = self._uses
             self._used_s[place] = now_s
             if not self._pins[place]:
                 self.policy.touch(place)
+        self._note_used(places)
 
     def hit(self, places: Sequence[int]) -> None:
         """Count one more use of the blocks at ``places``, in that order."""
@@ -501,6 +520,7 @@ class LevelIndex(Generic[P]):
                 column[at] = 0
                 self._pinned -= len(places)
                 self.policy.push_all(chain, int(priorities[0]))
+                self._note_used(places)
                 return
         for place in places:
             assert pins[place], f"the block at place {place} is not pinned"
@@ -508,6 +528,7 @@ class LevelIndex(Generic[P]):
             if not pins[place]:
                 self._pinned -= 1
                 self.policy.push(place, self._priority[place])
+        self._note_used(places)
 
     def pins(self, place: int) -> int:
         """How often the block at ``place`` is pinned."""
@@ -528,6 +549,8 @@ class LevelIndex(Generic[P]):
             if not self._pins[place]:
                 self.policy.remove(place)
                 self.policy.push(place, priority)
+            if self.tenants is not None:
+                self._lower(self.tenants.ranked(self.salt(place), place, priority))
 
     def revert(self, now_s: float) -> None:
         """End retentions that have run out: such a block has the default priority again.
@@ -555,3 +578,4 @@ class LevelIndex(Generic[P]):
         assert sum(map(bool, self._pins)) == self._pinned
         self._until.check(held)
         self._terms.check(held)
+        self._check_tenants(held)

@@ -110,7 +110,7 @@ class Keeper:
     async def drain(self, *, erased: bool = False) -> None:
         """Wait until everything offered was written or given up; then for purges, if ``erased``."""
         with self.level.shared.lock:
-            self.level.erase_later(later=not erased)
+            self.level.purges.later(later=not erased)
         await self.writer.drain()
 
     async def aclose(self) -> None:
@@ -160,6 +160,10 @@ class Keeper:
             raise
         level.places.occupy(places)
         level.stats.recovered = len(level.index)
+        trimmed = bool(level.index.above)
+        while trimmed:
+            with lock:
+                trimmed = level.trim()
         for start in range(0, len(gone), STEP):
             with lock:
                 level.remove_later(gone[start : start + STEP])

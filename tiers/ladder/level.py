@@ -44,13 +44,11 @@ from kvladder.tiers.ladder.door import Answer, Door, LevelSpec
 from kvladder.tiers.ladder.gate import Results
 from kvladder.tiers.ladder.index import Meta, alike, runs
 from kvladder.tiers.ladder.places import Places
-from kvladder.tiers.ladder.queue import Inbox, Leaving, Pending
+from kvladder.tiers.ladder.queue import Inbox, Leaving, Pending, Purges, ranks
 from kvladder.tiers.ladder.shelf import Above, Shared, Shelf
 
 LOST_MAX = 4096
 """Of how many blocks it is known that what a shared tier has is of no use."""
-FULL_RETRY_S = 60.0
-"""After a full disk, how long a level works within the places it has before it tries for more."""
 
 
 class Level(Shelf[int]):
@@ -62,7 +60,7 @@ class Level(Shelf[int]):
 
     def __init__(self, spec: LevelSpec, shared: Shared, above: Above, *, bit: int) -> None:
         blocks_max = spec.capacity_blocks
-        super().__init__(spec.name, spec.rule, spec.policy, shared, bit=bit, blocks_max=blocks_max)
+        super().__init__(spec, shared, bit=bit, blocks_max=blocks_max)
         self.tier: Tier = spec.tier
         self.settings = spec.settings
         self.capacity_blocks = spec.capacity_blocks
@@ -80,11 +78,7 @@ class Level(Shelf[int]):
         self._leaving = Leaving(blocks_max)
         self._lost: dict[BlockKey, None] = {}
         """Blocks that a shared tier did not deliver, or damaged: to be replaced there."""
-        self._full_until_s = -inf
-        self._purges: list[tuple[bytes | None, int]] = []
-        """Salts, None for everything, whose blocks the tier is to remove or erase, one after the
-        other; and from which place on that is still to be done."""
-        self._erases_later = False
+        self.purges = Purges(shared=spec.tier.shared, busy=lambda: bool(self._leaving))
         self.missed: set[BlockKey | bytes | None] = set()
         """What was removed while the tier was not open: blocks, salts, or None for all."""
 
@@ -96,7 +90,7 @@ class Level(Shelf[int]):
     @property
     def writable(self) -> bool:
         """Whether blocks may be put now; into a shared tier not while it cannot be purged."""
-        if self._purges and self.tier.shared and not self.door.open("remove"):
+        if self.purges and self.tier.shared and not self.door.open("remove"):
             return False
         return self.door.open("put")
 
@@ -108,7 +102,7 @@ class Level(Shelf[int]):
     @property
     def answers(self) -> bool:
         """Whether a shared tier can be asked now what others put there."""
-        return self.readable and self.door.open("contains") and not self._purges
+        return self.readable and self.door.open("contains") and not self.purges
 
     @property
     def outlives(self) -> bool:
@@ -202,6 +196,12 @@ class Level(Shelf[int]):
                 break
             wanted.append(key)
         lowest = max(PRIORITY_DEFAULT, self.rule.min_priority)
+        reads, at = self.places.being_read, self.index.key_at
+        own, room = self.index.give_way(
+            salt, [lowest] * len(wanted), lambda place: reads(place) or at(place) in spare
+        )
+        del wanted[room:]
+        self.places.give(self._evict(self.index.keys_at(own)))
         self._make_way(len(wanted) - self.places.free, lowest, spare)
         places = self.places.take(len(wanted))
         adopted, meta = wanted[: len(places)], Meta(lowest, lowest, terms=Terms(salt=salt))
@@ -298,8 +298,6 @@ class Level(Shelf[int]):
         self._lose("breaker", list(islice(self.inbox, STEP)))
         return bool(self.inbox)
 
-    # ---- purges
-
     def condemn(self, salt: bytes | None) -> None:
         """Blocks of a salt, or all, are being removed: also what it has and has not yet said."""
         if self.door.absent:
@@ -312,31 +310,17 @@ class Level(Shelf[int]):
         what comes there of this salt meanwhile goes again. Another one erases step by step, once
         all is forgotten, between the writes. What fails is still to be done.
         """
-        self._purges.append((salt, 0))
+        self.purges.add(salt)
         if self.tier.shared:
             writing = ((key, one.meta.terms.salt) for key, one in self._writing.items())
             self._tombstones.update(key for key, its in writing if salt in {None, its})
             self._leaving.purge(salt)
         self._above.wake()
 
-    def erase_later(self, *, later: bool) -> None:
-        """Whether erasing has to wait for what is more urgent."""
-        self._erases_later = later
-
-    @property
-    def next_purge(self) -> tuple[bytes | None, int] | None:
-        """The purge that may go on now, if one may, and from which place on.
-
-        Erasing waits until all is removed, and no call is left that may write.
-        """
-        is_due = self.tier.shared or not (self._leaving or self._erases_later)
-        return self._purges[0] if self._purges and is_due else None
-
     def purged(self, blocks: int, following: int | None) -> None:
         """A step of the first purge is over: where it goes on, None at its end."""
         self.stats.purged += blocks
-        salt, _ = self._purges[0]
-        self._purges[:1] = [] if following is None else [(salt, following)]
+        self.purges.done(following)
 
     # ---- what its writer and its readers do, step by step
 
@@ -371,8 +355,12 @@ class Level(Shelf[int]):
         """
         # a removal that has to wait must not meet the block that is written after it
         self._lose("breaker", self.inbox.among(self._leaving.among(oldest)))
+        if self.index.has_quota:
+            some, busy = self.inbox.ranks(self.inbox.among(oldest)), self.places.being_read
+            rooms = {salt: self.index.give_way(salt, said, busy)[1] for salt, said in some.items()}
+            spare = {salt: min(left, rooms.get(salt, inf)) for salt, left in spare.items()}
         if min(spare.values(), default=inf) < inf:
-            self._lose("quota", self.inbox.above(self.inbox.among(oldest), spare))
+            self._lose("quota", self.inbox.above(self.inbox.ranked(oldest), spare))
         self._writing, self._slots = self.inbox.take(self.inbox.among(oldest))
         return [pending.meta.priority for pending in self._writing.values()]
 
@@ -384,30 +372,43 @@ class Level(Shelf[int]):
     def victims(self, priorities: Sequence[int]) -> tuple[list[tuple[Ref, Meta]], DropReason]:
         """Who gives way to blocks of these priorities, the highest first, in the order of eviction.
 
-        Exactly as many as are needed, none that is being read or worth more than its newcomer; and
-        why newcomers without a place get none: others are worth more, stay for now, or are busy.
+        As many as are needed, none that is read or worth more than its newcomer; and why newcomers
+        without a place get none: others are worth more, stay for now, or are busy.
         """
         now_s = self.shared.clock.now()
-        if self.places.limited and now_s >= self._full_until_s:
-            self.places.unlimit()
+        self.places.retry(now_s)
         self.index.revert(now_s)
         if self._tells and not self.door.open("remove"):
             return [], "breaker"
-        newcomers, chosen = priorities[self.places.free :], list[int]()
+        chosen, own = list[int](), self._own_victims()
+        newcomers = priorities[self.places.free + len(own) :]
         reason: DropReason = "busy"
         for place in self.index.victims():
             if len(chosen) == len(newcomers):
                 break
-            if self.places.being_read(place):
+            if self.places.being_read(place) or place in own:
                 continue
             if self.index.priority(place) > newcomers[len(chosen)]:
                 reason = "outranked"
                 break
             chosen.append(place)
+        chosen = [*own, *chosen]
         if not chosen:
             return [], reason
         refs = map(Ref, self.index.keys_at(chosen), chosen)
         return [*zip(refs, self.index.metas(chosen), strict=True)], reason
+
+    def _own_victims(self) -> list[int]:
+        """Places of salts at their quota, for what is being written of them."""
+        busy, blocks = self.places.being_read, self._writing.values()
+        asked = ranks(blocks).items() if self.index.has_quota else ()
+        return [at for salt, said in asked for at in self.index.give_way(salt, said, busy)[0]]
+
+    def trim(self) -> bool:
+        """Evict a step of what salts hold beyond their quota; whether something went."""
+        if keys := self.index.excess(STEP, self.places.being_read):
+            self._let_go([*map(Ref, keys, self._evict(keys))])
+        return bool(keys)
 
     def evict(self, victims: Sequence[Ref]) -> list[Ref]:
         """Those of the victims go that nobody reads; what the tier has to be told."""
@@ -461,6 +462,7 @@ class Level(Shelf[int]):
         if self.tier.shared:  # what was not stored others may have put there
             self.remove_later([Ref(key, NO_PLACE) for key in self._tombstones])
         self._tombstones.clear()
+        self.trim()
 
     def stored_late(self, blocks: Sequence[LevelWrite]) -> None:
         """A write that was left behind has ended."""
@@ -498,8 +500,8 @@ class Level(Shelf[int]):
                 stored.append(ref.key)
         for key in self._lost.keys() & stored:
             del self._lost[key]
-        if stored and not self.places.limited:
-            self._full_until_s = -inf
+        if stored:
+            self.places.has_room()
         self.stats.stored += len(stored)
         self.shared.events.stored(self.name, stored[::-1])
         return len(stored)
@@ -511,14 +513,12 @@ class Level(Shelf[int]):
     def _full(self, blocks: Sequence[LevelWrite]) -> None:
         """The medium is full: work within the places in use, try for more after a while."""
         self._drop("full", blocks)
-        self.places.withhold([block.place for block in blocks])
-        if self.tier.shared:  # a place that was free is not room that is kept for us
-            self.places.withhold_free()
-        if self._full_until_s == -inf:  # it is said once until there is room again
-            held = f"{len(self.index)} of {self.capacity_blocks} blocks"
-            what = f"its medium is full with {held}; older blocks give way from now on"
+        places, now_s = [block.place for block in blocks], self.shared.clock.now()
+        # of a shared tier, a place that was free is not room that is kept for us
+        if self.places.full(places, now_s, all_free=self.tier.shared):  # said once until then
+            held = f"full with {len(self.index)} of {self.capacity_blocks} blocks"
+            what = f"its medium is {held}; older blocks give way from now on"
             self.shared.notices.say(f"{self.name} full", f"tier {self.name}: {what}")
-        self._full_until_s = self.shared.clock.now() + FULL_RETRY_S
 
     def read_ended(self, blocks: Sequence[LevelRead]) -> None:
         """Nobody reads these any more: places that were given up meanwhile are free."""
@@ -557,14 +557,14 @@ class Level(Shelf[int]):
     @property
     def pending(self) -> bool:
         """Whether there is something left to do."""
-        return bool(self.inbox or self._writing or self._leaving.removing or self.next_purge)
+        return bool(self.inbox or self._writing or self._leaving.removing or self.purges.next)
 
     @property
     def due(self) -> bool:
         """Whether there is something to do that may be done now."""
         if self.inbox and self.writable:
             return True
-        return bool(self._leaving.removing or self.next_purge) and self.door.open("remove")
+        return bool(self._leaving.removing or self.purges.next) and self.door.open("remove")
 
     @property
     def is_writing(self) -> bool:
@@ -586,7 +586,7 @@ class Level(Shelf[int]):
     @property
     def removals(self) -> int:
         """Blocks that the tier still has to forget, and purges of it that are not over."""
-        return len(self._leaving) + len(self._tombstones) + len(self._purges)
+        return len(self._leaving) + len(self._tombstones) + len(self.purges)
 
     def check(self) -> None:
         """Assert capacity, places and claims; O(n), for tests."""

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from math import inf
 
 from kvladder.keys import unseen
+
+FULL_RETRY_S = 60.0
+"""After a full disk, how long a level works within the places it has before it tries for more."""
 
 
 class Places:
@@ -20,6 +24,7 @@ class Places:
         self.limited = False
         """Whether the medium was found full: only places that were used before are given out."""
         self.taken = 0
+        self._full_until_s = -inf
         self._next = 0
         self._free: deque[int] = unseen(deque())  # which is never copied, as a list is
         self._withheld: deque[int] = unseen(deque())
@@ -68,6 +73,29 @@ class Places:
     def being_read(self, place: int) -> bool:
         """Whether a read of ``place`` has not ended."""
         return place in self._reads
+
+    def full(self, places: Sequence[int], now_s: float, *, all_free: bool) -> bool:
+        """Note that the medium had no room at these places: use no new ones until ``retry``.
+
+        With ``all_free`` not even those that were used before: only what is given from now on is
+        free. Returns whether there had been room since it was full the last time.
+        """
+        self.withhold(places)
+        if all_free:
+            self.withhold_free()
+        had_room = self._full_until_s == -inf
+        self._full_until_s = now_s + FULL_RETRY_S
+        return had_room
+
+    def retry(self, now_s: float) -> None:
+        """Try new places again, if the medium was found full long enough ago."""
+        if self.limited and now_s >= self._full_until_s:
+            self.unlimit()
+
+    def has_room(self) -> None:
+        """Note that something was stored: the medium is not full, unless it is limited."""
+        if not self.limited:
+            self._full_until_s = -inf
 
     def withhold(self, places: Sequence[int]) -> None:
         """The medium had no room at these places: use no new ones until ``unlimit``."""

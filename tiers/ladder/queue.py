@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice
 from math import inf
@@ -40,6 +40,14 @@ class Pending(NamedTuple):
             meta.terms.salt,
             meta.terms.packed(),
         )
+
+
+def ranks(blocks: Iterable[Pending]) -> dict[bytes, list[int]]:
+    """The priorities of blocks by salt, the highest first."""
+    found: dict[bytes, list[int]] = {}
+    for one in blocks:
+        found.setdefault(one.meta.terms.salt, []).append(one.meta.priority)
+    return {salt: sorted(said, reverse=True) for salt, said in found.items()}
 
 
 class Inbox:
@@ -127,6 +135,14 @@ class Inbox:
                 over.append(key)
         return over
 
+    def ranks(self, keys: Iterable[BlockKey]) -> dict[bytes, list[int]]:
+        """The priorities of ``keys`` by salt, the highest first."""
+        return ranks(map(self._blocks.__getitem__, keys))
+
+    def ranked(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        """Those of ``keys`` that wait, the highest priority first, and then in that order."""
+        return sorted(self.among(keys), key=lambda key: -self._blocks[key].meta.priority)
+
     def take(
         self, keys: Iterable[BlockKey]
     ) -> tuple[dict[BlockKey, Pending], dict[BlockKey, Slot]]:
@@ -159,6 +175,43 @@ class Inbox:
         assert ranked == {key: pending.meta.priority for key, pending in self._blocks.items()}
         assert all(self._by_priority.values())
         assert all(self._arena.claims(slot) > 0 for slot in self._slots.values())
+
+
+class Purges:
+    """Salts, None for everything, whose blocks a tier is to remove or erase, one after the other.
+
+    A ``shared`` tier is purged at once. Another one erases once all is forgotten: not while
+    ``busy`` says that removals, or calls that may write, are left. The stack's lock guards it.
+    """
+
+    def __init__(self, *, shared: bool, busy: Callable[[], bool]) -> None:
+        self._shared = shared
+        self._busy = busy
+        self._todo: list[tuple[bytes | None, int]] = []
+        """With the place from which on that is still to be done."""
+        self._erases_later = False
+
+    def __len__(self) -> int:
+        return len(self._todo)
+
+    def add(self, salt: bytes | None) -> None:
+        """Purge a salt, too."""
+        self._todo.append((salt, 0))
+
+    def later(self, *, later: bool) -> None:
+        """Whether erasing has to wait for what is more urgent."""
+        self._erases_later = later
+
+    @property
+    def next(self) -> tuple[bytes | None, int] | None:
+        """The purge that may go on now, if one may, and from which place on."""
+        is_due = self._shared or not (self._erases_later or self._busy())
+        return self._todo[0] if self._todo and is_due else None
+
+    def done(self, following: int | None) -> None:
+        """End a step of the first one: it goes on at a place, None if it is over."""
+        salt, _ = self._todo[0]
+        self._todo[:1] = [] if following is None else [(salt, following)]
 
 
 class Leaving:

@@ -180,6 +180,13 @@ class Save:
             self._unreleased.add("save", self.abort)
 
 
+def require_one_each(count: int, **told: Sequence[object] | None) -> None:
+    """Raise ValueError unless of all that is told of blocks there is one for each."""
+    for name, given in told.items():
+        if given is not None and len(given) != count:
+            raise ValueError(f"{name}: {len(given)} for {count} keys, expected one each")
+
+
 def metas_of(
     count: int,
     priorities: Sequence[int] | None,

@@ -10,6 +10,8 @@ from kvladder.keys import BlockKey
 from kvladder.lock import BATCH, StackLock
 from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.tiers.base import ANYWHERE, HOST, Clock
+from kvladder.tiers.label import Outcome
+from kvladder.tiers.ladder.gate import BREAKER_STATES, KINDS
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.index import LevelIndex, Meta
 from kvladder.tiers.ladder.level import Level
@@ -143,3 +145,28 @@ class Seam:
         """The levels of these names as a mask; KeyError if there is none of a name."""
         known = {shelf.name: shelf.bit for shelf in self._shelves}
         return sum(known[name] for name in set(names))
+
+
+def level_counts(level: Level) -> dict[str, Any]:
+    """Occupancy of a level below host, and the state of its door; with the lock held."""
+    door, edge = level.door, level.door.edge
+    states = {kind: BREAKER_STATES.index(state) for kind, state in door.states.items()}
+    opened = {kind: breaker.opened for kind, breaker in door.breakers.items()}
+    return {
+        **level.index.as_dict(),
+        "capacity": level.capacity_blocks,
+        "queued": level.queued,
+        "removals": level.removals,
+        "queue_age_s": level.queue_age_s,
+        "corrupt": edge.refused[Outcome.CORRUPT],
+        "foreign": edge.refused[Outcome.STALE],
+        "unreadable": edge.refused[Outcome.UNREADABLE],
+        "encoded_bytes": edge.encoded_bytes,
+        "calls_behind": door.behind,
+        "breakers": states,
+        "breakers_opened": opened,
+        "breaker": max(states.values()),
+        "breaker_open": int(any(not door.open(kind) for kind in KINDS)),
+        "breaker_opened": sum(opened.values()),
+        "left_out": int(door.absent),
+    }

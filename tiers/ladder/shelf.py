@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
-from typing import TYPE_CHECKING, Generic, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol
 
 from kvladder.arena import Arena, Slot
 from kvladder.events import Event, Overflow, Reason, Removed, Stored
@@ -18,6 +19,7 @@ from kvladder.metrics import LevelStats
 from kvladder.notices import Notices
 from kvladder.policy.eviction import EvictionPolicy
 from kvladder.policy.offload import OffloadRule
+from kvladder.policy.tenants import NO_SHARES, Shares, Tenants
 from kvladder.tiers.base import EVERYTHING, Clock
 from kvladder.tiers.ladder.index import LevelIndex, Meta, P
 from kvladder.tiers.ladder.unreleased import Unreleased
@@ -185,6 +187,30 @@ class Above(Protocol):
         ...
 
 
+class ShelfSettings(Protocol):
+    """What every level has."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        ...
+
+    @property
+    def rule(self) -> OffloadRule:
+        """What it takes."""
+        ...
+
+    @property
+    def policy(self) -> EvictionPolicy:
+        """Which of its blocks goes first."""
+        ...
+
+    @property
+    def shares(self) -> Shares:
+        """How much of it salts may have."""
+        ...
+
+
 class Shelf(ABC, Generic[P]):
     """What the host level and those below it have in common: rule, index, statistics.
 
@@ -193,23 +219,21 @@ class Shelf(ABC, Generic[P]):
     """
 
     def __init__(
-        self,
-        name: str,
-        rule: OffloadRule,
-        policy: EvictionPolicy,
-        shared: Shared,
-        *,
-        bit: int,
-        blocks_max: int,
+        self, settings: ShelfSettings, shared: Shared, *, bit: int, blocks_max: int
     ) -> None:
-        self.name = name
-        self.rule = rule
+        self.name = settings.name
+        self.rule = rule = settings.rule
+        shares = settings.shares
         self.bit = bit
         self.shared = shared
         self.stats = LevelStats()
         now = shared.clock.now
         self.index: LevelIndex[P] = LevelIndex(
-            policy, blocks_max=blocks_max, ttl=rule.ttl_s is not None, now=now
+            settings.policy,
+            blocks_max=blocks_max,
+            ttl=rule.ttl_s is not None,
+            now=now,
+            tenants=Tenants(shares, rule.min_priority) if shares != NO_SHARES else None,
         )
 
     def admits(self, meta: Meta) -> bool:
@@ -265,3 +289,35 @@ class Shelf(ABC, Generic[P]):
     @abstractmethod
     def _freed(self, keys: Sequence[BlockKey], places: Sequence[P], reason: Reason) -> None:
         """These have just left the index, for this reason, and were at these places."""
+
+
+class Expiry:
+    """Has levels forget blocks when the time that their requests gave them is over."""
+
+    def __init__(self, levels: Sequence[Shelf[Any]], shared: Shared) -> None:
+        self._levels = levels
+        self._shared = shared
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set(self) -> None:
+        """Look at what is there now; on the loop thread, with the lock held."""
+        next_s = min(level.index.next_end_s for level in self._levels)
+        if self._timer is not None and self._timer.when() > next_s:
+            self.cancel()
+        if self._timer is None and next_s != inf:
+            self._timer = asyncio.get_running_loop().call_at(next_s, self._ring)
+
+    def cancel(self) -> None:
+        """It does not go off."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _ring(self) -> None:
+        self._timer = None
+        now_s = self._shared.clock.now()
+        for level in self._levels:
+            with self._shared.lock:
+                level.expire(now_s, STEP)
+        with self._shared.lock:
+            self.set()

@@ -17,7 +17,6 @@ from kvladder.policy.worth import Worth
 from kvladder.schema import within
 from kvladder.tiers.base import ANYWHERE, EVERYTHING, HOST, NO_TERMS
 from kvladder.tiers.ladder.door import LevelSpec, Threads
-from kvladder.tiers.ladder.expiry import Expiry
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.host import HostSettings as HostSettings
 from kvladder.tiers.ladder.index import Meta, alike
@@ -26,7 +25,7 @@ from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.loader import Loader
 from kvladder.tiers.ladder.saving import Saving
 from kvladder.tiers.ladder.seam import Seam
-from kvladder.tiers.ladder.shelf import Shared
+from kvladder.tiers.ladder.shelf import Expiry, Shared
 
 RESET_STEPS = 16
 """Steps of a reset that its caller takes; the loop thread takes the others."""
@@ -134,6 +133,9 @@ class TierStack(Seam):
         with self.lock:
             is_behind = self.host.catch_up()
         with self.lock:
+            for key, slot, meta in self.host.excess() if self.host.index.above else ():
+                self._send_down(key, slot, meta)
+                self.host.forget([key], "evicted")
             self.host.clean()
             self._expiry.set()
             self._scheduled = False  # what was offered just now need not be looked at again
@@ -180,7 +182,7 @@ class TierStack(Seam):
                     said = [metas[index] for index in kept]
                     self._saving.put([keys[index] for index in kept], leased, said)
                 for index in () if patient else found[len(leased) :]:
-                    self.host.stats.drop("room", metas[index].priority)
+                    self.host.stats.drop(self.host.short_of, metas[index].priority)
             wanted += found
             slots += leased
             start = end
@@ -229,7 +231,8 @@ class TierStack(Seam):
     def _lease(self, wanted: Sequence[int], metas: Sequence[Meta]) -> list[Slot]:
         """Slots for blocks at these positions, fewer if room is short."""
         some = wanted[:1] if isinstance(wanted, range) else wanted
-        slots = self.host.room(len(wanted), min(metas[index].priority for index in some))
+        lowest = min(metas[index].priority for index in some)
+        slots = self.host.room(len(wanted), lowest, metas[wanted[0]].terms.salt)
         if len(slots) < len(wanted):
             self.wake()
         return slots

@@ -74,7 +74,7 @@ class Writer:
     async def _step(self) -> None:
         """One purge, one batch of removals, or one of writes and a step of erasing: what is due."""
         level = self._level
-        if level.tier.shared and level.next_purge:  # nothing else is due until it is over
+        if level.tier.shared and level.purges.next:  # nothing else is due until it is over
             await self._purge()
             return
         with self._lock:
@@ -88,7 +88,7 @@ class Writer:
     async def _purge(self) -> None:
         """Take a step of the purge that is due; what fails is still to be done."""
         with self._lock:
-            purge = self._level.next_purge
+            purge = self._level.purges.next
         if purge is None:
             return
         done = await self._door.purge(*purge)

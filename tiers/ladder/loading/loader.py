@@ -180,8 +180,10 @@ class Loader:
             wants = wants[: wants.before(len(found))]
         self._host.pin([slot for slot in found if slot != NO_SLOT])
         # what comes behind blocks that wait for room waits, too
-        slots = self._room_for(wants) if wants and not self._parked.has_last(fetch) else []
-        later = self._park(fetch, start, wants[len(slots) :]) if wants else {}
+        waits = self._parked.has_last(fetch)
+        slots = self._room_for(wants) if wants and not waits else []
+        waits = waits or self._host.short_of == "room"  # others' blocks need not wait for a salt
+        later = self._park(fetch, start, wants[len(slots) :]) if wants and waits else {}
         cut_at, is_short = len(found), len(slots) + len(later) < len(wants)
         if is_short:
             cut_at = wants.positions[len(slots) + len(later)]
@@ -280,7 +282,10 @@ class Loader:
             reads = self._begin(wants, slots, self._parked.oldest(len(slots))[0])
             self._parked.pop(len(slots))
             stuck = not self.arrivals and not any(level.pending for level in self._levels)
-            if stuck and self._parked and not self._host.has_looked:
+            if self._parked and wants and not slots and self._host.short_of == "quota":
+                self._host.stats.throttled += self._drop_parked(1)
+                self._post(self.resume)
+            elif stuck and self._parked and not self._host.has_looked:
                 self._host.doubt()
                 self._landed()
             elif stuck and self._parked:  # nothing is under way that could make room
@@ -289,9 +294,9 @@ class Loader:
             self._host.demand(len(self._parked))
         self._start(*reads)
 
-    def _drop_parked(self) -> int:
+    def _drop_parked(self, most: int = BATCH) -> int:
         """Have the next that wait for room wait no longer, a step; how many."""
-        dropped = min(BATCH, len(self._parked))
+        dropped = min(most, len(self._parked))
         for fetch, position, *_ in zip(*self._parked.oldest(dropped), strict=True):
             fetch.failed(position)
         self._parked.pop(dropped)
@@ -357,10 +362,7 @@ class Loader:
     def _room_for(self, wants: Wants) -> list[Slot]:
         """Slots for what has to come, as far as budget and room go."""
         count = min(len(wants), self._max - len(self.arrivals))
-        if count <= 0:
-            return []
-        each = wants[:count].by_level()
-        return self._host.room(count, min(lv.index.lowest(places) for lv, _, places in each))
+        return wants[: max(0, count)].room(self._host)
 
     def _begin(
         self, wants: Wants, slots: Sequence[Slot], fetches: Sequence[Fetch | None], start: int = 0
@@ -544,13 +546,14 @@ class Loader:
         mask = reduce(int.__or__, [fetch.levels for fetch, _ in wanted])
         below = among([lv for lv in self._levels if lv.bit > level.bit and lv.readable], mask)
         key, found = arrival.key, source(below, arrival.key)
-        slots = [] if found is None else self._host.room(1, arrival.meta.priority)
+        meta = arrival.meta
+        slots = [] if found is None else self._host.room(1, meta.priority, meta.terms.salt)
         if found is None or not slots:
             return None
         lower, place = found
         lower.places.begin_reads([place])
         side = lower.door.edge.side
-        again = Arrival(side, key, place, slots[0], arrival.meta, lower, None, 0)
+        again = Arrival(side, key, place, slots[0], meta, lower, None, 0)
         for waiter in arrival.waiters:
             again.join(*waiter)
         self.arrivals[key] = again

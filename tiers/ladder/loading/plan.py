@@ -65,6 +65,17 @@ class Wants:
             own = [one is level for one in self.levels]
             yield level, *([*compress(each, own)] for each in whole)
 
+    def room(self, host: HostLevel) -> list[Slot]:
+        """Lease slots of host for the first of them; for those of another salt the next time."""
+        count, salt = len(self), b""
+        if count and host.index.has_quota:
+            both = zip(self.levels, self.places, strict=True)
+            salt, same = next(groupby(level.index.salt(place) for level, place in both))
+            count = len([*same])
+        each = self[:count].by_level()
+        lowest = min((level.index.lowest(places) for level, _, places in each), default=0)
+        return host.room(count, lowest, salt)
+
     def before(self, position: int) -> int:
         """How many of them stand before this position."""
         return bisect_left(self.positions, position)
