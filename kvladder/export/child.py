@@ -39,7 +39,8 @@ async def attend(
     told = from_parent.decode(await take(reader))
     assert isinstance(told, Serve), told
     fd, slots, slot_bytes = told.arena
-    arena = Arena.attach(ArenaHandle(os.getppid(), fd, slots, slot_bytes), inherited=fd)
+    handle = ArenaHandle(os.getppid(), fd, slots, slot_bytes)
+    arena = Arena.attach(handle, inherited=fd, writable=not told.guarded)
     offers, closing = FarOffers(arena, told, writer), asyncio.Event()
     reading = asyncio.create_task(_read(reader, offers, closing))
     try:
