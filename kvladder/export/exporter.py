@@ -40,6 +40,9 @@ from kvladder.tiers.nixl.pump import doze
 SESSIONS_MAX = 256
 PATIENCE = 2
 """A client is given up after so many times the silence after which it gives up its far end."""
+HELD_S = 60.0
+"""So long a client may take to write what it was granted, or to take what it asked for."""
+HELD_MAX = round(HELD_S / HEARTBEAT_S)
 _ZAP = "inproc://zeromq.zap.01"  # where ZeroMQ asks who may connect: RFC 27
 _ZAP_VERSION = b"1.0"
 
@@ -73,6 +76,8 @@ class Exporter:
         self._sessions: dict[bytes, Session] = {}
         self._joining: dict[bytes, asyncio.Task[None]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
+        self._fence = asyncio.Lock()
+        self._closing = False
         self._refused = 0
         self._lost = 0
 
@@ -89,7 +94,7 @@ class Exporter:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             for session in [*self._sessions.values()]:
-                session.beat(PATIENCE * SILENT_MAX)
+                session.beat(PATIENCE * SILENT_MAX, HELD_MAX)
 
     def take(self, client: bytes, data: bytes) -> None:
         """A frame came from a client, which the socket names."""
@@ -174,12 +179,27 @@ class Exporter:
             self._lost += bool(why)
             if why:
                 self._send(client, Gone(0, why[:WHY_MAX]))
-            task = asyncio.create_task(session.close())
+            session.mute()
+            task = asyncio.create_task(self._leave(session))
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
 
+    async def _leave(self, session: Session) -> None:
+        """End a session. The end of its agent holds the loop, for up to a second.
+
+        Agents end one after the other, and between two of them other clients have as much time.
+        """
+        async with self._fence:
+            loop = asyncio.get_running_loop()
+            begun_s = loop.time()
+            session.fence()
+            if not self._closing:
+                await asyncio.sleep(loop.time() - begun_s)
+        await session.close()
+
     async def aclose(self) -> None:
         """End all sessions."""
+        self._closing = True
         joining = [*self._joining.values()]
         for client in (*self._sessions, *self._joining):
             self._drop(client, "it is closed")
