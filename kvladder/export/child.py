@@ -75,9 +75,10 @@ async def over_nixl(offers: FarOffers, told: Serve) -> AsyncGenerator[Served]:
     """Serve clients as the settings say."""
     try:
         from kvladder.export.announcing import announced
-        from kvladder.export.exporter import exporting
+        from kvladder.export.exporter import exporting, raise_descriptors
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error}", hint="install kvladder[nixl]") from error
+    raise_descriptors()
     pool = BlockingPool(THREADS, "kvladder-export")
     clients = exporting(
         offers,

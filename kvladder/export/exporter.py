@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from itertools import count
 from typing import Any
@@ -43,6 +44,8 @@ PATIENCE = 2
 HELD_S = 60.0
 """So long a client may take to write what it was granted, or to take what it asked for."""
 HELD_MAX = round(HELD_S / HEARTBEAT_S)
+HANDSHAKE_MS = 3000
+"""So long a connection may take to show its key."""
 _ZAP = "inproc://zeromq.zap.01"  # where ZeroMQ asks who may connect: RFC 27
 _ZAP_VERSION = b"1.0"
 
@@ -210,6 +213,8 @@ class Exporter:
 class Listener:
     """The socket of an exporter. Who may connect is known by their keys.
 
+    A connection that has shown none after ``HANDSHAKE_MS`` is closed.
+
     Raises
     ------
     ConfigError
@@ -225,6 +230,7 @@ class Listener:
         socket = prepared(self._context, zmq.ROUTER, keys)
         socket.curve_server = True
         socket.zap_domain = b"kvladder"
+        socket.handshake_ivl = HANDSHAKE_MS
         self._boxes = [Mailbox(gate, self._asked), Mailbox(socket, self._came)]
         try:
             socket.bind(f"tcp://{address}")
@@ -254,6 +260,13 @@ class Listener:
         for box in self._boxes:
             box.close()
         self._context.term()
+
+
+def raise_descriptors() -> None:
+    """Raise this process's limit of descriptors: strangers that connect use some for a while."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @asynccontextmanager
