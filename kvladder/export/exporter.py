@@ -18,7 +18,7 @@ from kvladder.export.offers import Offers
 from kvladder.export.session import Session
 from kvladder.tiers.base import Blocking
 from kvladder.tiers.nixl.control import Mailbox, prepared
-from kvladder.tiers.nixl.curve import KeyFile, read_keys
+from kvladder.tiers.nixl.curve import ALL, KeyFile, Rights, read_keys
 from kvladder.tiers.nixl.line import HEARTBEAT_S, SILENT_MAX
 from kvladder.tiers.nixl.messages import (
     WHY_MAX,
@@ -99,8 +99,8 @@ class Exporter:
             for session in [*self._sessions.values()]:
                 session.beat(PATIENCE * SILENT_MAX, HELD_MAX)
 
-    def take(self, client: bytes, data: bytes) -> None:
-        """A frame came from a client, which the socket names."""
+    def take(self, client: bytes, data: bytes, rights: Rights = ALL) -> None:
+        """Answer a frame of a client, which the socket names, and which has these rights."""
         try:
             message = request(data)
         except WireError as error:
@@ -119,7 +119,7 @@ class Exporter:
         elif not isinstance(message, Hello):
             self._send(client, Gone(message.op, "there is no session"))
         elif client not in self._joining:
-            task = self._joining[client] = asyncio.create_task(self._join(client, message))
+            task = self._joining[client] = asyncio.create_task(self._join(client, message, rights))
             task.add_done_callback(lambda _: self._joining.pop(client))
 
     def _send(self, client: bytes, message: Reply) -> None:
@@ -131,21 +131,25 @@ class Exporter:
 
     # ---- the beginning and the end of a session
 
-    async def _join(self, client: bytes, hello: Hello) -> None:
+    async def _join(self, client: bytes, hello: Hello, rights: Rights) -> None:
         try:
-            await self._begin(client, hello)
+            await self._begin(client, hello, rights)
         except WireError as error:
             self._refuse(client, hello.op, error)
         except TierError as error:
             self._send(client, Failed(hello.op, str(error)[:WHY_MAX]))
 
-    async def _begin(self, client: bytes, hello: Hello) -> None:
+    async def _begin(self, client: bytes, hello: Hello, rights: Rights) -> None:
         """Begin a session; raises WireError if the client is refused."""
         offers, size, number = self._offers, hello.block_bytes, next(self._numbers)
         far = area_in(hello.area, size)
         if size > offers.block_bytes_max:
             most = offers.block_bytes_max
             raise WireError(f"blocks of {size} bytes: at most {most} fit into a slot there")
+        if not rights.may_read(hello.namespace):
+            space = hello.namespace.hex()
+            raise WireError(f"namespace {space} is not among those of this client's keys")
+        writable = offers.writable and rights.may_write(hello.namespace)
         if len(self._sessions) + len(self._joining) > SESSIONS_MAX:
             raise TierError(f"it has {SESSIONS_MAX} clients already")
         if why := await offers.hello(number, hello.namespace, size):
@@ -165,11 +169,12 @@ class Exporter:
             plane,
             far=far,
             block_bytes=size,
+            writable=writable,
             send=partial(self._send, client),
             failed=lambda error: self._drop(client, str(error)),
             nap=self._nap,
         )
-        answer = Welcome(hello.op, plane.metadata, plane.area, offers.writable)
+        answer = Welcome(hello.op, plane.metadata, plane.area, writable)
         self._send(client, answer)
 
     def _drop(self, client: bytes, why: str) -> None:
@@ -221,9 +226,11 @@ class Listener:
         Nobody can listen at the address.
     """
 
-    def __init__(self, address: str, keys: KeyFile, take: Callable[[bytes, bytes], object]) -> None:
+    def __init__(
+        self, address: str, keys: KeyFile, take: Callable[[bytes, bytes, Rights], object]
+    ) -> None:
         self._take = take
-        self._known = {z85.decode(peer) for peer in keys.peers}
+        self._rights = keys.rights
         self._context: zmq.Context[Any] = zmq.Context()  # who asks who may connect, asks in its own
         gate = self._context.socket(zmq.ROUTER)
         gate.bind(_ZAP)
@@ -231,7 +238,7 @@ class Listener:
         socket.curve_server = True
         socket.zap_domain = b"kvladder"
         socket.handshake_ivl = HANDSHAKE_MS
-        self._boxes = [Mailbox(gate, self._asked), Mailbox(socket, self._came)]
+        self._boxes = [Mailbox(gate, self._asked), Mailbox(socket, _ignored, self._came)]
         try:
             socket.bind(f"tcp://{address}")
         except zmq.ZMQError as error:
@@ -240,16 +247,18 @@ class Listener:
             raise ConfigError(f"{address}: {error}", path="listen", hint=hint) from error
         self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
-    def _came(self, frames: list[bytes]) -> None:
-        if len(frames) == 2:
-            self._take(frames[0], frames[1])
+    def _came(self, key: str, frames: list[bytes]) -> None:
+        rights = self._rights.get(key)
+        if len(frames) == 2 and rights is not None:
+            self._take(frames[0], frames[1], rights)
 
     def _asked(self, frames: list[bytes]) -> None:
         """Answer whether a client may connect."""
         *route, version, number, _domain, _address, _identity, mechanism, key = frames
-        known = version == _ZAP_VERSION and mechanism == b"CURVE" and key in self._known
+        user = z85.encode(key) if mechanism == b"CURVE" else b""
+        known = version == _ZAP_VERSION and user.decode() in self._rights
         code, text = (b"200", b"OK") if known else (b"400", b"unknown key")
-        self._boxes[0].send(*route, _ZAP_VERSION, number, code, text, b"", b"")
+        self._boxes[0].send(*route, _ZAP_VERSION, number, code, text, user, b"")
 
     def send(self, client: bytes, data: bytes) -> None:
         """Send a frame to a client; it is lost if that is gone."""
@@ -260,6 +269,10 @@ class Listener:
         for box in self._boxes:
             box.close()
         self._context.term()
+
+
+def _ignored(frames: list[bytes]) -> None:
+    """Drop a message that has no sender."""
 
 
 def raise_descriptors() -> None:

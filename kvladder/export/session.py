@@ -54,6 +54,8 @@ class Session:
         Joined to the client's; its alone.
     far:
         The slots of the client's, the only ones that are written to.
+    writable:
+        Whether the client may put, remove and purge.
     block_bytes:
         The longest block that fits into one of them.
     send:
@@ -70,6 +72,7 @@ class Session:
         *,
         far: Area,
         block_bytes: int,
+        writable: bool,
         send: Callable[[Reply], object],
         failed: Callable[[TierError], object],
         nap: Callable[[], None] = doze,
@@ -79,6 +82,7 @@ class Session:
         self._plane = plane
         self._far = far
         self._block_bytes = block_bytes
+        self._writable = writable
         self._send = send
         self._failed = failed
         self._pump = Pump(plane, self._broke, nap)
@@ -167,6 +171,8 @@ class Session:
                 self._begin(message.op, self._lookup(message))
             case Get():
                 self._begin(message.op, self._get(message))
+            case Offer() | Remove() | Purge() if not self._writable:
+                self._begin(message.op, self._unwritten(message))
             case Offer():
                 self._begin(message.op, self._offer(message))
             case Remove():
@@ -249,6 +255,12 @@ class Session:
 
     def _fits(self, length: int) -> bool:
         return 0 < length <= self._block_bytes
+
+    async def _unwritten(self, message: Offer | Remove | Purge) -> Reply:
+        """Answer a client that may only read, as if nothing of it were wanted or there."""
+        if isinstance(message, Offer):
+            return Grant(message.op, [REFUSED] * len(message.lengths))
+        return Done(message.op)
 
     async def _offer(self, message: Offer) -> Reply:
         """Ask the cache for slots; those that it grants stay granted until commit or abort."""

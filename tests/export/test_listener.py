@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,8 @@ import zmq
 
 from kvladder.export import exporter as module
 from kvladder.export.exporter import Listener
-from kvladder.tiers.nixl.control import Dialled
-from kvladder.tiers.nixl.curve import make_keys, read_keys
+from kvladder.tiers.nixl.control import Dial, Dialled
+from kvladder.tiers.nixl.curve import ALL, Rights, make_keys, read_keys
 from kvladder.tiers.nixl.line import greet
 
 pytestmark = pytest.mark.real
@@ -32,11 +32,12 @@ HALVES = b"", GREETING[:12], GREETING
 
 
 @asynccontextmanager
-async def listening(folder: Path) -> AsyncIterator[tuple[Listener, Callable[[], Dialled]]]:
+async def listening(folder: Path) -> AsyncIterator[tuple[Listener, Dial]]:
     """A listener that answers pings, and what connects to it with a key."""
     server, client = (read_keys(str(path)) for path in make_keys(folder))
 
-    def answer(peer: bytes, data: bytes) -> None:
+    def answer(peer: bytes, data: bytes, rights: Rights) -> None:
+        assert rights == ALL
         listener.send(peer, m.frame(m.Pong(m.request(data).op, known=False)))
 
     listener = Listener("127.0.0.1:0", server, answer)

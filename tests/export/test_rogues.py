@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytest.importorskip("nixl", reason="the extra nixl is not installed")
 
+import zmq
+
+from kvladder.tiers.nixl.curve import make_keys
 from tests.export.test_served import BLOCKS, Engine, all_come
 from tests.kit.rogue import SPACE, Rogue
 from tests.kit.served import Server
@@ -27,8 +31,8 @@ def server(tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
-def client(server: Server, folder: Path, space: bytes = SPACE) -> Rogue:
-    return Rogue(folder, server.address, str(server.keys / "client.keys"), space)
+def client(server: Server, folder: Path, space: bytes = SPACE, keys: str = "client.keys") -> Rogue:
+    return Rogue(folder, server.address, str(server.keys / keys), space)
 
 
 def test_who_may_only_read_from_an_engine_changes_none_of_its_bytes(tmp_path: Path) -> None:
@@ -96,3 +100,45 @@ def test_who_is_cut_off_in_the_middle_of_a_put_leaves_nothing_open(
         until(lambda: not server.stats()["export"]["granted"])
         assert all(victim("put", OTHERS))
         assert victim("get", OTHERS) == ["right"] * 8
+
+
+def with_tenants(folder: Path, tenants: Mapping[str, Mapping[str, list[bytes]]]) -> Path:
+    """Keys of a server, and of clients that are called by their tenant, in a folder."""
+    server, client = make_keys(folder)
+    found, peers = yaml.safe_load(server.read_text()), yaml.safe_load(client.read_text())["peers"]
+    found |= {"peers": [], "tenants": []}
+    for name, rights in tenants.items():
+        public, secret = zmq.curve_keypair()
+        own = folder / f"{name}.keys"
+        own.touch(0o600)
+        own.write_text(yaml.safe_dump({"secret": secret.decode(), "peers": peers}))
+        spaces = {verb: [space.hex() for space in given] for verb, given in rights.items()}
+        found["tenants"].append({"name": name, "peers": [public.decode()], **spaces})
+    server.write_text(yaml.safe_dump(found))
+    return folder
+
+
+def test_a_tenant_reads_and_writes_its_own_namespaces_and_no_others(tmp_path: Path) -> None:
+    red, blue = b"r" * 32, b"b" * 32
+    rights = {
+        "red": {"write": [red]},
+        "blue": {"write": [blue]},
+        "green": {"read": [red], "write": [blue]},
+    }
+    keys = with_tenants(tmp_path / "keys", rights)
+    with (
+        Server(tmp_path / "server", keys=keys) as server,
+        client(server, tmp_path, red, "red.keys") as own,
+        client(server, tmp_path, red, "blue.keys") as other,
+        client(server, tmp_path, red, "green.keys") as reader,
+    ):
+        assert own("open") == reader("open") == ""
+        assert all(own("put", EIGHT))
+        assert f"namespace {red.hex()} is not among those" in other("open")
+        assert reader("get", EIGHT) == ["right"] * 8
+        assert reader("put", OTHERS, b"\x77") == [False] * 8
+        assert all(own("put", OTHERS))
+        assert reader("get", OTHERS) == ["right"] * 8
+        with client(server, tmp_path, blue, "green.keys") as writer:
+            assert all(writer("put", EIGHT))
+        assert server.stats()["export"]["messages_refused"] == 2
