@@ -27,7 +27,7 @@ OTHERS = [*range(100, 108)]
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    with Server(tmp_path / "server", arena="2 MiB") as server:
+    with Server(tmp_path / "server", arena="4 MiB") as server:
         yield server
 
 
