@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from contextlib import asynccontextmanager, suppress
 from itertools import count, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -271,7 +272,8 @@ async def test_who_holds_slots_for_too_long_is_not_served_any_more(call):
 
 
 async def test_clients_that_are_lost_at_once_hold_up_no_other_for_longer_than_one(monkeypatch):
-    takes_s, loop = 0.1, asyncio.get_running_loop()
+    takes_s = 0.1
+    loop: Any = asyncio.get_running_loop()
     async with pair() as (near, fabric):
         await near.line.tried()
         others = [Near(fabric) for _ in range(8)]
