@@ -21,7 +21,7 @@ from typing import NewType, cast
 from kvladder.errors import ArenaError, ConfigError
 from kvladder.keys import unseen
 from kvladder.layout import PAGE_BYTES, align
-from kvladder.mapping import HUGE_PAGE_BYTES, make, map_shared, populate, prefer_nodes
+from kvladder.mapping import HUGE_PAGE_BYTES, make, map_shared, populate, prefer_nodes, protect
 
 Slot = NewType("Slot", int)
 """Number of a slot, ``0 <= slot < arena.slots``: a physical place, never a block's name."""
@@ -97,7 +97,9 @@ class Arena:
     is therefore never handed out. All methods may be called from any thread.
     """
 
-    def __init__(self, fd: int, *, slots: int, slot_bytes: int, huge: bool) -> None:
+    def __init__(
+        self, fd: int, *, slots: int, slot_bytes: int, huge: bool, writable: bool = True
+    ) -> None:
         self.slots = slots
         self.slot_bytes = slot_bytes
         self.huge = huge
@@ -105,7 +107,8 @@ class Arena:
         self._fd = fd
         self.size_bytes = align(slots * slot_bytes, HUGE_PAGE_BYTES)
         """Bytes of the whole mapping."""
-        memory = map_shared(fd, self.size_bytes)
+        memory = map_shared(fd, self.size_bytes, writable=writable)
+        self._guarded = not writable
         self.address = ctypes.addressof(memory)
         """Address of slot 0 in this process; slot n begins ``n * slot_bytes`` later."""
         self._memory: ctypes.Array[ctypes.c_uint8] | None = memory
@@ -180,12 +183,16 @@ class Arena:
         return arena
 
     @classmethod
-    def attach(cls, handle: ArenaHandle, *, inherited: int | None = None) -> Arena:
+    def attach(
+        cls, handle: ArenaHandle, *, inherited: int | None = None, writable: bool = True
+    ) -> Arena:
         """Map the arena of another process of the same user (or of this one).
 
         The attached side only reads and writes slots that the owner names: it leases none. Its
         pages are mapped in the background, by a thread that ends with ``close``. A process that
-        was given the descriptor when it was started says which one it is by ``inherited``.
+        was given the descriptor when it was started says which one it is by ``inherited``. Unless
+        it is ``writable``, the kernel ends a process that writes to a slot, except between
+        ``allow_writes`` and ``forbid_writes``.
         """
         try:
             path = f"/proc/{handle.pid}/fd/{handle.fd}"
@@ -196,7 +203,8 @@ class Arena:
         if os.fstat(fd).st_size != size:
             os.close(fd)
             raise ArenaError(f"arena of process {handle.pid} is not {size} bytes long")
-        arena = cls(fd, slots=handle.slots, slot_bytes=handle.slot_bytes, huge=False)
+        slots, slot_bytes = handle.slots, handle.slot_bytes
+        arena = cls(fd, slots=slots, slot_bytes=slot_bytes, huge=False, writable=writable)
         arena._populating = threading.Thread(target=arena._populate, name="kvladder-populate")
         arena._populating.start()
         return arena
@@ -311,6 +319,31 @@ class Arena:
         start = slot * self.slot_bytes
         return self._buffer[start : start + self.slot_bytes]
 
+    def allow_writes(self, slots: Collection[int]) -> None:
+        """Allow writes to ``slots`` through this mapping, if it is not writable as a whole.
+
+        Raises
+        ------
+        OSError
+            The kernel refuses; all of them are closed to writes then.
+        """
+        if self._guarded:
+            try:
+                self._protect(slots, writable=True)
+            except OSError:
+                self.forbid_writes(slots)
+                raise
+
+    def forbid_writes(self, slots: Collection[int]) -> None:
+        """Forbid writes to ``slots`` through this mapping again; raises OSError."""
+        if self._guarded:
+            self._protect(slots, writable=False)
+
+    def _protect(self, slots: Collection[int], *, writable: bool) -> None:
+        for first, end in _runs(slots):
+            start, size = first * self.slot_bytes, (end - first) * self.slot_bytes
+            protect(self.address + start, size, writable=writable)
+
     def check(self) -> None:
         """Assert that every slot is either free or leased and that the states sum up."""
         with self._lock:
@@ -348,3 +381,16 @@ class Arena:
         with suppress(BufferError):  # a view is still held: its holder frees the mapping
             self._buffer.release()
         self._memory = None
+
+
+def _runs(slots: Collection[int]) -> Iterator[tuple[int, int]]:
+    """Slots as ranges, each with its first slot and the one after its last."""
+    first = end = -1
+    for slot in sorted(slots):
+        if slot != end:
+            if end >= 0:
+                yield first, end
+            first = slot
+        end = slot + 1
+    if end >= 0:
+        yield first, end

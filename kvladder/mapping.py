@@ -27,19 +27,22 @@ _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # from Linux 5.14 on
 _MADV_COLLAPSE = 25  # from Linux 6.1 on
 _MPOL_PREFERRED, _MPOL_INTERLEAVE = 1, 3
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}
+_WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)  # whose functions run without the interpreter lock
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def map_shared(fd: int, size: int) -> ctypes.Array[ctypes.c_uint8]:
+def map_shared(fd: int, size: int, *, writable: bool = True) -> ctypes.Array[ctypes.c_uint8]:
     """Map a file's first ``size`` bytes, a multiple of huge pages, beginning where one may begin.
 
-    It is unmapped when nothing refers to it, or to a view of it, any more.
+    It is unmapped when nothing refers to it, or to a view of it, any more. Memory that is mapped
+    read-only has small pages, as ``protect`` takes huge ones apart, and ends who writes to it.
 
     Raises
     ------
@@ -54,15 +57,22 @@ def map_shared(fd: int, size: int) -> ctypes.Array[ctypes.c_uint8]:
     if rest := whole + HUGE_PAGE_BYTES - address:
         _libc.munmap(address + size, rest)
     try:
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        protection = _WRITABLE if writable else mmap.PROT_READ
         _mmap(address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
     except OSError:
         _libc.munmap(address, size)
         raise
-    _libc.madvise(address, size, mmap.MADV_HUGEPAGE)  # in vain where there are none
+    # in vain where there are none
+    _libc.madvise(address, size, mmap.MADV_HUGEPAGE if writable else mmap.MADV_NOHUGEPAGE)
     memory = (ctypes.c_uint8 * size).from_address(address)
     finalize(memory, _libc.munmap, address, size).atexit = False  # threads may outlive Python
     return memory
+
+
+def protect(address: int, size: int, *, writable: bool) -> None:
+    """Allow or forbid writes to whole pages of a mapping; raises OSError if the kernel refuses."""
+    if _libc.mprotect(address, size, _WRITABLE if writable else mmap.PROT_READ):
+        raise _error()
 
 
 def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int) -> int:

@@ -28,6 +28,8 @@ TAIL: Final = Struct(f"<Q{LABEL_BYTES}s")
 """At the end of a server's block: how long the client's is, and its label."""
 SPACE_BYTES: Final = 3
 """Of a server's salt: so many stand for the client's namespace, the others for its salt."""
+GRANTED_MAX: Final = 0.25
+"""The share of the slots that one session may have been granted and not have committed."""
 PURGED_S: Final = 0.02
 """Until it is looked again whether all tiers have forgotten what was purged: they tell nobody."""
 
@@ -352,21 +354,35 @@ class ServerOffers(CacheOffers):
         facts: Sequence[Facts],
         patient: bool,
     ) -> Granted:
-        """Slots for as many as there is room for."""
+        """Slots for as many as there is room for, and as the session may have."""
+        held = sum(len(other.slots) for other in known.grants.values())
+        left = max(1, int(GRANTED_MAX * self.arena.slots)) - held
         alike: dict[Meta, list[int]] = {}
         for position, (length, fact) in enumerate(zip(granted.lengths, facts, strict=True)):
             if 0 < length <= known.block_bytes:
                 alike.setdefault(self._meta(known, fact), []).append(position)
         for meta, positions in alike.items():
-            wanted = [names[position] for position in positions]
-            indices, slots, end = self._manager.ladder.reserve(
-                wanted, [meta] * len(wanted), explicit=True, patient=patient
-            )
-            taken = [positions[index] for index in indices]
-            lot = Lot(meta.terms.salt, taken, [names[position] for position in taken], slots)
-            granted.lots.append(lot)
-            granted.later.update(positions[end:])
+            first = 0
+            while first < len(positions) and left > 0:
+                asked = positions[first : first + left]
+                lot, end = self._lot(meta, asked, names, patient)
+                granted.lots.append(lot)
+                first, left = first + end, left - len(lot.slots)
+                if end < len(asked):
+                    break
+            granted.later.update(positions[first:])
         return granted
+
+    def _lot(
+        self, meta: Meta, positions: Sequence[int], names: Sequence[BlockKey], patient: bool
+    ) -> tuple[Lot, int]:
+        """Slots for blocks that are alike, and how many of them were looked at."""
+        wanted = [names[position] for position in positions]
+        indices, slots, end = self._manager.ladder.reserve(
+            wanted, [meta] * len(wanted), explicit=True, patient=patient
+        )
+        taken = [positions[index] for index in indices]
+        return Lot(meta.terms.salt, taken, [names[position] for position in taken], slots), end
 
     def _meta(self, session: Session, facts: Facts) -> Meta:
         """What this cache is to know of a block of which the client says ``facts``."""

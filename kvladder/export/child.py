@@ -39,7 +39,8 @@ async def attend(
     told = from_parent.decode(await take(reader))
     assert isinstance(told, Serve), told
     fd, slots, slot_bytes = told.arena
-    arena = Arena.attach(ArenaHandle(os.getppid(), fd, slots, slot_bytes), inherited=fd)
+    handle = ArenaHandle(os.getppid(), fd, slots, slot_bytes)
+    arena = Arena.attach(handle, inherited=fd, writable=not told.guarded)
     offers, closing = FarOffers(arena, told, writer), asyncio.Event()
     reading = asyncio.create_task(_read(reader, offers, closing))
     try:
@@ -74,9 +75,10 @@ async def over_nixl(offers: FarOffers, told: Serve) -> AsyncGenerator[Served]:
     """Serve clients as the settings say."""
     try:
         from kvladder.export.announcing import announced
-        from kvladder.export.exporter import exporting
+        from kvladder.export.exporter import exporting, raise_descriptors
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error}", hint="install kvladder[nixl]") from error
+    raise_descriptors()
     pool = BlockingPool(THREADS, "kvladder-export")
     clients = exporting(
         offers,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from itertools import count
 from typing import Any
@@ -17,7 +18,7 @@ from kvladder.export.offers import Offers
 from kvladder.export.session import Session
 from kvladder.tiers.base import Blocking
 from kvladder.tiers.nixl.control import Mailbox, prepared
-from kvladder.tiers.nixl.curve import KeyFile, read_keys
+from kvladder.tiers.nixl.curve import ALL, KeyFile, Rights, read_keys
 from kvladder.tiers.nixl.line import HEARTBEAT_S, SILENT_MAX
 from kvladder.tiers.nixl.messages import (
     WHY_MAX,
@@ -40,6 +41,11 @@ from kvladder.tiers.nixl.pump import doze
 SESSIONS_MAX = 256
 PATIENCE = 2
 """A client is given up after so many times the silence after which it gives up its far end."""
+HELD_S = 60.0
+"""So long a client may take to write what it was granted, or to take what it asked for."""
+HELD_MAX = round(HELD_S / HEARTBEAT_S)
+HANDSHAKE_MS = 3000
+"""So long a connection may take to show its key."""
 _ZAP = "inproc://zeromq.zap.01"  # where ZeroMQ asks who may connect: RFC 27
 _ZAP_VERSION = b"1.0"
 
@@ -73,6 +79,8 @@ class Exporter:
         self._sessions: dict[bytes, Session] = {}
         self._joining: dict[bytes, asyncio.Task[None]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
+        self._fence = asyncio.Lock()
+        self._closing = False
         self._refused = 0
         self._lost = 0
 
@@ -89,10 +97,10 @@ class Exporter:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             for session in [*self._sessions.values()]:
-                session.beat(PATIENCE * SILENT_MAX)
+                session.beat(PATIENCE * SILENT_MAX, HELD_MAX)
 
-    def take(self, client: bytes, data: bytes) -> None:
-        """A frame came from a client, which the socket names."""
+    def take(self, client: bytes, data: bytes, rights: Rights = ALL) -> None:
+        """Answer a frame of a client, which the socket names, and which has these rights."""
         try:
             message = request(data)
         except WireError as error:
@@ -111,7 +119,7 @@ class Exporter:
         elif not isinstance(message, Hello):
             self._send(client, Gone(message.op, "there is no session"))
         elif client not in self._joining:
-            task = self._joining[client] = asyncio.create_task(self._join(client, message))
+            task = self._joining[client] = asyncio.create_task(self._join(client, message, rights))
             task.add_done_callback(lambda _: self._joining.pop(client))
 
     def _send(self, client: bytes, message: Reply) -> None:
@@ -123,21 +131,25 @@ class Exporter:
 
     # ---- the beginning and the end of a session
 
-    async def _join(self, client: bytes, hello: Hello) -> None:
+    async def _join(self, client: bytes, hello: Hello, rights: Rights) -> None:
         try:
-            await self._begin(client, hello)
+            await self._begin(client, hello, rights)
         except WireError as error:
             self._refuse(client, hello.op, error)
         except TierError as error:
             self._send(client, Failed(hello.op, str(error)[:WHY_MAX]))
 
-    async def _begin(self, client: bytes, hello: Hello) -> None:
+    async def _begin(self, client: bytes, hello: Hello, rights: Rights) -> None:
         """Begin a session; raises WireError if the client is refused."""
         offers, size, number = self._offers, hello.block_bytes, next(self._numbers)
         far = area_in(hello.area, size)
         if size > offers.block_bytes_max:
             most = offers.block_bytes_max
             raise WireError(f"blocks of {size} bytes: at most {most} fit into a slot there")
+        if not rights.may_read(hello.namespace):
+            space = hello.namespace.hex()
+            raise WireError(f"namespace {space} is not among those of this client's keys")
+        writable = offers.writable and rights.may_write(hello.namespace)
         if len(self._sessions) + len(self._joining) > SESSIONS_MAX:
             raise TierError(f"it has {SESSIONS_MAX} clients already")
         if why := await offers.hello(number, hello.namespace, size):
@@ -157,11 +169,12 @@ class Exporter:
             plane,
             far=far,
             block_bytes=size,
+            writable=writable,
             send=partial(self._send, client),
             failed=lambda error: self._drop(client, str(error)),
             nap=self._nap,
         )
-        answer = Welcome(hello.op, plane.metadata, plane.area, offers.writable)
+        answer = Welcome(hello.op, plane.metadata, plane.area, writable)
         self._send(client, answer)
 
     def _drop(self, client: bytes, why: str) -> None:
@@ -174,12 +187,27 @@ class Exporter:
             self._lost += bool(why)
             if why:
                 self._send(client, Gone(0, why[:WHY_MAX]))
-            task = asyncio.create_task(session.close())
+            session.mute()
+            task = asyncio.create_task(self._leave(session))
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
 
+    async def _leave(self, session: Session) -> None:
+        """End a session. The end of its agent holds the loop, for up to a second.
+
+        Agents end one after the other, and between two of them other clients have as much time.
+        """
+        async with self._fence:
+            loop = asyncio.get_running_loop()
+            begun_s = loop.time()
+            session.fence()
+            if not self._closing:
+                await asyncio.sleep(loop.time() - begun_s)
+        await session.close()
+
     async def aclose(self) -> None:
         """End all sessions."""
+        self._closing = True
         joining = [*self._joining.values()]
         for client in (*self._sessions, *self._joining):
             self._drop(client, "it is closed")
@@ -190,22 +218,27 @@ class Exporter:
 class Listener:
     """The socket of an exporter. Who may connect is known by their keys.
 
+    A connection that has shown none after ``HANDSHAKE_MS`` is closed.
+
     Raises
     ------
     ConfigError
         Nobody can listen at the address.
     """
 
-    def __init__(self, address: str, keys: KeyFile, take: Callable[[bytes, bytes], object]) -> None:
+    def __init__(
+        self, address: str, keys: KeyFile, take: Callable[[bytes, bytes, Rights], object]
+    ) -> None:
         self._take = take
-        self._known = {z85.decode(peer) for peer in keys.peers}
+        self._rights = keys.rights
         self._context: zmq.Context[Any] = zmq.Context()  # who asks who may connect, asks in its own
         gate = self._context.socket(zmq.ROUTER)
         gate.bind(_ZAP)
         socket = prepared(self._context, zmq.ROUTER, keys)
         socket.curve_server = True
         socket.zap_domain = b"kvladder"
-        self._boxes = [Mailbox(gate, self._asked), Mailbox(socket, self._came)]
+        socket.handshake_ivl = HANDSHAKE_MS
+        self._boxes = [Mailbox(gate, self._asked), Mailbox(socket, _ignored, self._came)]
         try:
             socket.bind(f"tcp://{address}")
         except zmq.ZMQError as error:
@@ -214,16 +247,18 @@ class Listener:
             raise ConfigError(f"{address}: {error}", path="listen", hint=hint) from error
         self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
-    def _came(self, frames: list[bytes]) -> None:
-        if len(frames) == 2:
-            self._take(frames[0], frames[1])
+    def _came(self, key: str, frames: list[bytes]) -> None:
+        rights = self._rights.get(key)
+        if len(frames) == 2 and rights is not None:
+            self._take(frames[0], frames[1], rights)
 
     def _asked(self, frames: list[bytes]) -> None:
         """Answer whether a client may connect."""
         *route, version, number, _domain, _address, _identity, mechanism, key = frames
-        known = version == _ZAP_VERSION and mechanism == b"CURVE" and key in self._known
+        user = z85.encode(key) if mechanism == b"CURVE" else b""
+        known = version == _ZAP_VERSION and user.decode() in self._rights
         code, text = (b"200", b"OK") if known else (b"400", b"unknown key")
-        self._boxes[0].send(*route, _ZAP_VERSION, number, code, text, b"", b"")
+        self._boxes[0].send(*route, _ZAP_VERSION, number, code, text, user, b"")
 
     def send(self, client: bytes, data: bytes) -> None:
         """Send a frame to a client; it is lost if that is gone."""
@@ -234,6 +269,17 @@ class Listener:
         for box in self._boxes:
             box.close()
         self._context.term()
+
+
+def _ignored(frames: list[bytes]) -> None:
+    """Drop a message that has no sender."""
+
+
+def raise_descriptors() -> None:
+    """Raise this process's limit of descriptors: strangers that connect use some for a while."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @asynccontextmanager

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 
 from kvladder.arena import Arena
+from kvladder.errors import TierError
 from kvladder.export.offers import Offers, Pinned
 from kvladder.tiers.isolated.child import failure
 from kvladder.tiers.isolated.process import error_of
@@ -45,6 +46,8 @@ class Serve(Message):
     """Descriptor, slots, bytes of a slot."""
     block_bytes_max: int = 0
     writable: bool = False
+    guarded: bool = True
+    """Whether clients can write to no slots but those that they are granted."""
     listen: str = ""
     """Host and port."""
     keys: str = ""
@@ -88,6 +91,8 @@ class FarOffers:
         self._writer = writer
         self._numbers = count(1)
         self._calls: dict[int, asyncio.Future[Done | Failed]] = {}
+        self._open: dict[tuple[int, int], list[int]] = {}
+        """Slots that a client may write to, by session and operation."""
 
     def say(self, text: str) -> None:
         """Tell who runs the cache what they should know."""
@@ -148,15 +153,33 @@ class FarOffers:
         lengths: Sequence[int],
         facts: Sequence[Facts],
     ) -> Sequence[int]:
-        """See ``Offers``."""
-        return await self._call(list[int], "grant", session, op, keys, lengths, facts)
+        """See ``Offers``. Until commit or abort the slots can be written to, which others cannot.
+
+        A TierError, too, if the kernel has too many pieces of memory that differ.
+        """
+        slots = await self._call(list[int], "grant", session, op, keys, lengths, facts)
+        granted = self._open[session, op] = [slot for slot in slots if slot >= 0]
+        try:
+            self.arena.allow_writes(granted)
+        except OSError as error:
+            raise TierError(f"slots cannot be written to: {error.strerror}") from error
+        return slots
+
+    def _shut(self, session: int, op: int) -> None:
+        """Forbid writes to the slots of a grant, before anybody checks or reuses them."""
+        try:
+            self.arena.forbid_writes(self._open.pop((session, op), ()))
+        except OSError as error:  # the end of this process closes all of them
+            raise SystemExit(f"slots stay open to a client: {error}") from error
 
     async def commit(self, session: int, op: int, labels: Sequence[bytes]) -> Sequence[bool]:
         """See ``Offers``."""
+        self._shut(session, op)
         return await self._call(list[bool], "commit", session, op, labels)
 
     async def abort(self, session: int, op: int) -> None:
         """See ``Offers``."""
+        self._shut(session, op)
         await self._call(object, "abort", session, op)
 
     async def remove(self, session: int, keys: Sequence[bytes]) -> None:
@@ -169,6 +192,8 @@ class FarOffers:
 
     async def gone(self, session: int) -> None:
         """See ``Offers``."""
+        for number, op in [one for one in self._open if one[0] == session]:
+            self._shut(number, op)
         await self._call(object, "gone", session)
 
 

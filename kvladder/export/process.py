@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import suppress
+import os
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from typing import Final
 
 import msgspec
@@ -66,6 +67,8 @@ class Export:
         self._closed = False
         self.address = config.listen or ""
         """Where clients are served."""
+        if not self._guarded:
+            say("export", "clients can write to all slots: export.transports, or huge pages")
         try:
             portal.call(self._start())
         except TierError as error:
@@ -79,20 +82,44 @@ class Export:
 
     # ---- the child
 
+    @property
+    def _guarded(self) -> bool:
+        """Whether the child can keep clients to the slots that they are granted.
+
+        It cannot close huge pages that are reserved, nor memory that a network card writes to.
+        """
+        offers = self._offers
+        return not offers.writable or (self._config.transports == "tcp" and not offers.arena.huge)
+
+    @contextmanager
+    def _descriptor(self) -> Generator[int]:
+        """The arena's, for the child: one that cannot be written to where clients only read."""
+        fd = self._offers.arena.handle.fd
+        if self._offers.writable:
+            yield fd
+            return
+        own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield own
+        finally:
+            os.close(own)
+
     async def _start(self) -> None:
         """Start a child and wait until it serves; it is dead again if that fails."""
         handle = self._offers.arena.handle
         try:
-            spawned = await Spawned.start(self._module, [handle.fd])
+            with self._descriptor() as fd:
+                spawned = await Spawned.start(self._module, [fd])
         except OSError as error:
             raise TierError(f"a process for clients cannot be started: {error}") from error
         ready: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
         self._spawned = spawned
         self._serving = asyncio.create_task(self._serve(spawned, ready), name="kvladder-export")
         message = Serve(
-            arena=(handle.fd, handle.slots, handle.slot_bytes),
+            arena=(fd, handle.slots, handle.slot_bytes),
             block_bytes_max=self._offers.block_bytes_max,
             writable=self._offers.writable,
+            guarded=self._guarded,
             listen=self.address,
             keys=self._config.keys,
             transports=self._config.transports,

@@ -44,7 +44,7 @@ OPERATIONS_MAX = 256
 
 
 class Session:
-    """What one client asks for. It is over when the plane fails, or by ``close``.
+    """What one client asks for. It is over when the plane fails, or by ``fence`` and ``close``.
 
     Parameters
     ----------
@@ -54,6 +54,8 @@ class Session:
         Joined to the client's; its alone.
     far:
         The slots of the client's, the only ones that are written to.
+    writable:
+        Whether the client may put, remove and purge.
     block_bytes:
         The longest block that fits into one of them.
     send:
@@ -70,6 +72,7 @@ class Session:
         *,
         far: Area,
         block_bytes: int,
+        writable: bool,
         send: Callable[[Reply], object],
         failed: Callable[[TierError], object],
         nap: Callable[[], None] = doze,
@@ -79,6 +82,7 @@ class Session:
         self._plane = plane
         self._far = far
         self._block_bytes = block_bytes
+        self._writable = writable
         self._send = send
         self._failed = failed
         self._pump = Pump(plane, self._broke, nap)
@@ -91,6 +95,8 @@ class Session:
         """Operations that were given up while they were firm: they begin nothing more."""
         self._granted: dict[int, int] = {}
         """Of each offer that was granted slots, how many blocks it names."""
+        self._held: dict[int, int] = {}
+        """For how many beats each operation has held slots that it waits for the client with."""
         self._silent = 0
         self._over = False
         self.refused = 0
@@ -103,19 +109,30 @@ class Session:
             self._over = True
             self._failed(error)
 
-    def beat(self, silent_max: int) -> None:
-        """Another moment has passed; who has been silent for more than so many is dead."""
+    def beat(self, silent_max: int, held_max: int) -> None:
+        """Count a beat; end a session that is silent, or holds slots, for more than so many."""
         self._silent += 1
+        for op in self._held:
+            self._held[op] += 1
         if self._silent > silent_max:
             self._broke(TierError("the client is silent"))
+        elif max(self._held.values(), default=0) > held_max:
+            self._broke(TierError("the client holds slots for too long"))
         else:
             self._pump.touch()
 
-    async def close(self) -> None:
-        """The fence first, then all that the client held is free."""
+    def mute(self) -> None:
+        """Take and answer nothing more; to be closed."""
+        self._over = True
+
+    def fence(self) -> None:
+        """From now on no byte of the client comes or goes; once, before ``close``."""
         self._over = True
         self._plane.destroy()
         self._pump.close(TierError("the session is over"))
+
+    async def close(self) -> None:
+        """Let go of all that the client held."""
         tasks = [*self._tasks.values()]
         for task in tasks:
             task.cancel()
@@ -138,6 +155,7 @@ class Session:
                 # it may come before the task that has just granted it is seen to have ended
                 if (count := self._granted.pop(message.op, None)) is None:
                     raise WireError("what is committed was not granted")
+                self._held.pop(message.op, None)
                 self._pump.end()
                 self._firm.add(message.op)
                 self._begin(message.op, self._commit(message, count))
@@ -153,6 +171,8 @@ class Session:
                 self._begin(message.op, self._lookup(message))
             case Get():
                 self._begin(message.op, self._get(message))
+            case Offer() | Remove() | Purge() if not self._writable:
+                self._begin(message.op, self._unwritten(message))
             case Offer():
                 self._begin(message.op, self._offer(message))
             case Remove():
@@ -220,12 +240,14 @@ class Session:
             pairs = [(one, slot) for one, slot in zip(found, slots, strict=False) if one]
             if pairs:
                 self._firm.add(op)
+                self._held[op] = 0
                 await self._pump.write(
                     [one.slot for one, _ in pairs],
                     [slot for _, slot in pairs],
                     [one.length for one, _ in pairs],
                 )
         finally:
+            self._held.pop(op, None)
             self._firm.add(op)
             await self._offers.release(self.number, op)
         self._firm.discard(op)
@@ -233,6 +255,12 @@ class Session:
 
     def _fits(self, length: int) -> bool:
         return 0 < length <= self._block_bytes
+
+    async def _unwritten(self, message: Offer | Remove | Purge) -> Reply:
+        """Answer a client that may only read, as if nothing of it were wanted or there."""
+        if isinstance(message, Offer):
+            return Grant(message.op, [REFUSED] * len(message.lengths))
+        return Done(message.op)
 
     async def _offer(self, message: Offer) -> Reply:
         """Ask the cache for slots; those that it grants stay granted until commit or abort."""
@@ -248,7 +276,7 @@ class Session:
         if max(slots, default=REFUSED) < 0:
             await self._offers.abort(self.number, op)
         else:
-            self._granted[op] = count
+            self._granted[op], self._held[op] = count, 0
             self._pump.begin()
         return Grant(op, [int(slot) for slot in slots])
 
@@ -271,6 +299,7 @@ class Session:
                 task.cancel()
             await asyncio.wait({task})
         if self._granted.pop(of, None) is not None:
+            self._held.pop(of, None)
             self._pump.end()
             await self._offers.abort(self.number, of)
         return Done(message.op)

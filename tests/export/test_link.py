@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from kvladder.arena import Slot
+from kvladder.arena import Arena, Slot
 from kvladder.errors import TierError
 from kvladder.export.link import FarOffers, Gauges, NearOffers, Serve, from_parent
 from kvladder.export.offers import LOOKUP_MAX, Pinned
 from kvladder.tiers.isolated.wire import Done, Message, frame, take
 from kvladder.tiers.label import Facts
 from tests.export.clients import keys_of
+from tests.kit.memory import writable_slots
 
 pytestmark = pytest.mark.real
 FACTS = Facts(70, 60, 123.5, b"8 bytes.", 3)
@@ -29,6 +30,15 @@ class Recording:
         self.calls: list[tuple[Any, ...]] = []
         self.began, self.goes_on = asyncio.Event(), asyncio.Event()
         self.cancelled = 0
+        self.arena = Arena.create(8, 4096)
+        self.mapped = Arena.attach(self.arena.handle, writable=False)
+        """As the exporter's process maps it."""
+        self.open: list[tuple[str, list[int]]] = []
+        """What was called when which slots could be written to."""
+
+    def close(self) -> None:
+        self.mapped.close()
+        self.arena.close()
 
     async def have(self, session: int, keys: list[bytes]) -> bytes:
         self.calls.append((session, keys))
@@ -53,9 +63,14 @@ class Recording:
         return [5, -1]
 
     async def commit(self, session: int, op: int, labels: list[bytes]) -> list[bool]:
+        self.open.append(("commit", writable_slots(self.mapped)))
         raise TierError("not now", temporary=False)
 
+    async def abort(self, session: int, op: int) -> None:
+        self.open.append(("abort", writable_slots(self.mapped)))
+
     async def gone(self, session: int) -> None:
+        self.open.append(("gone", writable_slots(self.mapped)))
         self.calls.append((session,))
 
 
@@ -70,8 +85,7 @@ async def linked(
     told: list[Message] = []
     offers: Any = near
     serving = asyncio.create_task(NearOffers(offers, told.append).serve(reader, writer))
-    arena: Any = None
-    far = FarOffers(arena, Serve(block_bytes_max=9, writable=True), far_writer)
+    far = FarOffers(near.mapped, Serve(block_bytes_max=9, writable=True), far_writer)
 
     async def read() -> None:
         while True:
@@ -88,6 +102,7 @@ async def linked(
         await asyncio.wait({serving, reading})
         serving.exception()
         writer.close()
+        near.close()
 
 
 async def test_calls_and_answers_arrive_as_what_they_are() -> None:
@@ -111,8 +126,62 @@ async def test_what_the_cache_raises_is_raised_over_there() -> None:
             await far.commit(1, 2, [])
         assert not raised.value.temporary
         with pytest.raises(TierError, match="AttributeError"):
-            await far.abort(1, 2)
+            await far.purge(1, None)
         assert not serving.done()
+
+
+class Slots(Recording):
+    """Grants the slots that lengths say."""
+
+    async def grant(self, *arguments: Any) -> list[int]:
+        lengths: list[int] = arguments[3]
+        assert not {*lengths}.intersection(writable_slots(self.mapped))
+        return lengths
+
+
+async def test_slots_can_be_written_to_from_their_grant_until_it_is_over_and_no_others() -> None:
+    near = Slots()
+    async with linked(near) as (far, _, _):
+
+        async def grant(session: int, op: int, *slots: int) -> None:
+            await far.grant(session, op, keys_of(*slots), slots, [FACTS] * len(slots))
+
+        assert writable_slots(near.mapped) == []
+        await grant(1, 2, 5, -1, 0)
+        await grant(1, 3, 1)
+        await grant(2, 4, 6, 7)
+        assert writable_slots(near.mapped) == [0, 1, 5, 6, 7]
+        with pytest.raises(TierError):
+            await far.commit(1, 2, [])
+        await far.abort(2, 4)
+        await far.abort(2, 4)
+        await grant(2, 5, 2)
+        await far.gone(1)
+        await far.gone(2)
+        assert near.open == [
+            ("commit", [1, 6, 7]), ("abort", [1]), ("abort", [1]), ("gone", [2]), ("gone", [])
+        ]  # fmt: skip
+
+
+async def test_a_grant_that_cannot_be_opened_fails_and_one_that_cannot_be_closed_ends_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    near = Slots()
+
+    def refuses(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    async with linked(near) as (far, _, _):
+        with monkeypatch.context() as patch:
+            patch.setattr(near.mapped, "allow_writes", refuses)
+            with pytest.raises(TierError, match="cannot be written to: Cannot allocate"):
+                await far.grant(1, 2, keys_of(1), [1], [FACTS])
+        await far.abort(1, 2)
+        await far.grant(1, 3, keys_of(1), [1], [FACTS])
+        with monkeypatch.context() as patch:
+            patch.setattr(near.mapped, "forbid_writes", refuses)
+            with pytest.raises(SystemExit, match="stay open to a client"):
+                await far.commit(1, 3, [])
 
 
 async def test_nobody_waits_for_a_release_and_what_is_called_next_comes_after_it() -> None:

@@ -289,11 +289,13 @@ async def test_a_batch_larger_than_the_arena_is_put_and_got_in_pieces() -> None:
 
 async def test_room_that_does_not_come_is_not_waited_for_without_end() -> None:
     tier = FakeTier(store=FakeStore(), durable=True)
-    async with server(LevelSpec(tier), slots=4) as (cache, offers):
+    async with server(LevelSpec(tier), slots=8) as (cache, offers):
         client, other = Client(offers, 1), Client(offers, 2)
-        await client.hello()
-        await other.hello()
-        assert REFUSED not in await client.granted(FOUR)
+        holders = [Client(offers, number) for number in (4, 5, 6)]
+        for number, one in enumerate((client, other, *holders)):
+            await one.hello()
+            if one is not other:
+                assert REFUSED not in await one.granted(keys_of(90 + number, 80 + number))
         clock = cache.manager.ladder.clock
         begun_s = clock.now()
         third = Client(offers, 3)
@@ -305,12 +307,33 @@ async def test_room_that_does_not_come_is_not_waited_for_without_end() -> None:
         await asyncio.sleep(0.5)
         await offers.abort(client.session, client.op)
         assert REFUSED not in await waiting
+        await offers.abort(4, holders[0].op)
         assert (await client.granted(FOUR))[2:] == [LATER] * 2
         waiting = asyncio.create_task(client.granted(keys_of(10, 11)))
         await asyncio.sleep(0.5)
         await offers.gone(client.session)
         assert await waiting == [REFUSED] * 2
-        assert offers.counts()["granted"] == 2
+        assert offers.counts()["granted"] == 6
+
+
+async def test_a_session_is_granted_a_share_of_the_slots_until_it_commits() -> None:
+    async with server(slots=16) as (_, offers):
+        greedy, other = Client(offers, 1), Client(offers, 2)
+        await greedy.hello()
+        await other.hello()
+        assert await other.put(FOUR[:2]) == [True] * 2
+        keys = keys_of(*range(10, 18))
+        first = await greedy.granted([*keys[:3], *FOUR[:2], *keys[3:]])
+        assert [slot >= 0 for slot in first] == [True] * 3 + [False] * 2 + [True] + [False] * 4
+        assert first[3:5] == [HAVE] * 2
+        assert first[6:] == [LATER] * 4
+        for _ in range(3):
+            assert await greedy.granted(keys_of(20, 21, 22)) == [REFUSED] * 3
+        assert offers.counts()["granted"] == 4
+        assert await other.put(keys_of(*range(30, 38))) == [True] * 8, "in pieces"
+        assert await other.get(FOUR[:2]) == [payload(key) for key in FOUR[:2]]
+        await offers.abort(1, 1)
+        assert await greedy.put(keys) == [True] * 8
 
 
 async def test_a_server_that_is_full_refuses_and_takes_what_is_worth_more() -> None:

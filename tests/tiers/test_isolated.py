@@ -334,3 +334,47 @@ def test_it_ends_with_the_engine_however_that_ends():
     engine.communicate()
     assert select.select([watch], [], [])[0]
     os.close(watch)
+
+
+LOOKS = """
+import asyncio, sys
+sys.path.append(sys.argv[1])
+from mine import MyTier
+from kvladder.tiers.isolated.tier import IsolatedTier
+from kvladder.schema import Settings
+
+async def main():
+    print(dict(await IsolatedTier(MyTier, Settings()).examine(1, print)))
+
+asyncio.run(main())
+"""
+MINE = """
+from kvladder.tiers.memory import MemoryTier
+
+class MyTier(MemoryTier):
+    def __init__(self, options):
+        super().__init__()
+
+    async def examine(self, capacity_bytes, warn):
+        return {"it is": "mine"}
+"""
+
+
+def test_a_process_imports_what_its_parent_can_and_nothing_of_the_current_folder(tmp_path):
+    plugins, current = tmp_path / "plugins", tmp_path / "current"
+    plugins.mkdir()
+    current.mkdir()
+    (plugins / "mine.py").write_text(MINE)
+    (tmp_path / "engine.py").write_text(LOOKS)
+    for name in ("ctypes", "msgspec", "zmq", "sitecustomize"):
+        (current / f"{name}.py").write_text(f"open('ran', 'a').write('{name} ')")
+    done = subprocess.run(
+        [sys.executable, "-P", str(tmp_path / "engine.py"), str(plugins)],
+        cwd=current,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "{'it is': 'mine'}\n", done.stderr
+    assert not (current / "ran").exists()

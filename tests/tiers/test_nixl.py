@@ -8,6 +8,7 @@ import threading
 from contextlib import suppress
 
 import pytest
+import yaml
 
 import kvladder
 from kvladder.config.stack import load_config
@@ -163,6 +164,30 @@ def test_a_file_that_has_no_keys_is_refused(far, tmp_path, text):
         read_keys(str(file))
     assert error.value.path == "keys"
     assert "new-keys" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    "tenants",
+    [
+        [{"name": "red", "peers": ["PUBLIC"], "read": ["ab"]}],
+        [{"name": "red", "peers": ["PUBLIC"], "write": ["AB" * 32]}],
+        [{"name": "red", "peers": ["PUBLIC", "PUBLIC"]}],
+        [{"name": "red", "peers": ["PUBLIC"]}, {"name": "blue", "peers": ["PUBLIC"]}],
+        [{"name": "red", "peers": ["PUBLIC"], "writes": []}],
+        [{"name": "red", "peers": []}],
+        [{"peers": ["PUBLIC"]}],
+    ],
+)
+def test_tenants_that_cannot_be_are_refused(tmp_path, tenants):
+    file, other = make_keys(tmp_path)
+    public = read_keys(str(other)).public.decode()
+    keys = yaml.safe_load(file.read_text()) | {"peers": [], "tenants": tenants}
+    for tenant in tenants:
+        tenant["peers"] = [public for _ in tenant["peers"]]
+    file.write_text(yaml.safe_dump(keys))
+    with pytest.raises(ConfigError) as error:
+        read_keys(str(file))
+    assert error.value.path == "keys"
 
 
 def test_keys_that_others_can_read_are_refused(tmp_path):

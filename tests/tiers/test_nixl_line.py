@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from contextlib import asynccontextmanager, suppress
-from itertools import count
+from itertools import count, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,9 +22,10 @@ from kvladder.tiers.nixl import messages as m
 
 pytest.importorskip("zmq")
 
+from kvladder.export.exporter import HELD_S
 from kvladder.tiers.nixl.line import Line
 from kvladder.tiers.nixl.pump import NAPS
-from tests.kit.fabric import Fabric
+from tests.kit.fabric import Fabric, FakePlane
 
 SIZE = 6000
 SPACE = Namespace(bytes(range(32)))
@@ -243,6 +245,62 @@ async def test_slots_of_a_client_that_is_gone_come_back_after_its_agent_is_destr
         fabric.offers.check()
         with pytest.raises(TierError):
             await putting
+
+
+@pytest.mark.parametrize("call", ["get", "put"])
+async def test_who_holds_slots_for_too_long_is_not_served_any_more(call):
+    async with pair() as (near, fabric):
+        await near.line.tried()
+        await near.put(0)
+        here = near.line.here
+        if call == "put":
+            offer = m.Offer(here._number(), near.key(1), [SIZE], [Facts()])
+            assert (await here._asked(offer, m.Grant)).slots[0] >= 0
+        else:
+            fabric.hangs = True
+            here._send(m.Get(here._number(), near.key(0), [0]))
+        await asyncio.sleep(HELD_S - 2)
+        assert near.line.breaks == 0
+        assert fabric.offers.grants if call == "put" else fabric.offers.pins
+        await asyncio.sleep(4)
+        assert near.line.breaks == 1
+        assert "holds slots for too long" in near.said[0]
+        fabric.hangs = False
+        fabric.offers.check()
+        await until(lambda: near.line.is_up)
+        assert await near.get(0) == [True]
+
+
+async def test_clients_that_are_lost_at_once_hold_up_no_other_for_longer_than_one(monkeypatch):
+    takes_s = 0.1
+    loop: Any = asyncio.get_running_loop()
+    async with pair() as (near, fabric):
+        await near.line.tried()
+        others = [Near(fabric) for _ in range(8)]
+        for other in others:
+            await other.line.tried()
+        destroy, times = FakePlane.destroy, [loop.time()]
+
+        def destroyed(plane):
+            if plane in far:
+                loop._now += takes_s
+            destroy(plane)
+
+        async def ticking():
+            while fabric.exporter._leaving:
+                await asyncio.sleep(0.01)
+                times.append(loop.time())
+
+        far = [plane for plane in fabric.planes if plane.arena is fabric.offers.arena]
+        with monkeypatch.context() as patch:
+            patch.setattr(FakePlane, "destroy", destroyed)
+            for ident in [*fabric.controls][1:]:
+                fabric.exporter._drop(ident, "the client is silent")
+            await ticking()
+        assert sum(plane.is_alive for plane in far) == 1
+        assert max(two - one for one, two in pairwise(times)) < 2 * takes_s
+        for other in others:
+            await other.aclose()
 
 
 async def test_a_data_plane_that_fails_ends_the_session_at_both_ends():

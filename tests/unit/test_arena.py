@@ -21,6 +21,7 @@ from kvladder import mapping
 from kvladder.arena import Arena, ArenaHandle, Slot, memory_available
 from kvladder.errors import ArenaError, ConfigError
 from kvladder.mapping import HUGE_PAGE_BYTES
+from tests.kit.memory import writable_slots
 
 SLOT_BYTES = 4096
 MIB = 2**20
@@ -166,6 +167,48 @@ def test_an_attached_arena_is_the_same_memory(arena: Arena) -> None:
     assert bytes(arena.view(Slot(1))[:3]) == b"abc"
     other.close()
     assert bytes(arena.view(Slot(1))[:3]) == b"abc"
+
+
+def test_only_slots_that_are_allowed_can_be_written_to_through_a_guarded_mapping(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena.view(Slot(1))[:3] = b"abc"
+    arena.allow_writes([0])
+    arena.forbid_writes([0])
+    assert writable_slots(arena) == [0, 1, 2, 3], "an arena that is the owner's is not guarded"
+    other = Arena.attach(arena.handle, writable=False)
+    assert writable_slots(other) == []
+    assert bytes(other.view(Slot(1))[:3]) == b"abc"
+    other.allow_writes([3, 0, 1])
+    assert writable_slots(other) == [0, 1, 3]
+    other.view(Slot(1))[:3] = b"def"
+    other.forbid_writes([1])
+    assert writable_slots(other) == [0, 3]
+    other.forbid_writes([0, 2, 3])
+    assert writable_slots(other) == []
+    assert bytes(arena.view(Slot(1))[:3]) == b"def"
+
+    def refuses(address: int, size: int, *, writable: bool) -> None:
+        if writable and address > other.address:
+            raise OSError(12, "Cannot allocate memory")
+        mapping.protect(address, size, writable=writable)
+
+    monkeypatch.setattr("kvladder.arena.protect", refuses)
+    with pytest.raises(OSError, match="allocate"):
+        other.allow_writes([0, 2])
+    assert writable_slots(other) == [], "all of them or none"
+    other.close()
+
+
+def test_through_a_descriptor_that_cannot_be_written_to_nothing_can_be_allowed(
+    arena: Arena,
+) -> None:
+    fd = os.open(f"/proc/self/fd/{arena.handle.fd}", os.O_RDONLY)
+    other = Arena.attach(arena.handle, inherited=fd, writable=False)
+    with pytest.raises(PermissionError):
+        other.allow_writes([1])
+    assert writable_slots(other) == []
+    other.close()
 
 
 ATTACH = """

@@ -43,7 +43,8 @@ class Spawned:
         child: subprocess.Popen[bytes] | None = None
         try:
             child = subprocess.Popen(  # noqa: S603 - it ends with this thread
-                [sys.executable, "-m", module, str(os.getpid()), str(fd)],
+                # -P: a module of the current folder is not ours, unless this process imports it too
+                [sys.executable, "-P", "-m", module, str(os.getpid()), str(fd)],
                 pass_fds=(fd, *descriptors),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path},

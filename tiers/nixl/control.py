@@ -49,11 +49,24 @@ class Dial(Protocol):
 
 
 class Mailbox:
-    """A socket whose messages go to a function, on the loop."""
+    """A socket whose messages go to a function, on the loop.
 
-    def __init__(self, socket: zmq.Socket[Any], take: Callable[[list[bytes]], None]) -> None:
+    Parameters
+    ----------
+    whose:
+        Takes the public key of a message's sender, as the socket's gate named it, and the message.
+        If it is given, ``take`` is not called.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[Any],
+        take: Callable[[list[bytes]], None],
+        whose: Callable[[str, list[bytes]], None] | None = None,
+    ) -> None:
         self._socket = socket
         self._take = take
+        self._whose = whose
         self._loop = asyncio.get_running_loop()
         self._due: asyncio.Handle | None = None
         self._loop.add_reader(socket.fileno(), self._drain)
@@ -79,11 +92,18 @@ class Mailbox:
             if self._socket.closed:
                 return
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                self._next()
             except zmq.Again:
                 return
-            self._take(frames)
         self._later()
+
+    def _next(self) -> None:
+        """Take a message; raises zmq.Again if there is none."""
+        if self._whose is None:
+            self._take(self._socket.recv_multipart(zmq.NOBLOCK))
+            return
+        frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        self._whose(str(frames[-1].get("User-Id")), [frame.bytes for frame in frames])
 
     def close(self) -> None:
         """Send what is on its way, and take nothing more."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import zmq
@@ -13,7 +13,44 @@ from kvladder.errors import ConfigError
 from kvladder.schema import Settings, convert, load_yaml
 
 Key = Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]{40}$", description="40 characters, Z85")]
+Space = Annotated[
+    str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z", description="a namespace, 64 digits")
+]
 HINT = "expected a file that kvladder serve --new-keys has made"
+
+
+class Rights(NamedTuple):
+    """The namespaces that a client may use; None for all."""
+
+    read: frozenset[bytes] | None = None
+    write: frozenset[bytes] | None = None
+
+    def may_read(self, namespace: bytes) -> bool:
+        """Return whether the client may read blocks of this namespace."""
+        return self.read is None or namespace in self.read or self.may_write(namespace)
+
+    def may_write(self, namespace: bytes) -> bool:
+        """Return whether the client may put, remove and purge blocks of this namespace."""
+        return self.write is None or namespace in self.write
+
+
+ALL = Rights()
+
+
+class Tenant(Settings, frozen=True, kw_only=True):
+    """Clients of a server that may use some namespaces only."""
+
+    name: str
+    peers: list[Key]
+    """Their public keys."""
+    read: tuple[Space, ...] = ()
+    write: tuple[Space, ...] = ()
+    """Which they read as well."""
+
+    @property
+    def rights(self) -> Rights:
+        """What they may do."""
+        return Rights(*(frozenset(map(bytes.fromhex, one)) for one in (self.read, self.write)))
 
 
 class KeyFile(Settings, frozen=True, kw_only=True):
@@ -22,7 +59,21 @@ class KeyFile(Settings, frozen=True, kw_only=True):
     secret: Key
     """Its own."""
     peers: list[Key]
-    """The public ones of those that it talks to: of a client the far end's, or the reverse."""
+    """The public ones of those that it talks to: of a client the far end's, or the reverse. Those
+    that a server has here may use all namespaces."""
+    tenants: tuple[Tenant, ...] = ()
+    """Of a server, clients that may use some namespaces only."""
+
+    def __post_init__(self) -> None:
+        keys = [*self.peers, *(key for tenant in self.tenants for key in tenant.peers)]
+        if len({*keys}) < len(keys):
+            raise ValueError("a public key stands there twice")
+
+    @property
+    def rights(self) -> dict[str, Rights]:
+        """What each client of a server may do, by its public key."""
+        named = {key: one.rights for one in self.tenants for key in one.peers}
+        return {**dict.fromkeys(self.peers, ALL), **named}
 
     @property
     def public(self) -> bytes:
@@ -46,7 +97,7 @@ def read_keys(path: str) -> KeyFile:
         # not what it says: it may quote a secret
         why = error.strerror if isinstance(error, OSError) else "not a file of keys"
         raise ConfigError(f"{path}: {why}", path="keys", hint=HINT) from None
-    if not keys.peers:
+    if not keys.peers and not any(tenant.peers for tenant in keys.tenants):
         raise ConfigError(f"{path} names no peer", path="keys", hint=HINT)
     return keys
 
