@@ -117,7 +117,10 @@ def layout_of(pools: Sequence[Pool], ranks: Any, fingerprint: str) -> Layout:
         "weights": weights,
         "adapters": str(dict(_adapters(engine.get_lora().lora_paths))),
         "draft": _weights(*named["draft"], what="draft model") if "draft" in named else "",
-        **folder_fields({role: one for role, one in folders.items() if one is not None}),
+        **folder_fields(
+            {role: one for role, one in folders.items() if one is not None},
+            tokenizer=draft is not None,
+        ),
         **prefixed("model", _settings(model)),
         **prefixed("exec", _settings(engine.get_exec())),
         **prefixed("lora", _settings(engine.get_lora())),

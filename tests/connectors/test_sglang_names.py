@@ -91,6 +91,27 @@ def test_weights_name_pages_whatever_the_model_is_called(model):
     assert given["weights"] == "given mine"
 
 
+@pytest.mark.parametrize(
+    ("file", "counts"),
+    [("chat_template.jinja", False), ("generation_config.json", False), ("tokenizer.json", False),
+     ("model.safetensors.index.json", False), ("quantize_config.json", True),
+     ("preprocessor_config.json", True), ("config.json", True)],
+)  # fmt: skip
+def test_files_name_pages_that_may_change_them(model, file, counts):
+    first = fields(model)
+    (model / file).write_text('{"changed": 1}')
+    assert differs(first, fields(model)) == ({f"model/{file}"} if counts else set())
+
+
+def test_a_tokenizer_names_pages_where_a_processor_or_a_draft_reads_it(model, tmp_path):
+    (model / "tokenizer.json").write_text("{}")
+    assert "model/tokenizer.json" not in fields(model)
+    spec = {"speculative_draft_model_path": str(model), "speculative_draft_model_revision": None}
+    assert "model/tokenizer.json" in fields(model, spec=spec)
+    (model / "config.json").write_text('{"vision_config": {}}')
+    assert "model/tokenizer.json" in fields(model)
+
+
 def test_what_the_engine_computes_with_names_pages(model):
     first = fields(model, exec={"attention_backend": "triton", "attention": sglang_stub.Bag(x=1)})
     changes: dict[str, dict[str, Any]] = {
