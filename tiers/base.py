@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
@@ -231,6 +231,8 @@ class TierContext:
     """Tells who runs the engine what they should know; logged at most once a minute."""
     timeout_s: float | None = None
     """After how long the level gives up a ``get`` or ``put``, with all that has come by then."""
+    fields: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What the namespace is a digest of, for people: see ``kvladder.fields.told``."""
 
 
 class Medium:

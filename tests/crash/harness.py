@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -13,6 +13,7 @@ from typing import Any
 
 from kvladder.arena import Arena
 from kvladder.errors import TierError
+from kvladder.fields import told
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.testing.fixtures import Block
@@ -68,6 +69,7 @@ class Machine:
         self.failed: list[str] = []
         """The calls that ended with ``errors``."""
         self.space = LAYOUT.namespace(salt=salt)
+        self.fields: Mapping[str, str] = told(LAYOUT.all_fields, salt=salt)
         self.home = ROOT / self.space.hex()[:16]
         self.labels = Labels(self.space, LAYOUT.block_bytes, verify=True)
         """Of the level that the tier was opened for."""
@@ -113,6 +115,7 @@ class Machine:
             clock,
             inline_blocking,
             say=self.told.append,
+            fields=self.fields,
         )
         await tier.open(context)
         return tier, [kept async for batch in tier.recover() for kept in batch]

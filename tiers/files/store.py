@@ -15,6 +15,7 @@ from kvladder.tiers.files.directory import FilesDirectory, Lent, Meta
 from kvladder.tiers.files.disk import Disk, as_config_error, is_full
 from kvladder.tiers.files.header import Header
 from kvladder.tiers.files.log import IndexLog, kept_of
+from kvladder.tiers.files.neighbours import keep_fields
 from kvladder.tiers.files.segments import Segments
 from kvladder.tiers.label import Kept
 
@@ -89,6 +90,7 @@ class FileStore:
                 with suppress(Lent):  # there may be room later
                     store.segments.make_room()
                 directory.write(meta)
+            keep_fields(disk, directory.home, context.fields, context.say)
             store.load(anew=store.segments.end == 0)
             with suppress(Lent):
                 store.segments.allocate([0])

@@ -131,7 +131,8 @@ class Child:
 
     async def _open(self, message: Open) -> Done:
         fd, slots, slot_bytes = message.arena
-        layout, namespace, capacity_blocks, timeout_s = pickle.loads(message.pickled)  # noqa: S301
+        told = pickle.loads(message.pickled)  # noqa: S301
+        layout, namespace, capacity_blocks, timeout_s, fields = told
         handle = ArenaHandle(os.getppid(), fd, slots, slot_bytes)
         self._context = TierContext(
             arena=Arena.attach(handle, inherited=fd),
@@ -142,6 +143,7 @@ class Child:
             run_blocking=self._pool.run,
             say=self._tell,
             timeout_s=timeout_s,
+            fields=fields,
         )
         await self._tier.open(self._context)
         value = self._tier.batch_max, self._tier.describe()

@@ -112,7 +112,13 @@ class IsolatedTier(Tier):
         """Start a child and open the tier in it; it is dead again if that fails."""
         context, handle = self.context, self.context.arena.handle
         process = self._process = self._new(context.say)
-        told = context.layout, context.namespace, context.capacity_blocks, context.timeout_s
+        told = (
+            context.layout,
+            context.namespace,
+            context.capacity_blocks,
+            context.timeout_s,
+            dict(context.fields),
+        )
         arena = handle.fd, handle.slots, handle.slot_bytes
         try:
             await process.start(self._pickled, [handle.fd])

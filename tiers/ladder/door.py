@@ -197,6 +197,7 @@ class Door:
             run_blocking=threads(self._name),
             timeout_s=self.settings.timeout_s,
             say=lambda text: self._shared.notices.say(text, f"tier {self._name}: {text}"),
+            fields=self._shared.fields,
         )
         self.edge.open(context, threads(f"{self._name}-codecs"))
         return context

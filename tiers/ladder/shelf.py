@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Generic, Protocol
@@ -141,6 +141,8 @@ class Shared:
     notices: Notices
     purging: Counter[bytes] = field(default_factory=Counter[bytes])
     """Salts whose blocks are being removed: nothing of theirs is taken meanwhile."""
+    fields: Mapping[str, str] = field(default_factory=dict[str, str])
+    """See ``TierContext.fields``."""
 
     @property
     def bulk_step(self) -> int:
