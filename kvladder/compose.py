@@ -16,15 +16,16 @@ from kvladder.config.stack import StackConfig, load_config
 from kvladder.control.server import ControlServer
 from kvladder.control.sockets import socket_path
 from kvladder.errors import ConfigError
-from kvladder.fields import told
 from kvladder.layout import Layout
 from kvladder.lock import StackLock
 from kvladder.manager import CacheManager
 from kvladder.notices import Notices
 from kvladder.policy.worth import Worth
+from kvladder.preflight import warn_at_start
+from kvladder.publishing.start import say_start
 from kvladder.runtime import Runtime, SystemClock
-from kvladder.start import say_start
 from kvladder.tiers.codecs.edge import EdgeSettings, told_apart
+from kvladder.tiers.fields import told
 from kvladder.tiers.ladder.door import LevelSettings, LevelSpec
 from kvladder.tiers.ladder.gate import BreakerSettings, GateSettings
 from kvladder.tiers.ladder.level import Level
@@ -78,6 +79,7 @@ def open_manager(
     if "gpu" in config.source.raw and not pools:
         hint = "leave the section out: the engine has a block pool of its own"
         raise ConfigError("has no effect here", path="gpu", hint=hint)
+    warn_at_start(config)
     named = _named(config, layout)
     space = named.namespace(salt=config.block.salt)
     find = finder(layout, space)

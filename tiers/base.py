@@ -232,7 +232,7 @@ class TierContext:
     timeout_s: float | None = None
     """After how long the level gives up a ``get`` or ``put``, with all that has come by then."""
     fields: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What the namespace is a digest of, for people: see ``kvladder.fields.told``."""
+    """What the namespace is a digest of, for people: see ``kvladder.tiers.fields.told``."""
 
 
 class Medium:

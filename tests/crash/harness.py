@@ -13,12 +13,12 @@ from typing import Any
 
 from kvladder.arena import Arena
 from kvladder.errors import TierError
-from kvladder.fields import told
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.testing.fixtures import Block
 from kvladder.testing.sim import SimClock, inline_blocking
 from kvladder.tiers.base import TierContext
+from kvladder.tiers.fields import told
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
 from kvladder.tiers.label import Kept, Labels, LevelRead, Outcome, Ref, Side, Write
 from kvladder.units import Size

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvladder.fields import BYTES_MAX, told
+from kvladder.tiers.fields import BYTES_MAX, told
 from kvladder.tiers.files.directory import look, sealed
 from kvladder.tiers.files.neighbours import MAGIC, compared
 from kvladder.tiers.files.purge import purge_files

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvladder.fields import BYTES_MAX, FIELDS_MAX, changes, is_told, listed, told
+from kvladder.tiers.fields import BYTES_MAX, FIELDS_MAX, changes, is_told, listed, told
 
 PLAIN = {"engine": "vllm", "config": json.dumps({"rope_scaling": None, "layers": 2, "list": [1]})}
 

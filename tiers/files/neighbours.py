@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from kvladder.errors import ConfigError
-from kvladder.fields import ALIKE_MAX, changes, is_told, listed
+from kvladder.tiers.fields import ALIKE_MAX, changes, is_told, listed
 from kvladder.tiers.files.directory import (
     FIELDS_NAME,
     Lease,

@@ -51,6 +51,7 @@ LOST_MAX = 4096
 """Of how many blocks it is known that what a shared tier has is of no use."""
 FULL_RETRY_S = 60.0
 """After a full disk, how long a level works within the places it has before it tries for more."""
+FULL_QUIET_S = 3600.0  # without being full, before that is said again
 
 
 class Level(Shelf[int]):
@@ -498,8 +499,6 @@ class Level(Shelf[int]):
                 stored.append(ref.key)
         for key in self._lost.keys() & stored:
             del self._lost[key]
-        if stored and not self.places.limited:
-            self._full_until_s = -inf
         self.stats.stored += len(stored)
         self.shared.events.stored(self.name, stored[::-1])
         return len(stored)
@@ -514,11 +513,12 @@ class Level(Shelf[int]):
         self.places.withhold([block.place for block in blocks])
         if self.tier.shared:  # a place that was free is not room that is kept for us
             self.places.withhold_free()
-        if self._full_until_s == -inf:  # it is said once until there is room again
-            held = f"{len(self.index)} of {self.capacity_blocks} blocks"
-            what = f"its medium is full with {held}; older blocks give way from now on"
+        now_s = self.shared.clock.now()
+        if now_s > self._full_until_s + FULL_QUIET_S:
+            what = f"its medium is full with {len(self.index)} of {self.capacity_blocks} blocks"
+            what += "; older blocks give way from now on"
             self.shared.notices.say(f"{self.name} full", f"tier {self.name}: {what}")
-        self._full_until_s = self.shared.clock.now() + FULL_RETRY_S
+        self._full_until_s = now_s + FULL_RETRY_S
 
     def read_ended(self, blocks: Sequence[LevelRead]) -> None:
         """Nobody reads these any more: places that were given up meanwhile are free."""
