@@ -69,6 +69,8 @@ class FilesOptions(Settings, frozen=True, kw_only=True):
             raise ValueError("the path is empty: expected a directory")
         if "\0" in self.path:
             raise ValueError("the path has a null character: expected a directory")
+        if self.path == "~" or self.path.startswith("~/"):
+            raise ValueError("~ stands for nothing here: write ${HOME}, or the whole path")
 
 
 class FilesTier(Tier):
