@@ -69,8 +69,8 @@ def warn_at_start(config: StackConfig) -> None:
     for i, level in enumerate(config.levels, start=1):
         if level.make.examine is not Medium.examine:
             told.append([])
-            look = partial(_warned, level, f"tiers[{i}]", told[-1])
-            looks.append(Thread(target=look, name="kvladder-look", daemon=True))
+            target = partial(_warned, level, f"tiers[{i}]", told[-1])
+            looks.append(Thread(target=target, name="kvladder-look", daemon=True))
             looks[-1].start()
     end_s = monotonic() + START_S
     for look in looks:

@@ -214,6 +214,7 @@ class Machine:
             assert set(promised) <= {(item.key, item.place) for item in recovered}
             assert all(await self.get(tier, promised))
         self.check_space()
+        assert not [text for text in self.told if "FIELDS is damaged" in text]
         self.model = Model()
         everywhere = [(100 + place, place) for place in range(CAPACITY)]
         for block in everywhere:

@@ -133,7 +133,12 @@ async def test_it_is_written_once_and_goes_with_its_blocks(disk: FakeDisk, new: 
     one = new("1")
     await said(one)
     calls: list[str] = []
-    disk.refuse = lambda name, path: calls.append(f"{name} {path}") or 0
+
+    def count(name: str, path: str) -> int:
+        calls.append(f"{name} {path}")
+        return 0
+
+    disk.refuse = count
     await said(one)
     assert not any("FIELDS.tmp" in call for call in calls)
     disk.refuse = lambda _name, _path: 0

@@ -28,7 +28,7 @@ def opened(path, caplog, *, save=True, salt="", **fields):
 
 
 def test_the_start_says_what_was_found_and_what_has_changed(tmp_path, caplog):
-    config = {"rope_scaling": None, "layers": 2}
+    config: dict[str, object] = {"rope_scaling": None, "layers": 2}
     record, first, _ = opened(tmp_path / "kv", caplog, config=json.dumps(config))
     assert record.name == "kvladder"
     assert record.levelno == logging.INFO
