@@ -27,10 +27,36 @@ FILES_LEFT_OUT: Final[Mapping[str, str]] = {
         "README* LICENSE* NOTICE* *.md *.pdf *.png *.jpg *.jpeg *.gif *.svg"
     ),
     "what tools keep beside a model: versions, downloads, compiled code": ".* __pycache__",
+    "how messages become text, whose tokens name the blocks": (
+        "chat_template.json chat_template.jinja *.jinja additional_chat_templates"
+    ),
+    "how the next token is chosen: a block is named by the tokens that were": (
+        "generation_config.json"
+    ),
+    "which file has which tensor: the weights themselves are told apart": (
+        "*.safetensors.index.json *.safetensors.index.*.json *.bin.index.json *.bin.index.*.json"
+    ),
 }
 """Files of a model's folder that name no blocks: reasons, and patterns that each is true of."""
 
-_FILES: Final = " ".join(FILES_LEFT_OUT.values()).split()
+TOKENIZERS: Final[Mapping[str, str]] = {
+    "how text becomes tokens, by which blocks are named, where nothing but prompts needs it": (
+        "tokenizer.json tokenizer_config.json tokenizer.model tokenizer.model.v* vocab.json"
+        " vocab.txt merges.txt special_tokens_map.json added_tokens.json spiece.model"
+        " sentencepiece.bpe.model *.tiktoken"
+    ),
+}
+"""The same of a tokenizer's files, unless ``reads_tokenizer`` finds something that reads them."""
+
+_FILES: Final = frozenset(" ".join(FILES_LEFT_OUT.values()).split())
+_TOKENIZERS: Final = frozenset(" ".join(TOKENIZERS.values()).split())
+
+_READS_TOKENIZER: Final = ("*processor_config.json", "tekken.json", "*.py")
+"""Files of processors, which place images among tokens, and of code that may read anything."""
+_COMPOSITE: Final = re.compile(
+    r'"(auto_map|text_config|\w*(?:vision|visual|image|audio|video|speech)\w*|mm_\w+)"\s*:'
+)
+"""Keys of a ``config.json`` whose model has a processor, or code of its own."""
 
 _NOT_THE_MODELS: Final = ("_name_or_path", "_commit_hash", "transformers_version")
 """What a model's configuration says of where it was read and who wrote it."""
@@ -130,26 +156,46 @@ def prefixed(prefix: str, fields: Mapping[str, str]) -> dict[str, str]:
     return {f"{prefix}.{name}": text for name, text in fields.items()}
 
 
-def folder_fields(folders: Mapping[str, Path]) -> dict[str, str]:
-    """By role and path in it, digests of the files in folders, but for those that are left out."""
+def folder_fields(folders: Mapping[str, Path], *, tokenizer: bool = False) -> dict[str, str]:
+    """By role and path in it, digests of the files in folders, but for those that are left out.
+
+    ``tokenizer`` says that the engine reads the tokenizer's files for more than prompts.
+    """
+    but = _FILES
+    if not tokenizer and not any(map(reads_tokenizer, folders.values())):
+        but = _FILES | _TOKENIZERS
     return {
         f"{role}/{file.relative_to(folder)}": digest(file)
         for role, folder in folders.items()
-        for file in _files(folder)
+        for file in _files(folder, but)
     }
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def reads_tokenizer(folder: Path) -> bool:
+    """Whether a model's processor or code may read the tokenizer; in doubt it may."""
+    if any(fnmatch(file.name, one) for file in _files(folder, _FILES) for one in _READS_TOKENIZER):
+        return True
+    try:
+        text = (folder / "config.json").read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:  # a folder with a tokenizer alone, or a model in another format
+        return (folder / "params.json").exists()
+    except OSError:
+        return True
+    return _COMPOSITE.search(text) is not None
+
+
+def _files(folder: Path, but: Collection[str]) -> Iterator[Path]:
+    """The files in a folder and those below it; ``but`` has patterns of names left out."""
     seen: set[Path] = set()
     for where, below, names in os.walk(folder, followlinks=True):
         real = Path(where).resolve()
-        below[:] = sorted(name for name in below if real not in seen and _counts(name))
-        yield from (Path(where) / name for name in sorted(names) if _counts(name))
+        below[:] = sorted(name for name in below if real not in seen and _counts(name, but))
+        yield from (Path(where) / name for name in sorted(names) if _counts(name, but))
         seen.add(real)  # a link may lead back to it
 
 
-def _counts(name: str) -> bool:
-    return not any(fnmatch(name, pattern) for pattern in _FILES)
+def _counts(name: str, but: Collection[str]) -> bool:
+    return not any(fnmatch(name, pattern) for pattern in but)
 
 
 def model_folder(

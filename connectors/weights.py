@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -60,6 +61,8 @@ def weights_digest(path: Path, *, cache: Path | None = None) -> str:
         with ThreadPoolExecutor(THREADS) as readers:
             for file, digest in zip(files, readers.map(known.digest, files), strict=True):
                 whole.update(f"{file.name}\0{digest}\0".encode())
+        for name in _unlisted(path, files):
+            whole.update(f"not in the index\0{name}\0".encode())
         known.write()
     except OSError as error:
         what = f"{error.filename or path}: {error.strerror}"
@@ -112,6 +115,21 @@ def weight_files(path: Path) -> list[Path]:
             if found:
                 return [*found, *(p for p in [path / SETTINGS] if p.is_file())]
     return []
+
+
+def _unlisted(path: Path, files: Sequence[Path]) -> list[str]:
+    """Files of weights that an index of the directory leaves out: engines do not load them."""
+    found: set[str] = set()
+    for suffix in SUFFIXES if path.is_dir() else ():
+        for index in sorted(path.glob(f"*{suffix}.index*.json")):
+            with suppress(
+                ValueError, LookupError, AttributeError, TypeError
+            ):  # then it leaves nothing out
+                listed = {*json.loads(index.read_bytes())["weight_map"].values()}
+                names = {file.name for file in files if file.name.endswith(suffix)}
+                if listed <= names:
+                    found |= names - listed
+    return sorted(found)
 
 
 def stamp(file: Path) -> str:

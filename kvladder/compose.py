@@ -16,14 +16,16 @@ from kvladder.config.stack import StackConfig, load_config
 from kvladder.control.server import ControlServer
 from kvladder.control.sockets import socket_path
 from kvladder.errors import ConfigError
-from kvladder.keys import Namespace
 from kvladder.layout import Layout
 from kvladder.lock import StackLock
 from kvladder.manager import CacheManager
 from kvladder.notices import Notices
 from kvladder.policy.worth import Worth
+from kvladder.preflight import warn_at_start
+from kvladder.publishing.start import say_start
 from kvladder.runtime import Runtime, SystemClock
 from kvladder.tiers.codecs.edge import EdgeSettings, told_apart
+from kvladder.tiers.fields import told
 from kvladder.tiers.ladder.door import LevelSettings, LevelSpec
 from kvladder.tiers.ladder.gate import BreakerSettings, GateSettings
 from kvladder.tiers.ladder.level import Level
@@ -77,7 +79,9 @@ def open_manager(
     if "gpu" in config.source.raw and not pools:
         hint = "leave the section out: the engine has a block pool of its own"
         raise ConfigError("has no effect here", path="gpu", hint=hint)
-    space = _namespace(config, layout)
+    warn_at_start(config)
+    named = _named(config, layout)
+    space = named.namespace(salt=config.block.salt)
     find = finder(layout, space)
     edges = [EdgeSettings(level.make_codecs(), find) for level in config.levels]
     scratch = [level.scratch_blocks(layout) for level in config.levels]
@@ -90,7 +94,8 @@ def open_manager(
         runtime = Runtime()
         undo.callback(runtime.close)
         aside = [arena.set_aside(count) for count in scratch]
-        stack = _stack(config, layout, arena, runtime, list(zip(edges, aside, strict=True)))
+        fields = told(named.all_fields, salt=config.block.salt)
+        stack = _stack(config, layout, arena, runtime, list(zip(edges, aside, strict=True)), fields)
         publisher = _publisher(config, layout, stack)
         if publisher is not None:
             undo.callback(publisher.close)
@@ -121,6 +126,7 @@ def open_manager(
             manager.admit(export)
             manager.report("export", export.counts)
         undo.pop_all()
+    say_start(space, stack.levels, layout.block_bytes)
     return manager
 
 
@@ -169,8 +175,8 @@ def _publisher(config: StackConfig, layout: Layout, stack: TierStack) -> Publish
     return Publisher(events, stack, block_tokens=layout.block_tokens)
 
 
-def _namespace(config: StackConfig, layout: Layout) -> Namespace:
-    """The namespace of the layout under what the configuration adds to it."""
+def _named(config: StackConfig, layout: Layout) -> Layout:
+    """The layout with what the configuration adds to the fields of its namespace."""
     given = config.model.fingerprint
     fields = {} if given == "auto" else {"model.fingerprint": given}
     # blocks move between levels: whoever is content with less shares with nobody who is not
@@ -179,7 +185,7 @@ def _namespace(config: StackConfig, layout: Layout) -> Namespace:
     ]
     if lossy:
         fields["codecs"] = ", ".join(sorted(set(lossy)))
-    return replace(layout, fields={**layout.fields, **fields}).namespace(salt=config.block.salt)
+    return replace(layout, fields={**layout.fields, **fields})
 
 
 def _stack(
@@ -188,6 +194,7 @@ def _stack(
     arena: Arena,
     runtime: Runtime,
     edges: Sequence[tuple[EdgeSettings, Sequence[Slot]]],
+    fields: Mapping[str, str],
 ) -> TierStack:
     """The stack, not yet opened; ``edges`` has codecs and scratch slots for each level."""
     clock, lock = SystemClock(), StackLock()
@@ -198,6 +205,7 @@ def _stack(
         clock=clock,
         events=EventBuffer(config.events.max, post=runtime.post),
         notices=Notices(clock.now, held=lock.held, post=runtime.post),
+        fields=fields,
     )
     host = HostSettings(
         name=config.host.name,

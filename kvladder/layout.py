@@ -70,7 +70,12 @@ class Layout:
         """Bytes of an element; 0 if that is not known."""
         return _ELEMENT_BYTES.get(self.element, 0)
 
+    @property
+    def all_fields(self) -> dict[str, str]:
+        """``fields`` and the sizes: what the namespace is a digest of, but for the salt."""
+        sizes = {"block.tokens": str(self.block_tokens), "block.bytes": str(self.block_bytes)}
+        return {**self.fields, **sizes}
+
     def namespace(self, *, salt: str = "") -> Namespace:
         """The namespace of blocks of this layout under a deployment's salt."""
-        sizes = {"block.tokens": str(self.block_tokens), "block.bytes": str(self.block_bytes)}
-        return namespace({**self.fields, **sizes}, salt=salt)
+        return namespace(self.all_fields, salt=salt)

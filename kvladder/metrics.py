@@ -73,6 +73,8 @@ class LevelStats:
     """Blocks that had not arrived when their fetch was over."""
     slower: int = 0
     """Blocks not fetched since computing them is faster."""
+    sampled: int = 0
+    """Blocks not fetched so that the engine computes them once, which tells how fast it does."""
     stored: int = 0
     stored_s: float = 0.0
     """Seconds during which writes were under way."""
@@ -104,6 +106,10 @@ class LevelStats:
     def drop(self, reason: DropReason, priority: int) -> None:
         """A block of this priority could have been kept and was not."""
         self.dropped[reason, priority // 10 * 10] += 1
+
+    def spare(self, why: Literal["slower", "sampled"], blocks: int) -> None:
+        """Count blocks that were not fetched since the engine is to compute them."""
+        setattr(self, why, getattr(self, why) + blocks)
 
     def as_dict(self, block_bytes: int) -> dict[str, Any]:
         """Numbers by name; ``dropped_<reason>``, and by priority ``dropped[reason][tens]``."""

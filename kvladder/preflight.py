@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from threading import Thread
+from time import monotonic
+from typing import Final, NamedTuple, TypeVar
 
 from packaging.requirements import Requirement
 
@@ -21,10 +25,14 @@ from kvladder.control.sockets import require_name
 from kvladder.errors import ConfigError, TierError, Unavailable, blames_settings, refusal
 from kvladder.layout import Layout
 from kvladder.schema import within
+from kvladder.tiers.base import Medium
 from kvladder.tiers.codecs.base import Stage
 from kvladder.units import Size
 
+logger = logging.getLogger("kvladder")
 T = TypeVar("T")
+START_S: Final = 5.0
+"""How long a start waits for what tiers have to say of their media."""
 ANY = Layout(block_tokens=16, block_bytes=4096)
 """Blocks of some size: what a codec needs beside them does not depend on it."""
 _ROOT = Path("/")
@@ -48,6 +56,35 @@ def preflight(config: StackConfig) -> Findings:
     """
     with ThreadPoolExecutor(1) as thread:  # the caller may be on an event loop
         return thread.submit(_preflight, config).result()
+
+
+def warn_at_start(config: StackConfig) -> None:
+    """Log what is allowed and probably not meant, before a cache opens.
+
+    The levels' tiers are looked at side by side, in threads. What is not told within ``START_S``
+    is left unsaid. A tier that fails is not mentioned here: its start says so.
+    """
+    told: list[list[str]] = []
+    looks: list[Thread] = []
+    for i, level in enumerate(config.levels, start=1):
+        if level.make.examine is not Medium.examine:
+            told.append([])
+            target = partial(_warned, level, f"tiers[{i}]", told[-1])
+            looks.append(Thread(target=target, name="kvladder-look", daemon=True))
+            looks[-1].start()
+    end_s = monotonic() + START_S
+    for look in looks:
+        look.join(max(0.0, end_s - monotonic()))
+    for text in [*config.warnings, *_short_of_memory(config), *chain.from_iterable(told)]:
+        logger.warning("%s", text)
+
+
+def _warned(level: LevelConfig, where: str, warnings: list[str]) -> None:
+    with suppress(Exception):  # whatever a tier does here, its start shows it
+        look = level.make_tier().examine(
+            level.capacity_bytes, lambda text: warnings.append(f"{where}: {text}")
+        )
+        asyncio.run(asyncio.wait_for(look, START_S))
 
 
 def _preflight(config: StackConfig) -> Findings:
@@ -78,16 +115,20 @@ def _preflight(config: StackConfig) -> Findings:
                 _try(found, config, f"{where}.codecs", opening)
         if facts:
             found.facts[level.name] = facts
+    found.warnings.extend(_short_of_memory(config))
+    found.facts["libraries"] = dict(_libraries(extras, found.errors))
+    return found
+
+
+def _short_of_memory(config: StackConfig) -> Iterator[str]:
     available = 0
     with suppress(OSError):  # not every system tells
         available = memory_available(_ROOT)
     if 0 < available < config.arena_bytes:
-        found.warnings.append(
+        yield (
             f"arena.size is {config.arena.size_bytes}, and this machine has"
             f" {Size(available).about()} of memory left"
         )
-    found.facts["libraries"] = dict(_libraries(extras, found.errors))
-    return found
 
 
 def _try(found: Findings, config: StackConfig, where: str, look: Callable[[], T]) -> T | None:

@@ -380,7 +380,7 @@ def _instead(value: object, wanted: Any, problem: str) -> str:
     """What to write instead of a wrong value; ``problem`` is msgspec's account of it."""
     if wanted is str and isinstance(value, bool | int | float):
         return "expected text: put it in quotes"
-    if problem.startswith("unknown unit"):
+    if problem.startswith("unknown unit") or "without a unit" in problem:
         return problem
     account = problem.replace("`", "").removeprefix("Expected ").partition(", got")[0]
     choices = [choice for choice in get_args(wanted) if isinstance(choice, str)]

@@ -44,6 +44,10 @@ def _unknown(unit: str, known: list[str]) -> str:
     return f"unknown unit {unit!r}: one of {', '.join(known)}{nearest}"
 
 
+UNIT_BYTES: Final = 4096
+"""A smaller size needs a unit, if only B: it is rather a number of GiB whose unit is missing."""
+
+
 class Size(int):
     """Bytes, at least 1. Written as an integer or with a unit: ``8 GiB`` (1024), ``4GB`` (1000)."""
 
@@ -63,10 +67,15 @@ class Size(int):
             if not number:
                 raise ValueError(cls.EXPECTED)
             whole = int(Decimal(number) * (cls._scale(unit) if unit else 1))
+            needs_unit = not unit
         else:
             whole = value if isinstance(value, int) and not isinstance(value, bool) else 0
+            needs_unit = not isinstance(value, cls)
         if not 0 < whole < 1 << 63:
             raise ValueError(cls.EXPECTED)
+        if needs_unit and whole < UNIT_BYTES:
+            meant = f"did you mean '{whole} GiB' or '{whole} MiB'?"
+            raise ValueError(f"{whole} bytes without a unit hold nothing, {meant}")
         return cls(whole)
 
     @staticmethod

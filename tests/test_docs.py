@@ -102,8 +102,8 @@ def test_every_setting_is_explained():
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     source = {
         "gpu": {},
-        "arena": {"size": 1},
-        "tiers": [{"type": "host"}, {"type": "memory", "capacity": 1}],
+        "arena": {"size": "1 B"},
+        "tiers": [{"type": "host"}, {"type": "memory", "capacity": "1 B"}],
     }
     settings = [
         re.sub(r"^tiers\[\d\]\.", "", row.path) for row in load_config(source, env={}).rows()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
@@ -234,6 +234,8 @@ class TierContext:
     required: bool = False
     """Whether the cache is not to start without the tier: one that opens before it has reached
     anything, and connects later, raises ``Unavailable`` instead."""
+    fields: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What the namespace is a digest of, for people: see ``kvladder.tiers.fields.told``."""
 
 
 class Medium:

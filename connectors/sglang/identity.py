@@ -138,7 +138,10 @@ def layout_of(pools: Sequence[Pool], ranks: Any, fingerprint: str) -> Layout:
         **model_fields(fingerprint),
         "load format": _load_format(model.load_format),
         "hooks": json.dumps(_hooks(), sort_keys=True),
-        **folder_fields({role: one for role, one in folders.items() if one is not None}),
+        **folder_fields(
+            {role: one for role, one in folders.items() if one is not None},
+            tokenizer=draft is not None,
+        ),
         **settings(),
         **prefixed("environment", _switches()),
         "kv.dtype": str(pool.dtype),

@@ -363,8 +363,7 @@ def _require_shared(ranks: Any, settings: StackConfig) -> None:
 
 
 def _warnings(settings: StackConfig, page_tokens: int) -> Iterator[str]:
-    """What is allowed and probably not meant."""
-    yield from settings.warnings
+    """What SGLang allows and nobody means; the stack's start says the rest."""
     late = late_levels(settings)
     if late:
         yield (

@@ -49,8 +49,6 @@ class Cache:
         self._halves = halves
         self._rank_bytes = pages.block_bytes
         self._ranks = Ranks(ranks - 1, rank_fields(pages), notices)
-        for text in config.warnings:
-            logger.warning("%s", text)
         logger.info("kvladder is ready: %s", "\n".join(config.summary(layout)))
         logger.debug("kvladder's settings\n%s", self.manager.describe())
 

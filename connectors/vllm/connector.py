@@ -142,11 +142,9 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             The cache would not open.
         """
         _, config = parse(extra_config)
-        findings = preflight(config)
-        for warning in findings.warnings:
-            logger.warning("%s", warning)
-        if findings.errors:
-            raise findings.errors[0]
+        errors = preflight(config).errors  # its warnings are said when the cache opens
+        if errors:
+            raise errors[0]
         return False
 
     # ---- worker

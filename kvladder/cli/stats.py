@@ -17,8 +17,8 @@ from kvladder.tiers.ladder.gate import BREAKER_STATES
 
 WATCH_S_MAX: Final = 86400
 COLUMNS: Final = (
-    "blocks", "capacity", "queries", "hits", "stored", "evicted", "removed", "purged", "queued",
-    "removals",
+    "blocks", "capacity", "recovered", "queries", "hits", "stored", "evicted", "removed", "purged",
+    "queued", "removals",
 )  # fmt: skip
 
 
@@ -103,11 +103,13 @@ def _table(path: str, counts: dict[str, Any]) -> Iterator[str]:
     levels: dict[str, dict[str, Any]] = {
         name: level for name, level in counts.items() if "blocks" in level
     }
-    width = max(len(name) for name in levels)
-    yield f"{'':{width}}" + "".join(f"{name:>10}" for name in (*COLUMNS, "breaker"))
+    rows = [["", *COLUMNS, "breaker"]]
     for name, level in levels.items():
-        cells = [*(str(level.get(column, "")) for column in COLUMNS), _breakers(level)]
-        yield f"{name:{width}}" + "".join(f"{cell:>10}" for cell in cells)
+        rows.append([name, *(str(level.get(column, "")) for column in COLUMNS), _breakers(level)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *cells in rows:
+        aligned = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+        yield "  ".join([f"{first:{widths[0]}}", *aligned])
     if "export" in counts:
         yield "export: " + ", ".join(f"{name} {n}" for name, n in counts["export"].items())
 

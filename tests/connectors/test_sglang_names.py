@@ -101,6 +101,27 @@ def test_weights_name_pages_whatever_the_model_is_called(model):
     assert fields(model, fingerprint="mine") == given
 
 
+@pytest.mark.parametrize(
+    ("file", "counts"),
+    [("chat_template.jinja", False), ("generation_config.json", False), ("tokenizer.json", False),
+     ("model.safetensors.index.json", False), ("quantize_config.json", True),
+     ("preprocessor_config.json", True), ("config.json", True)],
+)  # fmt: skip
+def test_files_name_pages_that_may_change_them(model, file, counts):
+    first = fields(model)
+    (model / file).write_text('{"changed": 1}')
+    assert differs(first, fields(model)) == ({f"model/{file}"} if counts else set())
+
+
+def test_a_tokenizer_names_pages_where_a_processor_or_a_draft_reads_it(model, tmp_path):
+    (model / "tokenizer.json").write_text("{}")
+    assert "model/tokenizer.json" not in fields(model)
+    spec = {"speculative_draft_model_path": str(model), "speculative_draft_model_revision": None}
+    assert "model/tokenizer.json" in fields(model, spec=spec)
+    (model / "config.json").write_text('{"vision_config": {}}')
+    assert "model/tokenizer.json" in fields(model)
+
+
 def test_weights_in_memory_name_pages_and_not_the_files_beside_them(model):
     """Files are replaced after the engine has read them; others lie beside those that it reads."""
     first = fields(model)

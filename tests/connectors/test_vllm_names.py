@@ -127,36 +127,93 @@ def test_values_of_every_kind_are_written_alike_in_every_process(tmp_path: Path)
     assert text(prompt) == json.dumps(prompt), "too long for a path"
 
 
-def test_every_file_of_a_models_folder_names_its_blocks(tmp_path: Path) -> None:
-    def named() -> dict[str, str]:
-        return folder_fields({"model": tmp_path})
+COUNTING = [
+    "config.json", "params.json", "inner/config.json", "of_a_later_model", "original/consolidated",
+    "adapter_config.json", "quantize_config.json", "hf_quant_config.json",
+]  # fmt: skip
+"""Files of a model's folder that may change its KV, whatever else is in it."""
+SILENT = [
+    "model.safetensors", "inner/old.pth", "README.md", ".git/HEAD", "flax_model.msgpack",
+    "chat_template.jinja", "chat_template.json", "additional_chat_templates/tools.jinja",
+    "generation_config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json",
+    "model.safetensors.index.fp16.json",
+]  # fmt: skip
+"""Files that never do, or that another field tells apart."""
+TOKENIZER = [
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v3", "vocab.txt",
+    "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json", "spiece.model",
+    "sentencepiece.bpe.model", "qwen.tiktoken",
+]  # fmt: skip
+"""Files that change it only where something reads the tokenizer that places more than tokens."""
+READERS = [
+    "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
+    "modeling_own.py", "tekken.json",
+]  # fmt: skip
+"""Files of what reads it; each may change KV itself."""
 
-    counting = [
-        "config.json", "generation_config.json", "processor_config.json", "chat_template.jinja",
-        "preprocessor_config.json", "tokenizer.json", "tokenizer.model", "merges.txt",
-        "modeling_own.py", "params.json", "inner/config.json", "model.safetensors.index.json",
-        "of_a_later_model",
-    ]  # fmt: skip
-    others = ["model.safetensors", "inner/old.pth", "README.md", ".git/HEAD", "flax_model.msgpack"]
-    for name in [*counting, *others]:
+
+def changed(folder: Path, name: str) -> bool:
+    """Whether the fields of a model's folder are others without a file, or with another one."""
+    plain, before = folder_fields({"model": folder}), (folder / name).read_text()
+    (folder / name).write_text(f"{before} changed")
+    other = folder_fields({"model": folder}) != plain
+    (folder / name).unlink()
+    assert (folder_fields({"model": folder}) != plain) == other, name
+    (folder / name).write_text(before)
+    assert folder_fields({"model": folder}) == plain
+    return other
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder with a file of each kind, but for what reads a tokenizer."""
+    for name in [*COUNTING, *SILENT, *TOKENIZER]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
+        (tmp_path / name).write_text('{"a": 1, "quantization_config": {}}')
     (tmp_path / "inner" / "back").symlink_to(tmp_path)
-    whole = named()
-    assert len(whole) >= len(counting)
-    for name in [*counting, *others]:
-        before = (tmp_path / name).read_text()
-        for text in ("changed", None):
-            (tmp_path / name).unlink() if text is None else (tmp_path / name).write_text(text)
-            assert (named() != whole) == (name in counting), name
-        (tmp_path / name).write_text(before)
-    assert named() == whole
-    (tmp_path / "added.json").write_text("{}")
-    assert named() != whole
-    for name in others:
+    return tmp_path
+
+
+def test_files_that_cannot_change_kv_name_no_blocks(folder: Path) -> None:
+    for name in COUNTING:
+        assert changed(folder, name), name
+    for name in [*SILENT, *TOKENIZER]:
+        assert not changed(folder, name), name
         parts = Path(name).parts
-        reasons = [r for p, r in left_out("files").items() for q in parts if fnmatch(q, p)]
-        assert reasons, name
+        assert [r for p, r in left_out("files").items() for q in parts if fnmatch(q, p)], name
+    plain = folder_fields({"model": folder})
+    (folder / "added.json").write_text("{}")
+    assert folder_fields({"model": folder}) != plain
+
+
+@pytest.mark.parametrize("reader", [*READERS, "config.json"])
+def test_a_tokenizer_counts_where_something_else_reads_it(folder: Path, reader: str) -> None:
+    (folder / reader).write_text('{"vision_config": {}}')
+    for name in [*COUNTING, reader, *TOKENIZER]:
+        assert changed(folder, name) or name == reader == "config.json", name
+    for name in SILENT:
+        assert not changed(folder, name), name
+
+
+@pytest.mark.parametrize("key", ["auto_map", "text_config", "audio_config", "mm_vision_tower"])
+def test_a_composite_models_tokenizer_counts(folder: Path, key: str) -> None:
+    (folder / "config.json").write_text(json.dumps({key: {}}))
+    assert changed(folder, "tokenizer.json")
+
+
+@needs_vllm
+def test_a_tokenizer_counts_where_vllm_reads_it(folder: Path) -> None:
+    def named(**changes: Any) -> dict[str, str]:
+        return fields_of(model_config__model=str(folder), **changes)
+
+    draft = SimpleNamespace(method="draft_model", draft_model_config=SimpleNamespace(model="x"))
+    for reads, changes in (
+        (False, {}),
+        (True, {"model_config__multimodal_config": SimpleNamespace()}),
+        (True, {"model_config__trust_remote_code": True}),
+        (True, {"speculative_config": draft}),
+    ):
+        assert ("model.model/tokenizer.json" in named(**changes)) == reads
 
 
 @needs_vllm

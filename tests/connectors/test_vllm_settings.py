@@ -348,6 +348,23 @@ def test_other_formats_and_damaged_headers_are_read_as_well(tmp_path: Path, cach
     assert len(found) == 8
 
 
+def test_an_index_counts_by_the_files_that_it_leaves_out(tmp_path: Path, cache: Path) -> None:
+    for name in ("a", "b"):
+        safetensors(tmp_path / f"{name}.safetensors", {name: bytes(100)})
+    index = tmp_path / "model.safetensors.index.json"
+    whole = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    plain = weights_digest(tmp_path, cache=cache)
+    for text in (
+        *map(json.dumps, (whole, {"metadata": {"total_size": 1}, **whole}, {}, [], 1)),
+        *('{"weight_map": {"x": "gone.safetensors"}}', '{"weight_map": {"x": []}}', "\0", ""),
+    ):
+        index.write_text(text)
+        assert weights_digest(tmp_path, cache=cache) == plain, text
+    index.write_text('{"weight_map": {"x": "a.safetensors"}}')
+    assert weights_digest(tmp_path, cache=cache) != plain, "b is not loaded"
+    assert weights_digest(tmp_path / "a.safetensors", cache=cache) != plain
+
+
 def test_a_directory_without_weights_asks_for_a_fingerprint(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.fingerprint: no weights in .*text of your own"):
         weights_digest(tmp_path, cache=cache)

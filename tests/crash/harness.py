@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -18,6 +18,7 @@ from kvladder.layout import Layout
 from kvladder.testing.fixtures import Block
 from kvladder.testing.sim import SimClock, inline_blocking
 from kvladder.tiers.base import TierContext
+from kvladder.tiers.fields import told
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
 from kvladder.tiers.label import Kept, Labels, LevelRead, Outcome, Ref, Side, Write
 from kvladder.units import Size
@@ -68,6 +69,7 @@ class Machine:
         self.failed: list[str] = []
         """The calls that ended with ``errors``."""
         self.space = LAYOUT.namespace(salt=salt)
+        self.fields: Mapping[str, str] = told(LAYOUT.all_fields, salt=salt)
         self.home = ROOT / self.space.hex()[:16]
         self.labels = Labels(self.space, LAYOUT.block_bytes, verify=True)
         """Of the level that the tier was opened for."""
@@ -117,6 +119,7 @@ class Machine:
             clock,
             inline_blocking,
             say=self.told.append,
+            fields=self.fields,
         )
         open_fds = self.disk.open_fds
         for left in reversed(range(tries)):
@@ -224,6 +227,7 @@ class Machine:
             assert set(promised) <= {(item.key, item.place) for item in recovered}
             assert all(await self.get(tier, promised))
         self.check_space()
+        assert not [text for text in self.told if "FIELDS is damaged" in text]
         self.model = Model()
         everywhere = [(100 + place, place) for place in range(CAPACITY)]
         for block in everywhere:

@@ -6,7 +6,6 @@ import re
 import socket
 import threading
 from contextlib import suppress
-from itertools import cycle
 
 import pytest
 
@@ -164,7 +163,20 @@ def test_nobody_is_there():
 @pytest.mark.parametrize("user", ["", "default:wrong@", "nobody:hunter2@"])
 def test_a_wrong_user_or_password(server, user):
     error = refused(url=f"redis://{user}127.0.0.1:{server.port}")
-    assert error.path.endswith(".password")
+    assert error.path.endswith("].password")
+    address = f"127.0.0.1:{server.port}"
+    if user:
+        assert error.message.startswith(f"{address} does not let us in: WRONGPASS ")
+    else:
+        assert error.message == f"{address} wants a password, and none is set"
+        assert 'password: "${REDIS_PASSWORD}"' in error.hint
+    assert "replies" not in str(error), "nothing is wrong with its protocol"
+
+
+def test_a_sentinel_that_wants_a_password(tmp_path):
+    with RedisServer(tmp_path, [("requirepass", SECRET)], mode="--sentinel") as sentinel:
+        error = refused(url=f"redis://127.0.0.1:{sentinel.port}", sentinel="kv")
+        assert "wants a password, and none is set (set sentinel_password: " in error.message
 
 
 def test_a_user_who_may_do_nothing(server):
@@ -220,7 +232,7 @@ def test_a_sentinel_taken_for_a_server_and_the_reverse(server, tmp_path):
 
 
 class Scripted:
-    """A server that answers what it is sent with the next of its replies, and then hangs up.
+    """A server that answers each connection's messages with its replies, and then hangs up.
 
     It echoes what it is asked to, and begins anew with each further client.
     """
@@ -236,13 +248,13 @@ class Scripted:
         return self
 
     def _serve(self):
-        for replies in cycle(self._replies):
+        while True:
             try:
                 taken, _ = self._socket.accept()
-            except OSError:  # its end
+            except OSError:  # the end
                 return
-            with taken, suppress(ConnectionError):
-                for reply in replies:
+            with taken, suppress(OSError):
+                for reply in self._replies:
                     echo = re.search(rb"ECHO\r\n(.*\r\n)", taken.recv(65536), re.DOTALL)
                     taken.sendall(reply + (echo[1] if echo else b""))
                 taken.recv(65536)
@@ -259,14 +271,14 @@ HELLO = (
 
 
 def test_a_server_too_old_for_resp3():
-    with Scripted([b"-ERR unknown command 'HELLO'\r\n$0\r\n\r\n"]) as old:
+    with Scripted(b"-ERR unknown command 'HELLO'\r\n$0\r\n\r\n") as old:
         error = refused(url=f"redis://127.0.0.1:{old.port}")
     assert "6.2" in error.hint
 
 
 def test_a_server_too_old_for_us():
     info = b"redis_version:6.0.16\r\nredis_mode:standalone\r\n"
-    with Scripted([HELLO + b"$%d\r\n%b\r\n" % (len(info), info)]) as old:
+    with Scripted(HELLO + b"$%d\r\n%b\r\n" % (len(info), info)) as old:
         error = refused(url=f"redis://127.0.0.1:{old.port}")
     assert "6.0.16" in error.message
     assert "6.2" in error.hint
@@ -279,7 +291,7 @@ def test_a_server_too_old_for_us():
 def test_a_server_that_answers_a_question_about_its_settings_as_it_likes(reply):
     info = b"redis_version:7.2.0\r\nredis_mode:standalone\r\n"
     login = HELLO + b"$%d\r\n%b\r\n" % (len(info), info)
-    with Scripted([login, reply]) as odd:
+    with Scripted(login, reply) as odd:
         source = stack(url=f"redis://127.0.0.1:{odd.port}", required=True)
         with kvladder.open_cache(source, layout=LAYOUT) as cache:
             told = cache._stack.levels[0].tier.describe()["value"]
@@ -287,7 +299,7 @@ def test_a_server_that_answers_a_question_about_its_settings_as_it_likes(reply):
 
 
 def test_a_server_that_is_none_and_one_that_says_nothing():
-    with Scripted([b"HTTP/1.1 400 Bad Request\r\n\r\n"]) as other:
+    with Scripted(b"HTTP/1.1 400 Bad Request\r\n\r\n") as other:
         error = refused(url=f"redis://127.0.0.1:{other.port}")
     assert str(other.port) in error.message
     with socket.create_server(("127.0.0.1", 0)) as silent:

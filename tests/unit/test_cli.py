@@ -10,6 +10,7 @@ from inspect import signature
 import pytest
 
 from kvladder.cli import COMMANDS, main
+from kvladder.cli.stats import COLUMNS, _table
 from kvladder.errors import ConfigError, LayoutError
 from kvladder.planning.models import bytes_per_token
 
@@ -200,3 +201,21 @@ def test_a_layout_is_not_guessed(model, content, says):
 def test_what_is_not_a_models_configuration(model, content):
     with pytest.raises(ConfigError, match=r"not JSON|not a JSON object"):
         bytes_per_token(model(content))
+
+
+def test_columns_of_statistics_do_not_run_together():
+    level = dict.fromkeys(COLUMNS, 12_345_678_901)
+    states = {"get": 2, "put": 2}
+    counts = {
+        "arena": {"slots": 1, "free": 1},
+        "a-level-with-a-long-name": level,
+        "nvme": {**level, "blocks": 1, "breakers": states},
+    }
+    _, header, *rows = _table("socket", counts)
+    assert header.split() == [*COLUMNS, "breaker"]
+    for row, name in zip(rows, ("a-level-with-a-long-name", "nvme"), strict=True):
+        cells = re.split(" {2,}", row)
+        assert cells[0] == name
+        assert len(cells) == len(COLUMNS) + 2
+    assert rows[1].endswith("  open: get, open: put")
+    assert len({len(line) for line in (header, *rows)}) == 1

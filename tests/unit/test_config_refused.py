@@ -84,6 +84,13 @@ def test_what_is_no_text_is_refused(refusal, text):
     assert "expected UTF-8 text" in str(refusal({"host": "1 GiB", "files": text}))
 
 
+@pytest.mark.parametrize("path", ["~", "~/kv"])
+def test_a_home_is_not_guessed(refusal, path):
+    error = refusal(tiers({"type": "files", "path": path, "capacity": "1 GiB"}))
+    assert "write ${HOME}, or the whole path" in str(error)
+    assert "write ${HOME}" in str(refusal({"host": "1 GiB", "files": path}))
+
+
 def test_a_directory_has_no_null_character(refusal):
     error = refusal(tiers({"type": "files", "path": "/tmp/a\0b", "capacity": "1 GiB"}))
     assert "null character" in str(error)
@@ -96,6 +103,7 @@ def test_a_directory_has_no_null_character(refusal):
         ({"arena": {"size": "8 GiBs"}}, "arena.size", "'8 GiBs' (unknown unit 'GiBs': one of KiB"),
         ({"arena": {"size": "-1 GiB"}}, "arena.size", "'-1 GiB' (expected a size such as"),
         ({"arena": {"size": 0}}, "arena.size", "0 (expected a size such as"),
+        ({"arena": {"size": 8}}, "arena.size", "8 (8 bytes without a unit hold nothing, did you"),
         ({"arena": {"size": -5}}, "arena.size", "-5 (expected a size"),
         ({"arena": {"size": None}}, "arena.size", "missing (expected a size"),
         ({"arena": {"size": ["1 GiB"]}}, "arena.size", "a list (expected a size"),

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 
 import pytest
 
+from kvladder import Layout, open_cache
 from kvladder import preflight as module
 from kvladder.cli import main
 from kvladder.config import registry
 from kvladder.config.stack import load_config
 from kvladder.preflight import preflight
+from kvladder.tiers.files import disk
 from tests.kit.unruly import UnrulyTier
 
 
@@ -179,3 +182,37 @@ def test_check_looks_there_unless_it_is_told_not_to(tmp_path, capsys, monkeypatc
     told = capsys.readouterr()
     assert f"  two: directory {tmp_path}/kv (will be made); free " in told.out
     assert "  libraries: kvladder " in told.out
+
+
+def warned(caplog, source):
+    """The warnings of a start."""
+    caplog.clear()
+    with open_cache(source, layout=Layout(block_tokens=4, block_bytes=4096)):
+        return [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+
+
+def test_every_start_says_what_the_command_line_warns_of(tmp_path, caplog, monkeypatch):
+    unchecked = files(tmp_path / "kv", capacity="16 MiB", codecs=[])
+    source = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, unchecked]}
+    monkeypatch.setattr(disk, "space", lambda _directory: (0, 4096))
+    monkeypatch.setattr(module, "memory_available", lambda _root: 4096)
+    expected = [*load_config(source, env={}).warnings, *preflight(load_config(source)).warnings]
+    assert len(expected) == 3
+    assert sorted(warned(caplog, source)) == sorted(expected)
+
+
+@pytest.mark.parametrize("order", ["hang", "exit", ""])
+@pytest.mark.parametrize("isolate", [True, False])
+def test_a_start_does_not_wait_for_a_tier_that_says_nothing(
+    tmp_path, caplog, monkeypatch, order, isolate
+):
+    if order == "exit" and not isolate:
+        pytest.skip("it would end this process")
+    monkeypatch.setitem(registry._registered, ("tiers", "unruly"), UnrulyTier)
+    monkeypatch.setattr(module, "START_S", 0.5 if order == "hang" else 60.0)
+    (tmp_path / "order").write_text(order)
+    unruly = {"type": "unruly", "path": str(tmp_path / "order"), "capacity": "1 MiB"}
+    unruly["isolate"] = isolate
+    said = warned(caplog, {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}, unruly]})
+    assert ("tiers[1]: it may be late" in said) == (order == "")
+    assert any("it is open" in text for text in said)

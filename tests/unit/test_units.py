@@ -19,7 +19,9 @@ from kvladder.units import Duration, Share, Size
         ("2tb", 2 * 10**12),
         ("7 KIB", 7 << 10),
         ("100 B", 100),
-        ("100", 100),
+        ("4096", 4096),
+        (4096, 4096),
+        (Size(100), 100),
         (1234567, 1234567),
         ("9007199254740993", 9007199254740993),
     ],
@@ -35,6 +37,14 @@ def test_a_size_is_exact(written, size):
 def test_what_is_not_a_size_is_refused(written):
     with pytest.raises(ValueError, match=r"size|unit"):
         Size.parse(written)
+
+
+@pytest.mark.parametrize("written", [8, "8", 4095, " 4095 "])
+def test_a_small_size_needs_a_unit(written):
+    number = str(written).strip()
+    with pytest.raises(ValueError, match=f"did you mean '{number} GiB' or '{number} MiB'"):
+        Size.parse(written)
+    assert Size.parse(f"{number} B") == int(number)
 
 
 @pytest.mark.parametrize(

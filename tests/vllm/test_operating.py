@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import threading
 import time
 from collections.abc import Sequence
@@ -101,11 +102,25 @@ def test_two_engines_on_one_path_are_killed_and_find_their_blocks_again(
     server.stop()
 
 
+def another_model(home: Path) -> tuple[Path, str]:
+    """The directory of a namespace that differs in a number of its model, and how that is said."""
+    other = home.with_name("0123456789abcdef")
+    other.mkdir(0o700)
+    shutil.copy(home / "META", other)
+    told = json.loads((home / "FIELDS").read_bytes().splitlines()[0])
+    fields: dict[str, str] = told["fields"]
+    name = next(name for name in fields if name.endswith("hf_config.rms_norm_eps"))
+    told["fields"] = {**fields, name: "0.5"}
+    (other / "FIELDS").write_bytes(sealed(json.dumps(told).encode()))
+    return other, f"{name} changed from 0.5 to {fields[name]}"
+
+
 def test_an_upgrade_and_a_full_disk_are_told_once_and_cost_hits_alone(
     start: Start, files: Path, reference: Tokens
 ) -> None:
     (meta,) = files.glob("*/META")
     line = msgspec.json.decode(meta.read_bytes().splitlines()[0])
+    other, changed = another_model(meta.parent)
     meta.write_bytes(sealed(msgspec.json.encode({**line, "version": 1})))
     each = ["each", {"prompts": PROMPTS}]
     run = start(
@@ -121,5 +136,7 @@ def test_an_upgrade_and_a_full_disk_are_told_once_and_cost_hits_alone(
     assert warm["external"] == len(PROMPTS) * ALL_HITS, "host has them"
     assert stats["files"]["dropped_full"] > 0
     log = run.log.read_text()
+    assert log.count(f"files: no blocks in {meta.parent}, beside 1 other namespace, ") == 1
+    assert log.count(f"cold: {changed} since {other.name}") == 1
     for text in ("was written by an earlier version of kvladder, in format 1", "medium is full"):
         assert log.count(text) == 1, text

@@ -41,8 +41,10 @@ META_BYTES_MAX = 1 << 16
 META_NAME = "META"
 LOG_NAME = "index.log"
 LOCK_NAME = "LOCK"
+FIELDS_NAME = "FIELDS"
+"""What the namespace is a digest of, for people: no block depends on it."""
 
-ASIDE = {f"{META_NAME}.tmp", f"{LOG_NAME}.tmp"}
+ASIDE = {f"{META_NAME}.tmp", f"{LOG_NAME}.tmp", f"{FIELDS_NAME}.tmp"}
 """What is written aside before it gets its name."""
 _HOME = re.compile(rf"([0-9a-f]{{{PREFIX_DIGITS}}})(?:\.([1-9][0-9]*))?")
 _SEGMENT = re.compile(r"seg-([0-9]{5})")
@@ -83,7 +85,8 @@ def segment_sizes(disk: Disk, home: Path) -> dict[int, int]:
 
 def is_ours(name: str) -> bool:
     """Whether a file of this name in a namespace's directory is one that the tier writes."""
-    return segment_number(name) is not None or name in {LOG_NAME, META_NAME, LOCK_NAME, *ASIDE}
+    ours = {LOG_NAME, META_NAME, LOCK_NAME, FIELDS_NAME, *ASIDE}
+    return segment_number(name) is not None or name in ours
 
 
 def require_safe(disk: Disk, path: Path, *, directory: bool) -> None:
@@ -315,7 +318,8 @@ class FilesDirectory:
     def require_ours(self) -> None:
         """Raise ConfigError unless the tier's files in it are this user's alone."""
         for name in filter(is_ours, self._disk.listdir(self.home)):
-            require_safe(self._disk, self.home / name, directory=False)
+            if name != FIELDS_NAME:  # whatever it is, no block is lost by it
+                require_safe(self._disk, self.home / name, directory=False)
 
     def make(self) -> None:
         """Have the path there, this user's alone; its last part is made if it is missing."""
@@ -450,8 +454,11 @@ class FilesDirectory:
         """
         names = self._disk.listdir(home)
         for name in filter(is_ours, names):
-            if name not in {META_NAME, LOCK_NAME}:
+            if name not in {META_NAME, LOCK_NAME, FIELDS_NAME}:
                 self._disk.unlink(home / name)
+        if FIELDS_NAME in names:
+            with suppress(OSError):  # a directory that somebody put there
+                self._disk.unlink(home / FIELDS_NAME)
         if META_NAME in names:
             sync_directory(self._disk, home)
             self._disk.unlink(home / META_NAME)

@@ -60,7 +60,7 @@ class Disk:
                 f" {Size(free + held).about()}: what does not fit is not kept"
             )
         return {
-            "directory": f"{path}{'' if path.exists() else ' (will be made)'}",
+            "directory": f"{path.absolute()}{'' if path.exists() else ' (will be made)'}",
             "free": f"{Size(free).about()}, and {Size(held).about()} are held there",
             "direct I/O": "no" if direct is False or not takes else "yes",
         }

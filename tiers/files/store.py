@@ -15,6 +15,7 @@ from kvladder.tiers.files.directory import FilesDirectory, Lent, Meta
 from kvladder.tiers.files.disk import Disk, explained, is_full
 from kvladder.tiers.files.header import Header
 from kvladder.tiers.files.log import IndexLog, kept_of
+from kvladder.tiers.files.neighbours import keep_fields
 from kvladder.tiers.files.segments import Segments
 from kvladder.tiers.label import Kept
 
@@ -94,6 +95,7 @@ class FileStore:
                     store.segments.make_room()
                 with store._tolerant(directory.has_meta):
                     directory.write(meta)
+            keep_fields(disk, directory.home, context.fields, context.say)
             store.load(anew=store.segments.end == 0)
             with suppress(Lent), store._tolerant():
                 store.segments.allocate([0])

@@ -24,6 +24,7 @@ from kvladder.tiers.files.directory import look
 from kvladder.tiers.files.disk import Disk, explained, is_full
 from kvladder.tiers.files.header import HEADER_BYTES
 from kvladder.tiers.files.log import IndexLog, held, kept_of, tag_of
+from kvladder.tiers.files.neighbours import Neighbours, compared, neighbours, told_of
 from kvladder.tiers.files.purge import Eraser
 from kvladder.tiers.files.store import LOG_SLACK_RECORDS, SEGMENTS_MIN, FileStore
 from kvladder.tiers.files.threads import BufferedPool
@@ -68,6 +69,8 @@ class FilesOptions(Settings, frozen=True, kw_only=True):
             raise ValueError("the path is empty: expected a directory")
         if "\0" in self.path:
             raise ValueError("the path has a null character: expected a directory")
+        if self.path == "~" or self.path.startswith("~/"):
+            raise ValueError("~ stands for nothing here: write ${HOME}, or the whole path")
 
 
 class FilesTier(Tier):
@@ -111,6 +114,9 @@ class FilesTier(Tier):
         self._segments_min = segments_min
         self._pool = pool
         self._store: FileStore | None = None
+        self._neighbours = Neighbours(0, 0, "", False)
+        self._cold = False
+        """Whether nothing was found at the start."""
         self._compacting: asyncio.Task[Any] | None = None
         self._tags = array("I")
         """By place: some bytes of the key that is stored there, 0 if none is."""
@@ -123,7 +129,10 @@ class FilesTier(Tier):
     ) -> Mapping[str, str]:
         path = Path(self.options.path)
         facts = self._disk.examine(path, capacity_bytes, self.options.direct, warn)
-        return {**facts, **look(self._disk, path)}
+        held = look(self._disk, path)
+        for name, text in compared(self._disk, path, warn).items() if held else ():
+            held[name] += f", {text}"
+        return {**facts, **held}
 
     async def open(self, context: TierContext) -> None:
         self.context = context
@@ -143,9 +152,12 @@ class FilesTier(Tier):
 
     def _open(self) -> None:
         slack, least = self._slack, self._segments_min
-        self._store = FileStore.open(
+        store = self._store = FileStore.open(
             self._disk, self.options, self.context, slack_records=slack, segments_min=least
         )
+        context, home = self.context, store.directory.home
+        with suppress(OSError):  # what else lies there is good to know, no more
+            self._neighbours = neighbours(self._disk, home, context.fields, context.say)
 
     async def _restore(self, store: FileStore) -> None:
         """Where the index log is lost, find the blocks by their headers, as far as time allows."""
@@ -181,6 +193,7 @@ class FilesTier(Tier):
                 f"other processes have all of the capacity of {self.options.path}: nothing is"
                 " stored before they leave some; set engines, so that each has its part"
             )
+        self._cold = not len(store.found.records)
         self._eraser = Eraser(self._disk, store.segments, self.context.namespace)
         self._tags = store.found.tags
         self._sure = bytearray(len(store.found.tags))
@@ -346,6 +359,7 @@ class FilesTier(Tier):
                 "segment": f"{first_bytes // meta.stride} blocks, {Size(first_bytes).about()}",
                 "directory": self._store.directory.home.name,
                 "batch": f"{self.batch_max} blocks",
+                **told_of(self._neighbours, cold=self._cold),
             }
         return settings
 

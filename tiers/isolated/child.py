@@ -132,7 +132,7 @@ class Child:
     async def _open(self, message: Open) -> Done:
         fd, slots, slot_bytes = message.arena
         told = pickle.loads(message.pickled)  # noqa: S301
-        layout, namespace, capacity_blocks, timeout_s, required = told
+        layout, namespace, capacity_blocks, timeout_s, required, fields = told
         handle = ArenaHandle(os.getppid(), fd, slots, slot_bytes)
         self._context = TierContext(
             arena=Arena.attach(handle, inherited=fd),
@@ -144,6 +144,7 @@ class Child:
             say=self._tell,
             timeout_s=timeout_s,
             required=required,
+            fields=fields,
         )
         await self._tier.open(self._context)
         value = self._tier.batch_max, self._tier.describe()

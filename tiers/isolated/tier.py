@@ -113,7 +113,7 @@ class IsolatedTier(Tier):
         context, handle = self.context, self.context.arena.handle
         process = self._process = self._new(context.say)
         sizes = context.layout, context.namespace, context.capacity_blocks
-        told = *sizes, context.timeout_s, context.required
+        told = *sizes, context.timeout_s, context.required, dict(context.fields)
         arena = handle.fd, handle.slots, handle.slot_bytes
         try:
             await process.start(self._pickled, [handle.fd])

@@ -205,6 +205,7 @@ class Door:
             timeout_s=self.settings.timeout_s,
             required=self.required,
             say=lambda text: self._shared.notices.say(text, f"tier {self._name}: {text}"),
+            fields=self._shared.fields,
         )
         self.edge.open(context, threads(f"{self._name}-codecs"))
         return context

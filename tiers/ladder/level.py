@@ -500,8 +500,6 @@ class Level(Shelf[int]):
                 stored.append(ref.key)
         for key in self._lost.keys() & stored:
             del self._lost[key]
-        if stored:
-            self.places.has_room()
         self.stats.stored += len(stored)
         self.shared.events.stored(self.name, stored[::-1])
         return len(stored)

@@ -8,6 +8,8 @@ from math import inf
 
 from kvladder.keys import unseen
 
+FULL_QUIET_S = 3600.0
+"""How long a level was not full when it says so again."""
 FULL_RETRY_S = 60.0
 """After a full disk, how long a level works within the places it has before it tries for more."""
 
@@ -78,24 +80,19 @@ class Places:
         """Note that the medium had no room at these places: use no new ones until ``retry``.
 
         With ``all_free`` not even those that were used before: only what is given from now on is
-        free. Returns whether there had been room since it was full the last time.
+        free. Returns whether it had not been full for ``FULL_QUIET_S``.
         """
         self.withhold(places)
         if all_free:
             self.withhold_free()
-        had_room = self._full_until_s == -inf
+        was_quiet = now_s > self._full_until_s + FULL_QUIET_S
         self._full_until_s = now_s + FULL_RETRY_S
-        return had_room
+        return was_quiet
 
     def retry(self, now_s: float) -> None:
         """Try new places again, if the medium was found full long enough ago."""
         if self.limited and now_s >= self._full_until_s:
             self.unlimit()
-
-    def has_room(self) -> None:
-        """Note that something was stored: the medium is not full, unless it is limited."""
-        if not self.limited:
-            self._full_until_s = -inf
 
     def withhold(self, places: Sequence[int]) -> None:
         """The medium had no room at these places: use no new ones until ``unlimit``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
@@ -145,6 +145,8 @@ class Shared:
     notices: Notices
     purging: Counter[bytes] = field(default_factory=Counter[bytes])
     """Salts whose blocks are being removed: nothing of theirs is taken meanwhile."""
+    fields: Mapping[str, str] = field(default_factory=dict[str, str])
+    """See ``TierContext.fields``."""
 
     @cached_property
     def unreleased(self) -> Unreleased:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import ssl
 from collections.abc import Sequence
@@ -21,6 +22,11 @@ KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
 """Has a connection found broken, of which nobody hears anything, before it is used again."""
+
+
+_REFUSAL = re.compile(r"(?:NOAUTH|WRONGPASS).*", re.DOTALL)
+"""In the replies of a server that answers nothing else, not even what asks where they end."""
+_UNSET_HINT = 'set {}: "${{REDIS_PASSWORD}}", which takes it from the environment'
 
 
 class Unfit(TierError):
@@ -70,7 +76,7 @@ class Entrance:
                     wire.close()
                     raise reply
         except (OSError, ValueError, ReplyError) as error:  # ValueError of a host's name
-            raise self._explained(error, address) from error
+            raise self._explained(error, address, sentinel=sentinel) from error
         wire.told = {**parse_info(replies[-1]), "id": str(pairs(replies[0]).get(b"id", 0))}
         return wire
 
@@ -105,14 +111,19 @@ class Entrance:
             context.load_cert_chain(options.certificate, options.certificate_key)
         return context
 
-    def _explained(self, error: Exception, address: Address) -> TierError:
+    def _explained(self, error: Exception, address: Address, *, sentinel: bool) -> TierError:
         text = str(error)
         if isinstance(error, ssl.SSLError):
             hint = "a server that speaks TLS, and in ca the certificates that it is checked with"
             return Unfit(f"{address}: {text}", path="url", hint=f"expected {hint}")
-        if "NOAUTH" in text or "WRONGPASS" in text:
+        refusal = _REFUSAL.search(text)
+        if refusal is not None:
+            own, path = self._options, "sentinel_password" if sentinel else "password"
+            if not (own.sentinel_password if sentinel else own.password or self._url.password):
+                what, hint = f"{address} wants a password, and none is set", _UNSET_HINT
+                return Unfit(what, path=path, hint=hint.format(path))
             hint = "the right username and password"
-            return Unfit(f"{address} does not let us in: {text}", path="password", hint=hint)
+            return Unfit(f"{address} does not let us in: {refusal[0]}", path=path, hint=hint)
         if "unknown command" in text.lower():
             if "echo" in text.lower():
                 hint = "set sentinel to the master's name"

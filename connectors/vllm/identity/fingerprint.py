@@ -19,6 +19,7 @@ from kvladder.connectors.naming import (
     FILES_LEFT_OUT,
     LIBRARIES,
     LIBRARIES_SWITCHES,
+    TOKENIZERS,
     folder_fields,
     model_folder,
     plugins,
@@ -29,7 +30,7 @@ from kvladder.connectors.naming import (
 
 LEFT_OUT: Final[Mapping[str, Mapping[str, str]]] = {
     **yaml.safe_load(Path(__file__).with_name("left_out.yaml").read_text(encoding="utf-8")),
-    "files": FILES_LEFT_OUT,
+    "files": {**FILES_LEFT_OUT, **TOKENIZERS},
 }
 """Settings, switches and files that name no blocks: reasons, and what each is true of."""
 
@@ -105,7 +106,7 @@ def model_fields(vllm_config: Any) -> dict[str, str]:
         "engine": "vllm",
         **prefixed("vllm", settings(vllm_config)),
         **prefixed("environment", switches()),
-        **folder_fields(_folders(vllm_config)),
+        **folder_fields(_folders(vllm_config), tokenizer=_reads_tokenizer(vllm_config)),
         **prefixed("code", _remote_code(vllm_config.model_config)),
         **code_fields(),
     }
@@ -143,6 +144,16 @@ def _folders(vllm_config: Any) -> dict[str, Path]:
             if folder is not None and folder not in found.values():
                 found[f"{role}.{part}"] = folder
     return found
+
+
+def _reads_tokenizer(vllm_config: Any) -> bool:
+    """Whether vLLM reads the tokenizer for a processor, or to map a draft model's tokens."""
+    model = vllm_config.model_config
+    return bool(
+        getattr(model, "multimodal_config", None) is not None
+        or getattr(model, "trust_remote_code", False)
+        or _draft(vllm_config) is not None
+    )
 
 
 def _draft(vllm_config: Any) -> Any:

@@ -44,11 +44,11 @@ def say_ready(manager: CacheManager, config: StackConfig) -> None:
 
 
 def warn(config: StackConfig, *, version: str, vllm_config: Any = None) -> None:
-    """Log what is allowed and probably not meant, a line each.
+    """Log what vLLM allows and nobody means, a line each; the cache's start says the rest.
 
     ``vllm_config`` is None where vLLM does not hand it over: then nothing is said of it.
     """
-    found = [untested(version), *config.warnings]
+    found = [untested(version)]
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     policy = getattr(transfer, "kv_load_failure_policy", "recompute")
     if policy != "recompute":

@@ -159,10 +159,10 @@ class Loader:
         with self._lock:
             cut = self._planner.cut(fetch, known, parts)
         dropped = Counter(wants.levels[wants.before(cut.end - fetch.length) :])
-        if cut.slower:
+        if cut.why:
             with self._lock:
                 for level, blocks in dropped.items():
-                    level.stats.slower += blocks
+                    level.stats.spare(cut.why, blocks)
         for trial in cut.trials:
             self._try(fetch, trial)
         return Judged(cut.end, known, dropped)

@@ -97,8 +97,9 @@ class Cut(NamedTuple):
 
     end: int
     """Up to which position among the keys."""
-    slower: bool = False
-    """Whether it ends there because the rest would come later than computing it."""
+    why: Literal["", "slower", "sampled"] = ""
+    """Why it ends there: the rest would come later than computing it, or is computed to see how
+    long that takes. Names what counts it."""
     trials: Sequence[int] = ()
     """From which positions on trials of the levels are due that are not asked for the rest."""
 
@@ -252,7 +253,7 @@ class Planner:
             takes_s = max(run.pace.seconds(run.new, now_s) or 0.0 for run in runs)
             if fetch.saves is not None and now_s - fetch.begun_s + takes_s > GRACE_S:
                 keep = len(fetch.keys) - self._worth.sample(fetch.saves, len(fetch.keys))
-                return Cut(max(start, min(keep, end)))
+                return Cut(max(start, min(keep, end)), why="sampled")
             return Cut(end)
         first = runs[0].first
         keep, expected_s = stake.choose(parts, end - start, now_s)
@@ -265,7 +266,7 @@ class Planner:
         # whichever is the slow one: a level that others hide would never be tried again
         left = {run.pace: run.first for run in reversed(runs) if run.first >= keep}
         trials = [start + first for pace, first in left.items() if pace.spurn()]
-        return Cut(start + keep, slower=True, trials=trials)
+        return Cut(start + keep, why="slower", trials=trials)
 
     def asks(self, fetch: Fetch, start: int) -> Asking:
         """What to do about keys from ``start`` on, which shared tiers may have.

@@ -1,0 +1,52 @@
+"""What a cache says when it has opened: its namespace, and what it found under it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from kvladder.keys import Namespace
+from kvladder.tiers.ladder.level import Level
+from kvladder.units import Size
+
+logger = logging.getLogger("kvladder")
+
+SHOWN_DIGITS: Final = 16
+"""Of a namespace, as its directories have them."""
+
+
+def say_start(space: Namespace, levels: Iterable[Level], block_bytes: int) -> None:
+    """Log one line: what each level that outlives a process has under this namespace.
+
+    It is a warning where nothing was found since something has changed.
+    """
+    parts: list[str] = []
+    cold = False
+    for level in levels:
+        if level.door.absent:
+            parts.append(f"{level.name}: not open yet")
+        elif level.tier.durable:
+            told = level.door.describe()
+            cold = cold or "changed" in told
+            parts.append(f"{level.name}: {_found(level, told, block_bytes)}")
+        elif level.tier.shared:
+            parts.append(f"{level.name}: shared, asked as requests come")
+    say = logger.warning if cold else logger.info
+    say("%s", "; ".join([f"namespace {space.hex()[:SHOWN_DIGITS]}", *parts]))
+
+
+def _found(level: Level, told: dict[str, str], block_bytes: int) -> str:
+    """What was found, where, and why it was nothing."""
+    count = level.stats.recovered
+    text = f"{count} blocks ({Size(count * block_bytes).about()}) found" if count else "no blocks"
+    if "path" in told and "directory" in told:
+        text += f" in {Path(told['path']) / told['directory']}"
+    if "others" in told:
+        text += f", beside {told['others']}"
+    if not count and "changed" in told:
+        text += f"; cold: {told['changed']}"
+    elif not count and "differs" in told:
+        text += f"; the nearest differs: {told['differs']}"
+    return text
