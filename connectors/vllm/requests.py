@@ -14,13 +14,18 @@ from typing import Any, NamedTuple
 
 from kvladder.connectors.vllm.groups import Group, Groups
 from kvladder.connectors.vllm.identity.contents import Items
+from kvladder.connectors.vllm.identity.weights import Weights
 from kvladder.connectors.vllm.options import NO_POLICY, RequestPolicy
 from kvladder.gpu.copy.copier import JobId
 from kvladder.keys import BlockKey
 from kvladder.manager import Fetch
+from kvladder.notices import Notices
 from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.policy.worth import Saves
+from kvladder.schema import is_mapping
 
+ADAPTER_STEPS = 10
+"""How many steps a request waits until all ranks have its adapter in memory; usually one."""
 ROUNDS_MAX = 8
 """How often a prefix is shortened because a tier did not give what it was thought to have."""
 
@@ -372,3 +377,33 @@ class Computing:
         elif begun.prompt_tokens:
             usual_s = median(self._decodes) if self._decodes else 0.0
             self._prefilled(begun.prompt_tokens, max(0.0, seconds - usual_s))
+
+
+def reads(request: Any, *, handed_over: bool) -> bool:
+    """Return whether a request's blocks are looked for.
+
+    They are not if it says so, nor where the connector beside this one, if requests may be
+    ``handed_over`` to it, brings all of them.
+    """
+    if request.skip_reading_prefix_cache:
+        return False
+    said: object = getattr(request, "kv_transfer_params", None)
+    return not (handed_over and is_mapping(said) and said.get("do_remote_prefill"))
+
+
+def waits_for_adapter(state: RequestState, weights: Weights, notices: Notices) -> bool:
+    """Return whether a request has to wait until all ranks have its adapter in memory.
+
+    Nothing else tells what it would compute with. After ``ADAPTER_STEPS`` it is computed without
+    the cache, and its blocks have no names.
+    """
+    if state.lora is None or state.apart or weights.adapter(state.number) is not None:
+        return False
+    state.waited += 1
+    if state.waited <= ADAPTER_STEPS:
+        weights.want(state.lora)
+        return True
+    what = f"adapter {state.lora.lora_name} is not in the memory of all ranks"
+    notices.say("adapter", f"a request is not cached: {what}")
+    state.apart = True
+    return False

@@ -19,7 +19,14 @@ from kvladder.connectors.vllm.identity.weights import MODEL, Weights
 from kvladder.connectors.vllm.options import Options, Policies
 from kvladder.connectors.vllm.reports.events import KVEvents, enabled
 from kvladder.connectors.vllm.reports.log import say_ready
-from kvladder.connectors.vllm.requests import Computing, Find, RequestState, held_by_vllm
+from kvladder.connectors.vllm.requests import (
+    Computing,
+    Find,
+    RequestState,
+    held_by_vllm,
+    reads,
+    waits_for_adapter,
+)
 from kvladder.connectors.vllm.saves import Saver, Writes, copies_of, part_tails
 from kvladder.connectors.vllm.sessions import begin_in_session, end_in_session
 from kvladder.connectors.vllm.start import instance_of, layout_of, overwrites, runs_v2
@@ -30,13 +37,10 @@ from kvladder.keys import BlockKey
 from kvladder.manager import FLUSH_TIMEOUT_S
 from kvladder.metrics import Stats
 from kvladder.notices import Notices
-from kvladder.schema import is_mapping
 
 Tables = Sequence[Sequence[int]]
 """By group, the blocks that a request has in vLLM."""
 
-ADAPTER_STEPS = 10
-"""How many steps a request waits until all ranks have its adapter in memory; usually one."""
 EARLY_SHARE = 0.5
 """How much of the arena may be pinned before a request that arrives has to wait its turn."""
 
@@ -182,33 +186,13 @@ class SchedulerHalf:
 
     def _reads(self, request: Any) -> bool:
         """Whether blocks are looked for: not for a producer, nor where another brings them all."""
-        if self._role == "kv_producer" or request.skip_reading_prefix_cache:
-            return False
-        said: object = getattr(request, "kv_transfer_params", None)
-        return not (self._handed_over and is_mapping(said) and said.get("do_remote_prefill"))
+        return self._role != "kv_producer" and reads(request, handed_over=self._handed_over)
 
     def _named(self, state: RequestState) -> bool:
         """Whether a request's blocks have names: not before its adapter is known."""
         if state.adapter is None and not state.apart:
             state.adapter = self._weights.adapter(state.number)
         return state.adapter is not None and not state.apart
-
-    def _waits_for_adapter(self, state: RequestState) -> bool:
-        """Whether a request has to wait until all ranks have its adapter in memory.
-
-        Nothing else tells what it would compute with. It does not wait for ever: then its blocks
-        have no names.
-        """
-        if state.lora is None or state.apart or self._weights.adapter(state.number) is not None:
-            return False
-        state.waited += 1
-        if state.waited <= ADAPTER_STEPS:
-            self._weights.want(state.lora)
-            return True
-        what = f"adapter {state.lora.lora_name} is not in the memory of all ranks"
-        self._notices.say("adapter", f"a request is not cached: {what}")
-        state.apart = True
-        return False
 
     def _loadable(self, request: Any) -> int:
         """How many of its tokens may come from the cache: one is always computed."""
@@ -245,7 +229,7 @@ class SchedulerHalf:
 
     def _answer(self, state: RequestState, computed: int) -> int | None:
         state.own = state.told = computed
-        if self._waits_for_adapter(state):
+        if waits_for_adapter(state, self._weights, self._notices):
             return None
         named = self._named(state)
         # Other weights made what vLLM has of it: what follows that is of no weights' name.
