@@ -1,5 +1,7 @@
 """Changes of a model's weights in memory, as far as they leave a trace."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping

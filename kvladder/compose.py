@@ -73,12 +73,7 @@ def open_manager(
     ``nodes`` are the NUMA nodes of the devices that copy from the arena.
     """
     config.check(layout)
-    if config.block.size_bytes is not None and not serves:
-        hint = "leave it out: the engine knows; it is for kvladder serve"
-        raise ConfigError("has no effect here", path="block.size", hint=hint)
-    if "gpu" in config.source.raw and not pools:
-        hint = "leave the section out: the engine has a block pool of its own"
-        raise ConfigError("has no effect here", path="gpu", hint=hint)
+    _require_effect(config, pools=pools, serves=serves)
     warn_at_start(config)
     named = _named(config, layout)
     space = named.namespace(salt=config.block.salt)
@@ -128,6 +123,16 @@ def open_manager(
         undo.pop_all()
     say_start(space, stack.levels, layout.block_bytes)
     return manager
+
+
+def _require_effect(config: StackConfig, *, pools: bool, serves: bool) -> None:
+    """Raise ConfigError if a setting has no effect for who opens the cache."""
+    if config.block.size_bytes is not None and not serves:
+        hint = "leave it out: the engine knows; it is for kvladder serve"
+        raise ConfigError("has no effect here", path="block.size", hint=hint)
+    if "gpu" in config.source.raw and not pools:
+        hint = "leave the section out: the engine has a block pool of its own"
+        raise ConfigError("has no effect here", path="gpu", hint=hint)
 
 
 def _export(

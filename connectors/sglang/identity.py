@@ -1,5 +1,8 @@
 """What names SGLang's pages beside their tokens: all that SGLang's own hash leaves out."""
 
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import dataclasses

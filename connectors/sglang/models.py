@@ -4,6 +4,9 @@ Files do not name what an engine computes with: weights may be random, come from
 from files in another format, and files may be replaced after the engine has read them.
 """
 
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import gc

@@ -5,6 +5,9 @@ longer ones, dynamic NTK one for each length. Keys of the same tokens then diffe
 computed in the same pass, so a block may not be served to a text of another length.
 """
 
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence

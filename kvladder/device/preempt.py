@@ -159,8 +159,8 @@ class Preemption:
                 if suspended.how == "recompute":
                     self._free(suspended)
 
-        for pool, part in zip(pools, held, strict=True):
-            pool.copying(part)
+        for pool, slots_held in zip(pools, held, strict=True):
+            pool.copying(slots_held)
         for group, (part, count) in enumerate(zip(request.parts, counts, strict=True)):
             own, slots = slots[:count], slots[count:]
             suspended.slots.append(own)

@@ -15,7 +15,7 @@ from kvladder.layout import Layout
 from kvladder.notices import Notices
 from kvladder.runtime import SystemClock
 from kvladder.tiers.ladder.paced import PacedFetch, Turns
-from kvladder.tiers.ladder.unreleased import Unreleased
+from kvladder.tiers.ladder.loading.unreleased import Unreleased
 from tests.patience import PATIENCE_S, until
 
 PAGES = 24

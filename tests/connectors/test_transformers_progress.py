@@ -39,7 +39,7 @@ class Watch:
             self.passes += 1
             return run(*arguments)
 
-        model.run = counted  # type: ignore[method-assign]
+        model.run = counted  # type: ignore[method-assign, assignment]
 
     def run(self) -> None:
         steps = idle = 0

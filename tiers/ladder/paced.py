@@ -12,7 +12,7 @@ from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.tiers.base import NO_SLOT, Clock
 from kvladder.tiers.ladder.loading.fetch import Fetch, SetFetch
-from kvladder.tiers.ladder.unreleased import Unreleased
+from kvladder.tiers.ladder.loading.unreleased import Unreleased
 
 PINNED_MAX: Final = 0.5
 """Pieces of fetches hold no larger share of the slots: who saves needs some, too."""

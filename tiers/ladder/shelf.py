@@ -22,7 +22,7 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.policy.tenants import NO_SHARES, Shares, Tenants
 from kvladder.tiers.base import EVERYTHING, Clock
 from kvladder.tiers.ladder.index import LevelIndex, Meta, P
-from kvladder.tiers.ladder.unreleased import Unreleased
+from kvladder.tiers.ladder.loading.unreleased import Unreleased
 
 if TYPE_CHECKING:
     from kvladder.tiers.ladder.level import Level

@@ -1,5 +1,8 @@
 """The LoRA adapters that a rank has in memory, and what they are: digests of what vLLM read."""
 
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import gc
