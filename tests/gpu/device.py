@@ -13,6 +13,7 @@ from kvladder.device.cache import DeviceCache, open_pools
 from kvladder.gpu.requests.groups import Group
 from kvladder.gpu.requests.requests import Request
 from kvladder.gpu.sizing.divide import divide
+from kvladder.units import Size
 
 WIDTH = 24
 """Bytes per token of each group."""
@@ -38,7 +39,7 @@ class Model:
         pairs = [(group, group.block_tokens * WIDTH) for group in self.groups]
         sizes = [size for _, size in pairs]
         memory = blocks * sum(sizes)
-        config = load_config(source, overrides={"gpu": {"memory": memory, "shares": sizes}})
+        config = load_config(source, overrides={"gpu": {"memory": Size(memory), "shares": sizes}})
         shares = config.gpu.shares
         division = divide(pairs, memory, context=context, step=step, shares=shares)
         self.cache: DeviceCache = open_pools(

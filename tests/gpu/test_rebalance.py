@@ -31,6 +31,7 @@ from kvladder.gpu.requests.groups import Group, Layer
 from kvladder.gpu.requests.requests import Request
 from kvladder.gpu.sizing.divide import divide, in_regions
 from kvladder.gpu.sizing.plan import CachePlan
+from kvladder.units import Size
 from tests.gpu.device import FULL, WIDTH, Model
 from tests.gpu.test_pool_groups import NEAR
 
@@ -45,7 +46,7 @@ class Shared(Model):
         self.groups, self.device = groups, "cpu"
         pairs = [(group, group.block_tokens * WIDTH) for group in groups]
         memory = regions * 8 * WIDTH
-        config = load_config(source, overrides={"gpu": {"memory": memory}})
+        config = load_config(source, overrides={"gpu": {"memory": Size(memory)}})
         division = in_regions(divide(pairs, memory, context=context, step=8))
         whole = torch.full((division.regions, division.region_bytes), 0xAA, dtype=torch.uint8)
         tensors = [{"kv": whole.view(-1, group.block_tokens, WIDTH)} for group in groups]
