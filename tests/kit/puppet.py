@@ -76,6 +76,6 @@ def _packed(value: object) -> object:
 
 def _unpacked(value: Any) -> Any:
     if isinstance(value, list):
-        return [_unpacked(one) for one in cast("list[Any]", value)]
+        return [_unpacked(one) for one in value]
     is_bytes = isinstance(value, dict) and "bytes" in value
     return base64.b64decode(value["bytes"]) if is_bytes else value
