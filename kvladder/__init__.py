@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    __version__: str
     from kvladder.compose import open_cache as open_cache
     from kvladder.errors import ConfigError as ConfigError
     from kvladder.errors import KvladderError as KvladderError
@@ -26,8 +27,14 @@ _ROOMS: Final = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("kvladder")
     for room, names in _ROOMS.items():
         if name in names:
             found = globals()[name] = getattr(import_module(f"kvladder.{room}"), name)
             return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "__version__", *(one for names in _ROOMS.values() for one in names)})

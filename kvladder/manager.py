@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Container, Coroutine, Iterator, Sequence
 from contextlib import suppress
@@ -121,6 +122,7 @@ class CacheManager:
         self._description = description
         self._publisher = publisher
         self._limits = limits
+        self._pid = os.getpid()
         self._clock = stack.shared.clock
         lost = self._unreleased = stack.shared.unreleased
         self._fetches = Turns(max(1, int(arena.slots * PINNED_MAX)), self._clock, lost)
@@ -539,9 +541,10 @@ class CacheManager:
         """Flush to durable levels, end the loop, unmap the arena; may be called again.
 
         ``timeout_s`` bounds the flush; None takes the usual one. The rest takes at most some
-        ten seconds, whatever tiers do: what has not ended by then is left behind.
+        ten seconds, whatever tiers do: what has not ended by then is left behind. In a child that
+        was forked it does nothing: the cache is its parent's.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         for guest in self._guests:

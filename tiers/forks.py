@@ -30,7 +30,7 @@ def own(fd: int) -> None:
 
 @contextmanager
 def ending(fd: int) -> Generator[None]:
-    """Let nobody fork while a descriptor is closed, if it is owned."""
+    """Keep the process from forking while a descriptor is closed, if it is owned."""
     if fd not in _owned:
         yield
         return

@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, getdoc, signature
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
 from kvladder.cli.check import check
 from kvladder.cli.evaluate import TooMuch, eval_
+from kvladder.cli.output import Unwritable, say
 from kvladder.cli.purge import purge
 from kvladder.cli.serve import serve
 from kvladder.cli.size import size
@@ -23,7 +24,10 @@ from kvladder.cli.stats import describe, stats
 from kvladder.errors import ConfigError
 
 EXIT_TOO_MUCH: Final = 1
+EXIT_UNWRITABLE: Final = 1
 EXIT_CONFIG: Final = 2
+EXIT_PIPE: Final = 128 + 13
+"""As a shell reports a program that SIGPIPE has ended."""
 COMMANDS: Final = (check, size, eval_, serve, stats, describe, purge)
 _SAID = re.compile(r"^(\w+):\n((?:    .*\n?)+)", re.MULTILINE)
 """What a docstring says of one parameter."""
@@ -33,7 +37,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that ``argv`` (None: the process's) names; returns the exit code."""
     given = vars(_parser().parse_args(argv))
     try:
-        print(given.pop("run")(**given))
+        return _run(**given)
+    except Unwritable as error:
+        if error.is_pipe:
+            return EXIT_PIPE
+        print(f"kvladder: {error}", file=sys.stderr)
+        return EXIT_UNWRITABLE
+
+
+def _run(run: Callable[..., str], **given: Any) -> int:
+    """Run a command with these arguments, and return the exit code."""
+    try:
+        say(run(**given))
     except (ConfigError, ExceptionGroup) as error:
         errors = error.exceptions if isinstance(error, ExceptionGroup) else [error]
         if not all(isinstance(one, ConfigError) for one in errors):
@@ -41,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(*(f"kvladder: {one}" for one in errors), sep="\n", file=sys.stderr)
         return EXIT_CONFIG
     except TooMuch as error:
-        print(error.report)
+        say(error.report)
         print(f"kvladder: {error}", file=sys.stderr)
         return EXIT_TOO_MUCH
     return 0

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 from typing import Final
 
+from kvladder.cli.output import say
 from kvladder.compose import open_manager
 from kvladder.config.stack import load_config
 from kvladder.errors import ConfigError
@@ -55,7 +56,7 @@ def serve(
         try:
             address = f"{listen.rpartition(':')[0]}:{manager.stats()['export']['port']}"
             room = f"{manager.arena.slots} blocks of up to {size} in memory"
-            print(f"ready: clients at {address}, {room}", flush=True)
+            say(f"ready: clients at {address}, {room}")
             ending = signal.Signals(signal.sigwait(ENDINGS))
         finally:
             manager.close(timeout_s=flush_s)

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
+from kvladder.cli.output import say
 from kvladder.config.stack import load_config
 from kvladder.control.sockets import WHERE, NobodyThere, ask, sockets
 from kvladder.errors import ConfigError
@@ -45,7 +46,7 @@ def stats(target: Path, *, json: bool = False, watch_s: float | None = None) -> 
     counts = _counts(target, json)
     with suppress(KeyboardInterrupt):
         while watch_s is not None:
-            print(counts, end="\n\n", flush=True)
+            say(counts, end="\n\n")
             Event().wait(watch_s)
             counts = _counts(target, json)
     return counts

@@ -115,7 +115,7 @@ class ControlServer:
     async def _begin(self, why: str) -> None:
         """Listen, or wait for the socket, which cannot be had for the reason that is given."""
         if why:
-            then = "the cache goes on without a control socket and tries again in the background"
+            then = "the cache works without a control socket and tries again in the background"
             self._say("control", f"{why}: {then}")
             self._waiting = asyncio.create_task(self._wait(), name="kvladder-control")
         else:

@@ -84,7 +84,7 @@ class BoundSocket:
     """A socket at a path that is this process's alone, until ``close`` removes it.
 
     A lock beside it tells a socket that is served from one that a killed process left, which is
-    replaced. Nobody but this user may connect. Blocking, for a moment.
+    replaced. Only this user may connect. Blocking, for a moment.
 
     Raises
     ------

@@ -354,7 +354,7 @@ class ServerOffers(CacheOffers):
         facts: Sequence[Facts],
         patient: bool,
     ) -> Granted:
-        """Slots for as many as there is room for, and as the session may have."""
+        """Lease slots, up to what there is room for and what the session may have."""
         held = sum(len(other.slots) for other in known.grants.values())
         left = max(1, int(GRANTED_MAX * self.arena.slots)) - held
         alike: dict[Meta, list[int]] = {}

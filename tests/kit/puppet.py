@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 
 class Puppet:
@@ -69,9 +69,13 @@ def heard(said: str | bytes) -> list[Any]:
 
 
 def _packed(value: object) -> object:
+    if isinstance(value, list):
+        return [_packed(one) for one in cast("list[object]", value)]
     return {"bytes": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
 
 
 def _unpacked(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(one) for one in value]
     is_bytes = isinstance(value, dict) and "bytes" in value
     return base64.b64decode(value["bytes"]) if is_bytes else value

@@ -95,13 +95,18 @@ class Inside:
 
     async def put(self, numbers: list[int], poison: bytes = b"") -> list[bool | None]:
         """Put blocks, with other bytes than they have if there is a poison."""
-        keys = [key_of(number) for number in numbers]
+        return await self.put_as([key_of(number) for number in numbers], poison)
+
+    async def put_as(self, keys: list[bytes], poison: bytes = b"") -> list[bool | None]:
+        """The same of blocks with these keys, with labels that are right for their bytes."""
         for slot, key in enumerate(keys):
             self._fill(slot, poison * BLOCK_BYTES or payload(key))
 
         async def label(wanted: Any) -> list[bytes]:
+            blocks = [self._arena.view(Slot(n))[:BLOCK_BYTES] for n in wanted]
             return [
-                self._labels.pack(keys[n], self._arena.view(Slot(n))[:BLOCK_BYTES]) for n in wanted
+                self._labels.pack(BlockKey(keys[n]), block)
+                for n, block in zip(wanted, blocks, strict=True)
             ]
 
         slots, lengths = [*range(len(keys))], [BLOCK_BYTES] * len(keys)

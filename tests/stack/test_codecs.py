@@ -194,6 +194,37 @@ async def test_without_its_key_an_encrypted_block_is_a_miss(
     await second.aclose()
 
 
+@pytest.mark.usefixtures("master")
+@pytest.mark.parametrize("forged", [1, 2])
+@pytest.mark.parametrize("checks", [True, False])
+@pytest.mark.parametrize("encrypted", [True, False])
+async def test_other_bytes_with_a_right_label_are_taken_unless_blocks_are_encrypted(
+    *, encrypted: bool, checks: bool, forged: int
+) -> None:
+    """A program that can write to a medium can make such a label: it needs no secret."""
+    tier = FakeTier(checks=checks)
+    codec = AesGcmCodec() if encrypted else ChecksumCodec()
+    cache = await SimCache.open(level(tier, codec), slots=2)
+    keys = SimCache.keys(1, 2)
+    await saved(cache, keys)
+    await saved(cache, SimCache.keys(3, 4))
+    poison = bytes([7]) * LAYOUT.block_bytes
+    labels = Labels(cache.manager.namespace, len(poison), verify=True)
+    for where, record in [*tier.records.items()]:
+        if record.key in keys[:forged]:
+            label = labels.pack(record.key, poison)
+            tier.records[where] = record._replace(data=poison, label=label)
+    fetch = cache.manager.fetch(keys)
+    await cache.settle()
+    assert fetch.done
+    found = [bytes(cache.manager.arena.view(slot)[: len(poison)]) for slot in fetch.slots]
+    rest = [SimCache.payload(key) for key in keys[forged:]]
+    assert found == ([] if encrypted else [poison] * forged + rest)
+    assert +counted(cache) == ({"unreadable": forged} if encrypted else {})
+    fetch.release()
+    await cache.aclose()
+
+
 async def saved(cache: SimCache, keys: Sequence[BlockKey]) -> None:
     cache.save(keys)
     await cache.settle()

@@ -14,8 +14,8 @@ from kvladder.notices import Notices
 from kvladder.testing.fakes import FakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.testing.steps import Fail, Hold
-from kvladder.tiers.ladder.paced import ROOM_S, SILENT_S, Turns
 from kvladder.tiers.ladder.loading.unreleased import Unreleased
+from kvladder.tiers.ladder.paced import ROOM_S, SILENT_S, Turns
 from tests.stack.caches import cache_of
 
 LONG = SimCache.keys(*range(30))

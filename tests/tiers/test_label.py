@@ -266,6 +266,7 @@ OTHERS = {
     "codecs/aesgcm.py": "what a step needs to be undone",
     "codecs/fp8.py": "what a step needs to be undone",
     "codecs/zstd.py": "what a step needs to be undone",
+    "fields.py": "long and secret values of a namespace's fields",
     "files/directory.py": "META",
     "files/header.py": "where a page lies, before its label",
     "files/log.py": "records",

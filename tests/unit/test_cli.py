@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError
 from inspect import signature
 
@@ -123,6 +126,27 @@ def test_blocks_that_do_not_fit_exit_with_2(stack, model, capsys):
     stack.write_text(STACK.replace("4 GiB", "1 MiB"))
     assert main(["check", str(stack), "--model", str(model(LLAMA))]) == 2
     assert "tiers[1].capacity: 1 MiB are 0 blocks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("is_pipe", "code", "says"),
+    [(True, 141, ""), (False, 1, "kvladder: standard output: No space left on device\n")],
+    ids=["a pipe without a reader", "a full disk"],
+)
+def test_what_nothing_takes_ends_a_command_without_a_traceback(stack, *, is_pipe, code, says):
+    read, write = os.pipe() if is_pipe else (None, os.open("/dev/full", os.O_WRONLY))
+    if read is not None:
+        os.close(read)
+    command = "import sys; from kvladder.cli import main; sys.exit(main())"
+    run = subprocess.run(
+        [sys.executable, "-c", command, "check", str(stack)],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(write)
+    assert (run.returncode, run.stderr) == (code, says)
 
 
 @pytest.mark.parametrize("told", ["1.2.3", "(run from its source tree)"])

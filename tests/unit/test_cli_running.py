@@ -59,8 +59,9 @@ def engine(config):
 
 
 class Engine:
-    def __init__(self, process):
+    def __init__(self, process, namespace):
         self.process = process
+        self.namespace = namespace
 
     def look(self, line=""):
         self.process.stdin.write(f"{line}\n")
@@ -80,7 +81,7 @@ def running(config):
     try:
         first = json.loads(process.stdout.readline())
         assert first["found"] == [BLOCKS, BLOCKS]
-        yield Engine(process)
+        yield Engine(process, first["namespace"])
     finally:
         process.stdin.close()
         process.wait(PATIENCE_S)
@@ -130,7 +131,9 @@ def test_a_running_cache_is_purged_and_tells(config, tmp_path, capsys):
         assert out[3].startswith("files ")
         assert (row["blocks"], row["removed"], row["removals"]) == (str(BLOCKS), str(BLOCKS), "0")
         assert main(["describe", config]) == 0
-        assert "level 1: files (files)" in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert "level 1: files (files)" in out
+        assert f"namespace {engine.namespace}\n" in out
         assert main(["purge", config, "--all"]) == 0
         assert engine.look() == [0, 0]
         assert lies(tmp_path) == []

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.metadata import version
 
 import pytest
 
@@ -24,6 +25,12 @@ def stack(*below, **sections):
 def namespace(**sections):
     with kvladder.open_cache(stack(**sections), layout=LAYOUT) as cache:
         return cache.namespace
+
+
+def test_the_package_lists_what_it_imports_when_it_is_used():
+    assert {"open_cache", "Layout", "Retention", "CacheManager"} <= {*dir(kvladder)}
+    assert all(getattr(kvladder, name) is not None for name in dir(kvladder))
+    assert kvladder.__version__ == version("kvladder")
 
 
 def test_salt_and_fingerprint_tell_namespaces_apart():

@@ -110,6 +110,19 @@ def test_a_child_has_no_lock_and_closes_nothing_of_others(tmp_path: Path) -> Non
     os.close(read)
 
 
+def test_a_child_that_closes_the_cache_leaves_it_to_its_owner(tmp_path: Path) -> None:
+    with kvladder.open_cache(stack(str(tmp_path)), layout=LAYOUT) as cache:
+        cache.save([KEY]).commit()
+
+        def closes() -> bool:
+            cache.close()
+            return True
+
+        assert in_a_child(closes)
+        assert cache.lookup([KEY]).host == 1
+        assert ask(tmp_path / "kv.sock", {"command": "stats"})["host"]["blocks"] == 1
+
+
 def test_a_child_that_closes_a_control_socket_leaves_it_to_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "kv.sock"
     with kvladder.open_cache({**stack(str(tmp_path)), "tiers": [{"type": "host"}]}, layout=LAYOUT):

@@ -213,7 +213,7 @@ class Door:
     def leave_out(self, why: str) -> None:
         """The tier is not called until it is ``opened``; the first reason is told."""
         if not self.why:
-            then = "the cache goes on without it and tries again in the background"
+            then = "the cache works without it and tries again in the background"
             what = f"tier {self._name} is left out: {why}: {then}"
             self._shared.notices.say(f"{self._name} open", what)
         self.why = why

@@ -21,7 +21,7 @@ from kvladder.tiers.ladder.shelf import Above
 from kvladder.tiers.ladder.writer import Writer
 
 OPEN_TIMEOUT_S = 30.0
-"""How long the start of a cache waits for a tier: after it, the cache goes on without the level."""
+"""How long the start of a cache waits for a tier: after it, the cache works without the level."""
 TERMS_MAX = 7
 _ENDS = {NoneType, int, float}
 

@@ -77,7 +77,7 @@ class Paced(ABC):
         self._turns = turns
         self._ready = False
         self._ticket = object()
-        """What waits in its place, so that whoever loses it is noticed."""
+        """What waits in its place, so that the loss of this object is noticed."""
         self._waits = False
         self._held = 0
         """Slots that others cannot have meanwhile."""
