@@ -7,11 +7,11 @@ import struct
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvladder.errors import ConfigError
-from kvladder.keys import KEY_BYTES, BlockKey, KeyScheme, namespace
+from kvladder.keys import KEY_BYTES, BlockKey, KeyScheme, namespace, salt_digest
 
 TOKENS = st.lists(st.integers(0, 3) | st.integers(0, 2**32 - 1), max_size=12)
 NAMES = st.text(st.sampled_from("ab\0="), max_size=3)
@@ -125,6 +125,17 @@ def test_q7_flipping_a_token_leaves_the_blocks_before_it() -> None:
     assert hits([99, *tokens[1:]]) == 0
     assert hits(tokens, lora="other") == 0
     assert hits(tokens, salt="other") == 0
+
+
+@given(salts=st.lists(st.text(min_size=1), min_size=2, max_size=20, unique=True))
+@example(salts=["\0", " ", "\ud800", "a\0", "ключ", "🔑", "a" * 99, "a" * 100])
+def test_any_text_is_a_salt_of_its_own(salts: list[str]) -> None:
+    keys, names = scheme(), ["", *salts]
+    chains = [keys.chain(range(8), parent=keys.root(salt=salt)) for salt in names]
+    assert len({key for chain in chains for key in chain}) == len(chains) * len(chains[0])
+    beside = [salt_digest(keys.namespace, salt) for salt in names]
+    assert len(set(beside)) == len(names)
+    assert beside[0] == b""
 
 
 def test_u14_loras_salts_and_contents_never_share_a_block() -> None:
