@@ -110,6 +110,23 @@ def test_the_chain_is_what_the_documentation_says() -> None:
     assert keys.chain([1, 2, 3, 2**32 - 1, 5, 6, 7, 8]) == [first, second]
 
 
+def test_names_are_those_of_earlier_versions() -> None:
+    """Written down: other names would make every cache that exists cold."""
+    space = namespace({"model": "m", "dtype": "bfloat16"}, salt="deployment")
+    assert space.hex()[:32] == "fed3d2c0f73e874296e1a54bbc90dd1c"
+    keys = KeyScheme(space, block_tokens=2)
+    root = keys.root(salt="tenant", lora="adapter")
+    chain = keys.chain([1, 2, 3, 4], parent=root, extra=[(3, b"image")])
+    named = [root, *chain, keys.tail([5], parent=root), salt_digest(space, "tenant")]
+    assert [name.hex()[:16] for name in named] == [
+        "4a7d059968862985",
+        "8db8e34e20a1a4ac",
+        "78d9fd1b9b96cc53",
+        "368f8386d4ecef07",
+        "6570b28bc8ee84f8",
+    ]
+
+
 def test_q7_flipping_a_token_leaves_the_blocks_before_it() -> None:
     """Three blocks of 16: hit 3; token 19 flipped: 1; token 0: 0; other LoRA or salt: 0."""
     keys = scheme(block_tokens=16)
