@@ -2,14 +2,25 @@
 
 A row has what a seed names (``seed`` is its number and line), a status, where it is in the code and
 which tests hold it (files, or ``file::name``), and a note.
+
+A row may have ``faults``. Each breaks what the row claims: ``text``, which occurs once in ``file``,
+becomes ``becomes``. ``python .ci/seeds.py --faults [ROW...]`` plants one fault at a time in a copy
+of the tree, runs the row's first test there (or ``test`` of the fault), and exits with 1 if a test
+still passes. ROW is a seed's number and line, or words of what a row names; without any, all rows.
 """
 
 from __future__ import annotations
 
 import ast
+import os
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +35,7 @@ STATUSES = {
     "open": "not done",
     "refused": "done otherwise; the record that the note names says why",
     "unused": "the text itself says that it is out of use",
+    "n/a": "not applicable here; the note says why",
 }
 HEAD = """# What the systems that kvladder follows name, and where it is
 
@@ -32,15 +44,32 @@ it is operated (002), AutoDeploy's cache architecture (003), OpenVINO's growing 
 card that says what to build. Each capability, knob and behaviour that they name has a row, with the
 line that names it. `.ci/seeds.py` makes this page of `seeds.yaml`, and a test holds that every
 file, name and test in it exists.
+
+Rows marked with * have a planted fault, which breaks what the row claims: `.ci/seeds.py --faults`
+plants each in a copy of the tree and checks that the row's test fails there.
 """
+KEYS = {"seed", "names", "status", "code", "tests", "note", "faults"}
+FAULT_KEYS = {"file", "text", "becomes", "test"}
+LEFT_OUT = shutil.ignore_patterns(
+    ".*cache*", ".git", ".venv", ".hypothesis", "__pycache__", "shared"
+)
+"""What a copy of the tree does without."""
+WORKERS = 2
+PATIENCE_S = "30"
+"""How long tests wait for what a fault may keep from happening."""
+LIMIT_S = 120.0
+"""For a test with its fault: on a busy machine importing an engine takes half of it."""
 
 
 @cache
 def names_in(path: Path) -> frozenset[str]:
-    """The functions and classes of a file."""
+    """The functions and classes of a file, and the classes that it assigns to a name."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, kinds))
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    assigned = [node.targets[0] for node in nodes if isinstance(node, ast.Assign)]
+    assigned += [node.target for node in nodes if isinstance(node, ast.AnnAssign)]
+    named = [node.id for node in assigned if isinstance(node, ast.Name)]
+    return frozenset([*named, *(node.name for node in nodes if isinstance(node, kinds))])
 
 
 def wrong(place: str) -> str:
@@ -58,17 +87,125 @@ def problems(row: dict[str, Any]) -> Iterator[str]:
     """What is wrong with a row."""
     status, note = row.get("status"), row.get("note", "")
     code, tests = row.get("code", []), row.get("tests", [])
-    if set(row) - {"seed", "names", "status", "code", "tests", "note"}:
+    if set(row) - KEYS:
         yield f"keys that nobody knows: {sorted(row)}"
     if status not in STATUSES:
         yield f"status {status!r}: expected one of {', '.join(STATUSES)}"
     if status in {"held", "part", "refused"} and not (code and tests):
         yield f"{status}, without code or without a test"
-    if status in {"part", "open"} and not note:
-        yield f"{status}, and the note does not say what is missing"
+    if status in {"part", "open", "n/a"} and not note:
+        yield f"{status}, and the note does not say what is missing, or why"
     if status == "refused" and not (note.startswith("docs/decisions/") and not wrong(note)):
         yield f"refused by no record: {note!r}"
     yield from filter(None, map(wrong, [*code, *tests]))
+    for fault in row.get("faults", []):
+        yield from wrong_faults(fault, tests)
+
+
+def wrong_faults(fault: dict[str, str], tests: Sequence[str]) -> Iterator[str]:
+    """What is wrong with a fault of a row that has these tests."""
+    if set(fault) - FAULT_KEYS or FAULT_KEYS - {"test"} - set(fault):
+        yield f"a fault with the keys {sorted(fault)}: expected {sorted(FAULT_KEYS)}, test or not"
+        return
+    if not tests or fault.get("test", tests[0]) not in tests:
+        yield "a fault whose test is none of the row's"
+    file, text, becomes = fault["file"], fault["text"], fault["becomes"]
+    if said := wrong(file):
+        yield said
+        return
+    source = (ROOT / file).read_text(encoding="utf-8")
+    if (count := source.count(text)) != 1 or text == becomes:
+        yield f"{file} has the text of a fault {count} times, expected once and changed: {text!r}"
+    elif file.endswith(".py"):
+        try:
+            ast.parse(source.replace(text, becomes))
+        except SyntaxError as error:
+            yield f"a fault leaves {file} without syntax: {error}"
+
+
+# ---- planted faults
+
+
+def tree(folder: Path) -> Path:
+    """A copy of the tree in ``folder``, with its symbolic links as they are."""
+    found = folder / "tree"
+    shutil.copytree(ROOT, found, symlinks=True, ignore=LEFT_OUT)
+    return found
+
+
+def run_tests(copy: Path, tests: Sequence[str], limit_s: float) -> tuple[int | None, str]:
+    """The exit status of pytest in a copy, None if the limit ended it, and what it wrote last."""
+    options = ("-q", "-x", "-p", "no:cacheprovider", f"--basetemp={copy.parent / 'base'}")
+    more = {"PYTHONPATH": str(copy), "HYPOTHESIS_PROFILE": "ci", "KVLADDER_PATIENCE_S": PATIENCE_S}
+    with (copy.parent / "said").open("w+", encoding="utf-8", errors="replace") as said:
+        process = subprocess.Popen(  # noqa: S603 - pytest, on tests that the rows name
+            [sys.executable, "-m", "pytest", *options, *tests],
+            cwd=copy,
+            env=os.environ | more,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        said.seek(0)
+        lines = said.read().strip().splitlines()
+    return status, lines[-1] if lines else "nothing was written"
+
+
+def try_fault(one: tuple[dict[str, Any], dict[str, str]], limit_s: float = LIMIT_S) -> str:
+    """Why the fault was not found by the row's test; empty if it was."""
+    row, fault = one
+    test = fault.get("test", row["tests"][0])
+    with tempfile.TemporaryDirectory(prefix="kvladder-fault-") as folder:
+        copy = tree(Path(folder))
+        path = copy / fault["file"]
+        source = path.read_text(encoding="utf-8")
+        path.write_text(source.replace(fault["text"], fault["becomes"]), encoding="utf-8")
+        status, last = run_tests(copy, [test], limit_s)
+    if status == 1:
+        return ""
+    why = f"ran for {limit_s:g} s" if status is None else f"exit status {status}"
+    where = f"{row['seed']} {row['names']}: {test}"
+    return f"{where} does not fail with {fault['becomes']!r} in {fault['file']} ({why}: {last})"
+
+
+def pass_without(tests: Sequence[str]) -> str:
+    """Why the tests do not pass in a copy without a fault; empty if they do."""
+    with tempfile.TemporaryDirectory(prefix="kvladder-fault-") as folder:
+        status, last = run_tests(tree(Path(folder)), tests, LIMIT_S * len(tests))
+    return "" if status == 0 else f"without a fault: exit status {status}: {last}"
+
+
+def try_faults(wanted: Sequence[str]) -> int:
+    """Plant the faults of these rows, or of all; 1 after printing what no test found."""
+    rows = [
+        row
+        for section in load()
+        for row in section["rows"]
+        if not wanted or any(one == row["seed"] or one in row["names"] for one in wanted)
+    ]
+    planted = [(row, fault) for row in rows for fault in row.get("faults", [])]
+    if not planted:
+        print("no such row has a fault")
+        return 1
+    tests = dict.fromkeys(fault.get("test", row["tests"][0]) for row, fault in planted)
+    if said := pass_without(list(tests)):
+        print(said)
+        return 1
+    with ThreadPoolExecutor(WORKERS) as pool:
+        survived = []
+        for (row, _), said in zip(planted, pool.map(try_fault, planted), strict=True):
+            print(said or f"{row['seed']} {row['names']}: found", flush=True)
+            survived += [said] if said else []
+    print(f"{len(planted) - len(survived)} of {len(planted)} faults were found")
+    return bool(survived)
 
 
 def render(sections: list[dict[str, Any]]) -> str:
@@ -88,7 +225,8 @@ def render(sections: list[dict[str, Any]]) -> str:
             code, tests = (
                 ", ".join(f"`{one}`" for one in row.get(key, [])) for key in ("code", "tests")
             )
-            cells = [row["seed"], row["names"], row["status"], code, tests, row.get("note", "")]
+            names = row["names"] + " *" * bool(row.get("faults"))
+            cells = [row["seed"], names, row["status"], code, tests, row.get("note", "")]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -99,8 +237,10 @@ def load() -> list[dict[str, Any]]:
     return found
 
 
-def main() -> int:
-    """Write the page, and print what is wrong."""
+def main(arguments: Sequence[str]) -> int:
+    """Write the page and print what is wrong, or try faults."""
+    if arguments[:1] == ["--faults"]:
+        return try_faults(arguments[1:])
     sections = load()
     found = [
         f"{row['seed']} {row['names']}: {problem}"
@@ -114,4 +254,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

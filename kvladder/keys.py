@@ -45,11 +45,16 @@ SMALL = 8 * PART_KEYS
 """So many keys one dictionary may have."""
 
 
+def _encoded(text: str) -> bytes:
+    """The bytes of any text; half of a surrogate pair, which JSON may hold, has some, too."""
+    return text.encode("utf-8", "surrogatepass")
+
+
 def _bind(domain: str, fields: Mapping[str, str]) -> bytes:
     """Digest named fields unambiguously: each name and value is preceded by its length."""
     state = hashlib.sha256(domain.encode())
     for name in sorted(fields):
-        for part in (name.encode(), fields[name].encode()):
+        for part in (_encoded(name), _encoded(fields[name])):
             state.update(struct.pack("<Q", len(part)))
             state.update(part)
     return state.digest()
@@ -81,8 +86,7 @@ def salt_digest(space: Namespace, salt: str) -> bytes:
     """
     if not salt:
         return b""
-    data = salt.encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(data, digest_size=SALT_BYTES, key=space).digest()
+    return hashlib.blake2b(_encoded(salt), digest_size=SALT_BYTES, key=space).digest()
 
 
 _TAIL = _bind("kvladder tail v1", {})

@@ -7,11 +7,12 @@ Who waits and does nothing else is found by ``tests/stuck.py``; who asks again a
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
-PATIENCE_S = 300.0
-"""For one thing: a quiet machine takes seconds."""
+PATIENCE_S = float(os.environ.get("KVLADDER_PATIENCE_S", "300"))
+"""For one thing: a quiet machine takes seconds. Less is for runs in which tests are to fail."""
 RUN_S = 1200.0
 """For an engine's start, or a process of many steps: a quiet machine takes up to a minute."""
 

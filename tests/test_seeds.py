@@ -1,4 +1,4 @@
-"""docs/seeds.md is what its data give, and every place and test that it names exists."""
+"""docs/seeds.md is what its data give; places, tests and faults that it names are there."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 if not all((ROOT / name).exists() for name in (".ci/seeds.py", "tiers")):
@@ -24,6 +26,7 @@ GOOD = {
     "code": ["setup.py"],
     "tests": ["setup.py"],
 }
+FAULT = {"file": "setup.py", "text": "optional=True", "becomes": "optional=False"}
 
 
 def test_the_page_is_what_the_data_give() -> None:
@@ -31,7 +34,7 @@ def test_the_page_is_what_the_data_give() -> None:
 
 
 def test_every_place_and_test_exists() -> None:
-    assert len(ROWS) == 140
+    assert len(ROWS) == 147
     found = {row["names"]: list(seeds.problems(row)) for row in ROWS}
     assert {names: said for names, said in found.items() if said} == {}
 
@@ -46,8 +49,32 @@ def test_every_place_and_test_exists() -> None:
         ({"status": "part"}, "does not say what is missing"),
         ({"status": "refused", "note": "docs/decisions/none.md"}, "refused by no record"),
         ({"line": 3}, "keys that nobody knows"),
+        ({"faults": [FAULT | {"text": "e"}]}, "setup.py has the text of a fault"),
+        ({"faults": [FAULT | {"text": "not there"}]}, "has the text of a fault 0 times"),
+        ({"faults": [FAULT | {"becomes": FAULT["text"]}]}, "expected once and changed"),
+        ({"faults": [FAULT | {"becomes": "= ="}]}, "leaves setup.py without syntax"),
+        ({"faults": [FAULT | {"file": "gone.py"}]}, "there is no file gone.py"),
+        ({"faults": [FAULT | {"test": "tests/test_docs.py"}]}, "test is none of the row's"),
+        ({"faults": [{"file": "setup.py"}]}, "a fault with the keys"),
     ],
 )
 def test_rows_that_are_wrong_are_found(changed: dict[str, Any], says: str) -> None:
-    assert list(seeds.problems(GOOD)) == []
+    assert list(seeds.problems(GOOD | {"faults": [FAULT]})) == []
     assert any(says in problem for problem in seeds.problems(GOOD | changed))
+
+
+@pytest.mark.slow
+def test_a_fault_is_planted_in_a_copy_and_its_row_s_test_is_run() -> None:
+    [row] = [row for row in ROWS if row["names"].startswith("chained hash")]
+    [fault] = row["faults"]
+    path = ROOT / fault["file"]
+    before = path.read_text()
+    assert seeds.pass_without(row["tests"]) == ""
+    assert seeds.try_fault((row, fault), PATIENCE_S) == ""
+    elsewhere = {"file": "README.md", "text": "# kvladder", "becomes": "# another"}
+    said = seeds.try_fault((row, elsewhere), PATIENCE_S)
+    assert "does not fail with '# another' in README.md (exit status 0: " in said
+    assert "(ran for 0 s: " in seeds.try_fault((row, fault), 0)
+    absent = {**row, "tests": ["tests/unit/test_keys.py::test_gone"]}
+    assert "(exit status 4: " in seeds.try_fault((absent, fault), PATIENCE_S)
+    assert path.read_text() == before

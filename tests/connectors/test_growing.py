@@ -88,6 +88,17 @@ def test_tokens_move_once_a_step_and_layers_one_after_the_other() -> None:
     assert 0 < cache.copied_bytes < 100 * cache.bytes / 16
 
 
+def test_a_cache_grows_by_128_tokens_and_a_few_by_default() -> None:
+    model, (prompt,) = make_model(), prompts_of(1)
+    cache = GrowingCache(model.config)
+    with torch.inference_mode():
+        model(torch.tensor([prompt]), past_key_values=cache)
+        rooms = 2 * 2 * 16 * 4  # keys and values, heads, size, bytes of a number
+        assert cache.bytes == sum(128 + layer for layer in range(3)) * rooms
+        model(torch.tensor([prompt]), past_key_values=cache)
+        assert cache.bytes == sum(128 + layer for layer in range(3)) * rooms
+
+
 @pytest.mark.parametrize("window", [2, 10, 64])
 def test_windows_hold_no_more_than_they_see_and_a_step(window: int) -> None:
     model = make_model("mistral", sliding_window=window)

@@ -363,6 +363,12 @@ def test_the_memory_has_to_be_named_on_cpu():
         opened(make_model(), {"host": "1 MiB"})
 
 
+def test_blocks_have_16_tokens_by_default():
+    with PooledModel(make_model(), stack(tokens=600), context=64) as pooled:
+        assert [group.block_tokens for group in pooled.requests.groups] == [16]
+        assert "blocks of 16 tokens" in pooled.cache.describe()
+
+
 def test_blocks_of_a_wrong_size_are_refused():
     with pytest.raises(ConfigError, match="power of two"):
         PooledModel(make_model(), stack(tokens=400), context=CONTEXT, block_tokens=12)

@@ -59,6 +59,16 @@ def test_blocks_for_host_alone_are_in_no_other_tier() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize(("priority", "takes"), [(34, False), (35, True)])
+def test_a_priority_below_a_tiers_threshold_keeps_blocks_off_it(priority: int, takes: bool) -> None:
+    engine = served({"priority": priority, "decode_priority": priority})
+    stack = engine.half.connector.manager._stack
+    until(engine.half.connector.manager.idle)
+    assert bool(len(stack.levels[0].index)) == takes
+    assert len(stack.host.index) > 0
+    engine.close()
+
+
 def test_later_blocks_have_the_floor_of_earlier_ones() -> None:
     engine = served({"retention": [[0, 4, 10, None]], "priority": 80})
     index = engine.half.connector.manager._stack.host.index

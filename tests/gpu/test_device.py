@@ -21,6 +21,7 @@ from kvladder.gpu.pool.pool import PoolSettings
 from kvladder.gpu.requests.groups import Group, Layer
 from kvladder.gpu.sizing.plan import CachePlan
 from kvladder.policy.retention import Retention, RetentionRange
+from kvladder.testing.redisserver import RedisServer
 from tests.gpu.device import Model
 from tests.gpu.engine import Indexed, replay
 from tests.patience import PATIENCE_S, until
@@ -78,6 +79,28 @@ def test_what_leaves_host_comes_back_from_files_and_after_a_restart(tmp_path: Pa
         assert engine.run(range(100, 117), salt="other") == 0
     with model(source, weights="others") as engine:
         assert engine.run([*range(16), 99]) == 0
+
+
+@pytest.mark.slow
+def test_what_one_device_computed_another_finds_in_a_shared_store(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as server:
+        shared = {"type": "redis", "url": server.url, "capacity": "8 MiB", "when": "commit"}
+        patient = {"timeout": "20 s", "connect_timeout": "20 s"}
+        source = {**stack({**shared, **patient}), "fetch": {"deadline": "1 m"}}
+        with model(source) as one, model(source) as other:
+            assert one.run(range(16)) == 0
+            one.evict()
+
+            def is_found() -> bool:
+                """The store's answer to one request is there for the next."""
+                request = other.begin([*range(16), 99])
+                other.requests.release(request)
+                return request.cached == 16
+
+            until(is_found)
+            assert other.cache.stats()["redis"]["loaded"] == 4
+            assert other.run([*range(16), 99]) == 16, "and it checks every byte"
+            assert other.run(range(17), salt="another") == 0
 
 
 def test_salts_and_adapters_share_nothing_through_the_tiers() -> None:
@@ -179,7 +202,7 @@ def test_a_full_device_waits_for_its_offloads() -> None:
         assert engine.run(range(100, 116)) == 0
 
 
-def test_every_setting_of_the_section_is_shown_and_has_its_effect() -> None:
+def test_settings_of_the_pools_are_shown_and_have_their_effect() -> None:
     own = {"partial": "copy", "events": 10, "shares": [1]}
     with model({**stack(), "gpu": own}) as engine:
         text = engine.cache.describe()

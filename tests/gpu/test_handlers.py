@@ -193,6 +193,19 @@ def test_views_are_told_by_layer_and_state() -> None:
             ask(wrong)
 
 
+@pytest.mark.parametrize("heads", [8, 2, 1])
+def test_blocks_are_as_large_as_the_heads_of_keys_and_values(heads: int) -> None:
+    """As many query heads as the model may have."""
+    plan = planned(Layer("0", heads, 64, "float16"), Layer("1", heads, 64, "float16"))
+    plan.check().group().size(1 << 20)
+    [pool] = plan.pools
+    assert pool.block_bytes == 2 * 2 * 16 * heads * 64 * 2  # layers, keys and values, tokens
+    memory = PlanMemory(plan)
+    blocks = memory.buffers("0").shape[0]
+    assert blocks == (1 << 20) // pool.block_bytes
+    assert memory.buffers("1").shape == (blocks, 2, 16, heads, 64)
+
+
 def test_what_is_by_itself_moves_and_pools_stay() -> None:
     plan = planned(Layer("kv", 2, 8, "float16"), PerSequence("x", (3,), "float32"))
     memory = PlanMemory(plan.check().group().size(1 << 20))

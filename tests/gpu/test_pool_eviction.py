@@ -91,6 +91,20 @@ def test_e6_priority_5_goes_before_priority_80() -> None:
     assert (on_device(engine, range(4)), on_device(engine, range(100, 104))) == (1, 0)
 
 
+def test_all_blocks_of_the_lowest_priority_go_before_any_of_the_next() -> None:
+    """Whatever they were released after, and however many are asked for at once."""
+    engine = Engine(12)
+    given = [80, 5, 35, 5, 80, 35, 5, 0, 100, 0, 5, 80]
+    for number, priority in enumerate(given):
+        engine.run(range(100 * number, 100 * number + 4), retention=at(priority))
+    left = sorted(given)
+    for count in (1, 3, 1, 4, 2):
+        engine.pool.evict(count)
+        del left[:count]
+        here = [p for n, p in enumerate(given) if on_device(engine, range(100 * n, 100 * n + 4))]
+        assert sorted(here) == left
+
+
 def test_e7_80_for_a_millisecond_is_35_two_milliseconds_later() -> None:
     engine = Engine(8)
     engine.run(range(4), retention=at(80, 0.001))

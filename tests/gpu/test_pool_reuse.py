@@ -67,6 +67,21 @@ def test_u3_with_copying_everybody_gets_the_tail() -> None:
     assert (8, 9) in stored(engine)
 
 
+@pytest.mark.parametrize(("partial", "cached"), [("take", 8), ("copy", 10)])
+def test_u3_a_block_that_another_request_holds_is_only_copied(
+    partial: Partial, cached: int
+) -> None:
+    engine = Engine(8, partial=partial)
+    engine.run(range(12))
+    holder = engine.begin(range(13))
+    assert holder.cached == 12
+    other = engine.begin([*range(10), 50, 51])
+    assert other.cached == cached
+    engine.release(other)
+    engine.release(holder)
+    assert engine.begin([*range(10), 60, 61]).cached == 10
+
+
 @PARTIAL
 def test_u4_block_0_is_shared_by_two_live_requests(partial: Partial) -> None:
     engine = Engine(8, partial=partial)

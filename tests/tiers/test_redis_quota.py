@@ -299,6 +299,45 @@ class TestTier(Values):
         await blocks.store(tier, more)
         assert tier.gauges()["namespace_bytes"] == before
 
+    async def owing(self, tier, blocks, server):
+        """Remove two blocks, which a full server cannot be told; their size in bytes."""
+        items = await blocks.put(tier, 0, 1)
+        held = tier.gauges()["namespace_bytes"]
+        server.configure(maxmemory_policy="noeviction", maxmemory=1)
+        await tier.remove(blocks.refs(items))
+        assert tier.gauges()["namespace_bytes"] == 0
+        assert tier._quotas._owed[redisquota.ALL] == -held
+        return held
+        return -tier._quotas._owed[redisquota.ALL]
+
+    async def test_what_is_owed_is_not_forgotten_by_a_call_that_is_given_up(
+        self, tier, blocks, server
+    ):
+        held = await self.owing(tier, blocks, server)
+        more = blocks.some(2)
+        blocks.fill(more)
+        server.pause()
+        putting = asyncio.create_task(tier.put(blocks.writes(more)))
+        while tier._quotas._owed:  # until it is being told  # noqa: ASYNC110 - no event says so
+            await asyncio.sleep(0)
+        putting.cancel()
+        await asyncio.wait({putting})
+        assert putting.cancelled()
+        assert tier._quotas._owed[redisquota.ALL] == -held
+        assert tier.gauges()["namespace_bytes"] == 0
+        server.resume()
+
+    async def test_what_is_owed_goes_with_the_counters(self, tier, blocks, server):
+        """Else the namespace could have more than its quota from then on."""
+        await self.owing(tier, blocks, server)
+        assert await tier.purge(None, lambda *_: None) == 0
+        server.configure(maxmemory=0)
+        await blocks.put(tier, 1)
+        size = LABEL_BYTES + tier.context.layout.block_bytes
+        assert tier.gauges()["namespace_bytes"] == size
+        counters = server.run("HGETALL", tier._quotas._counters)
+        assert counters[b"all"] == b"%d" % size
+
     async def test_a_namespace_that_has_enough_is_full(self, tier, blocks):
         with pytest.raises(TierFull, match="quota of the namespace"):
             await one_by_one(tier, blocks)

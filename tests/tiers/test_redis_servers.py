@@ -42,6 +42,8 @@ class World:
         """Who was asked who has what."""
         self.masters = {}
         """Where each Sentinel says that the master is."""
+        self.runs = {}
+        """The names of runs of servers that were started again."""
         self._ids = count()
 
     async def _reached(self, address):
@@ -52,7 +54,8 @@ class World:
 
     async def wire(self, address):
         await self._reached(address)
-        return Wire(self, address, {"run_id": str(address), "id": str(next(self._ids))})
+        run = self.runs.get(address, str(address))
+        return Wire(self, address, {"run_id": run, "id": str(next(self._ids))})
 
     async def ask(self, address, *arguments):
         assert arguments == (b"CLUSTER", b"SLOTS")
@@ -338,6 +341,21 @@ async def test_one_server_is_waited_for_as_long_as_the_call_lasts(world):
     assert brought(await servers.run(commands(), LIMIT_S)) == NAMES
     kills = [words for words in world.asked if words[1] == b"CLIENT"]
     assert kills == [(ONE, b"CLIENT", b"KILL")], "what was left behind must not come back"
+
+
+async def test_numbers_of_connections_from_before_a_restart_are_not_used(world):
+    """A server that was started again gives them to other clients."""
+    world.owners = [ONE] * SLOTS
+    servers = servers_of(world, ONE)
+    assert brought(await servers.run(commands(), LIMIT_S)) == NAMES
+    world.silent.add(ONE)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(2 * LIMIT_S):
+            await servers.run(commands(), LIMIT_S)
+    world.silent.clear()
+    world.runs[ONE] = "the next run"
+    assert brought(await servers.run(commands(), LIMIT_S)) == NAMES
+    assert b"CLIENT" not in [words[1] for words in world.asked]
 
 
 async def test_whoever_learns_when_it_ends_hears_of_that(world):

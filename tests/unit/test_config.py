@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 
 from kvladder.config import registry
+from kvladder.config.settings import GpuConfig
 from kvladder.config.stack import load_config
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
@@ -217,6 +220,29 @@ def test_the_stack_is_described(load):
     expected = "capacity 4 GiB (4294967296 bytes) 4096 blocks, 65536 tokens file"
     assert " ".join(capacity.split()) == expected
     assert "warning" not in text
+
+
+GPU = {
+    "memory": ("64 KiB", "64 KiB (65536 bytes)"),
+    "fraction": (0.5, "0.5"),
+    "max_tokens": (64, "64"),
+    "shares": ([3, 1], "3.0, 1.0"),
+    "dtype": ("float16", "float16"),
+    "windows": ([4, 0], "4, 0"),
+    "reuse": (False, "False"),
+    "partial": ("copy", "copy"),
+    "rebalance": (True, "True"),
+    "events": (10, "10"),
+}
+
+
+def test_every_setting_of_the_pools_is_shown():
+    """Other tests hold what each does; one that is added has to be here."""
+    assert GPU.keys() == {field.encode_name for field in msgspec.structs.fields(GpuConfig)}
+    for name, (value, shown) in GPU.items():
+        text = load_config({"gpu": {name: value}}, env={}).describe()
+        assert re.search(rf"gpu\.{name} +{re.escape(shown)} +given\n", text), name
+        assert text.count(" gpu.") == len(GPU)
 
 
 def test_what_depends_on_other_settings_is_told_as_auto():

@@ -7,11 +7,11 @@ import struct
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvladder.errors import ConfigError
-from kvladder.keys import KEY_BYTES, BlockKey, KeyScheme, namespace
+from kvladder.keys import KEY_BYTES, BlockKey, KeyScheme, namespace, salt_digest
 
 TOKENS = st.lists(st.integers(0, 3) | st.integers(0, 2**32 - 1), max_size=12)
 NAMES = st.text(st.sampled_from("ab\0="), max_size=3)
@@ -110,6 +110,23 @@ def test_the_chain_is_what_the_documentation_says() -> None:
     assert keys.chain([1, 2, 3, 2**32 - 1, 5, 6, 7, 8]) == [first, second]
 
 
+def test_names_are_those_of_earlier_versions() -> None:
+    """Written down: other names would make every cache that exists cold."""
+    space = namespace({"model": "m", "dtype": "bfloat16"}, salt="deployment")
+    assert space.hex()[:32] == "fed3d2c0f73e874296e1a54bbc90dd1c"
+    keys = KeyScheme(space, block_tokens=2)
+    root = keys.root(salt="tenant", lora="adapter")
+    chain = keys.chain([1, 2, 3, 4], parent=root, extra=[(3, b"image")])
+    named = [root, *chain, keys.tail([5], parent=root), salt_digest(space, "tenant")]
+    assert [name.hex()[:16] for name in named] == [
+        "4a7d059968862985",
+        "8db8e34e20a1a4ac",
+        "78d9fd1b9b96cc53",
+        "368f8386d4ecef07",
+        "6570b28bc8ee84f8",
+    ]
+
+
 def test_q7_flipping_a_token_leaves_the_blocks_before_it() -> None:
     """Three blocks of 16: hit 3; token 19 flipped: 1; token 0: 0; other LoRA or salt: 0."""
     keys = scheme(block_tokens=16)
@@ -125,6 +142,17 @@ def test_q7_flipping_a_token_leaves_the_blocks_before_it() -> None:
     assert hits([99, *tokens[1:]]) == 0
     assert hits(tokens, lora="other") == 0
     assert hits(tokens, salt="other") == 0
+
+
+@given(salts=st.lists(st.text(min_size=1), min_size=2, max_size=20, unique=True))
+@example(salts=["\0", " ", "\ud800", "a\0", "ключ", "🔑", "a" * 99, "a" * 100])
+def test_any_text_is_a_salt_of_its_own(salts: list[str]) -> None:
+    keys, names = scheme(), ["", *salts]
+    chains = [keys.chain(range(8), parent=keys.root(salt=salt)) for salt in names]
+    assert len({key for chain in chains for key in chain}) == len(chains) * len(chains[0])
+    beside = [salt_digest(keys.namespace, salt) for salt in names]
+    assert len(set(beside)) == len(names)
+    assert beside[0] == b""
 
 
 def test_u14_loras_salts_and_contents_never_share_a_block() -> None:

@@ -65,7 +65,11 @@ def test_r4_priorities_outside_0_to_100_are_refused(priority: int) -> None:
 def test_a_block_takes_the_range_that_holds_its_first_token(
     block: int, tokens: int, ranges: list[Range], expected: list[int | None]
 ) -> None:
-    assert retention(*ranges).explicit(block, tokens) == expected
+    kept = retention(*ranges)
+    assert kept.explicit(block, tokens) == expected
+    blocks = range(len(expected))
+    found = kept.of_blocks(blocks, block_tokens=block, prompt_tokens=tokens)
+    assert found == [(35 if one is None else one, None) for one in expected]
 
 
 def test_only_prompt_blocks_take_ranges() -> None:
