@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, settings
 from kvladder.arena import Arena
 from tests import stuck
 
-pytest_plugins = ["kvladder.testing.plugin", "tests.kit.cover", "pytester"]
+pytest_plugins = ["kvladder.testing.plugin", "tests.kit.cover", "tests.kit.durations", "pytester"]
 
 # how fast this machine computes just now decides nothing, but in the tests of that decision
 os.environ.setdefault("KVLADDER__FETCH__WHEN", "always")
