@@ -66,8 +66,8 @@ def test_of_a_product_each_value_runs_and_without_the_option_all(
         ]  # fmt: skip
         assert {"1", "2"} == {part for name in ran for part in name if part in "12"}
         assert sum("x" in name.partition("[")[2] for name in ran) == 2, "values take turns"
-    for whole in ("True", "False"):
-        cells = [name[11:-1].split("-") for name in some if f"test_cells[{whole}" in name]
+    for value in ("True", "False"):
+        cells = [name[11:-1].split("-") for name in some if f"test_cells[{value}" in name]
         assert len(cells) == 3
         assert {a for _, _, a in cells} == {"0", "1", "2"}
         assert {b for _, b, _ in cells} == {"p", "q"}
