@@ -1,5 +1,5 @@
 # Everything works on a fresh Debian machine with Python 3.11: the environment is made on demand.
-.PHONY: demo demo-sglang test lint bench gpu shape clean
+.PHONY: demo demo-sglang test quick lint bench gpu shape clean
 PY := .venv/bin/python
 GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 NEWER_VLLM := $(CURDIR)/.venv/vllm-0.33.0  # its Python; see .ci/vllm_versions.py
@@ -8,15 +8,22 @@ STARTS_VLLM := tests/vllm tests/connectors/test_vllm_events.py
 # Or each process compiles our modules again, and each worker of pytest rewrites all the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
+PYTEST = $(PY) -m pytest $(if $(DURATIONS),--durations-file $(DURATIONS))
+MANY := -n auto --dist worksteal --maxprocesses
+
+quick: .venv/stamp  ## what to run after every edit: no slow test, no engine, and of products of cases a part
+	$(PYTEST) -q $(MANY) 8 --cover -m "not slow and not vllm and not sglang" \
+	    --ignore=tests/vllm --ignore=tests/sglang $(ARGS)
+
 test: .venv/stamp  ## every test, the ones against a real vLLM included; or those that ARGS names
 ifeq ($(ARGS),)
-	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not vllm and not sglang"
-	$(PY) -m pytest -n auto --maxprocesses 2 --dist worksteal -m "vllm and not alone" $(STARTS_VLLM)
-	$(PY) -m pytest -m "vllm and alone" $(STARTS_VLLM)
-	PYTHONPATH=$(NEWER_VLLM) $(PY) -m pytest -n auto --maxprocesses 2 --dist worksteal -m versions tests/connectors tests/vllm
-	$(PY) -m pytest -n auto --maxprocesses 2 -m sglang tests/sglang
+	$(PYTEST) $(MANY) 8 -m "not vllm and not sglang"
+	$(PYTEST) $(MANY) 2 -m "vllm and not alone" $(STARTS_VLLM)
+	$(PYTEST) -m "vllm and alone" $(STARTS_VLLM)
+	PYTHONPATH=$(NEWER_VLLM) $(PYTEST) $(MANY) 2 -m versions tests/connectors tests/vllm
+	$(PYTEST) $(MANY) 2 -m sglang tests/sglang
 else
-	$(PY) -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 endif
 
 demo: .venv/stamp  ## a real vLLM served from host memory and from files, with controls

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, settings
 from kvladder.arena import Arena
 from tests import stuck
 
-pytest_plugins = ["kvladder.testing.plugin", "pytester"]
+pytest_plugins = ["kvladder.testing.plugin", "tests.kit.cover", "tests.kit.durations", "pytester"]
 
 # how fast this machine computes just now decides nothing, but in the tests of that decision
 os.environ.setdefault("KVLADDER__FETCH__WHEN", "always")
@@ -99,6 +99,17 @@ def open_files() -> set[str]:
         if not target.startswith("/memfd:kvladder-arena"):
             found.add(f"{entry.name} -> {target}")
     return found
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Have no collection of garbage go through what tests import: millions of objects with vLLM."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -1,19 +1,33 @@
-"""Style that matters is a test: sizes, words, layering, and nothing shipped without its suite."""
+"""Style that matters is a test: sizes, words, layering, and nothing shipped without its suite.
+
+A test reads all files at once and lists each breach of its rule as ``path:line: what``. The last
+test gives each rule an example of what it forbids.
+"""
 
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 import tomllib
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-LINKS = ("connectors", "gpu", "policy", "tiers")
+from tests.kit.source import (
+    LINKS,
+    ROOT,
+    Check,
+    Source,
+    classes,
+    derived,
+    dotted,
+    offenders,
+    python_files,
+    read,
+)
+
 FUNCTION_LINES_MAX = 70
 FILE_LINES_MAX = 600
 FOLDER_FILES_MAX = 16
@@ -44,47 +58,28 @@ TEST_KIT = "kvladder/testing/"
 PRINTERS = ("kvladder/cli/",)
 
 BANNED_WORDS = {"chunk", "chunks", "swap", "swaps", "swapped", "swapping"}
+_BANNED = re.compile("|".join(sorted(BANNED_WORDS)), re.IGNORECASE)
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_LEFT = re.compile(r"#.*\b(TODO|FIXME|XXX)\b")
 
+CHANGE_THEMSELVES = ("gpu/", "kvladder/device/", "tiers/ladder/")
 
-def python_files(*folders):
-    """Python files below folders of the project, each once; paths relative to the project."""
-    links = tuple(f"kvladder/{name}/" for name in LINKS)
-    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    relative = [str(path.relative_to(ROOT)) for path in found]
-    return [name for name in relative if not name.startswith(links)]
-
-
-PRODUCT = python_files("kvladder", *LINKS)
-EVERYTHING = [*PRODUCT, *python_files("tests", "benchmarks", "examples")]
-
-
-@cache
-def source(name):
-    return (ROOT / name).read_text(encoding="utf-8")
+SUITES = {
+    "Tier": "TierTests",
+    "EvictionPolicy": "PolicyTests",
+    "Codec": "CodecTests",
+    "ResourceHandler": "HandlerTests",
+}
 
 
 @cache
-def tree(name):
-    return ast.parse(source(name))
+def product() -> list[Source]:
+    return read(python_files("kvladder", *LINKS))
 
 
-def test_there_is_something_to_check():
-    assert {"kvladder/arena.py", "tiers/base.py", "policy/eviction.py"} <= set(PRODUCT)
-    assert {"tests/test_tidy.py", "tests/tiers/test_files.py"} <= set(EVERYTHING)
-    assert not [name for name in PRODUCT if name.startswith("kvladder/tiers/")]
-
-
-def test_who_starts_vllm_is_named_where_it_is_run():
-    named = re.search(r"^STARTS_VLLM := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    marks = re.compile(r"^\s*(@|pytestmark = )pytest\.mark\.vllm\b", re.MULTILINE)
-    marked = [name for name in EVERYTHING if marks.search(source(name))]
-    assert marked
-    assert named
-    assert all(name.startswith(tuple(named[1].split())) for name in marked)
-
-
-# ---- packaging
+@cache
+def everything() -> list[Source]:
+    return [*product(), *read(python_files("tests", "benchmarks", "examples"))]
 
 
 @cache
@@ -92,16 +87,42 @@ def project():
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
+def require(found: Iterable[str]) -> None:
+    """Fail with one line for each offender, if there are any."""
+    if lines := list(found):
+        pytest.fail("\n".join(lines), pytrace=False)
+
+
+def test_there_is_something_to_check():
+    names = {source.name for source in product()}
+    assert {"kvladder/arena.py", "tiers/base.py", "policy/eviction.py"} <= names
+    assert not [name for name in names if name.startswith("kvladder/tiers/")]
+    assert {"tests/test_tidy.py", "tests/tiers/test_files.py"} <= {s.name for s in everything()}
+
+
+# ---- packaging
+
+
+def test_who_starts_vllm_is_named_where_it_is_run():
+    named = re.search(r"^STARTS_VLLM := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    marks = re.compile(r"^\s*(@|pytestmark = )pytest\.mark\.vllm\b", re.MULTILINE)
+    marked = [source.name for source in everything() if marks.search(source.text)]
+    assert marked
+    assert named
+    run = tuple(named[1].split())
+    require(f"{name}: not in STARTS_VLLM" for name in marked if not name.startswith(run))
+
+
 def test_the_packages_are_the_folders():
     settings = project()["tool"]["setuptools"]
-    parents = {Path(name).parent.parts for name in PRODUCT}
+    parents = {Path(source.name).parent.parts for source in product()}
     folders = {
         ".".join(parts if parts[0] == "kvladder" else ("kvladder", *parts)) for parts in parents
     }
     assert set(settings["packages"]) == folders
-    for package in settings["packages"]:
-        folder = ROOT / "kvladder" / Path(*package.split(".")[1:])
-        assert (folder / "__init__.py").is_file(), package
+    inside = [Path(*package.split(".")[1:]) for package in settings["packages"]]
+    inits = [Path("kvladder") / folder / "__init__.py" for folder in inside]
+    require(f"{init}: is not there" for init in inits if not (ROOT / init).is_file())
 
 
 def test_the_links_lead_to_the_folders():
@@ -124,193 +145,212 @@ def test_bare_imports_of_the_folders_are_banned():
 # ---- sizes
 
 
-@pytest.mark.parametrize("name", EVERYTHING)
-def test_files_are_short_and_say_what_they_are(name):
-    lines = source(name).splitlines()
-    assert len(lines) <= FILE_LINES_MAX
-    long = [number for number, line in enumerate(lines, 1) if len(line) > LINE_LENGTH_MAX]
-    assert not long, f"lines over {LINE_LENGTH_MAX}: {long}"
-    assert ast.get_docstring(tree(name)), "no docstring"
-
-
-@pytest.mark.parametrize("folder", sorted({str(Path(name).parent) for name in PRODUCT}))
-def test_folders_can_be_overlooked(folder):
-    files = [path for pattern in ("*.py", "*.c") for path in (ROOT / folder).glob(pattern)]
-    assert len(files) <= FOLDER_FILES_MAX
-
-
-@pytest.mark.parametrize("name", EVERYTHING)
-def test_functions_fit_a_screen(name):
-    for node in ast.walk(tree(name)):
+def too_long(source: Source) -> Iterator[tuple[int, str]]:
+    if len(source.lines) > FILE_LINES_MAX:
+        yield len(source.lines), f"a file has at most {FILE_LINES_MAX} lines"
+    for number, line in enumerate(source.lines, 1):
+        if len(line) > LINE_LENGTH_MAX:
+            yield number, f"a line has at most {LINE_LENGTH_MAX} characters"
+    for node in source.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= FUNCTION_LINES_MAX, f"{node.name} has {length} lines"
+            if length > FUNCTION_LINES_MAX:
+                yield node.lineno, f"{node.name} has {length} lines, over {FUNCTION_LINES_MAX}"
+
+
+def test_lines_functions_and_files_are_short():
+    require(offenders(too_long, everything()))
+
+
+def test_folders_can_be_overlooked():
+    for folder in sorted({Path(source.name).parent for source in product()}):
+        files = [path for pattern in ("*.py", "*.c") for path in (ROOT / folder).glob(pattern)]
+        assert len(files) <= FOLDER_FILES_MAX, folder
+
+
+def undocumented(source: Source) -> Iterator[tuple[int, str]]:
+    if not ast.get_docstring(source.tree):
+        yield 1, "no docstring"
+
+
+def test_files_say_what_they_are():
+    require(offenders(undocumented, everything()))
 
 
 # ---- what product code does not do
 
 
-def dotted(node):
-    """``a.b.c`` of an attribute chain, or an empty string."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute) and (base := dotted(node.value)):
-        return f"{base}.{node.attr}"
-    return ""
+def own_clock_or_dice(source: Source) -> Iterator[tuple[int, str]]:
+    uses = [(n.lineno, dotted(n)) for n in source.nodes if isinstance(n, ast.Attribute)]
+    allowed = {"time.time"} if source.name == CLOCK_MAKER else set()
+    for line, use in [*uses, *source.imported()]:
+        if use in CLOCKS - allowed:
+            yield line, f"{use}: a clock is injected"
+    for line, use in source.imported():
+        if use.split(".")[0] == "random" and use != "random.Random":
+            yield line, f"{use}: a generator is injected"
 
 
-def imported(name):
-    """Modules and ``module.name`` that a file imports, anywhere in it."""
-    for node in ast.walk(tree(name)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+def test_product_code_asks_no_clock_and_no_dice_of_its_own():
+    require(offenders(own_clock_or_dice, product()))
 
 
-@pytest.mark.parametrize("name", PRODUCT)
-def test_product_code_asks_no_clock_and_no_dice_of_its_own(name):
-    used = {dotted(node) for node in ast.walk(tree(name)) if isinstance(node, ast.Attribute)}
-    used |= set(imported(name))
-    clocks = used & CLOCKS
-    assert not clocks or (name == CLOCK_MAKER and clocks == {"time.time"}), clocks
-    dice = {use for use in imported(name) if use.split(".")[0] == "random"}
-    assert dice <= {"random.Random"}, "a generator is injected"
+def prints(source: Source) -> Iterator[tuple[int, str]]:
+    for node in source.nodes if not source.name.startswith(PRINTERS) else ():
+        if isinstance(node, ast.Call) and dotted(node.func) == "print":
+            yield node.lineno, "product code does not print"
 
 
-@pytest.mark.parametrize("name", PRODUCT)
-def test_product_code_does_not_print(name):
-    if name.startswith(PRINTERS):
+def test_product_code_does_not_print():
+    require(offenders(prints, product()))
+
+
+def catches_all(source: Source) -> Iterator[tuple[int, str]]:
+    name = source.name
+    if name in CATCHES_ALL or ENGINE_EDGE.fullmatch(name) or name.startswith(TEST_KIT):
         return
-    calls = [dotted(node.func) for node in ast.walk(tree(name)) if isinstance(node, ast.Call)]
-    assert "print" not in calls
+    for node in source.nodes:
+        if isinstance(node, ast.ExceptHandler) and catches_any(node):
+            last = node.body[-1]
+            if not (isinstance(last, ast.Raise) and last.exc is None):
+                yield node.lineno, "catches everything and does not raise it again"
 
 
-def catches_all(handler):
+def catches_any(handler: ast.ExceptHandler) -> bool:
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     return any(kind is None or dotted(kind) in {"Exception", "BaseException"} for kind in kinds)
 
 
-@pytest.mark.parametrize("name", PRODUCT)
-def test_only_the_edges_catch_everything(name):
-    if name in CATCHES_ALL or ENGINE_EDGE.fullmatch(name) or name.startswith(TEST_KIT):
-        return
-    for node in ast.walk(tree(name)):
-        if isinstance(node, ast.ExceptHandler) and catches_all(node):
-            last = node.body[-1]
-            raises = isinstance(last, ast.Raise) and last.exc is None
-            assert raises, f"line {node.lineno} catches everything and does not raise it again"
+def test_only_the_edges_catch_everything():
+    require(offenders(catches_all, product()))
+    assert set(CATCHES_ALL) <= {source.name for source in product()}, "these files are gone"
 
 
-def test_who_catches_everything_exists():
-    assert set(CATCHES_ALL) <= set(PRODUCT)
+def sets_from_outside(source: Source) -> Iterator[tuple[int, str]]:
+    """Yield where a module sets an attribute of an object whose class it does not define.
 
-
-def set_from_outside(module):
-    """Attributes that a module sets of objects whose class it does not define.
-
-    Counters are: whoever sees something happen counts it in the ``stats``.
+    Counters are left out: code that sees an event counts it in the ``stats``.
     """
     stores = [
         node
-        for node in ast.walk(module)
+        for node in source.nodes
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
     ]
     own = {node.attr for node in stores if dotted(node.value) == "self"}
-    fields = [node.target for node in ast.walk(module) if isinstance(node, ast.AnnAssign)]
+    fields = [node.target for node in source.nodes if isinstance(node, ast.AnnAssign)]
     own |= {field.id for field in fields if isinstance(field, ast.Name)}
     for node in stores:
         owner = dotted(node.value)
         if node.attr not in own and owner.rsplit(".", 1)[-1].lstrip("_") != "stats":
-            yield f"line {node.lineno} sets {ast.unparse(node)}"
+            yield node.lineno, f"sets {ast.unparse(node)}"
 
 
-def test_what_sets_attributes_from_outside_is_found():
-    code = "a.b = 1\nself.a.b += 1\nc, a.b = 1, 2\nself.a, a.stats.b, c.a = 1, 2, 3\na.b[0] = a.c"
-    found = list(set_from_outside(ast.parse(code)))
-    assert found == ["line 1 sets a.b", "line 2 sets self.a.b", "line 3 sets a.b"]
-
-
-CHANGE_THEMSELVES = ("gpu/", "kvladder/device/", "tiers/ladder/")
-
-
-@pytest.mark.parametrize("name", [name for name in PRODUCT if name.startswith(CHANGE_THEMSELVES)])
-def test_objects_are_changed_by_their_own_methods(name):
-    assert not list(set_from_outside(tree(name)))
+def test_objects_are_changed_by_their_own_methods():
+    changing = [source for source in product() if source.name.startswith(CHANGE_THEMSELVES)]
+    assert changing
+    require(offenders(sets_from_outside, changing))
 
 
 # ---- words
 
 
-def words(name):
-    """``(line, word)`` of what a file names or explains: identifiers, comments, docstrings."""
-    docs = set()
-    for node in ast.walk(tree(name)):
-        body = getattr(node, "body", None)
-        for child in body if isinstance(body, list) else ():
-            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
-                docs.add(child.lineno)
-    for token in tokenize.generate_tokens(io.StringIO(source(name)).readline):
-        is_doc = token.type == tokenize.STRING and token.start[0] in docs
-        if is_doc or token.type in {tokenize.NAME, tokenize.COMMENT}:
-            for word in _WORD.findall(token.string):
-                yield token.start[0], word.lower()
-
-
-@pytest.mark.parametrize("name", PRODUCT)
-def test_the_words_of_the_glossary_are_used(name):
-    used = [f"line {line}: {word}" for line, word in words(name) if word in BANNED_WORDS]
-    assert not used, "say block, slot, demote or promote"
-
-
-@pytest.mark.parametrize("name", EVERYTHING)
-def test_nothing_is_left_to_do(name):
-    if name == "tests/test_tidy.py":
+def banned_words(source: Source) -> Iterator[tuple[int, str]]:
+    if not _BANNED.search(source.text):  # no need to split it into tokens
         return
-    assert not re.search(r"#.*\b(TODO|FIXME|XXX)\b", source(name))
+    for line, text in source.named():
+        for word in _WORD.findall(text):
+            if word.lower() in BANNED_WORDS:
+                yield line, f"{word.lower()}: say block, slot, demote or promote"
+
+
+def test_the_words_of_the_glossary_are_used():
+    require(offenders(banned_words, product()))
+
+
+def left_to_do(source: Source) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(source.lines, 1):
+        if found := _LEFT.search(line):
+            yield number, found[1]
+
+
+def test_nothing_is_left_to_do():
+    this = str(Path(__file__).relative_to(ROOT))  # it has examples
+    require(offenders(left_to_do, [one for one in everything() if one.name != this]))
 
 
 # ---- nothing is shipped without its suite
 
 
-@cache
-def classes(*names):
-    """``class name -> (names of its bases, file)`` of the classes in files."""
-    found = {}
-    for name in names:
-        for node in ast.walk(tree(name)):
-            if isinstance(node, ast.ClassDef):
-                bases = [
-                    dotted(base.value if isinstance(base, ast.Subscript) else base)
-                    for base in node.bases
-                ]
-                found[node.name] = ([base.rpartition(".")[2] for base in bases], name)
-    return found
+def test_what_is_shipped_passes_the_suites_for_third_parties():
+    tests = classes(one for one in everything() if one.name.startswith("tests/"))
+    own = classes(product())
+    for base, suite in SUITES.items():
+        shipped = derived(base, own)
+        assert shipped
+        nodes = [node for test in derived(suite, tests) for node in tests[test][1].nodes]
+        checked = {node.id for node in nodes if isinstance(node, ast.Name)}
+        assert not shipped - checked, f"no class derives from {suite} for these"
 
 
-def derived(base, known):
-    """Classes below ``base``, at any distance."""
-    found: set[str] = set()
-    while more := {c for c, (bases, _) in known.items() if {base, *found} & set(bases)} - found:
-        found |= more
-    return found
+# ---- the rules themselves
 
 
-@pytest.mark.parametrize(
-    ("base", "suite"),
-    [
-        ("Tier", "TierTests"),
-        ("EvictionPolicy", "PolicyTests"),
-        ("Codec", "CodecTests"),
-        ("ResourceHandler", "HandlerTests"),
-    ],
-)
-def test_what_is_shipped_passes_the_suite_for_third_parties(base, suite):
-    shipped = derived(base, classes(*PRODUCT))
-    assert shipped
-    tests = classes(*python_files("tests"))
-    checked = set()
-    for test in derived(suite, tests):
-        module = tree(tests[test][1])
-        checked |= {node.id for node in ast.walk(module) if isinstance(node, ast.Name)}
-    assert not shipped - checked, f"no class derives from {suite} for these"
+IN_PRODUCT = "tiers/memory.py"
+SAY = "say block, slot, demote or promote"
+BROKEN: list[tuple[Check, str, str, list[str]]] = [
+    (too_long, IN_PRODUCT, "\n" * 600 + "a", ["601: a file has at most 600 lines"]),
+    (too_long, IN_PRODUCT, "\n" + "a" * 101, ["2: a line has at most 100 characters"]),
+    (
+        too_long,
+        IN_PRODUCT,
+        "class A:\n  async def f():\n" + "    pass\n" * 70,
+        ["2: f has 71 lines, over 70"],
+    ),
+    (undocumented, IN_PRODUCT, "a = 1", ["1: no docstring"]),
+    (
+        own_clock_or_dice,
+        IN_PRODUCT,
+        "from time import sleep\ntime.time()\nimport random\nfrom random import Random, choice",
+        [
+            "2: time.time: a clock is injected",
+            "1: time.sleep: a clock is injected",
+            "3: random: a generator is injected",
+            "4: random.choice: a generator is injected",
+        ],
+    ),
+    (
+        own_clock_or_dice,
+        CLOCK_MAKER,
+        "time.time()\ntime.time_ns()",
+        ["2: time.time_ns: a clock is injected"],
+    ),
+    (prints, IN_PRODUCT, "def f():\n  print(1)", ["2: product code does not print"]),
+    (prints, "kvladder/cli/main.py", "print(1)", []),
+    (
+        catches_all,
+        IN_PRODUCT,
+        "try: a\nexcept OSError: b\nexcept (ValueError, Exception): b\nexcept: c\n",
+        [f"{line}: catches everything and does not raise it again" for line in (3, 4)],
+    ),
+    (catches_all, IN_PRODUCT, "try: a\nexcept BaseException: raise", []),
+    (catches_all, "kvladder/runtime.py", "try: a\nexcept: b", []),
+    (
+        sets_from_outside,
+        IN_PRODUCT,
+        "a.b = 1\nself.a.b += 1\nc, a.b = 1, 2\nself.a, a.stats.b, c.a = 1, 2, 3\na.b[0] = a.c",
+        ["1: sets a.b", "2: sets self.a.b", "3: sets a.b"],
+    ),
+    (
+        banned_words,
+        IN_PRODUCT,
+        'a = "swap"\nSwapChunk = 1\n# swaps\ndef f():\n  """Chunks."""',
+        [f"2: swap: {SAY}", f"2: chunk: {SAY}", f"3: swaps: {SAY}", f"5: chunks: {SAY}"],
+    ),
+    (left_to_do, IN_PRODUCT, "a = 1  # a TODO", ["1: TODO"]),
+]
+
+
+def test_each_rule_finds_what_it_forbids():
+    for check, name, text, lines in BROKEN:
+        expected = [f"{name}:{line}" for line in lines]
+        assert offenders(check, [Source(name, text)]) == expected

@@ -168,6 +168,7 @@ def config(name: str, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_real_models(name: str, tmp_path: Path) -> None:
     count, token_bytes, windows, state_bytes = KINDS[name]
@@ -195,6 +196,7 @@ def test_convolutions_without_states_are_by_themselves(tmp_path: Path, capsys: A
     assert "reuse off: 0.conv is not paged" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["QWEN3_NEXT", "NEMOTRON_H_8B", "JAMBA", "LFM2_1B"])
 def test_convolutions_keep_the_type_of_the_model(name: str, tmp_path: Path) -> None:
     def convolutions(dtype: str | None) -> list[int]:
@@ -221,6 +223,7 @@ def test_q3_as_the_command_prints_it(tmp_path: Path, capsys: Any) -> None:
     assert "31 sequences" in size(capsys, *model, "--context", "8193", "--dtype", "fp8")[1]
 
 
+@pytest.mark.slow
 def test_a_window_holds_what_it_reads_and_a_step(tmp_path: Path, capsys: Any) -> None:
     model = ["--model", str(config("GEMMA_3_4B", tmp_path)), "--memory", "40GiB"]
     whole, default, small = (
@@ -235,6 +238,7 @@ def test_a_window_holds_what_it_reads_and_a_step(tmp_path: Path, capsys: Any) ->
     assert "512 tokens, computed 512 at a time" in short
 
 
+@pytest.mark.slow
 def test_a_hybrid_model_and_the_tiers_of_a_stack(tmp_path: Path, capsys: Any) -> None:
     stack = tmp_path / "stack.yaml"
     stack.write_text(

@@ -155,6 +155,7 @@ async def stored_on(disk: FakeDisk) -> None:
         await cache.settle()
 
 
+@pytest.mark.product("code", "call")
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("call", DISK_CALLS)
 async def test_a_disk_that_fails_at_start_is_used_once_it_works(call: str, code: int) -> None:

@@ -126,6 +126,7 @@ def made(kind: str, speed_s: float, link: Link, **options: float) -> Paced:
     return tier
 
 
+@pytest.mark.product("kind", "link", "speed_s")
 @pytest.mark.parametrize("kind", ["own", "shared"])
 @pytest.mark.parametrize("link", ["calls", "lines", "wire"])
 @pytest.mark.parametrize("speed_s", SPEEDS)
@@ -140,6 +141,7 @@ async def test_no_speed_of_a_tier_makes_requests_slower(
         await cache.aclose()
 
 
+@pytest.mark.product("kind", "speed_s", "blocks")
 @pytest.mark.parametrize("kind", ["own", "shared"])
 @pytest.mark.parametrize("speed_s", SPEEDS)
 @pytest.mark.parametrize("blocks", [3, 15, 16, 31])
@@ -154,6 +156,7 @@ async def test_nor_requests_that_are_too_short_to_learn_from(
     await cache.aclose()
 
 
+@pytest.mark.product("kind", "link")
 @pytest.mark.parametrize("kind", ["own", "shared"])
 @pytest.mark.parametrize("link", ["calls", "lines", "wire"])
 async def test_what_a_fast_tier_has_is_served(kind: str, link: Link) -> None:

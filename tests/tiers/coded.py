@@ -67,6 +67,7 @@ class CodedTier(Tier):
         await self.inner.aclose()
 
 
+@pytest.mark.product("codecs")
 class CodedTests:
     """Has the suite run behind an edge; comes before ``TierTests`` among the bases.
 

@@ -34,10 +34,13 @@ def test_a_whole_page_tells_what_was_put_where_and_when(page: memoryview) -> Non
     assert not any(page[USED:])
 
 
-@pytest.mark.parametrize("byte", range(USED))
-def test_a_page_with_any_byte_flipped_tells_nothing(page: memoryview, byte: int) -> None:
-    page[byte] ^= 0x10
-    assert read_header(page) is None
+def test_a_page_with_any_byte_flipped_tells_nothing(page: memoryview) -> None:
+    whole = read_header(page)
+    for byte in range(USED):
+        page[byte] ^= 0x10
+        assert read_header(page) is None, byte
+        page[byte] ^= 0x10
+    assert read_header(page) == whole is not None
 
 
 def test_another_label_before_the_same_place_and_number_tells_nothing(page: memoryview) -> None:

@@ -28,6 +28,7 @@ from tests.kit.unruly import UnrulyOptions, UnrulyTier
 PAUSE_S = 0.02
 
 
+@pytest.mark.slow
 class TestFiles(TierTests):
     real = True
     survives = True

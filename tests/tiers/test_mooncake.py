@@ -35,6 +35,7 @@ def options(cluster, **more):
     return MooncakeOptions(master=cluster.master, admin=cluster.admin, **more)
 
 
+@pytest.mark.slow
 class TestMooncake(TierTests):
     real = True
 

@@ -40,6 +40,7 @@ def options(far, **more):
     return NixlOptions(servers=(far.address,), keys=far.keys, **more)
 
 
+@pytest.mark.slow
 class TestNixl(TierTests):
     real = True
 

@@ -75,6 +75,7 @@ def test_wrong_settings_end_the_start(more: dict[str, str], tmp_path: Path) -> N
     assert REQUIRED not in error.hint
 
 
+@pytest.mark.product("call", "code")
 @pytest.mark.parametrize("call", ["open", "fsync", "fallocate", "preadv", "mkdir", "lock"])
 @pytest.mark.parametrize(
     "code", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EMFILE]

@@ -1,0 +1,28 @@
+"""What ``--durations-file`` writes: one line a test, also of tests that ran in other processes."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_each_test_is_recorded_once_and_after_those_before(
+    pytester: pytest.Pytester, workers: str
+) -> None:
+    pytester.makepyfile(
+        test_it="import pytest, time\n"
+        "@pytest.fixture\ndef slow(): time.sleep(0.2)\n"
+        "def test_fast(): pass\ndef test_slow(slow): time.sleep(0.3)\n"
+    )
+    file = pytester.path / "durations.tsv"
+    file.write_text("1.00\tearlier\n")
+    options = ("-p", "tests.kit.durations", "-p", "no:cacheprovider", "-p", "no:asyncio")
+    result = pytester.runpytest_subprocess(*options, "-n", workers, "--durations-file", file.name)
+    assert result.ret == 0
+    rows = [line.split("\t") for line in file.read_text().splitlines()]
+    assert rows[0] == ["1.00", "earlier"]
+    found = {test: float(seconds) for seconds, test in rows[1:]}
+    assert len(rows) == 3
+    assert set(found) == {"test_it.py::test_fast", "test_it.py::test_slow"}
+    assert found["test_it.py::test_slow"] >= 0.5
