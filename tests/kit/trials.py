@@ -21,7 +21,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -48,14 +47,19 @@ def run_alone(name: str, trials: int, within_s: float) -> Figures:
         return asyncio.run(run(Path(folder), trials, lanes, within_s=within_s))
 
 
-def run_failover(trials: int, within_s: float) -> Figures:
-    """Do so many trials of each kind of fail-over, each kind in a process of its own."""
-    figures = Figures()
-    one = partial(run_alone, trials=trials, within_s=within_s)
+def run_failover(trials: int, within_s: float) -> tuple[Figures, list[BaseException]]:
+    """Do so many trials of each kind of fail-over, each kind in a process of its own.
+
+    Returns what they showed, and the errors of kinds that failed, whose figures are missing.
+    """
+    figures, errors = Figures(), list[BaseException]()
     with ProcessPoolExecutor(len(FAILOVER_LANES), get_context("spawn")) as pool:
-        for other in pool.map(one, FAILOVER_LANES):
-            figures.add(other)
-    return figures
+        for one in [pool.submit(run_alone, name, trials, within_s) for name in FAILOVER_LANES]:
+            if error := one.exception():
+                errors.append(error)
+            else:
+                figures.add(one.result())
+    return figures, errors
 
 
 def told(figures: Figures) -> str:
@@ -134,9 +138,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin none after so long")
     parser.add_argument("--out", metavar="FILE", help="write to benchmarks/results/FILE as well")
     arguments = parser.parse_args()
-    within_s = 60 * arguments.minutes
+    within_s, errors = 60 * arguments.minutes, list[BaseException]()
     if arguments.alone == FAILOVER:
-        figures = run_failover(arguments.trials, within_s)
+        figures, errors = run_failover(arguments.trials, within_s)
     else:
         figures = run_alone(arguments.alone, arguments.trials, within_s)
     text = told(figures)
@@ -144,6 +148,8 @@ def main() -> None:
     if arguments.out:
         (RESULTS / Path(arguments.out).name).write_text(text)
     figures.check()
+    if errors:
+        raise BaseExceptionGroup("not all kinds ended", errors)
 
 
 if __name__ == "__main__":

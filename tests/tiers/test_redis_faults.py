@@ -280,7 +280,8 @@ def test_the_replica_takes_over_when_the_master_is_gone(replicated, how):
 def test_slots_that_move_under_load(tmp_path):
     with redis_cluster(tmp_path) as servers:
         ids = [server.run("CLUSTER", "MYID").decode() for server in servers]
-        with cache_over(servers[0].url, cluster=True) as cache, Traffic(cache):
+        patience = {"timeout": "1 m", "connect_timeout": "1 m"}  # nothing is slow on purpose
+        with cache_over(servers[0].url, cluster=True, **patience) as cache, Traffic(cache):
             until(lambda: redis_hits(cache) > 20)
             source, target = servers[0], servers[1]
             names = source.run("KEYS", "kvladder:*")[:6]
@@ -294,8 +295,7 @@ def test_slots_that_move_under_load(tmp_path):
                     server.run("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
             before = redis_hits(cache)
             until(lambda: redis_hits(cache) > before + 20)
-            stats = cache.stats()["redis"]
-            assert stats["errors"] == stats["timeouts"], "nothing but a machine that is busy"
+            assert cache.stats()["redis"]["errors"] == 0
         assert names
 
 
