@@ -8,7 +8,7 @@ import signal
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -223,7 +223,7 @@ def stop(server: Any, for_s: float) -> None:
     server.resume()
 
 
-def ask(server: RedisServer, *command: str) -> Any:
+def ask(server: RedisServer, *command: str | int) -> Any:
     """Return the reply of a server; None from one that is dead or closes the connection."""
     try:
         return server.run(*command)
@@ -267,14 +267,19 @@ class SentinelLane(CacheLane):
         primary, replica = self.primary, self.replica
         if case.fault == "SIGKILL":
             primary.kill()
-        elif case.fault == "SENTINEL FAILOVER":
-            self.sentinels[0].run("SENTINEL", "FAILOVER", "kv")
         elif case.fault == "SIGSTOP for 150 ms":
             stop(primary, SHORT_S)
             return time.monotonic()
-        else:
+        elif case.fault != "SENTINEL FAILOVER":
             primary.pause()
-        until(lambda: is_master(replica))
+
+        def has_changed() -> bool:
+            if case.fault == "SENTINEL FAILOVER" and not is_master(replica):
+                with suppress(redis.ResponseError):  # one goes on, or they find it too early
+                    self.sentinels[0].run("SENTINEL", "FAILOVER", "kv")
+            return is_master(replica)
+
+        until(has_changed, every_s=0.02)
         over_s = time.monotonic()
         primary.resume()  # and holds itself for a primary, until it hears of the other one
         return over_s
@@ -297,7 +302,7 @@ class SentinelLane(CacheLane):
         servers = self.primary, self.replica
         self.primary, self.replica = servers if servers[0].port in ports else servers[::-1]
         if is_master(self.replica):
-            self.replica.run("REPLICAOF", "127.0.0.1", self.primary.port)
+            ask(self.replica, "REPLICAOF", "127.0.0.1", self.primary.port)
         return (
             is_master(self.primary)
             and is_linked(self.replica)
@@ -355,17 +360,13 @@ class ClusterLane(CacheLane):
         return [node for node in self.nodes if is_master(node)]
 
     def strike(self, case: Case) -> float:
-        primaries = self.primaries()
-        random.shuffle(primaries)
-        victim, *others = primaries
         if case.fault == "moved":
-            self._move(victim, others)
+            until(self._has_moved, every_s=0.02)
             return time.monotonic()
+        victim, heir = self._pair()
         if case.fault == "SIGSTOP for 150 ms":
             stop(victim, SHORT_S)
             return time.monotonic()
-        heirs = {row[0] for row in self.view(victim) if row[3] == self.number(victim)}
-        (heir,) = (node for node in self.nodes if self.number(node) in heirs)
         if case.fault == "SIGKILL":
             victim.kill()
         else:
@@ -374,6 +375,31 @@ class ClusterLane(CacheLane):
         over_s = time.monotonic()
         victim.resume()
         return over_s
+
+    def _pair(self) -> tuple[RedisServer, RedisServer]:
+        """Return one of the primaries, and the replica that is to take over."""
+        names = {self.number(node): node for node in self.nodes}
+        pairs: list[tuple[RedisServer, RedisServer]] = []
+
+        def has_some() -> bool:
+            for primary in self.primaries():
+                heirs = [row[0] for row in self.view(primary) if row[3] == self.number(primary)]
+                if len(heirs) == 1 and is_linked(names[heirs[0]]):
+                    pairs.append((primary, names[heirs[0]]))
+            return bool(pairs)
+
+        until(has_some, every_s=0.02)  # one that was busy for long may just be replaced
+        return random.choice(pairs)
+
+    def _has_moved(self) -> bool:
+        """Move slots; return False if a primary was replaced meanwhile, which refuses its part."""
+        primaries = self.primaries()
+        random.shuffle(primaries)
+        try:
+            self._move(primaries[0], primaries[1:])
+        except redis.ResponseError:
+            return False
+        return True
 
     def _move(self, source: RedisServer, others: Sequence[RedisServer]) -> None:
         """Move the slots of some blocks from one to another, block by block."""
