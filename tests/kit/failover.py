@@ -31,10 +31,6 @@ from tests.tiers.redistests import watched
 SLOTS = 128
 DEADLINE_S = 1.0
 """Of each fetch."""
-TIMEOUT_S = 0.4
-"""Of each call of a tier."""
-PAUSE_S = 0.03
-"""Of each user between two turns: the processor is to be had by the far ends, too."""
 SHORT_S, STOP_S = 0.15, 1.0
 """For how long far ends are stopped: unnoticed by those who watch over them, and noticed."""
 BREAKER = {"failures": 2, "retry": "200 ms", "retry_max": "200 ms"}
@@ -53,9 +49,12 @@ class Users(Traffic):
     LAGS = (2, 5, 11)
     """So many turns after it was saved a prefix is loaded."""
 
-    def __init__(self, cache: CacheManager, level: str, blocks: int, space: int) -> None:
+    def __init__(
+        self, cache: CacheManager, level: str, blocks: int, space: int, *, pause_s: float
+    ) -> None:
         super().__init__(cache)
         self._level, self._blocks, self._space = level, blocks, space
+        self._pause_s = pause_s
         self._saved_s: dict[int, float] = {}
         self._came: list[tuple[float, float]] = []
         """When prefixes were saved that came whole from the level, and when they came."""
@@ -65,7 +64,7 @@ class Users(Traffic):
         return keys(self._space, number, *range(self._blocks))[2:]
 
     def turn(self, number: int) -> None:
-        self.ending.wait(PAUSE_S)
+        self.ending.wait(self._pause_s)
         began_s = time.monotonic()
         save(self.cache, self.prefix(number))
         self._saved_s[number] = began_s
@@ -102,6 +101,10 @@ class CacheLane(Lane):
     """Whom something happens to, and what."""
     block_bytes, blocks = 64 << 10, 12
     """Of each block, and in each prefix."""
+    timeout_s = 0.4
+    """Of each call of the level."""
+    pause_s = 0.03
+    """Of each user between two turns: the far ends are to keep up, on a busy machine, too."""
 
     def __init__(self, folder: Path, figures: Figures, turn: asyncio.Lock) -> None:
         super().__init__(folder, figures, turn)
@@ -132,7 +135,7 @@ class CacheLane(Lane):
         layout = Layout(block_tokens=16, block_bytes=self.block_bytes, fields={"model": self.name})
         level = {
             "type": self.level, "capacity": "256 MiB", "when": "commit", "breaker": BREAKER,
-            "timeout": f"{TIMEOUT_S} s", **self.settings(),
+            "timeout": f"{self.timeout_s} s", **self.settings(),
         }  # fmt: skip
         source = {
             "arena": {"size": SLOTS * layout.slot_bytes},
@@ -150,11 +153,14 @@ class CacheLane(Lane):
         self._hold(BEFORE, None)
         self.cache = self._cache()
 
-    def _use(self, cache: CacheManager) -> Users:
+    def _users(self, cache: CacheManager) -> Users:
+        number = next(self._rounds)
+        return Users(cache, self.level, self.blocks, number, pause_s=self.pause_s)
+
+    def _use(self, cache: CacheManager) -> None:
         """Have users come, and leave when they are served."""
-        with Users(cache, self.level, self.blocks, next(self._rounds)) as users:
+        with self._users(cache) as users:
             users.served_s(0.0)
-        return users
 
     def _hold(self, moment: str, cache: CacheManager | None) -> None:
         slots = 0 if cache is None else _unowned(cache)
@@ -164,7 +170,7 @@ class CacheLane(Lane):
         await asyncio.to_thread(self._trial, case, delay_s)
 
     def _trial(self, case: Case, delay_s: float) -> None:
-        with Users(self.cache, self.level, self.blocks, next(self._rounds)) as users:
+        with self._users(self.cache) as users:
             users.served_s(0.0)
             time.sleep(delay_s)
             over_s = self.strike(case)
@@ -451,6 +457,7 @@ class ObjectLane(CacheLane):
     name, level = "object", "object"
     faults = tuple(("requests", fault) for fault in FAULTS)
     block_bytes, blocks = 256 << 10, 3
+    timeout_s, pause_s = 2.0, 0.2  # its server is Python's, too
 
     def start(self) -> None:
         self.server = self.undo.enter_context(ObjectServer(self.folder))
@@ -461,7 +468,7 @@ class ObjectLane(CacheLane):
 
     async def open(self) -> None:
         port = int(self.server.address.rpartition(":")[2])
-        self.proxy = FaultyProxy(port, delay_s=2 * TIMEOUT_S)
+        self.proxy = FaultyProxy(port, delay_s=1.25 * self.timeout_s)
         await self.proxy.__aenter__()
         await super().open()
 

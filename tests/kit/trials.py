@@ -26,7 +26,6 @@ from pathlib import Path
 
 from benchmarks.__main__ import RESULTS, machine
 from tests.kit.failover import DEADLINE_S, FAILOVER_LANES
-from tests.kit.failover import TIMEOUT_S as LEVEL_TIMEOUT_S
 from tests.kit.lanes import Figures, Lane, run
 from tests.kit.moving import ABANDON_S, TIMEOUT_S, MooncakeLane, NixlLane
 
@@ -98,9 +97,11 @@ def _moved(figures: Figures) -> Iterator[str]:
 
 def _served(figures: Figures) -> Iterator[str]:
     """Tables of trials with caches."""
+    lanes = [FAILOVER_LANES[name] for name in figures.held]
+    times_out = ", ".join(f"{lane.name} {lane.timeout_s:g} s" for lane in lanes)
     yield (
-        f"Two threads save and load prefixes. A fetch has a deadline of {DEADLINE_S:g} s, a call of"
-        f" the level {LEVEL_TIMEOUT_S:g} s. Longest wait: of one of them for a fetch. Again: the"
+        f"Two threads save and load prefixes. A fetch has a deadline of {DEADLINE_S:g} s; a call of"
+        f" the level has a time-out ({times_out}). Longest wait: of one of them for a fetch. Again: the"
         " time from the end of the fault, which is when the servers could serve, until a prefix"
         " that was saved since has come whole from the level.\n"
     )
