@@ -101,8 +101,8 @@ def _served(figures: Figures) -> Iterator[str]:
     times_out = ", ".join(f"{lane.name} {lane.timeout_s:g} s" for lane in lanes)
     yield (
         f"Two threads save and load prefixes. A fetch has a deadline of {DEADLINE_S:g} s; a call of"
-        f" the level has a time-out ({times_out}). Longest wait: of one of them for a fetch. Again: the"
-        " time from the end of the fault, which is when the servers could serve, until a prefix"
+        f" the level has a time-out ({times_out}). Longest wait: of one of them for a fetch. Again:"
+        " the time from the end of the fault, which is when the servers could serve, until a prefix"
         " that was saved since has come whole from the level.\n"
     )
     yield (
