@@ -242,18 +242,28 @@ class RedisServer(ServerProcess):
 
 
 @contextmanager
-def redis_cluster(folder: Path, nodes: int = 3) -> Generator[list[RedisServer]]:
-    """Servers that share the slots of one cluster evenly; they are killed at the end."""
-    settings = [("cluster-enabled", "yes"), ("cluster-node-timeout", "2000")]
+def redis_cluster(
+    folder: Path,
+    nodes: int = 3,
+    *,
+    replicas: int = 0,
+    settings: Sequence[tuple[str, str]] = (),
+) -> Generator[list[RedisServer]]:
+    """Servers that share the slots of one cluster evenly; they are killed at the end.
+
+    With ``replicas``, so many of each follow in the list, at first one of each, in the same order.
+    """
+    settings = [("cluster-enabled", "yes"), ("cluster-node-timeout", "2000"), *settings]
     with ExitStack() as started:
-        servers = [started.enter_context(RedisServer(folder, settings)) for _ in range(nodes)]
-        for number, server in enumerate(servers):
+        count_all = nodes * (1 + replicas)
+        servers = [started.enter_context(RedisServer(folder, settings)) for _ in range(count_all)]
+        for number, server in enumerate(servers[:nodes]):
             slots = range(16384 * number // nodes, 16384 * (number + 1) // nodes)
             server.run("CLUSTER", "ADDSLOTS", *slots)
         tries = count()
 
         def are_whole() -> bool:
-            if all(_is_whole(server, nodes) for server in servers):
+            if all(_is_whole(server, nodes, count_all) for server in servers):
                 return True
             if next(tries) % (5 * _TRIES_PER_S) == 0:  # who is busy forgets whom it was to meet
                 for server in servers:
@@ -261,12 +271,15 @@ def redis_cluster(folder: Path, nodes: int = 3) -> Generator[list[RedisServer]]:
             return False
 
         servers[0].wait_for(are_whole)
+        for number, replica in enumerate(servers[nodes:]):
+            replica.run("CLUSTER", "REPLICATE", servers[number % nodes].run("CLUSTER", "MYID"))
         yield servers
 
 
-def _is_whole(server: RedisServer, nodes: int) -> bool:
-    is_ok = b"cluster_state:ok" in server.run("CLUSTER", "INFO")
-    return is_ok and len(server.run("CLUSTER", "SLOTS")) == nodes
+def _is_whole(server: RedisServer, masters: int, nodes: int) -> bool:
+    info = server.run("CLUSTER", "INFO")
+    is_ok = b"cluster_state:ok" in info and b"cluster_known_nodes:%d\r" % nodes in info
+    return is_ok and len(server.run("CLUSTER", "SLOTS")) == masters
 
 
 def certificates(folder: Path) -> Path:

@@ -72,8 +72,15 @@ class Mooncake(ServerProcess):
 
     def start(self) -> None:
         """Start all of it, again under the same addresses."""
-        port, admin = self._ports
         self.nodes: list[Client] = []
+        self.start_master()
+        for _ in range(self._count):
+            self.add()
+        self.client = Client(self.master, self._folder / "client.log")
+
+    def start_master(self) -> None:
+        """Start the master, which knows nothing of what nodes that still run have."""
+        port, admin = self._ports
         self.launch(
             [
                 str(PROGRAM),
@@ -88,9 +95,6 @@ class Mooncake(ServerProcess):
             ],
             *(partial(_listens, number) for number in self._ports),
         )
-        for _ in range(self._count):
-            self.add()
-        self.client = Client(self.master, self._folder / "client.log")
 
     def add(self) -> None:
         """Start one more node."""

@@ -4,465 +4,153 @@
 ``benchmarks/results/FILE``. What is right is asserted, whatever the machine does beside; how long
 things take is only told. One trial is struck at a time, while others recover from theirs, which
 takes processor time from it: with ``--alone nixl`` or ``--alone mooncake`` nothing is beside it.
+
+``--alone redis-sentinel``, ``redis-cluster``, ``object`` or ``mooncake-store`` has a cache used
+while the servers of its level fail; ``--alone failover`` has so many trials of each of them, in
+processes side by side.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
-import itertools
 import math
 import os
-import signal
+import statistics
 import sys
 import tempfile
-import threading
-import time
-from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from random import Random
-from typing import NamedTuple
 
 from benchmarks.__main__ import RESULTS, machine
-from kvladder.arena import Arena, Slot
-from kvladder.errors import TierError
-from kvladder.keys import BlockKey
-from kvladder.layout import Layout
-from kvladder.tiers.base import NO_PLACE, TierContext
-from kvladder.tiers.blocking import BlockingPool, SystemClock
-from kvladder.tiers.isolated.tier import IsolatedTier
-from kvladder.tiers.label import Labels, Read, Ref, Write
-from kvladder.tiers.mooncake.tier import MooncakeOptions, MooncakeTier
-from kvladder.tiers.nixl.tier import NixlOptions, NixlTier
-from tests.kit.far import Far
-from tests.kit.mooncake import Mooncake
-from tests.kit.puppet import Puppet, line
-from tests.patience import PATIENCE_S, until
+from tests.kit.failover import DEADLINE_S, FAILOVER_LANES
+from tests.kit.lanes import Figures, Lane, run
+from tests.kit.moving import ABANDON_S, TIMEOUT_S, MooncakeLane, NixlLane
 
-BLOCK_BYTES = 1 << 20
-BLOCKS = 16
-"""That are moved when it happens."""
-SPARE = 2
-"""That show that it works again, in slots of their own."""
-TIMEOUT_S, ABANDON_S = 0.6, 0.3
-TRY_S = PATIENCE_S / 10
-"""So long it may take to find out whether it works again."""
-STRIKE_S = 0.03
-"""Within this time from the beginning of a call it happens."""
-POISON = bytes([0xA5]) * BLOCK_BYTES
-LAYOUT = Layout(block_tokens=4, block_bytes=BLOCK_BYTES)
-
-
-class Case(NamedTuple):
-    """What happens to whom, while what is under way."""
-
-    tier: str
-    victim: str
-    sent: signal.Signals
-    call: str
-
-
-def cases(tier: str, victims: Sequence[str]) -> list[Case]:
-    """All of one tier."""
-    sent = signal.SIGKILL, signal.SIGSTOP
-    return [Case(tier, *one) for one in itertools.product(victims, sent, ("get", "put"))]
-
-
-@dataclass
-class Figures:
-    """The worst of all trials."""
-
-    took_s: float = 0.0
-    trials: Counter[Case] = field(default_factory=Counter[Case])
-    wait_s: float = 0.0
-    """Of a caller, beyond its time-out."""
-    held_s: float = 0.0
-    """From a time-out until slots are free."""
-    stall_s: float = 0.0
-    """Of another thread of the caller's process."""
-    gone_s: float = 0.0
-    """From the death of a client until the far end has its slots back."""
-    late_bytes: int = 0
-
-
-class Stalls:
-    """A thread that wants to run each millisecond, as an engine's own."""
-
-    def __init__(self) -> None:
-        self.longest_s = 0.0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        last_s = time.perf_counter()
-        while not self._over.is_set():
-            time.sleep(0.001)
-            now_s = time.perf_counter()
-            self.longest_s = max(self.longest_s, now_s - last_s - 0.001)
-            last_s = now_s
-
-    def close(self) -> None:
-        """End it."""
-        self._over.set()
-        self._thread.join()
-
-
-class Mover:
-    """A tier in a process of its own, over an arena with blocks to move."""
-
-    def __init__(self, tier: IsolatedTier, space: str) -> None:
-        self.tier = tier
-        self.arena = Arena.create(BLOCKS + SPARE, LAYOUT.slot_bytes)
-        slots = self.arena.lease(BLOCKS + SPARE) or []
-        self.slots, self.spare = slots[:BLOCKS], slots[BLOCKS:]
-        self._pool = BlockingPool(2, "trials")
-        self._namespace = LAYOUT.namespace(salt=space)
-        self._labels = Labels(self._namespace, BLOCK_BYTES, verify=True)
-        self.numbers = itertools.count(1)
-
-    async def open(self) -> None:
-        """Have the tier open."""
-        arguments = self.arena, LAYOUT, self._namespace, 1 << 16, SystemClock(), self._pool.run
-        await self.tier.open(TierContext(*arguments, timeout_s=TIMEOUT_S))
-
-    @staticmethod
-    def _key(number: int, slot: Slot) -> BlockKey:
-        return BlockKey(hashlib.sha256(b"%d %d" % (number, slot)).digest())
-
-    def data(self, number: int, slot: Slot) -> bytes:
-        """Of the block that this slot has under a number."""
-        return hashlib.blake2b(self._key(number, slot)).digest() * (BLOCK_BYTES // 64)
-
-    async def put(self, number: int, slots: Sequence[Slot]) -> Sequence[bool]:
-        """Store a block of each slot."""
-        writes: list[Write] = []
-        for slot in slots:
-            ref, view = Ref(self._key(number, slot), NO_PLACE), self.arena.view(slot)
-            view[:BLOCK_BYTES] = self.data(number, slot)
-            writes.append(Write(self._labels, ref, slot, view))
-        return await self.tier.put(writes)
-
-    async def get(self, number: int, slots: Sequence[Slot]) -> list[bool]:
-        """Which of the blocks come, each of them right."""
-        self.poison(slots)
-        refs = (Ref(self._key(number, slot), NO_PLACE) for slot in slots)
-        reads = [
-            Read(self._labels, ref, slot, self.arena.view(slot))
-            for ref, slot in zip(refs, slots, strict=True)
-        ]
-        come = [
-            bool(came) and read.check()
-            for came, read in zip(await self.tier.get(reads), reads, strict=True)
-        ]
-        for slot in itertools.compress(slots, come):
-            assert self.arena.view(slot)[:BLOCK_BYTES] == self.data(number, slot)
-        return come
-
-    async def works(self) -> bool:
-        """Whether what is put comes back."""
-        number = next(self.numbers)
-        with suppress(TierError, TimeoutError):
-            async with asyncio.timeout(TRY_S):
-                await self.put(number, self.spare)
-                return all(await self.get(number, self.spare))
-        return False
-
-    def poison(self, slots: Iterable[Slot]) -> None:
-        """Fill slots with what no block has."""
-        for slot in slots:
-            self.arena.view(slot)[:BLOCK_BYTES] = POISON
-
-    def changed(self) -> int:
-        """How many bytes are no poison any more."""
-        views = (bytes(self.arena.view(slot)[:BLOCK_BYTES]) for slot in self.slots)
-        return sum(BLOCK_BYTES - view.count(POISON[:1]) for view in views if view != POISON)
-
-    async def aclose(self) -> None:
-        """End it."""
-        await self.tier.aclose()
-        self._pool.close(timeout_s=5)
-        self.arena.release([*self.slots, *self.spare])
-        self.arena.close()
-
-
-class Lane(ABC):
-    """One far end and one client of it, with one trial after the other."""
-
-    def __init__(self, folder: Path, figures: Figures, turn: asyncio.Lock) -> None:
-        folder.mkdir()
-        self.folder, self.figures, self.turn = folder, figures, turn
-        self.mover = Mover(self.make(), folder.name)
-
-    @abstractmethod
-    def make(self) -> IsolatedTier:
-        """The tier; what it needs is there from now on."""
-
-    @abstractmethod
-    def victim(self, name: str) -> int:
-        """A process that is there."""
-
-    @abstractmethod
-    def after(self, case: Case) -> None:
-        """Have there be what was killed; any thread may call it."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Assert that whoever was not struck lives, and holds nothing for anybody."""
-
-    @property
-    def child(self) -> int:
-        """The process of the tier; 0 while it is being started."""
-        return self.mover.tier.gauges()["process"]
-
-    async def ready(self) -> None:
-        """Wait until what is put comes back."""
-        async with asyncio.timeout(PATIENCE_S):
-            while not (self.child and await self.mover.works()):  # noqa: ASYNC110 - nobody tells
-                await asyncio.sleep(0.02)
-
-    async def trial(self, case: Case, delay_s: float) -> None:
-        """Move blocks, and have it happen meanwhile."""
-        mover, number = self.mover, next(self.mover.numbers)
-        if case.call == "get":
-            with suppress(TierError):
-                await mover.put(number, mover.slots)
-        async with self.turn:
-            pid, stalls = self.victim(case.victim), Stalls()
-            call = asyncio.create_task(getattr(mover, case.call)(number, mover.slots))
-            began_s = time.perf_counter()
-            await asyncio.sleep(delay_s)
-            if pid:
-                os.kill(pid, case.sent)
-            await asyncio.wait({call}, timeout=TIMEOUT_S - delay_s)
-            waited_s = time.perf_counter() - began_s  # from here on a level goes on without it
-            call.cancel()
-            await asyncio.wait({call})  # and now the slots are somebody else's
-            held_s = time.perf_counter() - began_s - waited_s
-            stalls.close()
-        if not call.cancelled() and not isinstance(call.exception(), TierError):
-            call.result()
-        mover.poison(mover.slots)
-        if case.sent == signal.SIGSTOP and pid:
-            with suppress(ProcessLookupError):  # the process of a tier is dead by now
-                os.kill(pid, signal.SIGCONT)
-        worst = self.figures
-        worst.wait_s = max(worst.wait_s, waited_s - TIMEOUT_S)
-        worst.held_s = max(worst.held_s, held_s)
-        worst.stall_s = max(worst.stall_s, stalls.longest_s)
-
-    async def recover(self, case: Case) -> None:
-        """Have it work again; meanwhile nothing may land in the slots of before."""
-        await asyncio.to_thread(self.after, case)
-        await self.ready()
-        await asyncio.to_thread(self.check)
-        self.figures.late_bytes += self.mover.changed()
-        self.figures.trials[case] += 1
-
-    def close(self) -> None:
-        """End what it needs."""
-
-
-class NixlLane(Lane):
-    """A server of kvladder's."""
-
-    def make(self) -> IsolatedTier:
-        self.far = Far(self.folder, slots=160, block_bytes=BLOCK_BYTES)
-        self.far.__enter__()
-        options = NixlOptions(servers=(self.far.address,), keys=self.far.keys, interfaces="lo")
-        return IsolatedTier(NixlTier, options, abandon_s=ABANDON_S)
-
-    def victim(self, name: str) -> int:
-        return self.far.process.pid if name == "server" else self.child
-
-    def after(self, case: Case) -> None:
-        if case.victim == "server" and case.sent == signal.SIGKILL:
-            self.far.kill()
-            self.far.start()
-
-    def check(self) -> None:
-        assert self.far.process.poll() is None
-        self._until_free()
-
-    def _until_free(self, *, clients: float = math.inf) -> None:
-        """Wait until the far end holds nothing for anybody and has so few clients."""
-
-        def is_free() -> bool:
-            held = self.far("counts")
-            return not held["granted"] and not held["pinned"] and held["clients"] <= clients
-
-        until(is_free, every_s=0.01)
-
-    async def trial(self, case: Case, delay_s: float) -> None:
-        if case.victim == "client":
-            self.mover.poison(self.mover.slots)
-            await asyncio.to_thread(self._client, case, delay_s)
-        else:
-            await super().trial(case, delay_s)
-
-    def _client(self, case: Case, delay_s: float) -> None:
-        """Another engine is struck; the far end has its slots back."""
-        arguments = [self.far.address, self.far.keys, case.call]
-        engine = Puppet("tests.kit.trials", arguments, self.folder / "client.log", name="client")
-        time.sleep(delay_s)
-        struck = [engine.process.pid, engine.ready]
-        for pid in struck:
-            with suppress(ProcessLookupError):  # the process of a tier ends with its engine
-                os.kill(pid, case.sent)
-        began_s = time.perf_counter()
-        self._until_free(clients=1)
-        self.figures.gone_s = max(self.figures.gone_s, time.perf_counter() - began_s)
-        for pid in struck if case.sent == signal.SIGSTOP else ():
-            os.kill(pid, signal.SIGCONT)
-        self.check()
-        engine.kill()
-
-    def close(self) -> None:
-        self.far.kill()
-
-
-def client() -> None:
-    """Be an engine that moves blocks until it is struck."""
-    address, keys, call = sys.argv[1:]
-
-    async def run() -> None:
-        tier = IsolatedTier(NixlTier, NixlOptions(servers=(address,), keys=keys, interfaces="lo"))
-        mover = Mover(tier, f"client {os.getpid()}")
-        await mover.open()
-        async with asyncio.timeout(PATIENCE_S):
-            while True:  # the first calls of a busy machine may take longer than they may
-                with suppress(TierError):
-                    await mover.put(0, mover.slots)
-                    break
-        print(line(tier.gauges()["process"]), flush=True)
-        while True:
-            with suppress(TierError):
-                if call == "get":
-                    await mover.get(0, mover.slots)
-                else:
-                    await mover.put(next(mover.numbers), mover.slots)
-
-    asyncio.run(run())
-
-
-class MooncakeLane(Lane):
-    """A store of Mooncake's with one node."""
-
-    def make(self) -> IsolatedTier:
-        self.store = Mooncake(self.folder, memory=256 << 20)
-        self.store.__enter__()
-        options = MooncakeOptions(master=self.store.master)
-        return IsolatedTier(MooncakeTier, options, abandon_s=ABANDON_S)
-
-    def victim(self, name: str) -> int:
-        store = self.store
-        others = {"node": store.nodes[-1].process.pid, "master": store.pid}
-        return others.get(name, self.child)
-
-    def after(self, case: Case) -> None:
-        if case.sent == signal.SIGKILL and case.victim == "node":
-            self.store.nodes.pop().kill()
-            self.store.add()
-        elif case.sent == signal.SIGKILL and case.victim == "master":
-            self.store.__exit__()
-            self.store.start()
-
-    def check(self) -> None:
-        assert self.store.nodes[-1].process.poll() is None
-
-    def close(self) -> None:
-        self.store.__exit__()
-
-
-CASES: dict[Case, type[Lane]] = {
-    **dict.fromkeys(cases("nixl", ("server", "child", "client")), NixlLane),
-    **dict.fromkeys(cases("mooncake", ("node", "child", "master")), MooncakeLane),
+ALONE: dict[str, Sequence[type[Lane]]] = {
+    "nixl": (NixlLane,),
+    "mooncake": (MooncakeLane,),
+    **{name: (lane,) for name, lane in FAILOVER_LANES.items()},
 }
-ALONE: dict[str, Sequence[type[Lane]]] = {"nixl": (NixlLane,), "mooncake": (MooncakeLane,)}
+FAILOVER = "failover"
 NIXL_LANES: Sequence[type[Lane]] = (NixlLane, NixlLane)
 ALL_LANES: Sequence[type[Lane]] = (*NIXL_LANES, MooncakeLane)
 
 
-async def run(
-    folder: Path, trials: int, lanes: Sequence[type[Lane]] = ALL_LANES, *, seed: int = 11
-) -> Figures:
-    """Do so many trials, each case as often; some lanes recover while another one is struck."""
-    figures, turn, random = Figures(), asyncio.Lock(), Random(seed)
-    began_s = time.perf_counter()
-    known = [case for case in CASES if CASES[case] in lanes]
-    due = [*itertools.islice(itertools.cycle(known), trials)]
-    random.shuffle(due)
+def run_alone(name: str, trials: int, within_s: float) -> Figures:
+    """Do trials of one kind in this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        lanes = ALONE.get(name, ALL_LANES)
+        return asyncio.run(run(Path(folder), trials, lanes, within_s=within_s))
 
-    async def work(number: int, make: type[Lane]) -> None:
-        lane = await asyncio.to_thread(make, folder / f"lane{number}", figures, turn)
-        try:
-            await lane.mover.open()
-            await lane.ready()
-            while mine := [case for case in due if CASES[case] is make]:
-                due.remove(mine[0])
-                await lane.trial(mine[0], random.random() * STRIKE_S)
-                await lane.recover(mine[0])
-            await lane.mover.aclose()
-        finally:
-            await asyncio.to_thread(lane.close)
 
-    async with asyncio.TaskGroup() as group:
-        for number, make in enumerate(lanes):
-            group.create_task(work(number, make))
-    figures.took_s = time.perf_counter() - began_s
-    return figures
+def run_failover(trials: int, within_s: float) -> tuple[Figures, list[BaseException]]:
+    """Do so many trials of each kind of fail-over, each kind in a process of its own.
+
+    Returns what they showed, and the errors of kinds that failed, whose figures are missing.
+    """
+    figures, errors = Figures(), list[BaseException]()
+    with ProcessPoolExecutor(len(FAILOVER_LANES), get_context("spawn")) as pool:
+        for one in [pool.submit(run_alone, name, trials, within_s) for name in FAILOVER_LANES]:
+            if error := one.exception():
+                errors.append(error)
+            else:
+                figures.add(one.result())
+    return figures, errors
 
 
 def told(figures: Figures) -> str:
     """The figures as a page."""
     load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
     about = {**machine(), "load": f"{load} in the last 1, 5, 15 minutes, these trials included"}
+    about |= {"command": f"python -m tests.kit.trials {' '.join(sys.argv[1:])}"}
+    about |= {"took": f"{figures.took_s:.0f} s"}
     facts = "\n".join(f"- {name}: {value}" for name, value in about.items())
+    title = f"# {figures.trials.total()} trials of processes that are killed and stopped\n"
+    parts = [title, facts, ""]
+    if any(case not in figures.services for case in figures.trials):
+        parts += _moved(figures)
+    if figures.services:
+        parts += _served(figures)
+    return "\n".join(parts)
+
+
+def _moved(figures: Figures) -> Iterator[str]:
+    """Tables of trials with single calls."""
     worst = {
         f"longest wait of a caller beyond its time-out of {TIMEOUT_S:g} s": figures.wait_s,
         f"longest time from there until slots are free, abandon {ABANDON_S:g} s": figures.held_s,
         "longest stall of another thread of the caller's process": figures.stall_s,
         "longest time until a far end has the slots of a dead or stopped client": figures.gone_s,
     }
-    rows = [f"| {what} | {1e3 * seconds:,.0f} ms |" for what, seconds in worst.items()]
-    rows.append(f"| bytes that landed in slots after they were free | {figures.late_bytes} |")
-    each = [
-        f"| {case.tier} | {case.victim} | {case.sent.name} | {case.call} | {count} |"
-        for case, count in sorted(figures.trials.items())
-    ]
-    return "\n".join(
-        [
-            f"# {figures.trials.total()} trials of processes that are killed and stopped\n",
-            facts,
-            f"- took: {figures.took_s:.0f} s\n",
-            "| | worst |\n| --- | ---: |",
-            *rows,
-            "\n| tier | victim | signal | in mid | trials |\n| --- | --- | --- | --- | ---: |",
-            *each,
-            "",
-        ]
+    yield "| | worst |\n| --- | ---: |"
+    yield from (f"| {what} | {1e3 * seconds:,.0f} ms |" for what, seconds in worst.items())
+    yield f"| bytes that landed in slots after they were free | {figures.late_bytes} |"
+    yield "\n| tier | victim | fault | in mid | trials |\n| --- | --- | --- | --- | ---: |"
+    for case, times in sorted(figures.trials.items()):
+        if case not in figures.services:
+            yield f"| {case.tier} | {case.victim} | {case.fault} | {case.call} | {times} |"
+    yield ""
+
+
+def _served(figures: Figures) -> Iterator[str]:
+    """Tables of trials with caches."""
+    lanes = [FAILOVER_LANES[name] for name in figures.held]
+    times_out = ", ".join(f"{lane.name} {lane.timeout_s:g} s" for lane in lanes)
+    yield (
+        f"Two threads save and load prefixes. A fetch has a deadline of {DEADLINE_S:g} s; a call of"
+        f" the level has a time-out ({times_out}). Longest wait: of one of them for a fetch. Again:"
+        " the time from the end of the fault, which is when the servers could serve, until a prefix"
+        " that was saved since has come whole from the level.\n"
     )
+    yield (
+        "| servers | victim | fault | rounds | loads | wrong bytes | longest wait | beyond deadline"
+        " | again, median | again, max |"
+    )
+    yield "| --- | --- | --- |" + " ---: |" * 7
+    for case, one in sorted(figures.services.items()):
+        numbers = len(one.again_s), f"{one.loads:,}", one.wrong_bytes
+        times = (
+            one.longest_s,
+            max(one.longest_s - DEADLINE_S, 0),
+            statistics.median(one.again_s),
+            max(one.again_s),
+        )
+        cells = [*case[:3], *map(str, numbers), *(f"{1e3 * seconds:,.0f} ms" for seconds in times)]
+        yield f"| {' | '.join(cells)} |"
+    yield "\nWhat is held while nothing is under way. Slots: those that hold no block of host.\n"
+    yield "| servers | when | slots | descriptors | threads | Python's threads |"
+    yield "| --- | --- |" + " ---: |" * 4
+    for tier, moments in sorted(figures.held.items()):
+        for moment, held in moments.items():
+            yield f"| {tier} | {moment} | {' | '.join(map(str, held))} |"
+    yield ""
 
 
 def main() -> None:
     """Do trials as the command line says."""
     parser = argparse.ArgumentParser(prog="python -m tests.kit.trials", description=__doc__)
     parser.add_argument("trials", type=int, nargs="?", default=200)
-    parser.add_argument("--alone", choices=ALONE, help="one trial after the other, of one tier")
+    parser.add_argument(
+        "--alone", choices=[*ALONE, FAILOVER], help="one trial after the other, of one tier"
+    )
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin none after so long")
     parser.add_argument("--out", metavar="FILE", help="write to benchmarks/results/FILE as well")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        lanes = ALONE.get(arguments.alone, ALL_LANES)
-        figures = asyncio.run(run(Path(folder), arguments.trials, lanes))
+    within_s, errors = 60 * arguments.minutes, list[BaseException]()
+    if arguments.alone == FAILOVER:
+        figures, errors = run_failover(arguments.trials, within_s)
+    else:
+        figures = run_alone(arguments.alone, arguments.trials, within_s)
     text = told(figures)
     print(text)
     if arguments.out:
         (RESULTS / Path(arguments.out).name).write_text(text)
+    figures.check()
+    if errors:
+        raise BaseExceptionGroup("not all kinds ended", errors)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ def knows_all(sentinel):
 
 
 @contextmanager
-def watched(folder):
+def watched(folder, settings=()):
     """A master, its replica, and three Sentinels that watch over them."""
-    with RedisServer(folder) as master, RedisServer(folder) as replica:
+    with RedisServer(folder, settings) as master, RedisServer(folder, settings) as replica:
         replica.run("REPLICAOF", "127.0.0.1", master.port)
         sentinels = [RedisServer(folder, mode="--sentinel") for _ in range(3)]
         for sentinel in sentinels:

@@ -17,7 +17,7 @@ from kvladder.testing.fixtures import POISON, TierFixtures
 from kvladder.testing.redisserver import free_ports
 from kvladder.tiers.isolated.tier import IsolatedTier
 from kvladder.tiers.label import LABEL_BYTES, Outcome
-from kvladder.tiers.mooncake.tier import MooncakeOptions, MooncakeTier
+from kvladder.tiers.mooncake.tier import NOT_READY, MooncakeOptions, MooncakeTier
 from tests.kit.mooncake import LEASE, PROGRAM, Mooncake
 from tests.kit.starts import refused
 
@@ -152,6 +152,31 @@ class TestFaults(TierFixtures):
         while await blocks.contains(tier, cut) != [True, True]:  # a put that was killed is over
             await tier.put(blocks.writes(cut))
             await asyncio.sleep(0.05)
+
+    async def test_a_put_that_died_is_not_there_and_is_in_nobodys_way(self, tier, blocks, store):
+        """The master keeps its name, and says of all calls but a put that it is not ready."""
+        stored, cut = await blocks.put(tier, 0), blocks.some(4)
+        blocks.fill(cut)
+        store.nodes[0].kill(signal.SIGSTOP)
+        task = asyncio.create_task(tier.put(blocks.writes(cut)))
+        name = TestMooncake.name(tier, cut[0].ref)
+        while store.client("get_size", name) != NOT_READY:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises((asyncio.CancelledError, TierError)):
+            await task
+        store.nodes[0].kill(signal.SIGCONT)
+        while True:
+            with suppress(TierError):  # the process of the tier is being started
+                if await blocks.contains(tier, [*stored, *cut]) == [True, False]:
+                    break
+            await asyncio.sleep(0.05)
+        assert await blocks.get(tier, [*stored, *cut]) == [True, False]
+        assert await blocks.get(tier, cut) == [False]
+        assert await tier.purge(b"another!", lambda *_: None) == 0
+        await blocks.remove(tier, [*stored, *cut])
+        assert await blocks.contains(tier, [*stored, *cut]) == [False, False]
+        assert store.client("get_size", name) == NOT_READY, "it was put or removed meanwhile"
 
     async def test_a_node_that_dies_takes_its_blocks_and_no_others(self, tier, blocks, store):
         stored = await blocks.put(tier, 0, 1, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -12,9 +11,10 @@ import pytest
 import kvladder
 from kvladder.layout import Layout
 from tests.kit.objectserver import BUCKET, ObjectServer
+from tests.kit.traffic import forgotten, keys, loaded, stored
 from tests.patience import until
 from tests.tiers import objecttests  # noqa: F401 - starts the library
-from tests.tiers.test_redis_faults import LATE_S, QUICK, forgotten, keys
+from tests.tiers.test_redis_faults import LATE_S, QUICK
 
 pytestmark = pytest.mark.slow
 LAYOUT = Layout(block_tokens=16, block_bytes=256 << 10, fields={"model": "faults"})
@@ -35,31 +35,19 @@ def cache_over(url, options=None, *, salt="", **settings):
         yield cache
 
 
-def payload(key):
-    return key * (LAYOUT.block_bytes // len(key))
-
-
-def stored(cache, wanted, salt=None):
-    """Save a prefix, and wait until it is written."""
-    saving = cache.save(wanted, salt=salt)
-    for index, slot in zip(saving.indices, saving.slots, strict=True):
-        cache.arena.view(slot)[: LAYOUT.block_bytes] = payload(wanted[index])
-    saving.commit()
-    until(cache.idle)
-
-
 def load(cache, wanted):
     """How many leading blocks come, each checked, from below the host level."""
     forgotten(cache, wanted)
-    began_s = time.monotonic()
-    fetch = cache.fetch(wanted)
-    fetch.wait()
-    assert time.monotonic() - began_s < LATE_S
-    for key, slot in zip(wanted, fetch.slots, strict=False):
-        assert cache.arena.view(slot)[: LAYOUT.block_bytes] == payload(key), "wrong bytes"
-    found = fetch.blocks
-    fetch.release()
-    return found
+    came = loaded(cache, wanted)
+    assert not came.wrong_bytes
+    assert came.took_s < LATE_S
+    return came.blocks
+
+
+def comes_back(cache, wanted):
+    """Whether all that is saved now is loaded again."""
+    stored(cache, wanted)
+    return load(cache, wanted) == len(wanted)
 
 
 @pytest.fixture
@@ -115,24 +103,24 @@ def test_a_purge_removes_what_others_put(store):
 def test_a_server_that_is_killed_and_started_again(server):
     wanted = keys(1, 2, 3)
     with cache_over(f"s3://{BUCKET}/kv", server.options) as cache:
-        until(lambda: stored(cache, wanted) or load(cache, wanted) == 3)
+        until(lambda: comes_back(cache, wanted))
         server.kill()
         assert load(cache, wanted) == 0
         stored(cache, keys(4, 5))
         assert cache.stats()["object"]["errors"]
         server.start()  # with a bucket that is empty
-        until(lambda: stored(cache, wanted) or load(cache, wanted) == 3)
+        until(lambda: comes_back(cache, wanted))
 
 
 def test_a_server_that_answers_nothing_for_a_while(server):
     wanted = keys(1, 2, 3)
     with cache_over(f"s3://{BUCKET}/kv", server.options) as cache:
-        until(lambda: stored(cache, wanted) or load(cache, wanted) == 3)
+        until(lambda: comes_back(cache, wanted))
         server.pause()
         assert load(cache, wanted) == 0
         stored(cache, keys(4, 5))
         server.resume()
-        until(lambda: stored(cache, wanted) or load(cache, wanted) == 3)
+        until(lambda: comes_back(cache, wanted))
 
 
 def test_a_bucket_that_is_taken_away(server):

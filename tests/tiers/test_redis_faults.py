@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from contextlib import contextmanager
-from itertools import count
 
 import pytest
 import redis
 
 import kvladder
-from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.runtime import Runtime
 from kvladder.testing.proxy import SlowNetwork
 from kvladder.testing.redisserver import RedisServer, redis_cluster
+from tests.kit import traffic
+from tests.kit.traffic import forgotten, keys, loaded, save, stored
 from tests.patience import until
 from tests.tiers.redistests import watched
 
@@ -25,16 +24,6 @@ LAYOUT = Layout(block_tokens=16, block_bytes=64 << 10, fields={"model": "faults"
 QUICK = {"timeout": "300 ms", "breaker": {"failures": 2, "retry": "200 ms", "retry_max": "200 ms"}}
 LATE_S = 20.0
 """No load takes as long, whose deadline is a second, though the fault lasts longer."""
-
-
-def keys(*path):
-    """The keys of a prefix: equal paths have equal keys."""
-    steps = range(1, len(path) + 1)
-    return [BlockKey(hashlib.sha256(repr(path[:n]).encode()).digest()) for n in steps]
-
-
-def payload(key):
-    return key * (LAYOUT.block_bytes // len(key))
 
 
 @contextmanager
@@ -51,36 +40,15 @@ def cache_over(url, *, layout=LAYOUT, salt="", slots=32, deadline="1 s", **setti
         yield cache
 
 
-def save(cache, wanted):
-    saving = cache.save(wanted)
-    for index, slot in zip(saving.indices, saving.slots, strict=True):
-        cache.arena.view(slot)[: LAYOUT.block_bytes] = payload(wanted[index])
-    saving.commit()
+def payload(key):
+    return key * (LAYOUT.block_bytes // len(key))
 
 
 def load(cache, wanted):
     """How many leading blocks come, each checked; and how long that takes."""
-    began = time.monotonic()
-    fetch = cache.fetch(wanted)
-    fetch.wait()
-    took_s = time.monotonic() - began
-    for key, slot in zip(wanted, fetch.slots, strict=False):
-        assert cache.arena.view(slot)[: LAYOUT.block_bytes] == payload(key), "wrong bytes"
-    found = fetch.blocks
-    fetch.release()
-    return found, took_s
-
-
-def stored(cache, wanted):
-    """Save a prefix, and wait until it is written."""
-    save(cache, wanted)
-    until(cache.idle)
-
-
-def forgotten(cache, wanted):
-    """Have the host level forget blocks, so that they have to come from below."""
-    with cache._stack.lock:
-        cache._stack.host.remove(wanted)
+    came = loaded(cache, wanted)
+    assert not came.wrong_bytes
+    return came.blocks, came.took_s
 
 
 @pytest.fixture
@@ -107,48 +75,20 @@ def test_two_caches_share_blocks_and_no_others_see_them(server):
         assert load(first, wanted)[0] == 1
 
 
-class Traffic:
-    """Threads that save and load prefixes of one cache until they are told to end."""
+class Traffic(traffic.Traffic):
+    """Saves and loads eight prefixes; none comes wrong, or late."""
 
-    def __init__(self, cache, *, threads=2):
-        self.cache = cache
-        self.loaded = self.slowest_s = 0
-        self._numbers = count()
-        self._ending = threading.Event()
-        self._failures = []
-        self._threads = [threading.Thread(target=self._run) for _ in range(threads)]
-
-    def __enter__(self):
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def _run(self):
-        try:
-            while not self._ending.is_set():
-                number = next(self._numbers)
-                wanted = keys(number % 8, *range(4))
-                found, took_s = load(self.cache, wanted)
-                self.loaded += found
-                self.slowest_s = max(self.slowest_s, took_s)
-                if number % 3 == 0:
-                    save(self.cache, wanted)
-                if number % 5 == 0:
-                    forgotten(self.cache, wanted)
-        except BaseException as error:
-            self._failures.append(error)
-            raise
-
-    def more(self):
-        """Wait until blocks come again."""
-        before = self.loaded
-        until(lambda: self.loaded > before + 8)
+    def turn(self, number):
+        wanted = keys(number % 8, *range(4))
+        self.load(wanted)
+        if number % 3 == 0:
+            save(self.cache, wanted)
+        if number % 5 == 0:
+            forgotten(self.cache, wanted)
 
     def __exit__(self, *_):
-        self._ending.set()
-        for thread in self._threads:
-            thread.join()
-        assert not self._failures
+        super().__exit__()
+        assert not self.wrong_bytes
         assert self.slowest_s < LATE_S
 
 
@@ -157,18 +97,18 @@ def redis_hits(cache):
 
 
 def test_a_server_that_is_killed_and_started_again_in_mid_traffic(server):
-    with cache_over(server.url) as cache, Traffic(cache) as traffic:
+    with cache_over(server.url) as cache, Traffic(cache) as users:
         until(lambda: redis_hits(cache) > 20)
         server.kill()
         until(lambda: cache.stats()["redis"]["breaker_open"])
-        traffic.more()
+        users.more()
         server.start()
         before = redis_hits(cache)
         until(lambda: redis_hits(cache) > before + 20)
 
 
 def test_a_server_that_is_stopped_for_half_a_minute(server):
-    with cache_over(server.url) as cache, Traffic(cache) as traffic:
+    with cache_over(server.url) as cache, Traffic(cache) as users:
         until(lambda: redis_hits(cache) > 20)
         server.pause()
         end_s = time.monotonic() + 30
@@ -178,7 +118,7 @@ def test_a_server_that_is_stopped_for_half_a_minute(server):
             assert found == 0
             assert took_s < LATE_S
             while time.monotonic() < end_s:
-                traffic.more()
+                users.more()
         finally:
             server.resume()
         before = redis_hits(cache)
@@ -324,7 +264,7 @@ def promoted(server):
 def test_the_replica_takes_over_when_the_master_is_gone(replicated, how):
     master, replica, sentinels = replicated
     url = "redis://" + ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in sentinels)
-    with cache_over(url, sentinel="kv") as cache, Traffic(cache) as traffic:
+    with cache_over(url, sentinel="kv") as cache, Traffic(cache) as users:
         until(lambda: redis_hits(cache) > 20)
         getattr(master, how)()
         try:
@@ -332,7 +272,7 @@ def test_the_replica_takes_over_when_the_master_is_gone(replicated, how):
             before, stats = redis_hits(cache), cache.stats()["redis"]
             until(lambda: redis_hits(cache) > before + 20)
             until(lambda: cache.stats()["redis"]["stored"] >= stats["stored"])
-            traffic.more()
+            users.more()
         finally:
             master.resume()
 
@@ -340,7 +280,8 @@ def test_the_replica_takes_over_when_the_master_is_gone(replicated, how):
 def test_slots_that_move_under_load(tmp_path):
     with redis_cluster(tmp_path) as servers:
         ids = [server.run("CLUSTER", "MYID").decode() for server in servers]
-        with cache_over(servers[0].url, cluster=True) as cache, Traffic(cache):
+        patience = {"timeout": "1 m", "connect_timeout": "1 m"}  # nothing is slow on purpose
+        with cache_over(servers[0].url, cluster=True, **patience) as cache, Traffic(cache):
             until(lambda: redis_hits(cache) > 20)
             source, target = servers[0], servers[1]
             names = source.run("KEYS", "kvladder:*")[:6]
@@ -354,8 +295,7 @@ def test_slots_that_move_under_load(tmp_path):
                     server.run("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
             before = redis_hits(cache)
             until(lambda: redis_hits(cache) > before + 20)
-            stats = cache.stats()["redis"]
-            assert stats["errors"] == stats["timeouts"], "nothing but a machine that is busy"
+            assert cache.stats()["redis"]["errors"] == 0
         assert names
 
 
@@ -366,14 +306,14 @@ def test_a_node_of_a_cluster_that_is_killed_and_comes_back(tmp_path):
             server.configure(cluster_require_full_coverage="no")
         with (
             cache_over(servers[0].url, cluster=True, slots=128) as cache,
-            Traffic(cache) as traffic,
+            Traffic(cache) as users,
         ):
             for number in numbers:
                 stored(cache, keys(number))
             servers[2].kill()
             forgotten(cache, [keys(number)[0] for number in numbers])
             until(lambda: cache.stats()["redis"]["errors"])
-            traffic.more()
+            users.more()
             servers[2].start()
             until(lambda: sum(load(cache, keys(number))[0] for number in numbers) > 15)
 

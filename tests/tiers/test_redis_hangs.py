@@ -11,9 +11,10 @@ from redis.crc import key_slot
 from kvladder.testing.redisserver import redis_cluster
 from kvladder.tiers.label import Ref
 from kvladder.tiers.redis.url import RedisOptions
+from tests.kit.traffic import keys, stored
 from tests.patience import until
 from tests.tiers.redistests import PATIENT, key_of, watched
-from tests.tiers.test_redis_faults import cache_over, keys, load, stored
+from tests.tiers.test_redis_faults import cache_over, load
 from tests.tiers.test_redis_refused import refused
 from tests.tiers.test_redis_values import Values
 

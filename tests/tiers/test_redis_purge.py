@@ -10,8 +10,9 @@ import yaml
 from kvladder.cli import main
 from kvladder.keys import BlockKey
 from kvladder.testing.redisserver import RedisServer
+from tests.kit.traffic import keys, stored
 from tests.patience import until
-from tests.tiers.test_redis_faults import cache_over, keys, load, payload, stored
+from tests.tiers.test_redis_faults import cache_over, load, payload
 
 pytestmark = pytest.mark.slow
 

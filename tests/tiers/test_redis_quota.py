@@ -16,17 +16,10 @@ from kvladder.tiers.redis import quota as redisquota
 from kvladder.tiers.redis import tier as redis
 from kvladder.tiers.redis.url import QuotaOptions, RedisOptions
 from kvladder.units import Size
+from tests.kit.traffic import forgotten, keys, stored
 from tests.patience import until
 from tests.tiers.redistests import PATIENT, key_of
-from tests.tiers.test_redis_faults import (
-    LAYOUT,
-    cache_over,
-    forgotten,
-    keys,
-    load,
-    payload,
-    stored,
-)
+from tests.tiers.test_redis_faults import LAYOUT, cache_over, load, payload
 from tests.tiers.test_redis_refused import refused
 from tests.tiers.test_redis_values import Values, one_by_one
 

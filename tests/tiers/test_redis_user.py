@@ -9,8 +9,9 @@ import pytest
 import redis
 
 from kvladder.testing.redisserver import RedisServer, redis_cluster
+from tests.kit.traffic import forgotten, keys, save, stored
 from tests.patience import until
-from tests.tiers.test_redis_faults import cache_over, forgotten, keys, load, save, stored
+from tests.tiers.test_redis_faults import cache_over, load
 from tests.tiers.test_redis_quota import flat, quota, salted, settled
 from tests.tiers.test_redis_refused import refused
 

@@ -41,6 +41,9 @@ THREADS = 4
 LIST_TIMEOUT_S = 5.0
 # error_code.h of the store
 OK, NOT_THERE, THERE_ALREADY, NO_ROOM, LEASE_OVER = 0, -704, -705, -200, -707
+NOT_READY = -703
+"""Of a block whose put has not ended, and never will if what put it has died."""
+ABSENT = frozenset({NOT_THERE, NOT_READY})
 UNREAD = -1
 """None of the store's errors: of a block that was not asked for yet."""
 MASTER_HINT = "see that mooncake_master runs there"
@@ -187,7 +190,7 @@ class MooncakeTier(Tier):
             guessed = {} if self._shorter else dict.fromkeys(range(len(reads)), whole)
             codes = dict.fromkeys(range(len(reads)), UNREAD) | self._fill(reads, places, guessed)
             # sizes have to be right to the byte, and codecs make less of a block
-            others = [n for n, code in codes.items() if code < 0 and code != NOT_THERE]
+            others = [n for n, code in codes.items() if code < 0 and code not in ABSENT]
             sizes = {n: self._store.get_size(self._name(reads[n].key)) for n in others}
             codes |= {n: size for n, size in sizes.items() if size < 0}
             lengths = {n: size - LABEL_BYTES for n, size in sizes.items() if size >= 0}
@@ -204,12 +207,12 @@ class MooncakeTier(Tier):
                     reads[n].came(bytes(1), 0)  # no block has this size
                     reads[n].check()
                     codes[n] = NOT_THERE
-        if all(code < 0 and code != NOT_THERE for code in codes.values()):
+        if all(code < 0 and code not in ABSENT for code in codes.values()):
             if LEASE_OVER in codes.values():
                 raise TierError("reading takes longer than the master's --default_kv_lease_ttl")
             raise TierError(f"no node answers: error {codes[0]}")
         said = {True: True, False: None}  # a silent node's blocks may be there later
-        return [False if codes[n] == NOT_THERE else said[codes[n] >= 0] for n in range(len(reads))]
+        return [False if codes[n] in ABSENT else said[codes[n] >= 0] for n in range(len(reads))]
 
     def _fill(
         self, reads: Sequence[Read], places: Sequence[int], lengths: Mapping[int, int]
@@ -266,7 +269,7 @@ class MooncakeTier(Tier):
     def _remove(self, names: list[str]) -> None:
         with self._area():
             codes = self._store.batch_remove(names, True)  # whoever has a lease
-        failed = [code for code in codes if code not in {OK, NOT_THERE}]
+        failed = [code for code in codes if code != OK and code not in ABSENT]
         if failed:
             raise TierError(f"{len(failed)} of {len(names)} blocks are left: error {failed[0]}")
 
@@ -335,7 +338,7 @@ class MooncakeTier(Tier):
                     chosen.append(name)
             elif cut:
                 chosen.append(name)
-            elif code != NOT_THERE:
+            elif code not in ABSENT:
                 raise TierError(f"a label cannot be read: error {code}")
         if chosen:
             self._remove(chosen)

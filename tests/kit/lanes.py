@@ -1,0 +1,188 @@
+"""What trials have in common: cases, figures, and lanes in which one follows the other."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+STRIKE_S = 0.03
+"""Within this time from the beginning of a call it happens."""
+BEFORE, FIRST, LAST, CLOSED = "before", "after the first round", "after the last", "after closing"
+"""When it is counted what is held."""
+
+
+class Case(NamedTuple):
+    """What happens to which process or server, while what is under way."""
+
+    tier: str
+    victim: str
+    fault: str
+    """The name of a signal, or what else happens."""
+    call: str
+
+
+def cases(tier: str, victims: Sequence[str]) -> list[Case]:
+    """Return all cases of a tier whose processes are killed and stopped."""
+    faults = "SIGKILL", "SIGSTOP"
+    return [Case(tier, *one) for one in itertools.product(victims, faults, ("get", "put"))]
+
+
+class Held(NamedTuple):
+    """What this process has in use at a moment when nothing is under way."""
+
+    slots: int
+    """Slots of the arena that hold no block of the host level."""
+    descriptors: int
+    threads: int
+    """Those of libraries included, which may keep and end theirs as they like."""
+    python_threads: int
+
+    @classmethod
+    def now(cls, slots: int = 0) -> Held:
+        """Count descriptors and threads."""
+        descriptors, threads = (len([*Path("/proc/self", of).iterdir()]) for of in ("fd", "task"))
+        return cls(slots, descriptors, threads, threading.active_count())
+
+
+@dataclass
+class Service:
+    """What the users of a cache noticed of one kind of fault."""
+
+    wrong_bytes: int = 0
+    loads: int = 0
+    longest_s: float = 0.0
+    """Wait for a fetch."""
+    again_s: list[float] = field(default_factory=list[float])
+    """Time of each round from the end of the fault until the level served what was saved since."""
+
+
+@dataclass
+class Figures:
+    """The worst of all trials."""
+
+    took_s: float = 0.0
+    trials: Counter[Case] = field(default_factory=Counter[Case])
+    wait_s: float = 0.0
+    """Of a caller, beyond its time-out."""
+    held_s: float = 0.0
+    """From a time-out until slots are free."""
+    stall_s: float = 0.0
+    """Of another thread of the caller's process."""
+    gone_s: float = 0.0
+    """From the death of a client until the far end has its slots back."""
+    late_bytes: int = 0
+    services: dict[Case, Service] = field(default_factory=dict[Case, Service])
+    held: dict[str, dict[str, Held]] = field(default_factory=dict[str, dict[str, Held]])
+    """By tier, at moments with names."""
+
+    def check(self) -> None:
+        """Assert what holds however busy the machine is."""
+        assert self.late_bytes == 0
+        assert not sum(one.wrong_bytes for one in self.services.values())
+        for moments in self.held.values():
+            assert not any(held.slots for held in moments.values())
+            assert moments[CLOSED].descriptors <= moments[BEFORE].descriptors
+            assert moments[CLOSED].python_threads <= moments[BEFORE].python_threads
+
+    def add(self, other: Figures) -> None:
+        """Add the figures of trials that ran in another process at the same time."""
+        for name in ("took_s", "wait_s", "held_s", "stall_s", "gone_s"):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+        self.trials += other.trials
+        self.late_bytes += other.late_bytes
+        self.services |= other.services
+        self.held |= other.held
+
+
+class Lane(ABC):
+    """Far ends and a user of them, with one trial after the other.
+
+    Parameters
+    ----------
+    folder:
+        The lane's own; it is made here.
+    figures:
+        Where the lane adds what its trials show.
+    turn:
+        Held while a trial is measured that no other lane may disturb.
+    """
+
+    def __init__(self, folder: Path, figures: Figures, turn: asyncio.Lock) -> None:
+        folder.mkdir()
+        self.folder, self.figures, self.turn = folder, figures, turn
+
+    @classmethod
+    @abstractmethod
+    def cases(cls) -> list[Case]:
+        """Return what can happen."""
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Begin to use the far ends, and wait until they serve."""
+
+    @abstractmethod
+    async def trial(self, case: Case, delay_s: float) -> None:
+        """Have a fault happen so long after something began."""
+
+    @abstractmethod
+    async def recover(self, case: Case) -> None:
+        """Repair what the fault broke, and count the trial when all is as before."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """End the use of the far ends."""
+
+    def close(self) -> None:
+        """End the far ends; also after an error."""
+
+
+async def run(
+    folder: Path,
+    trials: int,
+    lanes: Sequence[type[Lane]],
+    *,
+    seed: int = 11,
+    within_s: float = math.inf,
+) -> Figures:
+    """Do so many trials, each case as often; some lanes recover while another one is struck.
+
+    None begins after ``within_s``.
+    """
+    figures, turn, random = Figures(), asyncio.Lock(), Random(seed)
+    threads = ThreadPoolExecutor(len(lanes))  # one each: how many there are does not change
+    asyncio.get_running_loop().set_default_executor(threads)
+    began_s = time.perf_counter()
+    known = [(make, case) for make in dict.fromkeys(lanes) for case in make.cases()]
+    due = [*itertools.islice(itertools.cycle(known), trials)]
+    random.shuffle(due)
+
+    async def work(number: int, make: type[Lane]) -> None:
+        lane = await asyncio.to_thread(make, folder / f"lane{number}", figures, turn)
+        try:
+            await lane.open()
+            while mine := [case for its, case in due if its is make]:
+                if time.perf_counter() - began_s > within_s:
+                    break
+                due.remove((make, mine[0]))
+                await lane.trial(mine[0], random.random() * STRIKE_S)
+                await lane.recover(mine[0])
+            await lane.aclose()
+        finally:
+            await asyncio.to_thread(lane.close)
+
+    async with asyncio.TaskGroup() as group:
+        for number, make in enumerate(lanes):
+            group.create_task(work(number, make))
+    figures.took_s = time.perf_counter() - began_s
+    return figures

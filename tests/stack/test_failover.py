@@ -1,0 +1,32 @@
+"""Caches that are used while the servers of their level die, stop, hand over and come back.
+
+``python -m tests.kit.trials 200 --alone failover`` does more of it, and says how long it takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvladder.testing.redisserver import program
+from tests.kit.failover import FAILOVER_LANES
+from tests.kit.lanes import FIRST, LAST, run
+from tests.kit.mooncake import PROGRAM
+from tests.tiers import objecttests  # noqa: F401 - starts the library
+
+NEEDED = {"mooncake-store": PROGRAM.exists(), "object": True}
+
+
+@pytest.mark.slow
+@pytest.mark.crash
+@pytest.mark.parametrize("name", FAILOVER_LANES)
+def test_a_fail_over_costs_misses_and_is_over(tmp_path, name):
+    """Each fault happens once, each time until the level serves what was saved after it."""
+    if not NEEDED.get(name, program() is not None):
+        pytest.skip("what it needs is not installed")
+    lane = FAILOVER_LANES[name]
+    figures = asyncio.run(run(tmp_path, len(lane.cases()), [lane]))
+    assert {*figures.services} == {*figures.trials} == {*lane.cases()}
+    assert {FIRST, LAST} < {*figures.held[name]}
+    figures.check()
