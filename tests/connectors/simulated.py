@@ -121,7 +121,6 @@ class Simulation:
             init_none_hash,
             resolve_kv_cache_block_sizes,
         )
-        from vllm.v1.structured_output import StructuredOutputManager
 
         self.random = Random(seed)
         self.adapters = adapters
@@ -138,16 +137,7 @@ class Simulation:
         self._hasher = get_request_block_hasher(hash_size, sha256)
         self.ranks = [Rank(self, rank) for rank in range(ranks)]
         self.server = Server(folder, [rank.loras for rank in self.ranks])
-        with pytest.MonkeyPatch.context() as patch:  # a configuration refuses it without Triton
-            patch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(early)))
-            self.scheduler: Any = self.vllm_config.scheduler_config.get_scheduler_cls()(
-                vllm_config=self.vllm_config,
-                kv_cache_config=self.kv_config,
-                structured_output_manager=StructuredOutputManager(self.vllm_config),
-                block_size=block_size,
-                hash_block_size=hash_size,
-                log_stats=True,
-            )
+        self.scheduler: Any = self._made(block_size, hash_size)
         self.connector: Any = self.scheduler.connector
         self.connector.notices = self  # what its edges swallow fails the test
         described = {(0, rank): one.half.describe() for rank, one in enumerate(self.ranks)}
@@ -170,6 +160,21 @@ class Simulation:
         """By group and block that is filled from the cache, who has to have written it."""
         self.hits = 0
         """Tokens that came from the connector, as vLLM counts them."""
+
+    def _made(self, block_size: int, hash_size: int) -> Any:
+        """Make vLLM's scheduler, with the connector in it."""
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        with pytest.MonkeyPatch.context() as patch:  # a configuration refuses it without Triton
+            patch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(self._early)))
+            return self.vllm_config.scheduler_config.get_scheduler_cls()(
+                vllm_config=self.vllm_config,
+                kv_cache_config=self.kv_config,
+                structured_output_manager=StructuredOutputManager(self.vllm_config),
+                block_size=block_size,
+                hash_block_size=hash_size,
+                log_stats=True,
+            )
 
     def say(self, kind: str, message: str) -> None:
         """Take a notice of the connector: of a hook that failed, or of something harmless."""

@@ -214,10 +214,9 @@ def test_model_runner_v2_does_not_set_a_running_request_back_on_its_device() -> 
 def test_vllm_tells_which_runner_it_has_and_which_models_it_zeroes_blocks_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    options = {"ranks": 1, "blocks": 20, "budget": 32, "overlap": False, "interval": None}
     found = {}
     for name in ("full", "window", "state"):
-        config, cache = vllm_configs(tmp_path, {"host": "1 MiB"}, MODELS[name], **options)
+        config, cache = vllm_configs(tmp_path, {"host": "1 MiB"}, MODELS[name])
         found[name] = overwrites(cache)
         for version, first in (("0", False), ("1", True)):
             monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", version)
