@@ -16,8 +16,16 @@ import torch
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
+from kvladder.arena import Arena, Slot
 from kvladder.connectors.vllm.identity.adapters import digest_of
+from kvladder.connectors.vllm.step import Attach, Load, Step
+from kvladder.connectors.vllm.worker import WorkerHalf
+from kvladder.gpu.copy.copier import CopyJob, JobId
+from kvladder.notices import Notices
+from tests.connectors.loaded import FakeLoaded
+from tests.connectors.loras import Loras, Server
 from tests.connectors.mixes import MODELS
+from tests.connectors.scripted import LAYERS, TOKENS, configs
 from tests.connectors.simulated import Simulation
 from tests.connectors.test_vllm_simulated import HOST, disturb, moody, prompt, windows_or_states
 from tests.connectors.test_vllm_simulated import registered as registered
@@ -190,6 +198,62 @@ def test_an_adapter_of_parts_that_are_not_known_is_not_cached(start: Start) -> N
     held: Any = one.ranks[0].loras._adapter_manager.list_adapters()[lora.lora_int_id]
     held.later = object()
     assert [hits(one), hits(one)] == [0, 0]
+
+
+@pytest.fixture
+def half(registered: None) -> Iterator[tuple[WorkerHalf, Loras, Attach]]:
+    """A rank's half with room for two adapters, and a mapped arena."""
+    del registered
+    vllm_config, kv_config = configs()
+    kv_config.num_blocks = 4
+    loras = Loras()
+    made = WorkerHalf(
+        vllm_config,
+        kv_config,
+        rank=0,
+        notices=Notices(lambda: 0.0),
+        make_loaded=FakeLoaded(loras=loras),
+    )
+    kv = torch.zeros(LAYERS, 4, 1, TOKENS, 1, dtype=torch.int64)
+    made.register({f"l{n}": kv[n] for n in range(LAYERS)})
+    arena = Arena.create(4, 4096)
+    yield made, loras, Attach(arena.handle, ((0,),))
+    made.close()
+    arena.close()
+
+
+@pytest.mark.parametrize("moment", ["begin", "load", "save"])
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_an_adapter_that_is_read_again_within_a_step_is_noticed(
+    half: tuple[WorkerHalf, Loras, Attach], tmp_path: Path, moment: str, by_layer: bool
+) -> None:
+    """Model runner V1 reads adapters behind the first hook; the forward pass waits for the load.
+
+    ``moment`` is the hook that is called next.
+    """
+    worker, loras, attach = half
+    server = Server(tmp_path, [loras])
+    server.put("a", 1)
+    number = server.load("a").lora_int_id
+    worker.begin(Step(turn=1))
+    load = Load(CopyJob(JobId(1), "onboard", (1,), (Slot(0),)), "r", sync=True)
+    save = CopyJob(JobId(2), "offload", (2,), (Slot(1),))
+    step = Step(
+        attach, loads=[load], saves=[save], turn=2,
+        owners={JobId(1): number, JobId(2): number}, adapters={number: (1,)},
+    )  # fmt: skip
+    for hook in ("begin", "load", "save"):
+        if hook == moment:
+            server.put("a", 2)
+            server.load("a", in_place=True)
+        more = {"by_layer": by_layer} if hook == "load" else {}
+        getattr(worker, hook)(step, **more)
+    report = worker.report()
+    assert report is not None
+    ended = {finished.id: finished.ok for finished in report.ended}
+    assert not ended[JobId(2)], "another adapter computed it"
+    assert ended[JobId(1)] == (moment == "save"), "it was there before"
+    assert worker.bad_blocks() == (set() if ended[JobId(1)] else {1})
 
 
 def test_every_part_of_an_adapter_counts_but_its_number() -> None:
