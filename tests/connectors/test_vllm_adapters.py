@@ -29,6 +29,7 @@ from tests.connectors.scripted import LAYERS, TOKENS, configs
 from tests.connectors.simulated import Simulation
 from tests.connectors.test_vllm_simulated import HOST, disturb, moody, prompt, windows_or_states
 from tests.connectors.test_vllm_simulated import registered as registered
+from tests.patience import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -254,6 +255,36 @@ def test_an_adapter_that_is_read_again_within_a_step_is_noticed(
     assert not ended[JobId(2)], "another adapter computed it"
     assert ended[JobId(1)] == (moment == "save"), "it was there before"
     assert worker.bad_blocks() == (set() if ended[JobId(1)] else {1})
+
+
+def test_a_load_on_its_way_fails_once_its_adapter_has_changed(
+    half: tuple[WorkerHalf, Loras, Attach], tmp_path: Path
+) -> None:
+    """Its request, which did not run yet, is computed by the adapter that is there now."""
+    worker, loras, attach = half
+    server = Server(tmp_path, [loras])
+    server.put("a", 1)
+    number = server.load("a").lora_int_id
+    worker.begin(Step(turn=1))
+    loads = [
+        Load(CopyJob(JobId(n), "onboard", (n,), (Slot(n),)), f"r{n}", sync=False) for n in (1, 2)
+    ]
+    step = Step(
+        attach, loads=loads, turn=2, owners={JobId(1): number}, adapters={number: (1,)}
+    )  # fmt: skip
+    for hook in (worker.begin, worker.load, worker.save):
+        hook(step)
+    server.put("a", 2)
+    server.load("a", in_place=True)
+    worker.begin(Step(turn=3))
+    received = set[str]()
+
+    def all_received() -> bool:
+        received.update(worker.received())
+        return received == {"r1", "r2"}
+
+    until(all_received)
+    assert worker.bad_blocks() == {1}, "the other one has no adapter"
 
 
 def test_every_part_of_an_adapter_counts_but_its_number() -> None:
