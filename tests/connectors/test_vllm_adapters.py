@@ -17,8 +17,8 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from kvladder.arena import Arena, Slot
-from kvladder.connectors.vllm.identity.adapters import digest_of
-from kvladder.connectors.vllm.step import Attach, Load, Step
+from kvladder.connectors.vllm.identity.adapters import Adapters, digest_of
+from kvladder.connectors.vllm.step import Attach, Load, Step, Wanted
 from kvladder.connectors.vllm.worker import WorkerHalf
 from kvladder.gpu.copy.copier import CopyJob, JobId
 from kvladder.notices import Notices
@@ -199,6 +199,56 @@ def test_an_adapter_of_parts_that_are_not_known_is_not_cached(start: Start) -> N
     held: Any = one.ranks[0].loras._adapter_manager.list_adapters()[lora.lora_int_id]
     held.later = object()
     assert [hits(one), hits(one)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("kept", "pinned", "left"),
+    [
+        ("", "", "bc"),  # the least recently used makes way
+        ("a", "", "ac"),
+        ("", "a", "ac"),
+        ("ab", "", "ab"),
+        ("a", "b", "ab"),
+        ("c", "", "bc"),
+    ],
+)
+def test_what_is_wanted_takes_the_room_of_nothing_that_is_used_or_pinned(
+    registered: None, tmp_path: Path, kept: str, pinned: str, left: str
+) -> None:
+    del registered
+    loras = Loras()
+    server = Server(tmp_path, [loras])
+    numbers = {}
+    for name in NAMES:
+        server.put(name, 1)
+        numbers[name] = server.load(name, lazy=name == "c").lora_int_id
+    for name in pinned:
+        loras._adapter_manager._registered_adapters.pin(numbers[name])
+    held = frozenset(numbers[name] for name in kept)
+    adapters = Adapters(loras, Notices(lambda: 0.0))
+    adapters.read(Wanted(server.served["c"], 0, held))
+    assert set(loras.contents()) == {numbers[name] for name in left}
+
+
+def test_an_adapter_that_was_another_one_for_a_while_has_left_its_traces(start: Start) -> None:
+    """No request began with it, but one went on, and what it computed is in vLLM's own cache."""
+    one = start(budget=8)
+    one.server.load("a")
+    request = one.add(prompt(1), adapter="a", length=60)
+    for content in (2, 1):
+        for _ in range(8):
+            one.step()
+        one.server.put("a", content)
+        one.server.load("a", in_place=True)
+    one.run()
+    longer = [*prompt(1), *one.answers[request], *prompt(2)]
+    one.add(longer, adapter="a")
+    one.run()
+    one.reset()
+    before = one.hits
+    one.add(longer, adapter="a")
+    one.run()
+    assert 0 < one.hits - before <= 40, "what it had before"
 
 
 @pytest.fixture
