@@ -128,6 +128,12 @@ def test_what_two_adapters_made_together_is_not_saved(
     one.add([*prompt(1), *one.answers[request]], adapter="a")
     one.run()
     assert 0 < one.hits <= 36, "what it had before"
+    one.server.put("a", 2)
+    one.server.load("a")
+    assert hits(one) == 0
+    one.reset()
+    one.add([*prompt(1), *one.answers[request]], adapter="a")
+    one.run()  # which checks that what follows was not saved under the second one's name
 
 
 @pytest.mark.parametrize("anew", [False, True])
