@@ -55,7 +55,7 @@ class Ours:
             config=load_config(source),
             notices=Notices(lambda: 0.0),
         )
-        described = RankDescription(rank=0, node=this_node(), sizes=(4096,), fields={})
+        described = RankDescription(0, this_node(), (4096,), fields={}, weights=b"digest")
         self.half.start({0: described})
         self.connector = self.half.connector
         self.manager = self.connector.manager

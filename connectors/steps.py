@@ -31,6 +31,11 @@ class StepConnector(Connector):
         byte_s = self.copied["onboard_s"] / self.copied["onboard_bytes"]
         return byte_s * blocks * self.manager.layout.block_bytes
 
+    @property
+    def begun(self) -> list[CopyJob]:
+        """What ``take`` would return."""
+        return [*self._begun]
+
     def take(self) -> list[CopyJob]:
         """The jobs that were begun since the last call; asked once a step."""
         self.rising.settle()

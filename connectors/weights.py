@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any, Final
 
 import torch
 from xxhash import xxh3_128, xxh3_128_digest
 
 from kvladder.errors import ConfigError
+from kvladder.runtime import SystemClock
 
 FORMAT = "2"
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -25,6 +28,8 @@ SETTINGS = "adapter_config.json"
 """What an adapter's weights are scaled with; a model's settings are told apart by its engine."""
 THREADS = 4
 CACHE_ENTRIES_MAX = 1000
+_START_FIELD: Final = 19
+"""Which field after the command's name says when a process began; see proc(5)."""
 
 
 def weights_digest(path: Path, *, cache: Path | None = None) -> str:
@@ -69,6 +74,57 @@ def weights_digest(path: Path, *, cache: Path | None = None) -> str:
         where = "model.fingerprint"
         raise ConfigError(what, path=where, hint="expected weights that can be read") from error
     return whole.hexdigest()
+
+
+def read_weights_digest(name: str, *, revision: str | None = None) -> str:
+    """Return the digest of the files that an engine in this process has read its weights from.
+
+    ``name`` is a directory, a file, or a name on the Hugging Face hub, whose files never change.
+
+    Raises
+    ------
+    ConfigError
+        There are none, or they were replaced since this process began: the engine may have read
+        those before or these, and nothing tells which.
+    """
+    path = Path(name)
+    if not path.exists():
+        return weights_digest(downloaded(name, revision=revision))
+    digest = weights_digest(path)
+    try:
+        late = replaced_since(path, process_start_s())
+    except OSError as error:
+        late = [Path(str(error.filename or path))]
+    if late:
+        raise ConfigError(
+            f"{late[0]} was replaced after the engine began: which weights it has is not known",
+            path="model.fingerprint",
+            hint="start the engine again; or set it to text of your own that changes whenever"
+            " the weights do",
+        )
+    return digest
+
+
+def replaced_since(path: Path, start_s: float) -> list[Path]:
+    """List the weights' files, and ``path`` itself, that were written or renamed after a moment.
+
+    ``start_s`` is in seconds since the epoch. A directory to which a file was added meanwhile
+    counts only if that file does.
+    """
+    found: list[Path] = []
+    for one in (path, *weight_files(path)):
+        for stat in (one.stat(), one.lstat()):
+            added = S_ISDIR(stat.st_mode) and stat.st_mtime > start_s
+            if stat.st_ctime > start_s and not added and one not in found:
+                found.append(one)
+    return found
+
+
+def process_start_s() -> float:
+    """Return when this process began, in seconds since the epoch."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    began_s = int(fields[_START_FIELD]) / os.sysconf("SC_CLK_TCK")  # after the machine's start
+    return SystemClock().wall() - (time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
 
 
 def downloaded(

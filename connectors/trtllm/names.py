@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
@@ -19,7 +18,7 @@ from kvladder.connectors.naming import (
     text_of,
     versions,
 )
-from kvladder.connectors.weights import downloaded, weights_digest
+from kvladder.connectors.weights import read_weights_digest
 from kvladder.errors import ConfigError, LayoutError
 from kvladder.gpu.copy.pages import BlockPages
 from kvladder.layout import Layout
@@ -127,10 +126,7 @@ def layout_of(
     revision = getattr(llm_args, "revision", None)
     folder = model_folder(llm_args.model, revision=revision)
     if fingerprint == "auto":
-        path = Path(str(llm_args.model))
-        weights = weights_digest(
-            path if path.exists() else downloaded(str(path), revision=revision)
-        )
+        weights = read_weights_digest(str(llm_args.model), revision=revision)
     else:
         weights = f"given {fingerprint}"
     fields = {

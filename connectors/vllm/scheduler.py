@@ -453,28 +453,28 @@ class SchedulerHalf:
             part_tails(outdated, output)
         if self._usable:
             self._save(output)
-        step.loads, self._lost = self._lost, []
-        for job in connector.take():
+        step.loads = [*self._lost]
+        for job in connector.begun:
             if job.direction == "offload":
                 self._holds.take(job)
                 step.saves.append(job)
             else:
                 step.loads.append(replace(self._loads[job.id], job=job))
         scheduled = [(self._states.get(i), n) for i, n in output.num_scheduled_tokens.items()]
-        step.number = self._computing.begin(
-            scheduled, timed=not any(load.sync for load in step.loads)
-        )
-        waits = self._awaited or bool(self._loads) or self.freeing
-        step.idle = not output.num_scheduled_tokens and waits
-        self._awaited = self._layered = False
+        timed = not any(load.sync for load in step.loads)
+        step.number = self._computing.begin(scheduled, timed=timed)
         runs = bool(output.num_scheduled_tokens)
+        step.idle = not runs and (self._awaited or bool(self._loads) or self.freeing)
+        self._awaited = self._layered = False
         step.owners.update(self._owners)
-        self._owners.clear()
         kept = (state.number for state in self._states.values() if state.begun)
         self._weights.prepare(step, runs=runs, cache=self._own_cache, kept=kept)
         arena = connector.manager.arena
         if step.loads or step.saves or arena.admitted < arena.slots:
             step.attach = self._attach
+        connector.take()  # last: a step that could not be made withdraws its jobs
+        self._lost.clear()
+        self._owners.clear()
         return step
 
     def _save(self, output: Any) -> None:

@@ -31,10 +31,10 @@ class RankDescription(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """By group, bytes of one block on this rank; 0 where it has none of the group's layers."""
     fields: dict[str, str]
     """What must agree before bytes may be shared, and among the ranks of a stage."""
+    weights: bytes
+    """Digest of the weights that it computes with."""
     replicas: int = 1
     """How many neighbouring ranks, this one among them, hold the same bytes."""
-    weights: bytes = b""
-    """Digest of the weights that it computes with."""
     registers: bool = False
     """Whether a device copies from the arena: which slots it has registered is reported."""
     numa: int | None = None

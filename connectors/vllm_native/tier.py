@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -43,7 +42,7 @@ from kvladder.connectors.vllm.identity.fingerprint import (
     vllm_version,
 )
 from kvladder.connectors.vllm.reports.log import route, say_ready, warn
-from kvladder.connectors.weights import downloaded, weights_digest
+from kvladder.connectors.weights import read_weights_digest
 from kvladder.errors import ConfigError
 from kvladder.gpu.copy.copier import Finished, JobId
 from kvladder.keys import BlockKey
@@ -248,8 +247,7 @@ def layout_of(config: Any, block_bytes: int, fingerprint: str) -> Layout:
     """
     folder = model_folder(config.model.name)
     if fingerprint == "auto":
-        path = Path(config.model.name)
-        weights = weights_digest(path if path.exists() else downloaded(config.model.name))
+        weights = read_weights_digest(config.model.name)
     else:
         weights = f"given {fingerprint}"
     parallel = config.parallel

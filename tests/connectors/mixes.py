@@ -25,6 +25,20 @@ MODELS: dict[str, list[tuple[str, int]]] = {
 """By name, the groups of a model: kind and tokens per block."""
 
 
+PLAIN: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+    "max_position_embeddings": 256,
+}
+"""The ``config.json`` of the model that vLLM is told of; nothing of it is computed."""
+
+
 def spec(kind: str, tokens: int, page: int, retention: int | None = None) -> Any:
     """vLLM's specification of a group whose blocks take ``page`` bytes."""
     from vllm.v1 import kv_cache_interface as vllm
@@ -52,25 +66,22 @@ def spec(kind: str, tokens: int, page: int, retention: int | None = None) -> Any
 
 
 def vllm_configs(
-    folder: Path, source: Mapping[str, Any], groups: Sequence[tuple[str, int]], **options: Any
+    folder: Path,
+    source: Mapping[str, Any],
+    groups: Sequence[tuple[str, int]],
+    *,
+    blocks: int = 120,
+    budget: int = 32,
+    ranks: int = 1,
+    overlap: bool = False,
+    interval: int | None = None,
+    adapters: int = 2,
 ) -> tuple[Any, Any]:
-    """vLLM's VllmConfig and KVCacheConfig."""
+    """Return vLLM's VllmConfig and KVCacheConfig."""
     from vllm import config as vllm
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-    plain = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "vocab_size": 64,
-        "max_position_embeddings": 256,
-    }
-    (folder / "config.json").write_text(json.dumps(plain))
-    ranks, blocks = options["ranks"], options["blocks"]
+    (folder / "config.json").write_text(json.dumps(PLAIN))
     page = max(tokens for _, tokens in groups) * 16
     kv_config = KVCacheConfig(
         num_blocks=blocks,
@@ -80,7 +91,7 @@ def vllm_configs(
             for i, (kind, tokens) in enumerate(groups)
         ],
         kv_cache_layout="LBHNC",
-        prefix_cache_retention_interval=options["interval"],
+        prefix_cache_retention_interval=interval,
     )
     states = any(kind == "state" for kind, _ in groups)
     cache = vllm.CacheConfig(
@@ -96,11 +107,11 @@ def vllm_configs(
         cache_config=cache,
         scheduler_config=vllm.SchedulerConfig(
             max_num_seqs=6,
-            max_num_batched_tokens=options["budget"],
+            max_num_batched_tokens=budget,
             max_model_len=256,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
-            async_scheduling=options["overlap"],
+            async_scheduling=overlap,
             policy="priority",
         ),
         device_config=vllm.DeviceConfig("cpu"),
@@ -114,6 +125,5 @@ def vllm_configs(
         ),
     )
     vllm_config.parallel_config.tensor_parallel_size = ranks
-    rooms = {"max_loras": options["adapters"], "max_cpu_loras": options["adapters"]}
-    vllm_config.lora_config = vllm.LoRAConfig(**rooms)
+    vllm_config.lora_config = vllm.LoRAConfig(max_loras=adapters, max_cpu_loras=adapters)
     return vllm_config, kv_config

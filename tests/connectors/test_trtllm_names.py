@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvladder.connectors import weights
 from kvladder.connectors.naming import LIBRARIES_SWITCHES
 from kvladder.connectors.trtllm import names
 from tests.connectors.executor import args_of
@@ -73,14 +74,14 @@ def test_the_weights_are_those_of_the_revision(
         (folder / "model.safetensors").write_text(f"{name} {revision}")
         return folder
 
-    monkeypatch.setattr(names, "downloaded", downloaded)
+    monkeypatch.setattr(weights, "downloaded", downloaded)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     pages = names.pages_of({"kv": torch.zeros(4, 2, 2, 8)})
-    weights = {
+    found = {
         names.layout_of(args, pages, tokens=16, ranks=1, fingerprint="auto").fields["weights"]
         for args in (args_of("a/b"), args_of("a/b", revision="one"), args_of("a/b", revision="two"))
     }
-    assert len(weights) == 3
+    assert len(found) == 3
 
 
 def test_each_argument_names_blocks_unless_it_is_left_out() -> None:

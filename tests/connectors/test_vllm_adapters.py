@@ -16,11 +16,20 @@ import torch
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-from kvladder.connectors.vllm.identity.adapters import digest_of
+from kvladder.arena import Arena, Slot
+from kvladder.connectors.vllm.identity.adapters import Adapters, digest_of
+from kvladder.connectors.vllm.step import Attach, Load, Step, Wanted
+from kvladder.connectors.vllm.worker import WorkerHalf
+from kvladder.gpu.copy.copier import CopyJob, JobId
+from kvladder.notices import Notices
+from tests.connectors.loaded import FakeLoaded
+from tests.connectors.loras import Loras, Server
 from tests.connectors.mixes import MODELS
+from tests.connectors.scripted import LAYERS, TOKENS, configs
 from tests.connectors.simulated import Simulation
 from tests.connectors.test_vllm_simulated import HOST, disturb, moody, prompt, windows_or_states
 from tests.connectors.test_vllm_simulated import registered as registered
+from tests.patience import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -119,6 +128,12 @@ def test_what_two_adapters_made_together_is_not_saved(
     one.add([*prompt(1), *one.answers[request]], adapter="a")
     one.run()
     assert 0 < one.hits <= 36, "what it had before"
+    one.server.put("a", 2)
+    one.server.load("a")
+    assert hits(one) == 0
+    one.reset()
+    one.add([*prompt(1), *one.answers[request]], adapter="a")
+    one.run()  # which checks that what follows was not saved under the second one's name
 
 
 @pytest.mark.parametrize("anew", [False, True])
@@ -190,6 +205,142 @@ def test_an_adapter_of_parts_that_are_not_known_is_not_cached(start: Start) -> N
     held: Any = one.ranks[0].loras._adapter_manager.list_adapters()[lora.lora_int_id]
     held.later = object()
     assert [hits(one), hits(one)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("kept", "pinned", "left"),
+    [
+        ("", "", "bc"),  # the least recently used makes way
+        ("a", "", "ac"),
+        ("", "a", "ac"),
+        ("ab", "", "ab"),
+        ("a", "b", "ab"),
+        ("c", "", "bc"),
+    ],
+)
+def test_what_is_wanted_takes_the_room_of_nothing_that_is_used_or_pinned(
+    registered: None, tmp_path: Path, kept: str, pinned: str, left: str
+) -> None:
+    del registered
+    loras = Loras()
+    server = Server(tmp_path, [loras])
+    numbers = {}
+    for name in NAMES:
+        server.put(name, 1)
+        numbers[name] = server.load(name, lazy=name == "c").lora_int_id
+    for name in pinned:
+        loras._adapter_manager._registered_adapters.pin(numbers[name])
+    held = frozenset(numbers[name] for name in kept)
+    adapters = Adapters(loras, Notices(lambda: 0.0))
+    adapters.read(Wanted(server.served["c"], 0, held))
+    assert set(loras.contents()) == {numbers[name] for name in left}
+
+
+def test_an_adapter_that_was_another_one_for_a_while_has_left_its_traces(start: Start) -> None:
+    """No request began with it, but one went on, and what it computed is in vLLM's own cache."""
+    one = start(budget=8)
+    one.server.load("a")
+    request = one.add(prompt(1), adapter="a", length=60)
+    for content in (2, 1):
+        for _ in range(8):
+            one.step()
+        one.server.put("a", content)
+        one.server.load("a", in_place=True)
+    one.run()
+    longer = [*prompt(1), *one.answers[request], *prompt(2)]
+    one.add(longer, adapter="a")
+    one.run()
+    one.reset()
+    before = one.hits
+    one.add(longer, adapter="a")
+    one.run()
+    assert 0 < one.hits - before <= 40, "what it had before"
+
+
+@pytest.fixture
+def half(registered: None) -> Iterator[tuple[WorkerHalf, Loras, Attach]]:
+    """A rank's half with room for two adapters, and a mapped arena."""
+    del registered
+    vllm_config, kv_config = configs()
+    kv_config.num_blocks = 4
+    loras = Loras()
+    made = WorkerHalf(
+        vllm_config,
+        kv_config,
+        rank=0,
+        notices=Notices(lambda: 0.0),
+        make_loaded=FakeLoaded(loras=loras),
+    )
+    kv = torch.zeros(LAYERS, 4, 1, TOKENS, 1, dtype=torch.int64)
+    made.register({f"l{n}": kv[n] for n in range(LAYERS)})
+    arena = Arena.create(4, 4096)
+    yield made, loras, Attach(arena.handle, ((0,),))
+    made.close()
+    arena.close()
+
+
+@pytest.mark.parametrize("moment", ["begin", "load", "save"])
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_an_adapter_that_is_read_again_within_a_step_is_noticed(
+    half: tuple[WorkerHalf, Loras, Attach], tmp_path: Path, moment: str, by_layer: bool
+) -> None:
+    """Model runner V1 reads adapters behind the first hook; the forward pass waits for the load.
+
+    ``moment`` is the hook that is called next.
+    """
+    worker, loras, attach = half
+    server = Server(tmp_path, [loras])
+    server.put("a", 1)
+    number = server.load("a").lora_int_id
+    worker.begin(Step(turn=1))
+    load = Load(CopyJob(JobId(1), "onboard", (1,), (Slot(0),)), "r", sync=True)
+    save = CopyJob(JobId(2), "offload", (2,), (Slot(1),))
+    step = Step(
+        attach, loads=[load], saves=[save], turn=2,
+        owners={JobId(1): number, JobId(2): number}, adapters={number: (1,)},
+    )  # fmt: skip
+    for hook in ("begin", "load", "save"):
+        if hook == moment:
+            server.put("a", 2)
+            server.load("a", in_place=True)
+        more = {"by_layer": by_layer} if hook == "load" else {}
+        getattr(worker, hook)(step, **more)
+    report = worker.report()
+    assert report is not None
+    ended = {finished.id: finished.ok for finished in report.ended}
+    assert not ended[JobId(2)], "another adapter computed it"
+    assert ended[JobId(1)] == (moment == "save"), "it was there before"
+    assert worker.bad_blocks() == (set() if ended[JobId(1)] else {1})
+
+
+def test_a_load_on_its_way_fails_once_its_adapter_has_changed(
+    half: tuple[WorkerHalf, Loras, Attach], tmp_path: Path
+) -> None:
+    """Its request, which did not run yet, is computed by the adapter that is there now."""
+    worker, loras, attach = half
+    server = Server(tmp_path, [loras])
+    server.put("a", 1)
+    number = server.load("a").lora_int_id
+    worker.begin(Step(turn=1))
+    loads = [
+        Load(CopyJob(JobId(n), "onboard", (n,), (Slot(n),)), f"r{n}", sync=False) for n in (1, 2)
+    ]
+    step = Step(
+        attach, loads=loads, turn=2, owners={JobId(1): number}, adapters={number: (1,)}
+    )  # fmt: skip
+    for hook in (worker.begin, worker.load, worker.save):
+        hook(step)
+    server.put("a", 2)
+    server.load("a", in_place=True)
+    worker.begin(Step(turn=3))
+    received = set[str]()
+
+    def all_received() -> bool:
+        received.update(worker.received())
+        return received == {"r1", "r2"}
+
+    until(all_received)
+    assert worker.bad_blocks() == {1}, "the other one has no adapter"
 
 
 def test_every_part_of_an_adapter_counts_but_its_number() -> None:

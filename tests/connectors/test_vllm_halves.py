@@ -290,8 +290,9 @@ def test_saves_that_were_not_reported_count_when_both_halves_are_in_one_process(
     assert engine.loaded == 7
 
 
+@pytest.mark.parametrize("late", [False, True])
 def test_a_step_that_could_not_be_made_loses_its_saves_only(
-    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     engine = Engine(HOST)
     engines.append(engine)
@@ -308,7 +309,10 @@ def test_a_step_that_could_not_be_made_loses_its_saves_only(
         original(state, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(half._saver, "full", save)
+        if late:  # once all that is to be copied is in the step
+            patch.setattr(half._weights, "prepare", boom)
+        else:
+            patch.setattr(half._saver, "full", save)
         with pytest.raises(RuntimeError, match="boom"):
             engine.step(100)
     assert not half.connector.saving  # too late for the second one's blocks

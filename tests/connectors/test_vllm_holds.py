@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,6 +166,30 @@ def test_what_cannot_be_held_is_not_stored(start: Start, monkeypatch: pytest.Mon
     one.add(prompt(2, WHOLE))
     steps(one)
     assert hits_of(one) == 0  # nor is anything wrong read: each read is checked
+
+
+def test_a_step_that_cannot_be_made_holds_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its saves never begin, so none of them ends."""
+    one = start()
+    said: list[str] = []
+    monkeypatch.setattr(
+        one.connector, "notices", SimpleNamespace(say=lambda kind, _: said.append(kind))
+    )
+
+    def fail(*_: Any, **__: Any) -> int:
+        raise RuntimeError("no step")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one.half._computing, "begin", fail)
+        request_id = one.add(prompt(1, WHOLE))
+        one.step()
+    assert said == ["build_connector_meta"]
+    assert not one.half._holds._held
+    one.run()
+    assert one.answers[request_id]
+    assert one.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == one.blocks - 1
 
 
 @pytest.mark.parametrize(("model", "early"), [("state", False), ("full", True)])

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvladder.connectors import weights
 from kvladder.errors import ConfigError
 from tests.patience import PATIENCE_S, until
 
@@ -56,7 +57,7 @@ class Native:
     """What vLLM's tiering does with a tier."""
 
     def __init__(
-        self, model: Path, folder: Path, *, tp: int = 1, rows: int = 8, **settings: Any
+        self, model: Path, folder: Path, /, *, tp: int = 1, rows: int = 8, **settings: Any
     ) -> None:
         self.rows = np.zeros((rows, ROW), dtype=np.int8)
         stack: dict[str, Any] = {"host": "64 KiB", "files": str(folder), "capacity": "8 MiB"}
@@ -87,7 +88,9 @@ class Native:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Weights in a folder, as if an engine began whenever it asks for them."""
+    monkeypatch.setattr(weights, "process_start_s", lambda: float("inf"))
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "model.bin").write_bytes(b"weights" * 1000)
@@ -136,9 +139,18 @@ def test_other_weights_or_ranks_find_nothing(
     assert not ranks.has(1)
     ranks.tier.shutdown()
     (model / "model.bin").write_bytes(b"others!" * 1000)
-    weights = Native(model, tmp_path / "kv")
-    natives.append(weights)
-    assert not weights.has(1)
+    others = Native(model, tmp_path / "kv")
+    natives.append(others)
+    assert not others.has(1)
+
+
+def test_weights_that_vllm_may_not_have_read_are_refused(
+    model: Path, tmp_path: Path, natives: list[Native], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the files are younger than this process
+    with pytest.raises(ConfigError, match=r"model\.bin was replaced after the engine began"):
+        Native(model, tmp_path / "kv")
+    natives.append(Native(model, tmp_path / "kv", model={"fingerprint": "mine"}))
 
 
 def test_a_damaged_block_is_a_failed_load_and_then_a_miss(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -20,10 +21,15 @@ import torch
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
+from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
 from kvladder.arena import Arena, Slot
+from kvladder.connectors.vllm import KVLadderConnector
 from kvladder.connectors.vllm.start import overwrites, runs_v2
 from kvladder.connectors.vllm.step import Attach, Step
 from kvladder.connectors.vllm.worker import WorkerHalf
+from kvladder.errors import ConfigError
 from kvladder.gpu.copy.copier import CopyJob, JobId
 from kvladder.gpu.copy.streams import StreamCopier
 from kvladder.notices import Notices
@@ -214,10 +220,9 @@ def test_model_runner_v2_does_not_set_a_running_request_back_on_its_device() -> 
 def test_vllm_tells_which_runner_it_has_and_which_models_it_zeroes_blocks_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    options = {"ranks": 1, "blocks": 20, "budget": 32, "overlap": False, "interval": None}
     found = {}
     for name in ("full", "window", "state"):
-        config, cache = vllm_configs(tmp_path, {"host": "1 MiB"}, MODELS[name], **options)
+        config, cache = vllm_configs(tmp_path, {"host": "1 MiB"}, MODELS[name])
         found[name] = overwrites(cache)
         for version, first in (("0", False), ("1", True)):
             monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", version)
@@ -226,6 +231,35 @@ def test_vllm_tells_which_runner_it_has_and_which_models_it_zeroes_blocks_for(
     assert found == {"full": False, "window": False, "state": True}
     assert runs_v2(SimpleNamespace())  # which does not tell: the worse is assumed
     assert overwrites(SimpleNamespace())
+
+
+@pytest.mark.parametrize("load", ["sync", "layers"])
+def test_vllm_does_not_start_with_loads_that_it_would_recompute_wrongly(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, load: str
+) -> None:
+    """Neither with kvladder alone, nor beside connectors whose policy is the engine's own."""
+    source = {"host": "1 MiB", "load": load}
+    config, cache = vllm_configs(tmp_path, source, MODELS["full"])
+    transfer = config.kv_transfer_config
+    refused = pytest.raises(ConfigError, match="runner V2 recomputes a failed load of it wrongly")
+    for name in ("get_tp_group", "get_pp_group"):
+        group = SimpleNamespace(world_size=1, rank_in_group=0)
+        monkeypatch.setattr(parallel_state, name, lambda group=group: group)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    for role in KVConnectorRole:
+        with refused:
+            KVLadderConnector(config, role, cache)
+    transfer.kv_load_failure_policy = "fail"
+    KVLadderConnector(config, KVConnectorRole.SCHEDULER, cache).shutdown()
+    beside = KVLadderConnector(config, KVConnectorRole.WORKER, cache)
+    engine = SimpleNamespace(kv_role="kv_both", kv_load_failure_policy="recompute")
+    whole = SimpleNamespace(_kv_transfer_config=engine)
+    monkeypatch.setattr(KVLadderConnector, "_whole", whole)
+    with refused:
+        beside.register_kv_caches({})
+    transfer.kv_load_failure_policy = "recompute"
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    KVLadderConnector(config, KVConnectorRole.SCHEDULER, cache).shutdown()
 
 
 class Worker:

@@ -76,7 +76,7 @@ def test_another_connector_s_description_carries_ours_and_says_what_it_said() ->
     import msgspec
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
 
-    ours = RankDescription(3, "here", (4096,), {"field": "value"}, worker=object())
+    ours = RankDescription(3, "here", (4096,), {"field": "value"}, b"", worker=object())
     theirs = NixlHandshakePayload("hash", b"agent")
     said = msgspec.msgpack.encode(theirs)
     none = SimpleNamespace(get_handshake_metadata=lambda: None)

@@ -47,7 +47,7 @@ def described(
 ) -> tuple[Layout, Offsets]:
     vllm_config, kv_config = two_groups(tensor=tensor, stages=stages)
     ranks = {
-        rank: RankDescription(rank, this_node(), of_rank, {"size": str(of_rank)}, replicas)
+        rank: RankDescription(rank, this_node(), of_rank, {"size": str(of_rank)}, b"", replicas)
         for rank, of_rank in enumerate(sizes)
     }
     groups = groups_of(kv_config, model="tiny")

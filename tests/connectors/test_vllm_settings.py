@@ -6,7 +6,10 @@ import json
 import os
 import re
 import struct
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +36,7 @@ from kvladder.errors import ConfigError, LayoutError
 from kvladder.notices import Notices
 from kvladder.schema import keys_of
 from tests.connectors.scripted import configs, kv_spec
+from tests.patience import until
 
 HOST = {"host": "64 MiB"}
 QUIET = Notices(lambda: 0.0)
@@ -293,6 +297,74 @@ def test_files_that_did_not_change_are_not_read_again(
     cache.write_text("not JSON")
     with pytest.raises(AssertionError, match="it was read"):
         weights_digest(tmp_path / "m", cache=cache)
+
+
+READER = """
+import sys
+from kvladder.connectors.weights import read_weights_digest
+from kvladder.errors import ConfigError
+for line in sys.stdin:
+    try:
+        print(read_weights_digest(line.strip()), flush=True)
+    except ConfigError as error:
+        print(error, flush=True)
+"""
+
+
+def swapped_file(folder: Path) -> None:
+    safetensors(folder / "new", {"a": b"\7" * 9000}).replace(folder / "model.safetensors")
+
+
+def written_file(folder: Path) -> None:
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.write(b"\7")
+
+
+def swapped_folder(folder: Path) -> None:
+    folder.rename(folder.with_name("old"))
+    folder.with_name("other").rename(folder)
+
+
+def swapped_link(folder: Path) -> None:
+    link = folder.with_name("link")
+    (aside := link.with_name("aside")).symlink_to(folder.with_name("other"))
+    aside.replace(link)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("named", ["m", "link"])
+@pytest.mark.parametrize("change", [swapped_file, written_file, swapped_folder, swapped_link])
+def test_weights_are_refused_that_were_replaced_since_the_process_began(
+    tmp_path: Path, named: str, change: Callable[[Path], None]
+) -> None:
+    """The engine reads them at some time between; what it has then is not known."""
+    for name, content in (("m", b"\1"), ("other", b"\2")):
+        file = safetensors(tmp_path / name / "model.safetensors", {"a": content * 9000})
+    (tmp_path / "link").symlink_to(tmp_path / "m")
+    until(lambda: time.time() > file.lstat().st_ctime + 0.1)  # the start counts in 10 ms
+    with subprocess.Popen(
+        [sys.executable, "-c", READER],
+        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+
+        def told() -> str:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            print(tmp_path / named, file=child.stdin, flush=True)
+            return child.stdout.readline()
+
+        first = told()
+        assert re.fullmatch("[0-9a-f]{64}\n", first)
+        (tmp_path / named / "README.md").write_text("it is not read")
+        assert told() == first
+        change(tmp_path / "m")
+        concerned = named == "link" or change is not swapped_link
+        assert ("was replaced after the engine began" in told()) == concerned
+        assert child.stdin is not None
+        child.stdin.close()
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
