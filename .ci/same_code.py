@@ -1,7 +1,7 @@
 """Show that a change of words is one: ``python .ci/same_code.py BASE [PATH...]``.
 
-Compares each Python file of the working tree with its version in the commit ``BASE``, both without docstrings and
-comments, and names the files that differ. Exits with 1 if there are any.
+Compares each Python file of the working tree with its version in the commit ``BASE``, both without
+docstrings and comments, and names the files that differ. Exits with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from pathlib import Path
 
 
 def code_of(text: str) -> str:
@@ -33,7 +34,8 @@ def is_text(node: ast.stmt) -> bool:
 
 def git(*arguments: str) -> str:
     """Return what git prints."""
-    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout
+    command = ["git", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603
 
 
 def main(base: str, *paths: str) -> int:
@@ -42,8 +44,7 @@ def main(base: str, *paths: str) -> int:
     different = []
     for path in (path for path in changed if path.endswith(".py")):
         try:
-            with open(path, encoding="utf-8") as file:
-                same = code_of(file.read()) == code_of(git("show", f"{base}:{path}"))
+            same = code_of(Path(path).read_text("utf-8")) == code_of(git("show", f"{base}:{path}"))
         except (OSError, subprocess.CalledProcessError):  # added or removed
             same = False
         different += [] if same else [path]

@@ -101,17 +101,6 @@ def open_files() -> set[str]:
     return found
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, Any, Any]:
-    """Have no collection of garbage go through what tests import: millions of objects with vLLM."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
 @pytest.fixture(autouse=True)
 def log_as_before() -> Iterator[None]:
     """A connector hands on what the cache logs for good; a test's ends with the test."""

@@ -14,8 +14,8 @@ from kvladder.connectors.sglang.pieces import PART, Batch, fetch_pieces, save_pi
 from kvladder.layout import Layout
 from kvladder.notices import Notices
 from kvladder.runtime import SystemClock
-from kvladder.tiers.ladder.paced import PacedFetch, Turns
 from kvladder.tiers.ladder.loading.unreleased import Unreleased
+from kvladder.tiers.ladder.paced import PacedFetch, Turns
 from tests.patience import PATIENCE_S, until
 
 PAGES = 24

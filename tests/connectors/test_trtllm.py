@@ -130,8 +130,8 @@ def test_what_the_engine_has_itself_is_saved_and_is_not_loaded(make: Make) -> No
 
 
 def test_salts_share_nothing(make: Make) -> None:
-    engine = make()
-    for more in ({"cache_salt": "one"}, {}):
+    engine, salts = make(), list[dict[str, Any]]([{"cache_salt": "one"}, {}])
+    for more in salts:
         cold = engine.run(PROMPT, **more)
         assert (cold.matched, cold.right) == (0, True), more
         engine.idle()

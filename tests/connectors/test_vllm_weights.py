@@ -59,7 +59,7 @@ def looked(engine: Engine) -> list[int]:
 
 
 def answer(weights: Weights, *seen: tuple[int, Seen]) -> bool:
-    return weights.report(Report(seen=dict(seen)))
+    return bool(weights.report(Report(seen=dict(seen))))
 
 
 def test_weights_are_known_once_all_ranks_have_looked() -> None:

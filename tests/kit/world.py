@@ -84,7 +84,7 @@ class World:
             if isinstance(tier, SharedFakeTier):
                 tier.removable = self._condemned.__contains__
         specs = [
-            LevelSpec(tier, level.rule, level.capacity_blocks, level.edged, level.shares)
+            LevelSpec(tier, level.rule, level.capacity_blocks, level.edged, shares=level.shares)
             for tier, level in zip(self.tiers, self.knobs.levels, strict=True)
         ]
         knobs = self.knobs
