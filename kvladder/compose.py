@@ -34,6 +34,7 @@ from kvladder.tiers.ladder.stack import HostSettings, TierStack
 
 if TYPE_CHECKING:
     from kvladder.export.process import Export
+    from kvladder.publishing.device import OnDevice
     from kvladder.publishing.publisher import Publisher
 
 
@@ -64,13 +65,15 @@ def open_manager(
     instance: int = 0,
     serves: bool = False,
     nodes: Collection[int] = (),
+    device: OnDevice | None = None,
 ) -> CacheManager:
     """Build and open everything that ``config`` asks for; on an error nothing is left open.
 
     ``pools`` tells whether the caller makes block pools from the section ``gpu``, ``instance``
     which of several engines with this configuration it is, 0 the first: its control socket is named
     by it, and its port for others. ``serves`` says that there is no engine: clients write to it.
-    ``nodes`` are the NUMA nodes of the devices that copy from the arena.
+    ``nodes`` are the NUMA nodes of the devices that copy from the arena. ``device`` tells what the
+    caller's pools hold, where events are published.
     """
     config.check(layout)
     _require_effect(config, pools=pools, serves=serves)
@@ -91,7 +94,7 @@ def open_manager(
         aside = [arena.set_aside(count) for count in scratch]
         fields = told(named.all_fields, salt=config.block.salt)
         stack = _stack(config, layout, arena, runtime, list(zip(edges, aside, strict=True)), fields)
-        publisher = _publisher(config, layout, stack)
+        publisher = _publisher(config, layout, stack, device)
         if publisher is not None:
             undo.callback(publisher.close)
         runtime.call(stack.open(layout, space, runtime.threads))
@@ -167,7 +170,9 @@ def _in_effect(level: Level) -> str:
     return f"{level.name}: {told or 'open'}"
 
 
-def _publisher(config: StackConfig, layout: Layout, stack: TierStack) -> Publisher | None:
+def _publisher(
+    config: StackConfig, layout: Layout, stack: TierStack, device: OnDevice | None
+) -> Publisher | None:
     """What publishes events, its addresses bound, if the configuration names one."""
     events = config.events
     if events.publish is None:
@@ -177,7 +182,7 @@ def _publisher(config: StackConfig, layout: Layout, stack: TierStack) -> Publish
     except ImportError as error:
         hint = "install kvladder[events]"
         raise ConfigError(f"needs pyzmq: {error}", path="events.publish", hint=hint) from error
-    return Publisher(events, stack, block_tokens=layout.block_tokens)
+    return Publisher(events, stack, block_tokens=layout.block_tokens, device=device)
 
 
 def _named(config: StackConfig, layout: Layout) -> Layout:

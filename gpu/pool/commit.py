@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from struct import iter_unpack
 from typing import NamedTuple
 
@@ -16,7 +16,15 @@ from kvladder.gpu.pool.moves import Moves
 from kvladder.gpu.pool.retain import Retain, Retainer
 from kvladder.gpu.tree.columns import gather
 from kvladder.gpu.tree.index import Above
-from kvladder.gpu.tree.names import NO_NODE, NO_SLOT, TOKEN_BYTES, DeviceSlot, NodeId, Root
+from kvladder.gpu.tree.names import (
+    NO_NODE,
+    NO_SLOT,
+    TOKEN_BYTES,
+    DeviceSlot,
+    Extra,
+    NodeId,
+    Root,
+)
 from kvladder.keys import BlockKey
 from kvladder.policy.retention import checked_duration, checked_priority
 
@@ -30,8 +38,13 @@ class Content(NamedTuple):
     """The key of the block before the first of them, or the root's."""
     tokens: bytes = b""
     """Their token ids, 4 bytes each, big-endian; only the last block may be cut short."""
-    limits: dict[int, int] | None = None
-    """By position in ``keys``, how many leading tokens tell what is in the block."""
+    extras: Mapping[int, Extra] | None = None
+    """By position in ``keys``, what tells what is in the block beside its tokens, in order."""
+
+    def limit(self, at: int, tokens: int) -> int:
+        """Return how many of the first ``tokens`` of a block tell alone what is in it."""
+        extra = self.extras.get(at) if self.extras else None
+        return min(tokens, extra[0][0]) if extra else tokens
 
 
 def token_ids(tokens: bytes) -> tuple[int, ...]:
@@ -120,10 +133,10 @@ class Committer:
                 index.nodes.hits[node] = 0
         if content.root.salt:
             index.salts.update(dict.fromkeys(nodes, content.root.salt))
-        if content.limits:
+        if content.extras:
             for at, node in enumerate(nodes, first):
-                if at in content.limits:
-                    index.limits[node] = content.limits[at]
+                if at in content.extras:
+                    index.extras[node] = content.extras[at]
         if not index.chained and self._ledger.reports.enabled:
             keys = (content.parent, *content.keys)
             for at, node in enumerate(nodes, first):
@@ -170,9 +183,14 @@ class Committer:
         index.nodes.hits[node] = known.hits
         self._retainer.recall(node, known.priority, known.until_s)
         if labels:
-            block = StoredBlock(content.keys[at], token_ids(labels[at]), index.nodes.priority[node])
+            block = self._stored_block(node, content.keys[at], labels[at])
             self._ledger.reports.stored(parent, [block], content.root, below=True)
         return node
+
+    def _stored_block(self, node: NodeId, key: BlockKey, tokens: bytes) -> StoredBlock:
+        """Return what is told of a new block."""
+        extra = self._ledger.index.extras.get(node, ())
+        return StoredBlock(key, token_ids(tokens), self._ledger.nodes.priority[node], extra)
 
     def _same(self, node: NodeId, slot: DeviceSlot) -> DeviceSlot:
         """The slot for what is complete in ``slot`` and known already: the one that was first.
@@ -199,13 +217,13 @@ class Committer:
 
     def _tell(self, nodes: Sequence[NodeId], new: Sequence[NodeId], content: Content) -> None:
         """Report new blocks, those that follow each other in one event."""
-        rows, size, reports = self._ledger.nodes, self._block_bytes, self._ledger.reports
+        size, reports = self._block_bytes, self._ledger.reports
         fresh, run = set(new), list[StoredBlock]()
         parent = content.parent
         for at, (node, key) in enumerate(zip(nodes, content.keys, strict=True)):
             if node in fresh:
-                tokens = token_ids(content.tokens[at * size : (at + 1) * size])
-                run.append(StoredBlock(key, tokens, rows.priority[node]))
+                tokens = content.tokens[at * size : (at + 1) * size]
+                run.append(self._stored_block(node, key, tokens))
             else:
                 reports.stored(parent, run, content.root)
                 run, parent = [], key

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal
 
-from kvladder.gpu.tree.names import Root
+from kvladder.gpu.tree.names import Extra, Root
 from kvladder.keys import BlockKey
 
 Why = Literal["evicted", "removed", "taken", "lost"]
@@ -36,6 +36,8 @@ class StoredBlock:
     tokens: tuple[int, ...]
     """Its token ids; fewer than a whole block's for the tail of a prompt."""
     priority: int
+    extra: Extra = ()
+    """What tells what is in it beside its tokens, by the offset within the block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,27 +91,36 @@ PoolEvent = Created | Stored | Removed | Updated | Overflow
 class PoolEvents:
     """At most ``events_max`` events, numbered from 1; the oldest give way to one Overflow.
 
-    With 0 nothing is collected and ``enabled`` is False.
+    With 0 nothing is collected. Listeners hear every event of a group at once, collected or not.
     """
 
     def __init__(self, events_max: int = 0) -> None:
         if events_max < 0:
             raise ValueError(f"{events_max} events: expected 0 or more")
         self._max = events_max
+        self._listeners: dict[int, Callable[[PoolEvent], object]] = {}
         self._events: deque[PoolEvent] = deque()
         self._lost = 0
         self._lost_id = 0
         self.last_id = 0
         """The number of the newest event; a snapshot taken now includes what it tells."""
 
-    @property
-    def enabled(self) -> bool:
-        """Whether anything is collected."""
-        return self._max > 0
+    def listen(self, group: int, listener: Callable[[PoolEvent], object]) -> None:
+        """Have ``listener`` called with every event of a group whose pool is not made yet."""
+        assert group not in self._listeners
+        self._listeners[group] = listener
 
-    def add(self, make: Callable[[int], PoolEvent]) -> None:
-        """Collect the event that ``make`` makes with its number."""
+    def enabled(self, group: int) -> bool:
+        """Return whether events of this group are collected or heard."""
+        return self._max > 0 or group in self._listeners
+
+    def add(self, group: int, make: Callable[[int], PoolEvent]) -> None:
+        """Tell and collect the event of a group that ``make`` makes with its number."""
         self.last_id += 1
+        if group in self._listeners:
+            self._listeners[group](make(self.last_id))
+        if not self._max:
+            return
         if len(self._events) >= self._max:
             self._lost_id = self._events.popleft().id
             self._lost += 1
@@ -128,15 +139,18 @@ class Reports:
     """What one pool tells, if events are collected; the buffer may be shared with others."""
 
     def __init__(self, events: PoolEvents, group: int, level: str) -> None:
-        self.enabled = events.enabled
+        self.enabled = events.enabled(group)
         self._events = events
         self._group = group
         self._level = level
 
+    def _add(self, make: Callable[[int], PoolEvent]) -> None:
+        self._events.add(self._group, make)
+
     def created(self, block_tokens: int, capacities: Mapping[str, int]) -> None:
         """Collect a Created."""
         if self.enabled:
-            self._events.add(lambda n: Created(n, self._group, block_tokens, dict(capacities)))
+            self._add(lambda n: Created(n, self._group, block_tokens, dict(capacities)))
 
     def stored(
         self, parent: BlockKey, blocks: Sequence[StoredBlock], root: Root, *, below: bool = False
@@ -146,20 +160,20 @@ class Reports:
             place = self._group, BELOW if below else self._level
             above = None if parent == root.key else parent
             made = tuple(blocks)
-            self._events.add(lambda n: Stored(n, *place, above, made, root.salt, root.lora))
+            self._add(lambda n: Stored(n, *place, above, made, root.salt, root.lora))
 
     def removed(self, keys: Sequence[BlockKey], why: Why) -> None:
         """Collect one Removed per key."""
         for key in keys if self.enabled else ():
-            self._events.add(partial(Removed, group=self._group, key=key, why=why))
+            self._add(partial(Removed, group=self._group, key=key, why=why))
 
     def moved(self, key: BlockKey, *, off: bool) -> None:
         """Collect an Updated: a block that a tier has went ``off`` the device, or comes to it."""
         if self.enabled:
             level = (self._level, BELOW) if off else (BELOW, self._level)
-            self._events.add(lambda n: Updated(n, self._group, key, level=level))
+            self._add(lambda n: Updated(n, self._group, key, level=level))
 
     def reprioritized(self, key: BlockKey, old: int, new: int) -> None:
         """Collect an Updated of a block's priority, which was another one."""
         if self.enabled:
-            self._events.add(lambda n: Updated(n, self._group, key, priority=(old, new)))
+            self._add(lambda n: Updated(n, self._group, key, priority=(old, new)))

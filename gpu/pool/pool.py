@@ -366,14 +366,15 @@ class BlockPool:
         for parent, root, siblings in index.families():
             for node in siblings:
                 on_device = rows.slot[node] != NO_SLOT
-                block = index.key_of(node), token_ids(rows.tokens[node]), rows.priority[node]
+                tokens, extra = token_ids(rows.tokens[node]), index.extras.get(node, ())
+                block = StoredBlock(index.key_of(node), tokens, rows.priority[node], extra)
                 made.append(
                     Stored(
                         self.events.last_id,
                         settings.group,
                         settings.level if on_device else BELOW,
                         parent,
-                        (StoredBlock(*block),),
+                        (block,),
                         root.salt,
                         root.lora,
                     )

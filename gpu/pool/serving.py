@@ -126,7 +126,7 @@ class Serving:
     def reach(self, content: Content, first: int = 0) -> Match:
         """The longest prefix of the content's blocks that is on the device or in a tier.
 
-        ``content`` may have tokens and limits of the block behind its keys; that one is matched in
+        ``content`` may have tokens and extras of the block behind its keys; that one is matched in
         part. What only tiers hold is claimed: the match must be given to ``hold`` or ``forgo``.
         """
         keys, index, slot = content.keys, self._ledger.index, self._ledger.nodes.slot
@@ -158,8 +158,7 @@ class Serving:
     def _nearest(self, content: Content, blocks: int) -> Part | None:
         """The known block that shares most of what follows the first ``blocks`` and can be used."""
         index, size = self._ledger.index, self._ledger.settings.block_tokens
-        begin, limits = blocks * size, content.limits or {}
-        tokens = limits.get(blocks, size)
+        begin, tokens = blocks * size, content.limit(blocks, size)
         query = content.tokens[begin * TOKEN_BYTES : (begin + tokens) * TOKEN_BYTES]
         parent = content.keys[blocks - 1] if blocks else content.parent
         above = index.above(parent, content.root, create=False)
@@ -196,9 +195,7 @@ class Serving:
         """Whether a known block begins with the tokens of this single one that tell its content."""
         index = self._ledger.index
         above = index.above(content.parent, content.root, create=False)
-        useful = len(content.tokens) // TOKEN_BYTES
-        if content.limits:
-            useful = min(useful, content.limits.get(0, useful))
+        useful = content.limit(0, len(content.tokens) // TOKEN_BYTES)
         if above is None or not useful:
             return not useful
         for _, _, tokens in index.partial(above, content.tokens[: useful * TOKEN_BYTES]):

@@ -17,13 +17,11 @@ from kvladder.gpu.pool.serving import BlockCopy as BlockCopy
 from kvladder.gpu.pool.serving import Match
 from kvladder.gpu.pool.stats import RequestStats
 from kvladder.gpu.tree.names import NO_SLOT, DeviceSlot, Root, Ticket
+from kvladder.gpu.tree.names import Extra as Extra
 from kvladder.keys import BlockKey, KeyScheme, namespace
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.policy.numbers import whole
 from kvladder.policy.retention import Retention
-
-Extra = Sequence[tuple[int, bytes]]
-"""``(token offset, content digest)`` of what tokens alone do not tell, see ``KeyScheme.chain``."""
 
 
 class Sequences:
@@ -247,19 +245,19 @@ class KVSequence:
             self.root,
             self.keys[first - 1] if first else self.root.key,
             packed(self.tokens[first * size : until]) if labels else b"",
-            self._limits(first, end),
+            self._extras(first, end),
         )
 
-    def _limits(self, first: int, end: int) -> dict[int, int] | None:
-        """By position from block ``first`` on, how many tokens come before the first extra."""
+    def _extras(self, first: int, end: int) -> dict[int, Extra] | None:
+        """Return the extras of each block by its position from block ``first`` on."""
         if not self.extra:
             return None
-        limits: dict[int, int] = {}
-        for offset, _ in sorted(self.extra):
+        extras: dict[int, list[tuple[int, bytes]]] = {}
+        for offset, content in sorted(self.extra):
             block, within = divmod(offset, self.block_tokens)
             if first <= block <= end:
-                limits.setdefault(block - first, within)
-        return limits
+                extras.setdefault(block - first, []).append((within, content))
+        return {position: tuple(held) for position, held in extras.items()}
 
     def _wanted(self, first: int, end: int, *, cached: bool = False) -> list[Retain | None] | None:
         """What it asks for its blocks; of ``cached`` ones only what it says itself."""

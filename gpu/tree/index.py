@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import cast
 
 from kvladder.gpu.tree.columns import fill, forget, forget_single, gather, leading, scatter
-from kvladder.gpu.tree.names import NO_NODE, NO_SLOT, NOWHERE, DeviceSlot, NodeId, Root
+from kvladder.gpu.tree.names import NO_NODE, NO_SLOT, NOWHERE, DeviceSlot, Extra, NodeId, Root
 from kvladder.gpu.tree.nodes import Nodes
 from kvladder.gpu.tree.siblings import Siblings, common_tokens, label
 from kvladder.keys import BlockKey
@@ -56,8 +56,8 @@ class PrefixIndex:
         """Those that a tier holds, whether they are on the device too or not."""
         self.salts: dict[NodeId, str] = {}
         """The cache salts of those that have one."""
-        self.limits: dict[NodeId, int] = {}
-        """How many leading tokens tell what is in a block, where something else does too."""
+        self.extras: dict[NodeId, Extra] = {}
+        """What tells what is in a block beside its tokens, in order, of those that have it."""
         self.origin: dict[NodeId, tuple[BlockKey | None, Root]] = {}
         """Parent and root, for events, of blocks that have no parents here."""
         self._node: dict[BlockKey, NodeId] = {}
@@ -200,7 +200,8 @@ class PrefixIndex:
             common = common_tokens(self.nodes.tokens[held], tokens)
             found = iter([(held, common)] if common else [])
         for node, shared in found:
-            yield node, shared, min(shared, self.limits.get(node, shared))
+            extra = self.extras.get(node)
+            yield node, shared, min(shared, extra[0][0]) if extra else shared
 
     # ---- what comes and goes
 
@@ -309,10 +310,10 @@ class PrefixIndex:
                 forget(self._before, nodes)
         if self.colder:
             self.colder.difference_update(nodes)
-        if self.limits or self.origin or self.salts:
+        if self.extras or self.origin or self.salts:
             for node in nodes:
                 self.salts.pop(node, None)
-                self.limits.pop(node, None)
+                self.extras.pop(node, None)
                 self.origin.pop(node, None)
         rows.give(nodes)
         return keys
@@ -351,7 +352,7 @@ class PrefixIndex:
         for place, node in enumerate(self.node_at):
             assert node == NO_NODE or (node in known and rows.slot[node] == place)
         assert self.colder <= known
-        assert self.limits.keys() | self.origin.keys() | self.salts.keys() <= known
+        assert self.extras.keys() | self.origin.keys() | self.salts.keys() <= known
         for key, node in self._roots.items():
             assert rows.key[node] == key == self._root_of[node].key
         taken = known | self._root_of.keys() | {NOWHERE}

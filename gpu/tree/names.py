@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, NewType
 
 from kvladder.keys import BlockKey
@@ -23,6 +24,10 @@ NO_NODE = NodeId(-1)
 
 NOWHERE = NodeId(0)
 """The parent of what has none; its counters mean nothing."""
+
+
+Extra = Sequence[tuple[int, bytes]]
+"""``(token offset, content digest)`` of what tokens alone do not tell, see ``KeyScheme.chain``."""
 
 
 class Root(NamedTuple):

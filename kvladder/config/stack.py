@@ -159,7 +159,7 @@ class StackConfig(Sections, frozen=True, kw_only=True):
         """Each tier has a name, and each directory or server belongs to one of them."""
         claims: dict[tuple[str, str], int] = {}
         for i, tier in enumerate(self.tiers):
-            if tier.name in SECTIONS:  # what stands beside tiers in the statistics
+            if tier.name in {"", *SECTIONS}:  # events call the device "", statistics the others
                 hint = "choose another name"
                 raise ConfigError(f"{tier.name!r} is taken", path=f"tiers[{i}].name", hint=hint)
             own = [("name", tier.name)]

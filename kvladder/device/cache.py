@@ -34,6 +34,7 @@ from kvladder.lock import STEP
 from kvladder.manager import CacheManager
 from kvladder.metrics import POOL, Stats
 from kvladder.policy.eviction import PRIORITY_MIN
+from kvladder.publishing.device import OnDevice
 
 Tensors = Mapping[str, torch.Tensor]
 Forward = Callable[[PlanMemory], int]
@@ -57,8 +58,11 @@ class DeviceCache:
         events: PoolEvents,
         division: Division,
         memory: PlanMemory | None = None,
+        told: OnDevice | None = None,
     ) -> None:
         self._memory = memory
+        self._told = told
+        """What the pools hold, for events that are published."""
         self.manager = manager
         self.port = port
         self.requests = requests
@@ -168,6 +172,8 @@ class DeviceCache:
     def rename(self, mark: str) -> None:
         """Name blocks by this mark, too, from now on: that of other weights. See ``Requests``."""
         self.requests.rename(mark)
+        if self._told is not None:
+            self._told.rename()
 
     def purge(self, salt: str) -> None:
         """Forget every block of requests with this salt, on the device and in the tiers.
@@ -395,15 +401,32 @@ def open_pools(
     kinds: tuple[Kind, ...] = tuple(share.group.kind for share in division.shares)
     layout = Layout(division.shares[0].group.block_tokens, widest, fields, *element, kinds)
     node = numa_node(parts[0].pages.device)
-    manager = open_manager(config, layout, pools=True, nodes=() if node is None else (node,))
     events = PoolEvents(config.gpu.events)
+    told = _told(config, division, events)
+    nodes = () if node is None else (node,)
+    manager = open_manager(config, layout, pools=True, nodes=nodes, device=told)
     with ExitStack() as undo:
         undo.callback(manager.close)
         port = TierPort(manager, copier_for(parts, manager.arena))
         undo.callback(port.close)
         requests = make_pools(manager, port, division, events, partial=partial, reuse=reuse)
         undo.pop_all()
-    return DeviceCache(manager, port, requests, tensors, events, division, memory)
+    return DeviceCache(manager, port, requests, tensors, events, division, memory, told)
+
+
+def _told(config: StackConfig, division: Division, events: PoolEvents) -> OnDevice | None:
+    """Return what hears of the pools' blocks where events are published.
+
+    It hears of the first group with full attention, whose blocks say how long a prefix is.
+    """
+    if config.events.publish is None:
+        return None
+    for number, share in enumerate(division.shares):
+        if share.group.kind == "full":
+            told = OnDevice(number, share.group.block_tokens)
+            events.listen(number, told.hear)
+            return told
+    return None
 
 
 def make_pools(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby, islice
 from typing import Final
 
 from kvladder.events import Overflow, Reason, Removed, Stored
@@ -15,6 +15,10 @@ COMPARE_MAX: Final = 1024
 """Blocks compared per call, so that an engine's step is not held up; about a millisecond."""
 
 
+def _parts(keys: Sequence[BlockKey]) -> Iterator[Sequence[BlockKey]]:
+    return (keys[at : at + COMPARE_MAX] for at in range(0, len(keys), COMPARE_MAX))
+
+
 class Announcer:
     """Takes a cache's events and makes a stream of them that, replayed, gives each level's index.
 
@@ -22,15 +26,33 @@ class Announcer:
     what was said is compared with what is there, a part per call, and the difference announced, so
     that nobody has to forget everything. For that it remembers what it said: about 50 bytes a
     block. It is the only one who takes the cache's events; its calls come from one thread.
+
+    Parameters
+    ----------
+    above:
+        Levels above the ladder's, hottest first, whose events are among the ladder's.
+    order:
+        Returns blocks of which listeners learn more if they hear of them in this order. What is
+        announced again, or after a comparison, begins with them, whichever level holds them.
     """
 
-    def __init__(self, ladder: Ladder) -> None:
+    def __init__(
+        self,
+        ladder: Ladder,
+        *,
+        above: Mapping[str, Holdings] | None = None,
+        order: Callable[[], Sequence[BlockKey]] = tuple,
+    ) -> None:
         self._events = ladder.events
         self._lock = ladder.lock
-        self._indexes = ladder.indexes
+        self._indexes = {**(above or {}), **ladder.indexes}
+        self._order = order
         self._told: dict[str, set[BlockKey]] = {name: set() for name in self._indexes}
         self._doubts: deque[tuple[str, Iterator[BlockKey]]] = deque()
-        self._again: deque[tuple[str, Iterator[BlockKey]]] = deque()
+        self._first: Sequence[BlockKey] = ()
+        """Blocks to be announced again before anything else, in this order."""
+        self._again: Iterator[BlockKey] | None = None
+        """Further ones, in parts and in any order."""
         self._renew = False
         self._doubt()
 
@@ -56,8 +78,19 @@ class Announcer:
         For listeners who were told that everything is cleared. Those who did not take it to be
         about these levels hear of blocks that they know; and each hears of all that are removed.
         """
-        self._again = deque((name, iter(list(told))) for name, told in self._told.items() if told)
-        self._renew = self._renew and bool(self._again)
+        rest = set[BlockKey]().union(*self._told.values())
+        self._first = [key for key in self._order() if key in rest]
+        rest.difference_update(self._first)
+        self._again = iter(sorted(rest, key=self._levels)) if rest else None
+        self._renew = self._renew and bool(self._first or rest)
+
+    def _levels(self, key: BlockKey) -> list[str]:
+        """Return the levels at which a block was announced."""
+        return [name for name, told in self._told.items() if key in told]
+
+    def retell(self, keys: Sequence[BlockKey]) -> None:
+        """Announce those of ``keys`` that were announced again: more is known of them now."""
+        self._first = [*self._first, *keys]
 
     def renew(self) -> None:
         """Announce all that was announced as removed and as stored, in the calls to come.
@@ -65,54 +98,70 @@ class Announcer:
         For a caller who tells listeners other names from now on.
         """
         self.repeat()
-        self._renew = bool(self._again)
+        self._renew = bool(self._first or self._again)
 
     @property
     def pending(self) -> bool:
         """Whether another call has something to announce even if nothing happens meanwhile."""
-        return bool(self._doubts or self._again)
+        return bool(self._doubts or self._first or self._again)
 
     def take(self) -> list[Stored | Removed]:
         """What is to be announced now, in order."""
         found: list[Stored | Removed] = []
+        first, self._first = self._first, ()
+        for batch in _parts(first):
+            self._repeat(found, batch)
         with self._lock:
             events = self._events.take()
         for event in events:
             if isinstance(event, Overflow):
                 self._doubt()
-            elif isinstance(event, Stored):
+                for batch in _parts(self._order()):
+                    self._compare(found, [*self._indexes], batch)
+                break  # what follows is compared, too: a part of it is of no use
+            if isinstance(event, Stored):
                 self._stored(found, event.level, event.keys)
             else:
                 self._removed(found, event.level, event.keys, event.reason)
-        if self._again:
-            name, keys = self._again[0]
-            batch = list(islice(keys, COMPARE_MAX))
-            still = tuple(key for key in batch if key in self._told[name])
-            if still and self._renew:
-                found.append(Removed(name, still, "removed"))
-            if still:
-                found.append(Stored(name, still))
+        if self._again is not None:
+            batch = list(islice(self._again, COMPARE_MAX))
+            self._repeat(found, batch)
             if not batch:
-                self._again.popleft()
-                self._renew = self._renew and bool(self._again)
-        elif self._doubts:
-            self._compare(found)
+                self._again, self._renew = None, False
+        else:
+            self._renew = False
+            if self._doubts:
+                name, keys = self._doubts[0]
+                batch = list(islice(keys, COMPARE_MAX))
+                self._compare(found, [name], batch)
+                if not batch:
+                    self._doubts.popleft()
         return found
 
-    def _compare(self, found: list[Stored | Removed]) -> None:
-        """Announce a part of what differs. What events tell later is then no news to ``_told``."""
-        name, keys = self._doubts[0]
-        batch = list(islice(keys, COMPARE_MAX))
-        if not batch:
-            self._doubts.popleft()
-            return
-        index = self._indexes[name]
-        with self._lock:
-            here = [key in index for key in batch]
-        held = [key for key, is_here in zip(batch, here, strict=True) if is_here]
-        self._stored(found, name, held)
-        gone = [key for key, is_here in zip(batch, here, strict=True) if not is_here]
-        self._removed(found, name, gone, "lost")
+    def _repeat(self, found: list[Stored | Removed], batch: Sequence[BlockKey]) -> None:
+        """Announce again what was announced, one block's levels before the next block's."""
+        for levels, run in groupby(batch, key=self._levels):
+            keys = tuple(run)
+            if self._renew:
+                found += [Removed(name, keys, "removed") for name in levels]
+            found += [Stored(name, keys) for name in levels]
+
+    def _compare(
+        self, found: list[Stored | Removed], names: Sequence[str], batch: Sequence[BlockKey]
+    ) -> None:
+        """Announce what differs. What events tell later is then no news to ``_told``."""
+        held: dict[str, set[BlockKey]] = {}
+        for name in names:
+            index = self._indexes[name]
+            with self._lock:
+                held[name] = {key for key in batch if key in index}
+        for levels, run in groupby(batch, key=lambda key: [n for n in names if key in held[n]]):
+            keys = tuple(run)
+            for name in levels:
+                self._stored(found, name, keys)
+        for name in names:
+            gone = [key for key in batch if key not in held[name]]
+            self._removed(found, name, gone, "lost")
 
     def _stored(self, found: list[Stored | Removed], level: str, keys: Sequence[BlockKey]) -> None:
         told = self._told[level]

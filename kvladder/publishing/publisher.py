@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from collections.abc import Sequence
 from itertools import count
 from typing import Final
 
@@ -13,13 +14,15 @@ import zmq
 
 from kvladder.config.settings import EventsConfig
 from kvladder.errors import ConfigError
-from kvladder.events import Removed, Stored
-from kvladder.publishing.announcer import Announcer
+from kvladder.publishing.device import OnDevice
+from kvladder.publishing.messages import Messages
 from kvladder.publishing.wire import END, AllBlocksCleared, Batch, BlockRemoved, BlockStored
 from kvladder.tiers.ladder import Ladder
 
 CLOSE_S: Final = 1.0
 """How long closing may take to hand over what was published last."""
+EVENTS_MAX: Final = 16
+"""Events of a message that tells much at once, each of up to a thousand blocks."""
 _EXAMPLE: Final = "expected an address to bind, such as tcp://127.0.0.1:5557"
 
 
@@ -37,10 +40,18 @@ class Publisher:
         An address cannot be bound.
     """
 
-    def __init__(self, settings: EventsConfig, ladder: Ladder, *, block_tokens: int) -> None:
+    def __init__(
+        self,
+        settings: EventsConfig,
+        ladder: Ladder,
+        *,
+        block_tokens: int,
+        device: OnDevice | None = None,
+    ) -> None:
         assert settings.publish is not None
         self._ladder = ladder
         self._tokens = block_tokens
+        self._device = device
         self._topic = settings.topic.encode()
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=settings.buffer)
         self._sequence = count()
@@ -71,10 +82,9 @@ class Publisher:
     def start(self) -> None:
         """Begin to publish, with what the levels hold now; they are open."""
         ladder = self._ladder
-        (host, medium), *below = ladder.media.items()
-        self._where: dict[str, tuple[str, str | None]] = {host: (medium, None)}
-        self._where.update((name, (medium, name)) for name, medium in below)
-        self._announcer = Announcer(ladder)
+        if self._device is not None:
+            self._device.begin(ladder)
+        self._messages = Messages(ladder, self._tokens, self._device)
         with ladder.lock:
             ladder.events.listen(self._wake)
         self._thread = threading.Thread(target=self._serve, name="kvladder-events", daemon=True)
@@ -91,27 +101,22 @@ class Publisher:
             poller.register(self._replay, zmq.POLLIN)
         while True:
             closing = self._closing
-            ready = dict(poller.poll(0 if closing or self._announcer.pending else None))
+            ready = dict(poller.poll(0 if closing or self._messages.pending else None))
             if self._wakeup in ready:
                 os.eventfd_read(self._wakeup)
             if self._replay is not None and self._replay in ready:
                 self._answer(self._replay)
-            events = self._announcer.take()
+            events = self._messages.take()
+            for start in range(0, len(events), EVENTS_MAX):
+                self._send(events[start : start + EVENTS_MAX])
             if events:
-                self._send([self._on_wire(event) for event in events])
-            elif closing:
+                continue
+            if closing:
                 return
 
-    def _on_wire(self, event: Stored | Removed) -> BlockStored | BlockRemoved:
-        medium, level = self._where[event.level]
-        hashes: list[bytes | int] = [*event.keys]
-        if isinstance(event, Removed):
-            return BlockRemoved(hashes, medium, level)
-        return BlockStored(hashes, None, [], self._tokens, None, medium, None, level)
-
-    def _send(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
+    def _send(self, events: Sequence[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
         sequence = next(self._sequence)
-        payload = self._encode(Batch(self._ladder.clock.wall(), events, 0))
+        payload = self._encode(Batch(self._ladder.clock.wall(), [*events], 0))
         self._sent.append((sequence, payload))
         self._publish.send_multipart([self._topic, sequence.to_bytes(8), payload])
 
@@ -126,9 +131,9 @@ class Publisher:
                 number = sequence.to_bytes(8)
                 replay.send_multipart([client, b"", self._topic, number, payload])
         replay.send_multipart([client, b"", b"", END, b""])
-        if self._sent and first < self._sent[0][0] and not self._announcer.pending:
+        if self._sent and first < self._sent[0][0] and not self._messages.pending:
             self._send([AllBlocksCleared()])
-            self._announcer.repeat()
+            self._messages.repeat()
 
     def close(self) -> None:
         """Publish what has happened and end; may be called again."""

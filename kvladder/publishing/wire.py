@@ -6,7 +6,7 @@ A message has three frames: topic, sequence number (8 bytes, big-endian), and a 
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -33,6 +33,8 @@ class BlockStored(Event):
     lora_name: str | None
     ownership: str | None = None
     """The level, where a medium has several."""
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    """By block, what its content depends on beside its tokens: adapter, images, cache salt."""
 
 
 class BlockRemoved(Event):

@@ -252,6 +252,8 @@ class Index:
         if one.blocks + len(words) > self._blocks_max:
             self._require_room(one, words)
         before = None if parent is None else self._row(self._digest(parent, number))
+        if before is not None and before >= 0 and self._name[before] == self._hash[before]:
+            before = -1  # it was told without tokens
         told: list[int] = []
         if tokens and before != -1:  # -1: its beginning is not known
             start = None if before is None else self._name[before]

@@ -21,9 +21,11 @@ from kvladder.gpu.pool.events import PoolEvents
 from kvladder.gpu.pool.pool import Partial
 from kvladder.gpu.requests.groups import Group
 from kvladder.gpu.requests.requests import Request
+from kvladder.gpu.requests.sequence import Extra
 from kvladder.gpu.sizing.divide import Division, Share
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.retention import Retention, RetentionRange
+from kvladder.publishing.device import OnDevice
 from kvladder.testing.fakes import Delay, Fail, FakeStore, FakeTier
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.sim import SimLoop
@@ -136,18 +138,27 @@ class DeviceMachine(RuleBasedStateMachine):
         shares = tuple(Share(group, LAYOUT.block_bytes, 1, blocks) for group in self.groups)
         division = Division(1, 1, 1, shares, explicit=False)
         events = PoolEvents(100_000)
+        told = self.follow(events)
         requests = make_pools(self.sim.manager, port, division, events, partial=partial)
-        self.cache = DeviceCache(self.sim.manager, port, requests, (), events, division)
+        self.cache = DeviceCache(self.sim.manager, port, requests, (), events, division, told=told)
         self.requests = requests
         self.live: list[Request] = []
         self.suspended: list[Suspended] = []
         self.index: Indexed = {}
+        self.asked: dict[tuple[tuple[int, ...], str, Extra], None] = {}
+
+    def follow(self, events: PoolEvents) -> OnDevice | None:
+        """Return what hears of a pool for those that follow it; here nobody does."""
+        del events
+        return None
 
     # ---- the model that runs
 
     def kv(self, request: Request, group: int, position: int) -> bytes:
-        words = request.parts[group].tokens[: position + 1].tobytes()
-        return shake_128(request.parts[group].root.key + words).digest(self.width(group))
+        part = request.parts[group]
+        words = part.tokens[: position + 1].tobytes()
+        images = b"".join(content for offset, content in part.extra if offset <= position)
+        return shake_128(part.root.key + words + images).digest(self.width(group))
 
     def width(self, group: int) -> int:
         """Bytes of a token, or of a state, that fills the memory of a block with the others."""
@@ -178,14 +189,26 @@ class DeviceMachine(RuleBasedStateMachine):
         priority=st.none() | st.sampled_from([10, 60]),
         salt=st.sampled_from("aab"),
         most=st.sampled_from([None, None, 0, 8]),
+        image=st.sampled_from([None, None, None, 0, 2, 5]),
     )
-    def begin(self, tokens: list[int], priority: int | None, salt: str, most: int | None) -> None:
+    def begin(
+        self,
+        tokens: list[int],
+        priority: int | None,
+        salt: str,
+        most: int | None,
+        image: int | None,
+    ) -> None:
         retention = None
         if priority is not None:
             retention = Retention((RetentionRange(0, None, priority, 1.0),))
         before = [pool.used for pool in self.cache.pools]
+        extra = ((image, b"image"),) if image is not None and image < len(tokens) else ()
+        self.asked[tuple(tokens), salt, extra] = None
         try:
-            request = self.requests.begin(tokens, retention=retention, salt=salt, cached_max=most)
+            request = self.requests.begin(
+                tokens, retention=retention, salt=salt, extra=extra, cached_max=most
+            )
         except OutOfBlocks as error:
             assert all(p.used >= b for p, b in zip(self.cache.pools, before, strict=True))
             self.may_refuse(error, len(tokens), [])
@@ -208,6 +231,10 @@ class DeviceMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def compute(self, data: st.DataObject) -> None:
         request = self.pick(data)
+        self.run(request)
+
+    def run(self, request: Request) -> None:
+        """Compute what a request has not got, if its blocks are there."""
         if request.arriving or request.lost:
             return
         for group, copy in request.copies:

@@ -17,7 +17,7 @@ def test_v1_construction_is_reported_once() -> None:
     silent.run(range(9))
     silent.pool.evict(2)
     assert silent.events.take() == []
-    assert not silent.events.enabled
+    assert not silent.events.enabled(0)
     with pytest.raises(ValueError, match="events"):
         PoolEvents(-1)
 

@@ -246,3 +246,14 @@ def test_it_takes_what_it_says() -> None:
     chains = (index._by_name, index._by_hash)
     columns = [*index._columns, *(c.heads for c in chains), *(c.after for c in chains)]
     assert sum(column.nbytes for column in columns) == 36 * (1 << 14)
+
+
+def test_what_follows_a_block_without_tokens_waits_until_its_own_are_told_behind_it() -> None:
+    index = Index()
+    index.stored("one", "CPU", [b"a"])
+    index.stored("one", "GPU", [b"b"], parent=b"a", tokens=[2, 3], block_size=2)
+    index.stored("one", "GPU", [b"a"], tokens=[0, 1], block_size=2)
+    assert index.match([0, 1, 2, 3])[0].tokens == 2
+    index.stored("one", "GPU", [b"b"], parent=b"a", tokens=[2, 3], block_size=2)
+    assert index.match([0, 1, 2, 3])[0].tokens == 4
+    index.check()

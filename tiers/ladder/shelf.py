@@ -89,30 +89,33 @@ class EventBuffer:
         """Undo ``follow``; may be called again."""
         self._journals = tuple(other for other in self._journals if other is not journal)
 
+    def wake(self) -> None:
+        """Have listeners called soon."""
+        if self._listeners and not self._telling:
+            self._telling = True
+            self._post(self._tell)
+
+    def tell(self, event: Stored | Removed) -> None:
+        """Collect an event of a level above the ladder's, whose blocks no journal follows."""
+        self.wake()
+        if self._max:
+            self._add(event)
+
     def stored(self, level: str, keys: Sequence[BlockKey]) -> None:
         """Collect a Stored, unless ``keys`` is empty."""
         if keys:
-            self._wake()
-            if self._max:
-                self._add(Stored(level, tuple(keys)))
+            self.tell(Stored(level, tuple(keys)))
 
     def removed(self, level: str, keys: Sequence[BlockKey], reason: Reason) -> None:
         """Collect a Removed, unless ``keys`` is empty."""
         if keys:
             self.given_up(keys)
-            self._wake()
-            if self._max:
-                self._add(Removed(level, tuple(keys), reason))
+            self.tell(Removed(level, tuple(keys), reason))
 
     def given_up(self, keys: Sequence[BlockKey]) -> None:
         """A level was to get these, and does not: for journals, no event."""
         for journal in self._journals:
             journal.add(keys)
-
-    def _wake(self) -> None:
-        if self._listeners and not self._telling:
-            self._telling = True
-            self._post(self._tell)
 
     def _tell(self) -> None:
         self._telling = False  # first: what happens from now on is told again

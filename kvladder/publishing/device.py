@@ -1,0 +1,128 @@
+"""What a device's block pools hold, as the hottest level of what is announced."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+from kvladder import events as told
+from kvladder.gpu.pool.events import BELOW, PoolEvent, Removed, Stored, Updated
+from kvladder.keys import BlockKey
+from kvladder.tiers.ladder import Ladder
+
+DEVICE: Final = ""
+"""Names the level of a device's pools; every tier has a longer name."""
+MEDIUM: Final = "GPU"
+
+
+class Known(NamedTuple):
+    """What is told of a block: all that names its content."""
+
+    parent: BlockKey | None
+    tokens: array[int]
+    lora: str
+    extra: tuple[Any, ...]
+    """As in vLLM's ``extra_keys``: adapter, ``(digest, offset)`` of images, cache salt."""
+
+
+class OnDevice:
+    """The whole blocks of one group of layers: which are on the device, and what each holds.
+
+    ``hear`` runs on the engine's thread and tells the ladder's events what comes to the device and
+    leaves it, so the order among all levels is that in which it happened. As ``Holdings``, it has
+    no places to look at: ``known`` has every block that is on the device.
+
+    Parameters
+    ----------
+    group:
+        Number of the group, whose blocks are of use with all blocks before them alone.
+    """
+
+    def __init__(self, group: int, block_tokens: int) -> None:
+        self.group = group
+        self.block_tokens = block_tokens
+        self.known: dict[BlockKey, Known] = {}
+        """Blocks on the device or in a tier, as far as the pool knows; parents come first."""
+        self.learnt = deque[BlockKey]()
+        """Blocks of which tiers told before anybody knew what is in them."""
+        self.renamed = False
+        """Whether blocks that tiers hold have lost the names that were told of them."""
+        self._held = set[BlockKey]()
+        self._ladder: Ladder | None = None
+
+    @property
+    def places(self) -> int:
+        """See ``Holdings.places``."""
+        return 0
+
+    def held(self, start: int, end: int) -> Sequence[BlockKey]:
+        """See ``Holdings.held``."""
+        del start, end
+        return ()
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        return iter(self._held)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._held
+
+    def begin(self, ladder: Ladder) -> None:
+        """Tell this ladder's events from now on; the pool is empty."""
+        self._ladder = ladder
+
+    def rename(self) -> None:
+        """Have listeners forget which content was told of blocks that tiers hold."""
+        self.renamed = True
+        self._wake()
+
+    def hear(self, event: PoolEvent) -> None:
+        """Note what happened in the pool, and tell what comes to the device or leaves it."""
+        if isinstance(event, Stored):
+            self._stored(event)
+        elif isinstance(event, Removed):
+            self.known.pop(event.key, None)
+            self._left(event.key)
+        elif isinstance(event, Updated) and event.level is not None and event.key in self.known:
+            if event.level[1] == BELOW:
+                self._left(event.key)
+            else:
+                self._came([event.key])
+
+    def _stored(self, event: Stored) -> None:
+        parent, new = event.parent, list[BlockKey]()
+        adapter = [event.lora] if event.lora else []
+        for block in event.blocks:
+            if len(block.tokens) == self.block_tokens:  # one that is cut short names no prefix
+                salt = [event.salt] if event.salt and parent is None else []
+                images = [(content, offset) for offset, content in block.extra]
+                extra = (*adapter, *images, *salt)
+                known = Known(parent, array("I", block.tokens), event.lora, extra)
+                self.known[block.key] = known
+                new.append(block.key)
+            parent = block.key
+        if event.level != BELOW:
+            self._came(new)
+        elif new:
+            self.learnt += new
+            self._wake()
+
+    def _wake(self) -> None:
+        assert self._ladder is not None
+        with self._ladder.lock:
+            self._ladder.events.wake()
+
+    def _came(self, keys: Sequence[BlockKey]) -> None:
+        assert self._ladder is not None
+        if keys:
+            with self._ladder.lock:
+                self._held.update(keys)
+                self._ladder.events.tell(told.Stored(DEVICE, tuple(keys)))
+
+    def _left(self, key: BlockKey) -> None:
+        assert self._ladder is not None
+        if key in self._held:
+            with self._ladder.lock:
+                self._held.discard(key)
+                self._ladder.events.tell(told.Removed(DEVICE, (key,), "evicted"))
