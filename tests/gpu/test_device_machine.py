@@ -197,7 +197,7 @@ class DeviceMachine(RuleBasedStateMachine):
         priority: int | None,
         salt: str,
         most: int | None,
-        image: int | None,
+        image: int | None = None,
     ) -> None:
         retention = None
         if priority is not None:
