@@ -33,14 +33,14 @@ from kvladder.policy.eviction import PrioritizedLRU
 from kvladder.policy.offload import OffloadRule
 from kvladder.runtime import SystemClock
 from kvladder.testing.sim import inline_blocking
-from kvladder.tiers.base import TierContext
+from kvladder.tiers.context import TierContext
 from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.header import HEADER_BYTES
 from kvladder.tiers.files.log import IndexLog
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
-from kvladder.tiers.label import Kept, Labels, Read, Ref, Write
-from kvladder.tiers.ladder.door import LevelSettings, LevelSpec
-from kvladder.tiers.ladder.shelf import EventBuffer, Shared
+from kvladder.tiers.label import Labels, Read, RecoveredBlock, Ref, Write
+from kvladder.tiers.ladder.base_level import EventBuffer, Shared
+from kvladder.tiers.ladder.client import LevelDefinition, LevelSettings
 from kvladder.tiers.ladder.stack import HostSettings, TierStack
 from kvladder.units import Size
 from tests.kit.memory import resident_bytes
@@ -307,7 +307,7 @@ def prepare(path: Path, count: int, *, dead: bool) -> None:
     for first in (count, 0) if dead else (0,):
         for start in range(0, count, 128):
             places = range(start, min(count, start + 128))
-            log.put([Kept(key(first + n), n) for n in places])
+            log.put([RecoveredBlock(key(first + n), n) for n in places])
     log.flush()
     log.close()
 
@@ -332,7 +332,7 @@ def recover(path: Path) -> None:
         notices = Notices(clock.now)
         events = EventBuffer(1000, post=asyncio.get_running_loop().call_soon)
         shared = Shared(arena, lock, clock, events, notices)
-        spec = LevelSpec(
+        spec = LevelDefinition(
             name="nvme",
             tier=FilesTier(FilesOptions(path=str(path))),
             rule=OffloadRule(),

@@ -32,7 +32,7 @@ from kvladder.config.registry import register
 from kvladder.keys import salt_digest
 from kvladder.lock import StackLock
 from kvladder.manager import CacheManager
-from kvladder.tiers.label import Facts, Kept
+from kvladder.tiers.label import Facts, RecoveredBlock
 
 BLOCKS = 10**6
 """That the tier has from its start, half of them with a salt."""
@@ -149,12 +149,14 @@ class Million(InstantTier):
     def __init__(self) -> None:
         super().__init__(HELD, salt=salt_digest(LAYOUT.namespace(), SALT))
 
-    async def recover(self) -> AsyncIterator[Sequence[Kept]]:
+    async def recover(self) -> AsyncIterator[Sequence[RecoveredBlock]]:
         half = len(self._held) // 2
         plain, salted = Facts(), Facts(salt=self._salt)
         for start in range(0, len(self._held), RECOVERED):
             part = enumerate(self._held[start : start + RECOVERED], start)
-            yield [Kept(key, place, plain if place < half else salted) for place, key in part]
+            yield [
+                RecoveredBlock(key, place, plain if place < half else salted) for place, key in part
+            ]
 
 
 def rows() -> Iterable[Row]:

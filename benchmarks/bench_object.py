@@ -26,7 +26,7 @@ from benchmarks.blocks import Blocks, timed, timed_raw
 from benchmarks.row import Row
 from kvladder.layout import Layout
 from kvladder.runtime import BlockingPool, SystemClock
-from kvladder.tiers.base import TierContext
+from kvladder.tiers.context import TierContext
 from kvladder.tiers.object.options import ObjectOptions
 from kvladder.tiers.object.tier import ObjectTier
 from tests.kit.objectserver import BUCKET, HEADERS, ObjectServer

@@ -29,7 +29,8 @@ from kvladder.layout import Layout
 from kvladder.runtime import SystemClock
 from kvladder.testing.redisserver import RedisServer
 from kvladder.testing.sim import inline_blocking
-from kvladder.tiers.base import NO_PLACE, TierContext
+from kvladder.tiers.base import NO_PLACE
+from kvladder.tiers.context import TierContext
 from kvladder.tiers.label import Ref
 from kvladder.tiers.redis.resp import STEP_BYTES, encode, encode_around
 from kvladder.tiers.redis.tier import RedisTier

@@ -28,7 +28,7 @@ class Ours:
 
     def __init__(self) -> None:
         from kvladder.config.stack import load_config
-        from kvladder.connectors.vllm.options import Options
+        from kvladder.connectors.vllm.options import VllmOptions
         from kvladder.connectors.vllm.scheduler import SchedulerHalf
         from kvladder.connectors.vllm.start import this_node
         from kvladder.connectors.vllm.step import RankDescription
@@ -51,7 +51,7 @@ class Ours:
                 kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
             ),
             SimpleNamespace(kv_cache_groups=[group]),
-            options=Options(),
+            options=VllmOptions(),
             config=load_config(source),
             notices=Notices(lambda: 0.0),
         )

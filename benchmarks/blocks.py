@@ -14,8 +14,9 @@ from benchmarks.row import Row
 from kvladder.arena import Arena
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
-from kvladder.tiers.base import NO_PLACE, Tier, TierContext
+from kvladder.tiers.base import NO_PLACE, Tier
 from kvladder.tiers.blocking import BlockingPool, SystemClock
+from kvladder.tiers.context import TierContext
 from kvladder.tiers.label import Labels, Read, Ref, Write
 
 KIB, MIB = 1 << 10, 1 << 20

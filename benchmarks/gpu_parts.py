@@ -20,7 +20,7 @@ from benchmarks.row import Row
 from kvladder.arena import Arena, Slot, memory_available
 from kvladder.gpu.copy.copier import CopyJob, Direction, JobId
 from kvladder.gpu.copy.cuda import CudaDevice
-from kvladder.gpu.copy.pages import BlockPages, Part
+from kvladder.gpu.copy.pages import BlockPages, RankShare
 from kvladder.gpu.copy.registration import Registration
 from kvladder.gpu.copy.streams import StreamCopier
 
@@ -67,10 +67,10 @@ def _copier(
     slots: int = SLOTS,
     slot_bytes: int | None = None,
     staged: bool = False,
-) -> Generator[tuple[StreamCopier, Arena, dict[int, Part]]]:
+) -> Generator[tuple[StreamCopier, Arena, dict[int, RankShare]]]:
     """A copier between tensors and an arena whose slots are registered."""
     parts = {
-        number: Part(BlockPages.of(tensors, blocks=next(iter(tensors.values())).shape[0]))
+        number: RankShare(BlockPages.of(tensors, blocks=next(iter(tensors.values())).shape[0]))
         for number, tensors in enumerate(groups)
     }
     widest = max(part.pages.block_bytes for part in parts.values())
@@ -115,7 +115,7 @@ def order() -> Iterable[Row]:
 
 
 def _in_order(
-    copier: StreamCopier, arena: Arena, part: Part, group: int, *, by_layer: bool
+    copier: StreamCopier, arena: Arena, part: RankShare, group: int, *, by_layer: bool
 ) -> None:
     """What was saved behind a long kernel comes back, over what another such kernel writes."""
     views = [page.view for page in part.pages.pages]

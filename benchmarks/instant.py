@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from kvladder.keys import BlockKey
 from kvladder.tiers.base import Tier
-from kvladder.tiers.label import Facts, Kept, Read, Ref, Write
+from kvladder.tiers.label import Facts, Read, RecoveredBlock, Ref, Write
 
 
 def keys_of(name: str, count: int) -> list[BlockKey]:
@@ -48,9 +48,9 @@ class InstantTier(Tier):
     async def contains(self, blocks: Sequence[Ref]) -> Sequence[bool]:
         return [True] * len(blocks)
 
-    async def recover(self) -> AsyncIterator[Sequence[Kept]]:
+    async def recover(self) -> AsyncIterator[Sequence[RecoveredBlock]]:
         facts = Facts(salt=self._salt)
-        yield [Kept(key, place, facts) for place, key in enumerate(self._held)]
+        yield [RecoveredBlock(key, place, facts) for place, key in enumerate(self._held)]
 
     async def aclose(self) -> None:
         pass

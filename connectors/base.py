@@ -15,11 +15,11 @@ from kvladder.gpu.copy.copier import CopyJob, Finished, JobId
 from kvladder.keys import BlockKey
 from kvladder.manager import CacheManager, Fetch, Save
 from kvladder.policy.eviction import PRIORITY_MAX
-from kvladder.policy.worth import Saves
+from kvladder.policy.fetch_cost import AvoidedCompute
 
 
 @dataclass(slots=True)
-class Open:
+class OpenJob:
     """A job that has not been reported by everybody who copies a part of it."""
 
     job: CopyJob
@@ -60,7 +60,7 @@ class Connector(ABC):
         assert reports >= 1
         self.manager = manager
         self._reports = reports
-        self._jobs: dict[JobId, Open] = {}
+        self._jobs: dict[JobId, OpenJob] = {}
         self._ids = count(1)
 
     @abstractmethod
@@ -82,7 +82,7 @@ class Connector(ABC):
         *,
         levels: Collection[str] | None = None,
         salt: str = "",
-        saves: Saves | None = None,
+        saves: AvoidedCompute | None = None,
         session: str | None = None,
     ) -> Fetch:
         """Pin the longest cached prefix of ``keys`` and begin to bring up what lies below host.
@@ -162,11 +162,11 @@ class Connector(ABC):
         return self._begin(job, save)
 
     def _begin(self, job: CopyJob, holds: Fetch | Save) -> JobId:
-        self._jobs[job.id] = Open(job, holds, self._reports)
+        self._jobs[job.id] = OpenJob(job, holds, self._reports)
         self._start(job)
         return job.id
 
-    def _report(self, finished: Finished) -> Open | None:
+    def _report(self, finished: Finished) -> OpenJob | None:
         """Somebody's part of a job is over; the job with all its parts, if it was the last one."""
         entry = self._jobs.get(finished.id)
         if entry is None:  # given up by close

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvladder.connectors.base import Connector, Open
+from kvladder.connectors.base import Connector, OpenJob
 from kvladder.gpu.copy.copier import CopyJob, Finished, JobId
-from kvladder.manager import CacheManager, Rising
+from kvladder.manager import CacheManager, PrefetchSet
 
 
 class StepConnector(Connector):
@@ -16,7 +16,7 @@ class StepConnector(Connector):
         super().__init__(manager, reports=ranks)
         self._begun: list[CopyJob] = []
         self._ended: list[Finished] = []
-        self.rising = Rising()
+        self.rising = PrefetchSet()
         """Of requests that come later."""
         self.copied = {"offload_bytes": 0, "offload_s": 0.0, "onboard_bytes": 0, "onboard_s": 0.0}
         """What has been copied out of the engine's KV cache, and into it."""
@@ -43,7 +43,7 @@ class StepConnector(Connector):
         return begun
 
     @property
-    def saving(self) -> list[Open]:
+    def saving(self) -> list[OpenJob]:
         """The saves under way."""
         return [one for one in self._jobs.values() if one.job.direction == "offload"]
 

@@ -25,6 +25,7 @@ from kvladder.mapping import HUGE_PAGE_BYTES, make, map_shared, populate, prefer
 
 Slot = NewType("Slot", int)
 """Number of a slot, ``0 <= slot < arena.slots``: a physical place, never a block's name."""
+NO_SLOT = Slot(-1)
 
 _MEMFD_NAME = "kvladder-arena"
 

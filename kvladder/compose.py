@@ -20,16 +20,16 @@ from kvladder.layout import Layout
 from kvladder.lock import StackLock
 from kvladder.manager import CacheManager
 from kvladder.notices import Notices
-from kvladder.policy.worth import Worth
+from kvladder.policy.fetch_cost import FetchCostModel
 from kvladder.preflight import warn_at_start
 from kvladder.publishing.start import say_start
 from kvladder.runtime import Runtime, SystemClock
-from kvladder.tiers.codecs.edge import EdgeSettings, told_apart
+from kvladder.tiers.codecs.pipeline import PipelineSettings, told_apart
 from kvladder.tiers.fields import told
-from kvladder.tiers.ladder.door import LevelSettings, LevelSpec
-from kvladder.tiers.ladder.gate import BreakerSettings, GateSettings
+from kvladder.tiers.ladder.base_level import EventBuffer, Shared
+from kvladder.tiers.ladder.breaker import BreakerSettings, CallSettings
+from kvladder.tiers.ladder.client import LevelDefinition, LevelSettings
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.shelf import EventBuffer, Shared
 from kvladder.tiers.ladder.stack import HostSettings, TierStack
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def open_manager(
     named = _named(config, layout)
     space = named.namespace(salt=config.block.salt)
     find = finder(layout, space)
-    edges = [EdgeSettings(level.make_codecs(), find) for level in config.levels]
+    edges = [PipelineSettings(level.make_codecs(), find) for level in config.levels]
     scratch = [level.scratch_blocks(layout) for level in config.levels]
     slots = config.arena_slots(layout) + sum(scratch)
     none = int(not slots)  # no memory is mapped without one, which nobody gets
@@ -109,7 +109,7 @@ def open_manager(
             stack=stack,
             portal=runtime,
             fetch_deadline_s=config.fetch.deadline_s,
-            kinds=told_apart(layout, chain.from_iterable(edge.codecs for edge in edges)),
+            kinds=told_apart(layout, chain.from_iterable(pipeline.codecs for pipeline in edges)),
             description=f"{config.describe(layout)}\n\n{in_effect}\nnamespace {space.hex()}",
             publisher=publisher,
             limits=config.limits.of_requests,
@@ -164,9 +164,9 @@ def _export(
 
 def _in_effect(level: Level) -> str:
     """What a level's tier says of itself, now that it is open."""
-    if level.door.absent:
+    if level.client.absent:
         return f"{level.name}: not open at start"
-    told = ", ".join(f"{name} {value}" for name, value in level.door.describe().items())
+    told = ", ".join(f"{name} {value}" for name, value in level.client.describe().items())
     return f"{level.name}: {told or 'open'}"
 
 
@@ -203,7 +203,7 @@ def _stack(
     layout: Layout,
     arena: Arena,
     runtime: Runtime,
-    edges: Sequence[tuple[EdgeSettings, Sequence[Slot]]],
+    edges: Sequence[tuple[PipelineSettings, Sequence[Slot]]],
     fields: Mapping[str, str],
 ) -> TierStack:
     """The stack, not yet opened; ``edges`` has codecs and scratch slots for each level."""
@@ -225,8 +225,8 @@ def _stack(
         shares=config.shares(config.host, arena.slots, layout.slot_bytes),
     )
     levels = [
-        _spec(config, level, layout, shared, edge, scratch)
-        for level, (edge, scratch) in zip(config.levels, edges, strict=True)
+        _spec(config, level, layout, shared, pipeline, scratch)
+        for level, (pipeline, scratch) in zip(config.levels, edges, strict=True)
     ]
     return TierStack(
         host,
@@ -234,7 +234,7 @@ def _stack(
         shared,
         post=runtime.post,
         fetch_blocks_max=max(1, config.fetch.budget.of(arena.slots)),
-        worth=Worth(always=config.fetch.when == "always"),
+        worth=FetchCostModel(always=config.fetch.when == "always"),
     )
 
 
@@ -243,24 +243,24 @@ def _spec(
     config: LevelConfig,
     layout: Layout,
     shared: Shared,
-    edge: EdgeSettings,
+    pipeline: PipelineSettings,
     scratch: Sequence[Slot],
-) -> LevelSpec:
+) -> LevelDefinition:
     """A level below host, with a tier that is not opened yet."""
     breaker = config.breaker
-    gate = GateSettings(
+    calls = CallSettings(
         timeout_s=config.timeout_s,
         breaker=BreakerSettings(breaker.failures, breaker.retry_s, breaker.retry_max_s),
     )
     queue = max(1, config.queue.of(shared.arena.slots))
     blocks = config.capacity_blocks(layout)
-    return LevelSpec(
+    return LevelDefinition(
         name=config.name,
         tier=config.make_tier(),
         rule=config.rule,
         capacity_blocks=blocks,
         policy=config.make_policy(),
-        settings=LevelSettings(gate, queue_blocks=queue, edge=edge),
+        settings=LevelSettings(calls, queue_blocks=queue, pipeline=pipeline),
         required=config.required,
         verify=any(codec.checks for codec in config.make_codecs()),
         scratch=scratch,

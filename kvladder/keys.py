@@ -39,7 +39,7 @@ T = TypeVar("T")
 V = TypeVar("V")
 
 PART_KEYS = 4096
-"""About as many keys are in each part of a ``Spread``: copied in a tenth of a millisecond."""
+"""Keys in each part of a ``ShardedKeyMap``, about: copying one takes 0.1 ms."""
 PARTS_MAX = 256
 SMALL = 8 * PART_KEYS
 """So many keys one dictionary may have."""
@@ -224,11 +224,11 @@ def unseen(column: T) -> T:
 
 def by_key(keys_max: int) -> Book[Any]:
     """An empty book that will hold so many keys: one dictionary, if that is not long to copy."""
-    return Whole() if keys_max <= SMALL else Spread(keys_max)
+    return FlatKeyMap() if keys_max <= SMALL else ShardedKeyMap(keys_max)
 
 
-class Whole(dict[BlockKey, V]):
-    """One dictionary. The calls with many keys are those of a ``Spread``."""
+class FlatKeyMap(dict[BlockKey, V]):
+    """One dictionary. The calls with many keys are those of a ``ShardedKeyMap``."""
 
     __slots__ = ()
 
@@ -259,7 +259,7 @@ class Whole(dict[BlockKey, V]):
         return self.keys().isdisjoint(keys)
 
 
-class Spread(MutableMapping[BlockKey, V]):
+class ShardedKeyMap(MutableMapping[BlockKey, V]):
     """Many small dictionaries by the first byte of a key, each of which is copied by itself.
 
     Keys are digests, so the parts are alike, and outgrow their tables one after the other. Its
@@ -333,5 +333,5 @@ class Spread(MutableMapping[BlockKey, V]):
         return True
 
 
-Book: TypeAlias = Whole[V] | Spread[V]
+Book: TypeAlias = FlatKeyMap[V] | ShardedKeyMap[V]
 """What is known of blocks by their keys."""

@@ -18,24 +18,24 @@ from kvladder.layout import Layout
 from kvladder.lock import BATCH, STEP
 from kvladder.metrics import Stats
 from kvladder.policy.eviction import PRIORITY_MAX, PRIORITY_MIN
+from kvladder.policy.fetch_cost import ANYTHING, AvoidedCompute
 from kvladder.policy.retention import checked_duration, checked_priority
 from kvladder.policy.sessions import Sessions
 from kvladder.policy.tenants import NO_LIMITS, Limits
-from kvladder.policy.worth import ANYTHING, Saves
-from kvladder.tiers.base import ANYWHERE, HOST, Terms
 from kvladder.tiers.ladder import Ladder
-from kvladder.tiers.ladder.door import CALLS_TIMEOUT_S
-from kvladder.tiers.ladder.door import CLOSE_TIMEOUT_S as TIER_CLOSE_TIMEOUT_S
+from kvladder.tiers.ladder.batched import PINNED_MAX, Reserved, SlotAdmission
+from kvladder.tiers.ladder.batched import POLL_S as POLL_S
+from kvladder.tiers.ladder.batched import BatchedFetch as BatchedFetch
+from kvladder.tiers.ladder.batched import BatchedSave as BatchedSave
+from kvladder.tiers.ladder.client import CALLS_TIMEOUT_S
+from kvladder.tiers.ladder.client import CLOSE_TIMEOUT_S as TIER_CLOSE_TIMEOUT_S
 from kvladder.tiers.ladder.loading.fetch import Fetch as Fetch
-from kvladder.tiers.ladder.loading.fetch import Rising as Rising
+from kvladder.tiers.ladder.loading.fetch import PrefetchSet as PrefetchSet
 from kvladder.tiers.ladder.loading.fetch import SetFetch as SetFetch
-from kvladder.tiers.ladder.paced import PINNED_MAX, Reserved, Turns
-from kvladder.tiers.ladder.paced import POLL_S as POLL_S
-from kvladder.tiers.ladder.paced import PacedFetch as PacedFetch
-from kvladder.tiers.ladder.paced import PacedSave as PacedSave
+from kvladder.tiers.ladder.queries import level_counts
+from kvladder.tiers.ladder.records.terms import ANYWHERE, HOST, Terms
 from kvladder.tiers.ladder.saving import Save as Save
 from kvladder.tiers.ladder.saving import metas_of, require_one_each
-from kvladder.tiers.ladder.seam import level_counts
 from kvladder.tiers.ladder.stack import Post, TierStack
 
 T = TypeVar("T")
@@ -125,8 +125,8 @@ class CacheManager:
         self._pid = os.getpid()
         self._clock = stack.shared.clock
         lost = self._unreleased = stack.shared.unreleased
-        self._fetches = Turns(max(1, int(arena.slots * PINNED_MAX)), self._clock, lost)
-        self._saves = Turns(1, self._clock, lost)
+        self._fetches = SlotAdmission(max(1, int(arena.slots * PINNED_MAX)), self._clock, lost)
+        self._saves = SlotAdmission(1, self._clock, lost)
         self._guests: list[Closing] = []
         self._sections: dict[str, Callable[[], dict[str, Any]]] = {}
         self.sessions = Sessions()
@@ -159,7 +159,7 @@ class CacheManager:
         deadline_s: float | None = None,
         levels: Collection[str] | None = None,
         salt: str = "",
-        saves: Saves | None = None,
+        saves: AvoidedCompute | None = None,
         session: str | None = None,
     ) -> Fetch:
         """Pin the longest cached prefix of ``keys``, and begin to bring it up where needed.
@@ -178,7 +178,7 @@ class CacheManager:
         """
         self.sessions.met(session, keys)
         if saves is None:
-            saves = Saves(len(keys) * self.layout.block_tokens)
+            saves = AvoidedCompute(len(keys) * self.layout.block_tokens)
         within_s = self._fetch_deadline_s if deadline_s is None else deadline_s
         fetch = Fetch(
             keys,
@@ -236,12 +236,12 @@ class CacheManager:
         deadline_s: float | None = None,
         levels: Collection[str] | None = None,
         **told: Any,
-    ) -> PacedFetch:
+    ) -> BatchedFetch:
         """Fetch blocks of which there may be more than the arena has slots, piece by piece.
 
         As ``fetch``, which takes ``told``, too, or with ``whole_set`` as ``fetch_set``. Each piece
         has a deadline of its own, and no more of the slots than leaves some to others; when it was
-        used, ``PacedFetch.advance`` has the next one come. Who comes first has the next slots.
+        used, ``BatchedFetch.advance`` has the next one come. Who comes first has the next slots.
         """
         within_s = self._fetch_deadline_s if deadline_s is None else deadline_s
 
@@ -250,7 +250,7 @@ class CacheManager:
                 return self.fetch_set(part, deadline_s=within_s, levels=levels)
             return self.fetch(part, deadline_s=within_s, levels=levels, **told)
 
-        return PacedFetch(
+        return BatchedFetch(
             keys,
             self._fetches,
             begin=begin,
@@ -369,12 +369,12 @@ class CacheManager:
 
     def save_paced(
         self, keys: Sequence[BlockKey], *, only: Sequence[int] | None = None, **told: Any
-    ) -> PacedSave[Save]:
+    ) -> BatchedSave[Save]:
         """Save blocks of which there may be more than the arena has slots, piece by piece.
 
         ``told`` is what ``save`` takes beside ``keys``. Each piece is a ``Save`` of those that
-        find room; when it is committed, ``PacedSave.advance`` has the next one come. Nothing here
-        waits, but ``PacedSave.wait`` and ``settle``.
+        find room; when it is committed, ``BatchedSave.advance`` has the next one come. Nothing here
+        waits, but ``BatchedSave.wait`` and ``settle``.
         """
         wanted = range(len(keys)) if only is None else only
 
@@ -384,9 +384,9 @@ class CacheManager:
 
         return self.reserve_paced(len(keys), begin)
 
-    def reserve_paced(self, total: int, begin: Callable[[int, bool], R]) -> PacedSave[R]:
-        """As ``save_paced``, for who reserves slots in a way of its own, see ``PacedSave``."""
-        return PacedSave(
+    def reserve_paced(self, total: int, begin: Callable[[int, bool], R]) -> BatchedSave[R]:
+        """As ``save_paced``, for who reserves slots in a way of its own, see ``BatchedSave``."""
+        return BatchedSave(
             total,
             self._saves,
             begin=begin,
@@ -490,7 +490,7 @@ class CacheManager:
         """Counters and occupancy by level, hottest first, and of the arena; plain data."""
         stack = self._stack
         self._unreleased.settle()
-        said = [level.door.gauges() for level in stack.levels]  # theirs: without the lock
+        said = [level.client.gauges() for level in stack.levels]  # theirs: without the lock
         with stack.lock:
             size = self.layout.block_bytes
             host = {**stack.host.stats.as_dict(size), **stack.host.index.as_dict()}
@@ -510,7 +510,7 @@ class CacheManager:
 
     def describe(self) -> str:
         """The resolved configuration, for people, and which levels are left out now."""
-        out = [(lv.name, lv.door.why) for lv in self._stack.levels if lv.door.absent]
+        out = [(lv.name, lv.client.why) for lv in self._stack.levels if lv.client.absent]
         return "\n".join([self._description, *(f"{name} is left out: {why}" for name, why in out)])
 
     def idle(self) -> bool:
@@ -559,7 +559,7 @@ class CacheManager:
         if self._publisher is not None:
             self._publisher.close()
         self._portal.close()
-        behind = sum(level.door.behind for level in self._stack.levels)
+        behind = sum(level.client.behind for level in self._stack.levels)
         if not self.arena.close() and behind:
             what = f"{behind} calls to tiers have not ended: the arena stays mapped until they do"
             self._stack.shared.notices.say("arena", what)

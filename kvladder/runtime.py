@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from kvladder.errors import ClosedError
 from kvladder.notices import Notices
-from kvladder.tiers.base import Blocking
 from kvladder.tiers.blocking import BlockingPool as BlockingPool
 from kvladder.tiers.blocking import SystemClock as SystemClock
+from kvladder.tiers.context import Blocking
 
 T = TypeVar("T")
 THREADS = 4

@@ -35,13 +35,13 @@ LINE_LENGTH_MAX = 100
 
 # Where an error of any kind may be caught and not raised again, and why.
 CATCHES_ALL = {
-    "tiers/ladder/door.py": "turns whatever a tier says into a value",
-    "tiers/ladder/gate.py": "has a task that died begin anew",
+    "tiers/ladder/client.py": "turns whatever a tier says into a value",
+    "tiers/ladder/breaker.py": "has a task that died begin anew",
     "kvladder/runtime.py": "counts it: the loop goes on",
     "tiers/blocking.py": "hands it to whoever awaits the call",
     "tiers/isolated/child.py": "tells the process that called",
     "tiers/isolated/spawn.py": "ends with a status that says so",
-    "tiers/codecs/edge.py": "has a codec's fault cost one block, and says it",
+    "tiers/codecs/pipeline.py": "has a codec's fault cost one block, and says it",
     "tiers/files/threads.py": "hands it to whoever awaits the batch",
     "gpu/copy/copier.py": "reports it with the job whose copy failed",
     "gpu/copy/cuda.py": "says it; small pages are copied as large ones are",
@@ -276,6 +276,38 @@ def left_to_do(source: Source) -> Iterator[tuple[int, str]]:
 def test_nothing_is_left_to_do():
     this = str(Path(__file__).relative_to(ROOT))  # it has examples
     require(offenders(left_to_do, [one for one in everything() if one.name != this]))
+
+
+MESSAGES = (
+    "connectors/sglang/node.py",
+    "kvladder/export/link.py",
+    "tiers/isolated/wire.py",
+    "tiers/nixl/messages.py",
+)
+"""Protocols: the names of their messages are theirs alone."""
+
+
+def same_names(sources: Iterable[Source]) -> list[str]:
+    """List classes of one name that several files define, but for messages of protocols."""
+    first: dict[str, str] = {}
+    found = list[str]()
+    for source in sources:
+        classes = [node for node in source.nodes if isinstance(node, ast.ClassDef)]
+        for node in [] if source.name in MESSAGES else classes:
+            place = first.setdefault(node.name, f"{source.name}:{node.lineno}")
+            if not place.startswith(f"{source.name}:"):
+                found.append(f"{source.name}:{node.lineno}: {node.name} is a class of {place}, too")
+    return found
+
+
+def test_a_class_can_be_found_by_its_name():
+    require(same_names(product()))
+
+
+def test_two_classes_of_one_name_are_found():
+    sources = [Source("a.py", "class A: ..."), Source("b.py", "class B: ...\nclass A: ...")]
+    assert same_names(sources) == ["b.py:2: A is a class of a.py:1, too"]
+    assert not same_names([Source(MESSAGES[0], "class A: ..."), sources[0]])
 
 
 # ---- nothing is shipped without its suite

@@ -29,7 +29,7 @@ class SystemClock:
         return time.time()  # the one place that reads the wall clock
 
 
-class Batch(Generic[T]):
+class CallBatch(Generic[T]):
     """Calls for threads; ``ended``, on their loop, is set when the last has ended."""
 
     def __init__(self, calls: Sequence[Callable[[], T]]) -> None:
@@ -76,7 +76,7 @@ class _Waiting(NamedTuple):
     rank: int
     number: int
     """In the order in which they came."""
-    batch: Batch[Any]
+    batch: CallBatch[Any]
     task: Callable[[], object]
     """Raises nothing."""
 
@@ -120,7 +120,7 @@ class BlockingPool:
         """
         if not calls:
             return []
-        batch = Batch(calls)
+        batch = CallBatch(calls)
         over = self.begin(batch, urgent=urgent)
         try:
             await asyncio.shield(over)
@@ -132,13 +132,13 @@ class BlockingPool:
             raise
         return batch.results()
 
-    def begin(self, batch: Batch[Any], *, urgent: bool) -> asyncio.Future[Any]:
+    def begin(self, batch: CallBatch[Any], *, urgent: bool) -> asyncio.Future[Any]:
         """Hand over a batch; the future is done when it is."""
         self.put(batch, batch.tasks, urgent=urgent)
         return batch.ended
 
     def put(
-        self, batch: Batch[Any], tasks: Sequence[Callable[[], object]], *, urgent: bool
+        self, batch: CallBatch[Any], tasks: Sequence[Callable[[], object]], *, urgent: bool
     ) -> None:
         """Have threads call these tasks of a batch, none of which raises."""
         with self._wakeup:
@@ -146,13 +146,13 @@ class BlockingPool:
                 raise ClosedError("the threads have ended")
             self._put(batch, tasks, _URGENT if urgent else _OTHER)
 
-    def _put(self, batch: Batch[Any], tasks: Sequence[Callable[[], object]], rank: int) -> None:
+    def _put(self, batch: CallBatch[Any], tasks: Sequence[Callable[[], object]], rank: int) -> None:
         for task in tasks:
             heappush(self._waiting, _Waiting(rank, next(self._number), batch, task))
         self._wakeup.notify(len(tasks))
         self._staff()
 
-    def _give_up(self, batch: Batch[Any]) -> None:
+    def _give_up(self, batch: CallBatch[Any]) -> None:
         """Nobody waits for this any longer: it is not begun, or its threads are replaced."""
         with self._wakeup:
             batch.given_up = True
@@ -208,7 +208,7 @@ class BlockingPool:
 
         False if that was not done after ``timeout_s`` and is left behind.
         """
-        batch = Batch([last])
+        batch = CallBatch([last])
         with self._wakeup:
             self._closed = True
             self._put(batch, batch.tasks, _LAST)

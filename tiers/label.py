@@ -6,7 +6,7 @@ before them::
     head    128  magic, version, whether there is a checksum, length of the codecs' steps, length
                  of the stored bytes, key, namespace, facts, xxh3-128 of the stored bytes (zeros
                  without a checksum)
-    steps   402  what each codec did, as ``Step`` says, in the order in which they were applied
+    steps   402  what each codec did, as ``CodecStep`` says, in the order in which they were applied
     zeros    38
     check     8
 
@@ -86,7 +86,7 @@ class Ref(NamedTuple):
     place: int
 
 
-class Kept(NamedTuple):
+class RecoveredBlock(NamedTuple):
     """A block that a durable tier found again."""
 
     key: BlockKey
@@ -108,7 +108,7 @@ class Outcome(IntEnum):
     """Its time was over, and its tier had not let it expire."""
 
 
-class Told(NamedTuple):
+class LabelFields(NamedTuple):
     """What anybody can read in a label that is whole."""
 
     key: BlockKey
@@ -136,7 +136,7 @@ class Coding(NamedTuple):
     """The steps, packed; ``steps_of`` reads them."""
 
 
-class Step(NamedTuple):
+class CodecStep(NamedTuple):
     """What one codec did to a block: packed, its id (2 bytes), the parameters' length (1), they."""
 
     codec: int
@@ -146,7 +146,7 @@ class Step(NamedTuple):
     """The steps before it, packed: an encryption binds them."""
 
 
-def told(label: Buffer) -> Told | None:
+def told(label: Buffer) -> LabelFields | None:
     """What a label says, without key or codec; None if it is damaged or of another version."""
     fields = _fields(label)
     if fields is None:
@@ -159,7 +159,9 @@ def told(label: Buffer) -> Told | None:
         b"" if salt == _NO_SALT else salt,
         terms,
     )
-    return Told(BlockKey(key), Namespace(space), length, facts, checksum if fields[2] else b"")
+    return LabelFields(
+        BlockKey(key), Namespace(space), length, facts, checksum if fields[2] else b""
+    )
 
 
 def _fields(label: Buffer) -> tuple[Any, ...] | None:
@@ -180,15 +182,15 @@ def packed_step(codec: int, params: bytes) -> bytes:
     return _STEP.pack(codec, len(params)) + params
 
 
-def steps_of(coding: Coding) -> list[Step] | None:
+def steps_of(coding: Coding) -> list[CodecStep] | None:
     """The steps in the order in which they were applied; None if there cannot be such."""
-    packed, steps, at = coding.steps, list[Step](), 0
+    packed, steps, at = coding.steps, list[CodecStep](), 0
     while at < len(packed):
         if at + _STEP.size > len(packed) or len(steps) == STEPS_MAX:
             return None
         codec, size = _STEP.unpack_from(packed, at)
         begin, at = at, at + _STEP.size + size
-        steps.append(Step(codec, packed[at - size : at], packed[:begin]))
+        steps.append(CodecStep(codec, packed[at - size : at], packed[:begin]))
     return steps if at == len(packed) else None
 
 
@@ -366,7 +368,7 @@ class Read:
         return self._outcome is Outcome.GOOD
 
 
-class Side(NamedTuple):
+class SlotAccess(NamedTuple):
     """What all reads and writes of a level have in common."""
 
     labels: Labels
@@ -382,7 +384,7 @@ class LevelWrite(Write):
         key: BlockKey,
         place: int,
         slot: Slot,
-        side: Side,
+        side: SlotAccess,
         facts: Facts,
         kind: str,
         replace: bool,
@@ -401,7 +403,7 @@ class LevelWrite(Write):
 class LevelRead(Read):
     """A read as its level makes and sees it."""
 
-    def __init__(self, side: Side, key: BlockKey, place: int, slot: Slot) -> None:
+    def __init__(self, side: SlotAccess, key: BlockKey, place: int, slot: Slot) -> None:
         self._labels, view = side
         self.key = key
         self.place = place
@@ -422,7 +424,7 @@ def all_plain(reads: Sequence[LevelRead], labels: Labels) -> bool:
 _CODING = attrgetter("_coding")
 
 
-class Arrival(NamedTuple):
+class ReadResult(NamedTuple):
     """What ``Read.came`` was told, and what came of ``Read.check``: for another process."""
 
     label: bytes
@@ -431,14 +433,14 @@ class Arrival(NamedTuple):
     coding: Coding | None
 
 
-def arrival(read: Read) -> Arrival | None:
+def arrival(read: Read) -> ReadResult | None:
     """What came for a block; None if nothing did."""
     if not read._label:
         return None
-    return Arrival(read._label, read._length, read._outcome, read._coding)
+    return ReadResult(read._label, read._length, read._outcome, read._coding)
 
 
-def arrived(read: Read, found: Arrival) -> None:
+def arrived(read: Read, found: ReadResult) -> None:
     """The same came for it in another process, and was checked there, if it was checked."""
     read.came(found.label, found.length)
     whole = read._labels.whole

@@ -23,7 +23,7 @@ from sglang.srt.environ import Envs
 from sglang.version import __version__
 
 from kvladder.config.stack import StackConfig
-from kvladder.connectors.lines import abstract
+from kvladder.connectors.listener import abstract
 from kvladder.connectors.naming import (
     LIBRARIES,
     LIBRARIES_SWITCHES,
@@ -36,7 +36,7 @@ from kvladder.connectors.naming import (
     versions,
 )
 from kvladder.connectors.sglang.models import AUTO, HINT, WHERE, model_fields
-from kvladder.connectors.sglang.pools import Pool
+from kvladder.connectors.sglang.pools import RankPool
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
 
@@ -112,7 +112,7 @@ def require_named(fingerprint: str) -> None:
             raise ConfigError(what, path=flag, hint=f"{WHERE}: {HINT}")
 
 
-def layout_of(pools: Sequence[Pool], ranks: Any, fingerprint: str) -> Layout:
+def layout_of(pools: Sequence[RankPool], ranks: Any, fingerprint: str) -> Layout:
     """The layout of a page of SGLang's host pools, of which keys and values are first, and whose.
 
     A slot takes a page of any of them. Which part of a page a rank has is not told here: that is

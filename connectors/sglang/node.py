@@ -21,9 +21,15 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 
 from kvladder.arena import Arena, ArenaHandle
-from kvladder.connectors.lines import GONE, Lines, connect
+from kvladder.connectors.listener import GONE, LocalListener, connect
 from kvladder.connectors.sglang.options import CALL_S
-from kvladder.connectors.sglang.pieces import Batch, Piece, Pieces, fetch_pieces, save_pieces
+from kvladder.connectors.sglang.pieces import (
+    PageBatch,
+    PageRun,
+    Pieces,
+    fetch_pieces,
+    save_pieces,
+)
 from kvladder.errors import ArenaError, ConfigError
 from kvladder.manager import POLL_S, CacheManager
 from kvladder.runtime import SystemClock
@@ -55,7 +61,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     """What a rank wants. Whatever else it says means that a piece was copied."""
 
     verb: Verb
-    batch: Batch
+    batch: PageBatch
 
 
 class Over(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -67,13 +73,13 @@ class Over(msgspec.Struct, frozen=True, array_like=True, tag=True):
 _encode: Final = msgspec.msgpack.Encoder().encode
 _hello: Final = msgspec.msgpack.Decoder(Hello)
 _asked: Final = msgspec.msgpack.Decoder(Ask)
-_answer: Final = msgspec.msgpack.Decoder(Piece | Over)
+_answer: Final = msgspec.msgpack.Decoder(PageRun | Over)
 
 
-class Owner:
+class CacheServer:
     """The rank that has the stack, which may serve others. Calls may come from any thread."""
 
-    def __init__(self, manager: CacheManager, lines: Lines | None) -> None:
+    def __init__(self, manager: CacheManager, lines: LocalListener | None) -> None:
         self.manager = manager
         self.arena = manager.arena
         self._lines = lines
@@ -81,22 +87,22 @@ class Owner:
         if lines is not None:
             lines.begin(self._serve)
 
-    def reach(self, batch: Batch) -> int:
+    def reach(self, batch: PageBatch) -> int:
         """How many leading pages it is worth to fetch."""
         found = self.manager.reach(batch.names)
         if not found:
             self.manager.missed(len(batch.keys))
         return found
 
-    def holding(self, batch: Batch) -> list[bool]:
+    def holding(self, batch: PageBatch) -> list[bool]:
         """Whether each page is here, as far as is known without asking shared tiers."""
         return self.manager.holding(batch.names)
 
-    def fetch(self, batch: Batch) -> Pieces:
+    def fetch(self, batch: PageBatch) -> Pieces:
         """See ``fetch_pieces``."""
         return fetch_pieces(self.manager, batch)
 
-    def save(self, batch: Batch) -> Pieces:
+    def save(self, batch: PageBatch) -> Pieces:
         """See ``save_pieces``."""
         return save_pieces(self.manager, batch)
 
@@ -138,13 +144,13 @@ class Owner:
         with closing(pieces):
             return drained(pieces, lambda piece: self._copied(connection, piece))
 
-    def _copied(self, connection: Connection, piece: Piece) -> None:
+    def _copied(self, connection: Connection, piece: PageRun) -> None:
         """Have a rank copy a piece; returns, or raises, when it touches no slot of it any more."""
         connection.send_bytes(_encode(piece))
         connection.recv_bytes()
 
 
-class Guest:
+class CacheClient:
     """A rank that uses the stack of another one; what that does not answer is a miss.
 
     Raises
@@ -172,25 +178,25 @@ class Guest:
             self._hang_up()
             raise
 
-    def reach(self, batch: Batch) -> int:
-        """See ``Owner``; 0 if it does not answer."""
+    def reach(self, batch: PageBatch) -> int:
+        """See ``CacheServer``; 0 if it does not answer."""
         return int(self._told("reach", batch, 0))
 
-    def holding(self, batch: Batch) -> list[bool]:
-        """See ``Owner``."""
+    def holding(self, batch: PageBatch) -> list[bool]:
+        """See ``CacheServer``."""
         return list(self._told("holding", batch, [False] * len(batch.keys)))
 
-    def fetch(self, batch: Batch) -> Pieces:
-        """See ``Owner``. What was copied counts as soon as the owner has said more."""
+    def fetch(self, batch: PageBatch) -> Pieces:
+        """See ``CacheServer``. What was copied counts as soon as the owner has said more."""
         return self._asked("fetch", batch, 0)
 
-    def save(self, batch: Batch) -> Pieces:
-        """See ``Owner``."""
+    def save(self, batch: PageBatch) -> Pieces:
+        """See ``CacheServer``."""
         return self._asked("save", batch, 0)
 
     def clear(self) -> None:
-        """See ``Owner``."""
-        self._told("clear", Batch([], within_s=CALL_S), 0)
+        """See ``CacheServer``."""
+        self._told("clear", PageBatch([], within_s=CALL_S), 0)
 
     def close(self) -> None:
         """Let go of the arena; may be called again."""
@@ -219,11 +225,11 @@ class Guest:
         self._hello = hello
         return connection, hello
 
-    def _told(self, verb: Verb, batch: Batch, nothing: Any) -> Any:
+    def _told(self, verb: Verb, batch: PageBatch, nothing: Any) -> Any:
         """Ask for what needs no pieces."""
         return drained(self._asked(verb, batch, nothing), lambda _: None)
 
-    def _asked(self, verb: Verb, batch: Batch, nothing: Any) -> Generator[Piece, None, Any]:
+    def _asked(self, verb: Verb, batch: PageBatch, nothing: Any) -> Generator[PageRun, None, Any]:
         """Hand on what the owner says; if it says no more, what was settled by then.
 
         A slot is not touched after the next piece was asked for, nor once this has ended.
@@ -265,10 +271,10 @@ class Guest:
             )
 
 
-Node = Owner | Guest
+Node = CacheServer | CacheClient
 
 
-def drained(pieces: Generator[Piece, None, R], copy: Callable[[Piece], object]) -> R:
+def drained(pieces: Generator[PageRun, None, R], copy: Callable[[PageRun], object]) -> R:
     """Have each piece copied; returns what they return."""
     while True:
         try:
@@ -288,27 +294,27 @@ def join(address: str | None, open_stack: Callable[[], CacheManager]) -> Node:
         The stack cannot be opened, here or there.
     """
     if address is None:
-        return Owner(open_stack(), None)
+        return CacheServer(open_stack(), None)
     end_s = SystemClock().now() + LEAVING_S
     while (lines := _lines_at(address)) is None:
         try:
-            return Guest(address)
+            return CacheClient(address)
         except (*GONE, ArenaError) as error:  # one that is just leaving, or failed
             if SystemClock().now() >= end_s:
                 what = f"the rank that owns kvladder's stack could not open it: {error!r}"
                 raise ConfigError(what, hint="see its message above") from error
             threading.Event().wait(POLL_S)
     try:
-        return Owner(open_stack(), lines)
+        return CacheServer(open_stack(), lines)
     except BaseException:
         lines.close()
         raise
 
 
-def _lines_at(address: str) -> Lines | None:
+def _lines_at(address: str) -> LocalListener | None:
     """Take the address; None if another rank has it."""
     try:
-        return Lines(address, logger.warning)
+        return LocalListener(address, logger.warning)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise

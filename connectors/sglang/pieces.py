@@ -11,7 +11,7 @@ import msgspec
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
-from kvladder.manager import POLL_S, CacheManager, PacedFetch
+from kvladder.manager import POLL_S, BatchedFetch, CacheManager
 from kvladder.runtime import SystemClock
 
 AT_ONCE: Final = 4
@@ -20,7 +20,7 @@ PART: Final = 12
 """A part has one slot of so many."""
 
 
-class Batch(msgspec.Struct, frozen=True, array_like=True):
+class PageBatch(msgspec.Struct, frozen=True, array_like=True):
     """Pages of one prefix, or of the end of one."""
 
     keys: list[bytes]
@@ -41,7 +41,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
         return cast("list[BlockKey]", self.keys)
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class PageRun(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Pages to be copied now: their slots are held until the next piece is asked for."""
 
     done: int
@@ -51,18 +51,18 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, tag=True):
     slots: list[Slot]
 
 
-Pieces = Generator[Piece, None, int]
+Pieces = Generator[PageRun, None, int]
 """Pieces to copy, one by one; returns how many leading pages of the batch are here."""
 
 
-def fetch_pieces(manager: CacheManager, batch: Batch) -> Pieces:
+def fetch_pieces(manager: CacheManager, batch: PageBatch) -> Pieces:
     """The longest prefix of a batch that is here, or comes within its time."""
     now = SystemClock().now
     end_s = now() + batch.within_s
     size = max(1, manager.arena.slots // PART)
     keys, found = batch.names, 0
     left = deque(keys[at : at + size] for at in range(0, len(keys), size))
-    coming: deque[tuple[list[BlockKey], PacedFetch]] = deque()
+    coming: deque[tuple[list[BlockKey], BatchedFetch]] = deque()
     try:
         while left or coming:
             # The first part asks for slots before those behind it, and they give theirs back while
@@ -90,7 +90,7 @@ def fetch_pieces(manager: CacheManager, batch: Batch) -> Pieces:
             if not part.over:
                 assert part.fetch is not None
                 pages = list(range(found, found + part.count))
-                yield Piece(found, pages, list(part.fetch.slots[: part.count]))
+                yield PageRun(found, pages, list(part.fetch.slots[: part.count]))
                 found += part.count
                 part.advance()
             elif part.first < len(asked):  # a hole
@@ -103,12 +103,12 @@ def fetch_pieces(manager: CacheManager, batch: Batch) -> Pieces:
             one.close()
 
 
-def _is_served(coming: Sequence[tuple[list[BlockKey], PacedFetch]]) -> bool:
+def _is_served(coming: Sequence[tuple[list[BlockKey], BatchedFetch]]) -> bool:
     """Whether the first part, if there is one, does not wait for slots."""
     return not coming or coming[0][1].ready or coming[0][1].held > 0
 
 
-def save_pieces(manager: CacheManager, batch: Batch) -> Pieces:
+def save_pieces(manager: CacheManager, batch: PageBatch) -> Pieces:
     """Store a batch as slots become free; what no level wants is over and done with."""
     now = SystemClock().now
     end_s, keys = now() + batch.within_s, batch.names
@@ -121,7 +121,7 @@ def save_pieces(manager: CacheManager, batch: Batch) -> Pieces:
             assert piece is not None
             try:
                 if piece.slots:
-                    yield Piece(paced.first, list(piece.indices), list(piece.slots))
+                    yield PageRun(paced.first, list(piece.indices), list(piece.slots))
                 piece.commit()
             finally:
                 piece.abort()  # which a commit has made idle

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from kvladder.arena import Arena
-from kvladder.connectors.sglang.pieces import Piece
+from kvladder.connectors.sglang.pieces import PageRun
 from kvladder.connectors.vllm.groups import marked
 from kvladder.errors import LayoutError
 from kvladder.layout import Kind
@@ -25,7 +25,7 @@ FACTS: Final = (
 
 
 @dataclass(frozen=True)
-class Pool:
+class RankPool:
     """One of the host pools of a rank."""
 
     name: str
@@ -50,7 +50,7 @@ class Pool:
         """Our names of its pages: SGLang's digests, marked."""
         return marked([bytes.fromhex(key) for key in keys], self.mark)
 
-    def copy(self, arena: Arena, piece: Piece, rows: torch.Tensor, *, up: bool) -> None:
+    def copy(self, arena: Arena, piece: PageRun, rows: torch.Tensor, *, up: bool) -> None:
         """Copy pages between the pool and our slots; others may run meanwhile.
 
         ``rows`` are the pool's, of all pages of the batch.
@@ -66,7 +66,7 @@ class Pool:
                 place += sizes[part]
 
 
-def pool_of(held: Any, name: str, ranks: Any, group: int) -> Pool:
+def pool_of(held: Any, name: str, ranks: Any, group: int) -> RankPool:
     """One of SGLang's pools.
 
     Raises
@@ -83,7 +83,7 @@ def pool_of(held: Any, name: str, ranks: Any, group: int) -> Pool:
         hint = "--hicache-mem-layout page_first_direct, or page_first or layer_first"
         raise LayoutError(what, hint=hint) from error
     page_bytes = int(sum(sizes))
-    return Pool(name, held, page, page_bytes, group, _mark(held, name, ranks, page_bytes))
+    return RankPool(name, held, page, page_bytes, group, _mark(held, name, ranks, page_bytes))
 
 
 def _mark(held: Any, name: str, ranks: Any, page_bytes: int) -> int:
@@ -113,7 +113,7 @@ def is_sharded(held: Any, name: str, ranks: Any) -> bool:
     return name != KV and (name == "mamba" or hasattr(held, "head_num"))
 
 
-def require_stored(pool: Pool, ranks: Any) -> None:
+def require_stored(pool: RankPool, ranks: Any) -> None:
     """Raise LayoutError if SGLang does not store all that its ranks read of a pool."""
     if not ranks.is_mla_model or ranks.tp_size == 1 or pool.name == "mamba":
         return

@@ -34,8 +34,8 @@ from kvladder.config.stack import StackConfig
 from kvladder.connectors.sglang import identity
 from kvladder.connectors.sglang.node import Node, drained, join
 from kvladder.connectors.sglang.options import CALL_S, DEADLINE_MAX, parse
-from kvladder.connectors.sglang.pieces import Batch, Piece
-from kvladder.connectors.sglang.pools import KV, Pool, pool_of, require_stored
+from kvladder.connectors.sglang.pieces import PageBatch, PageRun
+from kvladder.connectors.sglang.pools import KV, RankPool, pool_of, require_stored
 from kvladder.connectors.sglang.weights import watch
 from kvladder.connectors.vllm.reports.log import late_levels
 from kvladder.errors import ConfigError, LayoutError
@@ -73,7 +73,7 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         self._settings = parse(storage_config.extra_config or {})
         identity.require_named(self._settings.model.fingerprint)
         _require_shared(storage_config, self._settings)
-        self._pools: dict[str, Pool] = {}
+        self._pools: dict[str, RankPool] = {}
         """By name; keys and values first."""
         self._node: Node | None = None
         """None before the host pools are known, and once weights have changed."""
@@ -235,10 +235,10 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
             found[transfer.name] = self._moved(pool, batch, transfer.host_indices, up=False)
         return found
 
-    def _batch(self, pool: Pool, keys: Sequence[str], priority: int | None = None) -> Batch:
+    def _batch(self, pool: RankPool, keys: Sequence[str], priority: int | None = None) -> PageBatch:
         """Pages of a pool, and how long they may take: all of a batch as long as SGLang waits."""
         phases = PHASES if len(self._pools) > 1 else 1
-        return Batch(
+        return PageBatch(
             pool.names(keys),
             salt=self._salts.get(keys[0], "") if keys else "",
             within_s=CALL_S / phases,
@@ -248,7 +248,7 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
         )
 
     def _moved(
-        self, pool: Pool, batch: Batch, rows: torch.Tensor | None, *, up: bool
+        self, pool: RankPool, batch: PageBatch, rows: torch.Tensor | None, *, up: bool
     ) -> list[bool]:
         """Copy pages between a pool's rows and slots; of each whether it is over and done with."""
         node, begun_s, total, copied = self._node, SystemClock().now(), len(batch.keys), 0
@@ -257,7 +257,7 @@ class KVLadderStorage(HiCacheStorage):  # type: ignore[misc]
             done = 0
             if rows is not None and 0 < len(rows) == total * pool.page:
 
-                def copy(piece: Piece) -> None:
+                def copy(piece: PageRun) -> None:
                     nonlocal copied
                     pool.copy(node.arena, piece, rows, up=up)
                     copied += len(piece.slots)

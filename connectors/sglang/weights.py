@@ -37,7 +37,7 @@ CHANGES: Final[Mapping[str, tuple[str, ...]]] = {
 """By class, SGLang's methods that change weights or take them away, or may."""
 
 
-class Keeper(Protocol):
+class WeightNamed(Protocol):
     """A storage that names pages after the weights."""
 
     def weights_change(self) -> None:
@@ -45,7 +45,7 @@ class Keeper(Protocol):
         ...
 
 
-class Watch:
+class WeightsTracker:
     """Hears of changed weights and of flushed caches in this process, once it has begun."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Watch:
                 ", ".join(missing),
             )
 
-    def tell(self, keeper: Keeper, fingerprint: str) -> None:
+    def tell(self, keeper: WeightNamed, fingerprint: str) -> None:
         """Tell ``keeper`` of each change from now on; it names the weights by ``fingerprint``."""
         self._keepers.add(keeper)
         if fingerprint != "auto":
@@ -169,5 +169,5 @@ def is_scheduler() -> bool:
     return UPDATER.partition(":")[0] in sys.modules
 
 
-watch = Watch()
+watch = WeightsTracker()
 """Of this process."""

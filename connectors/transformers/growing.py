@@ -22,7 +22,7 @@ from kvladder.keys import KeyScheme, namespace
 from kvladder.layout import Layout
 
 
-class Room:
+class GrowingBuffer:
     """Memory for the keys, or the values, of one layer: longer than what is in it.
 
     Parameters
@@ -95,7 +95,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
     def __init__(self, step: int = STEP) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
-        self.rooms = Room(step), Room(step)
+        self.rooms = GrowingBuffer(step), GrowingBuffer(step)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
@@ -117,7 +117,7 @@ class GrowingWindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
 
     def __init__(self, sliding_window: int, step: int = STEP) -> None:
         super().__init__(sliding_window)  # pyright: ignore[reportUnknownMemberType]
-        self.rooms = Room(step), Room(step)
+        self.rooms = GrowingBuffer(step), GrowingBuffer(step)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
@@ -192,7 +192,7 @@ class GrowingCache(DynamicCache):  # type: ignore[misc]
         """What the layers' memory takes, spare room included."""
         return sum(room.bytes for room in self._rooms())
 
-    def _rooms(self) -> Iterator[Room]:
+    def _rooms(self) -> Iterator[GrowingBuffer]:
         for layer in self.layers:
             yield from getattr(layer, "rooms", ())
 

@@ -51,7 +51,7 @@ class StateShape(NamedTuple):
     """Channels, and as many inputs as the class keeps: the newest one is not kept in a block."""
 
 
-class Kept(NamedTuple):
+class LayerResources(NamedTuple):
     """What one layer of a model keeps."""
 
     shape: LayerShape | None
@@ -84,7 +84,7 @@ def cache_after(model: Any, *passes: int, cache: Any = None) -> Any:
     return held
 
 
-def kept_by_layers(model: Any, *, context: int) -> list[Kept]:
+def kept_by_layers(model: Any, *, context: int) -> list[LayerResources]:
     """What the layers of ``model`` keep, found out by running it on one token.
 
     A window of ``context`` tokens or more is none.
@@ -106,12 +106,12 @@ def kept_by_layers(model: Any, *, context: int) -> list[Kept]:
         said = " ".join(str(error).split())
         what = f"{kind} does not take transformers' cache: {type(error).__name__}: {said}"
         raise LayoutError(what, hint=hint) from error
-    found: list[Kept] = []
+    found: list[LayerResources] = []
     for number, (layer, handlers) in enumerate(zip(layers, collected(layers), strict=True)):
         if type(layer) not in _KNOWN:
             what = f"layer {number}: {type(layer).__name__}"
             raise LayoutError(what, hint="expected keys and values per token, states, or both")
-        found.append(Kept(_shape(layer, context), _states(number, layer), handlers))
+        found.append(LayerResources(_shape(layer, context), _states(number, layer), handlers))
     if not any(one.handlers for one in found):
         raise LayoutError(f"{kind} keeps nothing in the cache that it is given", hint=hint)
     return found
@@ -155,15 +155,15 @@ def goes_on(model: Any) -> bool:
 # ---- in the blocks
 
 
-class Places(NamedTuple):
+class TokenPlaces(NamedTuple):
     """Where tokens are: their blocks, and their places in them, each ``[rows, tokens]``."""
 
     blocks: torch.Tensor
     within: torch.Tensor
 
-    def last(self, count: int) -> Places:
+    def last(self, count: int) -> TokenPlaces:
         """The last ``count`` tokens of each row."""
-        return Places(self.blocks[:, -count:], self.within[:, -count:])
+        return TokenPlaces(self.blocks[:, -count:], self.within[:, -count:])
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class PagedKV:
         """How many of the newest tokens of the longest row it reads."""
         return min(longest, self.window - 1 + new) if self.window else longest
 
-    def write(self, places: Places, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, places: TokenPlaces, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Keep ``[rows, heads, tokens, size]`` at these places."""
         at = places.blocks, places.within
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
@@ -210,7 +210,7 @@ class PagedKV:
             most = most.amax((-1, -2), keepdim=True)
         return (most / torch.finfo(self.keys.dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
 
-    def read(self, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, places: TokenPlaces) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[rows, heads, tokens, size]`` of these places."""
         at, dtype = (places.blocks, places.within), self.shape.dtype
         if self.scales is None:
@@ -245,7 +245,7 @@ class PagedLayer(NamedTuple):
     states: list[StateBlocks]
 
 
-def in_blocks(kept: Sequence[Kept], memory: PlanMemory) -> list[PagedLayer]:
+def in_blocks(kept: Sequence[LayerResources], memory: PlanMemory) -> list[PagedLayer]:
     """Where each layer of a model is in the memory of its plan.
 
     Raises
@@ -301,10 +301,10 @@ def _kv(at: int, shape: LayerShape, groups: Mapping[str, int], memory: PlanMemor
 # ---- in one pass
 
 
-class Step(NamedTuple):
+class PassPlan(NamedTuple):
     """What one pass computes: ``new`` tokens behind those that each row has."""
 
-    places: Sequence[Places]
+    places: Sequence[TokenPlaces]
     """By group, of all tokens of each row; padding on the left is a row's own first token."""
     longest: int
     new: int
@@ -323,11 +323,11 @@ class Step(NamedTuple):
 class _KVLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer as a model sees them in one pass."""
 
-    def __init__(self, kv: PagedKV, step: Step) -> None:
+    def __init__(self, kv: PagedKV, step: PassPlan) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self._see(kv, step)
 
-    def _see(self, kv: PagedKV, step: Step) -> None:
+    def _see(self, kv: PagedKV, step: PassPlan) -> None:
         self._kv = kv
         self._step = step
         self.is_sliding = kv.shape.window > 0
@@ -369,7 +369,7 @@ class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     conv_states: dict[int, Any]
     recurrent_states: dict[int, Any]
 
-    def __init__(self, states: Sequence[StateBlocks], step: Step) -> None:
+    def __init__(self, states: Sequence[StateBlocks], step: PassPlan) -> None:
         super().__init__(number_of_states=len(states))  # pyright: ignore[reportUnknownMemberType]
         for number, state in enumerate(states if step.begun else ()):
             blocks = step.before(state.group)
@@ -383,7 +383,7 @@ class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
             self.recurrent_states[number].copy_(recurrent)
             self.has_previous_state[number] = True
 
-    def keep(self, states: Sequence[StateBlocks], step: Step) -> None:
+    def keep(self, states: Sequence[StateBlocks], step: PassPlan) -> None:
         """Write what the pass left behind to the blocks of each row's last token."""
         for number, state in enumerate(states):
             blocks = step.after(state.group)
@@ -396,7 +396,7 @@ class _StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 class _BothLayer(_StateLayer, _KVLayer):  # pyright: ignore[reportIncompatibleMethodOverride]
     """A layer with states, and with keys and values."""
 
-    def __init__(self, kv: PagedKV, states: Sequence[StateBlocks], step: Step) -> None:
+    def __init__(self, kv: PagedKV, states: Sequence[StateBlocks], step: PassPlan) -> None:
         _StateLayer.__init__(self, states, step)
         self._see(kv, step)
 
@@ -404,7 +404,7 @@ class _BothLayer(_StateLayer, _KVLayer):  # pyright: ignore[reportIncompatibleMe
 class Pass:
     """The layers of one pass; ``keep`` writes the states that it leaves behind."""
 
-    def __init__(self, layers: Sequence[PagedLayer], step: Step) -> None:
+    def __init__(self, layers: Sequence[PagedLayer], step: PassPlan) -> None:
         self._step = step
         self._layers = layers
         self.layers: list[Any] = [self._seen(layer) for layer in layers]

@@ -17,12 +17,12 @@ import torch
 from transformers.cache_utils import Cache
 
 from kvladder.connectors.transformers.layers import (
-    Kept,
+    LayerResources,
     LayerShape,
     PagedLayer,
     Pass,
-    Places,
-    Step,
+    PassPlan,
+    TokenPlaces,
     cache_name,
     goes_on,
     in_blocks,
@@ -52,7 +52,7 @@ def layer_shapes(model: Any, *, context: int) -> list[LayerShape]:
     return shapes
 
 
-class Row(Protocol):
+class PassRow(Protocol):
     """What a pass reads of a request."""
 
     @property
@@ -161,7 +161,7 @@ class PooledModel:
     def _open(
         self,
         source: str | Path | Mapping[str, Any],
-        kept: Sequence[Kept],
+        kept: Sequence[LayerResources],
         context: int,
         overrides: Mapping[str, Any] | None,
     ) -> None:
@@ -323,7 +323,7 @@ class PooledModel:
         self.cache.preemption.prefilled(new * len(rows), clock.now() - begun)
         return logits
 
-    def _forward(self, rows: Sequence[Row], new: int, wanted: int = 1) -> torch.Tensor:
+    def _forward(self, rows: Sequence[PassRow], new: int, wanted: int = 1) -> torch.Tensor:
         """Logits ``[rows, wanted, vocabulary]`` after the last of the next ``new`` tokens."""
         ends = torch.tensor([row.computed + new for row in rows])
         longest = int(ends.max())
@@ -359,17 +359,17 @@ class PooledModel:
         kept = [0 if layer.kv is None else layer.kv.narrowed for layer in self._layers]
         return dict(enumerate(kept)) | {at: kept[one] for at, one in self._sources.items()}
 
-    def _step(self, rows: Sequence[Row], positions: torch.Tensor, new: int) -> Step:
+    def _step(self, rows: Sequence[PassRow], positions: torch.Tensor, new: int) -> PassPlan:
         """Where the tokens at these positions are, the next ``new`` of each row the last."""
         held = positions.clamp(min=0)  # padding is a row's own first token: masked, never garbage
-        places: list[Places] = []
+        places: list[TokenPlaces] = []
         tables = zip(*(row.tables for row in rows), strict=True)
         for pool, of_rows in zip(self.plan.pools, tables, strict=True):
             size, most = pool.group.block_tokens, max(map(len, of_rows))
             table = torch.tensor([[*one, *[0] * (most - len(one))] for one in of_rows])
             blocks = table.gather(1, held // size).to(self.model.device)
-            places.append(Places(blocks, (held % size).to(self.model.device)))
-        return Step(places, positions.shape[1], new, rows[0].computed > 0)
+            places.append(TokenPlaces(blocks, (held % size).to(self.model.device)))
+        return PassPlan(places, positions.shape[1], new, rows[0].computed > 0)
 
     def _peak_bytes(self, tokens: int) -> int:
         """What a pass of so many tokens over memory for one sequence takes besides it."""

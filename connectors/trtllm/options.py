@@ -17,7 +17,7 @@ STACK: Final = "TRTLLM_KVLADDER"
 PATIENCE: Final = "TRTLLM_KVLADDER_PATIENCE"
 
 
-class Options(Settings, frozen=True, kw_only=True):
+class TrtllmOptions(Settings, frozen=True, kw_only=True):
     """What the connector does beside what its stack says."""
 
     config: str
@@ -26,7 +26,7 @@ class Options(Settings, frozen=True, kw_only=True):
     """How long the executor's loop may wait for one request's blocks that are not in host."""
 
 
-def read(environment: Mapping[str, str]) -> tuple[Options, StackConfig]:
+def read(environment: Mapping[str, str]) -> tuple[TrtllmOptions, StackConfig]:
     """The options and the stack.
 
     Raises
@@ -38,13 +38,13 @@ def read(environment: Mapping[str, str]) -> tuple[Options, StackConfig]:
     if not path:
         hint = f"{STACK}=/path/to/stack.yaml in the environment of the engine"
         raise ConfigError("names no stack", path=STACK, hint=hint)
-    options = Options(config=path)
+    options = TrtllmOptions(config=path)
     if PATIENCE in environment:
         try:
             patience = Duration.parse(environment[PATIENCE])
         except ValueError as error:
             raise ConfigError(repr(environment[PATIENCE]), path=PATIENCE, hint=str(error)) from None
-        options = Options(config=path, patience_s=float(patience))
+        options = TrtllmOptions(config=path, patience_s=float(patience))
     return options, load_config(path)
 
 

@@ -18,8 +18,8 @@ from typing import Final
 
 import msgspec
 
-from kvladder.connectors.lines import Lines, abstract, connect
-from kvladder.connectors.trtllm.step import Hello, Meeting
+from kvladder.connectors.listener import LocalListener, abstract, connect
+from kvladder.connectors.trtllm.step import Meeting, RankHello
 from kvladder.gpu.copy.copier import Finished
 from kvladder.notices import Notices
 
@@ -27,7 +27,7 @@ MESSAGE_MAX: Final = 16 << 20
 """Bytes of one message: some hundred thousand jobs that ended."""
 
 _encode: Final = msgspec.msgpack.Encoder().encode
-_hello: Final = msgspec.msgpack.Decoder(Hello).decode
+_hello: Final = msgspec.msgpack.Decoder(RankHello).decode
 _ended: Final = msgspec.msgpack.Decoder(list[Finished]).decode
 
 
@@ -52,9 +52,9 @@ class Ranks:
         """Where they come."""
         self.secret = os.urandom(16)
         """What they show there."""
-        self._lines: Lines | None = None
+        self._lines: LocalListener | None = None
         if others:
-            self._lines = Lines(self.address, self._say)
+            self._lines = LocalListener(self.address, self._say)
             self._lines.begin(self._hear)
 
     def _say(self, text: str) -> None:
@@ -88,7 +88,7 @@ class Ranks:
         finally:
             self._here.discard(rank)  # and with it the engine, in a moment
 
-    def _admits(self, hello: Hello) -> bool:
+    def _admits(self, hello: RankHello) -> bool:
         """Return whether this is a rank of this engine that may copy; say why if it may not."""
         rank = hello.rank
         if not hmac.compare_digest(hello.secret, self.secret):
@@ -116,7 +116,7 @@ class Rank:
 
     def __init__(self, meeting: Meeting, rank: int, fields: Mapping[str, str]) -> None:
         self._connection = connect(meeting.address)
-        hello = Hello(rank, meeting.secret, dict(fields))
+        hello = RankHello(rank, meeting.secret, dict(fields))
         self._connection.send_bytes(_encode(hello))
 
     def tell(self, ended: Sequence[Finished]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from kvladder.connectors.trtllm.bases import SchedulerBase
 from kvladder.connectors.trtllm.cache import Cache
 from kvladder.connectors.trtllm.options import check_engine, read
-from kvladder.connectors.trtllm.step import Step, halves_of
+from kvladder.connectors.trtllm.step import TrtllmStep, halves_of
 from kvladder.gpu.copy.copier import JobId
 from kvladder.keys import BlockKey
 from kvladder.manager import Fetch
@@ -39,7 +39,7 @@ START_S: Final = 600.0
 
 
 @dataclass(slots=True)
-class Request:
+class TrtllmRequest:
     """What is known of a request that is not over."""
 
     salt: str
@@ -93,7 +93,7 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         self._options, _ = read(os.environ)
         self._halves = halves_of(llm_args)
         self._notices = Notices(SystemClock().now)
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, TrtllmRequest] = {}
         self._saving: dict[JobId, int] = {}
         """By copy, whose blocks it reads."""
 
@@ -130,7 +130,7 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
             return 0
         tokens = [int(token) for token in request.get_tokens(0)]
         salt = str(getattr(request, "cache_salt", None) or "")
-        state = Request(salt, cache.keys.root(salt=salt), tokens, len(tokens))
+        state = TrtllmRequest(salt, cache.keys.root(salt=salt), tokens, len(tokens))
         self._requests[request.request_id] = state
         first, rest = divmod(computed, cache.tokens)
         usable = (len(tokens) - 1) // cache.tokens  # one token is always computed
@@ -148,7 +148,7 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
         cache.manager.touch(wanted[: match.blocks])
         return match.blocks * cache.tokens
 
-    def _named(self, state: Request, blocks: int) -> list[BlockKey]:
+    def _named(self, state: TrtllmRequest, blocks: int) -> list[BlockKey]:
         """The names of a request's first blocks, as many as there are tokens for."""
         known, size = len(state.keys), self._cache.tokens
         if known < blocks:
@@ -173,11 +173,11 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
 
     # ---- a step
 
-    def build_connector_meta(self, scheduler_output: Any) -> Step:
+    def build_connector_meta(self, scheduler_output: Any) -> TrtllmStep:
         """What the workers have to do in the step that was just scheduled."""
         cache = self._cache
         cache.settle()
-        step = Step()
+        step = TrtllmStep()
         if not cache.complete:
             step.meeting = cache.meeting
         for data in scheduler_output.new_requests:
@@ -216,7 +216,7 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
             except Exception as error:  # noqa: BLE001 - an engine must outlive its cache
                 self._notices.say("save", f"a request is not saved: {error!r}")
 
-    def _load(self, state: Request) -> int:
+    def _load(self, state: TrtllmRequest) -> int:
         """Load what was promised; returns how many tokens of it are counted as computed.
 
         Whatever there are blocks for is loaded: where fewer are counted, the others are computed
@@ -240,7 +240,7 @@ class KVLadderScheduler(SchedulerBase):  # type: ignore[misc]
             match.release()
         return taken
 
-    def _save(self, request_id: int, state: Request, full: int) -> None:
+    def _save(self, request_id: int, state: TrtllmRequest, full: int) -> None:
         """Begin to save the blocks that are full once the step has ended."""
         full = min(full, len(state.blocks), len(state.tokens) // self._cache.tokens)
         begin = state.saved

@@ -29,7 +29,7 @@ class Meeting:
 
 
 @dataclass
-class Step:
+class TrtllmStep:
     """What the workers have to do in one step of the engine."""
 
     meeting: Meeting | None = None
@@ -41,7 +41,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Hello:
+class RankHello:
     """A rank has mapped the arena."""
 
     rank: int

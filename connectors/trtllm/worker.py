@@ -15,11 +15,11 @@ from kvladder.connectors.trtllm.cache import Cache
 from kvladder.connectors.trtllm.names import pages_of, rank_fields, regions_of
 from kvladder.connectors.trtllm.options import check_engine, read
 from kvladder.connectors.trtllm.ranks import Rank
-from kvladder.connectors.trtllm.step import Meeting, Step, halves_of, part
+from kvladder.connectors.trtllm.step import Meeting, TrtllmStep, halves_of, part
 from kvladder.errors import TierError
 from kvladder.gpu.copy.copier import Copier, CopyJob, Finished, JobId
 from kvladder.gpu.copy.cuda import copier_for
-from kvladder.gpu.copy.pages import BlockPages, Part
+from kvladder.gpu.copy.pages import BlockPages, RankShare
 from kvladder.notices import Notices
 from kvladder.runtime import SystemClock
 
@@ -96,7 +96,7 @@ class KVLadderWorker(WorkerBase):  # type: ignore[misc]
             assert self._pages is not None, "a step came before the KV cache's memory"
             if self._arena is None:
                 self._arena = Arena.attach(meeting.arena)
-                mine = {0: Part(self._pages, self._rank * meeting.rank_bytes)}
+                mine = {0: RankShare(self._pages, self._rank * meeting.rank_bytes)}
                 self._copier = copier_for(mine, self._arena)
             self._met = self._arena.admitted == self._arena.slots
             if self._met:
@@ -168,9 +168,9 @@ class KVLadderWorker(WorkerBase):  # type: ignore[misc]
     # ---- the rest
 
     @property
-    def _step(self) -> Step:
+    def _step(self) -> TrtllmStep:
         metadata = self._metadata
-        return metadata if isinstance(metadata, Step) else Step()
+        return metadata if isinstance(metadata, TrtllmStep) else TrtllmStep()
 
     def _poll(self) -> None:
         for finished in [] if self._copier is None else self._copier.poll():

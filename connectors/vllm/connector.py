@@ -49,7 +49,7 @@ from kvladder.connectors.vllm.start import (
     check_roles,
     runs_layers,
 )
-from kvladder.connectors.vllm.step import RankDescription, Report, Step, carried, carry
+from kvladder.connectors.vllm.step import RankDescription, Report, StepMetadata, carried, carry
 from kvladder.connectors.vllm.worker import WorkerHalf
 from kvladder.errors import ConfigError
 from kvladder.notices import Notices
@@ -160,9 +160,9 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return get_kv_transfer_group() if has_kv_transfer_group() else self
 
     @property
-    def _step(self) -> Step:
+    def _step(self) -> StepMetadata:
         step = self._get_connector_metadata()
-        return step if isinstance(step, Step) else Step()
+        return step if isinstance(step, StepMetadata) else StepMetadata()
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         whole = self._whole._kv_transfer_config
@@ -191,7 +191,7 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_nothing
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        if isinstance(kv_connector_metadata, Step):
+        if isinstance(kv_connector_metadata, StepMetadata):
             self._copies.begin(kv_connector_metadata)
 
     @_nothing
@@ -290,7 +290,7 @@ class KVLadderConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         found[unknown.name] += num_external_tokens - found.total()  # before a window, or not begun
         return {CacheHitSource[name]: tokens for name, tokens in found.items() if tokens}
 
-    @_harmless(Step)
+    @_harmless(StepMetadata)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return self._decides.build(scheduler_output)
 

@@ -32,7 +32,7 @@ _SECTION: Final = "attention_chunk_size"
 
 
 @dataclass(frozen=True)
-class Group:
+class VllmGroup:
     """What the scheduler half knows of one group."""
 
     index: int
@@ -77,7 +77,7 @@ class Group:
 Wanted = Callable[[int], bool]
 
 
-class Groups(tuple[Group, ...]):
+class VllmGroups(tuple[VllmGroup, ...]):
     """All groups of one model."""
 
     @cached_property
@@ -90,16 +90,16 @@ class Groups(tuple[Group, ...]):
         return tokens // self.step * self.step
 
     @cached_property
-    def whole(self) -> list[Group]:
+    def whole(self) -> list[VllmGroup]:
         """The groups that keep every block of a prefix."""
         return [group for group in self if group.kind == "full"]
 
     @cached_property
-    def partial(self) -> list[Group]:
+    def partial(self) -> list[VllmGroup]:
         """The others: they read a part that depends on where the prefix ends."""
         return [group for group in self if group.kind != "full"]
 
-    def useful(self, group: Group, interval: int | None, ends: Sequence[int]) -> Wanted:
+    def useful(self, group: VllmGroup, interval: int | None, ends: Sequence[int]) -> Wanted:
         """Whether a block can be read by a later request; for groups that are not whole.
 
         Parameters
@@ -121,12 +121,12 @@ class Groups(tuple[Group, ...]):
         return wanted
 
     @cached_property
-    def main(self) -> Group:
+    def main(self) -> VllmGroup:
         """The one that stands for a prefix where one must: of full attention if there is any."""
         return next(iter(self.whole), self[0])
 
 
-def groups_of(kv_cache_config: Any, *, model: str) -> Groups:
+def groups_of(kv_cache_config: Any, *, model: str) -> VllmGroups:
     """Read vLLM's groups.
 
     Raises
@@ -136,7 +136,7 @@ def groups_of(kv_cache_config: Any, *, model: str) -> Groups:
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     hashed = getattr(kv_cache_config, "hash_block_size", None) or min(s.block_size for s in specs)
-    found: list[Group] = []
+    found: list[VllmGroup] = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         spec, kind = _kind(group, model)
         tokens: int = group.kv_cache_spec.block_size
@@ -150,8 +150,10 @@ def groups_of(kv_cache_config: Any, *, model: str) -> Groups:
             reach = getattr(spec, _SECTION)
         elif kind == "state":
             handed = spec.mamba_cache_mode == "align"
-        found.append(Group(index, kind, tokens, tokens // hashed, reach, handed, mark_of(index)))
-    return Groups(found)
+        found.append(
+            VllmGroup(index, kind, tokens, tokens // hashed, reach, handed, mark_of(index))
+        )
+    return VllmGroups(found)
 
 
 def marked(hashes: Sequence[bytes], mark: int) -> list[bytes]:
@@ -163,7 +165,7 @@ def marked(hashes: Sequence[bytes], mark: int) -> list[bytes]:
 
 @cache
 def mark_of(index: int) -> int:
-    """See ``Group.mark``."""
+    """See ``VllmGroup.mark``."""
     if not index:
         return 0
     return int.from_bytes(hashlib.sha256(f"kvladder group {index}".encode()).digest())

@@ -21,7 +21,7 @@ from kvladder.schema import Settings, convert, is_mapping, keys_of, nearest, sho
 WHERE = "kv_connector_extra_config"
 
 
-class Options(ExtraOptions, frozen=True, kw_only=True):
+class VllmOptions(ExtraOptions, frozen=True, kw_only=True):
     """The connector's own settings; all others are those of a stack."""
 
     load: Literal["async", "sync", "layers"] = "async"
@@ -37,7 +37,7 @@ class Options(ExtraOptions, frozen=True, kw_only=True):
     """Points of our priority that one step of vLLM's is worth; 0 leaves vLLM's out."""
 
 
-def parse(extra: Mapping[str, Any]) -> tuple[Options, StackConfig]:
+def parse(extra: Mapping[str, Any]) -> tuple[VllmOptions, StackConfig]:
     """Read and check everything.
 
     Raises
@@ -45,7 +45,7 @@ def parse(extra: Mapping[str, Any]) -> tuple[Options, StackConfig]:
     ConfigError
         A key is unknown (the nearest is named), a value is wrong, or there is no stack.
     """
-    options, config = parse_extra(extra, Options, WHERE)
+    options, config = parse_extra(extra, VllmOptions, WHERE)
     if config.events.publish is not None:
         hint = "vLLM publishes KV events itself: use --kv-events-config"
         raise ConfigError(config.events.publish, path="events.publish", hint=hint)

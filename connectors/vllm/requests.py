@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
-from kvladder.connectors.vllm.groups import Group, Groups
+from kvladder.connectors.vllm.groups import VllmGroup, VllmGroups
 from kvladder.connectors.vllm.identity.contents import Items
 from kvladder.connectors.vllm.identity.weights import Weights
 from kvladder.connectors.vllm.options import NO_POLICY, RequestPolicy
@@ -21,7 +21,7 @@ from kvladder.keys import BlockKey
 from kvladder.manager import Fetch
 from kvladder.notices import Notices
 from kvladder.policy.eviction import PRIORITY_MAX
-from kvladder.policy.worth import Saves
+from kvladder.policy.fetch_cost import AvoidedCompute
 from kvladder.schema import is_mapping
 
 ADAPTER_STEPS = 10
@@ -29,7 +29,7 @@ ADAPTER_STEPS = 10
 ROUNDS_MAX = 8
 """How often a prefix is shortened because a tier did not give what it was thought to have."""
 
-Keys = Callable[[Group, int, int], list[BlockKey]]
+Keys = Callable[[VllmGroup, int, int], list[BlockKey]]
 """Names of a request's blocks ``start <= n < end`` of a group."""
 
 
@@ -68,10 +68,10 @@ class Find:
 
     def __init__(
         self,
-        groups: Groups,
+        groups: VllmGroups,
         keys: Keys,
         *,
-        match: Callable[[Sequence[BlockKey], Saves], Fetch],
+        match: Callable[[Sequence[BlockKey], AvoidedCompute], Fetch],
         lookup: Callable[[Sequence[BlockKey]], int],
         own: int,
         limit: int,
@@ -145,18 +145,18 @@ class Find:
                 match = self._match(keys, self._saves(group, start, end))
                 self.held[group.index] = Held(start, len(keys), match)
 
-    def _saves(self, group: Group, start: int, end: int) -> Saves:
+    def _saves(self, group: VllmGroup, start: int, end: int) -> AvoidedCompute:
         """What need not be computed if these blocks come, the other groups' provided."""
         if group in self._groups.partial:
-            return Saves(self.end - self.own, whole=True, behind=self._behind)
-        return Saves((end - start) * group.tokens, behind=self._behind)
+            return AvoidedCompute(self.end - self.own, whole=True, behind=self._behind)
+        return AvoidedCompute((end - start) * group.tokens, behind=self._behind)
 
-    def _needed(self, group: Group) -> tuple[int, int]:
+    def _needed(self, group: VllmGroup) -> tuple[int, int]:
         """The blocks of a group, from ``own`` on, that a prefix up to ``end`` reads."""
         start = max(group.first(self.end), self.own // group.tokens)
         return start, self.end // group.tokens
 
-    def _shorten(self, group: Group) -> None:
+    def _shorten(self, group: VllmGroup) -> None:
         """Let the prefix end before the first block that it needs and that is not cached."""
         start, end = self._needed(group)
         if start < end and group.index not in self.held:
@@ -191,7 +191,7 @@ class RequestState:
     """What is known of one request."""
 
     request: Any
-    groups: Groups
+    groups: VllmGroups
     adapter: bytes | None = b""
     """Digest of its LoRA adapter as it is in memory, empty without one; None until it is known."""
     items: Items | None = None
@@ -269,7 +269,7 @@ class RequestState:
                 self.computes = True
                 self.offer_again()
 
-    def keys(self, group: Group, start: int, end: int) -> list[BlockKey]:
+    def keys(self, group: VllmGroup, start: int, end: int) -> list[BlockKey]:
         """Names of a group's blocks ``start <= n < end``, as far as vLLM has hashed them.
 
         vLLM's hash covers tokens, salt, what multimodal items are called, and of an adapter name
@@ -293,7 +293,7 @@ class RequestState:
                 yield keys
 
 
-def held_by_vllm(pool: Any, request: Any, group: Group, end: int) -> int:
+def held_by_vllm(pool: Any, request: Any, group: VllmGroup, end: int) -> int:
     """How many of a request's first ``end`` tokens are in vLLM's own prefix cache now, about."""
     find = getattr(pool, "get_cached_block", None)
     if find is None or group.hashes > 1 or group.kind != "full":

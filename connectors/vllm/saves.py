@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from kvladder.connectors.base import Connector
-from kvladder.connectors.vllm.groups import Group, Groups
+from kvladder.connectors.vllm.groups import VllmGroup, VllmGroups
 from kvladder.connectors.vllm.requests import RequestState
 from kvladder.gpu.copy.copier import JobId
 from kvladder.keys import BlockKey
@@ -18,7 +18,7 @@ from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX
 class Writes:
     """Collects them from one step to the next."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: VllmGroups) -> None:
         self._groups = groups
         self._given: list[int] = []
 
@@ -36,7 +36,7 @@ class Writes:
         return chain(given, written(self._groups, output))
 
 
-def written(groups: Groups, output: Any) -> Iterator[int]:
+def written(groups: VllmGroups, output: Any) -> Iterator[int]:
     """Blocks that a step may write to and no step before wrote to for the same request."""
     for new in output.scheduled_new_reqs:
         for group in groups:
@@ -91,7 +91,7 @@ class Saver:
 
     def __init__(
         self,
-        groups: Groups,
+        groups: VllmGroups,
         connector: Connector,
         *,
         default: bool,
@@ -153,7 +153,7 @@ class Saver:
     def _save(
         self,
         state: RequestState,
-        group: Group,
+        group: VllmGroup,
         first: int,
         keys: Sequence[BlockKey],
         blocks: Sequence[int],

@@ -16,7 +16,7 @@ from kvladder.connectors.vllm.groups import groups_of
 from kvladder.connectors.vllm.holds import Holds
 from kvladder.connectors.vllm.identity.contents import contents_of
 from kvladder.connectors.vllm.identity.weights import MODEL, Weights
-from kvladder.connectors.vllm.options import Options, Policies
+from kvladder.connectors.vllm.options import Policies, VllmOptions
 from kvladder.connectors.vllm.reports.events import KVEvents, enabled
 from kvladder.connectors.vllm.reports.log import say_ready
 from kvladder.connectors.vllm.requests import (
@@ -30,7 +30,7 @@ from kvladder.connectors.vllm.requests import (
 from kvladder.connectors.vllm.saves import Saver, Writes, copies_of, part_tails
 from kvladder.connectors.vllm.sessions import begin_in_session, end_in_session
 from kvladder.connectors.vllm.start import instance_of, layout_of, overwrites, runs_v2
-from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report, Step
+from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report, StepMetadata
 from kvladder.errors import ConfigError
 from kvladder.gpu.copy.copier import CopyJob, JobId
 from kvladder.keys import BlockKey
@@ -53,7 +53,7 @@ class SchedulerHalf:
         vllm_config: Any,
         kv_cache_config: Any,
         *,
-        options: Options,
+        options: VllmOptions,
         config: StackConfig,
         notices: Notices,
     ) -> None:
@@ -427,7 +427,7 @@ class SchedulerHalf:
 
     # ---- a step
 
-    def build(self, output: Any) -> Step:
+    def build(self, output: Any) -> StepMetadata:
         """What the workers have to do in the step that vLLM has just scheduled."""
         try:
             return self._build(output)
@@ -437,9 +437,9 @@ class SchedulerHalf:
                 self._lost.append(replace(self._loads[job.id], job=job))
             raise
 
-    def _build(self, output: Any) -> Step:
+    def _build(self, output: Any) -> StepMetadata:
         connector = self.connector
-        step = Step()
+        step = StepMetadata()
         if self.events is not None:
             self.events.watch(getattr(self._pool, "kv_event_queue", ()))
         writes = self._writes.take(output)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvladder.connectors.steps import StepConnector
-from kvladder.connectors.vllm.groups import Groups
+from kvladder.connectors.vllm.groups import VllmGroups
 from kvladder.connectors.vllm.options import REQUEST, Policies, RequestPolicy
 from kvladder.connectors.vllm.requests import RequestState
 from kvladder.errors import ConfigError
@@ -32,7 +32,7 @@ def begin_in_session(
     return policy
 
 
-def end_in_session(connector: StepConnector, groups: Groups, state: RequestState) -> None:
+def end_in_session(connector: StepConnector, groups: VllmGroups, state: RequestState) -> None:
     """Note the blocks of a request that is over in its session, and end that if it says so."""
     manager, name = connector.manager, state.policy.session
     if name is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from kvladder.connectors.naming import device_kind
-from kvladder.connectors.vllm.groups import Groups, groups_of, layer_specs
+from kvladder.connectors.vllm.groups import VllmGroups, groups_of, layer_specs
 from kvladder.connectors.vllm.identity.fingerprint import model_fields
 from kvladder.connectors.vllm.identity.weights import combined
 from kvladder.connectors.vllm.options import WHERE
@@ -228,7 +228,7 @@ def layout_of(
     ranks: Mapping[int, RankDescription],
     vllm_config: Any,
     kv_cache_config: Any,
-    groups: Groups,
+    groups: VllmGroups,
     *,
     fingerprint: str,
 ) -> tuple[Layout, tuple[tuple[int, ...], ...]]:

@@ -93,7 +93,7 @@ class Load:
 
 
 @dataclass
-class Step(KVConnectorMetadata):  # type: ignore[misc]
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """What the workers have to do in one step of the engine."""
 
     attach: Attach | None = None

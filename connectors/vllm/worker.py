@@ -16,11 +16,11 @@ from kvladder.connectors.vllm.groups import groups_of
 from kvladder.connectors.vllm.identity.adapters import Adapters
 from kvladder.connectors.vllm.identity.weights import Loaded
 from kvladder.connectors.vllm.start import group_pages, tensor_fields, this_node
-from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report, Seen, Step
+from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Report, Seen, StepMetadata
 from kvladder.errors import LayoutError
 from kvladder.gpu.copy.copier import Copier, CopyJob, Finished, JobId
 from kvladder.gpu.copy.cuda import copier_for, numa_node
-from kvladder.gpu.copy.pages import BlockPages, Part
+from kvladder.gpu.copy.pages import BlockPages, RankShare
 from kvladder.notices import Notices
 
 REST_S = 0.001
@@ -72,7 +72,7 @@ class WorkerHalf:
         self._again = 0
         """The first step in which they are looked at unless a reset asks for it."""
         self._pages: dict[int, BlockPages] = {}
-        self._pieces: dict[int, Part] = {}
+        self._pieces: dict[int, RankShare] = {}
         self._fields: dict[str, str] = {}
         self._replicas: int = getattr(kv_cache_config, "kv_tp_replicas", 1)
         self._arena: Arena | None = None
@@ -156,7 +156,7 @@ class WorkerHalf:
 
     # ---- in a step, in this order
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: StepMetadata) -> None:
         """Before the step writes to any block: end saves that still read it, look at the weights.
 
         An adapter that the scheduler half wants to know is brought into memory.
@@ -174,7 +174,7 @@ class WorkerHalf:
         known = step.weights[self._rank] if step.weights else self._seen.changes
         self._stale = self._blind > 0 or known != self._seen.changes
 
-    def _fence(self, step: Step) -> None:
+    def _fence(self, step: StepMetadata) -> None:
         """End saves before the step writes to their blocks; refuse those that it may have hit."""
         saves = [one for one in step.fence if one in self._saving]
         if not saves or self._copier is None:
@@ -188,7 +188,7 @@ class WorkerHalf:
             self._distrusted.update(saves)
             raise
 
-    def _look(self, step: Step) -> None:
+    def _look(self, step: StepMetadata) -> None:
         """See what the weights are where that is doubtful: here, or for the scheduler half."""
         models, seen = self._loaded_models, self._seen
         if models is None or (step.doubt <= seen.doubt and step.turn < self._again):
@@ -203,12 +203,12 @@ class WorkerHalf:
         doubt = max(step.doubt, seen.doubt)
         self._seen = Seen(seen.changes + changed, digest, doubt, step.turn)
 
-    def _look_at_adapters(self, step: Step) -> None:
+    def _look_at_adapters(self, step: StepMetadata) -> None:
         """See which adapters vLLM has by now; loads that were made with others are not trusted."""
         changed = self._adapters.look(step.turn)
         self._distrusted.update(i for i, number in self._owners.items() if number in changed)
 
-    def _fits(self, step: Step, job: CopyJob) -> bool:
+    def _fits(self, step: StepMetadata, job: CopyJob) -> bool:
         """Whether the adapter of a copy's request is the one that the copy's names are of."""
         number = step.owners.get(job.id)
         return number is None or step.adapters[number][self._rank] == self._adapters.changes(number)
@@ -229,7 +229,7 @@ class WorkerHalf:
         self._again = turn + self._blind
         return digest
 
-    def load(self, step: Step, *, by_layer: bool = False) -> None:
+    def load(self, step: StepMetadata, *, by_layer: bool = False) -> None:
         """Begin the step's loads; its forward pass runs after those that it reads.
 
         ``by_layer``: each of its layers says when it reads; see ``await_layer``.
@@ -267,7 +267,7 @@ class WorkerHalf:
         except RuntimeError:  # the device takes no orders: whether they came is to be known now
             copier.wait(loads)
 
-    def save(self, step: Step) -> None:
+    def save(self, step: StepMetadata) -> None:
         """After the forward pass: begin the step's saves, unless it computed on garbage.
 
         In a step without one, in which requests only wait, other threads get their turn: a loop
@@ -281,7 +281,7 @@ class WorkerHalf:
         elif step.idle:
             self._resting.wait(REST_S)
 
-    def _submit_all(self, step: Step, jobs: Sequence[CopyJob], *, go: bool) -> None:
+    def _submit_all(self, step: StepMetadata, jobs: Sequence[CopyJob], *, go: bool) -> None:
         """Begin jobs, or have them fail: all if ``go`` is false, else from one on that raises."""
         begun = 0
         try:
@@ -361,7 +361,7 @@ class WorkerHalf:
             self._loaded_models.close()
             self._loaded_models = None
 
-    def _submit(self, step: Step, job: CopyJob) -> None:
+    def _submit(self, step: StepMetadata, job: CopyJob) -> None:
         """Begin a job, unless this rank has no part in it: another has the same bytes, or all."""
         twin = job.direction == "offload" and self._rank % self._replicas
         if job.group not in self._pages or twin:
@@ -380,7 +380,7 @@ class WorkerHalf:
             assert attach is not None
             self._arena = Arena.attach(attach.arena)
             offsets = attach.offsets[self._rank]
-            self._pieces = {i: Part(pages, offsets[i]) for i, pages in self._pages.items()}
+            self._pieces = {i: RankShare(pages, offsets[i]) for i, pages in self._pages.items()}
             self._copier = self._make_copier(self._pieces, self._arena)
         return self._copier
 

@@ -47,7 +47,7 @@ from kvladder.errors import ConfigError
 from kvladder.gpu.copy.copier import Finished, JobId
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
-from kvladder.manager import POLL_S, CacheManager, PacedFetch, PacedSave, Save
+from kvladder.manager import POLL_S, BatchedFetch, BatchedSave, CacheManager, Save
 from kvladder.notices import Notices
 from kvladder.runtime import SystemClock
 
@@ -72,7 +72,7 @@ class Job:
     told: TransferJob
     rows: list[int]
     """Where in vLLM's CPU memory its blocks lie."""
-    paced: PacedFetch | PacedSave[Save]
+    paced: BatchedFetch | BatchedSave[Save]
     is_copying: bool = False
     ok: bool = True
     bytes: int = 0
@@ -154,7 +154,7 @@ class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
     def _begin(
         self,
         told: TransferJob,
-        paced: Callable[[Sequence[BlockKey]], PacedFetch | PacedSave[Save]],
+        paced: Callable[[Sequence[BlockKey]], BatchedFetch | BatchedSave[Save]],
     ) -> None:
         pairs = zip(map(block_key, told.keys), rows_of(told), strict=True)
         known = [(name, row) for name, row in pairs if name is not None]
@@ -185,7 +185,7 @@ class KVLadderTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _copy(self, job: Job) -> JobId | None:
         paced = job.paced
-        if isinstance(paced, PacedFetch):
+        if isinstance(paced, BatchedFetch):
             assert paced.fetch is not None
             rows = job.rows[paced.first : paced.first + paced.count]
             return self._connector.load(paced.fetch, rows)

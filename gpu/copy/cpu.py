@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvladder.arena import Arena
 from kvladder.gpu.copy.copier import CopyJob, Direction, ThreadedCopier, require_places
-from kvladder.gpu.copy.pages import Page, Part, Parts, by_group
+from kvladder.gpu.copy.pages import Page, Parts, RankShare, by_group
 
 Bytes = NDArray[np.uint8]
 
@@ -43,7 +43,9 @@ class CpuCopier(ThreadedCopier):
         super().__init__(name="kvladder-copy", now=now)
 
     def moved(self) -> None:
-        self._groups = {group: _Group(part, self._arena) for group, part in self._parts.items()}
+        self._groups = {
+            group: _ArrayGroup(part, self._arena) for group, part in self._parts.items()
+        }
 
     def block_bytes(self, group: int) -> int:
         return self._groups[group].pages.block_bytes
@@ -73,10 +75,10 @@ class CpuCopier(ThreadedCopier):
             yield names
 
 
-class _Group:
+class _ArrayGroup:
     """Blocks of one kind, as arrays to copy between."""
 
-    def __init__(self, part: Part, arena: Arena) -> None:
+    def __init__(self, part: RankShare, arena: Arena) -> None:
         self.pages = part.pages
         assert self.pages.device.type == "cpu"
         assert 0 <= part.offset <= arena.slot_bytes - self.pages.block_bytes

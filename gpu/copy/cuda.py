@@ -20,7 +20,7 @@ from kvladder.arena import Arena
 from kvladder.errors import LayoutError
 from kvladder.gpu.copy.copier import Copier
 from kvladder.gpu.copy.cpu import CpuCopier
-from kvladder.gpu.copy.device import Batch, Device, Event, Stream
+from kvladder.gpu.copy.device import CopyRuns, Device, Event, Stream
 from kvladder.gpu.copy.kernel import SMALL_BYTES, Mover, mover, table_of
 from kvladder.gpu.copy.pages import Page, Parts, by_group
 from kvladder.gpu.copy.streams import StreamCopier
@@ -133,7 +133,7 @@ class CudaDevice(Device):
     def pause(self, seconds: float) -> None:
         threading.Event().wait(seconds)
 
-    def copy(self, stream: Stream, batch: Batch) -> None:
+    def copy(self, stream: Stream, batch: CopyRuns) -> None:
         count = len(batch.sizes)
         if not count:
             return
@@ -150,7 +150,7 @@ class CudaDevice(Device):
                     run = ctypes.c_void_p(target), ctypes.c_void_p(source), ctypes.c_size_t(size)
                     self._check(self._driver.cuMemcpyAsync(*run, to))
 
-    def _in_one_call(self, call: _Call, batch: Batch, stream: int) -> None:
+    def _in_one_call(self, call: _Call, batch: CopyRuns, stream: int) -> None:
         arrays = [np.ascontiguousarray(array, np.uint64) for array in batch[:3]]
         attributes = _Attributes(order=ANY_TIME if batch.steady else IN_STREAM_ORDER)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
@@ -194,7 +194,7 @@ class CudaDevice(Device):
             return
         self._mover, self.small_bytes = move, SMALL_BYTES
 
-    def move(self, stream: Stream, batch: Batch) -> torch.Tensor:
+    def move(self, stream: Stream, batch: CopyRuns) -> torch.Tensor:
         assert self._mover is not None, "it was not prepared"
         table, unit = table_of(batch)
         table = table.pin_memory()

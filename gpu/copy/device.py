@@ -19,7 +19,7 @@ Event = Any
 Addresses = NDArray[np.uint64]
 
 
-class Batch(NamedTuple):
+class CopyRuns(NamedTuple):
     """Runs of bytes to copy, in no order among themselves: none overlaps another's target."""
 
     targets: Addresses
@@ -74,7 +74,7 @@ class Device(ABC):
         """Return after so long; other threads run meanwhile."""
 
     @abstractmethod
-    def copy(self, stream: Stream, batch: Batch) -> None:
+    def copy(self, stream: Stream, batch: CopyRuns) -> None:
         """Copy between device memory and host memory; the arrays may be reused on return.
 
         Host memory that is not registered makes this wait for the whole stream.
@@ -85,7 +85,7 @@ class Device(ABC):
         """Do what takes a while before ``move`` can be called. Any thread that is bound."""
 
     @abstractmethod
-    def move(self, stream: Stream, batch: Batch) -> torch.Tensor:
+    def move(self, stream: Stream, batch: CopyRuns) -> torch.Tensor:
         """Copy by one kernel, between device memory and host memory that is registered.
 
         Returns what tells the kernel of the runs: kept until the stream has read it.

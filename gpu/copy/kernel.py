@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from kvladder.gpu.copy.device import Batch
+from kvladder.gpu.copy.device import CopyRuns
 
 SMALL_BYTES: Final = 28 << 10
 """Up to so many bytes in a run, on the average, the kernel is taken."""
@@ -70,7 +70,7 @@ def mover() -> Mover | None:
     return move
 
 
-def table_of(batch: Batch) -> tuple[torch.Tensor, int]:
+def table_of(batch: CopyRuns) -> tuple[torch.Tensor, int]:
     """A batch as the kernel reads it, and the widest element that all its runs consist of."""
     table = np.stack([batch.targets, batch.sources, batch.sizes])
     bits = int(np.bitwise_or.reduce(table, axis=None)) | UNIT_MAX

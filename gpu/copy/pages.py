@@ -117,7 +117,7 @@ class BlockPages:
         return self._text
 
 
-class Part(NamedTuple):
+class RankShare(NamedTuple):
     """One rank's share of the blocks of one group."""
 
     pages: BlockPages
@@ -125,13 +125,13 @@ class Part(NamedTuple):
     """Where its bytes begin in a slot that holds such a block."""
 
 
-Parts = BlockPages | Mapping[int, Part]
+Parts = BlockPages | Mapping[int, RankShare]
 """By group; or the pages of the only one, 0, whose bytes begin where a slot does."""
 
 
-def by_group(parts: Parts) -> dict[int, Part]:
+def by_group(parts: Parts) -> dict[int, RankShare]:
     """The parts by group."""
-    return {0: Part(parts)} if isinstance(parts, BlockPages) else dict(parts)
+    return {0: RankShare(parts)} if isinstance(parts, BlockPages) else dict(parts)
 
 
 def common_element(elements: Iterable[tuple[str, int]]) -> tuple[str, int]:

@@ -19,8 +19,8 @@ from kvladder.gpu.copy.copier import (
     JobId,
     require_places,
 )
-from kvladder.gpu.copy.device import Addresses, Batch, Device, Event, Stream
-from kvladder.gpu.copy.pages import Page, Part, Parts, by_group
+from kvladder.gpu.copy.device import Addresses, CopyRuns, Device, Event, Stream
+from kvladder.gpu.copy.pages import Page, Parts, RankShare, by_group
 from kvladder.gpu.copy.ranges import ranged
 from kvladder.gpu.copy.registration import PIECE_BYTES, Registration, piece_slots
 
@@ -96,7 +96,7 @@ class StreamCopier(Copier):
 
     def moved(self) -> None:
         self._groups = {
-            group: _Group(part, self._arena, self._piece_slots)
+            group: _AddressGroup(part, self._arena, self._piece_slots)
             for group, part in self._parts.items()
         }
 
@@ -133,7 +133,7 @@ class StreamCopier(Copier):
         else:
             self._launched.append(launched)
 
-    def _launch(self, group: _Group, launched: _Launched) -> None:
+    def _launch(self, group: _AddressGroup, launched: _Launched) -> None:
         """Tell the device of a whole job: in one call, or by rows of staging memory."""
         job, stream = launched.job, self._streams[launched.job.direction]
         batch = group.whole(job)
@@ -152,33 +152,33 @@ class StreamCopier(Copier):
             else:
                 start += len(part.blocks)
 
-    def _launch_layers(self, group: _Group, launched: _Launched) -> None:
+    def _launch_layers(self, group: _AddressGroup, launched: _Launched) -> None:
         """Tell the device of a job layer by layer, and mark where each has come."""
         stream = self._streams[launched.job.direction]
         for names, batch in group.by_layer(launched.job, self._turn_bytes):
             self._copy(stream, batch, launched)
             launched.came.update(dict.fromkeys(names, self.device.mark(stream)))
 
-    def _small(self, job: CopyJob, batch: Batch) -> bool:
+    def _small(self, job: CopyJob, batch: CopyRuns) -> bool:
         """Whether a kernel moves a batch: small runs, between memory that it reaches."""
         most = self.device.small_bytes * len(batch.sizes)
         return bool(most) and batch.sizes.sum() <= most and self._registration.holds(job.slots)
 
-    def _copy(self, stream: Stream, batch: Batch, launched: _Launched) -> None:
+    def _copy(self, stream: Stream, batch: CopyRuns, launched: _Launched) -> None:
         """Tell the device of a batch in one call."""
         if self._small(launched.job, batch):
             launched.held.append(self.device.move(stream, batch))
         else:
             self.device.copy(stream, batch)
 
-    def _within_staging(self, job: CopyJob, start: int, group: _Group) -> CopyJob:
+    def _within_staging(self, job: CopyJob, start: int, group: _AddressGroup) -> CopyJob:
         """So much of a job from ``start`` on as fits in the staging memory, one block at least."""
         end = start + max(1, self._staging_bytes // group.part.pages.block_bytes)
         return CopyJob(
             job.id, job.direction, job.blocks[start:end], job.slots[start:end], job.group
         )
 
-    def _stage(self, group: _Group, job: CopyJob, launched: _Launched) -> None:
+    def _stage(self, group: _AddressGroup, job: CopyJob, launched: _Launched) -> None:
         """Gather the blocks' pages into rows, then copy rows to slots; or the other way round."""
         stream, out = self._streams[job.direction], job.direction == "offload"
         pages = group.part.pages
@@ -257,10 +257,10 @@ class StreamCopier(Copier):
         self._registration.close()
 
 
-class _Group:
+class _AddressGroup:
     """Where the blocks of one kind lie on both sides, as numbers to reckon with."""
 
-    def __init__(self, part: Part, arena: Arena, piece_slots: int) -> None:
+    def __init__(self, part: RankShare, arena: Arena, piece_slots: int) -> None:
         self.part = part
         self._piece_slots = piece_slots
         assert 0 <= part.offset <= arena.slot_bytes - part.pages.block_bytes
@@ -273,7 +273,7 @@ class _Group:
         ]
         """Whether neighbours are one run of bytes on both sides."""
 
-    def whole(self, job: CopyJob) -> Batch:
+    def whole(self, job: CopyJob) -> CopyRuns:
         """A job as runs of bytes, page by page; neighbours on both sides are one run if dense.
 
         No run is in two registered pieces of the arena: the device would refuse it.
@@ -289,7 +289,7 @@ class _Group:
         mine, theirs = self._pages.ends(blocks, self._at(slots))
         return _batch(job, mine.ravel(), theirs.ravel(), np.ascontiguousarray(sizes).ravel())
 
-    def by_layer(self, job: CopyJob, turn_bytes: int) -> Iterator[tuple[list[str], Batch]]:
+    def by_layer(self, job: CopyJob, turn_bytes: int) -> Iterator[tuple[list[str], CopyRuns]]:
         """The same layer by layer, several where all blocks of one are less than ``turn_bytes``.
 
         With each batch come the names of the layers that are whole after it.
@@ -307,7 +307,7 @@ class _Group:
                 yield names, _batch(job, *part)
                 first, told = end, 0
 
-    def rows(self, job: CopyJob, rows: torch.Tensor) -> Batch:
+    def rows(self, job: CopyJob, rows: torch.Tensor) -> CopyRuns:
         """The copies between rows of staging memory and the job's slots."""
         size = rows.stride(0)
         mine = np.uint64(rows.data_ptr()) + np.arange(len(rows), dtype=np.uint64) * np.uint64(size)
@@ -348,8 +348,8 @@ def _numbers(places: Sequence[int]) -> Addresses:
     return np.array(places, np.uint64)
 
 
-def _batch(job: CopyJob, mine: Addresses, theirs: Addresses, sizes: Addresses) -> Batch:
+def _batch(job: CopyJob, mine: Addresses, theirs: Addresses, sizes: Addresses) -> CopyRuns:
     """From the device to slots, or back; slots that are loaded from are claimed, and steady."""
     if job.direction == "offload":
-        return Batch(theirs, mine, sizes, steady=False)
-    return Batch(mine, theirs, sizes, steady=True)
+        return CopyRuns(theirs, mine, sizes, steady=False)
+    return CopyRuns(mine, theirs, sizes, steady=True)

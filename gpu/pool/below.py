@@ -28,7 +28,7 @@ class Victim(NamedTuple):
     """The cache salt of the request that it was made for."""
 
 
-class Known(NamedTuple):
+class BlockBelow(NamedTuple):
     """What the tiers know of a block that a pool does not know."""
 
     priority: int = PRIORITY_DEFAULT
@@ -79,7 +79,7 @@ class Below(Protocol):
         """
         ...
 
-    def known(self, keys: Sequence[BlockKey]) -> Sequence[Known]:
+    def known(self, keys: Sequence[BlockKey]) -> Sequence[BlockBelow]:
         """What is known of each of these, which were claimed and are new to the pool."""
         ...
 

@@ -9,7 +9,7 @@ from struct import iter_unpack
 from typing import NamedTuple
 
 from kvladder.errors import NotHeld, PoolError
-from kvladder.gpu.pool.below import Known
+from kvladder.gpu.pool.below import BlockBelow
 from kvladder.gpu.pool.events import StoredBlock
 from kvladder.gpu.pool.ledger import Ledger
 from kvladder.gpu.pool.moves import Moves
@@ -171,7 +171,7 @@ class Committer:
             above = node if index.chained else key
         return result, nodes, new
 
-    def know(self, content: Content, at: int, known: Known) -> NodeId:
+    def know(self, content: Content, at: int, known: BlockBelow) -> NodeId:
         """Enter the block at position ``at``, which only a tier holds, behind a known one."""
         index = self._ledger.index
         parent = content.keys[at - 1] if at else content.parent

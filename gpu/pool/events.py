@@ -41,7 +41,7 @@ class StoredBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class PoolStored:
     """Consecutive blocks of a prefix are in the index from now on."""
 
     id: int
@@ -56,7 +56,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
+class PoolRemoved:
     """A block is neither on the device nor in a tier any more."""
 
     id: int
@@ -77,7 +77,7 @@ class Updated:
 
 
 @dataclass(frozen=True, slots=True)
-class Overflow:
+class PoolOverflow:
     """``lost`` events did not fit into the buffer: take a snapshot and go on from there."""
 
     id: int
@@ -85,7 +85,10 @@ class Overflow:
     lost: int
 
 
-PoolEvent = Created | Stored | Removed | Updated | Overflow
+Stored, Removed, Overflow = PoolStored, PoolRemoved, PoolOverflow
+"""The names of these events until version 0.2."""
+
+PoolEvent = Created | PoolStored | PoolRemoved | Updated | PoolOverflow
 
 
 class PoolEvents:
@@ -128,7 +131,7 @@ class PoolEvents:
 
     def take(self) -> list[PoolEvent]:
         """Everything collected since the last call, oldest first; an Overflow comes first."""
-        taken: list[PoolEvent] = [Overflow(self._lost_id, self._lost)] if self._lost else []
+        taken: list[PoolEvent] = [PoolOverflow(self._lost_id, self._lost)] if self._lost else []
         taken.extend(self._events)
         self._events.clear()
         self._lost = 0
@@ -160,12 +163,12 @@ class Reports:
             place = self._group, BELOW if below else self._level
             above = None if parent == root.key else parent
             made = tuple(blocks)
-            self._add(lambda n: Stored(n, *place, above, made, root.salt, root.lora))
+            self._add(lambda n: PoolStored(n, *place, above, made, root.salt, root.lora))
 
     def removed(self, keys: Sequence[BlockKey], why: Why) -> None:
         """Collect one Removed per key."""
         for key in keys if self.enabled else ():
-            self._add(partial(Removed, group=self._group, key=key, why=why))
+            self._add(partial(PoolRemoved, group=self._group, key=key, why=why))
 
     def moved(self, key: BlockKey, *, off: bool) -> None:
         """Collect an Updated: a block that a tier has went ``off`` the device, or comes to it."""

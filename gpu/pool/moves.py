@@ -7,7 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 from kvladder.errors import NotHeld
-from kvladder.gpu.pool.below import Below, Known, Victim
+from kvladder.gpu.pool.below import Below, BlockBelow, Victim
 from kvladder.gpu.pool.events import Why
 from kvladder.gpu.pool.ledger import Ledger
 from kvladder.gpu.tree.columns import gather
@@ -136,7 +136,7 @@ class Moves:
         """How many leading ``keys`` a tier holds; they stay until further notice."""
         return self.below.claim(keys, salt) if self.below is not None and keys else 0
 
-    def known(self, keys: Sequence[BlockKey]) -> Sequence[Known]:
+    def known(self, keys: Sequence[BlockKey]) -> Sequence[BlockBelow]:
         """What the tiers know of these, which they hold and the pool does not know."""
         return self.below.known(keys) if self.below is not None and keys else []
 

@@ -8,13 +8,13 @@ from typing import Any
 from kvladder.errors import NotHeld, PoolError
 from kvladder.gpu.pool.below import Below
 from kvladder.gpu.pool.commit import Committer, Content, token_ids
-from kvladder.gpu.pool.events import BELOW, PoolEvents, Reports, Stored, StoredBlock
+from kvladder.gpu.pool.events import BELOW, PoolEvents, PoolStored, Reports, StoredBlock
 from kvladder.gpu.pool.ledger import Ledger
 from kvladder.gpu.pool.ledger import Partial as Partial
 from kvladder.gpu.pool.ledger import PoolSettings as PoolSettings
 from kvladder.gpu.pool.moves import Moves
 from kvladder.gpu.pool.retain import Retain, Retainer
-from kvladder.gpu.pool.serving import Match, Serving
+from kvladder.gpu.pool.serving import PoolMatch, Serving
 from kvladder.gpu.tree.columns import gather
 from kvladder.gpu.tree.names import NO_NODE, NO_SLOT, DeviceSlot, NodeId, Root, Ticket
 from kvladder.keys import KEY_BYTES, BlockKey
@@ -270,7 +270,7 @@ class BlockPool:
         if self._moves.arriving:
             keys = keys[: len(self.match(keys))]
         nodes = self._ledger.index.match(keys)
-        self.serving.settle(self.serving.hold(Match(nodes), len(nodes)))
+        self.serving.settle(self.serving.hold(PoolMatch(nodes), len(nodes)))
         return gather(self._ledger.nodes.slot, nodes)
 
     def commit(
@@ -356,20 +356,20 @@ class BlockPool:
         index = self._ledger.index
         return [index.key_of(node) for node in index.colder]
 
-    def snapshot(self) -> list[Stored]:
+    def snapshot(self) -> list[PoolStored]:
         """The index as it is now, as events that make it from nothing, numbered like the last one.
 
         Parents come before their children. Tokens are empty where they are not kept.
         """
         index, rows, settings = self._ledger.index, self._ledger.nodes, self.settings
-        made: list[Stored] = []
+        made: list[PoolStored] = []
         for parent, root, siblings in index.families():
             for node in siblings:
                 on_device = rows.slot[node] != NO_SLOT
                 tokens, extra = token_ids(rows.tokens[node]), index.extras.get(node, ())
                 block = StoredBlock(index.key_of(node), tokens, rows.priority[node], extra)
                 made.append(
-                    Stored(
+                    PoolStored(
                         self.events.last_id,
                         settings.group,
                         settings.level if on_device else BELOW,

@@ -26,7 +26,7 @@ from kvladder.keys import BlockKey
 HITS_MAX = 255
 
 
-class Part(NamedTuple):
+class PartialBlock(NamedTuple):
     """A cached block of which a prompt shares the first ``tokens`` tokens."""
 
     node: NodeId
@@ -35,13 +35,13 @@ class Part(NamedTuple):
     """Whether the prompt writes on in its slot, instead of in a copy."""
 
 
-class Match(NamedTuple):
+class PoolMatch(NamedTuple):
     """Blocks that a request found cached. Those that only tiers hold are claimed there."""
 
     nodes: Sequence[NodeId] = ()
     claimed: Sequence[NodeId] = ()
     """Those of ``nodes`` that are not on the device, in order, and then the part if it is not."""
-    part: Part | None = None
+    part: PartialBlock | None = None
     """Of the block behind them."""
     first: int = 0
     """Blocks before those that matched, which the request does not need."""
@@ -52,10 +52,10 @@ class Match(NamedTuple):
         return (self.first + len(self.nodes)) * block_tokens + part
 
 
-class Hold(NamedTuple):
+class Reservation(NamedTuple):
     """What a request is about to get: held and chosen, but nothing evicted yet."""
 
-    match: Match
+    match: PoolMatch
     kept: list[NodeId]
     """What of it is on the device, and now held."""
     idle: Sequence[NodeId]
@@ -80,7 +80,7 @@ class BlockCopy(NamedTuple):
     """A copy that has to land first, since it brings the source."""
 
 
-class Served(NamedTuple):
+class ServedPrompt(NamedTuple):
     """What a prompt got."""
 
     table: list[DeviceSlot]
@@ -115,15 +115,15 @@ class Serving:
 
     # ---- find
 
-    def match(self, keys: Sequence[BlockKey]) -> Match:
+    def match(self, keys: Sequence[BlockKey]) -> PoolMatch:
         """The longest leading run of ``keys`` that is on the device, or on its way there."""
-        return Match(self._ledger.index.match(keys))
+        return PoolMatch(self._ledger.index.match(keys))
 
-    def slots(self, match: Match) -> list[DeviceSlot]:
+    def slots(self, match: PoolMatch) -> list[DeviceSlot]:
         """Where its blocks are on the device."""
         return gather(self._ledger.nodes.slot, match.nodes)
 
-    def reach(self, content: Content, first: int = 0) -> Match:
+    def reach(self, content: Content, first: int = 0) -> PoolMatch:
         """The longest prefix of the content's blocks that is on the device or in a tier.
 
         ``content`` may have tokens and extras of the block behind its keys; that one is matched in
@@ -146,16 +146,16 @@ class Serving:
         part = self._part(content, len(nodes)) if self._partial != "off" else None
         if part is not None and slot[part.node] == NO_SLOT:
             claimed.append(part.node)
-        return Match(nodes, claimed, part, first)
+        return PoolMatch(nodes, claimed, part, first)
 
-    def _part(self, content: Content, blocks: int) -> Part | None:
+    def _part(self, content: Content, blocks: int) -> PartialBlock | None:
         """The block that shares most of what follows the first ``blocks``, if it can be claimed."""
         best = self._nearest(content, blocks)
         if best is None or self._ledger.nodes.slot[best.node] != NO_SLOT:
             return best
         return best if self._moves.claim([self._ledger.index.key_of(best.node)]) else None
 
-    def _nearest(self, content: Content, blocks: int) -> Part | None:
+    def _nearest(self, content: Content, blocks: int) -> PartialBlock | None:
         """The known block that shares most of what follows the first ``blocks`` and can be used."""
         index, size = self._ledger.index, self._ledger.settings.block_tokens
         begin, tokens = blocks * size, content.limit(blocks, size)
@@ -164,12 +164,12 @@ class Serving:
         above = index.above(parent, content.root, create=False)
         if above is None or not query:
             return None
-        best: Part | None = None
+        best: PartialBlock | None = None
         for node, shared, tokens in index.partial(above, query):
             if best is not None and shared <= best.tokens:
                 break
             if tokens > (0 if best is None else best.tokens) and self._usable(node):
-                best = Part(node, tokens, self._partial == "take")
+                best = PartialBlock(node, tokens, self._partial == "take")
         return best
 
     def followed(self, parents: Sequence[BlockKey], root: Root) -> list[bool]:
@@ -203,7 +203,7 @@ class Serving:
                 return True
         return False
 
-    def forgo(self, match: Match) -> None:
+    def forgo(self, match: PoolMatch) -> None:
         """Nothing will come of this match."""
         self._moves.disclaim(match.claimed)
 
@@ -214,7 +214,7 @@ class Serving:
         available = self._ledger.available - len(self._ledger.idle(kept))
         return fresh <= available + len(self._moves.leaving.difference(kept))
 
-    def fitting(self, match: Match, blocks: int) -> Match:
+    def fitting(self, match: PoolMatch, blocks: int) -> PoolMatch:
         """What of it there is room for: a part that is copied takes a slot beside its source.
 
         Where there is none the source is taken over, or what the prompt shares with it is not used.
@@ -228,7 +228,7 @@ class Serving:
         takeable = self._takeable(part.node)
         return match._replace(part=part._replace(taken=True) if takeable else None)
 
-    def hold(self, match: Match, blocks: int) -> Hold:
+    def hold(self, match: PoolMatch, blocks: int) -> Reservation:
         """Hold what a match found, and choose who gives way to the others of so many ``blocks``.
 
         The match is one for which ``fitting`` found room. Nothing is evicted before ``settle``.
@@ -258,7 +258,7 @@ class Serving:
         ledger.retain(gather(slot, kept))
         short = max(0, fresh - len(ledger.free) - leaving)
         victims = ledger.order.select(short) if short else []
-        hold = Hold(match, kept, idle, stamps, victims, fresh)
+        hold = Reservation(match, kept, idle, stamps, victims, fresh)
         if len(victims) < short:  # something that is held keeps others from being leaves
             self.cancel(hold)
             raise ledger.lacking(fresh, fresh - short + len(victims), gather(slot, kept))
@@ -291,7 +291,7 @@ class Serving:
         ledger.stats.allocated += fresh
         return ledger.take(fresh)
 
-    def cancel(self, hold: Hold) -> None:
+    def cancel(self, hold: Reservation) -> None:
         """Undo ``hold``: every block is where it was in the order, and the match is forgone."""
         ledger = self._ledger
         ledger.order.unselect(hold.victims)
@@ -300,7 +300,7 @@ class Serving:
         ledger.order.restore(hold.idle, hold.stamps)
         self.forgo(hold.match)
 
-    def settle(self, hold: Hold) -> list[DeviceSlot]:
+    def settle(self, hold: Reservation) -> list[DeviceSlot]:
         """Evict whom ``hold`` chose and hand the fresh slots out, one reference each.
 
         The caller owns a reference to each block that was held.
@@ -322,7 +322,7 @@ class Serving:
         self._ledger.stats.allocated += hold.fresh
         return self._ledger.take(hold.fresh) if hold.fresh else []
 
-    def undo(self, hold: Hold, slots: Sequence[DeviceSlot]) -> None:
+    def undo(self, hold: Reservation, slots: Sequence[DeviceSlot]) -> None:
         """Give back what ``settle`` gave, which was not used: the match is forgone."""
         self._ledger.stats.allocated -= hold.fresh
         self._ledger.release(slots)
@@ -333,11 +333,11 @@ class Serving:
 
     def place(
         self,
-        match: Match,
+        match: PoolMatch,
         slots: Sequence[DeviceSlot],
         blocks: int,
         wanted: Callable[[int, int], Sequence[Retain | None] | None],
-    ) -> Served:
+    ) -> ServedPrompt:
         """Bring or copy what has to be for a prompt of so many ``blocks``, which got ``slots``.
 
         ``wanted`` is what it asks for its blocks from one number to another.
@@ -373,7 +373,7 @@ class Serving:
             len(match.nodes), blocks - stored, len(claimed), match.part.tokens if match.part else 0
         )
         self._ledger.stats.served(stats)
-        return Served(
+        return ServedPrompt(
             [NO_SLOT] * match.first + table,
             copies,
             stored,
@@ -459,8 +459,8 @@ class Serving:
 
 
 def reserve(
-    pools: Sequence[Serving], matches: Sequence[Match], blocks: Sequence[int]
-) -> list[tuple[Match, list[DeviceSlot]]]:
+    pools: Sequence[Serving], matches: Sequence[PoolMatch], blocks: Sequence[int]
+) -> list[tuple[PoolMatch, list[DeviceSlot]]]:
     """Reserve so many blocks in every pool, then evict in every pool; or nothing in any.
 
     What to use of each match, and the fresh slots.
@@ -470,7 +470,7 @@ def reserve(
     OutOfBlocks, BlocksBusy
         See ``Serving``; nothing is held, and every match was forgone.
     """
-    holds: list[Hold] = []
+    holds: list[Reservation] = []
     slots: list[list[DeviceSlot]] = []
     try:
         holds.extend(map(Serving.hold, pools, matches, blocks))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from math import lcm
 
 from kvladder.errors import PoolError
-from kvladder.gpu.pool.serving import Match, Serving, reserve
+from kvladder.gpu.pool.serving import PoolMatch, Serving, reserve
 from kvladder.gpu.requests.groups import Group, served_by_all
 from kvladder.gpu.requests.sequence import BlockCopy, Extra, KVSequence, Sequences
 from kvladder.gpu.tree.names import DeviceSlot
@@ -89,7 +89,7 @@ class Request:
         return any(part.lost for part in self.parts)
 
 
-class Kept:
+class CachedPrefix:
     """What one group has cached of a prompt, whose first ``limit`` tokens may be served."""
 
     def __init__(self, group: Group, pool: Serving, part: KVSequence, limit: int) -> None:
@@ -111,12 +111,12 @@ class Kept:
             self._shared[block] = self._pool.shares(self._part.content(block, block, end))
         return self._shared[block]
 
-    def reach(self, end: int) -> Match:
+    def reach(self, end: int) -> PoolMatch:
         """What serves so many tokens, which must be given to ``hold`` or ``forgo``."""
         first, last = self.group.first(end), end // self.group.block_tokens
         return self._pool.reach(self._part.content(first, last, end), first)
 
-    def lacks(self, match: Match, end: int) -> None:
+    def lacks(self, match: PoolMatch, end: int) -> None:
         """A tier that had what serves so many tokens gave no more than this."""
         block = match.first + len(match.nodes)
         if block < end // self.group.block_tokens:
@@ -234,7 +234,7 @@ class Requests:
 
     def _find(
         self, parts: Sequence[KVSequence], limit: int, more: int
-    ) -> tuple[list[Match], list[int]]:
+    ) -> tuple[list[PoolMatch], list[int]]:
         """The longest prefix that all groups can serve, and have room for as far as it is copied.
 
         What only tiers hold is claimed. And by group, how many blocks there are for it and so many
@@ -260,15 +260,15 @@ class Requests:
                 pool.forgo(match)
             limit = min(ends)
 
-    def _reach(self, part: KVSequence, limit: int) -> Match:
+    def _reach(self, part: KVSequence, limit: int) -> PoolMatch:
         """The longest prefix of a single group that reads all tokens."""
         return self._pools[0].reach(part.content(0, limit // part.block_tokens, limit))
 
-    def _match(self, parts: Sequence[KVSequence], limit: int) -> list[Match]:
+    def _match(self, parts: Sequence[KVSequence], limit: int) -> list[PoolMatch]:
         """The longest prefix that all groups can serve; what only tiers hold is claimed."""
         end = limit // self._grain * self._grain
         kept = [
-            Kept(group, pool, part, end)
+            CachedPrefix(group, pool, part, end)
             for group, pool, part in zip(self.groups, self._pools, parts, strict=True)
         ]
         while True:
@@ -277,7 +277,7 @@ class Requests:
             end = served_by_all(self.groups, holes, shared, most, self._grain)
             if self.lacking:
                 self._blame(kept, most, end)
-            found: list[Match] = []
+            found: list[PoolMatch] = []
             for one in kept:
                 found.append(one.reach(end))
                 if found[-1].tokens(one.group.block_tokens) < end:
@@ -302,7 +302,7 @@ class Requests:
         """Count what pools lack from now on."""
         self.lacking = [0] * len(self.groups)
 
-    def _blame(self, kept: Sequence[Kept], most: int, end: int) -> None:
+    def _blame(self, kept: Sequence[CachedPrefix], most: int, end: int) -> None:
         """Count what is not served since one group alone lacks it."""
         for at in range(len(kept)):
             others = [one for number, one in enumerate(kept) if number != at]
@@ -359,7 +359,7 @@ class Requests:
         if len(growths) == 1:
             slots = [self.sequences[0].pool.allocate(growths[0].fresh)]
         else:
-            nothing, fresh = [Match()] * len(growths), [growth.fresh for growth in growths]
+            nothing, fresh = [PoolMatch()] * len(growths), [growth.fresh for growth in growths]
             slots = [given for _, given in reserve(self._pools, nothing, fresh)]
         for part, growth, given in zip(request.parts, growths, slots, strict=True):
             part.grow(growth, given)

@@ -14,7 +14,7 @@ from kvladder.gpu.pool.commit import Content
 from kvladder.gpu.pool.pool import BlockPool
 from kvladder.gpu.pool.retain import Retain
 from kvladder.gpu.pool.serving import BlockCopy as BlockCopy
-from kvladder.gpu.pool.serving import Match
+from kvladder.gpu.pool.serving import PoolMatch
 from kvladder.gpu.pool.stats import RequestStats
 from kvladder.gpu.tree.names import NO_SLOT, DeviceSlot, Root, Ticket
 from kvladder.gpu.tree.names import Extra as Extra
@@ -282,7 +282,7 @@ class KVSequence:
         """Whether each of its first ``blocks`` is on the device or in a tier."""
         return self._pool.present(self.keys[:blocks])
 
-    def fill(self, match: Match, slots: Sequence[DeviceSlot]) -> None:
+    def fill(self, match: PoolMatch, slots: Sequence[DeviceSlot]) -> None:
         """Begin with what was reserved for a match."""
         blocks = -(-len(self.tokens) // self.block_tokens)
         served = self._serving.place(match, slots, blocks, partial(self._wanted, cached=True))
@@ -291,7 +291,7 @@ class KVSequence:
         self.first = self.stored - self.stats.reused
         self.wait(self._of.arriving(self))
 
-    def restore(self, match: Match, given: Sequence[DeviceSlot]) -> None:
+    def restore(self, match: PoolMatch, given: Sequence[DeviceSlot]) -> None:
         """Have other slots from now on: some that still hold its blocks, the rest to be filled."""
         here = self._serving.slots(match)
         self.table = [NO_SLOT] * self.first + [*here, *given]

@@ -93,7 +93,7 @@ def pool_bytes(
 
 
 @dataclass(frozen=True)
-class Share:
+class PoolShare:
     """What one group gets of the memory."""
 
     group: Group
@@ -115,7 +115,7 @@ class Division:
     memory: int
     context: int
     step: int
-    shares: tuple[Share, ...]
+    shares: tuple[PoolShare, ...]
     explicit: bool
     region_bytes: int = 0
     """Memory goes from one pool to another in regions of so many bytes; 0: it stays."""
@@ -127,7 +127,7 @@ class Division:
         """Sequences of ``context`` tokens that fit at the same time."""
         return min(share.blocks // share.needed for share in self.shares)
 
-    def places(self, share: Share) -> int:
+    def places(self, share: PoolShare) -> int:
         """Slots that a pool may ever have: those in regions of others included."""
         return self.regions * self.region_bytes // share.block_bytes or share.blocks
 
@@ -214,7 +214,7 @@ def divide(
         context,
         step,
         tuple(
-            Share(group, size, held, count)
+            PoolShare(group, size, held, count)
             for (group, size), held, count in zip(groups, need, blocks, strict=True)
         ),
         explicit=bool(shares),

@@ -51,7 +51,7 @@ class Place(NamedTuple):
     dtype: str
 
 
-class Pool(NamedTuple):
+class PlannedPool(NamedTuple):
     """What one block pool holds."""
 
     group: Group
@@ -112,7 +112,7 @@ class CachePlan:
         self.phase: Phase = "collect"
         self.pooled: list[tuple[str, ...]] = []
         """Names of what is managed together: paged KV of one shape of a head, or equal states."""
-        self.pools: list[Pool] = []
+        self.pools: list[PlannedPool] = []
         self.alone: list[Alone] = []
         self.division: Division | None = None
         self.sequences = 0
@@ -288,7 +288,7 @@ class CachePlan:
             end += prod(shape) * ITEM_BYTES[dtype]
         align = ITEM_BYTES[ordered[0][2]]
         size = -(-end // align) * align
-        self.pools.append(Pool(group, size, tuple(members), tuple(places)))
+        self.pools.append(PlannedPool(group, size, tuple(members), tuple(places)))
 
     @property
     def pairs(self) -> list[tuple[Group, int]]:

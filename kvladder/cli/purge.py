@@ -18,7 +18,7 @@ from kvladder.keys import KEY_BYTES, Namespace, salt_digest
 from kvladder.layout import PAGE_BYTES, Layout
 from kvladder.runtime import Runtime, SystemClock
 from kvladder.schema import is_text, within
-from kvladder.tiers.base import TierContext
+from kvladder.tiers.context import TierContext
 from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.purge import purge_files
 from kvladder.tiers.files.tier import FilesOptions

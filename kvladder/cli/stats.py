@@ -14,7 +14,7 @@ from kvladder.cli.output import say
 from kvladder.config.stack import load_config
 from kvladder.control.sockets import WHERE, NobodyThere, ask, sockets
 from kvladder.errors import ConfigError
-from kvladder.tiers.ladder.gate import BREAKER_STATES
+from kvladder.tiers.ladder.breaker import BREAKER_STATES
 
 WATCH_S_MAX: Final = 86400
 COLUMNS: Final = (

@@ -25,7 +25,7 @@ from kvladder.policy.tenants import Limits
 from kvladder.schema import HOST, Address, Settings, cleared
 from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.base import ChecksumCodec, Codec, Stage
-from kvladder.tiers.codecs.edge import scratch_blocks
+from kvladder.tiers.codecs.pipeline import scratch_blocks
 from kvladder.tiers.isolated.tier import IsolatedTier
 from kvladder.tiers.label import STEPS_MAX
 from kvladder.tiers.nixl.roster import NAME, require_url

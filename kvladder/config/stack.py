@@ -47,7 +47,7 @@ from kvladder.schema import (
 from kvladder.units import Share, Size
 
 
-class Row(NamedTuple):
+class SettingRow(NamedTuple):
     """One setting."""
 
     path: str
@@ -65,12 +65,12 @@ def rows(
     source: Source,
     means: Mapping[str, str],
     slots: int | None,
-) -> list[Row]:
+) -> list[SettingRow]:
     """Every setting in ``settings``, which stands at ``path``.
 
     ``means`` tells what some come to, ``slots`` is the number that shares are taken of.
     """
-    found: list[Row] = []
+    found: list[SettingRow] = []
     for field in msgspec.structs.fields(settings):
         value: object = getattr(settings, field.name)
         where = join(path, field.encode_name)
@@ -82,7 +82,7 @@ def rows(
         meaning = means.get(where, "")
         if isinstance(value, Share) and slots is not None:
             meaning = f"{value.of(slots)} blocks"
-        found.append(Row(where, text(where, value), meaning, who(where, source)))
+        found.append(SettingRow(where, text(where, value), meaning, who(where, source)))
     return found
 
 
@@ -109,7 +109,7 @@ def who(path: str, source: Source) -> str:
     return f"{origin}: {variable}" if variable else origin
 
 
-def table(title: str, lines: Iterable[Row]) -> list[str]:
+def table(title: str, lines: Iterable[SettingRow]) -> list[str]:
     """Rows as aligned text below a title; of a path only the last part is shown."""
     cells = [(line.path, line.value, line.means, line.origin) for line in lines]
     widths = [max((len(row[i]) for row in cells), default=0) for i in range(3)]
@@ -244,7 +244,7 @@ class StackConfig(Sections, frozen=True, kw_only=True):
     def _wrong(self, path: str, message: str, hint: str) -> ConfigError:
         return self.source.explain(ConfigError(message, path=path, hint=hint))
 
-    def rows(self, layout: Layout | None = None) -> list[Row]:
+    def rows(self, layout: Layout | None = None) -> list[SettingRow]:
         """Every setting with its value and who set it, in the order of the file."""
         slots = None if layout is None else self.arena_slots(layout)
         means = {} if layout is None else self._means(layout)
@@ -254,12 +254,12 @@ class StackConfig(Sections, frozen=True, kw_only=True):
         told = [one for one in keys_of(Sections) if one not in silent or one in self.source.raw]
         sections = [(name, getattr(self, name)) for name in told]
         tiers = [] if alone else [(f"tiers[{i}]", tier) for i, tier in enumerate(self.tiers)]
-        found: list[Row] = []
+        found: list[SettingRow] = []
         for path, settings in [*sections, *tiers]:
             found += rows(settings, path, self.source, means, slots)
             if settings is self.host:
                 where, size = f"{path}.capacity", text("", self.arena.size_bytes)
-                found.append(Row(where, size, means.get("arena.size", ""), "arena.size"))
+                found.append(SettingRow(where, size, means.get("arena.size", ""), "arena.size"))
         return found
 
     def _means(self, layout: Layout) -> dict[str, str]:

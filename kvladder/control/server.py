@@ -35,21 +35,21 @@ ACCEPTING_TURNS: Final = 5
 """Of the loop, until whoever was accepted is served: asyncio takes three."""
 
 
-class Request(
+class ControlRequest(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="command"
 ):
     """Base of what a client may ask for."""
 
 
-class StatsRequest(Request, frozen=True, kw_only=True, tag="stats"):
+class StatsRequest(ControlRequest, frozen=True, kw_only=True, tag="stats"):
     """What ``CacheManager.stats`` returns."""
 
 
-class DescribeRequest(Request, frozen=True, kw_only=True, tag="describe"):
+class DescribeRequest(ControlRequest, frozen=True, kw_only=True, tag="describe"):
     """What ``CacheManager.describe`` returns: no secrets."""
 
 
-class PurgeRequest(Request, frozen=True, kw_only=True, tag="purge"):
+class PurgeRequest(ControlRequest, frozen=True, kw_only=True, tag="purge"):
     """Remove blocks everywhere; answered when that is done, or after ``wait_s``."""
 
     salt: Annotated[str, msgspec.Meta(min_length=1)] | None = None

@@ -19,9 +19,9 @@ from kvladder.device.rebalance import Rebalance
 from kvladder.device.room import Room
 from kvladder.errors import ConfigError, LayoutError, PlanError
 from kvladder.gpu.copy.cuda import copier_for, numa_node
-from kvladder.gpu.copy.pages import BlockPages, Part, common_element
+from kvladder.gpu.copy.pages import BlockPages, RankShare, common_element
 from kvladder.gpu.copy.ranges import ranged
-from kvladder.gpu.pool.events import PoolEvent, PoolEvents, Stored
+from kvladder.gpu.pool.events import PoolEvent, PoolEvents, PoolStored
 from kvladder.gpu.pool.pool import BlockPool, Partial, PoolSettings
 from kvladder.gpu.requests.groups import Group
 from kvladder.gpu.requests.requests import Request, Requests
@@ -160,7 +160,7 @@ class DeviceCache:
         """What happened to which block since the last call, oldest first."""
         return self._events.take()
 
-    def snapshot(self) -> list[Stored]:
+    def snapshot(self) -> list[PoolStored]:
         """The indexes of all pools as events that make them from nothing."""
         return [event for pool in self.pools for event in pool.snapshot()]
 
@@ -389,13 +389,13 @@ def open_pools(
     if len(set(names)) < len(names):
         hint = "each with a name of its own, which is part of its blocks' keys"
         raise PlanError(f"groups {names}", hint=hint)
-    parts: dict[int, Part] = {}
+    parts: dict[int, RankShare] = {}
     for at, (share, held) in enumerate(zip(division.shares, tensors, strict=True)):
         pages = BlockPages.of(held, blocks=division.places(share))
         if pages.block_bytes > share.block_bytes:
             what = f"{share.group.name}: a block takes {pages.block_bytes} bytes in the tensors"
             raise LayoutError(what, hint=f"the group says {share.block_bytes}")
-        parts[at] = Part(pages)
+        parts[at] = RankShare(pages)
     widest = max(share.block_bytes for share in division.shares)
     element = common_element(part.pages.element for part in parts.values())
     kinds: tuple[Kind, ...] = tuple(share.group.kind for share in division.shares)

@@ -12,17 +12,17 @@ from typing import NamedTuple
 
 from kvladder.arena import Slot
 from kvladder.gpu.copy.copier import Copier, CopyJob, Direction, Finished, JobId
-from kvladder.gpu.pool.below import Known, Taken, Victim
+from kvladder.gpu.pool.below import BlockBelow, Taken, Victim
 from kvladder.gpu.pool.pool import BlockPool
 from kvladder.gpu.tree.names import DeviceSlot, Ticket
 from kvladder.keys import BlockKey
 from kvladder.lock import BULK_STEP, STEP
 from kvladder.manager import CacheManager
+from kvladder.policy.fetch_cost import ANYTHING
 from kvladder.policy.sessions import LATER
-from kvladder.policy.worth import ANYTHING
-from kvladder.tiers.base import NO_TERMS
-from kvladder.tiers.ladder.index import Meta
-from kvladder.tiers.ladder.loading.fetch import Fetch, Rising
+from kvladder.tiers.ladder.loading.fetch import Fetch, PrefetchSet
+from kvladder.tiers.ladder.records.index import BlockMeta
+from kvladder.tiers.ladder.records.terms import NO_TERMS
 
 REST_S = 0.002
 """How long ``TierPort.wait`` sleeps at most while nothing but a tier can wake it."""
@@ -91,7 +91,7 @@ class TierPort:
         """Copies under way, and what is called when they have ended."""
         self.byte_s: dict[Direction, float] = {}
         """Seconds per byte of recent copies."""
-        self.rising = Rising()
+        self.rising = PrefetchSet()
         """Fetches that nobody waits for; what they bring is there for the next claim."""
         with self._ladder.lock:
             self._journal = self._ladder.events.follow()
@@ -179,11 +179,11 @@ class TierPort:
                 self._journal.add(keys[start : start + BULK_STEP])
         self._pools[group].landed(ticket, ok=ok)
 
-    def _meta(self, group: int, victim: Victim) -> Meta:
+    def _meta(self, group: int, victim: Victim) -> BlockMeta:
         """What a level is told of it; whose it is, for ``CacheManager.purge``."""
         plain = not victim.salt and not self.manager.kinds
         terms = NO_TERMS if plain else self.manager.terms(salt=victim.salt, group=group)
-        return Meta(victim.priority, victim.floor, victim.hits, victim.until_s, terms)
+        return BlockMeta(victim.priority, victim.floor, victim.hits, victim.until_s, terms)
 
     def _copy(
         self,
@@ -230,15 +230,15 @@ class TierPort:
         """See ``Below.clear``."""
         self.manager.clear()
 
-    def known(self, keys: Sequence[BlockKey]) -> list[Known]:
+    def known(self, keys: Sequence[BlockKey]) -> list[BlockBelow]:
         """See ``Below.known``."""
-        found: list[Known] = []
+        found: list[BlockBelow] = []
         for start in range(0, len(keys), STEP):
             with self._ladder.lock:
                 metas = [self._ladder.meta(key) for key in keys[start : start + STEP]]
             for meta in metas:
-                held = Meta() if meta is None else meta
-                found.append(Known(held.priority, held.until_s, max(0, held.hits - 1)))
+                held = BlockMeta() if meta is None else meta
+                found.append(BlockBelow(held.priority, held.until_s, max(0, held.hits - 1)))
         return found
 
     def _unclaim(self, key: BlockKey) -> tuple[_Claim, int]:

@@ -15,7 +15,7 @@ LEAVE_S = 1.0
 """For saying that it is not there any more: clients are taken leave of afterwards."""
 
 
-class Announcer:
+class RosterAnnouncer:
     """Keeps an entry on a roster.
 
     Parameters
@@ -91,7 +91,7 @@ async def announced(
         namespace=told.namespace.hex(),
     )
     roster = Roster(told.roster, read_keys(told.keys).public.decode())
-    announcer = Announcer(roster, told.name or reached, entry, offers.say)
+    announcer = RosterAnnouncer(roster, told.name or reached, entry, offers.say)
     running: asyncio.Task[None] | None = None
     try:
         await announcer.beat()

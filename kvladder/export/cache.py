@@ -17,11 +17,12 @@ from kvladder.export.offers import HAVE, LATER, REFUSED, Pinned
 from kvladder.keys import SALT_BYTES, BlockKey
 from kvladder.layout import Layout
 from kvladder.lock import STEP
-from kvladder.manager import CacheManager, PacedFetch, SetFetch
-from kvladder.tiers.base import Blocking, Terms
+from kvladder.manager import BatchedFetch, CacheManager, SetFetch
+from kvladder.tiers.context import Blocking
 from kvladder.tiers.label import LABEL_BYTES, Facts, Labels, told
-from kvladder.tiers.ladder.index import Meta
-from kvladder.tiers.ladder.queue import Pending
+from kvladder.tiers.ladder.queue import QueuedWrite
+from kvladder.tiers.ladder.records.index import BlockMeta
+from kvladder.tiers.ladder.records.terms import Terms
 from kvladder.tiers.nixl.plane import INLINE_BYTES
 
 TAIL: Final = Struct(f"<Q{LABEL_BYTES}s")
@@ -35,7 +36,7 @@ PURGED_S: Final = 0.02
 
 
 @dataclass
-class Lot:
+class GrantBatch:
     """Blocks of a grant that are alike, and their slots."""
 
     salt: bytes
@@ -50,7 +51,7 @@ class Granted:
 
     keys: Sequence[bytes]
     lengths: Sequence[int]
-    lots: list[Lot]
+    lots: list[GrantBatch]
     later: set[int] = field(default_factory=set[int])
     """Positions of those for which there is no room now."""
 
@@ -66,12 +67,12 @@ class Granted:
 
 
 @dataclass
-class Session:
+class ClientHoldings:
     """A client, and what it holds."""
 
     namespace: bytes
     block_bytes: int
-    pins: dict[int, PacedFetch] = field(default_factory=dict[int, PacedFetch])
+    pins: dict[int, BatchedFetch] = field(default_factory=dict[int, BatchedFetch])
     grants: dict[int, Granted] = field(default_factory=dict[int, Granted])
 
 
@@ -103,7 +104,7 @@ class CacheOffers(ABC):
         self._manager = manager
         self._run_blocking = run_blocking
         self._levels = levels
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, ClientHoldings] = {}
         self._counts = dict.fromkeys(("refused", "sent", "taken", "lies"), 0)
 
     @abstractmethod
@@ -111,12 +112,12 @@ class CacheOffers(ABC):
         """Why a client is refused; nothing if it is not."""
 
     @abstractmethod
-    def _names(self, session: Session, keys: Sequence[bytes]) -> list[BlockKey]:
+    def _names(self, session: ClientHoldings, keys: Sequence[bytes]) -> list[BlockKey]:
         """What the blocks are called here that a client calls by these keys."""
 
     @abstractmethod
     async def _labelled(
-        self, session: Session, found: Sequence[tuple[BlockKey, Slot | None]]
+        self, session: ClientHoldings, found: Sequence[tuple[BlockKey, Slot | None]]
     ) -> list[Pinned | None]:
         """Pinned blocks with their labels; None where there is no slot."""
 
@@ -143,7 +144,7 @@ class CacheOffers(ABC):
         if why:
             self._counts["refused"] += 1
         else:
-            self._sessions[session] = Session(namespace, block_bytes)
+            self._sessions[session] = ClientHoldings(namespace, block_bytes)
         return why
 
     async def have(self, session: int, keys: Sequence[bytes]) -> bytes:
@@ -243,17 +244,17 @@ class EngineOffers(CacheOffers):
             return f"blocks of {block_bytes} bytes, here they have {self.block_bytes_max}"
         return ""
 
-    def _names(self, session: Session, keys: Sequence[bytes]) -> list[BlockKey]:
+    def _names(self, session: ClientHoldings, keys: Sequence[bytes]) -> list[BlockKey]:
         return [BlockKey(key) for key in keys]
 
     async def _labelled(
-        self, session: Session, found: Sequence[tuple[BlockKey, Slot | None]]
+        self, session: ClientHoldings, found: Sequence[tuple[BlockKey, Slot | None]]
     ) -> list[Pinned | None]:
         ladder, rows = self._manager.ladder, list[tuple[BlockKey, Slot | None, Facts]]()
         for start in range(0, len(found), STEP):
             with ladder.lock:
                 for name, slot in found[start : start + STEP]:
-                    coming = Pending(ladder.meta(name) or Meta(), since_s=0.0)
+                    coming = QueuedWrite(ladder.meta(name) or BlockMeta(), since_s=0.0)
                     rows.append((name, slot, coming.facts(ttl_s=None, clock=ladder.clock)))
         labelled: list[Pinned | None] = await self._run_blocking(self._label, rows)
         return labelled
@@ -293,12 +294,12 @@ class ServerOffers(CacheOffers):
             return f"blocks of {block_bytes} bytes, this server takes up to {self.block_bytes_max}"
         return ""
 
-    def _names(self, session: Session, keys: Sequence[bytes]) -> list[BlockKey]:
+    def _names(self, session: ClientHoldings, keys: Sequence[bytes]) -> list[BlockKey]:
         space, digest = session.namespace, hashlib.sha256
         return [BlockKey(digest(space + key).digest()) for key in keys]
 
     async def _labelled(
-        self, session: Session, found: Sequence[tuple[BlockKey, Slot | None]]
+        self, session: ClientHoldings, found: Sequence[tuple[BlockKey, Slot | None]]
     ) -> list[Pinned | None]:
         return [None if slot is None else self._read(slot) for _, slot in found]
 
@@ -348,7 +349,7 @@ class ServerOffers(CacheOffers):
 
     def _reserved(
         self,
-        known: Session,
+        known: ClientHoldings,
         granted: Granted,
         names: Sequence[BlockKey],
         facts: Sequence[Facts],
@@ -357,7 +358,7 @@ class ServerOffers(CacheOffers):
         """Lease slots, up to what there is room for and what the session may have."""
         held = sum(len(other.slots) for other in known.grants.values())
         left = max(1, int(GRANTED_MAX * self.arena.slots)) - held
-        alike: dict[Meta, list[int]] = {}
+        alike: dict[BlockMeta, list[int]] = {}
         for position, (length, fact) in enumerate(zip(granted.lengths, facts, strict=True)):
             if 0 < length <= known.block_bytes:
                 alike.setdefault(self._meta(known, fact), []).append(position)
@@ -374,24 +375,26 @@ class ServerOffers(CacheOffers):
         return granted
 
     def _lot(
-        self, meta: Meta, positions: Sequence[int], names: Sequence[BlockKey], patient: bool
-    ) -> tuple[Lot, int]:
+        self, meta: BlockMeta, positions: Sequence[int], names: Sequence[BlockKey], patient: bool
+    ) -> tuple[GrantBatch, int]:
         """Slots for blocks that are alike, and how many of them were looked at."""
         wanted = [names[position] for position in positions]
         indices, slots, end = self._manager.ladder.reserve(
             wanted, [meta] * len(wanted), explicit=True, patient=patient
         )
         taken = [positions[index] for index in indices]
-        return Lot(meta.terms.salt, taken, [names[position] for position in taken], slots), end
+        return GrantBatch(
+            meta.terms.salt, taken, [names[position] for position in taken], slots
+        ), end
 
-    def _meta(self, session: Session, facts: Facts) -> Meta:
+    def _meta(self, session: ClientHoldings, facts: Facts) -> BlockMeta:
         """What this cache is to know of a block of which the client says ``facts``."""
         clock = self._manager.ladder.clock
         end_s, expires_s = facts.expires_wall_s, inf
         if end_s is not None:
             expires_s = end_s - clock.wall() + clock.now()
         terms = Terms(expires_s=expires_s, salt=own_salt(session.namespace, facts.salt))
-        return Meta(facts.priority, min(facts.floor, facts.priority), terms=terms)
+        return BlockMeta(facts.priority, min(facts.floor, facts.priority), terms=terms)
 
     async def commit(self, session: int, op: int, labels: Sequence[bytes]) -> Sequence[bool]:
         """See ``Offers``."""
@@ -426,7 +429,9 @@ class ServerOffers(CacheOffers):
         self._counts["taken"] += len(good)
         self._counts["lies"] += bad
 
-    def _sealed(self, session: Session, granted: Granted, labels: Sequence[bytes]) -> set[int]:
+    def _sealed(
+        self, session: ClientHoldings, granted: Granted, labels: Sequence[bytes]
+    ) -> set[int]:
         """Positions of the blocks that are what their labels say, which lie behind them now.
 
         Reads all of their bytes.

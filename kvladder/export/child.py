@@ -22,14 +22,14 @@ GAUGES_S: Final = 1.0
 THREADS: Final = 4
 
 
-class Served(NamedTuple):
+class ServingStarted(NamedTuple):
     """Clients are served."""
 
     address: str
     gauges: Callable[[], Mapping[str, int]]
 
 
-Serving = Callable[[FarOffers, Serve], AbstractAsyncContextManager[Served]]
+Serving = Callable[[FarOffers, Serve], AbstractAsyncContextManager[ServingStarted]]
 
 
 async def attend(
@@ -71,7 +71,7 @@ async def _read(reader: asyncio.StreamReader, offers: FarOffers, closing: asynci
 
 
 @asynccontextmanager
-async def over_nixl(offers: FarOffers, told: Serve) -> AsyncGenerator[Served]:
+async def over_nixl(offers: FarOffers, told: Serve) -> AsyncGenerator[ServingStarted]:
     """Serve clients as the settings say."""
     try:
         from kvladder.export.announcing import announced
@@ -89,7 +89,7 @@ async def over_nixl(offers: FarOffers, told: Serve) -> AsyncGenerator[Served]:
         run_blocking=pool.run,
     )
     async with clients as (address, exporter), announced(offers, told, address) as announcing:
-        yield Served(address, lambda: {**exporter.gauges(), **announcing()})
+        yield ServingStarted(address, lambda: {**exporter.gauges(), **announcing()})
 
 
 if __name__ == "__main__":

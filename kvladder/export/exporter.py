@@ -16,7 +16,7 @@ from zmq.utils import z85
 from kvladder.errors import ConfigError, TierError
 from kvladder.export.offers import Offers
 from kvladder.export.session import Session
-from kvladder.tiers.base import Blocking
+from kvladder.tiers.context import Blocking
 from kvladder.tiers.nixl.control import Mailbox, prepared
 from kvladder.tiers.nixl.curve import ALL, KeyFile, Rights, read_keys
 from kvladder.tiers.nixl.line import HEARTBEAT_S, SILENT_MAX

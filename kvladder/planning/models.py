@@ -20,7 +20,7 @@ SAID_MAX: Final = 200
 """Characters of an error that are handed on."""
 
 
-class Kept(NamedTuple):
+class ModelResources(NamedTuple):
     """What a model keeps."""
 
     model: ModelFile
@@ -32,7 +32,7 @@ class Kept(NamedTuple):
 
 def kept_by(
     path: Path, *, dtype: str | None = None, state_dtype: str | None = None, hint: str = _HINT
-) -> Kept:
+) -> ModelResources:
     """What the model of a ``config.json``, or of the folder that holds it, keeps.
 
     Parameters
@@ -57,14 +57,14 @@ def kept_by(
     try:
         from kvladder.planning import running
 
-        return Kept(model, *running.run(model))
+        return ModelResources(model, *running.run(model))
     except LayoutError:
         raise
     except Exception as error:  # noqa: BLE001 - no such library, or whatever a model's class raises
         why = " ".join(f"{type(error).__name__}: {error}".split())[:SAID_MAX]
         model.hint = f"no token was run, {why}; {hint}"
     layers = rules.layers(model)
-    return Kept(model, len(layers), [*layers], f"by the keys of the file ({why})")
+    return ModelResources(model, len(layers), [*layers], f"by the keys of the file ({why})")
 
 
 def bytes_per_token(path: Path, *, dtype: str | None = None) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvladder import events as told
-from kvladder.gpu.pool.events import BELOW, PoolEvent, Removed, Stored, Updated
+from kvladder.gpu.pool.events import BELOW, PoolEvent, PoolRemoved, PoolStored, Updated
 from kvladder.keys import BlockKey
 from kvladder.tiers.ladder import Ladder
 
@@ -79,9 +79,9 @@ class OnDevice:
 
     def hear(self, event: PoolEvent) -> None:
         """Note what happened in the pool, and tell what comes to the device or leaves it."""
-        if isinstance(event, Stored):
+        if isinstance(event, PoolStored):
             self._stored(event)
-        elif isinstance(event, Removed):
+        elif isinstance(event, PoolRemoved):
             self.known.pop(event.key, None)
             self._left(event.key)
         elif isinstance(event, Updated) and event.level is not None and event.key in self.known:
@@ -90,7 +90,7 @@ class OnDevice:
             else:
                 self._came([event.key])
 
-    def _stored(self, event: Stored) -> None:
+    def _stored(self, event: PoolStored) -> None:
         parent, new = event.parent, list[BlockKey]()
         adapter = [event.lora] if event.lora else []
         for block in event.blocks:

@@ -25,10 +25,10 @@ def say_start(space: Namespace, levels: Iterable[Level], block_bytes: int) -> No
     parts: list[str] = []
     cold = False
     for level in levels:
-        if level.door.absent:
+        if level.client.absent:
             parts.append(f"{level.name}: not open yet")
         elif level.tier.durable:
-            told = level.door.describe()
+            told = level.client.describe()
             cold = cold or "changed" in told
             parts.append(f"{level.name}: {_found(level, told, block_bytes)}")
         elif level.tier.shared:

@@ -32,7 +32,7 @@ NUMBER_MAX: Final = (1 << 63) - 2
 """The highest number of a message: one more is still a number."""
 
 
-class Told(msgspec.Struct):
+class EngineEvent(msgspec.Struct):
     """An event of vLLM's, SGLang's or kvladder's, as much of it as an index needs."""
 
     type: str
@@ -68,7 +68,7 @@ class Told(msgspec.Struct):
         return found
 
 
-class Heard(msgspec.Struct, array_like=True):
+class EngineEventBatch(msgspec.Struct, array_like=True):
     """One message; its events are decoded one by one, since one may be of a later version."""
 
     ts: float
@@ -129,8 +129,8 @@ class Feed:
         """Groups of layers that do not say how long a prefix is."""
         self._forgetting: asyncio.TimerHandle | None = None
         """Runs while it is away."""
-        self._decode = msgspec.msgpack.Decoder(Heard).decode
-        self._event = msgspec.msgpack.Decoder(Told).decode
+        self._decode = msgspec.msgpack.Decoder(EngineEventBatch).decode
+        self._event = msgspec.msgpack.Decoder(EngineEvent).decode
 
     async def run(self) -> None:
         """Follow it until this is cancelled."""
@@ -275,7 +275,7 @@ class Feed:
             except REFUSED:
                 self.counts["refused"] += 1
 
-    def _tell(self, event: Told) -> None:
+    def _tell(self, event: EngineEvent) -> None:
         if event.type == "AllBlocksCleared":
             self._index.forget(self.engine)
         elif event.type == "BlockStored":

@@ -21,7 +21,7 @@ SUBJECT = Subject(BlockKey(hashlib.sha256(b"block").digest()), b"saltsalt")
 OTHER = Subject(BlockKey(hashlib.sha256(b"other").digest()))
 
 
-class Stored(NamedTuple):
+class EncodedBlock(NamedTuple):
     """An encoded block."""
 
     data: bytes
@@ -77,7 +77,7 @@ class CodecTests:
 
     # ---- helpers
 
-    def encode(self, codec: Codec, block: bytes) -> Stored | None:
+    def encode(self, codec: Codec, block: bytes) -> EncodedBlock | None:
         """What the codec makes of a block; checks that it writes where it may."""
         data, beyond = bytearray(block), 64
         target = memoryview(bytearray(b"\xa5") * (len(block) + beyond))
@@ -90,9 +90,9 @@ class CodecTests:
         assert len(params) <= PARAMS_BYTES
         assert len(view) <= len(block)
         assert view == data or view == target[: len(view)], "neither the data nor the target"
-        return Stored(bytes(view), params)
+        return EncodedBlock(bytes(view), params)
 
-    def decode(self, codec: Codec, stored: Stored, size: int) -> bytes | None:
+    def decode(self, codec: Codec, stored: EncodedBlock, size: int) -> bytes | None:
         """What the codec makes of what is stored; checks that it writes where it may."""
         data, beyond = bytearray(stored.data), 64
         target = memoryview(bytearray(b"\xa5") * (size + beyond))
@@ -164,22 +164,24 @@ class CodecTests:
             return
         random, size = Random(1), len(block)
         for _ in range(50):
-            found = self.decode(codec, Stored(flipped(stored.data, random), stored.params), size)
+            found = self.decode(
+                codec, EncodedBlock(flipped(stored.data, random), stored.params), size
+            )
             assert found is None or len(found) <= size
             if codec.checks:
                 assert found is None
             if stored.params:
                 found = self.decode(
-                    codec, Stored(stored.data, flipped(stored.params, random)), size
+                    codec, EncodedBlock(stored.data, flipped(stored.params, random)), size
                 )
                 assert found is None or len(found) <= size
         for params in (b"", b"\xff" * PARAMS_BYTES, flipped(stored.params + b"\0", random)):
             assert isinstance(codec.reads(params), bool)
         for cut in (0, 1, len(stored.data) // 2, len(stored.data) - 1):
-            self.decode(codec, Stored(stored.data[:cut], stored.params), size)
-            self.decode(codec, Stored(stored.data, b"\xff" * PARAMS_BYTES), size)
-            self.decode(codec, Stored(stored.data, b""), size)
-            self.decode(codec, Stored(random.randbytes(cut), stored.params), size)
+            self.decode(codec, EncodedBlock(stored.data[:cut], stored.params), size)
+            self.decode(codec, EncodedBlock(stored.data, b"\xff" * PARAMS_BYTES), size)
+            self.decode(codec, EncodedBlock(stored.data, b""), size)
+            self.decode(codec, EncodedBlock(random.randbytes(cut), stored.params), size)
 
     def test_no_damage_passes_a_level_that_checks(
         self, codec: Codec, layout: Layout, block: bytes

@@ -28,8 +28,9 @@ from kvladder.testing.steps import Raise as Raise
 from kvladder.testing.steps import ShortRead as ShortRead
 from kvladder.testing.steps import Step as Step
 from kvladder.testing.steps import Wrong as Wrong
-from kvladder.tiers.base import Tier, TierContext
-from kvladder.tiers.label import Facts, Kept, Read, Ref, Write
+from kvladder.tiers.base import Tier
+from kvladder.tiers.context import TierContext
+from kvladder.tiers.label import Facts, Read, RecoveredBlock, Ref, Write
 
 RECOVER_BATCH = 3
 _Use = tuple[Operation, int | BlockKey]
@@ -262,11 +263,11 @@ class FakeTier(Tier):
         if isinstance(step, Raise):
             raise step.error("scripted")
 
-    async def recover(self) -> AsyncIterator[Sequence[Kept]]:
+    async def recover(self) -> AsyncIterator[Sequence[RecoveredBlock]]:
         async with self._call("recover", ()):
             places = range(self.context.capacity_blocks if self.durable else 0)
             found = [
-                Kept(record.key, record.place, record.facts)
+                RecoveredBlock(record.key, record.place, record.facts)
                 for record in self.records.values()
                 if record.place in places and record.key not in self._forgotten
             ]

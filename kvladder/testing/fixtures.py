@@ -13,12 +13,13 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 import pytest_asyncio
 
-from kvladder.arena import Arena, Slot
+from kvladder.arena import NO_SLOT, Arena, Slot
 from kvladder.keys import BlockKey, Namespace
 from kvladder.layout import Layout
 from kvladder.runtime import BlockingPool, SystemClock
 from kvladder.testing.sim import SimClock, inline_blocking
-from kvladder.tiers.base import NO_SLOT, Tier, TierContext
+from kvladder.tiers.base import Tier
+from kvladder.tiers.context import TierContext
 from kvladder.tiers.label import (
     LABEL_BYTES,
     NO_FACTS,
@@ -27,12 +28,12 @@ from kvladder.tiers.label import (
     Buffer,
     Coding,
     Facts,
-    Kept,
     Labels,
     LevelRead,
     Outcome,
+    RecoveredBlock,
     Ref,
-    Side,
+    SlotAccess,
     Write,
     packed_step,
 )
@@ -44,7 +45,7 @@ SETTLE_S = 0.02
 """How long a real tier is given to do what it must not do any more."""
 
 
-class Block(NamedTuple):
+class SampleBlock(NamedTuple):
     """A block of a test: what it is, where it lies, and the slot to put it from or get it into."""
 
     key: BlockKey
@@ -60,7 +61,7 @@ class Block(NamedTuple):
         """What a tier is told of it that need not move it."""
         return Ref(self.key, self.place)
 
-    def of(self, **facts: Any) -> Block:
+    def of(self, **facts: Any) -> SampleBlock:
         """The block with other facts."""
         return self._replace(facts=self.facts._replace(**facts))
 
@@ -77,7 +78,7 @@ class WatchedRead(LevelRead):
         super().came(label, length)
 
 
-class Blocks:
+class SampleBlocks:
     """Blocks to put into a tier under test: number n has place n and a slot of its own.
 
     Holds a claim on every slot while the test lasts, as a level does while a call lasts, and does
@@ -103,24 +104,24 @@ class Blocks:
         """The key of a block."""
         return BlockKey(hashlib.sha256(b"block %d" % number).digest())
 
-    def data(self, block: Block) -> bytes:
+    def data(self, block: SampleBlock) -> bytes:
         """The bytes that belong to a key, as many as are stored."""
         data = Random(block.key).randbytes(self._size)
         return data if block.coding is None else data[: block.coding.length]
 
-    def label(self, block: Block) -> bytes:
+    def label(self, block: SampleBlock) -> bytes:
         """The label that belongs to them."""
         return self.labels.pack(block.key, self.data(block), block.facts, block.coding)
 
-    def batch(self, tier: Tier) -> list[Block]:
+    def batch(self, tier: Tier) -> list[SampleBlock]:
         """A batch of two blocks, if the tier takes that many."""
         return self.some(*range(min(2, tier.batch_max)))
 
-    def some(self, *numbers: int) -> list[Block]:
+    def some(self, *numbers: int) -> list[SampleBlock]:
         """Blocks, each at its own place with its own slot."""
-        return [Block(self.key(n), n, self.slots[n]) for n in numbers]
+        return [SampleBlock(self.key(n), n, self.slots[n]) for n in numbers]
 
-    def writes(self, blocks: Sequence[Block]) -> list[Write]:
+    def writes(self, blocks: Sequence[SampleBlock]) -> list[Write]:
         """What a level has a tier put."""
         view = self._arena.view
         return [
@@ -136,23 +137,23 @@ class Blocks:
             for b in blocks
         ]
 
-    def reads(self, blocks: Sequence[Block]) -> list[WatchedRead]:
+    def reads(self, blocks: Sequence[SampleBlock]) -> list[WatchedRead]:
         """What a level has a tier get."""
-        side = Side(self.labels, self._arena.view)
+        side = SlotAccess(self.labels, self._arena.view)
         return [WatchedRead(side, b.key, b.place, b.slot) for b in blocks]
 
-    def refs(self, blocks: Sequence[Block]) -> list[Ref]:
+    def refs(self, blocks: Sequence[SampleBlock]) -> list[Ref]:
         """What a level has a tier remove, or asks of it."""
         return [block.ref for block in blocks]
 
-    def fill(self, blocks: Sequence[Block]) -> None:
+    def fill(self, blocks: Sequence[SampleBlock]) -> None:
         """Write into each slot what belongs to its key; what follows it in the slot is poison."""
         self.poison(blocks)
         for block in blocks:
             data = self.data(block)
             self._arena.view(block.slot)[: len(data)] = data
 
-    def poison(self, blocks: Sequence[Block]) -> None:
+    def poison(self, blocks: Sequence[SampleBlock]) -> None:
         """Overwrite the slots, as their next owner would."""
         for block in blocks:
             self._arena.view(block.slot)[:] = bytes([POISON]) * self._arena.slot_bytes
@@ -161,23 +162,23 @@ class Blocks:
         """A slot's bytes, those after the block too."""
         return bytes(self._arena.view(slot))
 
-    def right(self, block: Block) -> bool:
+    def right(self, block: SampleBlock) -> bool:
         """Whether the slot holds what belongs to the key."""
         data = self.data(block)
         return self.bytes_in(block.slot)[: len(data)] == data
 
-    async def put(self, tier: Tier, *numbers: int) -> list[Block]:
+    async def put(self, tier: Tier, *numbers: int) -> list[SampleBlock]:
         """Have the tier store blocks, in batches that it takes."""
         return await self.store(tier, self.some(*numbers))
 
-    async def store(self, tier: Tier, blocks: list[Block]) -> list[Block]:
+    async def store(self, tier: Tier, blocks: list[SampleBlock]) -> list[SampleBlock]:
         """Fill the slots of ``blocks`` and have the tier store them."""
         self.fill(blocks)
         for batch in batched(tier, blocks):
             assert list(await tier.put(self.writes(batch))) == [True] * len(batch)
         return blocks
 
-    async def get(self, tier: Tier, blocks: Sequence[Block]) -> list[bool | None]:
+    async def get(self, tier: Tier, blocks: Sequence[SampleBlock]) -> list[bool | None]:
         """What a level makes of the tier's answers; fails if they break a rule.
 
         True only for the right bytes; False for what is not there, or was refused.
@@ -192,7 +193,7 @@ class Blocks:
             found += [self._said(*one) for one in zip(batch, reads, answers, strict=True)]
         return found
 
-    def _said(self, block: Block, read: WatchedRead, said: bool | None) -> bool | None:
+    def _said(self, block: SampleBlock, read: WatchedRead, said: bool | None) -> bool | None:
         """What a level makes of one answer."""
         what = f"the block of place {block.place}"
         assert read.has_come or not said, f"it says that {what} is there, and nothing came"
@@ -208,7 +209,7 @@ class Blocks:
             assert not said or self.right(block), f"wrong bytes for {what}"
         return said
 
-    async def contains(self, tier: Tier, blocks: Sequence[Block]) -> list[bool]:
+    async def contains(self, tier: Tier, blocks: Sequence[SampleBlock]) -> list[bool]:
         """What the tier says it has."""
         found: list[bool] = []
         for batch in batched(tier, self.refs(blocks)):
@@ -216,7 +217,7 @@ class Blocks:
         assert len(found) == len(blocks)
         return found
 
-    async def remove(self, tier: Tier, blocks: Sequence[Block]) -> None:
+    async def remove(self, tier: Tier, blocks: Sequence[SampleBlock]) -> None:
         """Have the tier forget blocks."""
         for batch in batched(tier, self.refs(blocks)):
             await tier.remove(batch)
@@ -240,7 +241,7 @@ class Opener:
         self._make = make
         self._context = context
         self._tier: Tier | None = None
-        self.recovered: list[Kept] = []
+        self.recovered: list[RecoveredBlock] = []
         """What the tier opened last said that it has."""
 
     async def __call__(self, context: TierContext | None = None) -> Tier:
@@ -348,9 +349,9 @@ class TierFixtures:
     @pytest.fixture
     def blocks(
         self, arena: Arena, layout: Layout, namespace: Namespace, capacity: int
-    ) -> Iterator[Blocks]:
+    ) -> Iterator[SampleBlocks]:
         """As many blocks as the tier has places."""
-        blocks = Blocks(arena, layout, capacity, namespace)
+        blocks = SampleBlocks(arena, layout, capacity, namespace)
         yield blocks
         blocks.close()
 
@@ -365,7 +366,7 @@ class TierFixtures:
             pytest.skip("it does not survive")
 
 
-def coded(block: Block, length: int, steps: int = 1) -> Block:
+def coded(block: SampleBlock, length: int, steps: int = 1) -> SampleBlock:
     """The block as if codecs had made so many bytes of it."""
     packed = b"".join(
         packed_step(1000 + number, bytes([255 - number]) * PARAMS_BYTES) for number in range(steps)
@@ -378,7 +379,9 @@ class LabelTests(TierFixtures):
 
     # ---- what is stored beside a block comes back
 
-    async def test_keeps_lengths_and_what_codecs_did(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_keeps_lengths_and_what_codecs_did(
+        self, tier: Tier, blocks: SampleBlocks
+    ) -> None:
         for length, steps in ((1, 1), (4097, STEPS_MAX), (6000, 2)):
             first, *others = blocks.batch(tier)
             items = [coded(first, length, steps), *others]
@@ -386,7 +389,7 @@ class LabelTests(TierFixtures):
             assert await blocks.get(tier, items) == [True] * len(items)
             await blocks.remove(tier, items)
 
-    async def test_labels_survive(self, opened: Opener, blocks: Blocks) -> None:
+    async def test_labels_survive(self, opened: Opener, blocks: SampleBlocks) -> None:
         tier = await opened()
         items = await blocks.store(tier, [coded(blocks.some(0)[0], 10, STEPS_MAX)])
         tier = await opened()
@@ -395,12 +398,16 @@ class LabelTests(TierFixtures):
 
     # ---- what it says
 
-    async def test_nothing_comes_of_what_is_not_there(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_nothing_comes_of_what_is_not_there(
+        self, tier: Tier, blocks: SampleBlocks
+    ) -> None:
         reads = blocks.reads(blocks.batch(tier))
         assert list(await tier.get(reads)) == [False] * len(reads)
         assert not any(read.has_come for read in reads)
 
-    async def test_a_block_that_was_got_can_be_got_again(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_a_block_that_was_got_can_be_got_again(
+        self, tier: Tier, blocks: SampleBlocks
+    ) -> None:
         items = await blocks.put(tier, 0)
         for _ in range(3):
             assert await blocks.get(tier, items) == [True]
@@ -408,13 +415,15 @@ class LabelTests(TierFixtures):
 
     # ---- what may lie there instead
 
-    async def test_the_label_of_another_block_is_a_miss(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_the_label_of_another_block_is_a_miss(
+        self, tier: Tier, blocks: SampleBlocks
+    ) -> None:
         other = blocks.some(2)[0]
         await self.lies_there(tier, blocks, blocks.label(other), blocks.data(other))
         assert +blocks.refused in ({}, {Outcome.STALE: 1})
 
     async def test_a_label_of_another_namespace_is_a_miss(
-        self, tier: Tier, blocks: Blocks, namespace: Namespace
+        self, tier: Tier, blocks: SampleBlocks, namespace: Namespace
     ) -> None:
         (item,) = blocks.some(1)
         foreign = Labels(Namespace(namespace[::-1]), blocks.labels.block_bytes, verify=True)
@@ -424,20 +433,20 @@ class LabelTests(TierFixtures):
 
     @pytest.mark.parametrize("size", [0, 1, 127, LABEL_BYTES - 1])
     async def test_a_label_that_is_cut_is_a_miss(
-        self, tier: Tier, blocks: Blocks, size: int
+        self, tier: Tier, blocks: SampleBlocks, size: int
     ) -> None:
         label = blocks.label(blocks.some(1)[0])[:size]
         await self.lies_there(tier, blocks, label, b"")
 
     @pytest.mark.parametrize("size", [0, 1, 5999])
     async def test_a_block_that_is_cut_is_a_miss(
-        self, tier: Tier, blocks: Blocks, size: int
+        self, tier: Tier, blocks: SampleBlocks, size: int
     ) -> None:
         (item,) = blocks.some(1)
         await self.lies_there(tier, blocks, blocks.label(item), blocks.data(item)[:size])
 
     async def test_a_block_that_is_cut_is_a_miss_without_a_checksum_too(
-        self, tier: Tier, blocks: Blocks
+        self, tier: Tier, blocks: SampleBlocks
     ) -> None:
         if not self.ends:
             pytest.skip("nobody can tell where a block on its medium ends")
@@ -446,18 +455,20 @@ class LabelTests(TierFixtures):
         (item,) = blocks.some(1)
         await self.lies_there(tier, blocks, blocks.label(item), blocks.data(item)[:-1])
 
-    async def test_a_block_that_is_too_long_is_a_miss(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_a_block_that_is_too_long_is_a_miss(
+        self, tier: Tier, blocks: SampleBlocks
+    ) -> None:
         (item,) = blocks.some(1)
         data = blocks.data(item) * 3
         label = Labels(blocks.labels.namespace, len(data), verify=True).pack(item.key, data)
         await self.lies_there(tier, blocks, label, data)
 
-    async def test_noise_is_a_miss(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_noise_is_a_miss(self, tier: Tier, blocks: SampleBlocks) -> None:
         noise = Random(1)
         for _ in range(5):
             await self.lies_there(tier, blocks, noise.randbytes(LABEL_BYTES), noise.randbytes(6000))
 
-    async def lies_there(self, tier: Tier, blocks: Blocks, label: bytes, data: bytes) -> None:
+    async def lies_there(self, tier: Tier, blocks: SampleBlocks, label: bytes, data: bytes) -> None:
         """One block of a batch is refused, the others come, and a put replaces what lay there."""
         items = await blocks.put(tier, *range(min(3, tier.batch_max)))
         bad = items[len(items) // 2]

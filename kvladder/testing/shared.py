@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from kvladder.errors import TierFull
 from kvladder.keys import BlockKey
 from kvladder.testing.fakes import FakeTier, Record
-from kvladder.tiers.base import NO_PLACE, Progress
+from kvladder.tiers.base import NO_PLACE
+from kvladder.tiers.context import Progress
 from kvladder.tiers.label import NO_FACTS, Labels, Ref, Write
 
 

@@ -20,10 +20,10 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.policy.tenants import NO_LIMITS, NO_SHARES, Limits, Shares
 from kvladder.testing.sim import EPOCH_S, SimClock, inline_blocking
 from kvladder.tiers.base import Tier
-from kvladder.tiers.codecs.edge import scratch_blocks, told_apart
-from kvladder.tiers.ladder.door import LevelSettings, Threads
-from kvladder.tiers.ladder.door import LevelSpec as Spec
-from kvladder.tiers.ladder.shelf import EventBuffer, Shared
+from kvladder.tiers.codecs.pipeline import scratch_blocks, told_apart
+from kvladder.tiers.ladder.base_level import EventBuffer, Shared
+from kvladder.tiers.ladder.client import LevelDefinition as Spec
+from kvladder.tiers.ladder.client import LevelSettings, Threads
 from kvladder.tiers.ladder.stack import HostSettings, Post, TierStack
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ class SimCache:
         """
         loop = asyncio.get_running_loop()
         clock, lock = SimClock(loop, epoch_s=epoch_s), StackLock()
-        edges = [spec.settings.edge.codecs for spec in levels]
+        edges = [spec.settings.pipeline.codecs for spec in levels]
         # as little scratch as there may be, so that batches are stored in parts
         scratch = [min(2, scratch_blocks(codecs, layout.slot_bytes)) for codecs in edges]
         arena = Arena.create(slots + sum(scratch), layout.slot_bytes)

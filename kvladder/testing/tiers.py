@@ -10,9 +10,10 @@ import pytest
 
 from kvladder.errors import ConfigError, TierError
 from kvladder.testing.cancel import cancel_at
-from kvladder.testing.fixtures import Blocks, LabelTests, MakeTier, Opener
-from kvladder.tiers.base import Tier, TierContext
-from kvladder.tiers.label import Kept, Labels, Outcome, Ref
+from kvladder.testing.fixtures import LabelTests, MakeTier, Opener, SampleBlocks
+from kvladder.tiers.base import Tier
+from kvladder.tiers.context import TierContext
+from kvladder.tiers.label import Labels, Outcome, RecoveredBlock, Ref
 
 
 class TierTests(LabelTests):
@@ -39,7 +40,7 @@ class TierTests(LabelTests):
         assert all(isinstance(part, str) for row in tier.describe().items() for part in row)
 
     async def test_examines_what_it_is_to_open_and_leaves_it(
-        self, make: MakeTier, opened: Opener, blocks: Blocks
+        self, make: MakeTier, opened: Opener, blocks: SampleBlocks
     ) -> None:
         warnings: list[str] = []
         facts = await make().examine(1 << 30, warnings.append)
@@ -55,14 +56,14 @@ class TierTests(LabelTests):
 
     # ---- round trips
 
-    async def test_batches_of_every_size_round_trip(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_batches_of_every_size_round_trip(self, tier: Tier, blocks: SampleBlocks) -> None:
         for size in range(tier.batch_max + 1):
             items = await blocks.put(tier, *range(size))
             assert await blocks.contains(tier, items) == [True] * size
             assert await blocks.get(tier, items) == [True] * size
             await blocks.remove(tier, items)
 
-    async def test_fills_all_its_places(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_fills_all_its_places(self, tier: Tier, blocks: SampleBlocks) -> None:
         step = tier.batch_max
         batches = [range(i, min(i + step, blocks.count)) for i in range(0, blocks.count, step)]
         for batch in batches:
@@ -71,21 +72,23 @@ class TierTests(LabelTests):
             assert all(await blocks.get(tier, blocks.some(*batch)))
 
     @pytest.mark.parametrize("block_bytes", [1, 4095, 4096, 4097, 65536])
-    async def test_blocks_of_any_length_round_trip(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_blocks_of_any_length_round_trip(self, tier: Tier, blocks: SampleBlocks) -> None:
         items = await blocks.put(tier, 0, blocks.count - 1)
         assert await blocks.get(tier, items) == [True, True]
 
-    async def test_absent_blocks_are_misses(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_absent_blocks_are_misses(self, tier: Tier, blocks: SampleBlocks) -> None:
         assert await blocks.get(tier, blocks.some(0, 1)) == [False, False]
         assert await blocks.contains(tier, blocks.some(0, 1)) == [False, False]
 
-    async def test_results_have_the_order_of_the_batch(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_results_have_the_order_of_the_batch(
+        self, tier: Tier, blocks: SampleBlocks
+    ) -> None:
         await blocks.put(tier, 3, 0, 4)
         asked = blocks.some(4, 1, 0, 2, 3)
         assert await blocks.get(tier, asked) == [True, False, True, False, True]
         assert await blocks.contains(tier, asked) == [True, False, True, False, True]
 
-    async def test_a_block_can_be_got_into_any_slot(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_a_block_can_be_got_into_any_slot(self, tier: Tier, blocks: SampleBlocks) -> None:
         items = await blocks.put(tier, 0, 1)
         moved = [item._replace(slot=blocks.slots[7 - item.place]) for item in items]
         assert await blocks.get(tier, moved) == [True, True]
@@ -93,7 +96,7 @@ class TierTests(LabelTests):
 
     @pytest.mark.parametrize("byte", [0x00, 0xFF])
     async def test_blocks_of_equal_bytes(
-        self, tier: Tier, blocks: Blocks, context: TierContext, byte: int
+        self, tier: Tier, blocks: SampleBlocks, context: TierContext, byte: int
     ) -> None:
         """Nothing about the bytes of a block makes it a miss."""
         size = context.layout.block_bytes
@@ -108,14 +111,14 @@ class TierTests(LabelTests):
 
     # ---- slots
 
-    async def test_put_reads_only(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_put_reads_only(self, tier: Tier, blocks: SampleBlocks) -> None:
         items = blocks.batch(tier)
         blocks.fill(items)
         before = [blocks.bytes_in(slot) for slot in blocks.slots]
         await tier.put(blocks.writes(items))
         assert [blocks.bytes_in(slot) for slot in blocks.slots] == before
 
-    async def test_get_writes_its_own_slots_only(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_get_writes_its_own_slots_only(self, tier: Tier, blocks: SampleBlocks) -> None:
         await blocks.put(tier, 1, 3)
         others = blocks.some(0, 2, 4)
         blocks.fill(others)
@@ -123,7 +126,7 @@ class TierTests(LabelTests):
         assert all(blocks.right(item) for item in others)
 
     async def test_what_is_done_to_a_slot_later_changes_nothing(
-        self, tier: Tier, blocks: Blocks
+        self, tier: Tier, blocks: SampleBlocks
     ) -> None:
         items = await blocks.put(tier, 0, 1)
         blocks.poison(items)
@@ -133,13 +136,13 @@ class TierTests(LabelTests):
 
     # ---- remove
 
-    async def test_removed_blocks_are_misses(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_removed_blocks_are_misses(self, tier: Tier, blocks: SampleBlocks) -> None:
         items = await blocks.put(tier, 0, 1, 2)
         await blocks.remove(tier, items[1:2])
         assert await blocks.get(tier, items) == [True, False, True]
         assert await blocks.contains(tier, items) == [True, False, True]
 
-    async def test_remove_may_be_repeated(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_remove_may_be_repeated(self, tier: Tier, blocks: SampleBlocks) -> None:
         items = await blocks.put(tier, 0)
         for _ in range(3):
             await blocks.remove(tier, items)
@@ -147,7 +150,7 @@ class TierTests(LabelTests):
         assert await blocks.get(tier, items) == [False]
 
     async def test_remove_spares_another_block_at_the_place(
-        self, tier: Tier, blocks: Blocks
+        self, tier: Tier, blocks: SampleBlocks
     ) -> None:
         items = await blocks.put(tier, 0)
         await tier.remove([Ref(blocks.key(1), items[0].place)])
@@ -162,7 +165,7 @@ class TierTests(LabelTests):
     # ---- places
 
     async def test_a_place_that_is_put_again_never_gives_wrong_bytes(
-        self, tier: Tier, blocks: Blocks
+        self, tier: Tier, blocks: SampleBlocks
     ) -> None:
         (old,) = await blocks.put(tier, 0)
         (new,) = await blocks.store(tier, [blocks.some(1)[0]._replace(place=old.place)])
@@ -171,7 +174,7 @@ class TierTests(LabelTests):
 
     @pytest.mark.parametrize("place", [0, 5])
     async def test_a_removed_block_may_come_back_anywhere(
-        self, tier: Tier, blocks: Blocks, place: int
+        self, tier: Tier, blocks: SampleBlocks, place: int
     ) -> None:
         (old,) = await blocks.put(tier, 0)
         await blocks.remove(tier, [old])
@@ -181,7 +184,7 @@ class TierTests(LabelTests):
     # ---- behind its back
 
     async def test_stores_what_an_independent_reader_finds(
-        self, tier: Tier, blocks: Blocks
+        self, tier: Tier, blocks: SampleBlocks
     ) -> None:
         items = await blocks.put(tier, 0, 1)
         for item in items:
@@ -190,20 +193,20 @@ class TierTests(LabelTests):
         assert await self.raw_get(tier, items[1].ref) == blocks.data(items[1])
 
     async def test_finds_what_an_independent_writer_stored(
-        self, tier: Tier, blocks: Blocks
+        self, tier: Tier, blocks: SampleBlocks
     ) -> None:
         items = blocks.some(0, 1)
         for item in items:
             await self.raw_put(tier, item.ref, blocks.label(item), blocks.data(item))
         assert await blocks.get(tier, items) == [True, True]
 
-    async def test_a_damaged_block_is_a_miss(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_a_damaged_block_is_a_miss(self, tier: Tier, blocks: SampleBlocks) -> None:
         items = await blocks.put(tier, 0, 1, 2)
         await self.raw_corrupt(tier, items[1].ref)
         assert await blocks.get(tier, items) == [True, False, True]
         assert blocks.refused == {Outcome.CORRUPT: 1}, "nobody counts it"
 
-    async def test_a_damaged_block_can_be_put_again(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_a_damaged_block_can_be_put_again(self, tier: Tier, blocks: SampleBlocks) -> None:
         items = await blocks.put(tier, 0)
         await self.raw_corrupt(tier, items[0].ref)
         await blocks.remove(tier, items)
@@ -211,7 +214,7 @@ class TierTests(LabelTests):
         assert await blocks.get(tier, items) == [True]
 
     async def test_a_shared_tier_replaces_what_is_of_no_use(
-        self, tier: Tier, blocks: Blocks
+        self, tier: Tier, blocks: SampleBlocks
     ) -> None:
         if not tier.shared:
             pytest.skip("it is not shared")
@@ -223,7 +226,7 @@ class TierTests(LabelTests):
         assert await blocks.get(tier, [kept, damaged]) == [True, True]
 
     async def test_a_block_of_a_shared_tier_is_a_miss_once_it_has_expired(
-        self, tier: Tier, blocks: Blocks, context: TierContext
+        self, tier: Tier, blocks: SampleBlocks, context: TierContext
     ) -> None:
         """``Read.check`` looks at the time, too: a level serves no expired block in any case."""
         if not tier.shared:
@@ -238,7 +241,7 @@ class TierTests(LabelTests):
         assert +blocks.refused in ({}, {Outcome.EXPIRED: 1}), "it is counted as damage"
 
     async def test_a_shared_tier_is_purged_of_one_salt_or_of_all(
-        self, tier: Tier, blocks: Blocks
+        self, tier: Tier, blocks: SampleBlocks
     ) -> None:
         if not tier.shared:
             pytest.skip("it is not shared")
@@ -258,7 +261,9 @@ class TierTests(LabelTests):
 
     # ---- cancellation
 
-    async def test_a_cancelled_get_leaves_its_slots_alone(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_a_cancelled_get_leaves_its_slots_alone(
+        self, tier: Tier, blocks: SampleBlocks
+    ) -> None:
         items = await blocks.store(tier, blocks.batch(tier))
         for suspension in count(1):
             reached = await cancel_at(tier.get(blocks.reads(items)), suspension)
@@ -271,7 +276,7 @@ class TierTests(LabelTests):
                 break
 
     async def test_a_cancelled_put_stores_the_right_bytes_or_none(
-        self, tier: Tier, blocks: Blocks
+        self, tier: Tier, blocks: SampleBlocks
     ) -> None:
         items = blocks.batch(tier)
         for suspension in count(1):
@@ -287,7 +292,9 @@ class TierTests(LabelTests):
             if not reached:
                 break
 
-    async def test_a_cancelled_remove_can_be_repeated(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_a_cancelled_remove_can_be_repeated(
+        self, tier: Tier, blocks: SampleBlocks
+    ) -> None:
         for suspension in count(1):
             items = await blocks.put(tier, 0, 1)
             reached = await cancel_at(tier.remove(blocks.refs(items[:1])), suspension)
@@ -296,7 +303,9 @@ class TierTests(LabelTests):
             if not reached:
                 break
 
-    async def test_a_cancelled_contains_changes_nothing(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_a_cancelled_contains_changes_nothing(
+        self, tier: Tier, blocks: SampleBlocks
+    ) -> None:
         items = await blocks.store(tier, blocks.batch(tier))
         for suspension in count(1):
             reached = await cancel_at(tier.contains(blocks.refs(items)), suspension)
@@ -306,7 +315,7 @@ class TierTests(LabelTests):
 
     # ---- calls that overlap
 
-    async def test_gets_may_overlap(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_gets_may_overlap(self, tier: Tier, blocks: SampleBlocks) -> None:
         items = await blocks.store(tier, blocks.batch(tier))
         copies = [
             [item._replace(slot=blocks.slots[2 * n + item.place]) for item in items]
@@ -316,7 +325,9 @@ class TierTests(LabelTests):
         assert all(all(found) for found in results)
         assert all(blocks.right(item) for copy in copies for item in copy)
 
-    async def test_calls_for_other_blocks_may_overlap(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_calls_for_other_blocks_may_overlap(
+        self, tier: Tier, blocks: SampleBlocks
+    ) -> None:
         held = await blocks.put(tier, 0)
         gone = await blocks.put(tier, 1)
         new = blocks.some(2)
@@ -330,7 +341,7 @@ class TierTests(LabelTests):
         assert (found, list(stored), list(known)) == ([True], [True], [True])
         assert await blocks.get(tier, [*held, *gone, *new]) == [True, False, True]
 
-    async def test_puts_may_overlap(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_puts_may_overlap(self, tier: Tier, blocks: SampleBlocks) -> None:
         batches = [blocks.some(n) for n in range(min(8, blocks.count))]
         for batch in batches:
             blocks.fill(batch)
@@ -339,7 +350,7 @@ class TierTests(LabelTests):
             assert await blocks.get(tier, batch) == [True]
 
     async def test_a_get_that_meets_a_remove_is_right_or_a_miss(
-        self, tier: Tier, blocks: Blocks
+        self, tier: Tier, blocks: SampleBlocks
     ) -> None:
         for _ in range(8):
             items = await blocks.put(tier, 0)
@@ -348,13 +359,13 @@ class TierTests(LabelTests):
 
     # ---- the end
 
-    async def test_may_be_closed_twice(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_may_be_closed_twice(self, tier: Tier, blocks: SampleBlocks) -> None:
         await blocks.put(tier, 0)
         await tier.aclose()
         await tier.aclose()
 
     async def test_after_the_end_there_are_only_tier_errors(
-        self, tier: Tier, blocks: Blocks
+        self, tier: Tier, blocks: SampleBlocks
     ) -> None:
         items = await blocks.put(tier, 0)
         await tier.aclose()
@@ -368,7 +379,9 @@ class TierTests(LabelTests):
             with pytest.raises(TierError):
                 await call()
 
-    async def test_calls_under_way_end_when_it_is_closed(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_calls_under_way_end_when_it_is_closed(
+        self, tier: Tier, blocks: SampleBlocks
+    ) -> None:
         await blocks.put(tier, 0, 1)
         new = blocks.some(2)
         blocks.fill(new)
@@ -384,7 +397,7 @@ class TierTests(LabelTests):
     # ---- the next start
 
     async def test_finds_at_the_next_start_what_was_stored_and_no_more(
-        self, opened: Opener, blocks: Blocks
+        self, opened: Opener, blocks: SampleBlocks
     ) -> None:
         tier = await opened()
         assert opened.recovered == []
@@ -398,7 +411,7 @@ class TierTests(LabelTests):
         assert await blocks.get(tier, [items[2], items[0]]) == [True, True]
 
     async def test_finds_what_was_stored_again_after_several_starts(
-        self, opened: Opener, blocks: Blocks
+        self, opened: Opener, blocks: SampleBlocks
     ) -> None:
         for number in range(4):
             tier = await opened()
@@ -411,7 +424,7 @@ class TierTests(LabelTests):
             assert await blocks.get(tier, blocks.some(number)) == [True]
 
     async def test_keeps_what_is_said_of_a_block(
-        self, opened: Opener, blocks: Blocks, context: TierContext
+        self, opened: Opener, blocks: SampleBlocks, context: TierContext
     ) -> None:
         tier = await opened()
         wall_s = context.clock.wall() + 1e5
@@ -426,13 +439,17 @@ class TierTests(LabelTests):
         self.only_if_it_survives(opened)
         told = opened.recovered
         found = [kept._replace(facts=kept.facts._replace(expires_wall_s=None)) for kept in told]
-        assert found == [Kept(*item.ref, item.of(expires_wall_s=None).facts) for item in items]
+        assert found == [
+            RecoveredBlock(*item.ref, item.of(expires_wall_s=None).facts) for item in items
+        ]
         expiries = [kept.facts.expires_wall_s for kept in told]
         assert expiries[0] is expiries[2] is None
         assert expiries[1] is not None
         assert wall_s - 1.0 <= expiries[1] <= wall_s
 
-    async def test_finds_the_newest_block_of_a_place(self, opened: Opener, blocks: Blocks) -> None:
+    async def test_finds_the_newest_block_of_a_place(
+        self, opened: Opener, blocks: SampleBlocks
+    ) -> None:
         tier = await opened()
         (old,) = await blocks.put(tier, 0)
         await blocks.remove(tier, [old])
@@ -444,7 +461,7 @@ class TierTests(LabelTests):
         assert await blocks.get(tier, [old]) == [False]
 
     async def test_finds_no_place_beyond_its_capacity(
-        self, opened: Opener, blocks: Blocks, context: TierContext, capacity: int
+        self, opened: Opener, blocks: SampleBlocks, context: TierContext, capacity: int
     ) -> None:
         tier = await opened()
         await blocks.put(tier, 0, capacity - 1)
@@ -454,7 +471,7 @@ class TierTests(LabelTests):
         assert await blocks.get(tier, blocks.some(0)) == [True]
 
     async def test_another_namespace_finds_nothing(
-        self, opened: Opener, blocks: Blocks, context: TierContext
+        self, opened: Opener, blocks: SampleBlocks, context: TierContext
     ) -> None:
         tier = await opened()
         items = await blocks.put(tier, 0)

@@ -130,7 +130,7 @@ class Engine:
         make_copier: Callable[[Parts, Arena], Copier] | None = None,
     ) -> None:
         from kvladder.connectors.vllm import worker as vllm_worker
-        from kvladder.connectors.vllm.options import Options
+        from kvladder.connectors.vllm.options import VllmOptions
         from kvladder.connectors.vllm.scheduler import SchedulerHalf
 
         self.random = Random(seed)
@@ -163,7 +163,7 @@ class Engine:
             worker.register({f"l{i}": kv[i] for i in range(LAYERS)})
             worker._registers = make_copier is not None
             self.workers.append(worker)
-        options = Options(load=self.way, save_decode=save_decode, on_reset=on_reset)
+        options = VllmOptions(load=self.way, save_decode=save_decode, on_reset=on_reset)
         self.half = SchedulerHalf(
             vllm_config,
             kv_config,

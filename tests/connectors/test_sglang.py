@@ -30,7 +30,7 @@ from tests.sglang.kit.hanging_files import HangingFiles
 
 sglang_stub.install()
 from kvladder.connectors.sglang.storage import KVLadderStorage  # noqa: E402
-from kvladder.connectors.sglang.weights import Watch  # noqa: E402
+from kvladder.connectors.sglang.weights import WeightsTracker  # noqa: E402
 
 OURS = {"backend_name": "kvladder", "module_path": "m", "class_name": "c", "interface_v1": 1}
 SLOTS = 40
@@ -53,7 +53,7 @@ def patient(monkeypatch):
         monkeypatch.setattr(name, PATIENCE_S)
     for module in ("storage", "options"):
         monkeypatch.setattr(f"{ours}.{module}.DEADLINE_MAX", Duration(PATIENCE_S))
-    monkeypatch.setattr("kvladder.tiers.ladder.paced.ROOM_S", PATIENCE_S)
+    monkeypatch.setattr("kvladder.tiers.ladder.batched.ROOM_S", PATIENCE_S)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def opened(tmp_path, monkeypatch, hangs, patient):
     monkeypatch.setenv("SGLANG_RUN_ID", str(tmp_path))  # a server of this test alone
     sglang_stub.give("m")
     sglang_stub.forget_watches(monkeypatch)
-    monkeypatch.setattr("kvladder.connectors.sglang.storage.watch", Watch())
+    monkeypatch.setattr("kvladder.connectors.sglang.storage.watch", WeightsTracker())
     left: list[Controller] = []
 
     def open_one(
@@ -257,7 +257,7 @@ def test_pages_that_no_level_wants_are_not_refused(opened):
 @pytest.mark.slow
 def test_pages_that_find_no_slot_end_what_is_stored_of_a_prompt(opened, hangs, monkeypatch):
     """A hole in a prefix makes all behind it useless: SGLang is told not to offer them."""
-    monkeypatch.setattr("kvladder.tiers.ladder.paced.ROOM_S", 0.05)  # there will be none
+    monkeypatch.setattr("kvladder.tiers.ladder.batched.ROOM_S", 0.05)  # there will be none
     one, _ = opened("hanging", slots=16)
     hangs.touch()
     keys = chain("a", 256)

@@ -19,7 +19,7 @@ sglang_stub.install()
 from kvladder.connectors.sglang import identity, models  # noqa: E402
 from kvladder.connectors.sglang.options import WHERE, parse  # noqa: E402
 from kvladder.connectors.sglang.pools import pool_of  # noqa: E402
-from kvladder.connectors.sglang.weights import CHANGES, TREE, UPDATES, Watch  # noqa: E402
+from kvladder.connectors.sglang.weights import CHANGES, TREE, UPDATES, WeightsTracker  # noqa: E402
 
 SGLANGS = {"backend_name": "kvladder", "module_path": "m", "class_name": "c", "interface_v1": 1}
 HOST = {"host": "1 MiB"}
@@ -451,7 +451,7 @@ WAYS = {name for names in CHANGES.values() for name in names} - {"resume"}
 
 @pytest.mark.parametrize("name", sorted(WAYS))
 def test_a_storage_hears_of_weights_that_change(name, sglang):
-    watch, one, two = Watch(), Keeper(), Keeper()
+    watch, one, two = WeightsTracker(), Keeper(), Keeper()
     for keeper in (one, two):
         watch.begin()
         watch.require_known("auto")
@@ -465,7 +465,7 @@ def test_a_storage_hears_of_weights_that_change(name, sglang):
 
 
 def test_what_leaves_weights_as_they_are_is_nothing_to_hear_of(sglang):
-    watch, one = Watch(), Keeper()
+    watch, one = WeightsTracker(), Keeper()
     watch.begin()
     watch.tell(one, "auto")
     for action in ("snapshot", "compare", "checksum"):
@@ -485,7 +485,7 @@ def test_what_leaves_weights_as_they_are_is_nothing_to_hear_of(sglang):
 
 
 def test_a_text_of_the_user_names_weights_until_they_change(sglang):
-    watch, one = Watch(), Keeper()
+    watch, one = WeightsTracker(), Keeper()
     watch.begin()
     watch.tell(one, "w1")
     watch.require_known("w1")  # detached and attached
@@ -499,14 +499,14 @@ def test_a_text_of_the_user_names_weights_until_they_change(sglang):
 
 def test_weights_may_have_changed_before_anyone_watched(sglang):
     """kvladder is attached to an engine that runs, and its plug-in was not wanted."""
-    watch = Watch()
+    watch = WeightsTracker()
     watch.begin(is_late=True)
     with pytest.raises(ValueError, match="flush it"):
         watch.require_known("auto")
     sglang.UnifiedRadixCache(None).reset()
     watch.begin(is_late=True)
     watch.require_known("auto")
-    watch = Watch()
+    watch = WeightsTracker()
     watch.begin()
     watch.begin(is_late=True)  # it has been watched from the start
     watch.require_known("auto")
@@ -523,7 +523,7 @@ def test_a_version_that_changes_weights_otherwise_is_said(caplog, sglang, monkey
     monkeypatch.delattr(sglang.WeightUpdater, "begin_weight_update")
     monkeypatch.delattr(sglang.UnifiedRadixCache, "reset")
     monkeypatch.delitem(sys.modules, "sglang.srt.utils.weight_checker")
-    watch, one = Watch(), Keeper()
+    watch, one = WeightsTracker(), Keeper()
     watch.begin()
     watch.tell(one, "auto")
     for missing in ("WeightUpdater.begin_weight_update", f"{TREE}.reset", "WeightChecker.handle"):

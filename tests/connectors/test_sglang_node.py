@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from kvladder.compose import open_cache
-from kvladder.connectors.lines import PAUSE_S, Lines, abstract
-from kvladder.connectors.lines import connect as come
+from kvladder.connectors.listener import PAUSE_S, LocalListener, abstract
+from kvladder.connectors.listener import connect as come
 from kvladder.connectors.sglang import node
-from kvladder.connectors.sglang.node import FLUSH_S, Guest, Owner, join
-from kvladder.connectors.sglang.pieces import Batch
+from kvladder.connectors.sglang.node import FLUSH_S, CacheClient, CacheServer, join
+from kvladder.connectors.sglang.pieces import PageBatch
 from kvladder.errors import ConfigError
 from kvladder.layout import Layout
 from tests.patience import PATIENCE_S, until
@@ -26,7 +26,7 @@ from tests.patience import PATIENCE_S, until
 SLOTS = 16
 KEYS = [b"%032d" % number for number in range(6)]
 OTHERS = [b"%032d" % number for number in range(6, 12)]
-BATCH = Batch(KEYS, within_s=PATIENCE_S, deadline_s=PATIENCE_S)
+BATCH = PageBatch(KEYS, within_s=PATIENCE_S, deadline_s=PATIENCE_S)
 RANK = """
 import sys
 from tests.connectors.test_sglang_node import BATCH, KEYS, OTHERS, Batch, opened, join
@@ -58,7 +58,7 @@ def opened():
 
 def stored(node, keys=None):
     """Store pages, each of one byte that its number tells."""
-    pieces = node.save(Batch(keys or KEYS, within_s=PATIENCE_S))
+    pieces = node.save(PageBatch(keys or KEYS, within_s=PATIENCE_S))
     for piece in pieces:
         for page, slot in zip(piece.pages, piece.slots, strict=True):
             node.arena.view(slot)[:] = bytes([page + 1]) * node.arena.slot_bytes
@@ -66,7 +66,7 @@ def stored(node, keys=None):
 
 def read(node, keys=None):
     """What comes: the first byte of each page, and how many count."""
-    found, pieces = [], node.fetch(Batch(keys or KEYS, "", PATIENCE_S, PATIENCE_S))
+    found, pieces = [], node.fetch(PageBatch(keys or KEYS, "", PATIENCE_S, PATIENCE_S))
     try:
         while True:
             found += [node.arena.view(slot)[0] for slot in next(pieces).slots]
@@ -125,7 +125,7 @@ def test_what_a_dead_rank_held_comes_back(address, rank, verb):
             assert owner.arena.free < SLOTS - len(KEYS)
         killed(process)
         until_free(owner, SLOTS - len(KEYS))
-        assert owner.reach(Batch(OTHERS)) == 0
+        assert owner.reach(PageBatch(OTHERS)) == 0
         assert read(owner) == ([1, 2, 3, 4, 5, 6], 6)
         stored(owner, [b"%032d" % number for number in range(20, 20 + SLOTS)])  # none is pinned
     finally:
@@ -137,11 +137,11 @@ def test_without_its_owner_a_rank_has_misses_and_no_wrong_pages(address, rank, c
     assert said == "ready\n"
     guest = join(address, opened)
     try:
-        assert isinstance(guest, Guest)
+        assert isinstance(guest, CacheClient)
         assert read(guest) == ([1, 2, 3, 4, 5, 6], 6)
         assert (guest.reach(BATCH), guest.holding(BATCH)) == (6, [True] * 6)
         stored(guest, OTHERS)
-        assert guest.reach(Batch(OTHERS, within_s=PATIENCE_S)) == 6
+        assert guest.reach(PageBatch(OTHERS, within_s=PATIENCE_S)) == 6
         pieces = guest.fetch(BATCH)
         piece = next(pieces)
         killed(process)
@@ -152,7 +152,7 @@ def test_without_its_owner_a_rank_has_misses_and_no_wrong_pages(address, rank, c
         assert (read(guest), guest.reach(BATCH)) == (([], 0), 0)
         assert guest.holding(BATCH) == [False] * 6
         with pytest.raises(StopIteration) as end:
-            next(guest.save(Batch(OTHERS)))
+            next(guest.save(PageBatch(OTHERS)))
         assert end.value.value == 0
         guest.clear()
         assert caplog.text.count("does not answer") == 1
@@ -164,11 +164,11 @@ def test_a_copy_that_fails_gives_slots_back(address):
     owner = join(address, opened)
     guest = join(address, opened)
     stored(guest)
-    pieces = guest.save(Batch(OTHERS, within_s=PATIENCE_S))
+    pieces = guest.save(PageBatch(OTHERS, within_s=PATIENCE_S))
     next(pieces)
     pieces.close()
     until_free(owner, SLOTS - len(KEYS))
-    assert guest.reach(Batch(OTHERS, within_s=PATIENCE_S)) == 0
+    assert guest.reach(PageBatch(OTHERS, within_s=PATIENCE_S)) == 0
     assert read(guest)[1] == 6
     owner.close()
     guest.close()
@@ -178,7 +178,7 @@ def test_a_copy_that_fails_gives_slots_back(address):
 def test_an_owner_that_ends_waits_for_ranks_that_copy(address):
     owner = join(address, opened)
     guest = join(address, opened)
-    pieces = guest.save(Batch(KEYS, within_s=PATIENCE_S))
+    pieces = guest.save(PageBatch(KEYS, within_s=PATIENCE_S))
     piece = next(pieces)
     ending = threading.Thread(target=owner.close)
     ending.start()
@@ -260,7 +260,7 @@ def test_who_comes_while_a_stack_closes_waits_and_has_one_of_its_own(address, mo
 
 def test_an_address_where_nobody_answers_is_an_error_in_the_end(address, monkeypatch):
     monkeypatch.setattr(node, "LEAVING_S", 0.0)
-    lines = Lines(address, pytest.fail)
+    lines = LocalListener(address, pytest.fail)
     lines.begin(lambda connection: None)
     with pytest.raises(ConfigError, match="the rank that owns kvladder's stack could not open it"):
         join(address, opened)
@@ -269,7 +269,7 @@ def test_an_address_where_nobody_answers_is_an_error_in_the_end(address, monkeyp
 
 def test_what_keeps_ranks_from_coming_is_said_now_and_then_and_may_end(address, monkeypatch):
     said: list[str] = []
-    lines = Lines(address, said.append)
+    lines = LocalListener(address, said.append)
     accept, fails = lines._listener.accept, [True]
 
     def failing():
@@ -290,7 +290,7 @@ def test_what_keeps_ranks_from_coming_is_said_now_and_then_and_may_end(address, 
 
 def test_alone_there_is_no_socket():
     owner = join(None, opened)
-    assert isinstance(owner, Owner)
+    assert isinstance(owner, CacheServer)
     stored(owner)
     assert read(owner)[1] == 6
     owner.close()

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from kvladder.compose import open_cache
-from kvladder.connectors.sglang.pieces import PART, Batch, fetch_pieces, save_pieces
+from kvladder.connectors.sglang.pieces import PART, PageBatch, fetch_pieces, save_pieces
 from kvladder.layout import Layout
 from kvladder.notices import Notices
 from kvladder.runtime import SystemClock
+from kvladder.tiers.ladder.batched import BatchedFetch, SlotAdmission
 from kvladder.tiers.ladder.loading.unreleased import Unreleased
-from kvladder.tiers.ladder.paced import PacedFetch, Turns
 from tests.patience import PATIENCE_S, until
 
 PAGES = 24
@@ -37,7 +37,7 @@ def opened():
         manager = open_cache(stack, layout=Layout(16, BYTES))
         left.append(manager)
         for number in range(prompts):
-            for piece in save_pieces(manager, Batch(prompt(number), within_s=PATIENCE_S)):
+            for piece in save_pieces(manager, PageBatch(prompt(number), within_s=PATIENCE_S)):
                 for page, slot in zip(piece.pages, piece.slots, strict=True):
                     manager.arena.view(slot)[:] = bytes([number * PAGES + page]) * BYTES
         waiting = threading.Event()
@@ -53,7 +53,7 @@ def opened():
 
 def read(manager, number, within_s=PATIENCE_S):
     """The first byte of each page that comes, and how many count."""
-    found, pieces = [], fetch_pieces(manager, Batch(prompt(number), "", within_s, within_s))
+    found, pieces = [], fetch_pieces(manager, PageBatch(prompt(number), "", within_s, within_s))
     try:
         while True:
             found += [manager.arena.view(slot)[0] for slot in next(pieces).slots]
@@ -93,7 +93,7 @@ def test_a_fetch_that_gets_no_slot_ends_in_time(opened):
 
 def test_a_rank_that_stands_still_leaves_slots_to_others(opened):
     manager = opened(2 * PART, 2)
-    still = fetch_pieces(manager, Batch(prompt(0), "", PATIENCE_S, PATIENCE_S))
+    still = fetch_pieces(manager, PageBatch(prompt(0), "", PATIENCE_S, PATIENCE_S))
     assert next(still).pages
     assert read(manager, 1, within_s=5.0)[1] == PAGES
     still.close()
@@ -121,7 +121,7 @@ class Rival:
 
     def __init__(self, slots):
         self.arena = SimpleNamespace(slots=PART * 2)
-        self.turns = Turns(slots, SystemClock(), Unreleased(Notices(lambda: 0.0)))
+        self.turns = SlotAdmission(slots, SystemClock(), Unreleased(Notices(lambda: 0.0)))
         self._slots = slots
         self._asks = threading.Event()
         self._found_none = False
@@ -136,7 +136,7 @@ class Rival:
         self.turns.give(self, taken)
 
     def fetch_paced(self, keys, *, deadline_s, salt):
-        return PacedFetch(
+        return BatchedFetch(
             keys,
             self.turns,
             begin=self._begin,
@@ -159,7 +159,7 @@ class Rival:
 
 def test_later_parts_give_their_slots_back_while_the_first_has_none():
     rival: Any = Rival(4)
-    pieces = fetch_pieces(rival, Batch(prompt(0), "", PATIENCE_S, PATIENCE_S))
+    pieces = fetch_pieces(rival, PageBatch(prompt(0), "", PATIENCE_S, PATIENCE_S))
     assert sum(len(piece.pages) for piece in pieces) == PAGES
     rival.thread.join(PATIENCE_S)
     assert rival.turns.take(0, 9) == 4

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from kvladder.connectors.trtllm.bases import SchedulerBase, WorkerBase
-from kvladder.connectors.trtllm.options import PATIENCE, STACK, Options, read
+from kvladder.connectors.trtllm.options import PATIENCE, STACK, TrtllmOptions, read
 from tests.test_docs import blocks
 
 PAGE = Path(__file__).parents[2] / "docs" / "trtllm.md"
@@ -43,4 +43,4 @@ def test_the_command_names_a_stack_and_that_configuration(tmp_path: Path) -> Non
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", PAGE.read_text(), re.MULTILINE))
     assert rows.keys() == {STACK, PATIENCE}
     said = read({name: options.config, PATIENCE: rows[PATIENCE].strip("` ")})[0]
-    assert said == options == Options(config=options.config)
+    assert said == options == TrtllmOptions(config=options.config)

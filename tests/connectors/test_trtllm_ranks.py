@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from kvladder.arena import Arena, ArenaHandle
-from kvladder.connectors.lines import connect
+from kvladder.connectors.listener import connect
 from kvladder.connectors.trtllm.options import STACK
 from kvladder.connectors.trtllm.ranks import MESSAGE_MAX, Rank, Ranks
-from kvladder.connectors.trtllm.step import Hello, Meeting
+from kvladder.connectors.trtllm.step import Meeting, RankHello
 from kvladder.gpu.copy.copier import Copier, Finished, JobId
 from kvladder.gpu.copy.cuda import copier_for
 from kvladder.gpu.copy.pages import Parts
@@ -91,7 +91,7 @@ def meeting(ranks: Ranks, secret: bytes | None = None) -> Meeting:
 def test_what_strangers_send_is_refused_and_never_run(
     ranks: Ranks, said: Said, tmp_path: Path
 ) -> None:
-    encoded = msgspec.msgpack.encode(Hello(1, b"guessed", FIELDS))
+    encoded = msgspec.msgpack.encode(RankHello(1, b"guessed", FIELDS))
     for sent in (pickle.dumps(Runs(tmp_path / "ran")), b"", b"\xc1", encoded, encoded[:-1]):
         count = len(said.texts)
         with connect(ranks.address) as connection:

@@ -18,7 +18,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from kvladder.arena import Arena, Slot
 from kvladder.connectors.vllm.identity.adapters import Adapters, digest_of
-from kvladder.connectors.vllm.step import Attach, Load, Step, Wanted
+from kvladder.connectors.vllm.step import Attach, Load, StepMetadata, Wanted
 from kvladder.connectors.vllm.worker import WorkerHalf
 from kvladder.gpu.copy.copier import CopyJob, JobId
 from kvladder.notices import Notices
@@ -292,10 +292,10 @@ def test_an_adapter_that_is_read_again_within_a_step_is_noticed(
     server = Server(tmp_path, [loras])
     server.put("a", 1)
     number = server.load("a").lora_int_id
-    worker.begin(Step(turn=1))
+    worker.begin(StepMetadata(turn=1))
     load = Load(CopyJob(JobId(1), "onboard", (1,), (Slot(0),)), "r", sync=True)
     save = CopyJob(JobId(2), "offload", (2,), (Slot(1),))
-    step = Step(
+    step = StepMetadata(
         attach, loads=[load], saves=[save], turn=2,
         owners={JobId(1): number, JobId(2): number}, adapters={number: (1,)},
     )  # fmt: skip
@@ -321,18 +321,18 @@ def test_a_load_on_its_way_fails_once_its_adapter_has_changed(
     server = Server(tmp_path, [loras])
     server.put("a", 1)
     number = server.load("a").lora_int_id
-    worker.begin(Step(turn=1))
+    worker.begin(StepMetadata(turn=1))
     loads = [
         Load(CopyJob(JobId(n), "onboard", (n,), (Slot(n),)), f"r{n}", sync=False) for n in (1, 2)
     ]
-    step = Step(
+    step = StepMetadata(
         attach, loads=loads, turn=2, owners={JobId(1): number}, adapters={number: (1,)}
     )  # fmt: skip
     for hook in (worker.begin, worker.load, worker.save):
         hook(step)
     server.put("a", 2)
     server.load("a", in_place=True)
-    worker.begin(Step(turn=3))
+    worker.begin(StepMetadata(turn=3))
     received = set[str]()
 
     def all_received() -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvladder.connectors.vllm.groups import Group, Groups
+from kvladder.connectors.vllm.groups import VllmGroup, VllmGroups
 from kvladder.connectors.vllm.identity import contents as vllm_contents
 from kvladder.connectors.vllm.identity.contents import Contents, contents_of
 from kvladder.connectors.vllm.requests import RequestState
@@ -148,7 +148,9 @@ def test_an_item_is_digested_once_and_forgotten_with_its_data(
 
 
 def test_a_requests_blocks_are_named_by_its_items_in_every_group() -> None:
-    groups = Groups([Group(0, "full", TOKENS, 1), Group(1, "window", 2 * TOKENS, 2, 8, mark=7)])
+    groups = VllmGroups(
+        [VllmGroup(0, "full", TOKENS, 1), VllmGroup(1, "window", 2 * TOKENS, 2, 8, mark=7)]
+    )
     asked = request((TOKENS, "a", image(1)))
     asked.block_hashes = [*KEYS]
     plain = RequestState(asked, groups)

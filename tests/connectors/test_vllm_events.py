@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from kvladder.config.stack import load_config
-from kvladder.connectors.vllm.groups import Groups, groups_of
+from kvladder.connectors.vllm.groups import VllmGroups, groups_of
 from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey
 from kvladder.testing.redisserver import free_ports
@@ -237,7 +237,7 @@ def test_events_are_refused_where_none_are_kept(engine: Engine) -> None:
 
     config = load_config({**SOURCE, "events": {"max": 0}})
     with pytest.raises(ConfigError, match=r"events.max: 0 .*expected 1 or more"):
-        KVEvents(engine.half.connector.manager, config, Groups(), configs()[1])
+        KVEvents(engine.half.connector.manager, config, VllmGroups(), configs()[1])
     assert not enabled(SimpleNamespace())
     assert not enabled(SimpleNamespace(kv_events_config=None))
     off = SimpleNamespace(enable_kv_cache_events=False)

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvladder.arena import Slot
-from kvladder.connectors.vllm.groups import Group, Groups, Kind
+from kvladder.connectors.vllm.groups import Kind, VllmGroup, VllmGroups
 from kvladder.connectors.vllm.requests import ROUNDS_MAX, Find
 from kvladder.keys import BlockKey
-from kvladder.policy.worth import Saves
+from kvladder.policy.fetch_cost import AvoidedCompute
 
 TOKENS_MAX = 96
 Block = tuple[int, int]
@@ -75,12 +75,12 @@ class FakeCache:
     def lookup(self, keys: Sequence[BlockKey]) -> int:
         return self.lead([NAMED[one] for one in keys])
 
-    def match(self, keys: Sequence[BlockKey], saves: Saves) -> FakeMatch:
+    def match(self, keys: Sequence[BlockKey], saves: AvoidedCompute) -> FakeMatch:
         del saves
         return FakeMatch(self, keys)
 
-    def find(self, groups: Groups, own: int, limit: int) -> Find:
-        def keys(group: Group, start: int, end: int) -> list[BlockKey]:
+    def find(self, groups: VllmGroups, own: int, limit: int) -> Find:
+        def keys(group: VllmGroup, start: int, end: int) -> list[BlockKey]:
             return [key(group.index, block) for block in range(start, end)]
 
         match: Any = self.match  # what it uses of a Fetch
@@ -95,7 +95,7 @@ class FakeCache:
         raise AssertionError("it is never done")
 
 
-def needed(group: Group, own: int, end: int) -> list[Block]:
+def needed(group: VllmGroup, own: int, end: int) -> list[Block]:
     """What a group reads of a prefix that ends there, apart from what vLLM has itself."""
     first = {
         "full": 0,
@@ -107,7 +107,7 @@ def needed(group: Group, own: int, end: int) -> list[Block]:
     return [(group.index, block) for block in blocks]
 
 
-def longest(groups: Groups, blocks: set[Block], own: int, limit: int) -> int:
+def longest(groups: VllmGroups, blocks: set[Block], own: int, limit: int) -> int:
     ends = range(own, limit + 1, groups.step)
     served = [e for e in ends if all(blocks.issuperset(needed(g, own, e)) for g in groups)]
     return max(served)
@@ -117,17 +117,17 @@ kinds: st.SearchStrategy[Kind] = st.sampled_from(["full", "full", "window", "loc
 
 
 @st.composite
-def models(draw: st.DrawFn) -> Groups:
-    found: list[Group] = []
+def models(draw: st.DrawFn) -> VllmGroups:
+    found: list[VllmGroup] = []
     for index in range(draw(st.integers(1, 4))):
         kind, tokens = draw(kinds), draw(st.sampled_from([2, 4, 8]))
         reach = draw(st.integers(1, 30)) if kind in ("window", "local") else 0
-        found.append(Group(index, kind, tokens, tokens // 2, reach))
-    return Groups(found)
+        found.append(VllmGroup(index, kind, tokens, tokens // 2, reach))
+    return VllmGroups(found)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Groups, set[Block], int, int]:
+def cases(draw: st.DrawFn) -> tuple[VllmGroups, set[Block], int, int]:
     """A model, what is cached, what vLLM has itself and where a prefix ends at the latest."""
     groups = draw(models())
     steps = TOKENS_MAX // groups.step
@@ -140,7 +140,7 @@ def cases(draw: st.DrawFn) -> tuple[Groups, set[Block], int, int]:
 
 @given(cases())
 def test_it_is_the_longest_prefix_that_every_group_can_serve(
-    case: tuple[Groups, set[Block], int, int],
+    case: tuple[VllmGroups, set[Block], int, int],
 ) -> None:
     groups, blocks, own, limit = case
     cache = FakeCache(set(blocks))
@@ -162,7 +162,7 @@ def test_it_is_the_longest_prefix_that_every_group_can_serve(
 
 @given(cases(), st.integers(0, 2**32), st.sampled_from([0.02, 0.2, 1.0]))
 def test_when_a_tier_does_not_deliver_the_prefix_is_shorter_and_complete(
-    case: tuple[Groups, set[Block], int, int], seed: int, losing: float
+    case: tuple[VllmGroups, set[Block], int, int], seed: int, losing: float
 ) -> None:
     groups, blocks, own, limit = case
     cache = FakeCache(set(blocks), losing=losing, seed=seed)
@@ -184,7 +184,7 @@ def test_when_a_tier_does_not_deliver_the_prefix_is_shorter_and_complete(
 
 
 def test_what_was_released_is_not_there() -> None:
-    groups = Groups([Group(0, "full", 4, 1), Group(1, "window", 4, 1, 6)])
+    groups = VllmGroups([VllmGroup(0, "full", 4, 1), VllmGroup(1, "window", 4, 1, 6)])
     cache = FakeCache({(g, block) for g in range(2) for block in range(8)})
     find = cache.find(groups, 0, 32)
     assert find.pins == 8 + 2
@@ -196,7 +196,9 @@ def test_what_was_released_is_not_there() -> None:
 
 def test_only_what_is_read_is_fetched() -> None:
     """Of a long prefix a window is a few blocks, a state one."""
-    groups = Groups([Group(0, "full", 4, 1), Group(1, "window", 4, 1, 6), Group(2, "state", 4, 1)])
+    groups = VllmGroups(
+        [VllmGroup(0, "full", 4, 1), VllmGroup(1, "window", 4, 1, 6), VllmGroup(2, "state", 4, 1)]
+    )
     cache = FakeCache({(g, block) for g in range(3) for block in range(24)})
     find = cache.find(groups, 8, 64)
     assert cache.answered(find) == 64
@@ -205,6 +207,6 @@ def test_only_what_is_read_is_fetched() -> None:
 
 @pytest.mark.parametrize("kind", ["window", "state"])
 def test_a_model_without_full_attention(kind: Kind) -> None:
-    groups = Groups([Group(0, kind, 4, 1, 6)])
+    groups = VllmGroups([VllmGroup(0, kind, 4, 1, 6)])
     cache = FakeCache({(0, 5), (0, 4), (0, 9)})
     assert cache.answered(cache.find(groups, 0, 40)) == (40 if kind == "state" else 24)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvladder.connectors.vllm.groups import Group, Groups, groups_of
+from kvladder.connectors.vllm.groups import VllmGroup, VllmGroups, groups_of
 from kvladder.errors import LayoutError
 from tests.connectors.scripted import kv_spec
 
@@ -110,7 +110,7 @@ def test_the_first_block_that_is_read_is_the_first_that_vllm_keeps(kind: str) ->
             mine.sliding_window, mine.attention_chunk_size = size, size
             mine.extra_retained_tokens = 0
             reach = {"window": size - 1, "local": size, "state": 0}[kind]
-            group = Group(0, kind, tokens, 1, reach)  # type: ignore[arg-type]
+            group = VllmGroup(0, kind, tokens, 1, reach)  # type: ignore[arg-type]
             for end in range(1, 120):
                 assert group.first(end) == mine.get_num_skipped_tokens(end) // tokens
 
@@ -135,8 +135,8 @@ def test_what_is_useful_is_what_vllm_itself_would_keep(
         from dataclasses import replace
 
         own = replace(own, sliding_window=window)
-    group = Group(1, kind, tokens, 1, window - 1)  # type: ignore[arg-type]
-    groups = Groups([Group(0, "full", tokens * more, more), group])
+    group = VllmGroup(1, kind, tokens, 1, window - 1)  # type: ignore[arg-type]
+    groups = VllmGroups([VllmGroup(0, "full", tokens * more, more), group])
     every = None if interval is None else interval * groups.step
     useful = groups.useful(group, every, [boundary])
     cls = manager("SlidingWindowManager" if kind == "window" else "MambaManager")

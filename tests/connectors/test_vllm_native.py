@@ -283,7 +283,7 @@ def test_jobs_larger_than_the_arena_go_piece_by_piece(
     model: Path, tmp_path: Path, natives: list[Native], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The arena has eight slots; what is stored goes on to files, and comes back, through them."""
-    monkeypatch.setattr("kvladder.tiers.ladder.paced.ROOM_S", PATIENCE_S)
+    monkeypatch.setattr("kvladder.tiers.ladder.batched.ROOM_S", PATIENCE_S)
     keys, rows = [key(number) for number in range(40)], [*range(40)]
     first = Native(model, tmp_path / "kv", rows=40)
     natives.append(first)

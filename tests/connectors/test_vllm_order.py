@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from kvladder.arena import Arena, Slot
 from kvladder.connectors.vllm import KVLadderConnector
 from kvladder.connectors.vllm.start import overwrites, runs_v2
-from kvladder.connectors.vllm.step import Attach, Step
+from kvladder.connectors.vllm.step import Attach, StepMetadata
 from kvladder.connectors.vllm.worker import WorkerHalf
 from kvladder.errors import ConfigError
 from kvladder.gpu.copy.copier import CopyJob, JobId
@@ -283,7 +283,7 @@ class Worker:
         self.arena = Arena.create(4, 4096)
         self.attach = Attach(self.arena.handle, ((0,),))
         self.job = CopyJob(JobId(1), "offload", (1,), (Slot(0),))
-        step = Step(attach=self.attach, saves=[self.job])
+        step = StepMetadata(attach=self.attach, saves=[self.job])
         self.half.begin(step)
         self.device.work_in_background()
         self.device.told(None, Operation(0.02, lambda: None, lambda: self._fill(7)))
@@ -294,7 +294,7 @@ class Worker:
 
     def next_step(self, *, early: bool, late: bool) -> None:
         """Give the block again: zero it before or after the half may fence."""
-        step = Step(attach=self.attach, fence=[JobId(1)], late=late)
+        step = StepMetadata(attach=self.attach, fence=[JobId(1)], late=late)
         zero = Operation(1e-5, lambda: self._fill(0), lambda: None)
         if early:
             self.device.told(None, zero)

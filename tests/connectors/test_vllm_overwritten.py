@@ -17,7 +17,7 @@ if importlib.util.find_spec("vllm") is None:
 
 with warnings.catch_warnings():  # whatever vLLM warns of when it is imported
     warnings.simplefilter("ignore")
-    from kvladder.connectors.vllm.step import Step
+    from kvladder.connectors.vllm.step import StepMetadata
 
 pytestmark = pytest.mark.slow
 STACK = {"arena": {"size": "1 MiB"}, "tiers": [{"type": "host"}]}
@@ -117,10 +117,10 @@ def test_a_step_that_cannot_be_made_fences_nothing_and_so_nothing_is_stored(
     def fails(*_: Any) -> None:
         raise MemoryError("by the script")
 
-    def harmless(output: Any) -> Step:  # as the connector does
+    def harmless(output: Any) -> StepMetadata:  # as the connector does
         with pytest.raises(MemoryError):
             real(output)
-        return Step()
+        return StepMetadata()
 
     engine.add([100 + n for n in range(32)], length=33)
     with monkeypatch.context() as patch:

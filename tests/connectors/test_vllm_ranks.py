@@ -25,7 +25,7 @@ if importlib.util.find_spec("vllm") is None:
 with warnings.catch_warnings():  # whatever vLLM warns of when it is imported
     warnings.simplefilter("ignore")
     from kvladder.connectors.vllm.start import instance_of, layout_of, this_node
-    from kvladder.connectors.vllm.step import Attach, Load, RankDescription, Step
+    from kvladder.connectors.vllm.step import Attach, Load, RankDescription, StepMetadata
     from kvladder.connectors.vllm.worker import WorkerHalf
 
 pytestmark = pytest.mark.slow
@@ -111,8 +111,8 @@ def test_a_rank_copies_what_it_has_and_reports_the_rest_as_done() -> None:
         Load(CopyJob(JobId(4), "onboard", (2,), (Slot(1),), 1), "r", sync=False),
     ]
     for worker in workers:
-        worker.save(Step(attach, saves=saves))
-        worker.load(Step(attach, loads=loads))
+        worker.save(StepMetadata(attach, saves=saves))
+        worker.load(StepMetadata(attach, loads=loads))
         worker.close()
         report = worker.report()
         assert report is not None

@@ -20,7 +20,7 @@ import torch
 from kvladder.connectors import weights
 from kvladder.connectors.vllm import groups as vllm_groups
 from kvladder.connectors.vllm import plugin as vllm_plugin
-from kvladder.connectors.vllm.options import Options, parse
+from kvladder.connectors.vllm.options import VllmOptions, parse
 from kvladder.connectors.vllm.start import (
     check_engine,
     check_features,
@@ -92,7 +92,7 @@ def test_the_page_names_every_setting_and_every_kind_of_kv_cache() -> None:
     page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
     first = page.split("## Settings")[1].split("## ")[0]
     rows = [line.split("|")[1].strip(" `") for line in first.splitlines() if line.startswith("| `")]
-    assert rows == keys_of(Options)
+    assert rows == keys_of(VllmOptions)
     kinds = page.split("## Models")[1].split("## ")[0]
     assert set(re.findall(r"`(\w+Spec)`", kinds)) == set(vllm_groups.KINDS)
 

@@ -16,7 +16,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from kvladder.connectors.vllm.identity.weights import Weights
 from kvladder.connectors.vllm.saves import part_tails
-from kvladder.connectors.vllm.step import Report, Seen, Step
+from kvladder.connectors.vllm.step import Report, Seen, StepMetadata
 from tests.connectors.scripted import TOKENS, Engine, Request
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -76,7 +76,7 @@ def test_where_one_rank_has_others_all_look() -> None:
     weights = Weights([b"a", b"b"])
     assert answer(weights, (0, Seen(1, b"c", 0, 1)))
     assert not weights.known, "those of the other ranks may be others, too"
-    step = Step()
+    step = StepMetadata()
     weights.prepare(step, runs=True, cache=None)
     assert (step.doubt, step.weights) == (1, (1, 0))
     assert answer(weights, (0, Seen(1, b"c", 1, 1)), (1, Seen(1, b"d", 1, 1)))
@@ -98,7 +98,7 @@ def test_the_weights_at_start_have_no_mark() -> None:
 def test_vllms_own_cache_is_outdated_if_a_step_before_filled_it() -> None:
     weights, before, emptied = Weights([b"a"]), object(), object()
     for cache in (before, emptied):
-        weights.prepare(Step(), runs=True, cache=cache)
+        weights.prepare(StepMetadata(), runs=True, cache=cache)
     answer(weights, (0, Seen(1, b"b", 0, 2)))  # before the second step's forward pass
     assert weights.outdated(before)
     assert not weights.outdated(emptied)

@@ -15,12 +15,12 @@ from kvladder.arena import Arena
 from kvladder.errors import TierError
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
-from kvladder.testing.fixtures import Block
+from kvladder.testing.fixtures import SampleBlock
 from kvladder.testing.sim import SimClock, inline_blocking
-from kvladder.tiers.base import TierContext
+from kvladder.tiers.context import TierContext
 from kvladder.tiers.fields import told
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
-from kvladder.tiers.label import Kept, Labels, LevelRead, Outcome, Ref, Side, Write
+from kvladder.tiers.label import Labels, LevelRead, Outcome, RecoveredBlock, Ref, SlotAccess, Write
 from kvladder.units import Size
 from tests.kit.disk import FakeDisk, InlinePool
 from tests.tiers.coded import SCRATCH
@@ -95,7 +95,7 @@ class Machine:
         segment: int = 3 * STRIDE,
         segments_min: int = 2,
         tries: int = 1,
-    ) -> tuple[FilesTier, list[Kept]]:
+    ) -> tuple[FilesTier, list[RecoveredBlock]]:
         """Open a tier with segments of three blocks; returns it and what it recovered.
 
         As a level does, it opens the tier again if that failed, ``tries`` times in all.
@@ -135,16 +135,16 @@ class Machine:
 
     async def open_again(
         self, tier: FilesTier, *, verify: bool = True, capacity: int = CAPACITY
-    ) -> tuple[FilesTier, list[Kept]]:
+    ) -> tuple[FilesTier, list[RecoveredBlock]]:
         """Close a tier and open another one on what it left."""
         await tier.aclose()
         return await self.open(verify=verify, capacity=capacity)
 
-    def some(self, blocks: Sequence[tuple[int, int]]) -> list[Block]:
+    def some(self, blocks: Sequence[tuple[int, int]]) -> list[SampleBlock]:
         """``(number, place)`` pairs as blocks with a slot each."""
-        return [Block(key(number), place, self._slots[place]) for number, place in blocks]
+        return [SampleBlock(key(number), place, self._slots[place]) for number, place in blocks]
 
-    def writes(self, blocks: Sequence[Block]) -> list[Write]:
+    def writes(self, blocks: Sequence[SampleBlock]) -> list[Write]:
         """What a level has a tier put: their bytes are in their slots."""
         for block in blocks:
             self._arena.view(block.slot)[: LAYOUT.block_bytes] = data(block.key)
@@ -185,7 +185,9 @@ class Machine:
         for block, place in wanted:
             view = self._arena.view(self._slots[0])
             view[:] = b"\xa5" * LAYOUT.slot_bytes
-            read = LevelRead(Side(self.labels, self._arena.view), block, place, self._slots[0])
+            read = LevelRead(
+                SlotAccess(self.labels, self._arena.view), block, place, self._slots[0]
+            )
             try:
                 (ok,) = await tier.get([read])
             except TierError as error:

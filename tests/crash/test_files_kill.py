@@ -17,7 +17,7 @@ from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.runtime import SystemClock
 from kvladder.testing.sim import inline_blocking
-from kvladder.tiers.base import TierContext
+from kvladder.tiers.context import TierContext
 from kvladder.tiers.files.directory import held_by, leases
 from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.tier import FilesOptions, FilesTier

@@ -15,7 +15,7 @@ import pytest
 
 from kvladder.errors import ConfigError
 from kvladder.keys import salt_digest
-from kvladder.testing.fixtures import Block
+from kvladder.testing.fixtures import SampleBlock
 from kvladder.testing.sim import sim_run
 from kvladder.tiers.files.purge import Purged, purge_files
 from kvladder.tiers.files.tier import FilesTier
@@ -35,7 +35,7 @@ GONE = (30, 7)
 class Salted(Machine):
     """Some of its blocks have a salt."""
 
-    def some(self, blocks: Sequence[tuple[int, int]]) -> list[Block]:
+    def some(self, blocks: Sequence[tuple[int, int]]) -> list[SampleBlock]:
         red = salt_digest(self.space, "red")
         blue = salt_digest(self.space, "blue")
         return [

@@ -13,14 +13,14 @@ from pathlib import Path
 import msgspec
 
 from kvladder.errors import ConfigError, TierError
-from kvladder.export.child import Served, attend
+from kvladder.export.child import ServingStarted, attend
 from kvladder.export.link import FarOffers, Serve
 from kvladder.tiers.isolated.spawn import run
 from tests.export.clients import Client, keys_of
 
 
 @asynccontextmanager
-async def serving(offers: FarOffers, told: Serve) -> AsyncGenerator[Served]:
+async def serving(offers: FarOffers, told: Serve) -> AsyncGenerator[ServingStarted]:
     """``told.keys`` is a folder: a request is a file in it, its answer another one."""
     folder = Path(told.keys)
     if (folder / "refuse").exists():
@@ -30,7 +30,7 @@ async def serving(offers: FarOffers, told: Serve) -> AsyncGenerator[Served]:
     counts = {"requests": 0}
     working = asyncio.create_task(work(offers, folder, counts))
     try:
-        yield Served(f"{told.listen}1", lambda: counts)
+        yield ServingStarted(f"{told.listen}1", lambda: counts)
         (folder / "left").touch()
     finally:
         working.cancel()

@@ -14,7 +14,7 @@ from kvladder.testing.sim import EPOCH_S
 from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
 from kvladder.testing.steps import Hold
 from kvladder.tiers.label import Facts, told
-from kvladder.tiers.ladder.paced import ROOM_S
+from kvladder.tiers.ladder.batched import ROOM_S
 from tests.export.clients import SIZE, SPACE, Client, engine, keys_of, payload, server
 
 FOUR = keys_of(1, 2, 3, 4)

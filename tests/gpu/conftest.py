@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from kvladder.arena import Arena
-from kvladder.gpu.copy.pages import BlockPages, Part
+from kvladder.gpu.copy.pages import BlockPages, RankShare
 from kvladder.gpu.copy.streams import StreamCopier
 from tests.gpu.simulated import BLOCKS, SLOT_BYTES, SLOTS, Engine, Start, Tensors, lbhnc
 from tests.kit.gpu import FakeDevice
@@ -31,7 +31,7 @@ def start() -> Iterator[Start]:
         fake = FakeDevice() if device is None else device
         arena = Arena.create(SLOTS, SLOT_BYTES)
         parts = {
-            group: Part(BlockPages.of(tensors, blocks=BLOCKS), 64 * group)
+            group: RankShare(BlockPages.of(tensors, blocks=BLOCKS), 64 * group)
             for group, tensors in enumerate(layout())
         }
         for part in parts.values():

@@ -8,8 +8,15 @@ from hashlib import sha256
 from math import inf
 from typing import Any
 
-from kvladder.gpu.pool.below import Known, Taken, Victim
-from kvladder.gpu.pool.events import Created, PoolEvent, PoolEvents, Removed, Stored, Updated
+from kvladder.gpu.pool.below import BlockBelow, Taken, Victim
+from kvladder.gpu.pool.events import (
+    Created,
+    PoolEvent,
+    PoolEvents,
+    PoolRemoved,
+    PoolStored,
+    Updated,
+)
 from kvladder.gpu.pool.pool import BlockPool, Partial, PoolSettings
 from kvladder.gpu.requests.groups import Group
 from kvladder.gpu.requests.requests import Request, Requests
@@ -29,13 +36,13 @@ Indexed = dict[BlockKey, tuple[BlockKey | None, str, int]]
 def replay(events: list[PoolEvent], index: Indexed) -> None:
     """Apply events to ``{key: (parent, level, priority)}``."""
     for event in events:
-        if isinstance(event, Stored):
+        if isinstance(event, PoolStored):
             parent = event.parent
             for block in event.blocks:
                 assert block.key not in index
                 index[block.key] = (parent, event.level, block.priority)
                 parent = block.key
-        elif isinstance(event, Removed):
+        elif isinstance(event, PoolRemoved):
             del index[event.key]
         elif isinstance(event, Updated):
             parent, level, priority = index[event.key]
@@ -225,9 +232,9 @@ class Host:
             self.claimed.setdefault(key, []).append(self.blocks[key])
         return len(keys)
 
-    def known(self, keys: Sequence[BlockKey]) -> Sequence[Known]:
+    def known(self, keys: Sequence[BlockKey]) -> Sequence[BlockBelow]:
         held = [self.claimed[key][-1] for key in keys]
-        return [Known(kept.priority, kept.until_s) for kept in held]
+        return [BlockBelow(kept.priority, kept.until_s) for kept in held]
 
     def disclaim(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:

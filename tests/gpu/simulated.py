@@ -12,7 +12,7 @@ import torch
 
 from kvladder.arena import Arena, Slot
 from kvladder.gpu.copy.copier import CopyJob, Direction, Finished, JobId
-from kvladder.gpu.copy.pages import Page, Part
+from kvladder.gpu.copy.pages import Page, RankShare
 from kvladder.gpu.copy.streams import StreamCopier
 from tests.kit.gpu import GARBAGE, FakeDevice, Operation
 
@@ -73,7 +73,7 @@ class Engine:
     device: FakeDevice
     copier: StreamCopier
     arena: Arena
-    parts: dict[int, Part]
+    parts: dict[int, RankShare]
     here: dict[Place, int] = field(default_factory=dict[Place, int])
     stored: dict[Slot, tuple[int, int]] = field(default_factory=dict[Slot, tuple[int, int]])
     """By slot, its group and what it holds; claimed slots are not in it."""

@@ -12,7 +12,7 @@ from kvladder.arena import Arena, Slot
 from kvladder.errors import LayoutError
 from kvladder.gpu.copy.copier import Copier, CopyJob, Direction, JobId, ThreadedCopier
 from kvladder.gpu.copy.cpu import CpuCopier
-from kvladder.gpu.copy.pages import BlockPages, Part, Parts, by_group, copy_tokens
+from kvladder.gpu.copy.pages import BlockPages, Parts, RankShare, by_group, copy_tokens
 from kvladder.gpu.copy.streams import StreamCopier
 from tests.kit.gpu import FakeDevice
 from tests.patience import PATIENCE_S
@@ -62,17 +62,17 @@ Make = Callable[[BlockPages, Arena, int], Copier]
 
 
 def on_cpu(pages: BlockPages, arena: Arena, offset: int) -> Copier:
-    return CpuCopier({0: Part(pages, offset)}, arena)
+    return CpuCopier({0: RankShare(pages, offset)}, arena)
 
 
 def on_streams(pages: BlockPages, arena: Arena, offset: int) -> Copier:
-    return streams({0: Part(pages, offset)}, arena, FakeDevice())
+    return streams({0: RankShare(pages, offset)}, arena, FakeDevice())
 
 
 def by_staging(pages: BlockPages, arena: Arena, offset: int) -> Copier:
     small = 3 * pages.block_bytes  # so that a job takes several batches
     device = FakeDevice(batched=False)
-    return streams({0: Part(pages, offset)}, arena, device, staging_bytes=small)
+    return streams({0: RankShare(pages, offset)}, arena, device, staging_bytes=small)
 
 
 def streams(parts: Parts, arena: Arena, device: FakeDevice, **options: int) -> StreamCopier:
@@ -381,7 +381,7 @@ def test_layers_that_lie_together_are_one_copy() -> None:
 def test_each_group_of_layers_has_its_own_place_and_size(make: Make, arena: Arena) -> None:
     first, second = layers_outside(), uneven()
     groups = {0: first, 2: second}
-    parts = {g: Part(BlockPages.of(t, blocks=BLOCKS), 64 * g) for g, t in groups.items()}
+    parts = {g: RankShare(BlockPages.of(t, blocks=BLOCKS), 64 * g) for g, t in groups.items()}
     copier: Copier = CpuCopier(parts, arena)
     if make is not on_cpu:
         copier.close()

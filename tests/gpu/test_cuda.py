@@ -18,8 +18,8 @@ from kvladder.arena import Arena
 from kvladder.errors import LayoutError
 from kvladder.gpu.copy import cuda
 from kvladder.gpu.copy.cuda import CudaDevice, copier_for, numa_node
-from kvladder.gpu.copy.device import Batch
-from kvladder.gpu.copy.pages import BlockPages, Part
+from kvladder.gpu.copy.device import CopyRuns
+from kvladder.gpu.copy.pages import BlockPages, RankShare
 from kvladder.gpu.copy.registration import Registration
 
 CPU = torch.device("cpu")
@@ -108,7 +108,7 @@ def opened() -> CudaDevice:
 STREAM = SimpleNamespace(cuda_stream=77)
 
 
-def batch(*, steady: bool) -> tuple[Batch, Callable[[], None]]:
+def batch(*, steady: bool) -> tuple[CopyRuns, Callable[[], None]]:
     """Three runs to copy, and a check that they were."""
     source = np.arange(100, dtype=np.uint8)
     target = np.zeros(100, np.uint8)
@@ -121,7 +121,7 @@ def batch(*, steady: bool) -> tuple[Batch, Callable[[], None]]:
             assert (target[start : start + size] == source[start : start + size]).all()
         assert np.count_nonzero(target) == 24
 
-    return Batch(base[0] + at, base[1] + at, sizes, steady), check
+    return CopyRuns(base[0] + at, base[1] + at, sizes, steady), check
 
 
 @pytest.mark.parametrize(("steady", "order"), [(True, 3), (False, 1)])
@@ -286,5 +286,5 @@ def test_devices_that_nothing_copies_from_are_named() -> None:
     with pytest.raises(LayoutError, match="KV tensors on meta"):
         copier_for(meta, arena)
     with pytest.raises(LayoutError, match="KV tensors on cpu, meta"):
-        copier_for({0: Part(meta), 1: Part(here)}, arena)
+        copier_for({0: RankShare(meta), 1: RankShare(here)}, arena)
     arena.close()

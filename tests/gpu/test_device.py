@@ -384,12 +384,12 @@ def test_nothing_is_lost_where_the_arena_is_full_when_the_device_is_handed_down(
 def test_nothing_is_handed_down_to_a_tier_that_fails(tmp_path: Path) -> None:
     with model(stack(files(tmp_path))) as engine:
         engine.run(range(16))
-        gate = engine.cache.manager._stack.levels[0].door
+        calls = engine.cache.manager._stack.levels[0].client
         for _ in range(3):
-            gate.breakers["put"].failure(engine.cache.manager.ladder.clock.now())
+            calls.breakers["put"].failure(engine.cache.manager.ladder.clock.now())
         assert not engine.cache.hand_down(timeout_s=PATIENCE_S)
         assert engine.cache.pools[0].cached == 4
-        gate.breakers["put"].success()
+        calls.breakers["put"].success()
         assert engine.cache.hand_down(timeout_s=PATIENCE_S)
         assert engine.cache.pools[0].cached == 0
 

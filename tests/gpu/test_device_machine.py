@@ -22,7 +22,7 @@ from kvladder.gpu.pool.pool import Partial
 from kvladder.gpu.requests.groups import Group
 from kvladder.gpu.requests.requests import Request
 from kvladder.gpu.requests.sequence import Extra
-from kvladder.gpu.sizing.divide import Division, Share
+from kvladder.gpu.sizing.divide import Division, PoolShare
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.retention import Retention, RetentionRange
 from kvladder.publishing.device import OnDevice
@@ -135,7 +135,7 @@ class DeviceMachine(RuleBasedStateMachine):
         self.device = [[bytearray(LAYOUT.block_bytes) for _ in range(blocks)] for _ in self.groups]
         self.copier = LateCopier(self.sim, self.device)
         port = TierPort(self.sim.manager, self.copier)
-        shares = tuple(Share(group, LAYOUT.block_bytes, 1, blocks) for group in self.groups)
+        shares = tuple(PoolShare(group, LAYOUT.block_bytes, 1, blocks) for group in self.groups)
         division = Division(1, 1, 1, shares, explicit=False)
         events = PoolEvents(100_000)
         told = self.follow(events)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvladder.gpu.copy import kernel
-from kvladder.gpu.copy.device import Addresses, Batch
+from kvladder.gpu.copy.device import Addresses, CopyRuns
 from kvladder.gpu.copy.kernel import mover, table_of
 
 
@@ -64,7 +64,7 @@ def test_it_compiles_for_a_device_that_is_not_here() -> None:
     assert "ld.global.b64" in made.asm["ptx"]
 
 
-def runs(offset: int, size: int) -> tuple[Batch, torch.Tensor, torch.Tensor, torch.Tensor]:
+def runs(offset: int, size: int) -> tuple[CopyRuns, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A batch of 40 runs, where they come from and go to, and to which rows."""
     stride = -(-(offset + size) // 8) * 8 + 8
     source = torch.randint(0, 256, (40, stride), dtype=torch.uint8)
@@ -76,5 +76,5 @@ def runs(offset: int, size: int) -> tuple[Batch, torch.Tensor, torch.Tensor, tor
         return first + rows.numpy().astype(np.uint64) * np.uint64(stride)
 
     sizes = np.full(40, size, np.uint64)
-    batch = Batch(begins(target, order), begins(source, torch.arange(40)), sizes, steady=True)
+    batch = CopyRuns(begins(target, order), begins(source, torch.arange(40)), sizes, steady=True)
     return batch, source, target, order

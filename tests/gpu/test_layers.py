@@ -9,7 +9,7 @@ import pytest
 
 from kvladder.arena import Slot
 from kvladder.gpu.copy.copier import CopyJob, JobId
-from kvladder.gpu.copy.device import Batch, Stream
+from kvladder.gpu.copy.device import CopyRuns, Stream
 from kvladder.gpu.copy.streams import StreamCopier
 from tests.gpu.simulated import LAYERS, SEEDS, SLOT_BYTES, Engine, Start, Tensors, blhnc, lbhnc, run
 from tests.kit.gpu import BYTE_S, FakeDevice
@@ -117,7 +117,7 @@ def test_a_load_that_fails_at_some_layer_is_known_when_the_forward_pass_is_told(
     class Third(FakeDevice):
         left = 10**6
 
-        def copy(self, stream: Stream, batch: Batch) -> None:
+        def copy(self, stream: Stream, batch: CopyRuns) -> None:
             self.left -= 1
             if self.left < 0:
                 raise RuntimeError("no more")
@@ -158,10 +158,10 @@ class Careless(StreamCopier):
 
     forgets = False
 
-    def _small(self, job: CopyJob, batch: Batch) -> bool:
+    def _small(self, job: CopyJob, batch: CopyRuns) -> bool:
         return True
 
-    def _copy(self, stream: Stream, batch: Batch, launched: Any) -> None:
+    def _copy(self, stream: Stream, batch: CopyRuns, launched: Any) -> None:
         super()._copy(stream, batch, launched)
         if self.forgets:
             launched.held.clear()
@@ -178,7 +178,7 @@ def test_a_kernel_on_memory_that_is_not_registered_is_found(start: Start) -> Non
         engine.device.move(engine.device.lines[1], host_batch(engine))
 
 
-def host_batch(engine: Engine) -> Batch:
+def host_batch(engine: Engine) -> CopyRuns:
     group = engine.copier._groups[0]
     return group.whole(CopyJob(JobId(1), "offload", (0,), (Slot(0),)))
 

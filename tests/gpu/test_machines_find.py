@@ -11,17 +11,17 @@ from hypothesis import settings as profile
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from kvladder.gpu.pool.commit import Committer
-from kvladder.gpu.pool.serving import Match
-from kvladder.gpu.requests.requests import Kept, Requests
+from kvladder.gpu.pool.serving import PoolMatch
+from kvladder.gpu.requests.requests import CachedPrefix, Requests
 from kvladder.gpu.requests.sequence import KVSequence, Sequences
 from tests.gpu.test_device_machine import PartialGroups
 from tests.gpu.test_pool_tiers_machine import TiersMachine
 
 
-def match_one(self: Requests, parts: Sequence[KVSequence], limit: int) -> list[Match]:
+def match_one(self: Requests, parts: Sequence[KVSequence], limit: int) -> list[PoolMatch]:
     """``Requests._match``, but what the first group has is taken to be in all of them."""
     each = zip(self.groups, self._pools, parts, strict=True)
-    first, *others = [Kept(*one, limit) for one in each]
+    first, *others = [CachedPrefix(*one, limit) for one in each]
     end = first.group.serves(first.holes, first.shared, limit // self._grain * self._grain, 1)
     return [one.reach(end) for one in (first, *others)]
 

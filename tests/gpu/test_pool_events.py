@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvladder.gpu.pool.events import Created, Overflow, PoolEvents, Removed, Stored, Updated
+from kvladder.gpu.pool.events import (
+    Created,
+    PoolEvents,
+    PoolOverflow,
+    PoolRemoved,
+    PoolStored,
+    Updated,
+)
 from kvladder.policy.retention import Retention, RetentionRange
 from tests.gpu.engine import Engine, Indexed, replay
 
@@ -27,7 +34,7 @@ def test_v2_what_a_prompt_stores() -> None:
     engine.events.take()
     sequence = engine.begin(range(10), lora="42", salt="s")
     [event] = engine.events.take()
-    assert isinstance(event, Stored)
+    assert isinstance(event, PoolStored)
     keys = engine.keys(range(8), lora="42", salt="s")
     assert (event.parent, event.lora, event.salt, event.level) == (None, "42", "s", "gpu")
     assert [b.key for b in event.blocks] == keys
@@ -36,12 +43,12 @@ def test_v2_what_a_prompt_stores() -> None:
     engine.generate(sequence, [10])
     engine.release(sequence)
     [event] = engine.events.take()
-    assert isinstance(event, Stored)
+    assert isinstance(event, PoolStored)
     assert event.parent == keys[-1]
     assert [b.tokens for b in event.blocks] == [(8, 9)]
     again = engine.begin(range(10), lora="42", salt="s")
     taken = engine.events.take()
-    assert [type(event) for event in taken] == [Removed]  # the tail was taken over
+    assert [type(event) for event in taken] == [PoolRemoved]  # the tail was taken over
     engine.generate(again, [10])
     engine.release(again)
     assert len(engine.events.take()) == 1
@@ -75,7 +82,7 @@ def test_v4_an_offload_an_onboarding_and_a_drop() -> None:
     assert changed.priority == (35, 10)
     engine.pool.evict(1)
     [gone] = engine.events.take()
-    assert isinstance(gone, Removed)
+    assert isinstance(gone, PoolRemoved)
     assert (gone.key, gone.why) == (key, "evicted")
 
 
@@ -92,7 +99,7 @@ def test_v5_an_overflow_says_how_many_events_were_lost() -> None:
     for start in range(0, 600, 100):
         engine.run(range(start, start + 4))
     overflow, *rest = engine.events.take()
-    assert overflow == Overflow(4, 4)
+    assert overflow == PoolOverflow(4, 4)
     assert [event.id for event in rest] == [5, 6, 7]
     assert engine.events.last_id == 7
     engine.run(range(700, 704))
@@ -140,5 +147,5 @@ def test_where_a_block_is_below_the_device_is_for_the_levels_to_tell() -> None:
     [key] = engine.keys(range(4))
     engine.pool.forgotten([key, *engine.keys(range(50, 54))])
     [event] = engine.events.take()
-    assert isinstance(event, Removed)
+    assert isinstance(event, PoolRemoved)
     assert (event.key, event.why) == (key, "evicted")

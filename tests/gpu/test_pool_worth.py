@@ -12,7 +12,7 @@ import pytest
 from kvladder.keys import BlockKey
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.retention import Retention, RetentionRange
-from kvladder.tiers.ladder.index import Meta
+from kvladder.tiers.ladder.records.index import BlockMeta
 from tests.gpu.device import FULL, Model
 from tests.gpu.engine import Engine, priority_of
 from tests.patience import PATIENCE_S
@@ -37,7 +37,7 @@ def key(model: Model, tokens: Sequence[int]) -> BlockKey:
     return model.requests.sequences[0].scheme.chain(tokens)[-1]
 
 
-def meta(model: Model, tokens: Sequence[int]) -> Meta | None:
+def meta(model: Model, tokens: Sequence[int]) -> BlockMeta | None:
     with model.cache.manager.ladder.lock:
         return model.cache.manager.ladder.meta(key(model, tokens))
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvladder.arena import Arena, Slot
-from kvladder.gpu.copy.device import Batch, Event, Stream
+from kvladder.gpu.copy.device import CopyRuns, Event, Stream
 from kvladder.gpu.copy.registration import Registration
 from kvladder.gpu.copy.streams import StreamCopier
 from tests.gpu.simulated import (
@@ -80,7 +80,7 @@ class NoFence(FakeDevice):
 class SavesAnyTime(FakeDevice):
     """The driver may read what is saved before its turn."""
 
-    def copy(self, stream: Stream, batch: Batch) -> None:
+    def copy(self, stream: Stream, batch: CopyRuns) -> None:
         super().copy(stream, batch._replace(steady=True))
 
 
@@ -145,10 +145,10 @@ def test_a_job_is_one_call_whatever_its_size(start: Start) -> None:
 
 def test_neighbours_on_both_sides_are_one_run(start: Start) -> None:
     size = SLOT_BYTES
-    batches: list[Batch] = []
+    batches: list[CopyRuns] = []
 
     class Noting(FakeDevice):
-        def copy(self, stream: Stream, batch: Batch) -> None:
+        def copy(self, stream: Stream, batch: CopyRuns) -> None:
             batches.append(batch)
             super().copy(stream, batch)
 
@@ -221,11 +221,11 @@ class PageableIds(FakeDevice):
 class OneByOne(FakeDevice):
     """Each block is a call of its own."""
 
-    def copy(self, stream: Stream, batch: Batch) -> None:
+    def copy(self, stream: Stream, batch: CopyRuns) -> None:
         for at in range(len(batch.sizes)):
             one = slice(at, at + 1)
             targets, sources, sizes = (array[one] for array in batch[:3])
-            super().copy(stream, Batch(targets, sources, sizes, batch.steady))
+            super().copy(stream, CopyRuns(targets, sources, sizes, batch.steady))
 
 
 def test_ids_in_ordinary_memory_are_found(start: Start) -> None:

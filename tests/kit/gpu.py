@@ -19,7 +19,7 @@ from weakref import ref
 
 import torch
 
-from kvladder.gpu.copy.device import Addresses, Batch, Device, Event, Stream
+from kvladder.gpu.copy.device import Addresses, CopyRuns, Device, Event, Stream
 from kvladder.gpu.copy.pages import Page
 
 GARBAGE = 0xEE
@@ -228,7 +228,7 @@ class FakeDevice(Device):
     def pause(self, seconds: float) -> None:
         self.advance(seconds)
 
-    def copy(self, stream: Stream, batch: Batch) -> None:
+    def copy(self, stream: Stream, batch: CopyRuns) -> None:
         self.calls.append("copy")
         host = [self._host(address, size) for address, size in self._ends(batch)]
         self._tell(stream, self._runs(batch), early=batch.steady)
@@ -238,7 +238,7 @@ class FakeDevice(Device):
     def prepare(self) -> None:
         self.small_bytes = self._small
 
-    def move(self, stream: Stream, batch: Batch) -> torch.Tensor:
+    def move(self, stream: Stream, batch: CopyRuns) -> torch.Tensor:
         self.calls.append("move")
         reached = all(self._host(address, size) for address, size in self._ends(batch))
         assert reached, "a kernel reads or writes memory that is not registered"
@@ -305,7 +305,7 @@ class FakeDevice(Device):
 
     # ---- copies
 
-    def _ends(self, batch: Batch) -> Iterator[tuple[int, int]]:
+    def _ends(self, batch: CopyRuns) -> Iterator[tuple[int, int]]:
         for ends in (batch.targets, batch.sources):
             yield from zip(ends.tolist(), batch.sizes.tolist(), strict=True)
 
@@ -323,7 +323,7 @@ class FakeDevice(Device):
             raise RuntimeError("invalid argument: a run in two registrations")
         return bool(inside)
 
-    def _runs(self, batch: Batch) -> list[tuple[int, int, int]]:
+    def _runs(self, batch: CopyRuns) -> list[tuple[int, int, int]]:
         arrays: list[Addresses] = [batch.targets, batch.sources, batch.sizes]
         return [*zip(*(array.tolist() for array in arrays), strict=True)]
 

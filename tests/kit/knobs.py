@@ -10,9 +10,9 @@ from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.tenants import NO_SHARES, Shares
 from kvladder.tiers.codecs.base import ChecksumCodec
-from kvladder.tiers.codecs.edge import EdgeSettings
-from kvladder.tiers.ladder.door import LevelSettings
-from kvladder.tiers.ladder.gate import BreakerSettings, GateSettings
+from kvladder.tiers.codecs.pipeline import PipelineSettings
+from kvladder.tiers.ladder.breaker import BreakerSettings, CallSettings
+from kvladder.tiers.ladder.client import LevelSettings
 from tests.kit.mirror import MirrorCodec
 
 Kind = Literal["plain", "coded", "shared", "wishing", "unruly", "tenants"]
@@ -42,7 +42,7 @@ class LevelKnobs:
     def edged(self) -> LevelSettings:
         """The settings with new codecs, if there are any."""
         codecs = (MirrorCodec(), ChecksumCodec()) if self.coded else ()
-        return replace(self.settings, edge=EdgeSettings(codecs))
+        return replace(self.settings, pipeline=PipelineSettings(codecs))
 
     @classmethod
     def draw(cls, random: Random) -> LevelKnobs:
@@ -55,7 +55,7 @@ class LevelKnobs:
             ttl_s=random.choice((None, None, None, 30.0)),
         )
         settings = LevelSettings(
-            gate=GateSettings(
+            calls=CallSettings(
                 timeout_s=random.choice((0.5, 5.0)),
                 breaker=BreakerSettings(
                     failures=random.choice((1, 3)), retry_s=random.choice((1.0, 5.0))

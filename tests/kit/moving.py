@@ -20,8 +20,9 @@ from kvladder.arena import Arena, Slot
 from kvladder.errors import TierError
 from kvladder.keys import BlockKey
 from kvladder.layout import Layout
-from kvladder.tiers.base import NO_PLACE, TierContext
+from kvladder.tiers.base import NO_PLACE
 from kvladder.tiers.blocking import BlockingPool, SystemClock
+from kvladder.tiers.context import TierContext
 from kvladder.tiers.isolated.tier import IsolatedTier
 from kvladder.tiers.label import Labels, Read, Ref, Write
 from kvladder.tiers.mooncake.tier import MooncakeOptions, MooncakeTier

@@ -17,7 +17,7 @@ from kvladder.tiers.nixl.curve import make_keys
 from tests.patience import PATIENCE_S
 
 COMMAND = (
-    f"import sys; from kvladder.tiers.ladder import paced; paced.ROOM_S = {PATIENCE_S}\n"
+    f"import sys; from kvladder.tiers.ladder import batched; batched.ROOM_S = {PATIENCE_S}\n"
     "from kvladder.cli import main; sys.exit(main())"
 )
 """The command, which waits for room as long as tests wait."""

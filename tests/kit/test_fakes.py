@@ -20,9 +20,9 @@ from kvladder.testing.fakes import (
     Hold,
     ShortRead,
 )
-from kvladder.testing.fixtures import Blocks
+from kvladder.testing.fixtures import SampleBlocks
 from kvladder.testing.sim import SimClock, inline_blocking
-from kvladder.tiers.base import TierContext
+from kvladder.tiers.context import TierContext
 from kvladder.tiers.label import Outcome
 
 LAYOUT = Layout(block_tokens=4, block_bytes=100)
@@ -37,8 +37,8 @@ def arena() -> Iterator[Arena]:
 
 
 @pytest.fixture
-def blocks(arena: Arena) -> Iterator[Blocks]:
-    blocks = Blocks(arena, LAYOUT, COUNT, LAYOUT.namespace())
+def blocks(arena: Arena) -> Iterator[SampleBlocks]:
+    blocks = SampleBlocks(arena, LAYOUT, COUNT, LAYOUT.namespace())
     yield blocks
     blocks.close()
 
@@ -57,7 +57,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def test_records_what_it_was_asked(tier: FakeTier, blocks: Blocks) -> None:
+async def test_records_what_it_was_asked(tier: FakeTier, blocks: SampleBlocks) -> None:
     items = await blocks.put(tier, 0, 1)
     await blocks.get(tier, items[:1])
     await tier.remove(blocks.refs(items))
@@ -66,7 +66,9 @@ async def test_records_what_it_was_asked(tier: FakeTier, blocks: Blocks) -> None
     assert tier.batches("put") == [2]
 
 
-async def test_steps_are_taken_by_the_calls_they_are_for(tier: FakeTier, blocks: Blocks) -> None:
+async def test_steps_are_taken_by_the_calls_they_are_for(
+    tier: FakeTier, blocks: SampleBlocks
+) -> None:
     tier.script += [Delay(10.0, on="get"), Fail(on="put", times=2), Delay(5.0, on="put")]
     items = blocks.some(0)
     for _ in range(2):
@@ -82,7 +84,7 @@ async def test_steps_are_taken_by_the_calls_they_are_for(tier: FakeTier, blocks:
 
 @pytest.mark.parametrize("after", [False, True])
 async def test_a_failure_may_come_before_or_after_the_effect(
-    tier: FakeTier, blocks: Blocks, *, after: bool
+    tier: FakeTier, blocks: SampleBlocks, *, after: bool
 ) -> None:
     tier.script.append(Fail(after=after, temporary=False, times=None))
     items = blocks.some(0)
@@ -95,7 +97,7 @@ async def test_a_failure_may_come_before_or_after_the_effect(
     assert await blocks.get(tier, items) == [after]
 
 
-async def test_a_full_medium(tier: FakeTier, blocks: Blocks) -> None:
+async def test_a_full_medium(tier: FakeTier, blocks: SampleBlocks) -> None:
     tier.script.append(Full())
     items = blocks.some(0)
     with pytest.raises(TierFull):
@@ -104,7 +106,7 @@ async def test_a_full_medium(tier: FakeTier, blocks: Blocks) -> None:
 
 
 async def test_lost_and_damaged_blocks_are_there_all_the_same(
-    tier: FakeTier, blocks: Blocks
+    tier: FakeTier, blocks: SampleBlocks
 ) -> None:
     items = await blocks.put(tier, 0, 1, 2)
     tier.forget(items[0].key)
@@ -117,7 +119,7 @@ async def test_lost_and_damaged_blocks_are_there_all_the_same(
     assert await blocks.get(tier, items) == [True, True, True]
 
 
-async def test_a_short_read_is_caught_by_the_checksum(tier: FakeTier, blocks: Blocks) -> None:
+async def test_a_short_read_is_caught_by_the_checksum(tier: FakeTier, blocks: SampleBlocks) -> None:
     items = await blocks.put(tier, 0)
     tier.script.append(ShortRead())
     assert await blocks.get(tier, items) == [False]
@@ -126,7 +128,9 @@ async def test_a_short_read_is_caught_by_the_checksum(tier: FakeTier, blocks: Bl
     assert await blocks.get(tier, items) == [True]
 
 
-async def test_a_slot_holds_half_a_block_while_it_is_read(tier: FakeTier, blocks: Blocks) -> None:
+async def test_a_slot_holds_half_a_block_while_it_is_read(
+    tier: FakeTier, blocks: SampleBlocks
+) -> None:
     items = await blocks.put(tier, 0)
     blocks.poison(items)
     reading = asyncio.ensure_future(tier.get(blocks.reads(items)))
@@ -137,7 +141,9 @@ async def test_a_slot_holds_half_a_block_while_it_is_read(tier: FakeTier, blocks
     assert list(await reading) == [True]
 
 
-async def test_a_call_is_held_between_two_lines_of_another(tier: FakeTier, blocks: Blocks) -> None:
+async def test_a_call_is_held_between_two_lines_of_another(
+    tier: FakeTier, blocks: SampleBlocks
+) -> None:
     items = await blocks.put(tier, 0)
     hold = Hold(on="get")
     tier.script.append(hold)
@@ -151,7 +157,7 @@ async def test_a_call_is_held_between_two_lines_of_another(tier: FakeTier, block
 
 
 async def test_a_hang_ends_by_cancellation_healing_or_closing(
-    tier: FakeTier, blocks: Blocks
+    tier: FakeTier, blocks: SampleBlocks
 ) -> None:
     items = await blocks.put(tier, 0)
     for end in ("cancel", "heal", "close"):
@@ -171,7 +177,7 @@ async def test_a_hang_ends_by_cancellation_healing_or_closing(
 
 
 async def test_a_stubborn_hang_does_its_work_after_it_was_cancelled(
-    tier: FakeTier, blocks: Blocks
+    tier: FakeTier, blocks: SampleBlocks
 ) -> None:
     items = blocks.some(0)
     blocks.fill(items)
@@ -190,7 +196,7 @@ async def test_a_stubborn_hang_does_its_work_after_it_was_cancelled(
 
 
 async def test_a_store_outlives_its_tier_and_a_copy_outlives_a_crash(
-    tier: FakeTier, blocks: Blocks
+    tier: FakeTier, blocks: SampleBlocks
 ) -> None:
     await blocks.put(tier, 0, 1)
     copy = tier.store.copy()
@@ -207,7 +213,7 @@ async def test_a_store_outlives_its_tier_and_a_copy_outlives_a_crash(
 
 
 async def test_a_slot_without_a_claim_is_noted(
-    tier: FakeTier, arena: Arena, blocks: Blocks
+    tier: FakeTier, arena: Arena, blocks: SampleBlocks
 ) -> None:
     items = [blocks.some(0)[0]._replace(slot=Slot(COUNT))]
     with pytest.raises(AssertionError):
@@ -215,7 +221,7 @@ async def test_a_slot_without_a_claim_is_noted(
     assert tier.violations == ["a slot without a claim"]
 
 
-async def test_batches_that_are_none_are_noted(tier: FakeTier, blocks: Blocks) -> None:
+async def test_batches_that_are_none_are_noted(tier: FakeTier, blocks: SampleBlocks) -> None:
     tier.batch_max = 2
     first, second = blocks.some(0, 1)
     batches = [
@@ -248,7 +254,7 @@ async def test_batches_that_are_none_are_noted(tier: FakeTier, blocks: Blocks) -
     ],
 )
 async def test_calls_that_must_not_meet_are_noted(
-    tier: FakeTier, blocks: Blocks, first: str, second: str, *, allowed: bool
+    tier: FakeTier, blocks: SampleBlocks, first: str, second: str, *, allowed: bool
 ) -> None:
     items = await blocks.put(tier, 0)
     tier.script.append(Delay(1.0))

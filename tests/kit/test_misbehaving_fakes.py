@@ -8,7 +8,7 @@ import pytest
 
 from kvladder.errors import TierError
 from kvladder.testing.fakes import Block, Fail, FakeTier, Raise, Wrong
-from kvladder.testing.fixtures import Blocks
+from kvladder.testing.fixtures import SampleBlocks
 from kvladder.testing.sim import SimThreads
 from kvladder.testing.stacks import LAYOUT, LevelSpec
 from tests.stack.caches import COMMIT, cache_of
@@ -21,7 +21,7 @@ from tests.stack.caches import COMMIT, cache_of
 async def test_a_wrong_answer_comes_after_the_effect(step, said) -> None:
     tier = FakeTier()
     async with cache_of(LevelSpec(tier)) as cache:
-        blocks = Blocks(cache.arena, LAYOUT, 2, cache.manager.namespace)
+        blocks = SampleBlocks(cache.arena, LAYOUT, 2, cache.manager.namespace)
         items = blocks.some(0, 1)
         tier.script.append(Wrong(step, on="put"))
         assert await tier.put(blocks.writes(items)) == said

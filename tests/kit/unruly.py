@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvladder.errors import ConfigError, TierError, TierFull
 from kvladder.schema import Settings
-from kvladder.tiers.base import Progress, TierContext
+from kvladder.tiers.context import Progress, TierContext
 from kvladder.tiers.label import Read, Ref, Write
 from kvladder.tiers.memory import MemoryTier
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from random import Random
 
-from kvladder.arena import Slot
+from kvladder.arena import NO_SLOT, Slot
 from kvladder.keys import BlockKey
 from kvladder.manager import SetFetch
 from kvladder.policy.eviction import PRIORITY_MIN
@@ -20,9 +20,9 @@ from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.sim import SimLoop, SimThreads, inline_blocking, where
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.testing.steps import misbehaviours, troubles
-from kvladder.tiers.base import NO_SLOT, Blocking
-from kvladder.tiers.ladder.door import BEHIND_CALLS_MAX
-from kvladder.tiers.ladder.gate import KINDS
+from kvladder.tiers.context import Blocking
+from kvladder.tiers.ladder.breaker import KINDS
+from kvladder.tiers.ladder.client import BEHIND_CALLS_MAX
 from kvladder.tiers.ladder.level import Level
 from tests.kit.knobs import Knobs
 from tests.kit.mirror import plain
@@ -72,8 +72,8 @@ class World:
                 latency_s=0.001,
                 mean_s=level.mean_s,
                 patience=(
-                    level.settings.gate.breaker.failures,
-                    level.settings.gate.breaker.retry_s,
+                    level.settings.calls.breaker.failures,
+                    level.settings.calls.breaker.retry_s,
                 ),
             )
             for number, (level, store) in enumerate(
@@ -367,8 +367,8 @@ class World:
         self.requests.clear()
         clean = not crash and not any(tier.script or tier.held for tier in self.tiers)
         levels = self.cache.levels
-        clean &= all(level.door.open(kind) for level in levels for kind in KINDS)
-        clean &= not any(level._leaving.behind for level in levels)
+        clean &= all(level.client.open(kind) for level in levels for kind in KINDS)
+        clean &= not any(level._removal_queue.behind for level in levels)
         self._purge.give_up()
         kept = must_survive(self.cache, self.loop.time())
         errors = self._errors()
@@ -429,8 +429,8 @@ class World:
         self.advance(DRAIN_S)
         self.check()
         assert not self.cache.stack.pending, "still at work"
-        for shelf in self.cache.stack._shelves:
-            assert not shelf.index.above, f"{shelf.name} has more of a salt than its quota"
+        for level in self.cache.stack._all_levels:
+            assert not level.index.above, f"{level.name} has more of a salt than its quota"
         if self.knobs.unruly:  # one that hangs in its threads must not keep another from going on
             own = {level.name for level in self.cache.levels}
             own |= {f"{name}-codecs" for name in own}
@@ -473,7 +473,7 @@ class World:
             assert not stats.task_failures, "a task died"
         for number, level in enumerate(levels):
             at_once = level.settings.reads_max + 2
-            assert level.door.behind <= BEHIND_CALLS_MAX + at_once, "too much is left behind"
+            assert level.client.behind <= BEHIND_CALLS_MAX + at_once, "too much is left behind"
             if number not in self._troubled and self.knobs.levels[number].mean_s <= 0.01:
                 assert not level.stats.errors, f"a call to {level.name} failed, which is well"
 

@@ -23,7 +23,7 @@ from kvladder.testing.stacks import SimCache
 zmq = pytest.importorskip("zmq")
 sockets = pytest.importorskip("zmq.asyncio")
 
-from kvladder.routing.feed import Feed, Told  # noqa: E402
+from kvladder.routing.feed import EngineEvent, Feed  # noqa: E402
 
 pytestmark = pytest.mark.real
 
@@ -309,7 +309,7 @@ VALUES = st.recursive(
     max_leaves=8,
 )
 NAMES = st.sampled_from(
-    [*(field.encode_name for field in msgspec.structs.fields(Told)), "of a later version"]
+    [*(field.encode_name for field in msgspec.structs.fields(EngineEvent)), "of a later version"]
 )
 EVENTS = st.fixed_dictionaries(
     {"type": st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared", "else"])}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvladder.gpu.pool.events import BELOW, Stored, StoredBlock
+from kvladder.gpu.pool.events import BELOW, PoolStored, StoredBlock
 from kvladder.publishing.device import OnDevice
 from kvladder.publishing.messages import Messages
 from kvladder.publishing.wire import BlockStored
@@ -113,7 +113,7 @@ async def test_what_tiers_held_before_is_told_again_when_a_pool_learns_what_is_i
         assert isinstance(event, BlockStored)
         assert (event.block_hashes, event.token_ids) == ([*keys], [])
         blocks = tuple(StoredBlock(key, (n, n), 35) for n, key in enumerate(keys))
-        told.hear(Stored(1, 0, BELOW, None, blocks, "salt", "adapter"))
+        told.hear(PoolStored(1, 0, BELOW, None, blocks, "salt", "adapter"))
         [event] = messages.take()
         assert isinstance(event, BlockStored)
         assert (event.block_hashes, event.token_ids) == ([*keys], [0, 0, 1, 1])

@@ -45,7 +45,7 @@ def test_five_thousand_steps_in_worlds_with_codecs() -> None:
     worlds = [soak.run_world(seed, kind="coded") for seed in range(60_000, 60_025)]
     served = sum((world.served for world in worlds), start=worlds[0].served)
     assert set(served) >= {"host", "level1", "level2"}
-    assert any(level.door.edge.refused for world in worlds for level in world.cache.levels)
+    assert any(level.client.pipeline.refused for world in worlds for level in world.cache.levels)
 
 
 @pytest.mark.slow
@@ -79,9 +79,9 @@ def test_ten_thousand_steps_in_worlds_whose_tiers_do_what_no_tier_may() -> None:
     worlds = [soak.run_world(seed, kind="unruly") for seed in range(90_000, 90_050)]
     served = sum((world.served for world in worlds), start=worlds[0].served)
     assert set(served) == {"host", "level1", "level2", "level3"}
-    gates = [level.door for world in worlds for level in world.cache.levels]
+    gates = [level.client for world in worlds for level in world.cache.levels]
     for kind in ("get", "put", "remove"):
-        assert any(gate.breakers[kind].opened for gate in gates)
+        assert any(calls.breakers[kind].opened for calls in gates)
 
 
 def test_the_command_says_what_was_served(capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,13 +142,13 @@ def test_a_callback_that_was_cancelled_is_not_called() -> None:
 
 def test_locks_semaphores_and_queues_work_in_any_order() -> None:
     async def work() -> int:
-        lock, gate = asyncio.Lock(), asyncio.Semaphore(2)
+        lock, calls = asyncio.Lock(), asyncio.Semaphore(2)
         queue: asyncio.Queue[int] = asyncio.Queue(1)
         inside = most = 0
 
         async def produce(number: int) -> None:
             nonlocal inside, most
-            async with gate:
+            async with calls:
                 inside += 1
                 most = max(most, inside)
                 await asyncio.sleep(number % 3)

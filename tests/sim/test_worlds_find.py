@@ -11,17 +11,17 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.policy.sessions import Sessions
 from kvladder.policy.tenants import Tenants
 from kvladder.testing.fakes import FakeTier
-from kvladder.tiers.base import ANYWHERE, NO_TERMS, Terms
-from kvladder.tiers.ladder import door as doors
-from kvladder.tiers.ladder.door import Door
-from kvladder.tiers.ladder.gate import KINDS
+from kvladder.tiers.ladder import client as doors
+from kvladder.tiers.ladder.base_level import EventBuffer, Expiry
+from kvladder.tiers.ladder.breaker import KINDS
+from kvladder.tiers.ladder.client import TierClient
 from kvladder.tiers.ladder.host import HostLevel
-from kvladder.tiers.ladder.index import LevelIndex
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.loader import Loader
-from kvladder.tiers.ladder.places import Places
-from kvladder.tiers.ladder.queue import Pending
-from kvladder.tiers.ladder.shelf import EventBuffer, Expiry
+from kvladder.tiers.ladder.queue import QueuedWrite
+from kvladder.tiers.ladder.records.index import LevelIndex
+from kvladder.tiers.ladder.records.places import PlaceAllocator
+from kvladder.tiers.ladder.records.terms import ANYWHERE, NO_TERMS, Terms
 from kvladder.tiers.ladder.stack import TierStack
 from kvladder.tiers.ladder.writer import Writer
 from tests.kit.knobs import Kind
@@ -46,7 +46,7 @@ def after(cls: type, name: str, then: Callable[..., None]) -> Callable[..., Any]
     return wrapped
 
 
-_call, _unpin = Door.call, Loader.unpin
+_call, _unpin = TierClient.call, Loader.unpin
 _recall, _remove_later = Level.recall, Level.remove_later
 
 
@@ -55,9 +55,9 @@ def claimed(loader: Loader, keys: Any, slots: Any) -> None:
     _unpin(loader, keys, slots)
 
 
-async def unclaimed(door: Door, *arguments: Any, slots: Any = (), **options: Any) -> Any:
+async def unclaimed(client: TierClient, *arguments: Any, slots: Any = (), **options: Any) -> Any:
     del slots
-    return await _call(door, *arguments, **options)
+    return await _call(client, *arguments, **options)
 
 
 def not_those_of(level: Level, keys: Any, salt: Any = None) -> set[Any]:
@@ -87,17 +87,17 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
         lambda host, slots: host.shared.arena.share(slots),
     ),
     "places are free while they are read": (
-        Places,
+        PlaceAllocator,
         "give",
         lambda self, places: self._free.extend(places),
     ),
-    "a place is not given back": (Places, "give", nothing),
+    "a place is not given back": (PlaceAllocator, "give", nothing),
     "a fetch keeps a claim": (
         Loader,
         "unpin",
         claimed,
     ),
-    "a call has no claim of its own": (Door, "call", unclaimed),
+    "a call has no claim of its own": (TierClient, "call", unclaimed),
     "the writer never looks again": (Writer, "wake", nothing),
     "events of evictions are lost": (EventBuffer, "removed", nothing),
     "a flush does nothing": (TierStack, "_flush_some", nothing),
@@ -129,9 +129,9 @@ OF_TENANTS: dict[str, tuple[type, str, Any]] = {
 
 OF_WISHES: dict[str, tuple[type, str, Any]] = {
     "wishes are forgotten on the way down": (
-        Pending,
+        QueuedWrite,
         "facts",
-        lambda pending, _facts=Pending.facts, **k: _facts(
+        lambda pending, _facts=QueuedWrite.facts, **k: _facts(
             pending._replace(meta=pending.meta._replace(terms=NO_TERMS)), **k
         ),
     ),
@@ -149,35 +149,35 @@ OF_SHARED: dict[str, tuple[type, str, Any]] = {
     "a removal does not reach others": (Level, "remove_later", as_if_nobody_wished),
 }
 
-_prepare, _said = Door.prepare, Door._said
+_prepare, _said = TierClient.prepare, TierClient._said
 
 
-def in_threads_of_all(door: Door, layout: Any, namespace: Any, threads: Any) -> Any:
-    return _prepare(door, layout, namespace, lambda _: threads("all"))
+def in_threads_of_all(client: TierClient, layout: Any, namespace: Any, threads: Any) -> Any:
+    return _prepare(client, layout, namespace, lambda _: threads("all"))
 
 
 async def as_it_is(work: Any) -> Any:
     return await work
 
 
-def with_one_breaker(door: Door, *_: Any) -> None:
-    door.breakers = dict.fromkeys(KINDS, door.breakers["put"])
+def with_one_breaker(client: TierClient, *_: Any) -> None:
+    client.breakers = dict.fromkeys(KINDS, client.breakers["put"])
 
 
-def unguarded(door: Door, what: str, ask: Callable[[], Any], otherwise: Any) -> Any:
-    return ask() if what == "spare" else _said(door, what, ask, otherwise)
+def unguarded(client: TierClient, what: str, ask: Callable[[], Any], otherwise: Any) -> Any:
+    return ask() if what == "spare" else _said(client, what, ask, otherwise)
 
 
 OF_UNRULY: dict[str, tuple[Any, str, Any]] = {
     "answers are taken as they are": (doors, "checked", lambda _kind, answer, _count: answer),
     "what a tier raises reaches the loop": (doors, "contained", as_it_is),
-    "what a tier says at once may raise": (Door, "_said", unguarded),
+    "what a tier says at once may raise": (TierClient, "_said", unguarded),
     "a success of one kind of call hides failures of another": (
-        Door,
+        TierClient,
         "__init__",
-        after(Door, "__init__", with_one_breaker),
+        after(TierClient, "__init__", with_one_breaker),
     ),
-    "all levels share their threads": (Door, "prepare", in_threads_of_all),
+    "all levels share their threads": (TierClient, "prepare", in_threads_of_all),
 }
 KINDS_OF: dict[str, Kind] = {
     **dict.fromkeys(FAULTS, "plain"),

@@ -9,12 +9,12 @@ from typing import Any
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import FakeStore, FakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers.ladder.door import LevelSettings
-from kvladder.tiers.ladder.gate import BreakerSettings, GateSettings
+from kvladder.tiers.ladder.breaker import BreakerSettings, CallSettings
+from kvladder.tiers.ladder.client import LevelSettings
 
 COMMIT = OffloadRule(when="commit")
 QUICK = LevelSettings(
-    gate=GateSettings(timeout_s=1.0, breaker=BreakerSettings(failures=2, retry_s=5.0))
+    calls=CallSettings(timeout_s=1.0, breaker=BreakerSettings(failures=2, retry_s=5.0))
 )
 
 

@@ -15,11 +15,11 @@ from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import FakeTier
 from kvladder.testing.sim import SimLoop
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers.ladder import index
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading import loader, plan
 from kvladder.tiers.ladder.loading.fetch import Fetch
+from kvladder.tiers.ladder.records import index
 from tests.stack.caches import COMMIT, cache_of
 
 KINDS: dict[str, tuple[tuple[OffloadRule, ...], dict[str, Any]]] = {

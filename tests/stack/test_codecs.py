@@ -19,15 +19,15 @@ from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
 from kvladder.tiers.codecs.aesgcm import AesGcmCodec
 from kvladder.tiers.codecs.base import ChecksumCodec, Codec, Stage, Subject
-from kvladder.tiers.codecs.edge import EdgeSettings
+from kvladder.tiers.codecs.pipeline import PipelineSettings
 from kvladder.tiers.codecs.zstd import ZstdCodec
 from kvladder.tiers.label import Coding, Labels, packed_step
-from kvladder.tiers.ladder.door import LevelSettings
-from kvladder.tiers.ladder.index import Meta
+from kvladder.tiers.ladder.client import LevelSettings
+from kvladder.tiers.ladder.records.index import BlockMeta
 
 
 def level(tier: FakeTier, *codecs: Codec) -> LevelSpec:
-    settings = LevelSettings(edge=EdgeSettings(codecs))
+    settings = LevelSettings(pipeline=PipelineSettings(codecs))
     return LevelSpec(tier, OffloadRule(when="commit"), settings=settings)
 
 
@@ -85,7 +85,7 @@ async def test_what_loses_something_is_kept_off_groups_that_it_is_not_allowed_fo
     for group, keys in enumerate(groups):
         cache.save(keys, group=group)
     (unknown,) = SimCache.keys(3)  # what was recovered, or came from others: nobody knows its group
-    _, (slot,), _ = cache.stack.reserve([unknown], [Meta()], explicit=True)
+    _, (slot,), _ = cache.stack.reserve([unknown], [BlockMeta()], explicit=True)
     cache.arena.view(slot)[:64] = SimCache.payload(unknown)
     cache.stack.publish([unknown], [slot])
     await cache.settle()

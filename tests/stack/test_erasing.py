@@ -109,11 +109,11 @@ async def test_nothing_is_erased_while_a_write_that_was_left_behind_may_still_wr
     async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
         cache.save(cache.keys(1), salt="tenant")
         await writing.reached()
-        await asyncio.sleep(QUICK.gate.timeout_s + 0.1)
+        await asyncio.sleep(QUICK.calls.timeout_s + 0.1)
         list(cache.manager.purge("tenant"))
         await asyncio.sleep(20)
         erased = len(tier.batches("purge"))
-        behind = len(cache.levels[0]._leaving.behind)
+        behind = len(cache.levels[0]._removal_queue.behind)
         writing.let_go()
         await asyncio.sleep(20)
         await cache.settle()

@@ -12,8 +12,8 @@ from kvladder.events import Removed
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import Delay, FakeStore, FakeTier, Hold
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers.ladder import index
-from kvladder.tiers.ladder.door import LevelSettings
+from kvladder.tiers.ladder.client import LevelSettings
+from kvladder.tiers.ladder.records import index
 from tests.stack.caches import COMMIT, cache_of, flushed
 
 
@@ -261,7 +261,7 @@ async def test_those_who_want_a_block_that_is_on_its_way_share_its_load() -> Non
 async def test_what_comes_up_while_a_cache_is_cleared_does_not_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvladder.tiers.ladder.index.STEP", 1)
+    monkeypatch.setattr("kvladder.tiers.ladder.records.index.STEP", 1)
     reading = Hold(on="get", after=True)
     tier = FakeTier([reading], store=await flushed((1,), (2,)), durable=True)
     async with cache_of(LevelSpec(tier)) as cache:
@@ -283,7 +283,7 @@ async def test_what_comes_up_while_a_cache_is_cleared_does_not_stay(
 async def test_a_clear_goes_in_steps_and_nothing_is_saved_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvladder.tiers.ladder.index.STEP", 2)
+    monkeypatch.setattr("kvladder.tiers.ladder.records.index.STEP", 2)
     async with cache_of(LevelSpec(FakeTier(), COMMIT), slots=8) as cache:
         old = cache.keys(1, 2, 3, 4, 5)
         cache.save(old)

@@ -10,12 +10,12 @@ from typing import Any
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import Fail, FakeStore, FakeTier, Full, Hang, Hold
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers.ladder.door import LevelSettings
-from kvladder.tiers.ladder.gate import BreakerSettings, GateSettings
+from kvladder.tiers.ladder.breaker import BreakerSettings, CallSettings
+from kvladder.tiers.ladder.client import LevelSettings
 
 COMMIT = OffloadRule(when="commit")
 QUICK = LevelSettings(
-    gate=GateSettings(timeout_s=1.0, breaker=BreakerSettings(failures=1, retry_s=5.0))
+    calls=CallSettings(timeout_s=1.0, breaker=BreakerSettings(failures=1, retry_s=5.0))
 )
 
 
@@ -89,7 +89,7 @@ async def test_nor_are_its_victims_if_they_find_room_below() -> None:
 
 async def test_what_waited_for_a_tier_is_written_once_it_is_well_again() -> None:
     tier = FakeTier([Fail(on="put")])
-    settings = LevelSettings(gate=QUICK.gate, queue_blocks=1)
+    settings = LevelSettings(calls=QUICK.calls, queue_blocks=1)
     async with cache_of(LevelSpec(tier, COMMIT, settings=settings)) as cache:
         cache.save(cache.keys(1, 2, 3))
         await asyncio.sleep(10.0)
@@ -103,7 +103,7 @@ async def test_so_it_is_if_a_read_found_the_tier_ill() -> None:
     async with cache_of(LevelSpec(FakeTier(store=store, durable=True), COMMIT)) as cache:
         cache.save(keys)
     tier = FakeTier([Fail(on="get")], store=store, durable=True)
-    settings = LevelSettings(gate=QUICK.gate, queue_blocks=1)
+    settings = LevelSettings(calls=QUICK.calls, queue_blocks=1)
     async with cache_of(LevelSpec(tier, COMMIT, settings=settings)) as cache:
         assert await cache.load(keys) == []
         cache.save(cache.keys(2, 3, 4))
@@ -219,9 +219,9 @@ async def test_a_writer_that_is_woken_and_cancelled_at_once_ends() -> None:
     async with cache_of(LevelSpec(tier, COMMIT, settings=QUICK)) as cache:
         cache.save(cache.keys(1))
         await asyncio.sleep(1.0)
-        (keeper,) = cache.stack._keepers
-        keeper.writer.wake()
-        await keeper.aclose()
+        (lifecycle,) = cache.stack._lifecycles
+        lifecycle.writer.wake()
+        await lifecycle.aclose()
 
 
 async def test_a_removal_under_way_is_waited_for_when_the_cache_closes() -> None:

@@ -23,19 +23,20 @@ from kvladder.gpu.copy.copier import Copier, CopyJob, Finished, JobId
 from kvladder.gpu.pool.below import Taken, Victim
 from kvladder.gpu.pool.events import PoolEvents
 from kvladder.gpu.requests.groups import Group
-from kvladder.gpu.sizing.divide import Division, Share
+from kvladder.gpu.sizing.divide import Division, PoolShare
 from kvladder.gpu.tree.names import DeviceSlot
 from kvladder.keys import BlockKey, salt_digest
 from kvladder.lock import BATCH, BULK_STEP, StackLock, holding
+from kvladder.policy.fetch_cost import AvoidedCompute
 from kvladder.policy.offload import OffloadRule
-from kvladder.policy.worth import Saves
 from kvladder.publishing.announcer import Announcer
 from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
-from kvladder.tiers.base import Tier, TierContext
+from kvladder.tiers.base import Tier
+from kvladder.tiers.context import TierContext
 from kvladder.tiers.label import Read, Ref, Write
-from kvladder.tiers.ladder.door import LevelSettings
-from kvladder.tiers.ladder.index import LevelIndex
-from kvladder.tiers.ladder.queue import Inbox
+from kvladder.tiers.ladder.client import LevelSettings
+from kvladder.tiers.ladder.queue import WriteQueue
+from kvladder.tiers.ladder.records.index import LevelIndex
 from kvladder.tiers.ladder.saving import Saving
 
 BLOCKS = 32 * BATCH
@@ -140,7 +141,7 @@ class Strict(InstantTier):
 def meter(monkeypatch: pytest.MonkeyPatch) -> Meter:
     lock = Meter()
     monkeypatch.setattr("kvladder.testing.stacks.StackLock", lambda: lock)
-    for books in (LevelIndex, Saving, Inbox):
+    for books in (LevelIndex, Saving, WriteQueue):
 
         def iterate(self: Any, whole: Callable[..., Iterator[BlockKey]] = books.__iter__) -> Any:
             for key in whole(self):
@@ -285,7 +286,7 @@ async def test_judging_what_several_levels_have(meter: Meter) -> None:
     cache = await opened(Strict(held[::2]), Strict(held[1::2]))
     for block_s in (1.0, 1e-9):  # all of it is worth to be fetched, and nothing
         cache.manager.prefilled(64 * 1000, 64 * 1000 * block_s)
-        fetch = cache.manager.fetch(held, deadline_s=60, saves=Saves(BLOCKS))
+        fetch = cache.manager.fetch(held, deadline_s=60, saves=AvoidedCompute(BLOCKS))
         meter.check("judging")
         await asyncio.sleep(1)
         fetch.release()
@@ -327,7 +328,7 @@ class InstantCopier(Copier):
 def device_over(cache: SimCache) -> DeviceCache:
     """A device cache with one pool, all of whose blocks are cached there and held by nobody."""
     port = TierPort(cache.manager, InstantCopier())
-    share = Share(Group("all", 2), LAYOUT.block_bytes, BLOCKS, BLOCKS)
+    share = PoolShare(Group("all", 2), LAYOUT.block_bytes, BLOCKS, BLOCKS)
     division = Division(0, 2 * BLOCKS, 2 * BLOCKS, (share,), explicit=True)
     events = PoolEvents(10)
     requests = make_pools(cache.manager, port, division, events, partial="off")

@@ -79,7 +79,7 @@ def test_a_process_ends_though_a_tier_hangs_and_its_memory_stays(way: str) -> No
 @pytest.mark.parametrize("ends", [True, False], ids=["at that moment", "later"])
 async def test_a_call_whose_caller_is_cancelled_is_told_of_once(ends: bool) -> None:
     cache = await SimCache.open(LevelSpec(FakeTier()))
-    door, go_on, told = cache.levels[0].door, asyncio.Event(), list[bool]()
+    client, go_on, told = cache.levels[0].client, asyncio.Event(), list[bool]()
     slots = cache.arena.lease(2) or []
 
     async def operation() -> list[bool]:
@@ -93,7 +93,7 @@ async def test_a_call_whose_caller_is_cancelled_is_told_of_once(ends: bool) -> N
     def late() -> None:
         told.append(cache.stack.lock.held())
 
-    call = door.call("put", operation, late, slots=slots, expected=1)
+    call = client.call("put", operation, late, slots=slots, expected=1)
     caller = asyncio.ensure_future(call)
     with pytest.raises(asyncio.CancelledError):
         await caller
@@ -101,7 +101,7 @@ async def test_a_call_whose_caller_is_cancelled_is_told_of_once(ends: bool) -> N
     go_on.set()
     await asyncio.sleep(1)
     assert told == [True]
-    assert door.behind == 0
+    assert client.behind == 0
     assert [cache.arena.claims(slot) for slot in slots] == [1, 1]
     cache.arena.release(slots)
     await cache.aclose()

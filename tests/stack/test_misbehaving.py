@@ -17,10 +17,10 @@ from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.sim import SimThreads
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.codecs.base import ChecksumCodec
-from kvladder.tiers.codecs.edge import EdgeSettings
+from kvladder.tiers.codecs.pipeline import PipelineSettings
 from kvladder.tiers.label import LevelRead
-from kvladder.tiers.ladder import gate
-from kvladder.tiers.ladder.door import (
+from kvladder.tiers.ladder import breaker
+from kvladder.tiers.ladder.client import (
     BEHIND_CALLS_MAX,
     CALLS_TIMEOUT_S,
     CLOSE_TIMEOUT_S,
@@ -118,21 +118,21 @@ async def test_a_trial_that_is_cancelled_is_made_again() -> None:
             assert place is not None
             level.places.begin_reads([place])
             slots = cache.arena.lease(1) or []
-        wanted = [LevelRead(level.door.edge.side, keys[0], place, slots[0])]
-        trial = asyncio.ensure_future(level.door.get(wanted, lambda: level.read_ended(wanted)))
+        wanted = [LevelRead(level.client.pipeline.side, keys[0], place, slots[0])]
+        trial = asyncio.ensure_future(level.client.get(wanted, lambda: level.read_ended(wanted)))
         await asyncio.sleep(0.1)
-        assert level.door.states["get"] == "trial"
+        assert level.client.states["get"] == "trial"
         trial.cancel()
         await asyncio.sleep(0.1)
-        assert level.door.states["get"] == "open"
+        assert level.client.states["get"] == "open"
         assert await cache.load(keys) == ["level1"]
         cache.arena.release(slots)
 
 
 async def test_a_codec_in_parts_is_not_misled_by_a_wrong_answer() -> None:
-    edge = EdgeSettings((MirrorCodec(), ChecksumCodec()))
+    pipeline = PipelineSettings((MirrorCodec(), ChecksumCodec()))
     tier = FakeTier([Wrong("short", on="put", times=2), Wrong("long", on="get")])
-    spec = LevelSpec(tier, COMMIT, settings=LevelSettings(edge=edge))
+    spec = LevelSpec(tier, COMMIT, settings=LevelSettings(pipeline=pipeline))
     async with cache_of(spec) as cache:
         keys = cache.keys(1, 2, 3, 4, 5)
         for stored in (0, 0, 5):
@@ -207,17 +207,17 @@ async def test_writes_that_keep_failing_open_their_breaker_though_removals_work(
         level = cache.levels[0]
         assert len(tier.batches("put")) < 6
         assert len(tier.batches("remove")) > 1
-        assert level.door.states | {"put": "open"} == level.door.states
+        assert level.client.states | {"put": "open"} == level.client.states
         assert counts(cache)["breakers"] == {"get": 0, "put": 2, "remove": 0, "contains": 0}
         assert counts(cache)["breakers_opened"]["put"] >= 2
         assert await cache.load(cache.keys(1)) == ["level1"], "what it has is still served"
-        assert level.door.states["put"] == "open", "a success of another kind tells nothing"
+        assert level.client.states["put"] == "open", "a success of another kind tells nothing"
         tier.heal()
         await asyncio.sleep(60.0)
         cache.save(cache.keys(9))
         await cache.settle()
         assert tier.stored(cache.keys(9)[0])
-        assert level.door.states["put"] == "closed"
+        assert level.client.states["put"] == "closed"
 
 
 async def test_reads_that_keep_failing_open_theirs_though_writes_work() -> None:
@@ -321,7 +321,7 @@ async def test_a_tier_whose_threads_hang_holds_up_no_other_level() -> None:
     def threads(name: str) -> SimThreads:
         return pools.setdefault(name, SimThreads(2))
 
-    coded = LevelSettings(edge=EdgeSettings((ChecksumCodec(),)))
+    coded = LevelSettings(pipeline=PipelineSettings((ChecksumCodec(),)))
     stuck, other = FakeTier([Block(on="put", times=None)]), FakeTier(checks=False)
     cache = await SimCache.open(
         LevelSpec(stuck, COMMIT),
@@ -358,7 +358,7 @@ async def test_closing_takes_seconds_whatever_the_tiers_do(operation: Any, caplo
             pass
 
     loop = asyncio.get_running_loop()
-    settings = LevelSettings(gate=gate.GateSettings(timeout_s=300.0))
+    settings = LevelSettings(calls=breaker.CallSettings(timeout_s=300.0))
     tiers = [Deaf(store=await flushed((1,)), durable=True) for _ in range(3)]
     cache = await SimCache.open(*[LevelSpec(tier, COMMIT, settings=settings) for tier in tiers])
     cache.manager.remove(cache.keys(1)) if operation == "remove" else None

@@ -15,11 +15,11 @@ from kvladder.events import Stored
 from kvladder.testing.fakes import Block, Fail, FakeTier, Hang, Hold, Raise
 from kvladder.testing.sim import SimThreads
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers.base import TierContext
+from kvladder.tiers.context import TierContext
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
-from kvladder.tiers.label import Facts, Kept
-from kvladder.tiers.ladder.door import CALLS_TIMEOUT_S, CLOSE_TIMEOUT_S
-from kvladder.tiers.ladder.keeper import OPEN_TIMEOUT_S
+from kvladder.tiers.label import Facts, RecoveredBlock
+from kvladder.tiers.ladder.client import CALLS_TIMEOUT_S, CLOSE_TIMEOUT_S
+from kvladder.tiers.ladder.lifecycle import OPEN_TIMEOUT_S
 from kvladder.units import Size
 from tests.crash.harness import ROOT, new_disk
 from tests.kit.disk import FakeDisk, InlinePool
@@ -227,9 +227,11 @@ def telling(*batches: Any) -> Telling:
     return tier
 
 
-def block(number: int, **changes: Any) -> Kept:
-    own = {name: changes.pop(name) for name in [*changes] if name in Kept._fields}
-    return Kept(SimCache.keys(number)[0], number, Facts()._replace(**changes))._replace(**own)
+def block(number: int, **changes: Any) -> RecoveredBlock:
+    own = {name: changes.pop(name) for name in [*changes] if name in RecoveredBlock._fields}
+    return RecoveredBlock(SimCache.keys(number)[0], number, Facts()._replace(**changes))._replace(
+        **own
+    )
 
 
 STRANGE: dict[str, Any] = {
@@ -309,7 +311,7 @@ class Halting(FakeTier):
         self.halt = Hold()
         self.fails = False
 
-    async def recover(self) -> AsyncIterator[Sequence[Kept]]:
+    async def recover(self) -> AsyncIterator[Sequence[RecoveredBlock]]:
         number = 0
         async for batch in super().recover():
             for item in batch:

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import pytest
 
 from kvladder.keys import BlockKey
-from kvladder.manager import PacedFetch, PacedSave, Save
+from kvladder.manager import BatchedFetch, BatchedSave, Save
 from kvladder.notices import Notices
 from kvladder.testing.fakes import FakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.testing.steps import Fail, Hold
+from kvladder.tiers.ladder.batched import ROOM_S, SILENT_S, SlotAdmission
 from kvladder.tiers.ladder.loading.unreleased import Unreleased
-from kvladder.tiers.ladder.paced import ROOM_S, SILENT_S, Turns
 from tests.stack.caches import cache_of
 
 LONG = SimCache.keys(*range(30))
@@ -36,7 +36,7 @@ def level(tier: FakeTier | None = None) -> LevelSpec:
     return LevelSpec(tier or FakeTier(durable=True, latency_s=0.01), capacity_blocks=100)
 
 
-async def saved(cache: SimCache, paced: PacedSave[Save], keys: Sequence[BlockKey]) -> list[int]:
+async def saved(cache: SimCache, paced: BatchedSave[Save], keys: Sequence[BlockKey]) -> list[int]:
     """Fill each piece; how many blocks each had."""
     pieces: list[int] = []
     while True:
@@ -51,7 +51,7 @@ async def saved(cache: SimCache, paced: PacedSave[Save], keys: Sequence[BlockKey
         paced.advance()
 
 
-async def fetched(cache: SimCache, paced: PacedFetch, keys: Sequence[BlockKey]) -> list[BlockKey]:
+async def fetched(cache: SimCache, paced: BatchedFetch, keys: Sequence[BlockKey]) -> list[BlockKey]:
     """Read each piece; whose bytes came."""
     came: list[BlockKey] = []
     while True:
@@ -189,7 +189,7 @@ async def test_only_some_of_a_prefix_are_saved() -> None:
 
 
 def test_turns_are_taken_in_order_by_threads() -> None:
-    turns, order = Turns(3, Still(), Unreleased(Notices(lambda: 0.0))), list[int]()
+    turns, order = SlotAdmission(3, Still(), Unreleased(Notices(lambda: 0.0))), list[int]()
     assert turns.take(turns, 2) == 2
     assert turns.take(0, 5) == 1
     assert turns.take(1, 1) == turns.take(2, 1) == 0

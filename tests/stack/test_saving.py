@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
-from kvladder.tiers.ladder.index import Meta
+from kvladder.tiers.ladder.records.index import BlockMeta
 from kvladder.tiers.ladder.saving import Saving
 
-META = Meta(35, 35, 0)
+META = BlockMeta(35, 35, 0)
 
 
 def key(number: int) -> BlockKey:

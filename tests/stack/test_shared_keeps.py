@@ -16,10 +16,10 @@ from kvladder.testing.fakes import Fail, Full, Hang, Hold, Wrong
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
 from kvladder.tiers.codecs.base import ChecksumCodec
-from kvladder.tiers.codecs.edge import EdgeSettings
+from kvladder.tiers.codecs.pipeline import PipelineSettings
 from kvladder.tiers.label import Write
-from kvladder.tiers.ladder.door import LevelSettings
-from kvladder.tiers.ladder.index import Meta
+from kvladder.tiers.ladder.client import LevelSettings
+from kvladder.tiers.ladder.records.index import BlockMeta
 from tests.kit.mirror import MirrorCodec
 from tests.stack.caches import COMMIT, QUICK, cache_of
 
@@ -44,7 +44,7 @@ async def test_what_sinks_below_the_threshold_is_forgotten_here_alone() -> None:
         await stored(cache, 1, 2, priorities=[80, 80])
         with cache.stack.lock:
             for key in cache.keys(1, 2):
-                cache.stack.used(key, Meta(10, 10))
+                cache.stack.used(key, BlockMeta(10, 10))
         await cache.settle()
         assert (known(cache, 1, 2), len(tier.records)) == (0, 2)
         assert await cache.load(cache.keys(1, 2)) == ["level1"] * 2, "it is still there"
@@ -116,7 +116,7 @@ async def test_a_write_left_behind_brings_nothing_back_that_a_user_removed(purge
         cache.save(mine, salt="tenant")
         cache.save(cache.keys(2), salt="another")
         await asyncio.sleep(2.0)
-        assert len(cache.levels[0]._leaving.behind) == 2
+        assert len(cache.levels[0]._removal_queue.behind) == 2
         if purges:
             list(cache.manager.purge("tenant"))
         else:
@@ -199,9 +199,11 @@ async def test_a_reset_leaves_it_alone() -> None:
 
 @pytest.mark.parametrize("coded", [True, False])
 async def test_a_damaged_block_is_replaced_when_it_is_put_again(coded: bool) -> None:
-    edge = EdgeSettings((MirrorCodec(), ChecksumCodec()) if coded else ())
+    pipeline = PipelineSettings((MirrorCodec(), ChecksumCodec()) if coded else ())
     tier = SharedFakeTier(checks=not coded)
-    async with cache_of(LevelSpec(tier, COMMIT, settings=LevelSettings(edge=edge))) as cache:
+    async with cache_of(
+        LevelSpec(tier, COMMIT, settings=LevelSettings(pipeline=pipeline))
+    ) as cache:
         await stored(cache, 1, 2)
         tier.corrupt(cache.keys(1)[0])
         assert await cache.load(cache.keys(1, 2)) == []

@@ -7,8 +7,8 @@ import json
 
 from kvladder.testing.fakes import Delay, FakeTier, Hang, Hold
 from kvladder.testing.stacks import LevelSpec, SimCache
-from kvladder.tiers.ladder.door import LevelSettings
-from kvladder.tiers.ladder.index import Meta
+from kvladder.tiers.ladder.client import LevelSettings
+from kvladder.tiers.ladder.records.index import BlockMeta
 from tests.stack.caches import COMMIT, QUICK, cache_of, flushed
 
 
@@ -79,7 +79,7 @@ async def test_drops_are_counted_by_reason_and_priority() -> None:
         for number, priority in ((2, 35), (3, 70), (4, 40)):
             (key,) = cache.keys(number)
             save = cache.manager.save([key], priorities=[priority])
-            level.offer([key], save.slots, [Meta(priority, priority)])
+            level.offer([key], save.slots, [BlockMeta(priority, priority)])
             save.abort()
         stats = cache.manager.stats()["level1"]
         assert stats["dropped"] == {"queue": {"30": 1, "40": 1}}

@@ -122,8 +122,8 @@ async def test_what_is_next_to_go_is_written_once_a_tier_is_well_again() -> None
         level = cache.levels[0]
         with cache.stack.lock:
             for _ in range(2):
-                level.door.breakers["put"].failure(cache.stack.shared.clock.now())
-        cache.stack._keepers[0].writer.wake()  # as after a call that failed
+                level.client.breakers["put"].failure(cache.stack.shared.clock.now())
+        cache.stack._lifecycles[0].writer.wake()  # as after a call that failed
         cache.save(cache.keys(*range(8)))
         await asyncio.sleep(1.0)
         assert not tier.batches("put")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 import kvladder
-from kvladder.manager import CacheManager, Fetch, PacedFetch, Save
+from kvladder.manager import BatchedFetch, CacheManager, Fetch, Save
 from kvladder.policy.offload import OffloadRule
 from kvladder.testing.fakes import FakeTier
 from kvladder.testing.stacks import LevelSpec, SimCache
@@ -47,7 +47,7 @@ def lost_save(manager: CacheManager) -> None:
 
 
 def lost_paced(manager: CacheManager) -> None:
-    fetches: list[PacedFetch] = []
+    fetches: list[BatchedFetch] = []
     for half in (FIRST[:8], FIRST[8:]):  # which is as much as pieces may hold
         fetches.append(manager.fetch_paced(half))
         fetches[-1].ready  # noqa: B018 - it is what asks

@@ -8,13 +8,20 @@ from typing import Literal
 
 import pytest
 
+from kvladder.arena import NO_SLOT
 from kvladder.keys import BlockKey
+from kvladder.policy.fetch_cost import (
+    GRACE_S,
+    TRIAL_BLOCKS,
+    TRIAL_EVERY,
+    AvoidedCompute,
+    CostEstimate,
+)
 from kvladder.policy.offload import OffloadRule
-from kvladder.policy.worth import GRACE_S, TRIAL_BLOCKS, TRIAL_EVERY, Saves, Stake
 from kvladder.testing.fakes import FakeStore, FakeTier
 from kvladder.testing.shared import SharedFakeTier
 from kvladder.testing.stacks import LAYOUT, LevelSpec, SimCache
-from kvladder.tiers.base import NO_SLOT, Tier
+from kvladder.tiers.base import Tier
 from kvladder.tiers.label import Read, Ref
 from kvladder.tiers.ladder.loading.fetch import Fetch
 
@@ -210,7 +217,7 @@ async def test_a_tier_that_recovers_behind_a_faster_one_is_used_again() -> None:
     for at in range(4):
         await engine.serve(at)
     assert engine.hits == 16
-    saves = Saves(32 * LAYOUT.block_tokens, whole=True)
+    saves = AvoidedCompute(32 * LAYOUT.block_tokens, whole=True)
     tiers[1].block_s = 1e-4
     await asyncio.sleep(3600)
     for at in range(4, 4 + 3 * TRIAL_EVERY):
@@ -315,7 +322,7 @@ async def test_a_fetch_that_waits_behind_other_prompts_may_take_longer() -> None
     for at in range(3):
         await engine.serve(at)
     for behind, hits in ((0, 0), (1024, 32)):
-        saves = Saves(32 * LAYOUT.block_tokens, behind=behind)
+        saves = AvoidedCompute(32 * LAYOUT.block_tokens, behind=behind)
         fetch = cache.manager.fetch(engine.keys(3 + behind % 7, 32), saves=saves)
         await engine.compute(fetch, engine.now)
         assert engine.hits == hits
@@ -330,7 +337,7 @@ async def test_nothing_is_fetched_for_a_part_that_is_of_no_use() -> None:
         await engine.serve(at)
     keys = engine.keys(4, 4)
     for tokens, hits in ((4 * LAYOUT.block_tokens, 0), (256, 4)):
-        fetch = cache.manager.fetch(keys, saves=Saves(tokens, whole=True))
+        fetch = cache.manager.fetch(keys, saves=AvoidedCompute(tokens, whole=True))
         await engine.compute(fetch, engine.now)
         assert engine.hits == hits
     await cache.aclose()
@@ -341,7 +348,7 @@ async def test_what_arrives_pays_for_its_time_as_soon_as_it_leads() -> None:
     shared, loader = cache.stack.shared, cache.stack.loader
     slots = cache.arena.lease(2) or []
     fetch = Fetch(engine.keys(0, 4), stack=loader, shared=shared, deadline_s=engine.now + 10.0)
-    patience = Stake(1.0, 0.0, whole=False).patience(0, 4, engine.now)
+    patience = CostEstimate(1.0, 0.0, whole=False).patience(0, 4, engine.now)
     fetch.patience = patience
     with shared.lock:
         fetch.extend([NO_SLOT] * 4, ["level1"] * 4)

@@ -9,12 +9,13 @@ import pytest
 
 from kvladder.arena import Arena, Slot
 from kvladder.layout import Layout
-from kvladder.tiers.base import Tier, TierContext
+from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.aesgcm import AesGcmCodec
 from kvladder.tiers.codecs.base import ChecksumCodec, Codec
-from kvladder.tiers.codecs.edge import Edge, EdgeSettings
+from kvladder.tiers.codecs.pipeline import CodecPipeline, PipelineSettings
 from kvladder.tiers.codecs.zstd import ZstdCodec
-from kvladder.tiers.label import Kept, Labels, LevelRead, Read, Ref, Write
+from kvladder.tiers.context import TierContext
+from kvladder.tiers.label import Labels, LevelRead, Read, RecoveredBlock, Ref, Write
 
 SCRATCH = 3
 
@@ -30,17 +31,19 @@ class CodedTier(Tier):
 
     async def open(self, context: TierContext) -> None:
         scratch = [Slot(context.arena.slots + number) for number in range(SCRATCH)]
-        settings = EdgeSettings(tuple(self.codecs), **self.settings)
-        self.edge = Edge(self.inner, settings, scratch, verify=any(c.checks for c in self.codecs))
+        settings = PipelineSettings(tuple(self.codecs), **self.settings)
+        self.pipeline = CodecPipeline(
+            self.inner, settings, scratch, verify=any(c.checks for c in self.codecs)
+        )
         self.context = context
-        self.edge.open(context, context.run_blocking)
+        self.pipeline.open(context, context.run_blocking)
         await self.inner.open(context)
         self.batch_max = self.inner.batch_max
 
     async def get(self, reads: Sequence[Read]) -> Sequence[bool | None]:
         """What comes was checked and decoded: it gets a label of its own."""
-        blocks = [LevelRead(self.edge.side, one.key, one.place, one.slot) for one in reads]
-        found = await self.edge.get(blocks)
+        blocks = [LevelRead(self.pipeline.side, one.key, one.place, one.slot) for one in reads]
+        found = await self.pipeline.get(blocks)
         for read, ok in zip(reads, found, strict=True):
             if ok:
                 data = read.view[: self.context.layout.block_bytes]
@@ -49,7 +52,7 @@ class CodedTier(Tier):
         return found
 
     async def put(self, writes: Sequence[Write]) -> Sequence[bool]:
-        return await self.edge.put(writes)
+        return await self.pipeline.put(writes)
 
     async def remove(self, blocks: Sequence[Ref]) -> None:
         await self.inner.remove(blocks)
@@ -57,7 +60,7 @@ class CodedTier(Tier):
     async def contains(self, blocks: Sequence[Ref]) -> Sequence[bool]:
         return await self.inner.contains(blocks)
 
-    def recover(self) -> AsyncIterator[Sequence[Kept]]:
+    def recover(self) -> AsyncIterator[Sequence[RecoveredBlock]]:
         return self.inner.recover()
 
     def describe(self) -> dict[str, str]:

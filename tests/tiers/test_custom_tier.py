@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvladder.errors import ConfigError, TierFull, Unavailable
-from kvladder.testing.fixtures import Blocks, MakeTier, Opener
+from kvladder.testing.fixtures import MakeTier, Opener, SampleBlocks
 from kvladder.testing.tiers import TierTests
 from kvladder.tiers.base import Medium, Tier
 from kvladder.tiers.label import Ref
@@ -68,7 +68,7 @@ class TestSqlite(TierTests):
             database.execute("UPDATE blocks SET data = ? WHERE key = ?", [data, ref.key])
         database.close()
 
-    async def test_a_full_database_is_tier_full(self, opened: Opener, blocks: Blocks) -> None:
+    async def test_a_full_database_is_tier_full(self, opened: Opener, blocks: SampleBlocks) -> None:
         tier: Any = await opened()
         kept = await blocks.put(tier, 0)
         tier._database.execute("PRAGMA max_page_count = 1")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from kvladder.testing.fixtures import Block, Blocks, TierFixtures
+from kvladder.testing.fixtures import SampleBlock, SampleBlocks, TierFixtures
 from kvladder.testing.redisserver import RedisServer
 from kvladder.tiers.base import Tier
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
@@ -30,10 +30,10 @@ PAGE = 4096
 Damage = Callable[[random.Random], object]
 
 
-class Mixed(Blocks):
+class Mixed(SampleBlocks):
     """Every other block can be compressed."""
 
-    def data(self, block: Block) -> bytes:
+    def data(self, block: SampleBlock) -> bytes:
         data = super().data(block)
         return data if block.place % 2 else data[:50] * (len(data) // 50)
 
@@ -116,7 +116,7 @@ class TestDamage(CodedTests, TierFixtures):
     async def test_it_is_a_miss_and_never_wrong(
         self, tier: CodedTier, blocks: Mixed, medium: Any
     ) -> None:
-        """``Blocks.get`` compares all that comes."""
+        """``SampleBlocks.get`` compares all that comes."""
         chance, found = random.Random(1), [0, 0]
         stored = blocks.some(*range(COUNT))
         for _ in range(ROUNDS):
@@ -124,7 +124,7 @@ class TestDamage(CodedTests, TierFixtures):
             medium[1](chance)
             for ok in await blocks.get(tier, stored):
                 found[bool(ok)] += 1
-        refused = sum(tier.edge.refused.values())
+        refused = sum(tier.pipeline.refused.values())
         assert sum(found) == ROUNDS * COUNT
         assert min(found) > ROUNDS
         assert refused == found[False]

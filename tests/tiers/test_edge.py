@@ -12,11 +12,12 @@ import pytest
 from kvladder.errors import TierFull
 from kvladder.keys import BlockKey
 from kvladder.testing.fakes import FakeTier, Full, Hold
-from kvladder.testing.fixtures import Block, Blocks, MakeTier, Opener
+from kvladder.testing.fixtures import MakeTier, Opener, SampleBlock, SampleBlocks
 from kvladder.testing.tiers import TierTests
-from kvladder.tiers.base import Tier, TierContext
+from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.base import ChecksumCodec, Subject
 from kvladder.tiers.codecs.zstd import ZstdCodec
+from kvladder.tiers.context import TierContext
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
 from kvladder.tiers.label import Outcome, Read, Ref
 from kvladder.tiers.memory import MemoryTier
@@ -24,10 +25,10 @@ from tests.kit.disk import FakeDisk, InlinePool
 from tests.tiers.coded import SCRATCH, CodedTests, CodedTier
 
 
-class EasyBlocks(Blocks):
+class EasyBlocks(SampleBlocks):
     """Blocks that shrink."""
 
-    def data(self, block: Block) -> bytes:
+    def data(self, block: SampleBlock) -> bytes:
         return (block.key * self._size)[: self._size]
 
 
@@ -121,7 +122,7 @@ class TestFilesWithRoomToSpare(TestShrinkingFiles):
         return lambda: CodedTier(FilesTier(options, disk=self.disk, pool=InlinePool()), codecs())
 
     @pytest.mark.parametrize("codecs", ["zstd"], indirect=True)
-    async def test_the_disk_is_given_little(self, opened: Opener, blocks: Blocks) -> None:
+    async def test_the_disk_is_given_little(self, opened: Opener, blocks: SampleBlocks) -> None:
         tier = await opened()
         before = self.disk.moved
         items = await blocks.put(tier, *range(8))
@@ -164,31 +165,33 @@ class TestEdge(Shrinking, TierTests):
         assert isinstance(tier.inner, FakeTier)
         tier.inner.corrupt(ref.key)
 
-    async def test_what_is_stored_is_smaller(self, tier: CodedTier, blocks: Blocks) -> None:
+    async def test_what_is_stored_is_smaller(self, tier: CodedTier, blocks: SampleBlocks) -> None:
         (item,) = await blocks.put(tier, 0)
         assert isinstance(tier.inner, FakeTier)
         stored = tier.inner.stored(item.key)
         assert stored is not None
-        assert len(stored) == tier.edge.encoded_bytes < 600
+        assert len(stored) == tier.pipeline.encoded_bytes < 600
 
     async def test_a_batch_larger_than_the_scratch_is_stored_in_parts(
-        self, tier: CodedTier, blocks: Blocks
+        self, tier: CodedTier, blocks: SampleBlocks
     ) -> None:
         items = await blocks.put(tier, *range(8))
         assert isinstance(tier.inner, FakeTier)
         assert tier.inner.batches("put") == [SCRATCH, SCRATCH, 8 - 2 * SCRATCH]
         assert all(await blocks.get(tier, items))
 
-    async def test_for_want_of_scratch_it_waits(self, tier: CodedTier, blocks: Blocks) -> None:
+    async def test_for_want_of_scratch_it_waits(
+        self, tier: CodedTier, blocks: SampleBlocks
+    ) -> None:
         inner = tier.inner
         assert isinstance(inner, FakeTier)
         hold = Hold(on="put")
         inner.script.append(hold)
         first, second = blocks.some(0, 1, 2), blocks.some(3)
         blocks.fill([*first, *second])
-        putting = asyncio.create_task(tier.edge.put(blocks.writes(first)))
+        putting = asyncio.create_task(tier.pipeline.put(blocks.writes(first)))
         await asyncio.sleep(1.0)
-        waiting = asyncio.create_task(tier.edge.put(blocks.writes(second)))
+        waiting = asyncio.create_task(tier.pipeline.put(blocks.writes(second)))
         await asyncio.sleep(1.0)
         assert inner.batches("put") == [3]
         hold.let_go()
@@ -196,7 +199,7 @@ class TestEdge(Shrinking, TierTests):
         assert await waiting == [True]
 
     async def test_whoever_gives_up_waiting_takes_no_scratch(
-        self, tier: CodedTier, blocks: Blocks
+        self, tier: CodedTier, blocks: SampleBlocks
     ) -> None:
         inner = tier.inner
         assert isinstance(inner, FakeTier)
@@ -204,10 +207,10 @@ class TestEdge(Shrinking, TierTests):
         inner.script.append(hold)
         items = blocks.some(0, 1, 2)
         blocks.fill(blocks.some(*range(5)))
-        putting = asyncio.create_task(tier.edge.put(blocks.writes(items)))
+        putting = asyncio.create_task(tier.pipeline.put(blocks.writes(items)))
         await asyncio.sleep(1.0)
         waiting = [
-            asyncio.create_task(tier.edge.put(blocks.writes(blocks.some(n)))) for n in (3, 4)
+            asyncio.create_task(tier.pipeline.put(blocks.writes(blocks.some(n)))) for n in (3, 4)
         ]
         await asyncio.sleep(1.0)
         waiting[0].cancel()
@@ -217,7 +220,7 @@ class TestEdge(Shrinking, TierTests):
         await blocks.put(tier, *range(8))
 
     async def test_a_full_tier_keeps_what_it_has_stored(
-        self, tier: CodedTier, blocks: Blocks
+        self, tier: CodedTier, blocks: SampleBlocks
     ) -> None:
         inner = tier.inner
         assert isinstance(inner, FakeTier)
@@ -225,25 +228,25 @@ class TestEdge(Shrinking, TierTests):
         blocks.fill(items)
         inner.script.append(Full(times=1))
         with pytest.raises(TierFull):
-            await tier.edge.put(blocks.writes(items))
+            await tier.pipeline.put(blocks.writes(items))
         held = Hold(on="put", times=1)
         inner.script.append(held)
-        putting = asyncio.create_task(tier.edge.put(blocks.writes(items)))
+        putting = asyncio.create_task(tier.pipeline.put(blocks.writes(items)))
         await asyncio.sleep(1.0)
         inner.script.append(Full(times=1))
         held.let_go()
         assert await putting == [True] * SCRATCH + [False] * (8 - SCRATCH)
 
     async def test_damage_below_it_is_a_miss_and_counted(
-        self, tier: CodedTier, blocks: Blocks
+        self, tier: CodedTier, blocks: SampleBlocks
     ) -> None:
         items = await blocks.put(tier, 0, 1, 2)
         await self.raw_corrupt(tier, items[1].ref)
         assert await blocks.get(tier, items) == [True, False, True]
-        assert tier.edge.refused == {Outcome.CORRUPT: 1}
+        assert tier.pipeline.refused == {Outcome.CORRUPT: 1}
 
     async def test_a_reader_without_codecs_reads_it(
-        self, tier: CodedTier, blocks: Blocks, context: TierContext
+        self, tier: CodedTier, blocks: SampleBlocks, context: TierContext
     ) -> None:
         items = await blocks.put(tier, 0)
         known = {codec.id: codec for codec in (ZstdCodec(), ChecksumCodec())}
@@ -253,17 +256,17 @@ class TestEdge(Shrinking, TierTests):
         assert await blocks.get(reader, items) == [True]
 
     async def test_unknown_codecs_are_misses_and_counted(
-        self, tier: CodedTier, blocks: Blocks, context: TierContext
+        self, tier: CodedTier, blocks: SampleBlocks, context: TierContext
     ) -> None:
         items = await blocks.put(tier, 0)
         assert isinstance(tier.inner, FakeTier)
         reader = CodedTier(FakeTier(checks=False, store=tier.inner.store), [ChecksumCodec()])
         await reader.open(context)
         assert await blocks.get(reader, items) == [False]
-        assert reader.edge.refused == {Outcome.UNREADABLE: 1}
+        assert reader.pipeline.refused == {Outcome.UNREADABLE: 1}
 
     async def test_a_tier_that_checks_is_not_checked_twice(
-        self, blocks: Blocks, context: TierContext
+        self, blocks: SampleBlocks, context: TierContext
     ) -> None:
         for checks in (True, False):
             tier = CodedTier(FakeTier(checks=checks), [ChecksumCodec()])
@@ -278,7 +281,9 @@ class TestEdge(Shrinking, TierTests):
             assert await blocks.get(tier, items) == [True]
             assert len(threads) == (not checks)
 
-    async def test_what_never_came_is_damage(self, blocks: Blocks, context: TierContext) -> None:
+    async def test_what_never_came_is_damage(
+        self, blocks: SampleBlocks, context: TierContext
+    ) -> None:
         class Lies(FakeTier):
             async def get(self, reads: Sequence[Read]) -> Sequence[bool]:
                 return [True] * len(reads)
@@ -287,11 +292,11 @@ class TestEdge(Shrinking, TierTests):
         await tier.open(context)
         items = await blocks.put(tier, 0, 1)
         assert await blocks.get(tier, items) == [False, False]
-        assert tier.edge.refused == {Outcome.CORRUPT: 2}
+        assert tier.pipeline.refused == {Outcome.CORRUPT: 2}
 
     @pytest.mark.parametrize("fault", [ValueError, AssertionError, IndexError])
     async def test_a_codec_that_raises_costs_one_block(
-        self, blocks: Blocks, context: TierContext, fault: type[Exception]
+        self, blocks: SampleBlocks, context: TierContext, fault: type[Exception]
     ) -> None:
         items, said = blocks.some(*range(8)), list[str]()
         codec, inner = Touchy(fault), FakeTier(checks=False)
@@ -299,15 +304,15 @@ class TestEdge(Shrinking, TierTests):
         await tier.open(replace(context, say=said.append))
         blocks.fill(items)
         codec.encodes_not = items[2].key
-        assert await tier.edge.put(blocks.writes(items)) == [n != 2 for n in range(8)]
+        assert await tier.pipeline.put(blocks.writes(items)) == [n != 2 for n in range(8)]
         assert inner.stored(items[2].key) is None
         assert len(said) == 1
         codec.encodes_not, codec.decodes_not = None, items[5].key
-        assert await tier.edge.put(blocks.writes(items[2:3])) == [True]
+        assert await tier.pipeline.put(blocks.writes(items[2:3])) == [True]
         assert await blocks.get(tier, items) == [n != 5 for n in range(8)]
-        assert tier.edge.refused == {Outcome.UNREADABLE: 1}
+        assert tier.pipeline.refused == {Outcome.UNREADABLE: 1}
         assert said == [f"a codec raised {fault.__name__}, and its block is given up"] * 2
         codec.encodes_not = items[0].key
         batches = inner.batches("put")
-        assert await tier.edge.put(blocks.writes(items[:1])) == [False]
+        assert await tier.pipeline.put(blocks.writes(items[:1])) == [False]
         assert inner.batches("put") == batches, "there is nothing to put"

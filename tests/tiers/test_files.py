@@ -13,10 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvladder.arena import NO_SLOT
 from kvladder.errors import TierError
-from kvladder.testing.fixtures import Blocks, MakeTier
+from kvladder.testing.fixtures import MakeTier, SampleBlocks
 from kvladder.testing.tiers import TierTests
-from kvladder.tiers.base import NO_SLOT, Tier, TierContext
+from kvladder.tiers.base import Tier
+from kvladder.tiers.context import TierContext
 from kvladder.tiers.files import tier as files
 from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
@@ -101,7 +103,7 @@ class TestFiles(FilesTests):
         return lambda: FilesTier(FilesOptions(path=str(tmp_path / "kv"), threads=2))
 
     async def test_only_the_owner_may_read_it(
-        self, tier: Tier, blocks: Blocks, tmp_path: Path
+        self, tier: Tier, blocks: SampleBlocks, tmp_path: Path
     ) -> None:
         await blocks.put(tier, 0)
         found = [tmp_path / "kv", *(tmp_path / "kv").rglob("*")]
@@ -131,7 +133,7 @@ class TestFiles(FilesTests):
         await other.aclose()
 
     async def test_the_directory_is_removed_under_it(
-        self, blocks: Blocks, context: TierContext, tmp_path: Path
+        self, blocks: SampleBlocks, context: TierContext, tmp_path: Path
     ) -> None:
         stride = HEADER + context.layout.slot_bytes
         options = FilesOptions(path=str(tmp_path / "kv"), segment=Size(4 * stride))
@@ -155,7 +157,7 @@ class TestFiles(FilesTests):
 
     async def test_a_disk_that_hangs_does_not_stop_the_end(
         self,
-        blocks: Blocks,
+        blocks: SampleBlocks,
         context: TierContext,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
@@ -199,7 +201,7 @@ class TestFiles(FilesTests):
         await tier.aclose()
 
     async def test_the_log_is_compacted_while_blocks_come_and_go(
-        self, blocks: Blocks, context: TierContext, tmp_path: Path
+        self, blocks: SampleBlocks, context: TierContext, tmp_path: Path
     ) -> None:
         options = FilesOptions(path=str(tmp_path / "kv"), threads=2)
         tier = FilesTier(options, log_slack_records=16)

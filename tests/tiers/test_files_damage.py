@@ -11,9 +11,9 @@ import pytest
 
 from kvladder.arena import Arena
 from kvladder.errors import TierError
-from kvladder.testing.fixtures import Blocks
+from kvladder.testing.fixtures import SampleBlocks
 from kvladder.testing.sim import SimClock, inline_blocking
-from kvladder.tiers.base import TierContext
+from kvladder.tiers.context import TierContext
 from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
 from kvladder.tiers.label import LABEL_BYTES, Outcome
@@ -181,8 +181,8 @@ def arena() -> Iterator[Arena]:
 
 
 @pytest.fixture
-def blocks(arena: Arena) -> Iterator[Blocks]:
-    blocks = Blocks(arena, LAYOUT, CAPACITY, LAYOUT.namespace())
+def blocks(arena: Arena) -> Iterator[SampleBlocks]:
+    blocks = SampleBlocks(arena, LAYOUT, CAPACITY, LAYOUT.namespace())
     yield blocks
     blocks.close()
 
@@ -203,7 +203,7 @@ async def bad(arena: Arena, tmp_path: Path) -> AsyncIterator[tuple[FilesTier, Ba
 
 
 async def test_an_unreadable_block_does_not_take_its_neighbours_with_it(
-    bad: tuple[FilesTier, BadDisk], blocks: Blocks
+    bad: tuple[FilesTier, BadDisk], blocks: SampleBlocks
 ) -> None:
     tier, disk = bad
     items = await blocks.put(tier, *range(CAPACITY))
@@ -216,7 +216,7 @@ async def test_an_unreadable_block_does_not_take_its_neighbours_with_it(
 
 
 async def test_a_write_that_fails_is_not_claimed(
-    bad: tuple[FilesTier, BadDisk], blocks: Blocks
+    bad: tuple[FilesTier, BadDisk], blocks: SampleBlocks
 ) -> None:
     tier, disk = bad
     disk.bad = {5}
@@ -230,7 +230,7 @@ async def test_a_write_that_fails_is_not_claimed(
 
 @pytest.mark.parametrize("buffers", [2, 3, 4, 5])
 async def test_short_calls_are_completed(
-    bad: tuple[FilesTier, BadDisk], blocks: Blocks, buffers: int
+    bad: tuple[FilesTier, BadDisk], blocks: SampleBlocks, buffers: int
 ) -> None:
     tier, disk = bad
     disk.buffers_max = buffers
@@ -239,7 +239,7 @@ async def test_short_calls_are_completed(
 
 
 async def test_half_a_block_at_a_time_is_a_failure_not_a_loop(
-    bad: tuple[FilesTier, BadDisk], blocks: Blocks
+    bad: tuple[FilesTier, BadDisk], blocks: SampleBlocks
 ) -> None:
     tier, disk = bad
     items = await blocks.put(tier, 0, 1)

@@ -15,11 +15,11 @@ from kvladder.keys import BlockKey
 from kvladder.layout import Layout
 from kvladder.runtime import SystemClock
 from kvladder.testing.sim import inline_blocking
-from kvladder.tiers.base import TierContext
+from kvladder.tiers.context import TierContext
 from kvladder.tiers.files.disk import Disk
 from kvladder.tiers.files.log import IndexLog
 from kvladder.tiers.files.tier import FilesOptions, FilesTier
-from kvladder.tiers.label import Kept
+from kvladder.tiers.label import RecoveredBlock
 
 COUNT = 1_000_000
 STRIDE = 8192
@@ -43,7 +43,7 @@ async def test_recovers_a_million_blocks(tmp_path: Path) -> None:
     log.load()
     for start in range(0, COUNT, 250):
         keys = [hashlib.sha256(b"%d" % n).digest() for n in range(start, start + 250)]
-        kept = [Kept(BlockKey(key), start + n) for n, key in enumerate(keys)]
+        kept = [RecoveredBlock(BlockKey(key), start + n) for n, key in enumerate(keys)]
         log.put(kept)
         log.remove(kept[7:8])
     log.close()

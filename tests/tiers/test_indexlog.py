@@ -12,7 +12,7 @@ from xxhash import xxh3_64_intdigest
 from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey, Namespace
 from kvladder.tiers.files.log import RECORD_BYTES, IndexLog, kept_of, tag_of
-from kvladder.tiers.label import NO_FACTS, Facts, Kept
+from kvladder.tiers.label import NO_FACTS, Facts, RecoveredBlock
 from tests.kit.disk import FakeDisk
 
 HOME = Path("/home")
@@ -21,9 +21,9 @@ SPACE = Namespace(hashlib.sha256(b"space").digest())
 PLACES = 64
 
 
-def item(number: int, place: int | None = None, facts: Facts = NO_FACTS) -> Kept:
+def item(number: int, place: int | None = None, facts: Facts = NO_FACTS) -> RecoveredBlock:
     key = BlockKey(hashlib.sha256(b"%d" % number).digest())
-    return Kept(key, number % PLACES if place is None else place, facts)
+    return RecoveredBlock(key, number % PLACES if place is None else place, facts)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def new(disk: FakeDisk, *, space: Namespace = SPACE, places: int = PLACES) -> In
     return IndexLog(disk, HOME, space, places_max=places, slack_records=8)
 
 
-def opened(disk: FakeDisk, *, places: int = PLACES) -> tuple[IndexLog, list[Kept]]:
+def opened(disk: FakeDisk, *, places: int = PLACES) -> tuple[IndexLog, list[RecoveredBlock]]:
     log = new(disk, places=places)
     found = log.load()
     items = kept_of(found.records)
@@ -44,7 +44,7 @@ def opened(disk: FakeDisk, *, places: int = PLACES) -> tuple[IndexLog, list[Kept
     return log, items
 
 
-def found(disk: FakeDisk, *, places: int = PLACES) -> list[Kept]:
+def found(disk: FakeDisk, *, places: int = PLACES) -> list[RecoveredBlock]:
     log, items = opened(disk, places=places)
     log.close()
     return items
@@ -223,7 +223,7 @@ def test_a_newer_version_is_refused_and_kept(disk: FakeDisk) -> None:
 # ---- compaction
 
 
-def fill(log: IndexLog, rounds: int) -> list[Kept]:
+def fill(log: IndexLog, rounds: int) -> list[RecoveredBlock]:
     """Put and remove again and again; what is there in the end."""
     log.put([item(1), item(2)])
     for number in range(3, 3 + rounds):

@@ -30,7 +30,7 @@ from kvladder.tiers.label import (
     LevelRead,
     Outcome,
     Ref,
-    Side,
+    SlotAccess,
     Write,
     told,
 )
@@ -113,7 +113,7 @@ def repaired(label: bytes, changes: dict[int, bytes]) -> bytes:
 
 
 def read_of(label: bytes, length: int) -> LevelRead:
-    side = Side(LABELS, lambda _: memoryview(bytearray(BLOCK)))
+    side = SlotAccess(LABELS, lambda _: memoryview(bytearray(BLOCK)))
     read = LevelRead(side, KEY, 0, Slot(0))
     read.came(label, length)
     return read

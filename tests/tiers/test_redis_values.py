@@ -15,10 +15,10 @@ from kvladder.arena import Arena
 from kvladder.errors import TierFull, Unavailable
 from kvladder.layout import Layout
 from kvladder.runtime import SystemClock
-from kvladder.testing.fixtures import Blocks
+from kvladder.testing.fixtures import SampleBlocks
 from kvladder.testing.redisserver import RedisServer
 from kvladder.testing.sim import inline_blocking
-from kvladder.tiers.base import TierContext
+from kvladder.tiers.context import TierContext
 from kvladder.tiers.label import LABEL_BYTES, VERSION, Coding, Labels, Outcome, packed_step
 from kvladder.tiers.redis.tier import PART_MS, RedisTier
 from kvladder.tiers.redis.url import RedisOptions
@@ -347,7 +347,7 @@ async def _fuzzed(server, value):
     context = TierContext(arena, layout, space, 8, SystemClock(), inline_blocking)
     tier = RedisTier(RedisOptions(url=server.url))
     await tier.open(context)
-    blocks = Blocks(arena, layout, 1, space)
+    blocks = SampleBlocks(arena, layout, 1, space)
     (block,) = blocks.some(0)
     right = blocks.label(block) + blocks.data(block)
     if isinstance(value, tuple):

@@ -12,7 +12,7 @@ from kvladder.compose import open_cache
 from kvladder.config import registry
 from kvladder.keys import KeyScheme
 from kvladder.layout import Layout
-from kvladder.testing.fixtures import Blocks, MakeTier
+from kvladder.testing.fixtures import MakeTier, SampleBlocks
 from kvladder.testing.tiers import TierTests
 from kvladder.tiers.base import Tier
 from kvladder.tiers.label import LABEL_BYTES, Ref
@@ -43,7 +43,7 @@ class TestFolder(TierTests):
         data[-1] ^= 1
         self.file(tier, ref).write_bytes(data)
 
-    async def test_purge_removes_one_salt_or_all(self, tier: Tier, blocks: Blocks) -> None:
+    async def test_purge_removes_one_salt_or_all(self, tier: Tier, blocks: SampleBlocks) -> None:
         salted = await blocks.store(tier, [b.of(salt=b"8 bytes!") for b in blocks.some(0, 1)])
         others = await blocks.put(tier, 2)
         assert await tier.purge(b"8 bytes!", lambda *_: None) == 2

@@ -9,12 +9,21 @@ from random import Random
 
 import pytest
 
-from kvladder.keys import PART_KEYS, SMALL, BlockKey, Book, Spread, Whole, by_key, unseen
+from kvladder.keys import (
+    PART_KEYS,
+    SMALL,
+    BlockKey,
+    Book,
+    FlatKeyMap,
+    ShardedKeyMap,
+    by_key,
+    unseen,
+)
 from kvladder.policy.eviction import PrioritizedLRU
-from kvladder.tiers.base import Deadlines, Terms
 from kvladder.tiers.label import Ref
-from kvladder.tiers.ladder.index import LevelIndex, Meta
-from kvladder.tiers.ladder.queue import Leaving
+from kvladder.tiers.ladder.queue import RemovalQueue
+from kvladder.tiers.ladder.records.index import BlockMeta, LevelIndex
+from kvladder.tiers.ladder.records.terms import Deadlines, Terms
 
 MILLION = 10**6
 
@@ -27,7 +36,7 @@ def keys_of(count: int, seed: int = 1) -> list[BlockKey]:
 def test_a_spread_is_a_mapping() -> None:
     random = Random(2)
     held: dict[BlockKey, int] = {}
-    spread = Spread[int](MILLION)
+    spread = ShardedKeyMap[int](MILLION)
     known = keys_of(300)
     for step in range(3000):
         key = random.choice(known)
@@ -45,7 +54,9 @@ def test_a_spread_is_a_mapping() -> None:
         spread[gone]
 
 
-@pytest.mark.parametrize("book", [Whole[int](), Spread[int](MILLION)], ids=["whole", "spread"])
+@pytest.mark.parametrize(
+    "book", [FlatKeyMap[int](), ShardedKeyMap[int](MILLION)], ids=["whole", "spread"]
+)
 def test_a_book_is_asked_for_many_keys_at_once(book: Book[int]) -> None:
     keys, others = keys_of(10), keys_of(10, seed=3)
     assert book.add(keys, range(10))
@@ -68,7 +79,7 @@ def test_a_book_is_asked_for_many_keys_at_once(book: Book[int]) -> None:
 def test_no_dictionary_of_a_large_spread_is_large() -> None:
     assert by_key(SMALL) == {}
     spread = by_key(MILLION)
-    assert isinstance(spread, Spread)
+    assert isinstance(spread, ShardedKeyMap)
     for number, key in enumerate(keys_of(MILLION // 4)):
         spread[key] = number
     assert 4 * max(map(len, spread._parts)) < 2 * PART_KEYS
@@ -89,7 +100,7 @@ def test_an_index_moves_nothing_while_it_fills_up() -> None:
     columns = [index._key, index._terms.of, index._used, policy._next]
     before = [*map(sys.getsizeof, columns)]
     for start in range(0, 100_000, 1000):
-        index.insert(keys_of(1000, seed=start), range(start, start + 1000), Meta())
+        index.insert(keys_of(1000, seed=start), range(start, start + 1000), BlockMeta())
     assert [*map(sys.getsizeof, columns)] == before
     assert index.places == 100_000
 
@@ -107,9 +118,9 @@ def test_a_collection_does_not_go_through_the_books_of_a_level() -> None:
     index = LevelIndex[int](PrioritizedLRU(), blocks_max=MILLION)
     for place, key in enumerate(keys):
         terms = Terms(expires_s=9.0 + place // 100, salt=b"%08d" % (place // 1000))
-        index.insert([key], [place], Meta(terms=terms))
+        index.insert([key], [place], BlockMeta(terms=terms))
     assert gone_through() - before < blocks / 4, "only through each request's terms"
-    leaving = Leaving(MILLION)
+    leaving = RemovalQueue(MILLION)
     index.drop(keys)
     for place, key in enumerate(keys):
         leaving.add([Ref(key, place)])

@@ -11,7 +11,7 @@ from kvladder.events import Overflow, Removed, Stored
 from kvladder.keys import BlockKey
 from kvladder.metrics import Histogram, LevelStats
 from kvladder.notices import Notices
-from kvladder.tiers.ladder.shelf import EventBuffer
+from kvladder.tiers.ladder.base_level import EventBuffer
 
 A, B = BlockKey(b"a" * 32), BlockKey(b"b" * 32)
 

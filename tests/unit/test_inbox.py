@@ -9,9 +9,9 @@ import pytest
 
 from kvladder.arena import Arena, Slot
 from kvladder.keys import BlockKey
-from kvladder.tiers.base import Terms
-from kvladder.tiers.ladder.index import Meta
-from kvladder.tiers.ladder.queue import Inbox
+from kvladder.tiers.ladder.queue import WriteQueue
+from kvladder.tiers.ladder.records.index import BlockMeta
+from kvladder.tiers.ladder.records.terms import Terms
 
 
 @pytest.fixture
@@ -22,16 +22,16 @@ def arena() -> Iterator[Arena]:
     arena.close()
 
 
-def add(inbox: Inbox, arena: Arena, name: str, priority: int) -> Slot:
+def add(inbox: WriteQueue, arena: Arena, name: str, priority: int) -> Slot:
     leased = arena.lease(1)
     assert leased is not None
-    inbox.add([BlockKey(name.encode())], leased, [Meta(priority, priority)], 0.0)
+    inbox.add([BlockKey(name.encode())], leased, [BlockMeta(priority, priority)], 0.0)
     arena.release(leased)
     return leased[0]
 
 
 def test_is_first_in_first_out_and_hands_its_claims_on(arena: Arena) -> None:
-    inbox = Inbox(arena, blocks_max=4)
+    inbox = WriteQueue(arena, blocks_max=4)
     slots = [add(inbox, arena, name, 35) for name in "abc"]
     assert arena.free == 5
     _, taken = inbox.take([BlockKey(b"a"), BlockKey(b"b")])
@@ -45,7 +45,7 @@ def test_is_first_in_first_out_and_hands_its_claims_on(arena: Arena) -> None:
 
 
 def test_the_youngest_of_the_lowest_priority_gives_way(arena: Arena) -> None:
-    inbox = Inbox(arena, blocks_max=3)
+    inbox = WriteQueue(arena, blocks_max=3)
     for name, priority in (("a", 35), ("b", 20), ("c", 20)):
         assert inbox.loser(100) is None, "there is room"
         add(inbox, arena, name, priority)
@@ -64,10 +64,10 @@ def test_the_youngest_of_the_lowest_priority_gives_way(arena: Arena) -> None:
 
 
 def test_those_above_what_their_salt_has_to_spare(arena: Arena) -> None:
-    inbox = Inbox(arena, blocks_max=8)
+    inbox = WriteQueue(arena, blocks_max=8)
     for number, salt in enumerate(("a", "b", "a", "", "a", "b")):
         slots = arena.lease(1) or []
-        meta = Meta(35, 35, terms=Terms(salt=salt.encode()))
+        meta = BlockMeta(35, 35, terms=Terms(salt=salt.encode()))
         inbox.add([BlockKey(b"%d" % number)], slots, [meta], 0.0)
         arena.release(slots)
     spare = {b"": inf, b"a": 1, b"b": 0}

@@ -10,8 +10,8 @@ import pytest
 
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PrioritizedLRU
-from kvladder.tiers.label import Facts, Kept
-from kvladder.tiers.ladder.index import HITS_MAX, LevelIndex, Meta
+from kvladder.tiers.label import Facts, RecoveredBlock
+from kvladder.tiers.ladder.records.index import HITS_MAX, BlockMeta, LevelIndex
 
 
 def key(number: int) -> BlockKey:
@@ -21,7 +21,7 @@ def key(number: int) -> BlockKey:
 def index_of(*priorities: int, ttl: bool = False) -> LevelIndex[int]:
     index = LevelIndex[int](PrioritizedLRU(), ttl=ttl)
     for place, priority in enumerate(priorities):
-        index.insert([key(place)], [place], Meta(priority, priority))
+        index.insert([key(place)], [place], BlockMeta(priority, priority))
     return index
 
 
@@ -43,7 +43,7 @@ def test_where_blocks_were_is_believed_only_while_they_are_there() -> None:
     assert index.lasting([key(0)] * 2, [0, 0]) is None
     index.drop([key(0)])
     assert index.lasting(keys, [0, 1]) is None
-    index.insert([key(0)], [7], Meta())
+    index.insert([key(0)], [7], BlockMeta())
     assert [*(index.lasting(keys, [0, 1]) or ())] == [7, 1]
 
 
@@ -56,19 +56,19 @@ def test_many_blocks_lie_at_the_places_that_were_named(order: str) -> None:
         "shuffled": random.Random(1).sample(range(120), 100),
     }[order]
     index, keys = index_of(), [key(number) for number in range(100)]
-    index.insert(keys, places, Meta())
+    index.insert(keys, places, BlockMeta())
     assert index.at(places) == keys
     assert [index.place(one) for one in keys] == places
     assert list(index.victims()) == places
     index.check(100)
     with pytest.raises(AssertionError, match="is taken"):
-        index.insert([key(number) for number in range(100, 200)], places, Meta())
+        index.insert([key(number) for number in range(100, 200)], places, BlockMeta())
 
 
 @pytest.mark.parametrize("places", [[0, 1, 2, 1], [*range(0, 80, 2), *range(0, 80, 2)]])
 def test_no_place_takes_two_blocks_of_one_call(places: list[int]) -> None:
     with pytest.raises(AssertionError, match="is taken"):
-        index_of().insert([key(number) for number in range(len(places))], places, Meta())
+        index_of().insert([key(number) for number in range(len(places))], places, BlockMeta())
 
 
 def test_victims_are_the_lowest_priority_then_the_least_recent() -> None:
@@ -98,14 +98,14 @@ def test_a_dropped_pinned_block_leaves_nothing_behind() -> None:
     index = index_of(35)
     index.pin([0])
     assert index.drop([key(0)]) == [0]
-    index.insert([key(7)], [0], Meta())
+    index.insert([key(7)], [0], BlockMeta())
     assert list(index.victims()) == [0]
     index.check(1)
 
 
 def test_e_7_a_priority_of_one_millisecond_reverts_to_the_default() -> None:
     index = LevelIndex[int](PrioritizedLRU())
-    index.insert([key(0)], [0], Meta(80, 80, until_s=0.001))
+    index.insert([key(0)], [0], BlockMeta(80, 80, until_s=0.001))
     index.revert(0.0)
     assert index.meta(0).priority == 80
     index.revert(0.002)
@@ -115,20 +115,20 @@ def test_e_7_a_priority_of_one_millisecond_reverts_to_the_default() -> None:
 
 def test_r_18_expiry_never_promotes() -> None:
     index = LevelIndex[int](PrioritizedLRU())
-    index.insert([key(0)], [0], Meta(10, 10, until_s=0.005))
+    index.insert([key(0)], [0], BlockMeta(10, 10, until_s=0.005))
     index.revert(1.0)
     assert index.meta(0).priority == 10
 
 
 def test_a_new_retention_replaces_the_one_before() -> None:
     index = LevelIndex[int](PrioritizedLRU())
-    index.insert([key(0)], [0], Meta(80, 80, until_s=1.0))
-    index.note(key(0), Meta(90, 90, until_s=5.0))
+    index.insert([key(0)], [0], BlockMeta(80, 80, until_s=1.0))
+    index.note(key(0), BlockMeta(90, 90, until_s=5.0))
     index.revert(2.0)
     assert index.meta(0).priority == 90
     index.revert(5.0)
     assert index.meta(0).priority == PRIORITY_DEFAULT
-    index.note(key(0), Meta(60, 60))
+    index.note(key(0), BlockMeta(60, 60))
     index.revert(100.0)
     assert index.meta(0).priority == 60
     index.check(1)
@@ -136,19 +136,19 @@ def test_a_new_retention_replaces_the_one_before() -> None:
 
 def test_a_retention_of_a_place_does_not_reach_its_next_block() -> None:
     index = LevelIndex[int](PrioritizedLRU())
-    index.insert([key(0)], [0], Meta(80, 80, until_s=1.0))
+    index.insert([key(0)], [0], BlockMeta(80, 80, until_s=1.0))
     index.drop([key(0)])
-    index.insert([key(1)], [0], Meta(80, 80))
+    index.insert([key(1)], [0], BlockMeta(80, 80))
     index.revert(2.0)
     assert index.meta(0).priority == 80
 
 
 def test_a_pinned_block_reverts_too() -> None:
     index = LevelIndex[int](PrioritizedLRU())
-    index.insert([key(0)], [0], Meta(80, 80, until_s=1.0), pins=1)
+    index.insert([key(0)], [0], BlockMeta(80, 80, until_s=1.0), pins=1)
     index.revert(1.0)
     index.unpin([0])
-    index.insert([key(1)], [1], Meta(40, 40))
+    index.insert([key(1)], [1], BlockMeta(40, 40))
     assert list(index.victims()) == [0, 1]
 
 
@@ -164,27 +164,27 @@ def test_hits_are_counted_up_to_their_maximum() -> None:
 def test_expiry_times_are_kept_only_where_there_is_a_ttl() -> None:
     with_ttl, without = index_of(ttl=True), index_of()
     for index in (with_ttl, without):
-        index.insert([key(0)], [0], Meta(), expires_s=4.0)
+        index.insert([key(0)], [0], BlockMeta(), expires_s=4.0)
     assert with_ttl.expires_s(0) == 4.0
     assert without.expires_s(0) == inf
 
 
 def test_what_was_recovered_is_held_as_if_it_were_inserted() -> None:
     items = [
-        Kept(key(0), 5, Facts(80, 40)),
-        Kept(key(1), 0, Facts(35, 35, 1010.0)),
+        RecoveredBlock(key(0), 5, Facts(80, 40)),
+        RecoveredBlock(key(1), 0, Facts(35, 35, 1010.0)),
     ]
     index = LevelIndex[int](PrioritizedLRU(), ttl=True)
     index.fill(items, behind_s=-1000.0, here=2)
     index.fill([], behind_s=0.0, here=2)
     assert [index.place(key(n)) for n in range(2)] == [5, 0]
-    assert index.meta(5) == Meta(80, 40)
+    assert index.meta(5) == BlockMeta(80, 40)
     assert [index.expires_s(place) for place in (5, 0)] == [inf, 10.0]
     assert list(index.victims()) == [0, 5]
     with pytest.raises(AssertionError, match="twice"):
-        index.fill([Kept(key(1), 3)], behind_s=0.0, here=2)
+        index.fill([RecoveredBlock(key(1), 3)], behind_s=0.0, here=2)
     with pytest.raises(AssertionError, match="taken"):
-        index.fill([Kept(key(2), 5)], behind_s=0.0, here=2)
+        index.fill([RecoveredBlock(key(2), 5)], behind_s=0.0, here=2)
 
 
 def test_equals_a_sorted_list() -> None:
@@ -201,7 +201,7 @@ def test_equals_a_sorted_list() -> None:
                 del model[number]
         else:
             priority = rng.choice([0, 35, 35, 100])
-            index.insert([key(number)], [number], Meta(priority, priority))
+            index.insert([key(number)], [number], BlockMeta(priority, priority))
             model[number] = (priority, step)
         assert list(index.victims()) == sorted(model, key=model.__getitem__)
     index.check(40)
@@ -211,7 +211,7 @@ def test_age_and_reuse_distance_are_observed() -> None:
     now = 100.0
     index = LevelIndex[int](PrioritizedLRU(), now=lambda: now)
     for place in range(20):
-        index.insert([key(place)], [place], Meta())
+        index.insert([key(place)], [place], BlockMeta())
     index.hit([0])  # 20 uses after its insertion, itself included
     index.hit([0])
     assert index.distances.as_dict()["counts"][:3] == [1, 1, 0]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvladder.tiers.ladder.places import Places
+from kvladder.tiers.ladder.records.places import PlaceAllocator
 
 
 def test_gives_the_lowest_neighbours_first_and_never_one_twice() -> None:
-    places = Places(4)
+    places = PlaceAllocator(4)
     assert places.take(3) == [0, 1, 2]
     assert places.take(3) == [3]
     assert places.take(1) == []
@@ -17,7 +17,7 @@ def test_gives_the_lowest_neighbours_first_and_never_one_twice() -> None:
 
 
 def test_a_place_that_is_read_is_free_only_after_the_last_read() -> None:
-    places = Places(2)
+    places = PlaceAllocator(2)
     places.take(2)
     places.begin_reads([1])
     places.begin_reads([1])
@@ -32,7 +32,7 @@ def test_a_place_that_is_read_is_free_only_after_the_last_read() -> None:
 
 
 def test_a_read_of_a_wanted_place_frees_nothing() -> None:
-    places = Places(1)
+    places = PlaceAllocator(1)
     places.take(1)
     places.begin_reads([0])
     places.end_reads([0])
@@ -40,7 +40,7 @@ def test_a_read_of_a_wanted_place_frees_nothing() -> None:
 
 
 def test_a_full_medium_is_worked_within_and_tried_again_later() -> None:
-    places = Places(10)
+    places = PlaceAllocator(10)
     assert places.take(2) == [0, 1]
     failed = places.take(2)
     places.withhold(failed)
@@ -56,7 +56,7 @@ def test_a_full_medium_is_worked_within_and_tried_again_later() -> None:
 
 
 def test_occupied_places_are_not_given_out() -> None:
-    places = Places(5)
+    places = PlaceAllocator(5)
     places.occupy([3, 1])
     assert places.take(9) == [0, 2, 4]
     assert places.taken == 5

@@ -6,7 +6,7 @@ from collections import Counter
 
 from kvladder.keys import BlockKey
 from kvladder.tiers.label import Ref
-from kvladder.tiers.ladder.queue import Leaving
+from kvladder.tiers.ladder.queue import RemovalQueue
 
 
 def refs(*numbers: int) -> list[Ref]:
@@ -14,7 +14,7 @@ def refs(*numbers: int) -> list[Ref]:
 
 
 def test_a_removal_counts_until_it_has_ended() -> None:
-    removals = Leaving()
+    removals = RemovalQueue()
     one, two, three = refs(1, 2, 3)
     removals.add([one, two, one])
     assert removals.take(8) == [one, two], "no block twice"
@@ -31,7 +31,7 @@ def test_a_removal_counts_until_it_has_ended() -> None:
 
 
 def test_the_end_of_a_removal_does_not_look_at_the_others(monkeypatch) -> None:
-    removals = Leaving()
+    removals = RemovalQueue()
     waiting = [Ref(BlockKey(n.to_bytes(32)), n) for n in range(1000)]
     removals.add(waiting)
     looked: list[object] = []

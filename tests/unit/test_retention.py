@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PrioritizedLRU
 from kvladder.policy.retention import Retention, RetentionRange, checked_priority
-from kvladder.tiers.ladder.index import LevelIndex, Meta
+from kvladder.tiers.ladder.records.index import BlockMeta, LevelIndex
 
 Range = tuple[int, int | None, int]
 
@@ -126,7 +126,7 @@ def test_both_answers_agree_with_a_list_of_tokens(cuts: list[int], block: int, t
 
 def index_with(priority: int, until_s: float) -> LevelIndex[int]:
     index = LevelIndex[int](PrioritizedLRU())
-    index.insert([BlockKey(b"k")], [0], Meta(priority, priority, until_s=until_s))
+    index.insert([BlockKey(b"k")], [0], BlockMeta(priority, priority, until_s=until_s))
     return index
 
 
@@ -135,7 +135,7 @@ def test_e7_80_for_a_millisecond_is_35_two_milliseconds_later() -> None:
     index.revert(0.0)
     assert index.meta(0).priority == 80
     index.revert(0.002)
-    assert index.meta(0) == Meta(PRIORITY_DEFAULT, 80)
+    assert index.meta(0) == BlockMeta(PRIORITY_DEFAULT, 80)
 
 
 def test_r18_expiry_never_promotes_and_survives_moving_and_reuse() -> None:
@@ -151,4 +151,4 @@ def test_r18_expiry_never_promotes_and_survives_moving_and_reuse() -> None:
     below.revert(4.9)
     assert below.meta(3).priority == 80
     below.revert(5.0)
-    assert below.meta(3) == Meta(PRIORITY_DEFAULT, 80, until_s=inf)
+    assert below.meta(3) == BlockMeta(PRIORITY_DEFAULT, 80, until_s=inf)

@@ -15,8 +15,8 @@ import kvladder
 from kvladder.config import registry
 from kvladder.errors import ClosedError
 from kvladder.runtime import THREADS, BlockingPool, Runtime
-from kvladder.tiers.base import TierContext
-from kvladder.tiers.ladder import keeper
+from kvladder.tiers.context import TierContext
+from kvladder.tiers.ladder import lifecycle
 from kvladder.tiers.memory import MemoryTier
 from tests.patience import PATIENCE_S, until
 
@@ -197,7 +197,7 @@ def test_a_cache_starts_without_a_tier_that_exits(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_cache_closes_though_a_tier_hangs_in_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "OPEN_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(lifecycle, "OPEN_TIMEOUT_S", 0.05)
     with open_rogue("hang at open", monkeypatch) as cache:
         assert cache.stats()["rogue"]["left_out"] == 1
 

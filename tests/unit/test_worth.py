@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvladder.policy.worth import (
+from kvladder.policy.fetch_cost import (
     ANYTHING,
     ENDS_MAX,
     FORGET,
     GRACE_S,
     STEPS,
     TRIAL_EVERY,
+    AvoidedCompute,
+    CostEstimate,
     Curve,
-    Mark,
+    FetchCostModel,
+    LevelRun,
     Pace,
-    Run,
-    Saves,
-    Stake,
-    Worth,
+    RequestTimestamp,
     stretches,
 )
 
@@ -84,7 +84,7 @@ def test_what_is_on_its_way_is_ahead_and_what_hangs_takes_at_least_as_long() -> 
     assert pace.ahead == 8
     assert pace.seconds(8, 1.5) == 1.0
     assert pace.seconds(8, 100.0) == 99.0
-    pace.came(Mark(100.0, 8), 4, 100.0, found=False)
+    pace.came(RequestTimestamp(100.0, 8), 4, 100.0, found=False)
     assert pace.seconds(8, 100.5) == 1.0, "something has come: it does not hang any more"
     fresh = Pace()
     assert (fresh.seconds(8, 5.0), fresh.within(8)) == (None, inf)
@@ -109,27 +109,27 @@ def test_one_fetch_in_so_many_tries_a_slow_level_while_it_does_nothing_else() ->
     assert pace.spurn()
 
 
-def choose(*runs: Run, end: int, block_s: float = 0.1, behind_s: float = 0.0) -> int:
-    return Stake(block_s, behind_s, whole=False).choose(stretches(runs), end, 100.0)[0]
+def choose(*runs: LevelRun, end: int, block_s: float = 0.1, behind_s: float = 0.0) -> int:
+    return CostEstimate(block_s, behind_s, whole=False).choose(stretches(runs), end, 100.0)[0]
 
 
 def test_what_comes_later_than_computing_it_is_left() -> None:
     fast, slow, unknown = measured((8, 0.1)), measured((8, 4.0)), Pace()
-    assert choose(Run(2, 8, fast), end=10) == 10
-    assert choose(Run(2, 8, slow), end=10) == 2
-    assert choose(Run(2, 8, unknown), end=10) == 10
-    assert choose(Run(0, 8, fast), Run(8, 8, slow), end=16) == 8
-    assert choose(Run(0, 8, slow), Run(8, 8, fast), end=16) == 0
-    assert choose(Run(0, 8, slow), end=100) == 100, "what follows is in host memory"
-    assert choose(Run(2, 8, slow), end=10, behind_s=6.0) == 10
-    mixed = Run(0, 8, fast), Run(8, 1, measured((1, 0.9)))
+    assert choose(LevelRun(2, 8, fast), end=10) == 10
+    assert choose(LevelRun(2, 8, slow), end=10) == 2
+    assert choose(LevelRun(2, 8, unknown), end=10) == 10
+    assert choose(LevelRun(0, 8, fast), LevelRun(8, 8, slow), end=16) == 8
+    assert choose(LevelRun(0, 8, slow), LevelRun(8, 8, fast), end=16) == 0
+    assert choose(LevelRun(0, 8, slow), end=100) == 100, "what follows is in host memory"
+    assert choose(LevelRun(2, 8, slow), end=10, behind_s=6.0) == 10
+    mixed = LevelRun(0, 8, fast), LevelRun(8, 1, measured((1, 0.9)))
     assert choose(*mixed, end=9) == 8
     assert choose(*mixed, end=9, behind_s=1.0) == 9, "until then the engine is busy"
 
 
 def test_where_levels_take_turns_very_often_not_every_end_is_looked_at() -> None:
     paces = [Pace(), Pace()]
-    runs = [Run(at, 1, paces[at % 2]) for at in range(1000)]
+    runs = [LevelRun(at, 1, paces[at % 2]) for at in range(1000)]
     found = stretches(runs)
     assert len(found) <= ENDS_MAX
     assert [part[0].first for part in found[:3]] == [0, 32, 64]
@@ -140,101 +140,101 @@ def test_where_levels_take_turns_very_often_not_every_end_is_looked_at() -> None
 
 
 def test_a_part_is_of_no_use_where_only_the_whole_is() -> None:
-    runs = [Run(0, 8, measured((8, 0.1))), Run(8, 8, measured((8, 4.0)))]
-    assert Stake(0.1, 0.0, whole=True).choose(stretches(runs), 16, 100.0)[0] == 0
-    assert Stake(0.4, 0.0, whole=True).choose(stretches(runs), 16, 100.0)[0] == 16
-    assert Stake(0.1, 0.0, whole=True).patience(0, 16, 0.0).block_s == 0
+    runs = [LevelRun(0, 8, measured((8, 0.1))), LevelRun(8, 8, measured((8, 4.0)))]
+    assert CostEstimate(0.1, 0.0, whole=True).choose(stretches(runs), 16, 100.0)[0] == 0
+    assert CostEstimate(0.4, 0.0, whole=True).choose(stretches(runs), 16, 100.0)[0] == 16
+    assert CostEstimate(0.1, 0.0, whole=True).patience(0, 16, 0.0).block_s == 0
 
 
 def test_patience_grows_with_what_arrives_and_ends_when_computing_would_have() -> None:
-    stake = Stake(0.1, 0.0, whole=False)
-    patience = stake.patience(2, 12, 50.0)
+    estimate = CostEstimate(0.1, 0.0, whole=False)
+    patience = estimate.patience(2, 12, 50.0)
     assert patience.end_s(0) == patience.end_s(2) == pytest.approx(50.1 + GRACE_S)
     assert patience.end_s(7) == pytest.approx(50.6 + GRACE_S)
-    assert stake.trusting(patience, 10, 0.2, 50.0).end_s(2) == pytest.approx(50.5)
-    assert stake.trusting(patience, 10, 0.7, 50.0).end_s(2) == pytest.approx(51.0)
+    assert estimate.trusting(patience, 10, 0.2, 50.0).end_s(2) == pytest.approx(50.5)
+    assert estimate.trusting(patience, 10, 0.7, 50.0).end_s(2) == pytest.approx(51.0)
 
 
 def test_steps_of_few_tokens_are_a_bound_until_longer_ones_are_known() -> None:
-    worth = Worth()
+    worth = FetchCostModel()
     worth.prefilled(0, 1.0)
-    assert worth.stake(Saves(100), 10) is None
+    assert worth.estimate(AvoidedCompute(100), 10) is None
     worth.prefilled(10, 0.1)
-    stake = worth.stake(Saves(100), 10)
-    assert stake is not None
-    assert stake.worth(10, 0.79)
-    assert not stake.worth(10, 0.81)
-    assert worth.sample(Saves(1600), 100) == 16, "a bound is no measurement"
+    estimate = worth.estimate(AvoidedCompute(100), 10)
+    assert estimate is not None
+    assert estimate.worth(10, 0.79)
+    assert not estimate.worth(10, 0.81)
+    assert worth.sample(AvoidedCompute(1600), 100) == 16, "a bound is no measurement"
     worth.prefilled(64, 0.064)
     for _ in range(STEPS):
         worth.prefilled(1, 9.0)
-    stake = worth.stake(Saves(100), 10)
-    assert stake is not None
-    assert not stake.worth(10, 0.081)
+    estimate = worth.estimate(AvoidedCompute(100), 10)
+    assert estimate is not None
+    assert not estimate.worth(10, 0.081)
 
 
 def test_one_slow_step_says_nothing() -> None:
-    worth = Worth()
+    worth = FetchCostModel()
     worth.prefilled(3, 9.0)
     for seconds in (1.0, 50.0, 1.0, 1.1):
         worth.prefilled(1000, seconds)
-    stake = worth.stake(Saves(100, behind=1000), 10)
-    assert stake is not None
-    assert stake.worth(10, 0.87)
-    assert not stake.worth(10, 0.89)
+    estimate = worth.estimate(AvoidedCompute(100, behind=1000), 10)
+    assert estimate is not None
+    assert estimate.worth(10, 0.87)
+    assert not estimate.worth(10, 0.89)
 
 
 def test_many_short_steps_do_not_hide_what_long_prompts_take() -> None:
     """A GPU computes a hundred tokens in the time of one: of thousands that says nothing."""
-    worth = Worth()
+    worth = FetchCostModel()
     worth.prefilled(100, 0.0)
-    short = worth.stake(Saves(8000), 500)
+    short = worth.estimate(AvoidedCompute(8000), 500)
     assert short is not None, "better than nothing"
     assert not short.worth(500, 0.1)
     worth.prefilled(4000, 0.4)
     for _ in range(3 * STEPS):
         worth.prefilled(100, 0.0005)
     for saves, seconds, is_worth in (
-        (Saves(8000), 0.6, True),
-        (Saves(100), 0.005, False),
-        (Saves(100, behind=4000), 0.3, True),
+        (AvoidedCompute(8000), 0.6, True),
+        (AvoidedCompute(100), 0.005, False),
+        (AvoidedCompute(100, behind=4000), 0.3, True),
     ):
-        stake = worth.stake(saves, 10)
-        assert stake is not None
-        assert stake.worth(10, seconds) == is_worth
+        estimate = worth.estimate(saves, 10)
+        assert estimate is not None
+        assert estimate.worth(10, seconds) == is_worth
 
 
 @pytest.mark.parametrize("seconds", [nan, inf, -1.0])
 def test_what_no_clock_says_is_no_measurement(seconds: float) -> None:
-    worth = Worth()
+    worth = FetchCostModel()
     worth.prefilled(1000, seconds)
-    assert worth.stake(Saves(100), 10) is None
+    assert worth.estimate(AvoidedCompute(100), 10) is None
 
 
 def test_a_sample_is_computed_once_and_only_if_the_engine_tells() -> None:
-    worth = Worth()
-    assert worth.sample(Saves(1600), 100) == 0
+    worth = FetchCostModel()
+    assert worth.sample(AvoidedCompute(1600), 100) == 0
     worth.prefilled(3, 0.1)
-    assert worth.sample(Saves(1600), 100) == 16
-    assert worth.sample(Saves(160), 10) == 5
-    assert worth.sample(Saves(100), 10) == 0, "too short to tell"
-    assert worth.sample(Saves(1600, whole=True), 100) == worth.sample(ANYTHING, 100) == 0
+    assert worth.sample(AvoidedCompute(1600), 100) == 16
+    assert worth.sample(AvoidedCompute(160), 10) == 5
+    assert worth.sample(AvoidedCompute(100), 10) == 0, "too short to tell"
+    assert worth.sample(AvoidedCompute(1600, whole=True), 100) == worth.sample(ANYTHING, 100) == 0
     worth.prefilled(64, 0.1)
-    assert worth.sample(Saves(1600), 100) == 0
+    assert worth.sample(AvoidedCompute(1600), 100) == 0
 
 
 def test_always_remembers_nothing() -> None:
-    worth = Worth(always=True)
+    worth = FetchCostModel(always=True)
     worth.prefilled(1000, 0.001)
-    assert worth.stake(Saves(100), 10) is None
-    assert worth.sample(Saves(1600), 100) == 0
+    assert worth.estimate(AvoidedCompute(100), 10) is None
+    assert worth.sample(AvoidedCompute(1600), 100) == 0
 
 
 def test_how_long_computing_takes_is_told_as_measured() -> None:
-    worth = Worth()
+    worth = FetchCostModel()
     assert worth.seconds(100) is None
     worth.prefilled(100, 2.0)
     worth.prefilled(1000, 10.0)
     assert worth.seconds(50) == pytest.approx(1.0)
     assert worth.seconds(2000) == pytest.approx(20.0)
-    assert Worth(always=True).seconds(1) is None
+    assert FetchCostModel(always=True).seconds(1) is None

@@ -17,7 +17,7 @@ from xxhash import xxh3_64_hexdigest
 
 from kvladder.errors import ConfigError
 from kvladder.keys import Namespace
-from kvladder.tiers.base import TierContext
+from kvladder.tiers.context import TierContext
 from kvladder.tiers.files.disk import (
     Disk,
     is_full,
@@ -118,7 +118,7 @@ def require_safe(disk: Disk, path: Path, *, directory: bool) -> None:
         )
 
 
-class Meta(msgspec.Struct, frozen=True, kw_only=True):
+class DirectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
     """META: what a namespace's other files contain. A line of JSON, so that people can read it."""
 
     magic: str = MAGIC
@@ -131,7 +131,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     capacity_blocks: int
 
     @classmethod
-    def new(cls, context: TierContext, segment_bytes: int, segments_min: int) -> Meta:
+    def new(cls, context: TierContext, segment_bytes: int, segments_min: int) -> DirectoryMeta:
         """How the files of a namespace that is new here are laid out."""
         stride = HEADER_BYTES + context.layout.slot_bytes
         capacity = context.capacity_blocks
@@ -144,7 +144,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
             capacity_blocks=capacity,
         )
 
-    def holds(self, wanted: Meta) -> bool:
+    def holds(self, wanted: DirectoryMeta) -> bool:
         """Whether files of this shape can hold what is wanted; not if they were far too many."""
         ours = (self.namespace, self.block_bytes, self.stride)
         fitting = wanted.capacity_blocks <= self.segment_places * SEGMENTS_MAX
@@ -168,7 +168,7 @@ def sealed(line: bytes) -> bytes:
     return b"%s\n%s\n" % (line, xxh3_64_hexdigest(line).encode())
 
 
-def read_meta(disk: Disk, home: Path) -> Meta | int | None:
+def read_meta(disk: Disk, home: Path) -> DirectoryMeta | int | None:
     """META of a namespace as it is, None where it is damaged, missing or not ours.
 
     If an earlier version wrote it, that is all: its number.
@@ -188,7 +188,11 @@ def read_meta(disk: Disk, home: Path) -> Meta | int | None:
         if found.magic != MAGIC:
             return None
         require_known(path, found.version, VERSION)
-        return found.version if found.version < VERSION else msgspec.json.decode(line, type=Meta)
+        return (
+            found.version
+            if found.version < VERSION
+            else msgspec.json.decode(line, type=DirectoryMeta)
+        )
     except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
         return None
 
@@ -284,7 +288,7 @@ class FilesDirectory:
         """``exclusive`` of the path."""
         return exclusive(self._disk, self.path)
 
-    def open(self, wanted: Meta) -> Meta:
+    def open(self, wanted: DirectoryMeta) -> DirectoryMeta:
         """Take a directory and say how its files are laid out; in ``exclusive``.
 
         Where META does not tell that, as it is lost or damaged, they are believed to be as
@@ -302,8 +306,8 @@ class FilesDirectory:
         for name in ASIDE.intersection(self._disk.listdir(self.home)):
             self._disk.unlink(self.home / name)  # an earlier process did not finish it
         found = read_meta(self._disk, self.home)
-        self.has_meta = isinstance(found, Meta) and found.holds(wanted)
-        if isinstance(found, Meta) and self.has_meta:
+        self.has_meta = isinstance(found, DirectoryMeta) and found.holds(wanted)
+        if isinstance(found, DirectoryMeta) and self.has_meta:
             return msgspec.structs.replace(wanted, segment_places=found.segment_places)
         if isinstance(found, int):
             self.earlier = found
@@ -311,7 +315,7 @@ class FilesDirectory:
             self._delete_files(self.home)
         return wanted
 
-    def write(self, meta: Meta) -> None:
+    def write(self, meta: DirectoryMeta) -> None:
         """Have META say this: all of it or nothing, also after a power cut."""
         replace_file(self._disk, self.home / META_NAME, sealed(msgspec.json.encode(meta)))
 
@@ -478,7 +482,7 @@ def leases(disk: Disk, path: Path, prefix: str = "") -> list[Lease]:
         with suppress(FileNotFoundError, NotADirectoryError, ConfigError):
             require_safe(disk, home, directory=True)
             used_ns = 0
-            if isinstance(read_meta(disk, home), Meta):
+            if isinstance(read_meta(disk, home), DirectoryMeta):
                 used_ns = disk.stat(home / META_NAME).st_mtime_ns
             elif ids[0] != prefix and LOG_NAME not in disk.listdir(home):
                 continue

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from kvladder.layout import PAGE_BYTES
-from kvladder.tiers.label import LABEL_BYTES, Buffer, Told, told
+from kvladder.tiers.label import LABEL_BYTES, Buffer, LabelFields, told
 
 HEADER_BYTES = PAGE_BYTES
 _PUT = Struct("<QQ")
@@ -25,7 +25,7 @@ _CHECKED = slice(LABEL_BYTES - _CHECK.size, _CHECK_AT)
 class Header(NamedTuple):
     """What a whole page says of the block behind it."""
 
-    told: Told
+    told: LabelFields
     place: int
     sequence: int
     """Higher than that of any block that was put before."""

@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 from kvladder.keys import KEY_BYTES, BlockKey, Namespace
 from kvladder.tiers.files.directory import LOG_NAME, require_known
 from kvladder.tiers.files.disk import Disk, sync_directory, write_all
-from kvladder.tiers.label import NO_FACTS, Facts, Kept, Ref, Write
+from kvladder.tiers.label import NO_FACTS, Facts, RecoveredBlock, Ref, Write
 
 RECORD_BYTES = 64
 """A power of two, so that no record straddles a sector: a torn write tears none."""
@@ -73,12 +73,12 @@ def held(records: Records, tags: array[int]) -> npt.NDArray[np.bool_]:
     return found
 
 
-def kept_of(records: Records) -> list[Kept]:
+def kept_of(records: Records) -> list[RecoveredBlock]:
     """The blocks that records of puts tell of."""
     low = records["number"] & np.uint64((1 << LOW_BITS) - 1)
     facts = map(_facts, low.tolist(), records["end_s"].tolist(), records["salt"].tolist())
     keys = map(itemgetter(0), _KEY.iter_unpack(records.tobytes()))
-    return list(map(Kept._make, zip(keys, records["place"].tolist(), facts, strict=True)))
+    return list(map(RecoveredBlock._make, zip(keys, records["place"].tolist(), facts, strict=True)))
 
 
 @lru_cache(1024)  # blocks share them
@@ -92,7 +92,7 @@ def _facts(low: int, end_s: int, salt: bytes) -> Facts:
     )
 
 
-class Found(NamedTuple):
+class LogContents(NamedTuple):
     """What a log tells of."""
 
     records: Records
@@ -160,7 +160,7 @@ class IndexLog:
 
     # ---- start
 
-    def load(self, *, anew: bool = True) -> Found:
+    def load(self, *, anew: bool = True) -> LogContents:
         """Open the log and return what is stored.
 
         Without a log that can be used one is begun if ``anew`` says so; else it is lost.
@@ -179,7 +179,7 @@ class IndexLog:
             if anew:
                 self._fd = self._begin(self.path)
             nothing = np.empty(0, _FIELDS)
-            return Found(nothing, array("I", [0]) * self._places_max, lost=not anew)
+            return LogContents(nothing, array("I", [0]) * self._places_max, lost=not anew)
         self._sequence = scan.sequence >> LOW_BITS
         self._end = self._reserved = scan.end
         self._disk.truncate(self._fd, self._end)  # what follows a torn record must not come back
@@ -187,7 +187,7 @@ class IndexLog:
         if scan.beyond:  # they must not be believed if there are such places again
             with suppress(OSError):
                 self.compact(lambda: False)
-        return Found(live, array("I", scan.tags.tobytes()))
+        return LogContents(live, array("I", scan.tags.tobytes()))
 
     def _begin(self, path: Path) -> int:
         """Make an empty log."""
@@ -218,7 +218,7 @@ class IndexLog:
         write_all(self._disk, fd, self._header, 0)
         return scan
 
-    def write(self, kept: Sequence[Kept], sequence: int) -> None:
+    def write(self, kept: Sequence[RecoveredBlock], sequence: int) -> None:
         """Begin the log that is lost, with these blocks in it, oldest first: all or nothing.
 
         Sequence numbers go on above ``sequence``.
@@ -306,11 +306,11 @@ class IndexLog:
             self._sequence += count
             return first
 
-    def put(self, blocks: Sequence[Write | Kept]) -> None:
+    def put(self, blocks: Sequence[Write | RecoveredBlock]) -> None:
         """Tell that these are stored: all of it counts from then on, or nothing."""
         self._append([(one.key, one.place, one.facts) for one in blocks])
 
-    def remove(self, blocks: Sequence[Ref | Kept]) -> None:
+    def remove(self, blocks: Sequence[Ref | RecoveredBlock]) -> None:
         """Tell that these are not stored any more: all of it counts from then on, or nothing."""
         self._append([(one.key, ~one.place, NO_FACTS) for one in blocks])
 

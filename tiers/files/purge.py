@@ -11,14 +11,20 @@ from typing import NamedTuple
 from kvladder.errors import Unavailable, refusal
 from kvladder.keys import Namespace, salt_digest
 from kvladder.layout import align
-from kvladder.tiers.base import Progress
-from kvladder.tiers.files.directory import FilesDirectory, Meta, at_rest, read_meta, require_safe
+from kvladder.tiers.context import Progress
+from kvladder.tiers.files.directory import (
+    DirectoryMeta,
+    FilesDirectory,
+    at_rest,
+    read_meta,
+    require_safe,
+)
 from kvladder.tiers.files.disk import Disk, explained, sync_directory, write_all
 from kvladder.tiers.files.header import HEADER_BYTES
 from kvladder.tiers.files.log import kept_of, tag_of
 from kvladder.tiers.files.segments import PIECE_BYTES, Segments
 from kvladder.tiers.files.store import FileStore
-from kvladder.tiers.label import LABEL_BYTES, Told, told
+from kvladder.tiers.label import LABEL_BYTES, LabelFields, told
 
 STEP_PLACES = 256
 
@@ -84,14 +90,14 @@ class Eraser:
             found.append(Remnant(place, start))
         return found
 
-    def _told(self, page: memoryview) -> Told | None:
+    def _told(self, page: memoryview) -> LabelFields | None:
         """What is stored behind a header; None if that is damaged, or no block of ours."""
         block = told(page[:LABEL_BYTES])
         if block is None or block.namespace != self._space:
             return None
         return block if HEADER_BYTES + block.length <= self._stride else None
 
-    def _is_whole(self, place: int, block: Told, *, is_stored: bool) -> bool:
+    def _is_whole(self, place: int, block: LabelFields, *, is_stored: bool) -> bool:
         """Whether the bytes behind a header are those that it was written with.
 
         Of a block without a checksum that cannot be told: it is believed if it ``is_stored``.
@@ -203,7 +209,9 @@ def purge_files(
 def _purge(disk: Disk, directory: FilesDirectory, salt: str | None, progress: Progress) -> Purged:
     """Purge a directory that was taken."""
     meta = read_meta(disk, directory.home)
-    assert isinstance(meta, Meta), "it was read a moment ago, and nobody else has the directory"
+    assert isinstance(meta, DirectoryMeta), (
+        "it was read a moment ago, and nobody else has the directory"
+    )
     directory.require_ours()
     digest = None if salt is None else salt_digest(directory.space, salt)
     store = FileStore(disk, directory, meta)

@@ -16,7 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvladder.layout import PAGE_BYTES, align
-from kvladder.tiers.files.directory import FilesDirectory, Lent, Meta, segment_file, segment_sizes
+from kvladder.tiers.files.directory import (
+    DirectoryMeta,
+    FilesDirectory,
+    Lent,
+    segment_file,
+    segment_sizes,
+)
 from kvladder.tiers.files.disk import Disk, is_full, opened
 from kvladder.tiers.files.header import HEADER_BYTES, Header, read_header, write_header
 from kvladder.tiers.label import LABEL_BYTES, Read, Write
@@ -48,7 +54,7 @@ class Segments:
     """
 
     def __init__(
-        self, disk: Disk, directory: FilesDirectory, meta: Meta, *, budget_bytes: int = 0
+        self, disk: Disk, directory: FilesDirectory, meta: DirectoryMeta, *, budget_bytes: int = 0
     ) -> None:
         self.meta = meta
         self.direct = False

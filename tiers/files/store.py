@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from kvladder.errors import ConfigError
 from kvladder.keys import BlockKey
-from kvladder.tiers.base import TierContext
-from kvladder.tiers.files.directory import FilesDirectory, Lent, Meta
+from kvladder.tiers.context import TierContext
+from kvladder.tiers.files.directory import DirectoryMeta, FilesDirectory, Lent
 from kvladder.tiers.files.disk import Disk, explained, is_full
 from kvladder.tiers.files.header import Header
 from kvladder.tiers.files.log import IndexLog, kept_of
 from kvladder.tiers.files.neighbours import keep_fields
 from kvladder.tiers.files.segments import Segments
-from kvladder.tiers.label import Kept
+from kvladder.tiers.label import RecoveredBlock
 
 if TYPE_CHECKING:
     from kvladder.tiers.files.tier import FilesOptions
@@ -42,7 +42,7 @@ class FileStore:
         self,
         disk: Disk,
         directory: FilesDirectory,
-        meta: Meta,
+        meta: DirectoryMeta,
         *,
         budget_bytes: int = 0,
         slack_records: int = LOG_SLACK_RECORDS,
@@ -85,7 +85,7 @@ class FileStore:
             undo.callback(directory.close)
             directory.make()
             with directory.exclusive():
-                meta = directory.open(Meta.new(context, options.segment, segments_min))
+                meta = directory.open(DirectoryMeta.new(context, options.segment, segments_min))
                 budget_bytes = meta.capacity_blocks * meta.stride * options.engines
                 store = cls(
                     disk, directory, meta, budget_bytes=budget_bytes, slack_records=slack_records
@@ -145,10 +145,12 @@ class FileStore:
 
     def restore(self, headers: Sequence[Header]) -> None:
         """Begin the log anew with what the blocks' headers told."""
-        newest: dict[BlockKey, Kept] = {}
+        newest: dict[BlockKey, RecoveredBlock] = {}
         for header in sorted(headers, key=attrgetter("sequence")):
             newest.pop(header.told.key, None)
-            newest[header.told.key] = Kept(header.told.key, header.place, header.told.facts)
+            newest[header.told.key] = RecoveredBlock(
+                header.told.key, header.place, header.told.facts
+            )
         self.log.write(list(newest.values()), max((one.sequence for one in headers), default=0))
         self.log.close()
         self.load(anew=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
-from kvladder.tiers.blocking import Batch, BlockingPool
+from kvladder.tiers.blocking import BlockingPool, CallBatch
 
 T = TypeVar("T")
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 class BufferedPool(BlockingPool):
     """The same threads behind aiofiles."""
 
-    def begin(self, batch: Batch[Any], *, urgent: bool) -> asyncio.Future[Any]:
+    def begin(self, batch: CallBatch[Any], *, urgent: bool) -> asyncio.Future[Any]:
         from aiofiles.os import wrap
 
         lane = _Lane(lambda task: self.put(batch, [task], urgent=urgent))

@@ -18,8 +18,9 @@ import msgspec
 from kvladder.errors import ClosedError, TierError, TierFull
 from kvladder.keys import BlockKey
 from kvladder.schema import Settings
-from kvladder.tiers.base import Tier, TierContext
+from kvladder.tiers.base import Tier
 from kvladder.tiers.blocking import BlockingPool
+from kvladder.tiers.context import TierContext
 from kvladder.tiers.files.directory import look
 from kvladder.tiers.files.disk import Disk, explained, is_full
 from kvladder.tiers.files.header import HEADER_BYTES
@@ -28,7 +29,7 @@ from kvladder.tiers.files.neighbours import Neighbours, compared, neighbours, to
 from kvladder.tiers.files.purge import Eraser
 from kvladder.tiers.files.store import LOG_SLACK_RECORDS, SEGMENTS_MIN, FileStore
 from kvladder.tiers.files.threads import BufferedPool
-from kvladder.tiers.label import Kept, Read, Ref, Write
+from kvladder.tiers.label import Read, RecoveredBlock, Ref, Write
 from kvladder.units import Size
 
 T = TypeVar("T")
@@ -283,7 +284,7 @@ class FilesTier(Tier):
         self._opened()
         return [self._holds(ref) for ref in blocks]
 
-    async def recover(self) -> AsyncIterator[Sequence[Kept]]:
+    async def recover(self) -> AsyncIterator[Sequence[RecoveredBlock]]:
         store = self._opened()
         records = store.found.records
         store.found = store.found._replace(records=records[:0].copy())
@@ -298,9 +299,9 @@ class FilesTier(Tier):
             seen |= keys
             yield kept
 
-    def _once(self, kept: Sequence[Kept], seen: set[BlockKey]) -> list[Kept]:
+    def _once(self, kept: Sequence[RecoveredBlock], seen: set[BlockKey]) -> list[RecoveredBlock]:
         """These without those that are in ``seen`` or come twice."""
-        left: dict[BlockKey, Kept] = {}
+        left: dict[BlockKey, RecoveredBlock] = {}
         for one in kept:
             if one.key in seen or one.key in left:
                 self._tags[one.place] = 0  # nobody will ask for it here, so it is to be erased

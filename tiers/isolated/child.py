@@ -12,8 +12,9 @@ from typing import cast
 
 from kvladder.arena import Arena, ArenaHandle, Slot
 from kvladder.errors import ConfigError, TierError, TierFull, Unavailable
-from kvladder.tiers.base import Tier, TierContext
+from kvladder.tiers.base import Tier
 from kvladder.tiers.blocking import BlockingPool, SystemClock
+from kvladder.tiers.context import TierContext
 from kvladder.tiers.isolated.spawn import run
 from kvladder.tiers.isolated.wire import (
     UNHEARD,
@@ -41,7 +42,7 @@ from kvladder.tiers.isolated.wire import (
     requests,
     take,
 )
-from kvladder.tiers.label import Kept, Labels, Read, Write, arrival
+from kvladder.tiers.label import Labels, Read, RecoveredBlock, Write, arrival
 
 THREADS = 4
 
@@ -56,7 +57,7 @@ class Child:
         self._pool = BlockingPool(THREADS, "kvladder-isolated")
         self._tier: Tier
         self._context: TierContext
-        self._kept: AsyncIterator[Sequence[Kept]] | None = None
+        self._kept: AsyncIterator[Sequence[RecoveredBlock]] | None = None
 
     async def serve(self) -> None:
         """Answer until the other side is gone."""

@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from kvladder.errors import ConfigError, TierError, TierFull, Unavailable
-from kvladder.tiers.base import Progress
+from kvladder.tiers.context import Progress
 from kvladder.tiers.isolated.spawn import Spawned
 from kvladder.tiers.isolated.wire import (
     Cancel,

@@ -11,7 +11,8 @@ from math import inf
 from typing import cast
 
 from kvladder.errors import ConfigError, TierError
-from kvladder.tiers.base import Medium, Progress, Tier, TierContext
+from kvladder.tiers.base import Medium, Tier
+from kvladder.tiers.context import Progress, TierContext
 from kvladder.tiers.isolated.process import START_S, Process
 from kvladder.tiers.isolated.spawn import start_again
 from kvladder.tiers.isolated.wire import (
@@ -30,7 +31,7 @@ from kvladder.tiers.isolated.wire import (
     Recovered,
     Spare,
 )
-from kvladder.tiers.label import Kept, Read, Ref, Write, arrived, is_verified, to_write
+from kvladder.tiers.label import Read, RecoveredBlock, Ref, Write, arrived, is_verified, to_write
 
 CLOSE_S = 4.0
 SALTS_MAX = 1024
@@ -211,7 +212,7 @@ class IsolatedTier(Tier):
         while len(self._spare) > SALTS_MAX:
             self._spare.popitem(last=False)
 
-    async def recover(self) -> AsyncIterator[Sequence[Kept]]:
+    async def recover(self) -> AsyncIterator[Sequence[RecoveredBlock]]:
         batch = await self._running().call(Recover(anew=True), Recovered)
         while batch.kept is not None:
             yield batch.kept

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvladder.tiers.label import Arrival, Coding, Facts, Kept, Ref
+from kvladder.tiers.label import Coding, Facts, ReadResult, RecoveredBlock, Ref
 
 FRAME_BYTES_MAX = 256 << 20
 UNHEARD = b"\xff" * 8
@@ -127,7 +127,7 @@ class Got(Message):
     """What ``get`` returned, and what came."""
 
     results: Any = None
-    found: list[Arrival | None] = []
+    found: list[ReadResult | None] = []
     """What is in the slots."""
     gauges: dict[str, int] = {}
 
@@ -135,7 +135,7 @@ class Got(Message):
 class Recovered(Message):
     """A batch of what was found; None after the last one."""
 
-    kept: list[Kept] | None = None
+    kept: list[RecoveredBlock] | None = None
 
 
 class Failed(Message):

@@ -8,9 +8,9 @@ from typing import Protocol
 from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.lock import StackLock
-from kvladder.tiers.base import Clock
-from kvladder.tiers.ladder.index import Meta
-from kvladder.tiers.ladder.shelf import EventBuffer
+from kvladder.tiers.context import Clock
+from kvladder.tiers.ladder.base_level import EventBuffer
+from kvladder.tiers.ladder.records.index import BlockMeta
 
 
 class Holdings(Iterable[BlockKey], Protocol):
@@ -73,11 +73,11 @@ class Ladder(Protocol):
         """The hottest level that holds the block or is about to; with the lock held."""
         ...
 
-    def meta(self, key: BlockKey) -> Meta | None:
+    def meta(self, key: BlockKey) -> BlockMeta | None:
         """What the hottest level that holds the block knows of it; with the lock held."""
         ...
 
-    def used(self, key: BlockKey, meta: Meta) -> str | None:
+    def used(self, key: BlockKey, meta: BlockMeta) -> str | None:
         """A block that was used elsewhere is worth ``meta`` now; with the lock held.
 
         It leaves the levels whose thresholds it does not reach any more. The hottest that holds it
@@ -96,7 +96,7 @@ class Ladder(Protocol):
     def reserve(
         self,
         keys: Sequence[BlockKey],
-        metas: Sequence[Meta],
+        metas: Sequence[BlockMeta],
         *,
         explicit: bool,
         patient: bool = False,

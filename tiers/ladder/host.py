@@ -16,10 +16,10 @@ from kvladder.metrics import DropReason
 from kvladder.policy.eviction import EvictionPolicy
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.tenants import NO_SHARES, Shares
-from kvladder.tiers.base import HOST, Terms
-from kvladder.tiers.ladder.index import Meta, alike, runs
+from kvladder.tiers.ladder.base_level import BaseLevel, Shared
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.shelf import Shared, Shelf
+from kvladder.tiers.ladder.records.index import BlockMeta, alike, runs
+from kvladder.tiers.ladder.records.terms import HOST, Terms
 
 CLEAN_MAX = 4 * BATCH
 """Blocks, next to go, that are written below while loads wait for their slots."""
@@ -42,7 +42,7 @@ class HostSettings(NamedTuple):
     """How many blocks salts may have there."""
 
 
-class HostLevel(Shelf[Slot]):
+class HostLevel(BaseLevel[Slot]):
     """Level 0: a shelf whose places are arena slots, so nothing moves when a block comes or goes.
 
     Every call has the stack's lock held. The level holds one claim on the slot of each block;
@@ -113,7 +113,7 @@ class HostLevel(Shelf[Slot]):
         self.shared.arena.release(slots)
 
     def hold(
-        self, keys: Sequence[BlockKey], places: Sequence[Slot], meta: Meta, *, pins: int = 0
+        self, keys: Sequence[BlockKey], places: Sequence[Slot], meta: BlockMeta, *, pins: int = 0
     ) -> None:
         super().hold(keys, places, meta, pins=pins)
         for slot in places if self._lent else ():
@@ -182,7 +182,7 @@ class HostLevel(Shelf[Slot]):
             own = list(islice(self.index.own_victims(salt), min(BATCH, count)))
             self._offer(self.shared.arena.unshared(own))
 
-    def excess(self) -> list[tuple[BlockKey, Slot, Meta]]:
+    def excess(self) -> list[tuple[BlockKey, Slot, BlockMeta]]:
         """A step of blocks that salts hold beyond their quota."""
         shared = self.shared.arena.unshared
         keys = self.index.excess(STEP, lambda place: not shared([Slot(place)]))
@@ -197,7 +197,7 @@ class HostLevel(Shelf[Slot]):
     # ---- where its blocks still have to be written
 
     def targets(
-        self, keys: Sequence[BlockKey], metas: Sequence[Meta], admitting: Admitting
+        self, keys: Sequence[BlockKey], metas: Sequence[BlockMeta], admitting: Admitting
     ) -> list[Level | None]:
         """Where each block has to be written before it may go.
 
@@ -248,7 +248,7 @@ class HostLevel(Shelf[Slot]):
         """
         is_behind = False
         for level, waiting in self._backlog.items():
-            count = min(len(waiting), BATCH, level.inbox.room)
+            count = min(len(waiting), BATCH, level.write_queue.room)
             if count and level.writable:
                 keys: list[BlockKey] = []
                 slots: list[Slot] = []
@@ -259,7 +259,7 @@ class HostLevel(Shelf[Slot]):
                         keys.append(key)
                         slots.append(slot)
                 level.offer(keys, slots, self.index.metas(slots))
-                is_behind |= bool(waiting) and not level.inbox.full
+                is_behind |= bool(waiting) and not level.write_queue.full
         return is_behind
 
     @property

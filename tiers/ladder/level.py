@@ -2,26 +2,25 @@
 
 Who holds a claim on a block's slot, and who its place, in each state of a block:
 
-===========  ==============  ======================  ===========================  ===============
-state        where           slot                    place                        then
-===========  ==============  ======================  ===========================  ===============
-waits        ``inbox``       the inbox               none yet                     written, given up
-written      ``_writing``    the level and the call  taken, once there is room    held, leaving,
-                                                                                  behind, given up
-held         ``index``       nobody                  the index                    read, leaving
-read         ``index``       whoever reads it        kept by ``places`` until     held, leaving
-                                                     the read has ended
-leaving      ``_leaving``    nobody                  taken until the tier has     gone, behind
-                                                     forgotten the block
-behind       ``_leaving``    the call, until it has  taken until then             leaving, gone
-                             really ended
-given up or  nowhere         nobody                  free                         waits
-gone
-===========  ==============  ======================  ===========================  ===============
+===========  ==================  ====================  ========================  ===============
+state        where               slot                  place                     then
+===========  ==================  ====================  ========================  ===============
+queued       ``write_queue``     the write queue       none yet                  writing, gone
+writing      ``_writing``        the level and the     taken, once there is      held, leaving,
+                                 call                  room                      abandoned, gone
+held         ``index``           nobody                the index                 reading, leaving
+reading      ``index``           the reader            kept by ``places`` until  held, leaving
+                                                       the read has ended
+leaving      ``_removal_queue``  nobody                taken until the tier has  gone, abandoned
+                                                       forgotten the block
+abandoned    ``_removal_queue``  the call, until it    taken until then          leaving, gone
+                                 has ended
+gone         nowhere             nobody                free                      queued
+===========  ==================  ====================  ========================  ===============
 
-A block that is removed while it is written gets a tombstone: it is leaving as soon as it is stored.
-One that is behind is unwanted then. From a shared tier only what a user removed is leaving;
-anything else goes at once, since there a place is no address.
+A block that is removed while it is written gets a tombstone: it leaves as soon as it is stored. An
+abandoned call is one that passed its deadline and has not ended. From a shared tier only blocks
+that a user removed are leaving; all others are gone at once, since places mean nothing there.
 """
 
 from __future__ import annotations
@@ -37,72 +36,74 @@ from kvladder.keys import BlockKey
 from kvladder.lock import BATCH, STEP
 from kvladder.metrics import DropReason
 from kvladder.policy.eviction import PRIORITY_DEFAULT
-from kvladder.policy.worth import Pace
-from kvladder.tiers.base import NO_PLACE, NO_TERMS, Terms, Tier
+from kvladder.policy.fetch_cost import Pace
+from kvladder.tiers.base import NO_PLACE, Tier
 from kvladder.tiers.label import LevelRead, LevelWrite, Ref
-from kvladder.tiers.ladder.door import Answer, Door, LevelSpec
-from kvladder.tiers.ladder.gate import Results
-from kvladder.tiers.ladder.index import Meta, alike, runs
-from kvladder.tiers.ladder.places import Places
-from kvladder.tiers.ladder.queue import Inbox, Leaving, Pending, Purges, ranks
-from kvladder.tiers.ladder.shelf import Above, Shared, Shelf
+from kvladder.tiers.ladder.base_level import BaseLevel, Shared, StackCallbacks
+from kvladder.tiers.ladder.breaker import Results
+from kvladder.tiers.ladder.client import CallOutcome, LevelDefinition, TierClient
+from kvladder.tiers.ladder.queue import PurgeQueue, QueuedWrite, RemovalQueue, WriteQueue, ranks
+from kvladder.tiers.ladder.records.index import BlockMeta, alike, runs
+from kvladder.tiers.ladder.records.places import PlaceAllocator
+from kvladder.tiers.ladder.records.terms import NO_TERMS, Terms
 
 LOST_MAX = 4096
 """Of how many blocks it is known that what a shared tier has is of no use."""
 
 
-class Level(Shelf[int]):
+class Level(BaseLevel[int]):
     """A tier's place in the stack: rule, index, exact capacity, what waits, statistics.
 
-    Every call has the stack's lock held and never waits; what awaits the tier is behind ``door``.
+    Every call has the stack's lock held and never waits; what awaits the tier is behind ``client``.
     Whatever the tier does, the level answers with a miss or a drop.
     """
 
-    def __init__(self, spec: LevelSpec, shared: Shared, above: Above, *, bit: int) -> None:
-        blocks_max = spec.capacity_blocks
-        super().__init__(spec, shared, bit=bit, blocks_max=blocks_max)
+    def __init__(
+        self, spec: LevelDefinition, shared: Shared, above: StackCallbacks, *, bit: int
+    ) -> None:
+        super().__init__(spec, shared, bit=bit, blocks_max=spec.capacity_blocks)
         self.tier: Tier = spec.tier
         self.settings = spec.settings
         self.capacity_blocks = spec.capacity_blocks
-        self.door = Door(spec, shared, self.stats, on_calm=above.wake)
+        self.client = TierClient(spec, shared, self.stats, on_calm=above.wake)
         self.batch_max = min(spec.tier.batch_max, BATCH)
         """The largest batch that is given to the tier, so that its bookkeeping stays short."""
-        self.places = Places(spec.capacity_blocks)
+        self.places = PlaceAllocator(spec.capacity_blocks)
         self.pace = Pace()
         """How long reads take."""
-        self.inbox = Inbox(shared.arena, blocks_max=spec.settings.queue_blocks)
+        self.write_queue = WriteQueue(shared.arena, blocks_max=spec.settings.queue_blocks)
         self._above = above
-        self._writing: dict[BlockKey, Pending] = {}
+        self._writing: dict[BlockKey, QueuedWrite] = {}
         self._slots: dict[BlockKey, Slot] = {}  # of what is being written
         self._tombstones: set[BlockKey] = set()
-        self._leaving = Leaving(blocks_max)
+        self._removal_queue = RemovalQueue(spec.capacity_blocks)
         self._lost: dict[BlockKey, None] = {}
         """Blocks that a shared tier did not deliver, or damaged: to be replaced there."""
-        self.purges = Purges(shared=spec.tier.shared, busy=lambda: bool(self._leaving))
+        self.purges = PurgeQueue(shared=spec.tier.shared, busy=lambda: bool(self._removal_queue))
         self.missed: set[BlockKey | bytes | None] = set()
         """What was removed while the tier was not open: blocks, salts, or None for all."""
 
     # ---- what may be done now
 
-    def admits(self, meta: Meta) -> bool:
+    def admits(self, meta: BlockMeta) -> bool:
         return super().admits(meta) and self.writable
 
     @property
     def writable(self) -> bool:
         """Whether blocks may be put now; into a shared tier not while it cannot be purged."""
-        if self.purges and self.tier.shared and not self.door.open("remove"):
+        if self.purges and self.tier.shared and not self.client.open("remove"):
             return False
-        return self.door.open("put")
+        return self.client.open("put")
 
     @property
     def readable(self) -> bool:
         """Whether blocks may be got now."""
-        return self.door.open("get")
+        return self.client.open("get")
 
     @property
     def answers(self) -> bool:
         """Whether a shared tier can be asked now what others put there."""
-        return self.readable and self.door.open("contains") and not self.purges
+        return self.readable and self.client.open("contains") and not self.purges
 
     @property
     def outlives(self) -> bool:
@@ -113,13 +114,13 @@ class Level(Shelf[int]):
 
     def holds(self, key: BlockKey) -> bool:
         """Whether the block is here or on its way."""
-        return key in self.index or key in self.inbox or key in self._writing
+        return key in self.index or key in self.write_queue or key in self._writing
 
     def offer(
         self,
         keys: Sequence[BlockKey],
         slots: Sequence[Slot],
-        metas: Sequence[Meta],
+        metas: Sequence[BlockMeta],
         *,
         stay: bool = False,
         new: bool = False,
@@ -133,25 +134,25 @@ class Level(Shelf[int]):
         now_s = self.shared.clock.now()
         kinds = metas[:1] if alike(metas) else {id(meta): meta for meta in metas}.values()
         if (
-            self.inbox.fits(keys)
+            self.write_queue.fits(keys)
             and (new or self.index.disjoint(keys))
             and self._writing.keys().isdisjoint(keys)
-            and self._leaving.behind.keys().isdisjoint(keys)
+            and self._removal_queue.behind.keys().isdisjoint(keys)
             and all(map(self.admits, kinds))
         ):
-            self.inbox.add(keys, slots, metas, now_s)
+            self.write_queue.add(keys, slots, metas, now_s)
             self._above.wake()
             return True
         taken = 0
         for key, slot, meta in zip(keys, slots, metas, strict=True):
             if self.holds(key) or not self.admits(meta):
                 continue
-            loser = self.inbox.loser(meta.priority)
-            if key in self._leaving.behind:  # a call that has not ended could undo the write
+            loser = self.write_queue.loser(meta.priority)
+            if key in self._removal_queue.behind:  # a call that has not ended could undo the write
                 self._above.settled(self, [key], stored=False)
-            elif loser is not None or not self.inbox.full:
+            elif loser is not None or not self.write_queue.full:
                 self._lose("queue", [] if loser is None else [loser])
-                self.inbox.add([key], [slot], [meta], now_s)
+                self.write_queue.add([key], [slot], [meta], now_s)
                 taken += 1
             elif not stay:
                 self.stats.drop("queue", meta.priority)
@@ -160,7 +161,7 @@ class Level(Shelf[int]):
 
     def coming(self) -> list[BlockKey]:
         """Every block that waits to be written or is being written."""
-        return [*self.inbox, *self._writing]
+        return [*self.write_queue, *self._writing]
 
     def recall(self, keys: Iterable[BlockKey], salt: bytes | None = None) -> set[BlockKey]:
         """Those of ``keys``, of a salt if there is one, are not written, or removed after that.
@@ -168,17 +169,17 @@ class Level(Shelf[int]):
         Returns those that may still come to be stored.
         """
         found: set[BlockKey] = set()
-        for key in keys if self.inbox or self._writing or self._leaving.behind else ():
+        for key in keys if self.write_queue or self._writing or self._removal_queue.behind else ():
             if salt is not None:
-                pending = self.inbox.get(key) or self._writing.get(key)
+                pending = self.write_queue.get(key) or self._writing.get(key)
                 if pending is None or pending.meta.terms.salt != salt:
                     continue
-            if key in self.inbox:
+            if key in self.write_queue:
                 self._give_up([key])
             if key in self._writing:
                 self._tombstones.add(key)
                 found.add(key)
-            if self._leaving.recall(key):
+            if self._removal_queue.recall(key):
                 found.add(key)
         return found
 
@@ -204,7 +205,7 @@ class Level(Shelf[int]):
         self.places.give(self._evict(self.index.keys_at(own)))
         self._make_way(len(wanted) - self.places.free, lowest, spare)
         places = self.places.take(len(wanted))
-        adopted, meta = wanted[: len(places)], Meta(lowest, lowest, terms=Terms(salt=salt))
+        adopted, meta = wanted[: len(places)], BlockMeta(lowest, lowest, terms=Terms(salt=salt))
         self.hold(adopted[::-1], places[::-1], meta)
         self.stats.found += len(adopted)
         self.shared.events.stored(self.name, adopted)
@@ -224,7 +225,7 @@ class Level(Shelf[int]):
 
     def leaving(self, key: BlockKey) -> bool:
         """Whether the tier has still to forget the block, or may still come to store it."""
-        return key in self._leaving
+        return key in self._removal_queue
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
         """``remove`` what is of no use here; a shared tier keeps it, for others it may be."""
@@ -238,7 +239,7 @@ class Level(Shelf[int]):
 
         A shared tier forgets them for everybody.
         """
-        if self.door.absent:
+        if self.client.absent:
             self.missed.update(keys)
         recalled = self.recall(keys)
         if self.tier.shared:  # others may have put it there
@@ -261,7 +262,7 @@ class Level(Shelf[int]):
     def remove_later(self, blocks: Sequence[Ref]) -> None:
         """Have the tier forget blocks that have left the index; their places are free after it."""
         if blocks:
-            self._leaving.add(blocks)
+            self._removal_queue.add(blocks)
             self._above.wake()
 
     def _let_go(self, blocks: Sequence[Ref]) -> None:
@@ -285,22 +286,22 @@ class Level(Shelf[int]):
     def _lose(self, reason: DropReason, keys: Sequence[BlockKey]) -> None:
         """These do not wait any longer: they would only keep slots from others."""
         for key in keys:
-            self.stats.drop(reason, self.inbox[key].meta.priority)
+            self.stats.drop(reason, self.write_queue[key].meta.priority)
         self._give_up(keys)
 
     def _give_up(self, keys: Sequence[BlockKey]) -> None:
         if keys:
-            self.inbox.remove(keys)
+            self.write_queue.remove(keys)
             self._above.settled(self, keys, stored=False)
 
     def lose_some(self) -> bool:
         """A step of what waits does not wait any longer; whether more does."""
-        self._lose("breaker", list(islice(self.inbox, STEP)))
-        return bool(self.inbox)
+        self._lose("breaker", list(islice(self.write_queue, STEP)))
+        return bool(self.write_queue)
 
     def condemn(self, salt: bytes | None) -> None:
         """Blocks of a salt, or all, are being removed: also what it has and has not yet said."""
-        if self.door.absent:
+        if self.client.absent:
             self.missed.add(salt)
 
     def purge(self, salt: bytes | None) -> None:
@@ -314,7 +315,7 @@ class Level(Shelf[int]):
         if self.tier.shared:
             writing = ((key, one.meta.terms.salt) for key, one in self._writing.items())
             self._tombstones.update(key for key, its in writing if salt in {None, its})
-            self._leaving.purge(salt)
+            self._removal_queue.purge(salt)
         self._above.wake()
 
     def purged(self, blocks: int, following: int | None) -> None:
@@ -326,27 +327,27 @@ class Level(Shelf[int]):
 
     def take_removals(self) -> list[Ref]:
         """Begin with the oldest removals, a batch, if the tier may be told of them now."""
-        return self._leaving.take(self.batch_max) if self.door.open("remove") else []
+        return self._removal_queue.take(self.batch_max) if self.client.open("remove") else []
 
-    def forgotten(self, blocks: Sequence[Ref], answer: Answer) -> None:
+    def forgotten(self, blocks: Sequence[Ref], answer: CallOutcome) -> None:
         """The removal of these is over: their places are free, or it is tried again later."""
-        self._leaving.ended(blocks)
+        self._removal_queue.ended(blocks)
         if answer.results is not None:
             self._free(blocks)
         elif answer.quiet:
             self.remove_later(blocks)
         else:  # what came back meanwhile cannot stay
-            self._leaving.leave_behind(dict.fromkeys((key for key, _ in blocks), b""))
-            self._give_up(self.inbox.among(key for key, _ in blocks))
+            self._removal_queue.leave_behind(dict.fromkeys((key for key, _ in blocks), b""))
+            self._give_up(self.write_queue.among(key for key, _ in blocks))
 
     def forgotten_late(self, blocks: Sequence[Ref]) -> None:
         """A removal that was left behind has ended: it is done again."""
-        self._leaving.come_back({block.key for block in blocks})
+        self._removal_queue.come_back({block.key for block in blocks})
         self.remove_later(blocks)
 
     def next_batch(self) -> dict[BlockKey, bytes]:
         """The oldest that wait, a batch, and their salts."""
-        return {key: one.meta.terms.salt for key, one in self.inbox.oldest(self.batch_max)}
+        return {key: one.meta.terms.salt for key, one in self.write_queue.oldest(self.batch_max)}
 
     def begin(self, oldest: Iterable[BlockKey], spare: Mapping[bytes, float]) -> list[int]:
         """Begin to write those of a batch that wait still; their priorities, the highest first.
@@ -354,14 +355,15 @@ class Level(Shelf[int]):
         ``spare`` says how many more blocks of each salt there may be.
         """
         # a removal that has to wait must not meet the block that is written after it
-        self._lose("breaker", self.inbox.among(self._leaving.among(oldest)))
+        queue = self.write_queue
+        self._lose("breaker", queue.among(self._removal_queue.among(oldest)))
         if self.index.has_quota:
-            some, busy = self.inbox.ranks(self.inbox.among(oldest)), self.places.being_read
+            some, busy = queue.ranks(queue.among(oldest)), self.places.being_read
             rooms = {salt: self.index.give_way(salt, said, busy)[1] for salt, said in some.items()}
             spare = {salt: min(left, rooms.get(salt, inf)) for salt, left in spare.items()}
         if min(spare.values(), default=inf) < inf:
-            self._lose("quota", self.inbox.above(self.inbox.ranked(oldest), spare))
-        self._writing, self._slots = self.inbox.take(self.inbox.among(oldest))
+            self._lose("quota", queue.above(queue.ranked(oldest), spare))
+        self._writing, self._slots = queue.take(queue.among(oldest))
         return [pending.meta.priority for pending in self._writing.values()]
 
     @property
@@ -369,7 +371,7 @@ class Level(Shelf[int]):
         """Whether the tier is told what is evicted: a shared one if its medium is full, too."""
         return not self.tier.shared or self.places.limited
 
-    def victims(self, priorities: Sequence[int]) -> tuple[list[tuple[Ref, Meta]], DropReason]:
+    def victims(self, priorities: Sequence[int]) -> tuple[list[tuple[Ref, BlockMeta]], DropReason]:
         """Who gives way to blocks of these priorities, the highest first, in the order of eviction.
 
         As many as are needed, none that is read or worth more than its newcomer; and why newcomers
@@ -378,7 +380,7 @@ class Level(Shelf[int]):
         now_s = self.shared.clock.now()
         self.places.retry(now_s)
         self.index.revert(now_s)
-        if self._tells and not self.door.open("remove"):
+        if self._tells and not self.client.open("remove"):
             return [], "breaker"
         chosen, own = list[int](), self._own_victims()
         newcomers = priorities[self.places.free + len(own) :]
@@ -417,7 +419,7 @@ class Level(Shelf[int]):
         gone = [one for one in held if not self.places.being_read(one.place)]
         self._evict([one.key for one in gone])
         if self._tells:
-            self._leaving.begin(gone)
+            self._removal_queue.begin(gone)
             return gone
         self._free(gone)
         return []
@@ -429,14 +431,14 @@ class Level(Shelf[int]):
         for one in blocks[len(places) :]:
             self.stats.drop("full" if self.places.limited else reason, one.meta.priority)
         slots, lost = [*map(self._slots.__getitem__, keys)], map(self._lost.__contains__, keys)
-        placed, side = list[LevelWrite](), self.door.edge.side
+        placed, side = list[LevelWrite](), self.client.pipeline.side
         for meta, run in runs([one.meta for one in blocks[: len(places)]]):
             facts = blocks[run][0].facts(ttl_s=self.rule.ttl_s, clock=self.shared.clock)
             same = repeat(side), repeat(facts), repeat(meta.terms.kind)
             placed += map(LevelWrite, keys[run], places[run], slots[run], *same, lost)
         return placed
 
-    def settle(self, blocks: Sequence[LevelWrite], answer: Answer) -> None:
+    def settle(self, blocks: Sequence[LevelWrite], answer: CallOutcome) -> None:
         """End the write under way: publish what was stored, free the rest, tell the stack."""
         self.stats.stored_s += answer.took_s
         stored = 0
@@ -450,7 +452,7 @@ class Level(Shelf[int]):
             if answer.quiet:
                 self._unstored(blocks, unwanted)
             else:
-                self._leaving.leave_behind(salts, unwanted)
+                self._removal_queue.leave_behind(salts, unwanted)
         else:
             stored = self._publish(blocks, answer.results)
         self.shared.arena.release([*self._slots.values()])
@@ -466,7 +468,7 @@ class Level(Shelf[int]):
 
     def stored_late(self, blocks: Sequence[LevelWrite]) -> None:
         """A write that was left behind has ended."""
-        self._unstored(blocks, self._leaving.come_back({block.key for block in blocks}))
+        self._unstored(blocks, self._removal_queue.come_back({block.key for block in blocks}))
         self._above.wake()
 
     def _unstored(self, blocks: Sequence[LevelWrite], unwanted: AbstractSet[BlockKey]) -> None:
@@ -522,7 +524,7 @@ class Level(Shelf[int]):
         """Nobody reads these any more: places that were given up meanwhile are free."""
         self.places.end_reads([block.place for block in blocks])
 
-    def came(self, blocks: Sequence[LevelRead], answer: Answer) -> Sequence[bool]:
+    def came(self, blocks: Sequence[LevelRead], answer: CallOutcome) -> Sequence[bool]:
         """Which of these were read: those are used, tail first. What is lost leaves the index."""
         stats, results = self.stats, answer.results
         stats.loaded_s += answer.took_s
@@ -542,11 +544,11 @@ class Level(Shelf[int]):
     def unrecovered(self, keys: Sequence[BlockKey]) -> None:
         """Know nothing of blocks that the tier will tell of again."""
         self.index.drop(keys)
-        self._leaving = Leaving(self.capacity_blocks)
+        self._removal_queue = RemovalQueue(self.capacity_blocks)
 
     def opened(self) -> None:
         """The tier is open, now or late: the level is there."""
-        self.door.opened()
+        self.client.opened()
         self.missed.clear()
         self._above.wake()
 
@@ -555,14 +557,14 @@ class Level(Shelf[int]):
     @property
     def pending(self) -> bool:
         """Whether there is something left to do."""
-        return bool(self.inbox or self._writing or self._leaving.removing or self.purges.next)
+        return bool(self.queued or self._removal_queue.removing or self.purges.next)
 
     @property
     def due(self) -> bool:
         """Whether there is something to do that may be done now."""
-        if self.inbox and self.writable:
+        if self.write_queue and self.writable:
             return True
-        return bool(self._leaving.removing or self.purges.next) and self.door.open("remove")
+        return bool(self._removal_queue.removing or self.purges.next) and self.client.open("remove")
 
     @property
     def is_writing(self) -> bool:
@@ -572,27 +574,27 @@ class Level(Shelf[int]):
     @property
     def queued(self) -> int:
         """Blocks that wait to be written or are being written."""
-        return len(self.inbox) + len(self._writing)
+        return len(self.write_queue) + len(self._writing)
 
     @property
     def queue_age_s(self) -> float:
         """How long the oldest of them has waited; 0 without any."""
-        oldest = [one for _, one in self.inbox.oldest(1)]
+        oldest = [one for _, one in self.write_queue.oldest(1)]
         since_s = [one.since_s for one in (*self._writing.values(), *oldest)]
         return self.shared.clock.now() - min(since_s) if since_s else 0.0
 
     @property
     def removals(self) -> int:
         """Blocks that the tier still has to forget, and purges of it that are not over."""
-        return len(self._leaving) + len(self._tombstones) + len(self.purges)
+        return len(self._removal_queue) + len(self._tombstones) + len(self.purges)
 
     def check(self) -> None:
         """Assert capacity, places and claims; O(n), for tests."""
         self.index.check(self.capacity_blocks)
-        self.inbox.check()
+        self.write_queue.check()
         self.places.check()
         assert self._tombstones <= self._writing.keys()
-        self._leaving.check()
+        self._removal_queue.check()
         assert self._slots.keys() == self._writing.keys()
         assert all(map(self.shared.arena.claims, self._slots.values()))
         assert len(self.index) <= self.places.taken <= self.capacity_blocks

@@ -12,15 +12,16 @@ from typing import NamedTuple
 from kvladder.arena import Arena, Slot
 from kvladder.keys import BlockKey, Book, by_key, unseen
 from kvladder.policy.eviction import PRIORITY_DEFAULT
-from kvladder.tiers.base import NO_TERMS, Clock
+from kvladder.tiers.context import Clock
 from kvladder.tiers.label import Facts, Ref
-from kvladder.tiers.ladder.index import Meta, runs
+from kvladder.tiers.ladder.records.index import BlockMeta, runs
+from kvladder.tiers.ladder.records.terms import NO_TERMS
 
 
-class Pending(NamedTuple):
+class QueuedWrite(NamedTuple):
     """What is known of blocks on their way into a level: one object for all that are alike."""
 
-    meta: Meta
+    meta: BlockMeta
     since_s: float
     """Loop time at which it was offered."""
 
@@ -42,7 +43,7 @@ class Pending(NamedTuple):
         )
 
 
-def ranks(blocks: Iterable[Pending]) -> dict[bytes, list[int]]:
+def ranks(blocks: Iterable[QueuedWrite]) -> dict[bytes, list[int]]:
     """The priorities of blocks by salt, the highest first."""
     found: dict[bytes, list[int]] = {}
     for one in blocks:
@@ -50,15 +51,15 @@ def ranks(blocks: Iterable[Pending]) -> dict[bytes, list[int]]:
     return {salt: sorted(said, reverse=True) for salt, said in found.items()}
 
 
-class Inbox:
+class WriteQueue:
     """First in, first out, at most ``blocks_max`` blocks. The stack's lock guards every call."""
 
     def __init__(self, arena: Arena, *, blocks_max: int) -> None:
         self._arena = arena
         self._max = blocks_max
-        self._blocks: dict[BlockKey, Pending] = {}
+        self._blocks: dict[BlockKey, QueuedWrite] = {}
         self._slots: dict[BlockKey, Slot] = {}
-        self._by_priority: dict[int, dict[BlockKey, Pending]] = {}
+        self._by_priority: dict[int, dict[BlockKey, QueuedWrite]] = {}
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -80,14 +81,14 @@ class Inbox:
         """Whether nothing more fits."""
         return len(self._blocks) >= self._max
 
-    def __getitem__(self, key: BlockKey) -> Pending:
+    def __getitem__(self, key: BlockKey) -> QueuedWrite:
         return self._blocks[key]
 
-    def get(self, key: BlockKey) -> Pending | None:
+    def get(self, key: BlockKey) -> QueuedWrite | None:
         """The block, if it waits."""
         return self._blocks.get(key)
 
-    def oldest(self, count: int) -> Iterable[tuple[BlockKey, Pending]]:
+    def oldest(self, count: int) -> Iterable[tuple[BlockKey, QueuedWrite]]:
         """What has waited longest, at most so many; do not change the inbox meanwhile."""
         return islice(self._blocks.items(), count)
 
@@ -101,14 +102,18 @@ class Inbox:
         return len(self._blocks) + len(keys) <= self._max and self._blocks.keys().isdisjoint(keys)
 
     def add(
-        self, keys: Sequence[BlockKey], slots: Sequence[Slot], metas: Sequence[Meta], now_s: float
+        self,
+        keys: Sequence[BlockKey],
+        slots: Sequence[Slot],
+        metas: Sequence[BlockMeta],
+        now_s: float,
     ) -> None:
         """Queue blocks, in that order, and take a claim on their slots; they fit."""
         assert len(keys) + len(self._blocks) <= self._max
         self._arena.share(slots)
         self._slots.update(zip(keys, slots, strict=True))
         for meta, run in runs(metas):
-            same = dict.fromkeys(keys[run], Pending(meta, now_s))
+            same = dict.fromkeys(keys[run], QueuedWrite(meta, now_s))
             self._blocks.update(same)
             self._by_priority.setdefault(meta.priority, {}).update(same)
 
@@ -145,7 +150,7 @@ class Inbox:
 
     def take(
         self, keys: Iterable[BlockKey]
-    ) -> tuple[dict[BlockKey, Pending], dict[BlockKey, Slot]]:
+    ) -> tuple[dict[BlockKey, QueuedWrite], dict[BlockKey, Slot]]:
         """These blocks, those of the highest priority first, and their slots.
 
         The claims on these go to the caller.
@@ -177,7 +182,7 @@ class Inbox:
         assert all(self._arena.claims(slot) > 0 for slot in self._slots.values())
 
 
-class Purges:
+class PurgeQueue:
     """Salts, None for everything, whose blocks a tier is to remove or erase, one after the other.
 
     A ``shared`` tier is purged at once. Another one erases once all is forgotten: not while
@@ -214,7 +219,7 @@ class Purges:
         self._todo[:1] = [] if following is None else [(salt, following)]
 
 
-class Leaving:
+class RemovalQueue:
     """What a tier has still to forget, and what calls left behind may still store or undo.
 
     Removals are first in, first out. A block is in it until its removal, or the call, has ended.

@@ -10,31 +10,31 @@ from kvladder.arena import Slot
 from kvladder.keys import BlockKey, Book, by_key
 from kvladder.policy.eviction import PRIORITY_DEFAULT
 from kvladder.policy.retention import checked_duration, checked_priority
-from kvladder.tiers.base import Terms
-from kvladder.tiers.ladder.index import Meta
-from kvladder.tiers.ladder.shelf import Shared
+from kvladder.tiers.ladder.base_level import Shared
+from kvladder.tiers.ladder.records.index import BlockMeta
+from kvladder.tiers.ladder.records.terms import Terms
 
 
-class _Lot:
+class _ReservationBatch:
     """What was reserved in one step, so that a whole prompt costs little more than one block."""
 
     __slots__ = ("_by_key", "keys", "metas", "slots", "whole")
 
     def __init__(
-        self, keys: Sequence[BlockKey], slots: Sequence[Slot], metas: Sequence[Meta]
+        self, keys: Sequence[BlockKey], slots: Sequence[Slot], metas: Sequence[BlockMeta]
     ) -> None:
         self.keys = list(keys)
         self.slots = list(slots)
         self.metas = metas
         self.whole = True
         """Whether all of it is there still, each block of it once."""
-        self._by_key: dict[BlockKey, tuple[Slot, Meta]] = {}
+        self._by_key: dict[BlockKey, tuple[Slot, BlockMeta]] = {}
 
     def tear(self) -> None:
         """Some of it is not there any more, or was named twice."""
         self.whole = False
 
-    def __getitem__(self, key: BlockKey) -> tuple[Slot, Meta]:
+    def __getitem__(self, key: BlockKey) -> tuple[Slot, BlockMeta]:
         if not self._by_key:
             pairs = zip(self.slots, self.metas, strict=True)
             self._by_key.update(zip(self.keys, pairs, strict=True))
@@ -49,7 +49,7 @@ class Saving:
     """
 
     def __init__(self, blocks_max: int = 0) -> None:
-        self._lots: Book[_Lot] = by_key(blocks_max)
+        self._lots: Book[_ReservationBatch] = by_key(blocks_max)
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._lots
@@ -64,15 +64,17 @@ class Saving:
         """Whether none of ``keys`` is being saved."""
         return not self._lots or self._lots.isdisjoint(keys)
 
-    def put(self, keys: Sequence[BlockKey], slots: Sequence[Slot], metas: Sequence[Meta]) -> None:
+    def put(
+        self, keys: Sequence[BlockKey], slots: Sequence[Slot], metas: Sequence[BlockMeta]
+    ) -> None:
         """These blocks are going to be filled; none is here yet."""
-        lot = _Lot(keys, slots, metas)
+        lot = _ReservationBatch(keys, slots, metas)
         lots = dict.fromkeys(keys, lot)
         self._lots.put_all(lots)
         if len(lots) < len(keys):
             lot.tear()
 
-    def pop(self, key: BlockKey, slot: Slot) -> Meta | None:
+    def pop(self, key: BlockKey, slot: Slot) -> BlockMeta | None:
         """End one block's; None if it was removed, or removed and saved anew, meanwhile."""
         lot = self._lots.get(key)
         if lot is None or lot[key][0] != slot:
@@ -88,7 +90,7 @@ class Saving:
                 del self._lots[key]
                 lot.tear()
 
-    def metas(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> Sequence[Meta] | None:
+    def metas(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> Sequence[BlockMeta] | None:
         """What goes with them, if they were reserved in one step and nothing happened since."""
         lot = self._lots.get(keys[0])
         if lot is None or not lot.whole:
@@ -194,11 +196,11 @@ def metas_of(
     floor: int,
     now: float,
     terms: Terms,
-) -> list[Meta]:
+) -> list[BlockMeta]:
     """What levels are told of consecutive blocks of a prefix, ``floor`` being that before them."""
     if priorities is None and durations_s is None:  # one for all of them
-        return [Meta(PRIORITY_DEFAULT, min(floor, PRIORITY_DEFAULT), 0, inf, terms)] * count
-    metas: list[Meta] = []
+        return [BlockMeta(PRIORITY_DEFAULT, min(floor, PRIORITY_DEFAULT), 0, inf, terms)] * count
+    metas: list[BlockMeta] = []
     wanted = [PRIORITY_DEFAULT] * count if priorities is None else priorities
     durations = [None] * count if durations_s is None else durations_s
     for priority, duration_s in zip(wanted, durations, strict=True):
@@ -206,5 +208,5 @@ def metas_of(
         floor = min(floor, priority)
         lasts_s = checked_duration(duration_s)
         until_s = inf if lasts_s is None else now + lasts_s
-        metas.append(Meta(priority, floor, 0, until_s, terms))
+        metas.append(BlockMeta(priority, floor, 0, until_s, terms))
     return metas

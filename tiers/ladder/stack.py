@@ -13,19 +13,19 @@ from kvladder.errors import ClosedError, ConfigError
 from kvladder.keys import BlockKey, Namespace
 from kvladder.layout import Layout
 from kvladder.lock import BATCH, STEP
-from kvladder.policy.worth import Worth
+from kvladder.policy.fetch_cost import FetchCostModel
 from kvladder.schema import within
-from kvladder.tiers.base import ANYWHERE, EVERYTHING, HOST, NO_TERMS
-from kvladder.tiers.ladder.door import LevelSpec, Threads
+from kvladder.tiers.ladder.base_level import Expiry, Shared
+from kvladder.tiers.ladder.client import LevelDefinition, Threads
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.host import HostSettings as HostSettings
-from kvladder.tiers.ladder.index import Meta, alike
-from kvladder.tiers.ladder.keeper import Keeper
 from kvladder.tiers.ladder.level import Level
+from kvladder.tiers.ladder.lifecycle import LevelLifecycle
 from kvladder.tiers.ladder.loading.loader import Loader
+from kvladder.tiers.ladder.queries import StackQueries
+from kvladder.tiers.ladder.records.index import BlockMeta, alike
+from kvladder.tiers.ladder.records.terms import ANYWHERE, EVERYTHING, HOST, NO_TERMS
 from kvladder.tiers.ladder.saving import Saving
-from kvladder.tiers.ladder.seam import Seam
-from kvladder.tiers.ladder.shelf import Expiry, Shared
 
 RESET_STEPS = 16
 """Steps of a reset that its caller takes; the loop thread takes the others."""
@@ -37,7 +37,7 @@ class Post(Protocol):
     def __call__(self, function: Callable[..., object], /, *args: Any) -> object: ...
 
 
-class TierStack(Seam):
+class TierStack(StackQueries):
     """Levels hot to cold. Sync methods may be called from any thread and never wait for a tier.
 
     One lock guards all bookkeeping; it is never held across an await or an I/O call, and calls
@@ -48,12 +48,12 @@ class TierStack(Seam):
     def __init__(
         self,
         host: HostSettings,
-        levels: Sequence[LevelSpec],
+        levels: Sequence[LevelDefinition],
         shared: Shared,
         *,
         post: Post,
         fetch_blocks_max: int,
-        worth: Worth | None = None,
+        worth: FetchCostModel | None = None,
     ) -> None:
         self.shared = shared
         self.lock = shared.lock
@@ -61,14 +61,14 @@ class TierStack(Seam):
             Level(spec, shared, self, bit=HOST << number) for number, spec in enumerate(levels, 1)
         ]
         self.host = HostLevel(host, shared, self.levels)
-        self._shelves: Sequence[HostLevel | Level] = (self.host, *self.levels)
-        self._keepers = [Keeper(level, self) for level in self.levels]
+        self._all_levels: Sequence[HostLevel | Level] = (self.host, *self.levels)
+        self._lifecycles = [LevelLifecycle(level, self) for level in self.levels]
         self._post = post
         self._saving = Saving(shared.arena.slots)
         self._scheduled = False
         self._resetting: Generator[object] | None = None
         self._closed = False
-        self.worth = worth or Worth()
+        self.worth = worth or FetchCostModel()
         self.loader = Loader(
             self.host,
             self.levels,
@@ -79,7 +79,7 @@ class TierStack(Seam):
             discard=partial(self.remove, for_all=False),
             worth=self.worth,
         )
-        self._expiry = Expiry(self._shelves, shared)
+        self._expiry = Expiry(self._all_levels, shared)
 
     async def open(self, layout: Layout, namespace: Namespace, threads: Threads) -> None:
         """Open the levels one after the other; if one refuses, those that are open are closed.
@@ -89,11 +89,11 @@ class TierStack(Seam):
         ConfigError
             A tier cannot work as configured; its path begins with its place in the stack.
         """
-        for number, keeper in enumerate(self._keepers, 1):
+        for number, lifecycle in enumerate(self._lifecycles, 1):
             try:
-                await keeper.open(layout, namespace, threads)
+                await lifecycle.open(layout, namespace, threads)
             except BaseException as error:
-                for opened in self._keepers[:number]:
+                for opened in self._lifecycles[:number]:
                     await opened.aclose()
                 if isinstance(error, ConfigError):  # it knows its keys, but not where it stands
                     raise within(f"tiers[{number}]", error) from error
@@ -105,7 +105,7 @@ class TierStack(Seam):
         """Lease slots for up to so many blocks of a priority."""
         return self.host.room(count, priority)
 
-    def below(self, level: Level, key: BlockKey, meta: Meta) -> Level | None:
+    def below(self, level: Level, key: BlockKey, meta: BlockMeta) -> Level | None:
         """The level below this one that should get the block when it leaves there."""
         for lower in self.levels[self.levels.index(level) + 1 :]:
             if lower.admits(meta):
@@ -141,9 +141,9 @@ class TierStack(Seam):
             self._scheduled = False  # what was offered just now need not be looked at again
             if is_behind:
                 self.wake()
-        for level, keeper in zip(self.levels, self._keepers, strict=True):
+        for level, lifecycle in zip(self.levels, self._lifecycles, strict=True):
             if level.due:
-                keeper.writer.wake()
+                lifecycle.writer.wake()
         self.loader.resume()
 
     # ---- save
@@ -151,7 +151,7 @@ class TierStack(Seam):
     def reserve(
         self,
         keys: Sequence[BlockKey],
-        metas: Sequence[Meta],
+        metas: Sequence[BlockMeta],
         *,
         explicit: bool,
         patient: bool = False,
@@ -191,7 +191,7 @@ class TierStack(Seam):
         return wanted, slots, short
 
     def _missing(
-        self, keys: Sequence[BlockKey], metas: Sequence[Meta], start: int, *, explicit: bool
+        self, keys: Sequence[BlockKey], metas: Sequence[BlockMeta], start: int, *, explicit: bool
     ) -> tuple[Sequence[int], int]:
         """Positions from ``start`` on that are to be saved, and up to where that is known.
 
@@ -228,7 +228,7 @@ class TierStack(Seam):
                 wanted.append(index)
         return wanted, end
 
-    def _lease(self, wanted: Sequence[int], metas: Sequence[Meta]) -> list[Slot]:
+    def _lease(self, wanted: Sequence[int], metas: Sequence[BlockMeta]) -> list[Slot]:
         """Slots for blocks at these positions, fewer if room is short."""
         some = wanted[:1] if isinstance(wanted, range) else wanted
         lowest = min(metas[index].priority for index in some)
@@ -242,7 +242,7 @@ class TierStack(Seam):
         arrivals = self.loader.arrivals
         return bool(arrivals) and not arrivals.isdisjoint(keys)
 
-    def _admitted(self, meta: Meta) -> bool:
+    def _admitted(self, meta: BlockMeta) -> bool:
         return self.host.admits(meta) or any(level.admits(meta) for level in self.levels)
 
     def publish(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
@@ -311,7 +311,7 @@ class TierStack(Seam):
         stored.reverse()
         return stored
 
-    def _send_down(self, key: BlockKey, slot: Slot, meta: Meta) -> None:
+    def _send_down(self, key: BlockKey, slot: Slot, meta: BlockMeta) -> None:
         """Offer a block that host does not hold to the level that should get it, if one should."""
         (target,) = self.host.targets([key], [meta], {})
         if target is not None:
@@ -335,7 +335,7 @@ class TierStack(Seam):
             asks = total < len(keys) and self.loader.prober.may_know(keys[total], levels)
         return len(keys) if asks else total
 
-    def used(self, key: BlockKey, meta: Meta) -> str | None:
+    def used(self, key: BlockKey, meta: BlockMeta) -> str | None:
         """A block that was used elsewhere is worth ``meta`` now; with the lock held.
 
         It leaves the levels whose thresholds it does not reach any more. The hottest that holds it
@@ -423,23 +423,23 @@ class TierStack(Seam):
         gone by level.
         """
         refused = EVERYTHING if salt is None else salt
-        shelves: Sequence[HostLevel | Level] = (self.host, *levels)
-        counts = {shelf.name: 0 for shelf in shelves}
+        all_levels: Sequence[HostLevel | Level] = (self.host, *levels)
+        counts = {level.name: 0 for level in all_levels}
         with self.lock:
             self.shared.purging[refused] += 1
-            for level in levels:
-                level.condemn(salt)
-                if level.tier.shared:
-                    level.purge(salt)
+            for lower in levels:
+                lower.condemn(salt)
+                if lower.tier.shared:
+                    lower.purge(salt)
         try:
             for _ in self._recall(levels, salt):
                 yield dict(counts)
-            for shelf in shelves:
+            for level in all_levels:
                 start = 0
-                while start < shelf.index.places:
+                while start < level.index.places:
                     with self.lock:
-                        held, start = shelf.index.salted(salt, start)
-                        counts[shelf.name] += shelf.remove(held)
+                        held, start = level.index.salted(salt, start)
+                        counts[level.name] += level.remove(held)
                     yield dict(counts)
             yield counts
         finally:
@@ -481,9 +481,9 @@ class TierStack(Seam):
         del keys[-STEP:]
         with self.lock:
             recent = [*dict.fromkeys(batch)][::-1]
-            for shelf in self._shelves:
-                places = shelf.index.places_of(recent)
-                shelf.index.touch([place for place in places if place is not None])
+            for level in self._all_levels:
+                places = level.index.places_of(recent)
+                level.index.touch([place for place in places if place is not None])
         if keys:
             self._post(self._touch, keys)
 
@@ -491,19 +491,19 @@ class TierStack(Seam):
         """Write what only the host level holds to the levels that outlive it and admit it."""
         left: list[BlockKey] = []
         durable = [level for level in self.levels if level.outlives]
-        keepers = [keeper for keeper in self._keepers if keeper.level.outlives]
+        lifecycles = [lifecycle for lifecycle in self._lifecycles if lifecycle.level.outlives]
         bulk_step = self.shared.bulk_step
         for start in range(0, self.host.index.places if durable else 0, bulk_step):
             with self.lock:
                 left += self.host.index.held(start, start + bulk_step)
         step = min([BATCH, *(level.settings.queue_blocks for level in durable)])
         for start in range(0, len(left) + step if durable else 0, step):
-            for keeper in keepers:  # so that its queue has room
-                await keeper.drain()
+            for lifecycle in lifecycles:  # so that its queue has room
+                await lifecycle.drain()
             with self.lock:
                 self._flush_some(durable, left[start : start + step])
-        for keeper in keepers:
-            await keeper.drain(erased=True)
+        for lifecycle in lifecycles:
+            await lifecycle.drain(erased=True)
 
     def _flush_some(self, durable: Sequence[Level], keys: Sequence[BlockKey]) -> None:
         """Offer those of ``keys`` that none of the levels has to the first that takes them."""
@@ -528,9 +528,9 @@ class TierStack(Seam):
         flushing.cancel()
         await asyncio.wait({flushing})
         await self.loader.aclose()
-        for keeper in self._keepers:  # hot to cold, as their writers hand blocks over
-            await keeper.writer.aclose()
-        await asyncio.gather(*(keeper.aclose() for keeper in self._keepers))
+        for lifecycle in self._lifecycles:  # hot to cold, as their writers hand blocks over
+            await lifecycle.writer.aclose()
+        await asyncio.gather(*(lifecycle.aclose() for lifecycle in self._lifecycles))
         for start in range(0, self.host.index.places, STEP):
             with self.lock:
                 held = self.host.index.held(start, start + STEP)

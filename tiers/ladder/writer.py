@@ -8,11 +8,11 @@ from contextlib import suppress
 
 from kvladder.metrics import DropReason
 from kvladder.tiers.label import LevelRead, LevelWrite, Ref
-from kvladder.tiers.ladder.door import Answer
-from kvladder.tiers.ladder.gate import supervised
-from kvladder.tiers.ladder.index import Meta
+from kvladder.tiers.ladder.base_level import StackCallbacks
+from kvladder.tiers.ladder.breaker import supervised
+from kvladder.tiers.ladder.client import CallOutcome
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.shelf import Above
+from kvladder.tiers.ladder.records.index import BlockMeta
 
 
 class Writer:
@@ -22,9 +22,9 @@ class Writer:
     coroutines run on the loop thread.
     """
 
-    def __init__(self, level: Level, above: Above) -> None:
+    def __init__(self, level: Level, above: StackCallbacks) -> None:
         self._level = level
-        self._door = level.door
+        self._client = level.client
         self._above = above
         self._lock = level.shared.lock
         self._wakeup = asyncio.Event()
@@ -48,11 +48,11 @@ class Writer:
         level.shared.notices.say(f"{level.name} task", what)
 
     async def _run(self) -> None:
-        level, door = self._level, self._door
+        level, client = self._level, self._client
         while True:
-            was_ill = door.ill("put", "remove")
+            was_ill = client.ill("put", "remove")
             with suppress(TimeoutError):  # wait_for would swallow a cancellation in 3.11
-                async with asyncio.timeout(door.retry_in_s("put", "remove")):
+                async with asyncio.timeout(client.retry_in_s("put", "remove")):
                     await self._wakeup.wait()
             self._wakeup.clear()
             while level.due:
@@ -91,14 +91,14 @@ class Writer:
             purge = self._level.purges.next
         if purge is None:
             return
-        done = await self._door.purge(*purge)
+        done = await self._client.purge(*purge)
         if done is not None:
             with self._lock:
                 self._level.purged(*done)
 
     async def _remove(self, blocks: Sequence[Ref]) -> None:
         """Have the tier forget these; if it fails, later again."""
-        answer = await self._door.remove(blocks, lambda: self._level.forgotten_late(blocks))
+        answer = await self._client.remove(blocks, lambda: self._level.forgotten_late(blocks))
         with self._lock:
             self._level.forgotten(blocks, answer)
 
@@ -108,8 +108,8 @@ class Writer:
         with self._lock:
             salts = level.next_batch()
         # the tier is asked without the lock
-        spare = {salt: self._door.spare(salt) for salt in dict.fromkeys(salts.values())}
-        blocks, answer = list[LevelWrite](), Answer(())
+        spare = {salt: self._client.spare(salt) for salt in dict.fromkeys(salts.values())}
+        blocks, answer = list[LevelWrite](), CallOutcome(())
         try:
             with self._lock:
                 priorities = level.begin(salts, spare)
@@ -117,7 +117,7 @@ class Writer:
             with self._lock:
                 placed = level.placed(reason)
             if placed:
-                answer = await self._door.put(placed, lambda: level.stored_late(placed))
+                answer = await self._client.put(placed, lambda: level.stored_late(placed))
                 blocks = placed
         finally:
             with self._lock:
@@ -138,10 +138,10 @@ class Writer:
                 await self._remove(gone[start : start + self._level.batch_max])
         return reason
 
-    async def _demote(self, victims: Sequence[tuple[Ref, Meta]]) -> None:
+    async def _demote(self, victims: Sequence[tuple[Ref, BlockMeta]]) -> None:
         """Read those victims that a level below admits and hand them to it."""
         level, arena = self._level, self._level.shared.arena
-        moves: list[tuple[LevelRead, Meta, Level]] = []
+        moves: list[tuple[LevelRead, BlockMeta, Level]] = []
         with self._lock:
             for (key, place), meta in victims:
                 target = self._above.below(level, key, meta)
@@ -152,14 +152,14 @@ class Writer:
                     level.stats.drop("arena", meta.priority)
                     continue
                 level.places.begin_reads([place])
-                wanted = LevelRead(self._door.edge.side, key, place, slots[0])
+                wanted = LevelRead(self._client.pipeline.side, key, place, slots[0])
                 moves.append((wanted, meta, target))
         if not moves:
             return
         blocks = [block for block, _, _ in moves]
         found: Sequence[bool] = [False] * len(blocks)
         try:
-            answer = await self._door.get(blocks, lambda: level.read_ended(blocks))
+            answer = await self._client.get(blocks, lambda: level.read_ended(blocks))
             with self._lock:
                 found = level.came(blocks, answer)
         finally:

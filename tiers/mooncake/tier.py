@@ -24,7 +24,8 @@ from kvladder.errors import ConfigError, TierError, Unavailable
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_MAX
 from kvladder.schema import Address, Settings
-from kvladder.tiers.base import Progress, Tier, TierContext
+from kvladder.tiers.base import Tier
+from kvladder.tiers.context import Progress, TierContext
 from kvladder.tiers.label import LABEL_BYTES, VERSION, Read, Ref, Write, told
 from kvladder.units import Size
 

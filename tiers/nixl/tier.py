@@ -18,7 +18,8 @@ from kvladder.errors import ConfigError, TierError, Unavailable
 from kvladder.keys import BlockKey
 from kvladder.layout import PAGE_BYTES
 from kvladder.schema import Address, Settings, masked
-from kvladder.tiers.base import Progress, Tier, TierContext
+from kvladder.tiers.base import Tier
+from kvladder.tiers.context import Progress, TierContext
 from kvladder.tiers.label import LABEL_BYTES, Read, Ref, Write
 from kvladder.tiers.nixl.messages import BATCH_MAX, LOOKUP_MAX, VERSION
 from kvladder.tiers.nixl.plane import INLINE_BYTES, NixlPlane, load

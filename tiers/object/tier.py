@@ -14,8 +14,9 @@ import numpy as np
 from kvladder.errors import ConfigError, TierError, TierFull, Unavailable
 from kvladder.keys import BlockKey
 from kvladder.schema import cleared, masked
-from kvladder.tiers.base import Progress, Tier, TierContext
-from kvladder.tiers.label import LABEL_BYTES, VERSION, Buffer, Read, Ref, Told, Write, told
+from kvladder.tiers.base import Tier
+from kvladder.tiers.context import Progress, TierContext
+from kvladder.tiers.label import LABEL_BYTES, VERSION, Buffer, LabelFields, Read, Ref, Write, told
 from kvladder.tiers.object.options import ObjectOptions
 
 try:
@@ -175,7 +176,7 @@ class ObjectTier(Tier):
             raise failures[0]
         return found
 
-    async def _told(self, name: str) -> Told | None:
+    async def _told(self, name: str) -> LabelFields | None:
         """What a label says that lies there; None if nobody can use what is beside it."""
         with suppress(FileNotFoundError):
             found = await self._store.get_async(name, options={"range": (0, LABEL_BYTES)})
@@ -188,7 +189,7 @@ class ObjectTier(Tier):
         """Whether a block's object may have this size."""
         return LABEL_BYTES < size <= LABEL_BYTES + self._size
 
-    def _expired(self, said: Told | None) -> bool:
+    def _expired(self, said: LabelFields | None) -> bool:
         end_s = None if said is None else said.facts.expires_wall_s
         return end_s is not None and end_s <= self.context.clock.wall()
 
@@ -295,7 +296,7 @@ class ObjectTier(Tier):
         """Those of the blocks with this salt, and those of which nobody here can tell it."""
         own = self._prefix
         ours = [n for n, size in sizes.items() if n.startswith(own) and size > LABEL_BYTES]
-        known: dict[str, Told | None] = {}
+        known: dict[str, LabelFields | None] = {}
         for name, said in zip(ours, await self._each(self._told, ours), strict=True):
             if isinstance(said, TierError):
                 raise said

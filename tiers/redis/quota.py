@@ -10,7 +10,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from kvladder.errors import ConfigError, TierError, TierFull
-from kvladder.tiers.label import LABEL_BYTES, Told, told
+from kvladder.tiers.label import LABEL_BYTES, LabelFields, told
 from kvladder.tiers.redis.nodes import Entrance, pairs
 from kvladder.tiers.redis.resp import Command, Target, Wire, encode
 from kvladder.tiers.redis.servers import Outcome, Servers
@@ -34,7 +34,7 @@ async def scan(entrance: Entrance, wire: Wire, pattern: bytes) -> AsyncIterator[
         yield names
 
 
-async def labels(names: Sequence[bytes], run: Run) -> dict[bytes, Told]:
+async def labels(names: Sequence[bytes], run: Run) -> dict[bytes, LabelFields]:
     """What the labels tell under those of the keys where one lies."""
     if not names:
         return {}
@@ -63,7 +63,7 @@ class Charge(NamedTuple):
     salt: bytes
     size: int
     """Bytes, the label among them."""
-    old: Told | None
+    old: LabelFields | None
     """The label of what it takes the place of."""
 
 
@@ -175,7 +175,7 @@ class Quotas:
         for field in (ALL, salt) if salt else (ALL,):
             self._owed[field] += count_bytes
 
-    def remove(self, old: Told) -> None:
+    def remove(self, old: LabelFields) -> None:
         """A block whose label told this has gone."""
         self.add(old.facts.salt, -LABEL_BYTES - old.length)
 

@@ -13,8 +13,9 @@ from typing import ClassVar
 from kvladder.errors import TierError, TierFull, Unavailable
 from kvladder.keys import BlockKey
 from kvladder.policy.eviction import PRIORITY_MAX
-from kvladder.tiers.base import Progress, Tier, TierContext
-from kvladder.tiers.label import LABEL_BYTES, VERSION, Facts, Read, Ref, Told, Write
+from kvladder.tiers.base import Tier
+from kvladder.tiers.context import Progress, TierContext
+from kvladder.tiers.label import LABEL_BYTES, VERSION, Facts, LabelFields, Read, Ref, Write
 from kvladder.tiers.redis.nodes import Closed, Entrance, Unfit, pairs, parse_info
 from kvladder.tiers.redis.quota import STEP_KEYS, Charge, Quotas, labels, scan
 from kvladder.tiers.redis.resp import Command, Part, ReplyError, Target, encode, encode_around
@@ -365,12 +366,12 @@ class RedisTier(Tier):
         parts = {self._name(block.key): count for block in blocks}
         await self._unlink(parts, await self._told(blocks))
 
-    async def _told(self, blocks: Sequence[Ref | Write]) -> dict[bytes, Told]:
+    async def _told(self, blocks: Sequence[Ref | Write]) -> dict[bytes, LabelFields]:
         """What the labels tell of what lies under these keys, if somebody has to count it."""
         names = [self._name(block.key) for block in blocks]
         return await labels(names, self._run) if self._quotas else {}
 
-    async def _unlink(self, parts: Mapping[bytes, int], told: Mapping[bytes, Told]) -> int:
+    async def _unlink(self, parts: Mapping[bytes, int], told: Mapping[bytes, LabelFields]) -> int:
         """Remove blocks of so many parts each, of which labels told this; how many went."""
         outcomes = await self._run(
             [

@@ -21,7 +21,7 @@ from kvladder.connectors.weights import digest
 from kvladder.errors import ConfigError
 
 if TYPE_CHECKING:  # which needs vLLM, and is asked for nothing else
-    from kvladder.connectors.vllm.step import Report, Step
+    from kvladder.connectors.vllm.step import Report, StepMetadata
 
 Module = torch.nn.Module
 
@@ -395,7 +395,9 @@ class Weights:
         """A request may be scheduled: the weights are in memory, also after a sleep."""
         self._awake = True
 
-    def prepare(self, step: Step, *, runs: bool, cache: object, kept: Iterable[int] = ()) -> None:
+    def prepare(
+        self, step: StepMetadata, *, runs: bool, cache: object, kept: Iterable[int] = ()
+    ) -> None:
         """Complete a step; ``runs``: it has a forward pass. ``cache`` is vLLM's own.
 
         ``kept`` are the numbers of the adapters of requests that have begun.

@@ -17,7 +17,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvladder.config.stack import StackConfig
-from kvladder.connectors.vllm.groups import Groups, marked
+from kvladder.connectors.vllm.groups import VllmGroups, marked
 from kvladder.errors import ConfigError
 from kvladder.events import Removed, Stored
 from kvladder.keys import BlockKey
@@ -35,7 +35,7 @@ class Name(NamedTuple):
     group: int = 0
 
 
-class Known(NamedTuple):
+class AnnouncedBlock(NamedTuple):
     """What is told of a block; a few hundred bytes, whatever becomes of its request."""
 
     name: Name
@@ -47,7 +47,7 @@ class Known(NamedTuple):
     """What else its hash depends on, as vLLM publishes it: cache salt, images, adapter."""
 
 
-UNKNOWN: Final = Known(Name(b""), None, array("i"), (None, None))
+UNKNOWN: Final = AnnouncedBlock(Name(b""), None, array("i"), (None, None))
 """What is told of a block that no request is known to have."""
 
 
@@ -82,7 +82,7 @@ def _extra(request: Any, start: int, tokens: int) -> tuple[Any, ...] | None:
     return None if found is None else found[0]
 
 
-def kinds_of(groups: Groups, kv_cache_config: Any) -> list[Kind]:
+def kinds_of(groups: VllmGroups, kv_cache_config: Any) -> list[Kind]:
     """What is told of the blocks of each of vLLM's groups."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return [
@@ -108,7 +108,7 @@ class KVEvents:
     """
 
     def __init__(
-        self, manager: CacheManager, config: StackConfig, groups: Groups, kv_cache_config: Any
+        self, manager: CacheManager, config: StackConfig, groups: VllmGroups, kv_cache_config: Any
     ) -> None:
         if not config.events.max:
             hint = "vLLM publishes KV events, and these are made of them: expected 1 or more"
@@ -119,7 +119,7 @@ class KVEvents:
         self._where: dict[str, dict[str, Any]] = {host: {"medium": medium}}
         for name, medium in below:
             self._where[name] = {"medium": medium, "ownership": name}
-        self._known: dict[BlockKey, Known] = {}
+        self._known: dict[BlockKey, AnnouncedBlock] = {}
         """The latest last."""
         self._names: dict[tuple[str, BlockKey], Name] = {}
         """By level, under which names blocks were announced whose keys are not their names."""
@@ -167,7 +167,7 @@ class KVEvents:
                 own = array("i", tokens[n * size : (n + 1) * size])
                 parent = kind.name(hashes, first + n - 1)
                 extra = None if plain else _extra(request, (first + n) * size, size)
-                one = Known(Name(name, group), parent, own, adapter, extra)
+                one = AnnouncedBlock(Name(name, group), parent, own, adapter, extra)
             known[key] = one
         for key in list(islice(known, max(0, len(known) - KNOWN_MAX))):
             del known[key]
@@ -179,7 +179,7 @@ class KVEvents:
             found += self._stored(event) if isinstance(event, Stored) else self._removed(event)
         return found
 
-    def _named(self, key: BlockKey) -> Known:
+    def _named(self, key: BlockKey) -> AnnouncedBlock:
         """What is told of a block, and its name in vLLM.
 
         Of a block that no request is known to have the name is the key: that is vLLM's hash unless
@@ -190,7 +190,7 @@ class KVEvents:
 
     def _stored(self, event: Stored) -> list[KVCacheEvent]:
         """One event for each run of blocks that follow each other, or of which nothing is known."""
-        runs: list[list[Known]] = []
+        runs: list[list[AnnouncedBlock]] = []
         for key in event.keys:
             known = self._named(key)
             if known.name != (key, 0):
@@ -206,7 +206,7 @@ class KVEvents:
                 runs.append([known])
         return [self._block_stored(event.level, run) for run in runs]
 
-    def _block_stored(self, level: str, run: Sequence[Known]) -> KVCacheEvent:
+    def _block_stored(self, level: str, run: Sequence[AnnouncedBlock]) -> KVCacheEvent:
         begin, group = run[0], run[0].name.group
         kind = self._kinds[group]
         return BlockStored(

@@ -5,26 +5,24 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING, Protocol
 
-from kvladder.arena import Slot
-from kvladder.keys import BlockKey, unseen
-from kvladder.policy.worth import Patience, Saves
-from kvladder.tiers.base import ANYWHERE, NO_SLOT
-from kvladder.tiers.label import LevelRead, Side
-from kvladder.tiers.ladder.index import Meta
-from kvladder.tiers.ladder.shelf import Shared
+from kvladder.arena import NO_SLOT, Slot
+from kvladder.keys import BlockKey
+from kvladder.policy.fetch_cost import AvoidedCompute, Patience
+from kvladder.tiers.label import LevelRead, SlotAccess
+from kvladder.tiers.ladder.base_level import Shared
+from kvladder.tiers.ladder.records.index import BlockMeta
+from kvladder.tiers.ladder.records.terms import ANYWHERE
 
 if TYPE_CHECKING:
     from kvladder.tiers.ladder.level import Level
 
 
-class Arrival(LevelRead):
+class PendingRead(LevelRead):
     """A block on its way from a colder level into a slot; at most one per key (single flight).
 
     It is the read that the level is given, with the claim on its slot: one object for each block.
@@ -37,11 +35,11 @@ class Arrival(LevelRead):
 
     def __init__(
         self,
-        side: Side,
+        side: SlotAccess,
         key: BlockKey,
         place: int,
         slot: Slot,
-        meta: Meta,
+        meta: BlockMeta,
         level: Level,
         fetch: Fetch | None,
         position: int,
@@ -71,53 +69,6 @@ class Arrival(LevelRead):
     def recall(self) -> None:
         """The key was removed."""
         self.dead = True
-
-
-class Parked:
-    """Blocks that wait for room, first in, first out, in columns: no object for each of them."""
-
-    def __init__(self) -> None:
-        self._fetches: deque[Fetch] = deque()
-        self._positions: deque[int] = unseen(deque())
-        self._keys: deque[BlockKey] = unseen(deque())
-        self._places: deque[int] = unseen(deque())
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def add(
-        self,
-        fetch: Fetch,
-        positions: Sequence[int],
-        keys: Sequence[BlockKey],
-        places: Sequence[int],
-    ) -> None:
-        """More of them: for whom, which blocks of its prefix, their keys, and where they were."""
-        self._fetches.extend([fetch] * len(keys))
-        self._positions.extend(positions)
-        self._keys.extend(keys)
-        self._places.extend(places)
-
-    def oldest(self, count: int) -> tuple[list[Fetch], list[int], list[BlockKey], list[int]]:
-        """What has waited longest, at most so many."""
-        positions, keys = islice(self._positions, count), islice(self._keys, count)
-        places = [*islice(self._places, count)]
-        return [*islice(self._fetches, count)], [*positions], [*keys], places
-
-    def has_last(self, fetch: Fetch) -> bool:
-        """Whether the last of them waits for this one."""
-        return bool(self._fetches) and self._fetches[-1] is fetch
-
-    @property
-    def first(self) -> tuple[Fetch, int, BlockKey]:
-        """The oldest."""
-        return self._fetches[0], self._positions[0], self._keys[0]
-
-    def pop(self, count: int = 1) -> None:
-        """The oldest, so many, wait no longer."""
-        for column in (self._fetches, self._positions, self._keys, self._places):
-            for _ in range(count):
-                column.popleft()
 
 
 class Pins(Protocol):
@@ -155,7 +106,7 @@ class Fetch:
         deadline_s: float,
         levels: int = ANYWHERE,
         salt: bytes = b"",
-        saves: Saves | None = None,
+        saves: AvoidedCompute | None = None,
     ) -> None:
         if shared.unreleased:
             shared.unreleased.settle()
@@ -345,7 +296,7 @@ class Fetch:
         self._stack.discard(self._pinned()[0])
 
 
-class Rising:
+class PrefetchSet:
     """Fetches that nobody waits for: what they bring up is in host for who asks next."""
 
     def __init__(self) -> None:

@@ -9,28 +9,42 @@ from functools import partial, reduce
 from itertools import islice, repeat
 from typing import Any, NamedTuple
 
-from kvladder.arena import Slot
+from kvladder.arena import NO_SLOT, Slot
 from kvladder.errors import ClosedError
 from kvladder.keys import BlockKey, Book, by_key
 from kvladder.lock import BATCH
 from kvladder.policy.eviction import BULK_MIN
-from kvladder.policy.worth import TRIAL_BLOCKS, Mark, Run, Worth, stretches
-from kvladder.tiers.base import HOST, NO_SLOT
+from kvladder.policy.fetch_cost import (
+    TRIAL_BLOCKS,
+    FetchCostModel,
+    LevelRun,
+    RequestTimestamp,
+    stretches,
+)
+from kvladder.tiers.ladder.base_level import Shared
 from kvladder.tiers.ladder.host import HostLevel
-from kvladder.tiers.ladder.index import alike
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.loading.fetch import Arrival, Fetch, Parked
-from kvladder.tiers.ladder.loading.plan import Judged, Planner, Wants, among, joined, source
+from kvladder.tiers.ladder.loading.fetch import Fetch, PendingRead
+from kvladder.tiers.ladder.loading.plan import (
+    FetchDecision,
+    MissingBlocks,
+    Planner,
+    among,
+    joined,
+    source,
+)
 from kvladder.tiers.ladder.loading.probe import Prober
-from kvladder.tiers.ladder.shelf import Shared
+from kvladder.tiers.ladder.loading.waiting import RoomWaitQueue
+from kvladder.tiers.ladder.records.index import alike
+from kvladder.tiers.ladder.records.terms import HOST
 
 
-class Read(NamedTuple):
+class ReadBatch(NamedTuple):
     """A batch that is to be read from a level."""
 
     level: Level
-    blocks: list[Arrival]
-    mark: Mark
+    blocks: list[PendingRead]
+    mark: RequestTimestamp
     """When the blocks were asked for."""
 
 
@@ -50,7 +64,7 @@ class Loader:
         blocks_max: int,
         landed: Callable[[], None],
         discard: Callable[[Sequence[BlockKey]], object],
-        worth: Worth,
+        worth: FetchCostModel,
     ) -> None:
         self._host = host
         self._levels = levels
@@ -61,15 +75,15 @@ class Loader:
         self._landed = landed
         self.discard = discard
         """Forgets blocks whose bytes turned out to be of no use."""
-        self.arrivals: Book[Arrival] = by_key(blocks_max)
+        self.arrivals: Book[PendingRead] = by_key(blocks_max)
         """What is on its way; for others to look at, with the lock held."""
-        self._parked = Parked()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._wanting = [lv for lv in levels if lv.rule.when == "commit" and lv.rule.min_hits]
         """Levels that want blocks which were hit so often."""
         self.prober = Prober(levels, shared, self._known, self._grow)
         self._planner = Planner(worth, host, levels, shared, self.arrivals, self.prober.pace)
+        self._room_queue = RoomWaitQueue(host, levels, shared, self.arrivals, self._planner)
 
     def recall(self, keys: Sequence[BlockKey], salt: bytes | None = None) -> None:
         """Blocks were removed: what arrives of them, if it is of this salt, is thrown away."""
@@ -103,17 +117,17 @@ class Loader:
         A ``new`` one is counted. The lock is released between steps: what was found is pinned or
         on its way, and if that fails meanwhile the prefix ends.
         """
-        judged: Judged | None = None
+        decision: FetchDecision | None = None
         goes_on = True
         while goes_on:
             with self._lock:
                 goes_on = self._serve(fetch, new=new)
                 left = len(fetch.keys) - fetch.length
-                is_known = judged is not None or left <= self._shared.load_step
+                is_known = decision is not None or left <= self._shared.load_step
                 if not goes_on and is_known and fetch.asking:
-                    goes_on = self._grow_on(fetch, judged, new=new)
+                    goes_on = self._grow_on(fetch, decision, new=new)
             if not goes_on and not is_known and fetch.asking:
-                judged, goes_on = self._preview(fetch), True
+                decision, goes_on = self._preview(fetch), True
 
     def _serve(self, fetch: Fetch, *, new: bool) -> bool:
         """Take a step of blocks that are all in host; whether there may be more."""
@@ -131,78 +145,82 @@ class Loader:
         fetch.ask(asking=fetch.length < end)
         return fetch.length < end
 
-    def _preview(self, fetch: Fetch) -> Judged:
+    def _preview(self, fetch: Fetch) -> FetchDecision:
         """How far a long prefix is known, and up to where it is to be fetched."""
         start, known = fetch.length, 0
-        wants, runs = Wants(), list[Run]()
+        missing, runs = MissingBlocks(), list[LevelRun]()
         while known < len(fetch.keys) - start:
             keys = fetch.keys[start + known : start + known + BATCH]
             with self._lock:
                 plan = self._planner.plan(keys, fetch.levels, known)
             known += len(plan.slots)
-            wants.extend(plan.wants)
+            missing.extend(plan.missing)
             runs += plan.runs
             if len(plan.slots) < len(keys):
                 break
-        judged = self._cut(fetch, start + known, wants, joined(runs))
-        places = wants.places if len(wants) == known else ()
-        return judged._replace(places=places, start=start)
+        decision = self._cut(fetch, start + known, missing, joined(runs))
+        places = missing.places if len(missing) == known else ()
+        return decision._replace(places=places, start=start)
 
-    def _cut(self, fetch: Fetch, known: int, wants: Wants, runs: Sequence[Run]) -> Judged:
+    def _cut(
+        self, fetch: Fetch, known: int, missing: MissingBlocks, runs: Sequence[LevelRun]
+    ) -> FetchDecision:
         """Where to end what ``fetch`` goes on with, since fetching more takes too long.
 
-        Up to ``known`` levels have it; ``wants`` and ``runs`` are what of it has to come.
+        Up to ``known`` levels have it; ``missing`` and ``runs`` are what of it has to come.
         """
         if not runs:
-            return Judged(known, known, {})
+            return FetchDecision(known, known, {})
         parts = stretches(runs)
         with self._lock:
             cut = self._planner.cut(fetch, known, parts)
-        dropped = Counter(wants.levels[wants.before(cut.end - fetch.length) :])
+        dropped = Counter(missing.levels[missing.before(cut.end - fetch.length) :])
         if cut.why:
             with self._lock:
                 for level, blocks in dropped.items():
                     level.stats.spare(cut.why, blocks)
         for trial in cut.trials:
             self._try(fetch, trial)
-        return Judged(cut.end, known, dropped)
+        return FetchDecision(cut.end, known, dropped)
 
-    def _grow_on(self, fetch: Fetch, judged: Judged | None, *, new: bool) -> bool:
+    def _grow_on(self, fetch: Fetch, decision: FetchDecision | None, *, new: bool) -> bool:
         """Take a step of blocks wherever they are; whether there may be more."""
         start, end = fetch.length, len(fetch.keys)
         step = self._shared.load_step
-        keys = fetch.keys[start : min(start + step, end if judged is None else judged.end)]
-        places = () if judged is None else judged.places[start - judged.start :][: len(keys)]
-        found, wants, runs = self._planner.plan(keys, fetch.levels, places=places)
-        if judged is None:
-            judged = self._cut(fetch, start + len(found), wants, runs)
-            del found[judged.end - start :]
-            wants = wants[: wants.before(len(found))]
+        keys = fetch.keys[start : min(start + step, end if decision is None else decision.end)]
+        places = () if decision is None else decision.places[start - decision.start :][: len(keys)]
+        found, missing, runs = self._planner.plan(keys, fetch.levels, places=places)
+        if decision is None:
+            decision = self._cut(fetch, start + len(found), missing, runs)
+            del found[decision.end - start :]
+            missing = missing[: missing.before(len(found))]
         self._host.pin([slot for slot in found if slot != NO_SLOT])
         # what comes behind blocks that wait for room waits, too
-        waits = self._parked.has_last(fetch)
-        slots = self._room_for(wants) if wants and not waits else []
+        waits = self._room_queue.has_last(fetch)
+        slots = self._room_for(missing) if missing and not waits else []
         waits = waits or self._host.short_of == "room"  # others' blocks need not wait for a salt
-        later = self._park(fetch, start, wants[len(slots) :]) if wants and waits else {}
-        cut_at, is_short = len(found), len(slots) + len(later) < len(wants)
+        later = (
+            self._room_queue.add(fetch, start, missing[len(slots) :]) if missing and waits else {}
+        )
+        cut_at, is_short = len(found), len(slots) + len(later) < len(missing)
         if is_short:
-            cut_at = wants.positions[len(slots) + len(later)]
-            self._host.stats.throttled += len(wants) - len(slots) - len(later)
+            cut_at = missing.positions[len(slots) + len(later)]
+            self._host.stats.throttled += len(missing) - len(slots) - len(later)
             cut = [i for i in range(cut_at, len(found)) if found[i] != NO_SLOT]
             self._host.unpin([keys[i] for i in cut], [found[i] for i in cut])
-        reads = self._begin(wants, slots, [fetch] * len(slots), start) if slots else []
-        hits, joined = self._attach(fetch, found[:cut_at], wants)
-        goes_on = cut_at == len(keys) and start + cut_at < judged.end
-        there = Counter(wants.levels[: len(slots) + len(later)])
+        reads = self._begin(missing, slots, [fetch] * len(slots), start) if slots else []
+        hits, joined = self._attach(fetch, found[:cut_at], missing)
+        goes_on = cut_at == len(keys) and start + cut_at < decision.end
+        there = Counter(missing.levels[: len(slots) + len(later)])
         if not goes_on:
-            there.update(judged.dropped)
+            there.update(decision.dropped)
         asked = len(keys) if goes_on else end - start
         self.count(asked if new else 0, hits, joined, there)
         if reads:
             self._post(self._start, *reads)
         if later:
             self._landed()
-        is_open = not is_short and judged.end == judged.known and fetch.length < end
+        is_open = not is_short and decision.end == decision.known and fetch.length < end
         knows = is_open and self.prober.may_know(fetch.keys[fetch.length], fetch.levels)
         fetch.ask(asking=goes_on or (knows and self._asks(fetch, fetch.length)))
         return goes_on
@@ -228,9 +246,9 @@ class Loader:
         if asks:
             await self.prober.ask(keys, salt)
         with self._lock:
-            wants = self._planner.plan(keys, levels).wants
-            slots = self._room_for(wants)
-            reads = self._begin(wants, slots, [None] * len(slots))
+            missing = self._planner.plan(keys, levels).missing
+            slots = self._room_for(missing)
+            reads = self._begin(missing, slots, [None] * len(slots))
         self._start(*reads)
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
@@ -263,145 +281,78 @@ class Loader:
             return keys
         return [key for key in keys if self._planner.plan([key], mask).slots]
 
-    def _park(self, fetch: Fetch, start: int, wants: Wants) -> dict[int, Level]:
-        """Have these wait for room, bounded by what the arena could ever hold; of which levels."""
-        bound = max(0, self._shared.arena.slots - len(self._parked))
-        positions = [start + position for position in wants.positions[:bound]]
-        self._parked.add(fetch, positions, wants.keys[:bound], wants.places[:bound])
-        self._host.demand(len(self._parked))
-        return dict(zip(positions, wants.levels, strict=False))
-
     def resume(self) -> None:
         """Begin what waited for room, as far as there is some now (loop thread)."""
-        while self._prune():
+        while self._room_queue.prune():
             pass
         with self._lock:
             stuck = not self.arrivals and not any(level.pending for level in self._levels)
-            wants = self._due(BATCH if stuck else self._host.room_max)
-            slots = self._room_for(wants)
-            reads = self._begin(wants, slots, self._parked.oldest(len(slots))[0])
-            self._parked.pop(len(slots))
+            missing = self._room_queue.due(BATCH if stuck else self._host.room_max)
+            slots = self._room_for(missing)
+            reads = self._begin(missing, slots, self._room_queue.fetches(len(slots)))
+            self._room_queue.pop(len(slots))
             stuck = not self.arrivals and not any(level.pending for level in self._levels)
-            if self._parked and wants and not slots and self._host.short_of == "quota":
-                self._host.stats.throttled += self._drop_parked(1)
+            if self._room_queue and missing and not slots and self._host.short_of == "quota":
+                self._host.stats.throttled += self._room_queue.drop(1)
                 self._post(self.resume)
-            elif stuck and self._parked and not self._host.has_looked:
+            elif stuck and self._room_queue and not self._host.has_looked:
                 self._host.doubt()
                 self._landed()
-            elif stuck and self._parked:  # nothing is under way that could make room
-                self._host.stats.throttled += self._drop_parked()
+            elif stuck and self._room_queue:  # nothing is under way that could make room
+                self._host.stats.throttled += self._room_queue.drop()
                 self._post(self.resume)
-            self._host.demand(len(self._parked))
+            self._host.demand(len(self._room_queue))
         self._start(*reads)
 
-    def _drop_parked(self, most: int = BATCH) -> int:
-        """Have the next that wait for room wait no longer, a step; how many."""
-        dropped = min(most, len(self._parked))
-        for fetch, position, *_ in zip(*self._parked.oldest(dropped), strict=True):
-            fetch.failed(position)
-        self._parked.pop(dropped)
-        return dropped
-
-    def _prune(self) -> bool:
-        """Drop a step of the queue's head: nobody waits for it. Whether there may be more."""
-        with self._lock:
-            for _ in range(BATCH):
-                if not self._prune_one():
-                    return False
-        return True
-
-    def _prune_one(self) -> bool:
-        """Drop the head of the queue, if it need not wait; whether it did."""
-        if self._parked:
-            fetch, position, key = self._parked.first
-            slot, arrival = self._host.find(key), self.arrivals.get(key)
-            if fetch.queues_for([position], self._shared.clock.now()):
-                if slot is None and (arrival is None or arrival.dead):
-                    return False
-                if not fetch.levels & (HOST if arrival is None else arrival.level.bit):
-                    fetch.failed(position)
-                elif arrival is not None:
-                    arrival.join(fetch, position)
-                elif slot is not None:
-                    self._host.pin([slot])
-                    fetch.arrived([position], [slot], self._host.name)
-                    self._host.stats.hits += 1
-            self._parked.pop()
-            return True
-        return False
-
-    def _due(self, room: float) -> Wants:
-        """The next blocks that wait for room, and where they are now; lost ones end a prefix."""
-        count = int(min(room, self._shared.load_step))
-        fetches, positions, keys, places = self._parked.oldest(count)
-        wants = Wants()
-        if not keys:
-            return wants
-        levels = [level for level in self._levels if level.readable]
-        now_s, in_host, arrivals = self._shared.clock.now(), self._host.index.keys(), self.arrivals
-        first = fetches[0]
-        if fetches.count(first) == len(fetches):
-            own = among(levels, first.levels)
-            found = self._planner.wants_bulk(keys, positions[0], own, places)
-            if found and first.queues_for(positions, now_s):
-                # their positions need not follow each other
-                return Wants(positions, found.keys, found.levels, found.places)
-        seen: set[BlockKey] = set()
-        for fetch, position, key in zip(fetches, positions, keys, strict=True):
-            found_in = source(among(levels, fetch.levels), key)
-            ready = key in arrivals or key in in_host
-            if ready or key in seen or not fetch.queues_for([position], now_s):
-                break  # its turn comes with the next resumption
-            if found_in is None:
-                fetch.failed(position)
-                break
-            seen.add(key)
-            wants.add(position, key, *found_in)
-        return wants
-
-    def _room_for(self, wants: Wants) -> list[Slot]:
+    def _room_for(self, missing: MissingBlocks) -> list[Slot]:
         """Slots for what has to come, as far as budget and room go."""
-        count = min(len(wants), self._max - len(self.arrivals))
-        return wants[: max(0, count)].room(self._host)
+        count = min(len(missing), self._max - len(self.arrivals))
+        return missing[: max(0, count)].room(self._host)
 
     def _begin(
-        self, wants: Wants, slots: Sequence[Slot], fetches: Sequence[Fetch | None], start: int = 0
-    ) -> list[Read]:
+        self,
+        missing: MissingBlocks,
+        slots: Sequence[Slot],
+        fetches: Sequence[Fetch | None],
+        start: int = 0,
+    ) -> list[ReadBatch]:
         """Register an arrival for each block that has a slot to come to: what to read, by level.
 
         ``fetches`` wait for them; their positions in these count from ``start``.
         """
-        batches: dict[Level, list[Arrival]] = {}
-        some = wants[: len(slots)]
+        batches: dict[Level, list[PendingRead]] = {}
+        some = missing[: len(slots)]
         positions = [start + position for position in some.positions]
         for level, keys, places, *columns in some.by_level(slots, fetches, positions):
             level.places.begin_reads(places)
             level.index.hit(places)
-            sides, metas = repeat(level.door.edge.side), level.index.metas(places)
+            sides, metas = repeat(level.client.pipeline.side), level.index.metas(places)
             own, whose, at = columns
-            blocks = [*map(Arrival, sides, keys, places, own, metas, repeat(level), whose, at)]
+            blocks = [*map(PendingRead, sides, keys, places, own, metas, repeat(level), whose, at)]
             batches[level] = blocks
             are_new = self.arrivals.add(keys, blocks)
             assert are_new, "a block is on its way already"
         return self._reads(batches)
 
-    def _reads(self, batches: dict[Level, list[Arrival]]) -> list[Read]:
-        now_s, reads = self._shared.clock.now(), list[Read]()
+    def _reads(self, batches: dict[Level, list[PendingRead]]) -> list[ReadBatch]:
+        now_s, reads = self._shared.clock.now(), list[ReadBatch]()
         for level, blocks in batches.items():
             mark, step = level.pace.asked(len(blocks), now_s), level.batch_max
             parts = [blocks[start : start + step] for start in range(0, len(blocks), step)]
-            reads += [Read(level, part, mark) for part in parts]
+            reads += [ReadBatch(level, part, mark) for part in parts]
         return reads
 
-    def _attach(self, fetch: Fetch, found: Sequence[Slot], wants: Wants) -> tuple[int, int]:
-        """Fill ``fetch`` and have it wait for what is on its way for others, not in ``wants``.
+    def _attach(
+        self, fetch: Fetch, found: Sequence[Slot], missing: MissingBlocks
+    ) -> tuple[int, int]:
+        """Fill ``fetch`` and have it wait for what is on its way for others, not in ``missing``.
 
         Returns how many of its blocks are in the host level, and how many of those on their way.
         """
-        first, own = fetch.length, wants.before(len(found))
-        sources = [level.name for level in wants.levels[:own]]
+        first, own = fetch.length, missing.before(len(found))
+        sources = [level.name for level in missing.levels[:own]]
         if own < len(found):
-            new = dict(zip(wants.positions, sources, strict=False))
+            new = dict(zip(missing.positions, sources, strict=False))
             sources = list[str]()
             keys = fetch.keys[first : first + len(found)]
             for index, (key, slot) in enumerate(zip(keys, found, strict=True)):
@@ -444,17 +395,17 @@ class Loader:
                 if meta.hits == level.rule.min_hits:
                     level.offer([key], [slot], [meta], stay=True)
 
-    def _start(self, *reads: Read) -> None:
+    def _start(self, *reads: ReadBatch) -> None:
         """Begin to read batches from levels (loop thread)."""
         for read in reads:
             self._run(partial(self._bring, read), f"kvladder-read-{read.level.name}")
 
-    async def _bring(self, read: Read) -> None:
+    async def _bring(self, read: ReadBatch) -> None:
         """Read a batch, publish what came, look further down for what did not."""
         level, batch, mark = read
         found: Sequence[bool] = [False] * len(batch)
         try:
-            answer = await level.door.get(batch, lambda: level.read_ended(batch))
+            answer = await level.client.get(batch, lambda: level.read_ended(batch))
             with self._lock:
                 found = level.came(batch, answer)
         finally:
@@ -469,10 +420,10 @@ class Loader:
         self._start(*reads)
 
     def _land(
-        self, level: Level, batch: Sequence[Arrival], found: Sequence[bool]
-    ) -> dict[Level, list[Arrival]]:
+        self, level: Level, batch: Sequence[PendingRead], found: Sequence[bool]
+    ) -> dict[Level, list[PendingRead]]:
         """End these arrivals, tail first; what is to be read from levels below instead."""
-        retries: dict[Level, list[Arrival]] = {}
+        retries: dict[Level, list[PendingRead]] = {}
         if all(found) and self._land_bulk(level, batch):
             return retries
         here: list[BlockKey] = []
@@ -499,7 +450,7 @@ class Loader:
         self._shared.events.stored(self._host.name, here)
         return retries
 
-    def _land_bulk(self, level: Level, batch: Sequence[Arrival]) -> bool:
+    def _land_bulk(self, level: Level, batch: Sequence[PendingRead]) -> bool:
         """Publish what ``level`` delivered of a batch, all of it, if one fetch waits for all of it.
 
         Else nothing has changed, and False is returned.
@@ -524,7 +475,7 @@ class Loader:
         return True
 
     def _arrived(
-        self, key: BlockKey, arrival: Arrival, wanted: Sequence[tuple[Fetch, int]]
+        self, key: BlockKey, arrival: PendingRead, wanted: Sequence[tuple[Fetch, int]]
     ) -> bool:
         """Hand the slot over to the host level, if that takes it, and to those who wait for it."""
         del self.arrivals[key]
@@ -540,8 +491,8 @@ class Loader:
         return is_taken
 
     def _reroute(
-        self, level: Level, arrival: Arrival, wanted: Sequence[tuple[Fetch, int]]
-    ) -> Arrival | None:
+        self, level: Level, arrival: PendingRead, wanted: Sequence[tuple[Fetch, int]]
+    ) -> PendingRead | None:
         """Have a block that ``level`` did not deliver come from below it, into another slot."""
         mask = reduce(int.__or__, [fetch.levels for fetch, _ in wanted])
         below = among([lv for lv in self._levels if lv.bit > level.bit and lv.readable], mask)
@@ -552,8 +503,8 @@ class Loader:
             return None
         lower, place = found
         lower.places.begin_reads([place])
-        side = lower.door.edge.side
-        again = Arrival(side, key, place, slots[0], meta, lower, None, 0)
+        side = lower.client.pipeline.side
+        again = PendingRead(side, key, place, slots[0], meta, lower, None, 0)
         for waiter in arrival.waiters:
             again.join(*waiter)
         self.arrivals[key] = again
@@ -578,9 +529,9 @@ class Loader:
     async def aclose(self) -> None:
         """End every load; what has not arrived is a miss."""
         self._closed = True
-        while self._parked:
+        while self._room_queue:
             with self._lock:
-                self._drop_parked()
+                self._room_queue.drop()
         for task in self._tasks:
             task.cancel()
         if self._tasks:

@@ -9,22 +9,29 @@ from itertools import compress, groupby
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
-from kvladder.arena import Slot
+from kvladder.arena import NO_SLOT, Slot
 from kvladder.keys import BlockKey, Book
 from kvladder.policy.eviction import BULK_MIN
-from kvladder.policy.worth import GRACE_S, Pace, Run, Stake, Stretch, Worth
-from kvladder.tiers.base import ANYWHERE, HOST, NO_SLOT
+from kvladder.policy.fetch_cost import (
+    GRACE_S,
+    CostEstimate,
+    FetchCostModel,
+    LevelRun,
+    Pace,
+    Stretch,
+)
+from kvladder.tiers.ladder.base_level import Shared
 from kvladder.tiers.ladder.host import HostLevel
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.loading.fetch import Arrival, Fetch
-from kvladder.tiers.ladder.shelf import Shared
+from kvladder.tiers.ladder.loading.fetch import Fetch, PendingRead
+from kvladder.tiers.ladder.records.terms import ANYWHERE, HOST
 
 Asking = Literal["wait", "aside", "try", "leave"]
 """Shared tiers are asked and waited for, or asked only; a trial is due, or they are too slow."""
 
 
 @dataclass(slots=True)
-class Wants:
+class MissingBlocks:
     """Blocks that a fetch has to bring, in order, in columns.
 
     An object for each would take longer to make, and to collect, than its block to look up.
@@ -38,8 +45,10 @@ class Wants:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def __getitem__(self, part: slice) -> Wants:
-        return Wants(self.positions[part], self.keys[part], self.levels[part], self.places[part])
+    def __getitem__(self, part: slice) -> MissingBlocks:
+        return MissingBlocks(
+            self.positions[part], self.keys[part], self.levels[part], self.places[part]
+        )
 
     def add(self, position: int, key: BlockKey, level: Level, place: int) -> None:
         """One more."""
@@ -48,7 +57,7 @@ class Wants:
         self.levels.append(level)
         self.places.append(place)
 
-    def extend(self, more: Wants) -> None:
+    def extend(self, more: MissingBlocks) -> None:
         """The next of them."""
         self.positions += more.positions
         self.keys += more.keys
@@ -86,13 +95,13 @@ class Plan(NamedTuple):
 
     slots: list[Slot]
     """Of host; ``NO_SLOT`` where a block has to come, or is on its way."""
-    wants: Wants
+    missing: MissingBlocks
     """What has to come, in order."""
-    runs: list[Run]
+    runs: list[LevelRun]
     """What has to come or is on its way, by level."""
 
 
-class Cut(NamedTuple):
+class FetchLimit(NamedTuple):
     """What is fetched of a prefix."""
 
     end: int
@@ -104,7 +113,7 @@ class Cut(NamedTuple):
     """From which positions on trials of the levels are due that are not asked for the rest."""
 
 
-class Judged(NamedTuple):
+class FetchDecision(NamedTuple):
     """What is to be fetched of a prefix; positions among the keys of the fetch."""
 
     end: int
@@ -132,14 +141,14 @@ def source(levels: Sequence[Level], key: BlockKey) -> tuple[Level, int] | None:
     return None
 
 
-def joined(parts: Sequence[tuple[int, int, Pace]]) -> list[Run]:
+def joined(parts: Sequence[tuple[int, int, Pace]]) -> list[LevelRun]:
     """Parts of runs that follow each other: those of one level are one run."""
     if len(parts) == 1:
-        return [Run(*parts[0])]
-    runs: list[Run] = []
+        return [LevelRun(*parts[0])]
+    runs: list[LevelRun] = []
     for pace, same in groupby(parts, itemgetter(2)):
         firsts, new, _ = zip(*same, strict=True)
-        runs.append(Run(firsts[0], sum(new), pace))
+        runs.append(LevelRun(firsts[0], sum(new), pace))
     return runs
 
 
@@ -159,11 +168,11 @@ class Planner:
 
     def __init__(
         self,
-        worth: Worth,
+        worth: FetchCostModel,
         host: HostLevel,
         levels: Sequence[Level],
         shared: Shared,
-        arrivals: Book[Arrival],
+        arrivals: Book[PendingRead],
         questions: Pace,
     ) -> None:
         self._worth = worth
@@ -185,9 +194,9 @@ class Planner:
         levels = among([level for level in self._levels if level.readable], mask)
         alike = self.wants_bulk(keys, first, levels, places)
         if alike is not None:
-            run = Run(first, len(alike), alike.levels[0].pace)
+            run = LevelRun(first, len(alike), alike.levels[0].pace)
             return Plan([NO_SLOT] * len(keys), alike, [run])
-        slots, wants, parts = list[Slot](), Wants(), list[tuple[int, int, Pace]]()
+        slots, missing, parts = list[Slot](), MissingBlocks(), list[tuple[int, int, Pace]]()
         host_find, arrivals = self._host.find, self._arrivals
         for index, key in enumerate(keys, first):
             slot = host_find(key)
@@ -198,7 +207,7 @@ class Planner:
                     found = source(levels, key)
                     if found is None:
                         break
-                    wants.add(index, key, *found)
+                    missing.add(index, key, *found)
                     parts.append((index, 1, found[0].pace))
                 elif arrival.dead or not arrival.level.bit & mask:
                     break
@@ -207,7 +216,7 @@ class Planner:
             elif not mask & HOST:
                 break
             slots.append(slot)
-        return Plan(slots, wants, joined(parts))
+        return Plan(slots, missing, joined(parts))
 
     def wants_bulk(
         self,
@@ -215,7 +224,7 @@ class Planner:
         first: int,
         levels: Sequence[Level],
         known: Sequence[int],
-    ) -> Wants | None:
+    ) -> MissingBlocks | None:
         """Where the next blocks of a prefix are, if one level has all of them for good.
 
         None if that is not so, or if one of them is in host or a hotter level, or on its way there.
@@ -230,63 +239,63 @@ class Planner:
             places = level.index.lasting(keys, known)
             if places is not None:
                 positions = [*range(first, first + len(keys))]
-                return Wants(positions, [*keys], [level] * len(keys), [*places])
+                return MissingBlocks(positions, [*keys], [level] * len(keys), [*places])
             if not level.index.disjoint(keys):
                 return None
         return None
 
     # ---- what of them is worth it
 
-    def _stake(self, fetch: Fetch) -> Stake | None:
+    def _estimate(self, fetch: Fetch) -> CostEstimate | None:
         saves = fetch.saves
-        return None if saves is None else self._worth.stake(saves, len(fetch.keys))
+        return None if saves is None else self._worth.estimate(saves, len(fetch.keys))
 
-    def cut(self, fetch: Fetch, end: int, parts: Sequence[Stretch]) -> Cut:
+    def cut(self, fetch: Fetch, end: int, parts: Sequence[Stretch]) -> FetchLimit:
         """Where to end what ``fetch`` goes on with, which is known up to ``end``.
 
         ``parts``, which count from where it goes on, say what of it has to come.
         """
         start, now_s = fetch.length, self._shared.clock.now()
         runs = [run for part in parts for run in part]
-        stake = self._stake(fetch)
-        if stake is None:
+        estimate = self._estimate(fetch)
+        if estimate is None:
             takes_s = max(run.pace.seconds(run.new, now_s) or 0.0 for run in runs)
             if fetch.saves is not None and now_s - fetch.begun_s + takes_s > GRACE_S:
                 keep = len(fetch.keys) - self._worth.sample(fetch.saves, len(fetch.keys))
-                return Cut(max(start, min(keep, end)), why="sampled")
-            return Cut(end)
+                return FetchLimit(max(start, min(keep, end)), why="sampled")
+            return FetchLimit(end)
         first = runs[0].first
-        keep, expected_s = stake.choose(parts, end - start, now_s)
-        patience = fetch.patience or stake.patience(start + first, len(fetch.keys), now_s)
+        keep, expected_s = estimate.choose(parts, end - start, now_s)
+        patience = fetch.patience or estimate.patience(start + first, len(fetch.keys), now_s)
         if expected_s is not None:
-            patience = stake.trusting(patience, keep - first, expected_s, now_s)
+            patience = estimate.trusting(patience, keep - first, expected_s, now_s)
         fetch.be_patient(patience)
         if start + keep == end:
-            return Cut(end)
+            return FetchLimit(end)
         # whichever is the slow one: a level that others hide would never be tried again
         left = {run.pace: run.first for run in reversed(runs) if run.first >= keep}
         trials = [start + first for pace, first in left.items() if pace.spurn()]
-        return Cut(start + keep, why="slower", trials=trials)
+        return FetchLimit(start + keep, why="slower", trials=trials)
 
     def asks(self, fetch: Fetch, start: int) -> Asking:
         """What to do about keys from ``start`` on, which shared tiers may have.
 
         If a fetch is to wait for their answer, it is given the patience for it.
         """
-        stake = self._stake(fetch)
-        if stake is None:
+        estimate = self._estimate(fetch)
+        if estimate is None:
             return "wait"
         now_s, left = self._shared.clock.now(), len(fetch.keys) - start
         slow: list[Pace] = []
         for level in among(self._levels, fetch.levels):
             if level.tier.shared and level.answers:
-                if stake.worth(left, level.pace.seconds(left, now_s) or 0.0):
+                if estimate.worth(left, level.pace.seconds(left, now_s) or 0.0):
                     break
                 slow.append(level.pace)
         else:
             due = [pace.spurn() for pace in slow]
             return "try" if any(due) else "leave"
-        patience = fetch.patience or stake.patience(start, len(fetch.keys), now_s)
+        patience = fetch.patience or estimate.patience(start, len(fetch.keys), now_s)
         fetch.be_patient(patience)
         answer_s = self._questions.seconds(1, now_s) or 0.0
         return "wait" if now_s + answer_s <= patience.until_s else "aside"

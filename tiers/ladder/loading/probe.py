@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from kvladder.keys import BlockKey
 from kvladder.lock import STEP
-from kvladder.policy.worth import Pace
-from kvladder.tiers.ladder.gate import Results
+from kvladder.policy.fetch_cost import Pace
+from kvladder.tiers.ladder.base_level import Shared
+from kvladder.tiers.ladder.breaker import Results
 from kvladder.tiers.ladder.level import Level
 from kvladder.tiers.ladder.loading.fetch import Fetch
 from kvladder.tiers.ladder.loading.plan import among
-from kvladder.tiers.ladder.shelf import Shared
 
 ABSENT_MAX = 4096
 """How many prefixes are remembered to end somewhere."""
@@ -144,7 +144,7 @@ class Prober:
         """Whether a shared tier says that it has these; False if it says nothing in time."""
         results: Results | None = None
         if level.answers:
-            results = (await level.door.contains(keys)).results
+            results = (await level.client.contains(keys)).results
             level.stats.probed += len(keys)
         return [False] * len(keys) if results is None else [*map(bool, results)]
 

@@ -12,12 +12,12 @@ from kvladder.keys import KEY_BYTES, SALT_BYTES, BlockKey, Namespace
 from kvladder.layout import Layout
 from kvladder.lock import STEP
 from kvladder.policy.eviction import PRIORITY_MAX
-from kvladder.tiers.base import TierContext
-from kvladder.tiers.label import Facts, Kept, Ref
-from kvladder.tiers.ladder.door import CALLS_TIMEOUT_S, Threads
-from kvladder.tiers.ladder.gate import contained
+from kvladder.tiers.context import TierContext
+from kvladder.tiers.label import Facts, RecoveredBlock, Ref
+from kvladder.tiers.ladder.base_level import StackCallbacks
+from kvladder.tiers.ladder.breaker import contained
+from kvladder.tiers.ladder.client import CALLS_TIMEOUT_S, Threads
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.shelf import Above
 from kvladder.tiers.ladder.writer import Writer
 
 OPEN_TIMEOUT_S = 30.0
@@ -26,7 +26,7 @@ TERMS_MAX = 7
 _ENDS = {NoneType, int, float}
 
 
-class Keeper:
+class LevelLifecycle:
     """Keeps a level: opens its tier, has its writer work, and closes it. All on the loop.
 
     Only wrong settings are an error at start. A tier that raises anything else, or takes too long
@@ -35,10 +35,10 @@ class Keeper:
     waited for. Without a level that is ``required`` the cache does not start.
     """
 
-    def __init__(self, level: Level, above: Above) -> None:
+    def __init__(self, level: Level, above: StackCallbacks) -> None:
         self.writer = Writer(level, above)
         self.level = level
-        self._door = level.door
+        self._client = level.client
         self._call: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_late = False
@@ -51,7 +51,7 @@ class Keeper:
         ConfigError
             The tier cannot work as configured, or is required and not open.
         """
-        context = self._door.prepare(layout, namespace, threads)
+        context = self._client.prepare(layout, namespace, threads)
         first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         name = f"kvladder-open-{self.level.name}"
         self._task = asyncio.create_task(self._open(context, first), name=name)
@@ -62,12 +62,12 @@ class Keeper:
         else:
             first.cancel()
             hangs = Unavailable(f"it has not opened within {OPEN_TIMEOUT_S:g} s")
-            if self._door.required:
+            if self._client.required:
                 raise refusal(hangs)
-            self._door.leave_out(str(hangs))
+            self._client.leave_out(str(hangs))
 
     async def _open(self, context: TierContext, first: asyncio.Future[None]) -> None:
-        tier, settings = self.level.tier, self._door.settings.breaker
+        tier, settings = self.level.tier, self._client.settings.breaker
         steps: list[Callable[[], Awaitable[None]]] = [lambda: tier.open(context), self._recover]
         pause_s = settings.retry_s
         while steps:
@@ -78,12 +78,12 @@ class Keeper:
             if not first.done() and isinstance(error, ConfigError):
                 first.set_exception(error)
                 return
-            if not first.done() and self._door.required:
+            if not first.done() and self._client.required:
                 first.set_exception(refusal(error))
                 return
             verb = "open" if len(steps) > 1 else "say what it has"
             known = isinstance(error, TierError | ConfigError)
-            self._door.leave_out(f"it failed to {verb}: {error if known else repr(error)}")
+            self._client.leave_out(f"it failed to {verb}: {error if known else repr(error)}")
             if not first.done():
                 first.set_result(None)
             await asyncio.sleep(pause_s)
@@ -126,9 +126,9 @@ class Keeper:
             self._call.cancel()
             await asyncio.wait({self._call}, timeout=CALLS_TIMEOUT_S)
         await self.writer.aclose()
-        await self._door.end_calls()
-        await self._door.aclose()
-        await self._door.end_calls()  # what only its end could end
+        await self._client.end_calls()
+        await self._client.aclose()
+        await self._client.end_calls()  # what only its end could end
 
     # ---- what is there
 
@@ -171,7 +171,7 @@ class Keeper:
             what = f"{strange} of the blocks that tier {level.name} said it has cannot be blocks"
             level.shared.notices.say(f"{level.name} recover", f"{what}, and are passed over")
 
-    def _hold(self, blocks: Sequence[Kept]) -> list[Ref]:
+    def _hold(self, blocks: Sequence[RecoveredBlock]) -> list[Ref]:
         """Hold those that are to be held, and return the others."""
         level, clock = self.level, self.level.shared.clock
         least, wall_s = level.rule.min_priority, clock.wall()
@@ -204,9 +204,9 @@ class Keeper:
                 if self._is_late:
                     level.shared.events.removed(level.name, keys, "lost")
 
-    def _sound(self, blocks: Sequence[Kept], taken: bytearray) -> list[Kept]:
+    def _sound(self, blocks: Sequence[RecoveredBlock], taken: bytearray) -> list[RecoveredBlock]:
         """Those of a batch that are blocks, each key and each place once; marks their places."""
-        found: dict[BlockKey, Kept] = {}
+        found: dict[BlockKey, RecoveredBlock] = {}
         for block in blocks:
             is_free = _is_block(block, len(taken)) and not taken[block.place]
             if is_free and block.key not in found and block.key not in self.level.index:
@@ -215,10 +215,10 @@ class Keeper:
         return list(found.values())
 
 
-def _until(last_s: float) -> Callable[[Kept], Kept]:
+def _until(last_s: float) -> Callable[[RecoveredBlock], RecoveredBlock]:
     """Make a function that has blocks expire at a wall time, unless they do so before."""
 
-    def bounded(block: Kept) -> Kept:
+    def bounded(block: RecoveredBlock) -> RecoveredBlock:
         end_s = block.facts.expires_wall_s
         if end_s is not None and end_s <= last_s:
             return block
@@ -230,7 +230,7 @@ def _until(last_s: float) -> Callable[[Kept], Kept]:
 def _is_block(block: object, places: int) -> bool:
     """Whether a plug-in may have meant a block by it, at one of so many places."""
     return (
-        type(block) is Kept
+        type(block) is RecoveredBlock
         and type(block.key) is bytes
         and len(block.key) == KEY_BYTES
         and _whole(block.place, places - 1)

@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
-from kvladder.arena import Slot
+from kvladder.arena import NO_SLOT, Slot
 from kvladder.keys import BlockKey
-from kvladder.tiers.base import NO_SLOT, Clock
+from kvladder.tiers.context import Clock
 from kvladder.tiers.ladder.loading.fetch import Fetch, SetFetch
 from kvladder.tiers.ladder.loading.unreleased import Unreleased
 
@@ -23,7 +23,7 @@ SILENT_S: Final = 1.0
 """Whoever has not asked for so long does not hold up those behind it; it keeps its place."""
 
 
-class Turns:
+class SlotAdmission:
     """Who waits for slots, in the order in which they came; from any thread."""
 
     def __init__(self, slots: float, clock: Clock, unreleased: Unreleased) -> None:
@@ -57,7 +57,7 @@ class Turns:
             self._asked_s.pop(who, None)
 
 
-class Paced(ABC):
+class BatchedTransfer(ABC):
     """Something that is done piece by piece. Ask ``ready``, use the piece, then ``advance``.
 
     Owned by the caller, who calls ``close`` in the end; that may be called again. If the caller
@@ -72,7 +72,7 @@ class Paced(ABC):
     count = 0
     """How many blocks from there on the piece is about; with 0 it is over."""
 
-    def __init__(self, total: int, turns: Turns) -> None:
+    def __init__(self, total: int, turns: SlotAdmission) -> None:
         self._total = total
         self._turns = turns
         self._ready = False
@@ -129,7 +129,7 @@ class Paced(ABC):
             threading.Event().wait(POLL_S)
 
 
-class PacedFetch(Paced):
+class BatchedFetch(BatchedTransfer):
     """The prefix of some blocks, or those of a set, each piece a ``Fetch`` of its own.
 
     A piece ends before a block that is here but for which there was no room, or no time; if that
@@ -154,7 +154,7 @@ class PacedFetch(Paced):
     def __init__(
         self,
         keys: Sequence[BlockKey],
-        turns: Turns,
+        turns: SlotAdmission,
         *,
         begin: Callable[[Sequence[BlockKey]], Fetch],
         knows: Callable[[Sequence[BlockKey]], Sequence[bool]],
@@ -242,7 +242,7 @@ class Reserved(Protocol):
 R = TypeVar("R", bound=Reserved)
 
 
-class PacedSave(Paced, Generic[R]):
+class BatchedSave(BatchedTransfer, Generic[R]):
     """A save for which there may not be room at once: each piece is as much as finds room.
 
     It waits for room as long as others are about to make some. What finds none then is left out.
@@ -262,7 +262,7 @@ class PacedSave(Paced, Generic[R]):
     def __init__(
         self,
         total: int,
-        turns: Turns,
+        turns: SlotAdmission,
         *,
         begin: Callable[[int, bool], R],
         moving: Callable[[int | None], bool],

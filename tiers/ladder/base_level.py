@@ -20,9 +20,10 @@ from kvladder.notices import Notices
 from kvladder.policy.eviction import EvictionPolicy
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.tenants import NO_SHARES, Shares, Tenants
-from kvladder.tiers.base import EVERYTHING, Clock
-from kvladder.tiers.ladder.index import LevelIndex, Meta, P
+from kvladder.tiers.context import Clock
 from kvladder.tiers.ladder.loading.unreleased import Unreleased
+from kvladder.tiers.ladder.records.index import BlockMeta, LevelIndex, P
+from kvladder.tiers.ladder.records.terms import EVERYTHING
 
 if TYPE_CHECKING:
     from kvladder.tiers.ladder.level import Level
@@ -172,14 +173,14 @@ class Shared:
         return bool(purging) and (salt in purging or EVERYTHING in purging)
 
 
-class Above(Protocol):
+class StackCallbacks(Protocol):
     """What a level needs of the stack; with the lock held."""
 
     def room(self, count: int, priority: int) -> list[Slot]:
         """Lease slots for up to so many blocks of a priority."""
         ...
 
-    def below(self, level: Level, key: BlockKey, meta: Meta) -> Level | None:
+    def below(self, level: Level, key: BlockKey, meta: BlockMeta) -> Level | None:
         """The level below this one that should get the block when it leaves there."""
         ...
 
@@ -192,7 +193,7 @@ class Above(Protocol):
         ...
 
 
-class ShelfSettings(Protocol):
+class BaseLevelSettings(Protocol):
     """What every level has."""
 
     @property
@@ -216,7 +217,7 @@ class ShelfSettings(Protocol):
         ...
 
 
-class Shelf(ABC, Generic[P]):
+class BaseLevel(ABC, Generic[P]):
     """What the host level and those below it have in common: rule, index, statistics.
 
     Every call has the stack's lock held, from any thread. ``bit`` says which of the levels in a
@@ -224,7 +225,7 @@ class Shelf(ABC, Generic[P]):
     """
 
     def __init__(
-        self, settings: ShelfSettings, shared: Shared, *, bit: int, blocks_max: int
+        self, settings: BaseLevelSettings, shared: Shared, *, bit: int, blocks_max: int
     ) -> None:
         self.name = settings.name
         self.rule = rule = settings.rule
@@ -241,7 +242,7 @@ class Shelf(ABC, Generic[P]):
             tenants=Tenants(shares, rule.min_priority) if shares != NO_SHARES else None,
         )
 
-    def admits(self, meta: Meta) -> bool:
+    def admits(self, meta: BlockMeta) -> bool:
         """Whether a block of this meta would be taken now."""
         return (
             self.rule.admits(meta.floor, meta.hits)
@@ -262,7 +263,7 @@ class Shelf(ABC, Generic[P]):
         return None
 
     def hold(
-        self, keys: Sequence[BlockKey], places: Sequence[P], meta: Meta, *, pins: int = 0
+        self, keys: Sequence[BlockKey], places: Sequence[P], meta: BlockMeta, *, pins: int = 0
     ) -> None:
         """Hold blocks at these places, all with one ``meta``, in that order."""
         assert meta.floor >= self.rule.min_priority
@@ -299,7 +300,7 @@ class Shelf(ABC, Generic[P]):
 class Expiry:
     """Has levels forget blocks when the time that their requests gave them is over."""
 
-    def __init__(self, levels: Sequence[Shelf[Any]], shared: Shared) -> None:
+    def __init__(self, levels: Sequence[BaseLevel[Any]], shared: Shared) -> None:
         self._levels = levels
         self._shared = shared
         self._timer: asyncio.TimerHandle | None = None

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar, cast
 
 from kvladder.keys import BlockKey
 from kvladder.policy.tenants import Tenants, give_way
-from kvladder.tiers.base import Deadlines, TermsByPlace
+from kvladder.tiers.ladder.records.terms import Deadlines, TermsByPlace
 
 P = TypeVar("P", bound=int)
 """A place in a level: a small non-negative int, of host a slot."""

@@ -17,10 +17,10 @@ from kvladder.lock import BULK_STEP, STEP
 from kvladder.metrics import AGES_S, DISTANCES, Histogram
 from kvladder.policy.eviction import BULK_MIN, GROWTH_MAX, PRIORITY_DEFAULT, EvictionPolicy
 from kvladder.policy.tenants import Tenants
-from kvladder.tiers.base import NO_TERMS, Deadlines, Terms, TermsByPlace
-from kvladder.tiers.label import Kept
-from kvladder.tiers.ladder.tenancy import P as P
-from kvladder.tiers.ladder.tenancy import Tenanted
+from kvladder.tiers.label import RecoveredBlock
+from kvladder.tiers.ladder.records.tenancy import P as P
+from kvladder.tiers.ladder.records.tenancy import Tenanted
+from kvladder.tiers.ladder.records.terms import NO_TERMS, Deadlines, Terms, TermsByPlace
 
 HITS_MAX = 255
 RESERVED_MAX = 1 << 20
@@ -28,7 +28,7 @@ RESERVED_MAX = 1 << 20
 _MASK = 0xFFFFFFFF
 
 
-class Meta(NamedTuple):
+class BlockMeta(NamedTuple):
     """What travels with a block from level to level."""
 
     priority: int = PRIORITY_DEFAULT
@@ -42,12 +42,12 @@ class Meta(NamedTuple):
     """What its request said of it."""
 
 
-def alike(metas: Sequence[Meta]) -> bool:
+def alike(metas: Sequence[BlockMeta]) -> bool:
     """Whether all of them are the same, as they are where nothing was said of any."""
     return bool(metas) and metas.count(metas[0]) == len(metas)
 
 
-def runs(metas: Iterable[Meta]) -> Iterator[tuple[Meta, slice]]:
+def runs(metas: Iterable[BlockMeta]) -> Iterator[tuple[BlockMeta, slice]]:
     """Those that follow each other and are the same: which, and where; mostly it is one run."""
     end = 0
     for meta, run in groupby(metas):
@@ -192,9 +192,9 @@ class LevelIndex(Tenanted[P]):
         """The lowest priority among the blocks at ``places``, one or more."""
         return min(map(self._priority.__getitem__, places))
 
-    def meta(self, place: int) -> Meta:
+    def meta(self, place: int) -> BlockMeta:
         """What is known of the block at ``place``."""
-        return Meta(
+        return BlockMeta(
             self._priority[place],
             self._floor[place],
             self._hits[place],
@@ -202,7 +202,7 @@ class LevelIndex(Tenanted[P]):
             self._terms.of[place],
         )
 
-    def metas(self, places: Sequence[int]) -> list[Meta]:
+    def metas(self, places: Sequence[int]) -> list[BlockMeta]:
         """What is known of the blocks at ``places``; those that are alike share an object."""
         if len(places) < 2 or self._until.of or self._terms.count:
             return [self.meta(place) for place in places]
@@ -212,10 +212,10 @@ class LevelIndex(Tenanted[P]):
         ]
         first, lowest = priorities[0], floors[0]
         if priorities.count(first) == floors.count(lowest) == len(places):
-            by_hits = {count: Meta(first, lowest, count) for count in {*hits}}
+            by_hits = {count: BlockMeta(first, lowest, count) for count in {*hits}}
             return [*map(by_hits.__getitem__, hits)]
         kinds = [*zip(priorities, floors, hits, strict=True)]
-        metas = {kind: Meta(*kind) for kind in dict.fromkeys(kinds)}
+        metas = {kind: BlockMeta(*kind) for kind in dict.fromkeys(kinds)}
         return [*map(metas.__getitem__, kinds)]
 
     def at(self, places: Iterable[int]) -> list[BlockKey | None]:
@@ -241,7 +241,7 @@ class LevelIndex(Tenanted[P]):
         self,
         keys: Sequence[BlockKey],
         places: Sequence[P],
-        meta: Meta,
+        meta: BlockMeta,
         *,
         expires_s: float = inf,
         pins: int = 0,
@@ -285,7 +285,7 @@ class LevelIndex(Tenanted[P]):
         self,
         keys: Sequence[BlockKey],
         places: Sequence[P],
-        meta: Meta,
+        meta: BlockMeta,
         expires_s: float,
         pins: int,
     ) -> None:
@@ -370,7 +370,7 @@ class LevelIndex(Tenanted[P]):
         """All places that were ever taken are below it."""
         return self._end
 
-    def fill(self, blocks: Sequence[Kept], behind_s: float, here: int) -> None:
+    def fill(self, blocks: Sequence[RecoveredBlock], behind_s: float, here: int) -> None:
         """Hold what a tier recovered, oldest first: like ``insert``, in less time.
 
         ``behind_s`` is loop time minus wall time, ``here`` the level's bit.
@@ -534,7 +534,7 @@ class LevelIndex(Tenanted[P]):
         """How often the block at ``place`` is pinned."""
         return self._pins[place]
 
-    def note(self, key: BlockKey, meta: Meta) -> None:
+    def note(self, key: BlockKey, meta: BlockMeta) -> None:
         """A held block was used elsewhere, and is worth this now; its terms stay."""
         place = self._place[key]
         self._floor[place] = meta.floor

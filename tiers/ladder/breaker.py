@@ -91,7 +91,7 @@ class Breaker:
 
 
 @dataclass(frozen=True, slots=True)
-class GateSettings:
+class CallSettings:
     """How long a tier may take and when it is left alone."""
 
     timeout_s: float = 5.0

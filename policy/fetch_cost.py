@@ -100,7 +100,7 @@ class Curve:
             del self._points[at]
 
 
-class Mark(NamedTuple):
+class RequestTimestamp(NamedTuple):
     """When something was asked for, and how many had come until then."""
 
     at_s: float
@@ -119,14 +119,14 @@ class Pace:
         """When the last of them came, or the first was asked for."""
         self._spurned = 0
 
-    def asked(self, blocks: int, now_s: float) -> Mark:
+    def asked(self, blocks: int, now_s: float) -> RequestTimestamp:
         """So many blocks are asked for; every batch of them that ends is reported by ``came``."""
         if not self.ahead:
             self._moved_s = now_s
         self.ahead += blocks
-        return Mark(now_s, self._come)
+        return RequestTimestamp(now_s, self._come)
 
-    def came(self, mark: Mark, blocks: int, now_s: float, *, found: bool) -> None:
+    def came(self, mark: RequestTimestamp, blocks: int, now_s: float, *, found: bool) -> None:
         """A batch of what was asked for has ended.
 
         One in which nothing was ``found`` says only that it would have taken longer, if at all.
@@ -162,7 +162,7 @@ class Pace:
         return True
 
 
-class Saves(NamedTuple):
+class AvoidedCompute(NamedTuple):
     """What an engine is spared if all blocks of a fetch come."""
 
     tokens: int
@@ -173,11 +173,11 @@ class Saves(NamedTuple):
     """Tokens of other requests that it computes before."""
 
 
-ANYTHING = Saves(10**15)
+ANYTHING = AvoidedCompute(10**15)
 """More than any tier takes: fetched, and waited for up to the deadline, in any case."""
 
 
-class Run(NamedTuple):
+class LevelRun(NamedTuple):
     """Blocks of a prefix that have to come from one level, one behind the other."""
 
     first: int
@@ -187,16 +187,16 @@ class Run(NamedTuple):
     pace: Pace
 
 
-Stretch = Sequence[Run]
+Stretch = Sequence[LevelRun]
 """Runs that are brought up all or not at all, one of each level."""
 
 
-def stretches(runs: Sequence[Run]) -> list[Stretch]:
+def stretches(runs: Sequence[LevelRun]) -> list[Stretch]:
     """Not more than ``ENDS_MAX``: each is one run, unless levels take turns very often."""
     size = -(-len(runs) // ENDS_MAX)
     found: list[Stretch] = []
     for start in range(0, len(runs), max(1, size)):
-        of_pace: dict[Pace, Run] = {}
+        of_pace: dict[Pace, LevelRun] = {}
         for run in runs[start : start + size]:
             before = of_pace.get(run.pace)
             of_pace[run.pace] = run if before is None else before._replace(new=before.new + run.new)
@@ -228,7 +228,7 @@ class Patience:
         return max(in_vain_s, self.trusted_s)
 
 
-class Stake:
+class CostEstimate:
     """One request's choice: what computing its blocks takes, against what tiers take.
 
     Parameters
@@ -308,7 +308,7 @@ class _Steps:
                 return
 
 
-class Worth:
+class FetchCostModel:
     """How long computing tokens takes, as the engine tells.
 
     Parameters
@@ -355,7 +355,7 @@ class Worth:
         token_s = self._token_s(tokens)
         return None if token_s is None else token_s * tokens
 
-    def sample(self, saves: Saves, blocks: int) -> int:
+    def sample(self, saves: AvoidedCompute, blocks: int) -> int:
         """How many blocks should be computed only to see how long it takes.
 
         None, if that is known, and if the engine does not tell or the prompt is too short.
@@ -366,9 +366,11 @@ class Worth:
         count = min(-(-SAMPLE_TOKENS * blocks // saves.tokens), blocks // 2)
         return count if count * saves.tokens >= TOKENS_MIN * blocks else 0
 
-    def stake(self, saves: Saves, blocks: int) -> Stake | None:
+    def estimate(self, saves: AvoidedCompute, blocks: int) -> CostEstimate | None:
         """What computing so many blocks takes; None as long as nothing was measured."""
         token_s = self._token_s(saves.tokens + saves.behind)
         if token_s is None or not blocks:
             return None
-        return Stake(token_s * saves.tokens / blocks, token_s * saves.behind, whole=saves.whole)
+        return CostEstimate(
+            token_s * saves.tokens / blocks, token_s * saves.behind, whole=saves.whole
+        )

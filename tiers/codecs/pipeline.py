@@ -14,11 +14,12 @@ from kvladder.arena import Slot
 from kvladder.errors import ConfigError, TierFull
 from kvladder.layout import Layout, align
 from kvladder.schema import within
-from kvladder.tiers.base import Blocking, Tier, TierContext
+from kvladder.tiers.base import Tier
 from kvladder.tiers.codecs.base import ChecksumCodec, Codec, Subject
 from kvladder.tiers.codecs.chain import Chain, Find
-from kvladder.tiers.label import Labels, LevelRead, Outcome, Ref, Side, Write, all_plain
-from kvladder.tiers.ladder.gate import checked
+from kvladder.tiers.context import Blocking, TierContext
+from kvladder.tiers.label import Labels, LevelRead, Outcome, Ref, SlotAccess, Write, all_plain
+from kvladder.tiers.ladder.breaker import checked
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -39,7 +40,7 @@ def scratch_blocks(codecs: Sequence[Codec], slot_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class EdgeSettings:
+class PipelineSettings:
     """What is done to blocks at the edge of a level."""
 
     codecs: tuple[Codec, ...] = ()
@@ -71,7 +72,7 @@ def told_apart(layout: Layout, codecs: Iterable[Codec]) -> Sequence[str]:
     return layout.kinds if any(codec.allowed for codec in codecs) else ()
 
 
-class Edge:
+class CodecPipeline:
     """Stands between a level and its tier. Coroutines run on the loop thread.
 
     Blocks are encoded from their slots into scratch slots, in threads, and the tier is given
@@ -90,7 +91,7 @@ class Edge:
     def __init__(
         self,
         tier: Tier,
-        settings: EdgeSettings,
+        settings: PipelineSettings,
         scratch: Sequence[Slot] = (),
         *,
         verify: bool = True,
@@ -118,7 +119,7 @@ class Edge:
         self._size = context.layout.block_bytes
         wall = context.clock.wall if self._tier.shared else None
         labels = Labels(context.namespace, self._size, verify=self._verify, wall=wall)
-        self.side = Side(labels, context.arena.view)
+        self.side = SlotAccess(labels, context.arena.view)
         codecs = [one for one in self._settings.codecs if not isinstance(one, ChecksumCodec)]
         layout = context.layout
         for codec in codecs:

@@ -14,7 +14,7 @@ FULL_RETRY_S = 60.0
 """After a full disk, how long a level works within the places it has before it tries for more."""
 
 
-class Places:
+class PlaceAllocator:
     """Gives out places ``0 <= place < capacity``, lowest first, neighbours where possible.
 
     A place is free, or taken: by a block of the index, by one that is being written or given up,

@@ -9,23 +9,24 @@ from kvladder.arena import Slot
 from kvladder.keys import BlockKey
 from kvladder.lock import BATCH, StackLock
 from kvladder.policy.eviction import PRIORITY_MAX
-from kvladder.tiers.base import ANYWHERE, HOST, Clock
+from kvladder.tiers.context import Clock
 from kvladder.tiers.label import Outcome
-from kvladder.tiers.ladder.gate import BREAKER_STATES, KINDS
+from kvladder.tiers.ladder.base_level import EventBuffer, Shared
+from kvladder.tiers.ladder.breaker import BREAKER_STATES, KINDS
 from kvladder.tiers.ladder.host import HostLevel
-from kvladder.tiers.ladder.index import LevelIndex, Meta
 from kvladder.tiers.ladder.level import Level
-from kvladder.tiers.ladder.shelf import EventBuffer, Shared
+from kvladder.tiers.ladder.records.index import BlockMeta, LevelIndex
+from kvladder.tiers.ladder.records.terms import ANYWHERE, HOST
 
 
-class Seam:
+class StackQueries:
     """Answers of a stack about its levels."""
 
     host: HostLevel
     levels: list[Level]
     shared: Shared
     lock: StackLock
-    _shelves: Sequence[HostLevel | Level]
+    _all_levels: Sequence[HostLevel | Level]
     """All of them, hottest first."""
 
     @property
@@ -41,7 +42,7 @@ class Seam:
     @property
     def indexes(self) -> dict[str, LevelIndex[Any]]:
         """What each level holds, by name, hottest first."""
-        return {shelf.name: shelf.index for shelf in self._shelves}
+        return {level.name: level.index for level in self._all_levels}
 
     @property
     def media(self) -> dict[str, str]:
@@ -127,12 +128,12 @@ class Seam:
                 found += map(any, zip(*rows, strict=True))
         return found
 
-    def meta(self, key: BlockKey) -> Meta | None:
+    def meta(self, key: BlockKey) -> BlockMeta | None:
         """What the hottest level that holds the block knows of it; with the lock held."""
-        for shelf in self._shelves:
-            place = shelf.index.place(key)
+        for level in self._all_levels:
+            place = level.index.place(key)
             if place is not None:
-                return shelf.index.meta(place)
+                return level.index.meta(place)
         return None
 
     def where(self, key: BlockKey) -> str | None:
@@ -143,30 +144,30 @@ class Seam:
 
     def bits(self, names: Collection[str]) -> int:
         """The levels of these names as a mask; KeyError if there is none of a name."""
-        known = {shelf.name: shelf.bit for shelf in self._shelves}
+        known = {level.name: level.bit for level in self._all_levels}
         return sum(known[name] for name in set(names))
 
 
 def level_counts(level: Level) -> dict[str, Any]:
     """Occupancy of a level below host, and the state of its door; with the lock held."""
-    door, edge = level.door, level.door.edge
-    states = {kind: BREAKER_STATES.index(state) for kind, state in door.states.items()}
-    opened = {kind: breaker.opened for kind, breaker in door.breakers.items()}
+    client, pipeline = level.client, level.client.pipeline
+    states = {kind: BREAKER_STATES.index(state) for kind, state in client.states.items()}
+    opened = {kind: breaker.opened for kind, breaker in client.breakers.items()}
     return {
         **level.index.as_dict(),
         "capacity": level.capacity_blocks,
         "queued": level.queued,
         "removals": level.removals,
         "queue_age_s": level.queue_age_s,
-        "corrupt": edge.refused[Outcome.CORRUPT],
-        "foreign": edge.refused[Outcome.STALE],
-        "unreadable": edge.refused[Outcome.UNREADABLE],
-        "encoded_bytes": edge.encoded_bytes,
-        "calls_behind": door.behind,
+        "corrupt": pipeline.refused[Outcome.CORRUPT],
+        "foreign": pipeline.refused[Outcome.STALE],
+        "unreadable": pipeline.refused[Outcome.UNREADABLE],
+        "encoded_bytes": pipeline.encoded_bytes,
+        "calls_behind": client.behind,
         "breakers": states,
         "breakers_opened": opened,
         "breaker": max(states.values()),
-        "breaker_open": int(any(not door.open(kind) for kind in KINDS)),
+        "breaker_open": int(any(not client.open(kind) for kind in KINDS)),
         "breaker_opened": sum(opened.values()),
-        "left_out": int(door.absent),
+        "left_out": int(client.absent),
     }

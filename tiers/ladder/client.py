@@ -16,13 +16,15 @@ from kvladder.metrics import LevelStats
 from kvladder.policy.eviction import EvictionPolicy
 from kvladder.policy.offload import OffloadRule
 from kvladder.policy.tenants import NO_SHARES, Shares
-from kvladder.tiers.base import NO_PLACE, Blocking, Tier, TierContext
-from kvladder.tiers.codecs.edge import Edge, EdgeSettings
+from kvladder.tiers.base import NO_PLACE, Tier
+from kvladder.tiers.codecs.pipeline import CodecPipeline, PipelineSettings
+from kvladder.tiers.context import Blocking, TierContext
 from kvladder.tiers.label import LevelRead, LevelWrite, Ref
-from kvladder.tiers.ladder.gate import (
+from kvladder.tiers.ladder.base_level import Shared
+from kvladder.tiers.ladder.breaker import (
     KINDS,
     Breaker,
-    GateSettings,
+    CallSettings,
     Kind,
     Results,
     State,
@@ -30,7 +32,6 @@ from kvladder.tiers.ladder.gate import (
     contained,
     wrong,
 )
-from kvladder.tiers.ladder.shelf import Shared
 
 T = TypeVar("T")
 Threads = Callable[[str], Blocking]
@@ -60,16 +61,16 @@ _VERBS: Mapping[Kind, str] = {
 class LevelSettings:
     """How a level treats its tier."""
 
-    gate: GateSettings = field(default_factory=GateSettings)
+    calls: CallSettings = field(default_factory=CallSettings)
     queue_blocks: int = 256
     """Blocks that may wait to be written; each keeps an arena slot busy."""
     reads_max: int = 4
     """Reads under way at once."""
-    edge: EdgeSettings = field(default_factory=EdgeSettings)
+    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LevelSpec:
+class LevelDefinition:
     """A level below host, before the stack makes it."""
 
     name: str
@@ -88,7 +89,7 @@ class LevelSpec:
     """How many blocks salts may have there."""
 
 
-class Answer(NamedTuple):
+class CallOutcome(NamedTuple):
     """What came of a call."""
 
     results: Results | None
@@ -100,7 +101,7 @@ class Answer(NamedTuple):
     took_s: float = 0.0
 
 
-class Door:
+class TierClient:
     """Calls a tier, through its codecs, so that nothing it does reaches further than a None.
 
     A claim on each slot is held until the tier no longer touches it. A call that is not over at
@@ -115,14 +116,16 @@ class Door:
     """
 
     def __init__(
-        self, spec: LevelSpec, shared: Shared, stats: LevelStats, on_calm: Callable[[], None]
+        self, spec: LevelDefinition, shared: Shared, stats: LevelStats, on_calm: Callable[[], None]
     ) -> None:
         self.tier = spec.tier
-        self.edge = Edge(spec.tier, spec.settings.edge, spec.scratch, verify=spec.verify)
-        self.breakers = {kind: Breaker(spec.settings.gate.breaker) for kind in KINDS}
+        self.pipeline = CodecPipeline(
+            spec.tier, spec.settings.pipeline, spec.scratch, verify=spec.verify
+        )
+        self.breakers = {kind: Breaker(spec.settings.calls.breaker) for kind in KINDS}
         self._reads = asyncio.Semaphore(spec.settings.reads_max)
         """Whoever reads holds it, so that not too many reads are under way at once."""
-        self.settings = spec.settings.gate
+        self.settings = spec.settings.calls
         self.required = spec.required
         """Whether the cache does not start without the tier."""
         self.why = ""
@@ -207,7 +210,7 @@ class Door:
             say=lambda text: self._shared.notices.say(text, f"tier {self._name}: {text}"),
             fields=self._shared.fields,
         )
-        self.edge.open(context, threads(f"{self._name}-codecs"))
+        self.pipeline.open(context, threads(f"{self._name}-codecs"))
         return context
 
     def leave_out(self, why: str) -> None:
@@ -246,16 +249,16 @@ class Door:
 
     # ---- calls
 
-    async def get(self, blocks: Sequence[LevelRead], ended: Callable[[], None]) -> Answer:
+    async def get(self, blocks: Sequence[LevelRead], ended: Callable[[], None]) -> CallOutcome:
         """Fill the blocks' slots, when it is their turn; see ``call``.
 
         ``ended`` runs under the lock once nobody reads any more, however that comes, even late.
         """
         slots = [block.slot for block in blocks]
-        get, answer = self.edge.get, Answer(None)
+        get, answer = self.pipeline.get, CallOutcome(None)
         try:
             async with self._reads:
-                answer = Answer(None, quiet=False)  # if it is cancelled, it is left behind
+                answer = CallOutcome(None, quiet=False)  # if it is cancelled, it is left behind
                 answer = await self.call(
                     "get", lambda: get(blocks), ended, slots=slots, expected=len(blocks)
                 )
@@ -265,17 +268,17 @@ class Door:
                     ended()
         return answer
 
-    async def put(self, blocks: Sequence[LevelWrite], late: Callable[[], None]) -> Answer:
+    async def put(self, blocks: Sequence[LevelWrite], late: Callable[[], None]) -> CallOutcome:
         """Store what is in the blocks' slots; see ``call``."""
         slots = [block.slot for block in blocks]
-        put = self.edge.put
+        put = self.pipeline.put
         return await self.call("put", lambda: put(blocks), late, slots=slots, expected=len(blocks))
 
-    async def remove(self, blocks: Sequence[Ref], late: Callable[[], None]) -> Answer:
+    async def remove(self, blocks: Sequence[Ref], late: Callable[[], None]) -> CallOutcome:
         """Have the tier forget these; see ``call``."""
         return await self.call("remove", lambda: self.tier.remove(blocks), late)
 
-    async def contains(self, keys: Sequence[BlockKey]) -> Answer:
+    async def contains(self, keys: Sequence[BlockKey]) -> CallOutcome:
         """Whether a shared tier has these blocks; see ``call``."""
         blocks = [Ref(key, NO_PLACE) for key in keys]
         return await self.call(
@@ -317,7 +320,7 @@ class Door:
         slots: Sequence[Slot] = (),
         expected: int | None = None,
         timeout_s: float | None = None,
-    ) -> Answer:
+    ) -> CallOutcome:
         """Call the tier; a call that does not return ``expected`` booleans has failed.
 
         If it is left behind, or nobody takes its answer, ``late`` runs under the lock when it has
@@ -327,7 +330,7 @@ class Door:
         timeout_s = self.settings.timeout_s if timeout_s is None else timeout_s
         begun_s = shared.clock.now()
         if self.crowded or self.absent or not breaker.begin(begun_s):
-            return Answer(None)
+            return CallOutcome(None)
         shared.arena.share(slots)
 
         async def calling() -> Results:
@@ -376,7 +379,7 @@ class Door:
         if left_behind:
             self._failed(kind, f"no answer within {timeout_s:g} s")
             self._stats.timeouts += 1
-            return Answer(None, quiet=False, took_s=timeout_s)
+            return CallOutcome(None, quiet=False, took_s=timeout_s)
         return self._answer(kind, task, shared.clock.now() - begun_s)
 
     def _tell(self, late: Callable[[], None]) -> None:
@@ -397,17 +400,17 @@ class Door:
             what += ": it is left alone until some do"
             self._shared.notices.say(f"{self._name} behind", what)
 
-    def _answer(self, kind: Kind, task: asyncio.Task[Results], took_s: float) -> Answer:
+    def _answer(self, kind: Kind, task: asyncio.Task[Results], took_s: float) -> CallOutcome:
         if task.cancelled():
             self._failed(kind, "it cancelled the call")
-            return Answer(None, took_s=took_s)
+            return CallOutcome(None, took_s=took_s)
         error = task.exception()
         # a removal that finds no room has failed, or it would be tried again at once
         if error is None or (kind == "put" and isinstance(error, TierFull)):
             self.breakers[kind].success()
-            return Answer(None if error else task.result(), full=bool(error), took_s=took_s)
+            return CallOutcome(None if error else task.result(), full=bool(error), took_s=took_s)
         self._failed(kind, str(error) if isinstance(error, TierError) else repr(error))
-        return Answer(None, took_s=took_s)
+        return CallOutcome(None, took_s=took_s)
 
     def _failed(self, kind: Kind, why: str) -> None:
         if self._closing:

@@ -30,7 +30,7 @@ def abstract(name: str) -> str:
     return f"\0kvladder-{name}"
 
 
-class Lines:
+class LocalListener:
     """A socket where processes of this user come, each of which is served by a thread.
 
     From when it is made nobody else has the name, and whoever comes waits; ``begin`` serves them.
@@ -113,7 +113,7 @@ class Lines:
 
 
 def connect(address: str) -> Connection:
-    """Come to a socket of ``Lines``.
+    """Come to a socket of ``LocalListener``.
 
     Raises
     ------
