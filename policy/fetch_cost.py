@@ -356,15 +356,17 @@ class FetchCostModel:
         return None if token_s is None else token_s * tokens
 
     def sample(self, saves: AvoidedCompute, blocks: int) -> int:
-        """How many blocks should be computed only to see how long it takes.
+        """Return how many blocks to compute only to measure how long that takes.
 
-        None, if that is known, and if the engine does not tell or the prompt is too short.
+        0 if it was measured, or if the engine does not tell. A prompt that is too short for a good
+        measurement is a sample only while nothing at all is known: it gives an upper bound.
         """
         known = self._measured_s(saves.tokens) is not None
         if not self._told or known or saves.whole or saves is ANYTHING:
             return 0
-        count = min(-(-SAMPLE_TOKENS * blocks // saves.tokens), blocks // 2)
-        return count if count * saves.tokens >= TOKENS_MIN * blocks else 0
+        count = min(-(-SAMPLE_TOKENS * blocks // saves.tokens), max(1, blocks // 2))
+        tells = count * saves.tokens >= TOKENS_MIN * blocks or self._few.token_s is None
+        return count if tells else 0
 
     def estimate(self, saves: AvoidedCompute, blocks: int) -> CostEstimate | None:
         """What computing so many blocks takes; None as long as nothing was measured."""

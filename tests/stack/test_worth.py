@@ -148,16 +148,17 @@ async def test_no_speed_of_a_tier_makes_requests_slower(
         await cache.aclose()
 
 
-@pytest.mark.product("kind", "speed_s", "blocks")
+@pytest.mark.product("kind", "speed_s", "blocks", "own")
 @pytest.mark.parametrize("kind", ["own", "shared"])
 @pytest.mark.parametrize("speed_s", SPEEDS)
 @pytest.mark.parametrize("blocks", [3, 15, 16, 31])
+@pytest.mark.parametrize("own", [0, 10])
 async def test_nor_requests_that_are_too_short_to_learn_from(
-    kind: str, speed_s: float, blocks: int
+    kind: str, speed_s: float, blocks: int, own: int
 ) -> None:
-    """Of 12 to 124 tokens, and 10 of their own: what the tier has is all that they could sample."""
+    """Of 12 to 124 tokens, and ``own``: what the tier has is all that they could sample."""
     cache, engine = await opened(made(kind, speed_s, "calls"), range(16), blocks=blocks)
-    engine.own_tokens = 10
+    engine.own_tokens = own
     times = [await engine.serve(at, blocks) for at in range(16)]
     assert max(times[2:]) <= MOST, times
     await cache.aclose()

@@ -214,6 +214,9 @@ def test_what_no_clock_says_is_no_measurement(seconds: float) -> None:
 def test_a_sample_is_computed_once_and_only_if_the_engine_tells() -> None:
     worth = FetchCostModel()
     assert worth.sample(AvoidedCompute(1600), 100) == 0
+    worth.prefilled(0, 0.0)
+    assert worth.sample(AvoidedCompute(100), 10) == 5, "nothing at all is known"
+    assert worth.sample(AvoidedCompute(10), 1) == 1
     worth.prefilled(3, 0.1)
     assert worth.sample(AvoidedCompute(1600), 100) == 16
     assert worth.sample(AvoidedCompute(160), 10) == 5
