@@ -138,5 +138,15 @@ def test_every_reason_for_a_drop_is_explained():
 
 
 def test_decisions_have_numbers_of_their_own():
-    pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    pages = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
     assert [path.name[:4] for path in pages] == [f"{n:04d}" for n in range(1, len(pages) + 1)]
+
+
+def test_every_decision_is_listed_once_with_its_title():
+    folder = ROOT / "docs" / "decisions"
+    listed = re.findall(
+        r"^- \[(.+?)\]\((.+?)\) (.+)$", (folder / "README.md").read_text(), re.MULTILINE
+    )
+    titles = {path.name: path.read_text().partition("\n")[0] for path in folder.glob("0*.md")}
+    assert {name: f"# {number} {title}" for number, name, title in listed} == titles
+    assert len(listed) == len(titles)
