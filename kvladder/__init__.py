@@ -23,7 +23,7 @@ _ROOMS: Final = {
     "manager": ("CacheManager",),
     "compose": ("open_cache",),
 }
-"""Where public names are: imported when they are first used, since every module's import passes."""
+"""The modules of the public names, each imported on first use: this file runs for every import."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,8 @@
 """The arena: fixed-size slots in one shared-memory mapping.
 
-Every byte below the GPU lies in a slot, and passing a block on passes a counted claim on its slot
-on. The mapping is an anonymous file (``memfd_create``), so the kernel frees it when the last
-process that maps it ends, however it ends: nothing is left behind by ``kill -9``, and the size of
-``/dev/shm`` does not matter.
+Every byte below the GPU lies in a slot. To pass a block on, its holder passes on a counted claim on
+the slot. The mapping is an anonymous file (``memfd_create``). The kernel frees it when the last
+process that maps it ends, even by ``kill -9``. The size of ``/dev/shm`` does not matter.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _MEMFD_NAME = "kvladder-arena"
 
 @dataclass(frozen=True, slots=True)
 class ArenaHandle:
-    """What another process of the same user needs to map an arena; plain data."""
+    """The data that another process of the same user needs to map an arena; plain data."""
 
     pid: int
     fd: int
@@ -41,10 +40,10 @@ class ArenaHandle:
 
 
 def memory_available(root: Path = Path("/")) -> int:
-    """Bytes this process may still use: the machine's, or its container's where that is less.
+    """Return how many bytes this process may still use, on the machine and in its container.
 
-    Reads ``/proc/meminfo`` and the limits of cgroup v2 and v1 below ``root``, those around it too.
-    The page cache that a container is charged for, such as a model's files, is not in the way.
+    Reads ``/proc/meminfo`` and the limits of cgroup v2 and v1 below ``root``, enclosing cgroups
+    included. Page cache charged to a container, such as a model's files, counts as available.
     """
     available = _meminfo(root, "MemAvailable")
     for folder, (limit_name, used_name, total) in _cgroups(root):
@@ -68,7 +67,7 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
 def _cgroups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Folders of the memory cgroups that this process is in, and what their files are called."""
+    """Yield the folder of each memory cgroup around this process, and the names of its files."""
     own = {"": "", "memory": ""}
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -82,7 +81,7 @@ def _cgroups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
 
 
 def _meminfo(root: Path, field: str, *, scale: int = 1024) -> int:
-    """A field of ``/proc/meminfo`` times ``scale``; 0 if the kernel does not report it."""
+    """Return a field of ``/proc/meminfo`` times ``scale``; 0 if the kernel does not report it."""
     for line in (root / "proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == field:
@@ -93,9 +92,9 @@ def _meminfo(root: Path, field: str, *, scale: int = 1024) -> int:
 class Arena:
     """Slots of ``slot_bytes`` each, leased and released by count.
 
-    A slot is free or leased; a leased slot has one or more claims and is free again when the last
-    of them is released. Whoever may still touch a slot holds a claim: a slot with a copy in flight
-    is therefore never handed out. All methods may be called from any thread.
+    A slot is free or leased. A leased slot has one or more claims; when the last one is released,
+    the slot is free again. Code that may still touch a slot holds a claim. So a slot with a copy in
+    flight is never handed out. All methods may be called from any thread.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class Arena:
         self.slots = slots
         self.slot_bytes = slot_bytes
         self.huge = huge
-        """Whether the mapping has huge pages of its own, reserved by the administrator."""
+        """True if the mapping has its own huge pages, reserved by the administrator."""
         self._fd = fd
         self.size_bytes = align(slots * slot_bytes, HUGE_PAGE_BYTES)
         """Bytes of the whole mapping."""
@@ -119,10 +118,10 @@ class Arena:
         self._free = unseen(list(range(slots - 1, -1, -1)))
         self._admitted: dict[object, int] = {}
         self._held_back = unseen(list[int]())
-        """Free, but not to be handed out yet; descending."""
+        """Free slots that are not handed out yet; descending."""
         self._closing = False
         self._kept = False
-        """Whether it is closed, but stays mapped for those who claim slots."""
+        """True if it is closed but stays mapped, because slots are still claimed."""
         self._populating: threading.Thread | None = None
 
     @classmethod
@@ -139,7 +138,7 @@ class Arena:
         Raises
         ------
         ConfigError
-            The memory is not there: the message says what would fit.
+            The memory is not available; the message says what would fit.
         """
         if slots < 1:
             hint = f"expected room for at least one block, {slot_bytes} bytes"
@@ -158,7 +157,7 @@ class Arena:
                 hint=f"{fits / 2**30:.2f} GiB would fit",
             )
         if huge:
-            with suppress(ConfigError):  # taken by another process meanwhile
+            with suppress(ConfigError):  # another process took them meanwhile
                 return cls._reserve(slots, slot_bytes, os.MFD_HUGETLB, nodes)
         return cls._reserve(slots, slot_bytes, 0, nodes)
 
@@ -172,7 +171,7 @@ class Arena:
             arena = cls(fd, slots=slots, slot_bytes=slot_bytes, huge=bool(flags))
             prefer_nodes(arena.address, size, nodes)
             make(arena.address, size, huge=arena.huge)
-            os.posix_fallocate(fd, 0, size)  # nothing is left to do, or it raises
+            os.posix_fallocate(fd, 0, size)  # does nothing if all is there, else it raises
         except OSError as error:
             if arena is not None:
                 arena.close()
@@ -189,11 +188,11 @@ class Arena:
     ) -> Arena:
         """Map the arena of another process of the same user (or of this one).
 
-        The attached side only reads and writes slots that the owner names: it leases none. Its
-        pages are mapped in the background, by a thread that ends with ``close``. A process that
-        was given the descriptor when it was started says which one it is by ``inherited``. Unless
-        it is ``writable``, the kernel ends a process that writes to a slot, except between
-        ``allow_writes`` and ``forbid_writes``.
+        The attached side leases no slots: it only reads and writes those that the owner names. A
+        thread that ends with ``close`` maps the pages in the background. A process that inherited
+        the descriptor passes its number as ``inherited``. Unless the arena is ``writable``, the
+        kernel ends a process that writes to a slot, except between ``allow_writes`` and
+        ``forbid_writes``.
         """
         try:
             path = f"/proc/{handle.pid}/fd/{handle.fd}"
@@ -215,16 +214,16 @@ class Arena:
 
     @property
     def handle(self) -> ArenaHandle:
-        """What another process needs for :meth:`attach`; valid while this arena is open."""
+        """The handle to :meth:`attach` from another process; valid while this arena is open."""
         return ArenaHandle(os.getpid(), self._fd, len(self._claims), self.slot_bytes)
 
     @property
     def free(self) -> int:
-        """How many slots nobody claims."""
+        """Number of free slots that may be handed out."""
         return len(self._free)
 
     def lease(self, count: int) -> list[Slot] | None:
-        """Claim ``count`` free slots, all or none; None at once if there are too few."""
+        """Claim ``count`` free slots, all or none; return None at once if there are too few."""
         with self._lock:
             free = self._free
             if count > len(free):
@@ -236,9 +235,9 @@ class Arena:
         return cast("list[Slot]", taken)
 
     def set_aside(self, count: int) -> list[Slot]:
-        """Claim the last ``count`` slots for good: ``slots`` no longer counts them.
+        """Claim the last ``count`` slots for good and return them. ``slots`` no longer counts them.
 
-        Called before anything is leased.
+        Called before any slot is leased.
         """
         with self._lock:
             aside = sorted(self._free[:count])
@@ -251,13 +250,14 @@ class Arena:
 
     @property
     def admitted(self) -> int:
-        """How many slots, from the first, are handed out: all, unless somebody says less."""
+        """Number of slots, from the first, that may be handed out; see ``admit``."""
         return min(self._admitted.values(), default=self.slots)
 
     def admit(self, who: object, slots: int) -> None:
-        """Have no slots but the first ``slots`` handed out from now on, as far as ``who`` says.
+        """Hand out only the first ``slots`` slots from now on, as far as ``who`` is concerned.
 
-        Who copies to a device does not want a slot before that can reach it.
+        The lowest limit of all callers counts. A caller that copies to a device keeps slots back
+        that the device cannot reach yet.
         """
         with self._lock:
             before = self.admitted
@@ -283,7 +283,7 @@ class Arena:
                 claims[slot] += 1
 
     def release(self, slots: Sequence[Slot]) -> None:
-        """Give up one claim on each of ``slots``; raises, changing nothing, on a free slot."""
+        """Give up one claim on each of ``slots``; raise, changing nothing, if one is free."""
         with self._lock:
             claims = self._claims
             for index, slot in enumerate(slots):
@@ -307,16 +307,16 @@ class Arena:
         self._claims[slot] += 1
 
     def claims(self, slot: Slot) -> int:
-        """How many claims there are on ``slot``."""
+        """Return the number of claims on ``slot``."""
         return self._claims[slot]
 
     def unshared(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Those of ``slots``, all leased, on which there is one claim."""
+        """Return those of ``slots``, all leased, that have exactly one claim."""
         claims = self._claims
         return [slot for slot in slots if claims[slot] == 1]
 
     def view(self, slot: Slot) -> memoryview:
-        """The bytes of ``slot``, writable. The caller holds a claim on it."""
+        """Return the bytes of ``slot``, writable. The caller holds a claim on it."""
         start = slot * self.slot_bytes
         return self._buffer[start : start + self.slot_bytes]
 
@@ -326,7 +326,7 @@ class Arena:
         Raises
         ------
         OSError
-            The kernel refuses; all of them are closed to writes then.
+            The kernel refuses; then writes to all of ``slots`` are forbidden.
         """
         if self._guarded:
             try:
@@ -359,8 +359,8 @@ class Arena:
     def close(self) -> bool:
         """Unmap; may be called again. Views that are still held keep their memory alive.
 
-        While somebody claims a slot, and so may still write into it, the memory stays mapped:
-        until the last claim is released or the process ends. Then the answer is False.
+        If a slot is still claimed, its holder may still write into it. Then the memory stays mapped
+        until the last claim is released or the process ends, and False is returned.
         """
         if self._fd < 0:
             return not self._kept
@@ -372,7 +372,7 @@ class Arena:
             self._fd = -1
             if any(self._claims[: self.slots]):
                 self._kept = True
-                # a thread of a library outlives this object, and the end of the interpreter
+                # a library's thread may outlive this object, and the end of the interpreter
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
                 return False
         self._unmap()
@@ -385,7 +385,7 @@ class Arena:
 
 
 def _runs(slots: Collection[int]) -> Iterator[tuple[int, int]]:
-    """Slots as ranges, each with its first slot and the one after its last."""
+    """Yield slots as ranges: the first slot of each and the one after its last."""
     first = end = -1
     for slot in sorted(slots):
         if slot != end:

@@ -1,4 +1,4 @@
-"""The composition root: from a configuration to a running cache."""
+"""The composition root: builds a running cache from a configuration."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def open_cache(
 ) -> CacheManager:
     """Open the cache that a YAML file or a mapping describes, for blocks of ``layout``.
 
-    ``overrides`` are what the engine sets, above file and environment. The caller closes the
-    cache; it is a context manager.
+    ``overrides`` are settings by the engine; they override file and environment. The caller closes
+    the cache; it is a context manager.
 
     Raises
     ------
     ConfigError
-        A setting is wrong, or what it asks for is not there: says where, what and what instead.
+        A setting is wrong, or names something unavailable; says where, what and what instead.
     """
     return open_manager(load_config(source, overrides=overrides), layout)
 
@@ -69,11 +69,11 @@ def open_manager(
 ) -> CacheManager:
     """Build and open everything that ``config`` asks for; on an error nothing is left open.
 
-    ``pools`` tells whether the caller makes block pools from the section ``gpu``, ``instance``
-    which of several engines with this configuration it is, 0 the first: its control socket is named
-    by it, and its port for others. ``serves`` says that there is no engine: clients write to it.
-    ``nodes`` are the NUMA nodes of the devices that copy from the arena. ``device`` tells what the
-    caller's pools hold, where events are published.
+    ``pools`` tells whether the caller makes block pools from the section ``gpu``. ``instance``
+    numbers the engines with this configuration from 0; the name of the control socket and the port
+    of the export depend on it. ``serves`` means that there is no engine: clients write to the
+    cache. ``nodes`` are the NUMA nodes of the devices that copy from the arena. ``device`` tells
+    what the caller's pools hold, for published events.
     """
     config.check(layout)
     _require_effect(config, pools=pools, serves=serves)
@@ -84,7 +84,7 @@ def open_manager(
     edges = [PipelineSettings(level.make_codecs(), find) for level in config.levels]
     scratch = [level.scratch_blocks(layout) for level in config.levels]
     slots = config.arena_slots(layout) + sum(scratch)
-    none = int(not slots)  # no memory is mapped without one, which nobody gets
+    none = int(not slots)  # an arena has at least one slot: without any, one is set aside unused
     with config.source.explained(), ExitStack() as undo:
         arena = Arena.create(slots + none, layout.slot_bytes, nodes=nodes)
         arena.set_aside(none)
@@ -101,7 +101,7 @@ def open_manager(
         in_effect = "\n".join(map(_in_effect, stack.levels))
         if publisher is not None:
             publisher.start()
-        undo.pop_all()  # they are the manager's from here on
+        undo.pop_all()  # from here on the manager closes them
         manager = CacheManager(
             layout=layout,
             namespace=space,
@@ -129,7 +129,7 @@ def open_manager(
 
 
 def _require_effect(config: StackConfig, *, pools: bool, serves: bool) -> None:
-    """Raise ConfigError if a setting has no effect for who opens the cache."""
+    """Raise ConfigError if a setting has no effect for the caller that opens the cache."""
     if config.block.size_bytes is not None and not serves:
         hint = "leave it out: the engine knows; it is for kvladder serve"
         raise ConfigError("has no effect here", path="block.size", hint=hint)
@@ -147,7 +147,7 @@ def _export(
     *,
     serves: bool,
 ) -> Export:
-    """What serves others."""
+    """Return the export, which serves this cache's blocks to others."""
     from kvladder.export.cache import EngineOffers, ServerOffers
     from kvladder.export.process import Export
 
@@ -163,7 +163,7 @@ def _export(
 
 
 def _in_effect(level: Level) -> str:
-    """What a level's tier says of itself, now that it is open."""
+    """Return the description that a level's tier gives of itself, now that it is open."""
     if level.client.absent:
         return f"{level.name}: not open at start"
     told = ", ".join(f"{name} {value}" for name, value in level.client.describe().items())
@@ -173,7 +173,7 @@ def _in_effect(level: Level) -> str:
 def _publisher(
     config: StackConfig, layout: Layout, stack: TierStack, device: OnDevice | None
 ) -> Publisher | None:
-    """What publishes events, its addresses bound, if the configuration names one."""
+    """Return the publisher of events, its addresses bound; None if none is configured."""
     events = config.events
     if events.publish is None:
         return None
@@ -186,10 +186,10 @@ def _publisher(
 
 
 def _named(config: StackConfig, layout: Layout) -> Layout:
-    """The layout with what the configuration adds to the fields of its namespace."""
+    """Return the layout with the fields that the configuration adds to its namespace."""
     given = config.model.fingerprint
     fields = {} if given == "auto" else {"model.fingerprint": given}
-    # blocks move between levels: whoever is content with less shares with nobody who is not
+    # blocks move between levels, so caches with a lossy codec share only among themselves
     lossy = [
         codec.identity for level in config.levels for codec in level.codecs if codec.make.lossy
     ]
@@ -206,7 +206,7 @@ def _stack(
     edges: Sequence[tuple[PipelineSettings, Sequence[Slot]]],
     fields: Mapping[str, str],
 ) -> TierStack:
-    """The stack, not yet opened; ``edges`` has codecs and scratch slots for each level."""
+    """Build the stack, not yet opened; ``edges`` has codecs and scratch slots for each level."""
     clock, lock = SystemClock(), StackLock()
     runtime.post(lock.be_patient)
     shared = Shared(
@@ -246,7 +246,7 @@ def _spec(
     pipeline: PipelineSettings,
     scratch: Sequence[Slot],
 ) -> LevelDefinition:
-    """A level below host, with a tier that is not opened yet."""
+    """Return the definition of a level below host; its tier is not opened yet."""
     breaker = config.breaker
     calls = CallSettings(
         timeout_s=config.timeout_s,

@@ -1,7 +1,7 @@
-"""Every error kvladder raises, on one page, named by what the caller does next.
+"""Every error that kvladder raises, on one page, named by what the caller does next.
 
-A miss is a value, a failure is an exception, a bug is an assertion. Nothing here ever reaches an
-engine's request path: the stack turns a failing tier into a miss and a counter.
+A miss is a value, a failure is an exception, a bug is an assertion. No tier's failure reaches an
+engine's request path: the stack turns it into a miss and a counter.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import errno
 
 PART_MAX = 400
-"""Characters of each part of a message: what is wrong may be as long as a file."""
+"""Longest part of a message, in characters; a wrong value may be as long as a file."""
 
 
 _WRONG_PATHS = frozenset({errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
 
 
 class KvladderError(Exception):
-    """Base of every error raised on purpose by kvladder."""
+    """Base of every error that kvladder raises on purpose."""
 
 
 class ConfigError(KvladderError, ValueError):
@@ -25,11 +25,11 @@ class ConfigError(KvladderError, ValueError):
     Parameters
     ----------
     message:
-        What is wrong, in one sentence.
+        The fault, in one sentence.
     path:
-        Where: a path into the file such as ``tiers[1].capacity``, or an environment variable.
+        The place: a path into the file such as ``tiers[1].capacity``, or an environment variable.
     hint:
-        What would be right, for example the nearest right spelling.
+        The correction, for example the nearest correct spelling.
     file:
         The file that the path leads into.
     """
@@ -45,12 +45,12 @@ class ConfigError(KvladderError, ValueError):
 
 
 def _brief(text: str) -> str:
-    """What a person reads of a long text: its beginning and its end."""
+    """Return the beginning and the end of a long text."""
     return text if len(text) <= PART_MAX else f"{text[: PART_MAX // 2]}...{text[-PART_MAX // 4 :]}"
 
 
 class LayoutError(ConfigError):
-    """The engine's KV layout is not one that can be stored without guessing."""
+    """The engine's KV layout cannot be stored without guessing."""
 
 
 class ArenaError(KvladderError, RuntimeError):
@@ -64,8 +64,8 @@ class ClosedError(KvladderError, RuntimeError):
 class TierError(KvladderError):
     """A tier could not do what it was asked. Never leaves the stack.
 
-    ``temporary`` says whether the same call may succeed later (a time-out, a lost connection) or
-    not (a format of another version, a directory that is gone).
+    ``temporary`` says whether the same call may succeed later. A timeout or a lost connection is
+    temporary; a format of another version or a directory that is gone is not.
     """
 
     def __init__(self, message: str, *, temporary: bool = True) -> None:
@@ -74,21 +74,21 @@ class TierError(KvladderError):
 
 
 class Unavailable(TierError):
-    """What a setting names cannot be used now: a full or failing disk, a server that is down.
+    """Something that a setting names is unavailable now: a full or failing disk, a server down.
 
-    This is the line at a start. ``ConfigError`` means that the settings are wrong: nothing but a
-    change of them helps, so the start fails. ``Unavailable``, like any other error of a tier, means
-    that the world is broken today: the cache starts without that part and tries again, unless the
+    At a start, this class draws the line. ``ConfigError`` means that the settings are wrong: only
+    changing them helps, so the start fails. ``Unavailable``, like any other error of a tier, means
+    that the environment is broken now. The cache starts without that part and retries, unless the
     level is ``required``.
 
     Parameters
     ----------
     message:
-        What was found, in one sentence.
+        The fault, in one sentence.
     path:
         The setting that names it, such as ``path``.
     hint:
-        What to do about it.
+        The remedy.
     """
 
     def __init__(self, message: str, *, path: str = "", hint: str = "") -> None:
@@ -100,9 +100,9 @@ class Unavailable(TierError):
 
 
 def refusal(error: BaseException, *, required: bool = True) -> ConfigError:
-    """Return the error for a caller that cannot go on without what failed.
+    """Return the error for a caller that cannot continue without the failed part.
 
-    ``required`` says that this is so because of the setting of this name.
+    With ``required``, the message also offers to leave out the setting of this name.
     """
     message = str(error) if isinstance(error, TierError) else repr(error)
     path = hint = ""
@@ -115,17 +115,17 @@ def refusal(error: BaseException, *, required: bool = True) -> ConfigError:
 
 
 def blames_settings(error: OSError) -> bool:
-    """Return whether a path is wrong whatever state the machine is in: a file as a folder, a loop.
+    """Return whether a path itself is wrong, such as a file used as a folder, or a loop.
 
-    Any other error of the system (a full, failing, read-only or forbidden medium, too few file
-    descriptors) may be gone tomorrow: see ``Unavailable``. A directory that does not exist is a
-    wrong setting, too, but where exactly it is missing only the caller knows.
+    Any other error of the system may be gone tomorrow: a full, failing, read-only or forbidden
+    medium, or too few file descriptors; see ``Unavailable``. A directory that does not exist is a
+    wrong setting, too, but only the caller knows which part of its path is missing.
     """
     return error.errno in _WRONG_PATHS
 
 
 class TierFull(TierError):
-    """The medium has no room; the blocks were not stored, what was stored before is intact."""
+    """The medium has no room. The blocks were not stored; blocks stored before are intact."""
 
 
 class PoolError(KvladderError, RuntimeError):
@@ -133,11 +133,11 @@ class PoolError(KvladderError, RuntimeError):
 
 
 class NotHeld(PoolError):
-    """Blocks or a sequence were used or given back by a caller who does not hold them."""
+    """A caller used or gave back blocks or a sequence that it does not hold."""
 
 
 class NotReady(PoolError):
-    """The sequence's blocks have not arrived yet, or were lost on the way: wait, or begin anew."""
+    """The sequence's blocks have not arrived yet, or were lost on the way: wait, or start over."""
 
 
 class OutOfBlocks(PoolError):
@@ -150,7 +150,7 @@ class OutOfBlocks(PoolError):
 
 
 class BlocksBusy(OutOfBlocks):
-    """Copies under way hold the blocks that are missing: ask again when they have ended."""
+    """The missing blocks are held by copies in flight: ask again when these have ended."""
 
 
 class PlanError(ConfigError):

@@ -1,4 +1,4 @@
-"""What happened to which block, as plain objects."""
+"""Events: which blocks were stored in or removed from a level, as plain objects."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Reason = Literal["evicted", "removed", "expired", "lost"]
 
 
 class Stored(NamedTuple):
-    """These blocks can be got from ``level`` from now on."""
+    """These blocks are available from ``level`` from now on."""
 
     level: str
     keys: tuple[BlockKey, ...]
 
 
 class Removed(NamedTuple):
-    """These blocks cannot be got from ``level`` any more.
+    """These blocks are no longer available from ``level``.
 
     Evicted by the cache, removed by the user, expired by time, or lost by the tier.
     """
@@ -30,7 +30,7 @@ class Removed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Overflow:
-    """``lost`` events did not fit into the buffer; what follows is complete again."""
+    """``lost`` events did not fit into the buffer; the events after this one are complete again."""
 
     lost: int
 

@@ -1,13 +1,14 @@
 """Block keys: salted, chained digests that name what a block holds.
 
 A key is the SHA-256 digest of its parent's key and the tokens of its block, so it names the whole
-prefix. The chain starts at a root into which salt, LoRA adapter and the namespace are bound, and a
-namespace binds model, weights, layout, block size and algorithm: whoever differs in one of them
-cannot even ask for the block.
+prefix. The chain starts at a root that binds salt, LoRA adapter and namespace. A namespace binds
+model, weights, layout, block size and algorithm. Engines that differ in one of them have different
+keys, so they cannot even ask for each other's blocks.
 
-What is known of a million blocks is kept by key in ``by_key`` and by place in columns that are
-``unseen``: Python copies a dictionary whole when its table is full, with a million keys in some
-50 ms, and its collector of garbage goes through every list whenever it collects all.
+Records of a million blocks are kept by key in a map from ``by_key``, and by place in columns that
+are ``unseen``. The first avoids long copies: Python copies a whole dictionary when its table is
+full, which takes some 50 ms for a million keys. The second avoids long garbage collections: a full
+collection visits every list.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ T = TypeVar("T")
 V = TypeVar("V")
 
 PART_KEYS = 4096
-"""Keys in each part of a ``ShardedKeyMap``, about: copying one takes 0.1 ms."""
+"""Approximate number of keys in each part of a ``ShardedKeyMap``: copying one takes 0.1 ms."""
 PARTS_MAX = 256
 SMALL = 8 * PART_KEYS
-"""So many keys one dictionary may have."""
+"""Largest number of keys for which one dictionary is used."""
 
 
 def _encoded(text: str) -> bytes:
-    """The bytes of any text; half of a surrogate pair, which JSON may hold, has some, too."""
+    """Return the UTF-8 bytes of any text, lone surrogates (which JSON may hold) included."""
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -61,14 +62,14 @@ def _bind(domain: str, fields: Mapping[str, str]) -> bytes:
 
 
 def namespace(fields: Mapping[str, str], *, salt: str = "") -> Namespace:
-    """Digest of every field that tells one engine's bytes from another's.
+    """Return the digest of every field that tells one engine's bytes from another's.
 
     Parameters
     ----------
     fields:
         Names and values, e.g. model, weights digest, dtype, layout, ranks. Order is irrelevant.
     salt:
-        The deployment's secret; two deployments with other salts share nothing.
+        The deployment's secret; deployments with different salts share nothing.
     """
     bound = dict(fields)
     bound["kvladder.format"] = str(FORMAT_VERSION)
@@ -80,9 +81,9 @@ SALT_BYTES = 8
 
 
 def salt_digest(space: Namespace, salt: str) -> bytes:
-    """What stands beside a block for the cache salt of its request; empty without one.
+    """Return the digest stored with a block for its request's cache salt; empty without a salt.
 
-    Keyed by the namespace: the same salt in another deployment or model has another digest.
+    It is keyed by the namespace: the same salt has another digest in another deployment or model.
     """
     if not salt:
         return b""
@@ -90,7 +91,7 @@ def salt_digest(space: Namespace, salt: str) -> bytes:
 
 
 _TAIL = _bind("kvladder tail v1", {})
-"""Begins what is digested for a block cut short, where a key stands for a whole one."""
+"""First part of the digested data of a partial block. For a whole block, it is a key."""
 
 
 class KeyScheme:
@@ -111,7 +112,7 @@ class KeyScheme:
         self.block_tokens = block_tokens
 
     def root(self, *, salt: str = "", lora: str = "") -> BlockKey:
-        """The parent of the first block of every prefix under this salt and LoRA adapter."""
+        """Return the parent of the first block of every prefix under this salt and LoRA adapter."""
         fields = {
             "namespace": self.namespace.hex(),
             "block": str(self.block_tokens),
@@ -128,7 +129,7 @@ class KeyScheme:
         parent: BlockKey | None = None,
         extra: Sequence[tuple[int, bytes]] = (),
     ) -> list[BlockKey]:
-        """Keys of the whole blocks of ``tokens``; a partial tail has no key.
+        """Return the keys of the whole blocks of ``tokens``; a partial tail has no key.
 
         Parameters
         ----------
@@ -137,8 +138,8 @@ class KeyScheme:
         parent:
             Key of the block before the first token; None means ``root()``.
         extra:
-            ``(token offset, content digest)`` of what tokens alone do not tell, e.g. an image's
-            hash; bound into the block that holds the offset and so into all that follow.
+            ``(token offset, content digest)`` of content that tokens do not identify, e.g. an
+            image's hash. It is bound into the block that holds the offset, and so into later ones.
 
         Raises
         ------
@@ -166,7 +167,7 @@ class KeyScheme:
             tail = extras.get(index, b"")
             key = sha256(key + data[index * step : (index + 1) * step] + tail).digest()
             keys.append(key)
-        return cast("list[BlockKey]", keys)  # naming each of them would take a tenth of the time
+        return cast("list[BlockKey]", keys)  # naming each one takes a tenth of the time
 
     def tail(
         self,
@@ -175,7 +176,7 @@ class KeyScheme:
         parent: BlockKey,
         extra: Sequence[tuple[int, bytes]] = (),
     ) -> BlockKey:
-        """The key of a block that is cut short after ``tokens``; no whole block has it.
+        """Return the key of a partial block of just ``tokens``; no whole block has this key.
 
         Parameters
         ----------
@@ -202,7 +203,7 @@ class KeyScheme:
         return BlockKey(state.digest())
 
     def _extras(self, extra: Sequence[tuple[int, bytes]], tokens: int) -> dict[int, bytes]:
-        """Per block, what its extras add to the digest: offsets and lengths make it unambiguous."""
+        """Return, by block, what its extras add to the digest: offset, length, content of each."""
         parts: dict[int, bytes] = {}
         for offset, content in sorted(extra):
             if not 0 <= offset < tokens:
@@ -214,56 +215,57 @@ class KeyScheme:
 
 
 def unseen(column: T) -> T:
-    """Have the collector of garbage pass by a list or a deque that leads back to no other object.
+    """Exclude a list or a deque from garbage collection, and return it.
 
-    That is so of one that holds numbers, bytes, None and tuples of these.
+    It must not lead back to another object. A column of numbers, bytes, None and tuples of these
+    never does.
     """
     ctypes.pythonapi.PyObject_GC_UnTrack(ctypes.py_object(column))
     return column
 
 
 def by_key(keys_max: int) -> Book[Any]:
-    """An empty book that will hold so many keys: one dictionary, if that is not long to copy."""
+    """Return an empty map for up to ``keys_max`` keys: one dictionary if it is quick to copy."""
     return FlatKeyMap() if keys_max <= SMALL else ShardedKeyMap(keys_max)
 
 
 class FlatKeyMap(dict[BlockKey, V]):
-    """One dictionary. The calls with many keys are those of a ``ShardedKeyMap``."""
+    """One dictionary, with the calls for many keys that a ``ShardedKeyMap`` has."""
 
     __slots__ = ()
 
     def all_of(self, keys: Sequence[BlockKey]) -> Sequence[V]:
-        """What is known of each of ``keys``, two or more; KeyError if one is not here."""
+        """Return the values of ``keys``, two or more; KeyError if one is not here."""
         return cast("tuple[V, ...]", itemgetter(*keys)(self))
 
     def get_all(self, keys: Iterable[BlockKey]) -> list[V | None]:
-        """What is known of each of ``keys``, None of one that is not here."""
+        """Return the value of each of ``keys``, None for a key that is not here."""
         return [*map(self.get, keys)]
 
     def pop_all(self, keys: Iterable[BlockKey]) -> list[V]:
-        """Forget ``keys`` and return what was known of each; KeyError if one is not here."""
+        """Remove ``keys`` and return their values; KeyError if one is not here."""
         return [*map(self.pop, keys)]
 
     def add(self, keys: Sequence[BlockKey], values: Sequence[V]) -> bool:
-        """Know ``values`` of ``keys``; if no two of them are equal, whether each key was new."""
+        """Set ``values`` for ``keys``; return whether each key was new, if no two are equal."""
         before = len(self)
         self.update(zip(keys, values, strict=True))
         return len(self) == before + len(keys)
 
     def put_all(self, known: Mapping[BlockKey, V]) -> None:
-        """Know all of this, whether or not its keys were here."""
+        """Set all of ``known``, whether or not its keys were here."""
         self.update(known)
 
     def isdisjoint(self, keys: Iterable[BlockKey]) -> bool:
-        """Whether none of ``keys`` is here."""
+        """Return whether none of ``keys`` is here."""
         return self.keys().isdisjoint(keys)
 
 
 class ShardedKeyMap(MutableMapping[BlockKey, V]):
-    """Many small dictionaries by the first byte of a key, each of which is copied by itself.
+    """Many small dictionaries, chosen by the first byte of a key, so that each copy is short.
 
-    Keys are digests, so the parts are alike, and outgrow their tables one after the other. Its
-    order is not that of insertion. A call with many keys takes half as long for each of them.
+    Keys are digests, so the parts have similar sizes, and outgrow their tables at different times.
+    Iteration is not in insertion order. A call with many keys takes half as long for each key.
     """
 
     __slots__ = ("_of", "_parts")
@@ -334,4 +336,4 @@ class ShardedKeyMap(MutableMapping[BlockKey, V]):
 
 
 Book: TypeAlias = FlatKeyMap[V] | ShardedKeyMap[V]
-"""What is known of blocks by their keys."""
+"""Values by block key."""

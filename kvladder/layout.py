@@ -10,23 +10,23 @@ from kvladder.errors import ConfigError
 from kvladder.keys import Namespace, namespace
 
 PAGE_BYTES = 4096
-"""Slots are multiples of this, so that O_DIRECT and huge pages can take them as they are."""
+"""Slots are multiples of this, so that O_DIRECT and huge pages can use them as they are."""
 
 
 Kind = Literal["full", "window", "local", "state"]
-"""What layers keep: every token, those of a window or of a section, or a recurrent state."""
+"""What layers keep: every token, the tokens of a window or a section, or a recurrent state."""
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
 
 
 def align(size: int, to: int = PAGE_BYTES) -> int:
-    """The smallest multiple of ``to`` that is at least ``size``."""
+    """Return the smallest multiple of ``to`` that is at least ``size``."""
     return -(-size // to) * to
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What one block is: how many tokens, how many bytes, and whose.
+    """Size and identity of one block: its tokens, its bytes, and the model that made them.
 
     Parameters
     ----------
@@ -35,12 +35,12 @@ class Layout:
     block_bytes:
         Bytes of one block, all layers and all ranks together; a slot is this rounded up to 4 KiB.
     fields:
-        What else must agree before bytes may be shared: model, weights, dtype, KV layout, ranks ...
+        Other values that must agree to share bytes: model, weights, dtype, KV layout, ranks ...
     element:
-        What a block consists of, as torch names it: ``bfloat16``, ``uint8`` ...; empty if that is
-        not known or not the same everywhere in it.
+        Type of the elements, as torch names it: ``bfloat16``, ``uint8`` ...; empty if it is
+        unknown or differs within a block.
     row_elements:
-        How many neighbours of them belong to one token and one head; 0 if that is not known.
+        Number of neighbouring elements that belong to one token and one head; 0 if unknown.
     kinds:
         What layers keep, by group; a block that holds several kinds counts as full.
     """
@@ -67,15 +67,15 @@ class Layout:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an element; 0 if that is not known."""
+        """Bytes of an element; 0 if unknown."""
         return _ELEMENT_BYTES.get(self.element, 0)
 
     @property
     def all_fields(self) -> dict[str, str]:
-        """``fields`` and the sizes: what the namespace is a digest of, but for the salt."""
+        """``fields`` and the sizes: with the salt, the input of the namespace's digest."""
         sizes = {"block.tokens": str(self.block_tokens), "block.bytes": str(self.block_bytes)}
         return {**self.fields, **sizes}
 
     def namespace(self, *, salt: str = "") -> Namespace:
-        """The namespace of blocks of this layout under a deployment's salt."""
+        """Return the namespace of blocks of this layout under a deployment's salt."""
         return namespace(self.all_fields, salt=salt)

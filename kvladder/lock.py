@@ -1,4 +1,4 @@
-"""The lock of a cache's bookkeeping: short holds, and an engine's thread gets it next."""
+"""The lock of a cache's bookkeeping: it is held briefly, and an engine's thread gets it next."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from typing import Any, Final
 from weakref import WeakSet
 
 STEP: Final = 64
-"""Blocks that are looked at one by one before the lock is released: a fraction of a millisecond."""
+"""Blocks looked at one by one before the lock is released: a fraction of a millisecond."""
 BATCH: Final = 128
-"""The same where they go to a tier at once, or come from it."""
+"""The same where the blocks go to a tier, or come from it, in one batch."""
 BULK_STEP: Final = 2048
-"""The same where built-in functions run over all of them at once; see ``Shared.bulk_step``."""
+"""The same where built-in functions process all blocks at once; see ``Shared.bulk_step``."""
 
 _locks: WeakSet[StackLock] = WeakSet()
 
 
 class StackLock:
-    """A reentrant lock of which patient threads get out of the way of all others.
+    """A reentrant lock that patient threads leave to all others first.
 
-    Whoever works in the background calls ``be_patient`` in its thread, once. A thread that does
-    not wait for others in vain: when the holder releases the lock it is next, and the patient
-    ones, the holder included, wait until it has had its turn. Among threads that are not patient
-    each waits for at most those that came before it.
+    A background thread calls ``be_patient`` once. All other threads then have priority: when the
+    holder releases the lock, a waiting one of them is next. Patient threads, the holder included,
+    wait until it has had the lock. Threads that are not patient get it in order of arrival.
 
-    The path without contention is one attempt to acquire a lock that is written in C.
+    Without contention, taking it costs one attempt to acquire a lock that is written in C.
     """
 
     __slots__ = ("__weakref__", "_acquire", "_gate", "_patient", "_release", "held", "wanted")
@@ -35,11 +34,11 @@ class StackLock:
         self._acquire: Callable[..., bool] = lock.acquire
         self._release: Callable[[], None] = lock.release
         self.held: Callable[[], bool] = lock._is_owned
-        """Whether the calling thread holds the lock."""
-        self._gate = threading.RLock()  # for finalizers that need the lock while it waits
+        """Returns whether the calling thread holds the lock."""
+        self._gate = threading.RLock()  # reentrant: a finalizer may need the lock while it waits
         """Held by the one thread that is next."""
         self.wanted = False
-        """Whether there is one: a thread that waits and is not patient."""
+        """True if there is one: a thread that waits and is not patient."""
         self._patient: set[int] = set()
         _locks.add(self)
 
@@ -51,7 +50,7 @@ class StackLock:
         self._release()
 
     def be_patient(self) -> None:
-        """From now on the calling thread lets others go first."""
+        """Let all other threads go before the calling thread from now on."""
         self._patient.add(threading.get_ident())
 
     def _wait(self) -> None:
@@ -68,10 +67,10 @@ class StackLock:
                     self.wanted = False
 
     def _wait_behind(self) -> None:
-        """Acquire the lock once nobody else wants it."""
+        """Acquire the lock once no other thread wants it."""
         while True:
             if self.wanted:
-                with self._gate:  # until that thread has got it
+                with self._gate:  # until that thread has the lock
                     pass
             self._acquire()
             if not self.wanted:
@@ -80,5 +79,5 @@ class StackLock:
 
 
 def holding() -> bool:
-    """Whether the calling thread holds the lock of some cache; for tests."""
+    """Return whether the calling thread holds the lock of some cache; for tests."""
     return any(lock.held() for lock in _locks)

@@ -1,4 +1,4 @@
-"""The cache manager: the two flows, save and load, as an engine's thread calls them."""
+"""The cache manager: save and load, as the engine's thread calls them."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ T = TypeVar("T")
 R = TypeVar("R", bound=Reserved)
 
 FLUSH_TIMEOUT_S = 10.0
-"""How long closing waits for levels that outlive the engine, unless the caller says otherwise."""
+"""Default time that closing waits for the flush to levels that outlive the engine."""
 SET_MAX = BATCH
-"""How many blocks a set that is fetched may have."""
+"""Largest number of blocks in one ``fetch_set``."""
 CLOSE_TIMEOUT_S = TIER_CLOSE_TIMEOUT_S + 2 * CALLS_TIMEOUT_S + 1.0
-"""How long closing may take after the flush: all levels close at once, and each within its time."""
+"""Time limit of closing after the flush. All levels close at once, each with its own time limit."""
 
 
 class Portal(Protocol):
-    """The doors into the loop that a manager needs; ``kvladder.runtime.Runtime`` is one."""
+    """What a manager needs of the loop thread; ``kvladder.runtime.Runtime`` implements it."""
 
     @property
     def post(self) -> Post:
@@ -72,27 +72,27 @@ class Portal(Protocol):
 
 
 class Closing(Protocol):
-    """Something that ends with a manager."""
+    """Something that is closed together with a manager."""
 
     def close(self) -> None:
-        """End it."""
+        """Close it."""
         ...
 
 
 class Lookup(NamedTuple):
-    """The longest prefix, in blocks."""
+    """Lengths of the longest cached prefix, in blocks."""
 
     host: int
-    """Of what the host level holds."""
+    """Length of the prefix that the host level holds."""
     total: int
-    """Of what some level holds."""
+    """Length of the prefix that all levels hold together."""
 
 
 class CacheManager:
-    """Composes arena and stack for one engine. Nothing here waits for a tier, but ``close``.
+    """Composes arena and stack for one engine. Only ``close`` waits for a tier.
 
-    Owns what it is given and closes it. Calls may come from any thread. The engine copies bytes
-    between its KV cache and the slots that ``save`` and ``fetch`` name.
+    Owns the objects it is given and closes them. Calls may come from any thread. The engine copies
+    bytes between its KV cache and the slots that ``save`` and ``fetch`` name.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class CacheManager:
         self.namespace = namespace
         self.arena = arena
         self.ladder: Ladder = stack
-        """What pools, publishers and connectors use of the levels."""
+        """The levels, as pools, publishers and connectors use them."""
         self._stack = stack
         self._portal = portal
         self._fetch_deadline_s = fetch_deadline_s
         self.kinds = kinds
-        """``Layout.kinds`` where a codec may work on some only: then blocks are told apart."""
+        """``Layout.kinds`` if a codec may apply to some kinds only, else empty."""
         self._description = description
         self._publisher = publisher
         self._limits = limits
@@ -130,7 +130,7 @@ class CacheManager:
         self._guests: list[Closing] = []
         self._sections: dict[str, Callable[[], dict[str, Any]]] = {}
         self.sessions = Sessions()
-        """Whose blocks are whose, as far as engines say."""
+        """The sessions' blocks, as far as engines name sessions."""
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -140,15 +140,15 @@ class CacheManager:
         self.close()
 
     def lookup(self, keys: Sequence[BlockKey], *, levels: Collection[str] | None = None) -> Lookup:
-        """How much of a prefix is cached in ``levels``, None for all of them; changes nothing."""
+        """Return how much of a prefix is cached in ``levels`` (None: all); change nothing."""
         return Lookup(*self._stack.lookup(keys, self._bits(levels)))
 
     def reach(self, keys: Sequence[BlockKey], *, levels: Collection[str] | None = None) -> int:
-        """How many leading ``keys`` it is worth to fetch: all, if a shared tier has to be asked."""
+        """Return how many leading ``keys`` to fetch: all, if a shared tier must be asked."""
         return self._stack.reach(keys, self._bits(levels))
 
     def missed(self, blocks: int) -> None:
-        """Count blocks that were looked up in vain: only what is fetched is counted by itself."""
+        """Count ``blocks`` looked-up blocks as not found. Fetches count their own blocks."""
         with self._stack.lock:
             self._stack.loader.count(blocks, 0, 0, {})
 
@@ -162,19 +162,20 @@ class CacheManager:
         saves: AvoidedCompute | None = None,
         session: str | None = None,
     ) -> Fetch:
-        """Pin the longest cached prefix of ``keys``, and begin to bring it up where needed.
+        """Pin the longest cached prefix of ``keys``, and begin to promote it where needed.
 
-        ``deadline_s`` seconds from now the answer is what has arrived; None takes the
-        configured deadline. Ask ``Fetch.done``, then copy from ``Fetch.slots``, then release.
+        After ``deadline_s`` seconds the answer is what has arrived; None stands for the configured
+        deadline. Ask ``Fetch.done``, then copy from ``Fetch.slots``, then release.
 
-        Only ``levels`` are read, by name, None for all of them. A block that is in the host level
-        is read from there or, if that is not among them, not at all. ``salt`` is the one that is
-        bound into the keys: it says whose blocks are that others put into a shared tier.
+        Only the named ``levels`` are read; None stands for all. A block in the host level is never
+        read from another level: without host among ``levels``, it is not read at all. ``salt`` is
+        the salt that is bound into the keys. It is recorded as the owner of blocks found in a
+        shared tier.
 
-        What would take longer than computing it is not fetched, and not waited for, once the
-        engine told how long that takes (``prefilled``). ``saves`` is what it need not compute if
-        all of the blocks come; None stands for their tokens. ``session`` is the one that wants
-        them: those that another one brought in outlast that one's end.
+        The engine may report how long computing takes (``prefilled``). From then on, a block that
+        would take longer than computing it is neither fetched nor waited for. ``saves`` is the work
+        that the engine avoids if all of the blocks come; None stands for their tokens. ``session``
+        is the session that asks: blocks that another session brought in outlast that session's end.
         """
         self.sessions.met(session, keys)
         if saves is None:
@@ -195,9 +196,9 @@ class CacheManager:
     def holding(
         self, keys: Sequence[BlockKey], *, levels: Collection[str] | None = None
     ) -> list[bool]:
-        """Whether each of ``keys``, a set, is in host or in ``levels``, None for all of them.
+        """Return, for each of ``keys``, whether one of ``levels`` (None: all) holds it.
 
-        Nothing is asked of shared tiers; changes nothing.
+        ``keys`` are a set, not a prefix. Shared tiers are not asked; nothing changes.
         """
         return self._stack.holding(keys, self._bits(levels))
 
@@ -208,10 +209,10 @@ class CacheManager:
         deadline_s: float | None = None,
         levels: Collection[str] | None = None,
     ) -> SetFetch:
-        """Pin those of at most ``SET_MAX`` blocks that are in host, and bring up the others.
+        """Pin those of at most ``SET_MAX`` blocks that are in host, and begin to promote the rest.
 
-        As ``fetch``, but for a set: a block that is missing, or does not come, ends nothing. Only
-        host and ``levels`` are read, None for all; nothing is asked of shared tiers.
+        Works like ``fetch``, but for a set: a block that is missing or does not come ends nothing.
+        Only host and ``levels`` (None: all) are read; shared tiers are not asked.
         """
         assert len(keys) <= SET_MAX, "a set is taken in one step"
         self.sessions.met(None, keys)
@@ -237,11 +238,11 @@ class CacheManager:
         levels: Collection[str] | None = None,
         **told: Any,
     ) -> BatchedFetch:
-        """Fetch blocks of which there may be more than the arena has slots, piece by piece.
+        """Fetch blocks piece by piece; there may be more of them than the arena has slots.
 
-        As ``fetch``, which takes ``told``, too, or with ``whole_set`` as ``fetch_set``. Each piece
-        has a deadline of its own, and no more of the slots than leaves some to others; when it was
-        used, ``BatchedFetch.advance`` has the next one come. Who comes first has the next slots.
+        Works like ``fetch``, which also gets ``told``, or like ``fetch_set`` if ``whole_set``. Each
+        piece has its own deadline and leaves a share of the slots to others. After the piece is
+        used, ``BatchedFetch.advance`` begins the next one. Slots go to callers in order of arrival.
         """
         within_s = self._fetch_deadline_s if deadline_s is None else deadline_s
 
@@ -261,15 +262,16 @@ class CacheManager:
         )
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """Tell how long computing so many tokens of prompts at once took, without what a step
-        takes in any case. What steps of fewer than 64 tokens take counts only until longer ones,
-        which say more about a token, were told.
+        """Record how long one step took to compute ``tokens`` prompt tokens.
+
+        ``seconds`` excludes a step's fixed cost. Steps of fewer than 64 tokens count only until
+        longer steps are recorded, as longer ones measure the time of a token better.
         """
         with self._stack.lock:
             self._stack.worth.prefilled(tokens, seconds)
 
     def computing_s(self, tokens: int) -> float | None:
-        """How long computing so many tokens of prompts takes, as it was told; None: nobody did."""
+        """Return the recorded time to compute ``tokens`` prompt tokens, or None without records."""
         with self._stack.lock:
             return self._stack.worth.seconds(tokens)
 
@@ -302,22 +304,22 @@ class CacheManager:
         parent_floor:
             ``Save.floor`` of the blocks before them; 100 at the start of a prefix.
         priorities, durations_s:
-            One per key; priorities in 0..100, durations in seconds, None for good. Without
-            priorities blocks get the default, and those that are here keep theirs.
+            One per key; priorities in 0..100, durations in seconds, None for no end. Without
+            priorities, new blocks get the default and blocks that are here keep theirs.
         levels:
-            Names of those where these blocks may be stored, now or later; None for all.
+            Names of the levels that may store these blocks, now or later; None for all.
         ttl_s:
-            After so many seconds every level forgets them.
+            Time after which every level forgets them, in seconds; None for never.
         salt:
-            Whose they are, for ``purge``: the salt that is bound into the keys.
+            The salt that is bound into the keys; ``purge`` finds blocks by it.
         patient:
-            Whether what finds no room is tried again, and not counted as dropped.
+            True if the caller tries again for blocks without room. They do not count as dropped.
         group:
-            Which of the layout's groups of layers they are of.
+            Number of their group of layers in the layout.
         session:
-            The one that they are saved for: at its end it gives up those that it brought in.
+            The session that they are saved for. Its end gives up the blocks that it brought in.
 
-        A block that several requests save may be wherever, and as long as, one of them allows.
+        If several requests save a block, it may be in every level, and last as long, as any allows.
 
         Raises
         ------
@@ -325,7 +327,7 @@ class CacheManager:
             A priority is not in 0..100, a duration is negative or no number, or there is not one
             for each key; nothing changed.
         KeyError
-            There is no level of one of these names.
+            No level has one of these names.
         """
         require_one_each(len(keys), priorities=priorities, durations_s=durations_s)
         now = self._stack.shared.clock.now()
@@ -350,7 +352,7 @@ class CacheManager:
     def _clipped(
         self, priorities: Sequence[int] | None, durations_s: Sequence[float | None] | None
     ) -> tuple[Sequence[int] | None, Sequence[float | None] | None]:
-        """Priorities and durations within ``limits``; what is above is counted, and said."""
+        """Return priorities and durations within ``limits``; count and report those above."""
         if priorities is None or self._limits == NO_LIMITS:
             return priorities, durations_s
         said, lasting, count = self._limits.clipped(
@@ -370,11 +372,11 @@ class CacheManager:
     def save_paced(
         self, keys: Sequence[BlockKey], *, only: Sequence[int] | None = None, **told: Any
     ) -> BatchedSave[Save]:
-        """Save blocks of which there may be more than the arena has slots, piece by piece.
+        """Save blocks piece by piece; there may be more of them than the arena has slots.
 
-        ``told`` is what ``save`` takes beside ``keys``. Each piece is a ``Save`` of those that
-        find room; when it is committed, ``BatchedSave.advance`` has the next one come. Nothing here
-        waits, but ``BatchedSave.wait`` and ``settle``.
+        ``told`` are ``save``'s other options. Each piece is a ``Save`` of the blocks that find
+        room. After it is committed, ``BatchedSave.advance`` begins the next one. Only
+        ``BatchedSave.wait`` and ``settle`` wait.
         """
         wanted = range(len(keys)) if only is None else only
 
@@ -385,7 +387,7 @@ class CacheManager:
         return self.reserve_paced(len(keys), begin)
 
     def reserve_paced(self, total: int, begin: Callable[[int, bool], R]) -> BatchedSave[R]:
-        """As ``save_paced``, for who reserves slots in a way of its own, see ``BatchedSave``."""
+        """Work like ``save_paced``, with ``begin`` to reserve slots; see ``BatchedSave``."""
         return BatchedSave(
             total,
             self._saves,
@@ -401,29 +403,30 @@ class CacheManager:
         salt: str = "",
         group: int = 0,
     ) -> Terms:
-        """What levels are told of a block of a group, with ``save``'s options; loop time."""
+        """Return the levels' terms for a block of ``group``; ``expires_s`` is in loop time."""
         kind = self.kinds[group] if self.kinds else ""
         return Terms(self._bits(levels), expires_s, self._digest(salt), kind)
 
     def touch(self, keys: Sequence[BlockKey], *, session: str | None = None) -> None:
-        """Note that a session, None for none, used the blocks of a prefix; its tail goes first."""
+        """Mark a prefix's blocks as used by ``session``, head newest: its tail is evicted first."""
         self.sessions.met(session, keys)
         self._stack.touch(keys)
 
     def prefetch(self, session: str) -> list[Fetch]:
-        """Begin to bring up what the next request of a session begins with, whatever that takes.
+        """Begin to fetch, at any cost, the blocks that a session's next request begins with.
 
-        The caller releases each when it is ``done``. Raises ValueError if the session has ended,
-        or nobody knows of it.
+        The caller releases each fetch when it is ``done``. Raises ValueError if the session has
+        ended or is not known.
         """
         runs, salt = self.sessions.last(session)
         return [self.fetch(run, salt=salt, saves=ANYTHING, session=session) for run in runs if run]
 
     def end_session(self, session: str, *, spare: Container[BlockKey] = ()) -> list[BlockKey]:
-        """End a session: what it brought in and no other request used is worth nothing any more.
+        """End a session, and lower the blocks that it owns to the lowest priority.
 
-        Those blocks, but for ``spare``, leave the levels that have a threshold, and are the next to
-        go in the others. Returns them. Raises ValueError if the session has ended or is not known.
+        It owns the blocks that it brought in and that no other request used. Those outside
+        ``spare`` leave the levels with a threshold and are the next to be evicted from the others.
+        Returns them. Raises ValueError if the session has ended or is not known.
         """
         keys = [key for key in self.sessions.end(session) if key not in spare]
         for start in range(0, len(keys), STEP):
@@ -442,9 +445,10 @@ class CacheManager:
     def purge(self, salt: str) -> Iterator[dict[str, int]]:
         """Forget every block that was saved with this salt, step by step.
 
-        Each step yields how many are gone by level; none holds up others for long. Blocks under
-        way do not come back. Shared tiers lose what others put, too. Once ``removals`` is 0, all
-        tiers have forgotten them, and those that keep bytes have overwritten them.
+        Each step yields how many are gone so far, by level; no step delays other calls for long.
+        In-flight blocks do not come back. In shared tiers, blocks of other engines go, too. Once
+        ``removals`` is 0, all tiers have forgotten them, and tiers that keep bytes have overwritten
+        them.
 
         Raises
         ------
@@ -457,7 +461,7 @@ class CacheManager:
 
     @property
     def removals(self) -> int:
-        """Blocks that are gone and that tiers still have to forget, and purges that go on."""
+        """Number of forgotten blocks that tiers still have to remove, plus purges in progress."""
         with self._stack.lock:
             return sum(level.removals for level in self._stack.levels)
 
@@ -467,30 +471,30 @@ class CacheManager:
     def clear(self, *, erase: bool = False) -> None:
         """Forget every block of this namespace in every level.
 
-        ``erase`` has tiers that keep the bytes of what they forgot overwrite them.
+        With ``erase``, tiers that keep the bytes of forgotten blocks overwrite them.
         """
         for _ in self._stack.clear(erase=erase):
             pass
 
     def reset(self) -> None:
-        """Forget what no other engine has: blocks of host and of tiers that are not shared.
+        """Forget the blocks that no other engine shares: those of host and of private tiers.
 
-        Returns at once, however many there are: nothing is stored while ``resetting``. Tiers
-        forget them in the background; what one has not forgotten when the engine ends, a durable
-        one may bring back.
+        Returns at once, however many blocks there are. Nothing is stored while ``resetting``. Tiers
+        forget the blocks in the background. If the engine ends earlier, a durable tier may bring
+        back the blocks it has not forgotten yet.
         """
         self._stack.reset()
 
     @property
     def resetting(self) -> bool:
-        """Whether a reset goes on."""
+        """True while a reset is in progress."""
         return self._stack.resetting
 
     def stats(self) -> Stats:
-        """Counters and occupancy by level, hottest first, and of the arena; plain data."""
+        """Return counters and occupancy by level, hottest first, and of the arena; plain data."""
         stack = self._stack
         self._unreleased.settle()
-        said = [level.client.gauges() for level in stack.levels]  # theirs: without the lock
+        said = [level.client.gauges() for level in stack.levels]  # theirs, so without the lock
         with stack.lock:
             size = self.layout.block_bytes
             host = {**stack.host.stats.as_dict(size), **stack.host.index.as_dict()}
@@ -504,17 +508,17 @@ class CacheManager:
         return found | {name: counts() for name, counts in self._sections.items()}
 
     def take_events(self) -> list[Event]:
-        """What was stored and removed since the last call; for one caller, the publisher if any."""
+        """Return the events since the last call; for one caller, the publisher if there is one."""
         with self._stack.lock:
             return self._stack.shared.events.take()
 
     def describe(self) -> str:
-        """The resolved configuration, for people, and which levels are left out now."""
+        """Return the resolved configuration as text, and the levels that are left out now."""
         out = [(lv.name, lv.client.why) for lv in self._stack.levels if lv.client.absent]
         return "\n".join([self._description, *(f"{name} is left out: {why}" for name, why in out)])
 
     def idle(self) -> bool:
-        """Whether no level has anything left to write."""
+        """Return whether no level has anything left to write."""
         with self._stack.lock:
             return not self._stack.pending
 
@@ -523,26 +527,26 @@ class CacheManager:
         self._stack.check()
 
     def admit(self, guest: Closing) -> None:
-        """Close ``guest``, which uses this cache, before it."""
+        """Register ``guest``, which uses this cache, to be closed before it."""
         self._guests.append(guest)
 
     def report(self, section: str, counts: Callable[[], dict[str, Any]]) -> None:
-        """Have ``stats`` say what ``counts`` returns, which may be called from any thread."""
+        """Add ``section`` to ``stats``: what ``counts`` returns. Any thread may call ``counts``."""
         self._sections[section] = counts
 
     def flush(self, *, timeout_s: float) -> bool:
-        """Write what only host memory holds to levels that outlive it; False if it took longer."""
+        """Write blocks that only host holds to levels that outlive it; return False on timeout."""
         with suppress(TimeoutError):
             self._portal.call(self._stack.flush(), timeout_s=timeout_s)
             return True
         return False
 
     def close(self, *, timeout_s: float | None = None) -> None:
-        """Flush to durable levels, end the loop, unmap the arena; may be called again.
+        """Flush to durable levels, end the loop, and unmap the arena; may be called again.
 
-        ``timeout_s`` bounds the flush; None takes the usual one. The rest takes at most some
-        ten seconds, whatever tiers do: what has not ended by then is left behind. In a child that
-        was forked it does nothing: the cache is its parent's.
+        ``timeout_s`` bounds the flush; None stands for ``FLUSH_TIMEOUT_S``. The rest takes about
+        ten seconds at most, whatever tiers do: calls that have not ended by then are abandoned. In
+        a forked child it does nothing, since the cache belongs to the parent.
         """
         if self._closed or os.getpid() != self._pid:
             return

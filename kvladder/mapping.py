@@ -1,4 +1,4 @@
-"""Shared memory as the kernel gives it: mapped where huge pages fit, made by several threads."""
+"""Shared memory from the kernel: aligned for huge pages, and allocated by several threads."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ logger = logging.getLogger("kvladder")
 
 HUGE_PAGE_BYTES = 2 << 20
 MAKERS_MAX = 8
-"""Threads that make one mapping's memory: more wait for the kernel, not for zeros."""
+"""Most threads that allocate one mapping: more would wait for the kernel, not fill zeros."""
 MAKE_BYTES = 64 << 20
-"""How much memory a thread makes at a time."""
+"""Bytes that a thread allocates at a time."""
 POPULATE_BYTES = 4 << 20
-"""How much is mapped by one call: memory that others map meanwhile waits so much longer."""
+"""Bytes mapped by one call. Meanwhile, other calls that map memory have to wait."""
 
 # linux/mman.h and linux/mempolicy.h, which Python's mmap lacks
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
@@ -30,7 +30,7 @@ _SYS_MBIND = {"x86_64": 237, "aarch64": 235}
 _WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
-_libc = ctypes.CDLL(None, use_errno=True)  # whose functions run without the interpreter lock
+_libc = ctypes.CDLL(None, use_errno=True)  # its functions run without the interpreter lock
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
@@ -39,10 +39,10 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def map_shared(fd: int, size: int, *, writable: bool = True) -> ctypes.Array[ctypes.c_uint8]:
-    """Map a file's first ``size`` bytes, a multiple of huge pages, beginning where one may begin.
+    """Map a file's first ``size`` bytes, a multiple of huge pages, at a huge page's boundary.
 
-    It is unmapped when nothing refers to it, or to a view of it, any more. Memory that is mapped
-    read-only has small pages, as ``protect`` takes huge ones apart, and ends who writes to it.
+    The memory is unmapped when nothing refers to it, or to a view of it, any more. Read-only memory
+    has small pages, as ``protect`` would split huge ones. A process that writes to it is killed.
 
     Raises
     ------
@@ -62,7 +62,7 @@ def map_shared(fd: int, size: int, *, writable: bool = True) -> ctypes.Array[cty
     except OSError:
         _libc.munmap(address, size)
         raise
-    # in vain where there are none
+    # has no effect without huge pages
     _libc.madvise(address, size, mmap.MADV_HUGEPAGE if writable else mmap.MADV_NOHUGEPAGE)
     memory = (ctypes.c_uint8 * size).from_address(address)
     finalize(memory, _libc.munmap, address, size).atexit = False  # threads may outlive Python
@@ -88,16 +88,16 @@ def _error() -> OSError:
 
 
 def _advise(address: int, size: int, advice: int) -> None:
-    """Tell the kernel something of mapped memory; raises OSError."""
+    """Pass the kernel advice on mapped memory; raises OSError."""
     if _libc.madvise(address, size, advice):
         raise _error()
 
 
 def prefer_nodes(address: int, size: int, nodes: Collection[int]) -> bool:
-    """Have memory that is not made yet lie on a NUMA node, or in turns on several of them.
+    """Place memory that is not allocated yet on a NUMA node, or alternate between several nodes.
 
-    Returns False where the kernel does not know how; memory elsewhere is taken where a node has
-    none left.
+    Returns False if the kernel does not support it. If a node has no memory left, memory elsewhere
+    is used.
     """
     number = _SYS_MBIND.get(platform.machine())
     if not nodes or number is None:
@@ -110,11 +110,11 @@ def prefer_nodes(address: int, size: int, nodes: Collection[int]) -> bool:
 
 
 def make(address: int, size: int, *, huge: bool) -> None:
-    """Have the kernel make a new mapping's memory now, by several threads.
+    """Allocate a new mapping's memory now, by several threads.
 
-    It is to be of huge pages; where that cannot be had it is logged, unless the file is of huge
-    pages itself (``huge``). Memory that the kernel does not have is left out: the caller asks for
-    all of it once more, and is told.
+    The memory gets huge pages if possible; if not, the share without them is logged. ``huge`` means
+    that the file itself consists of huge pages. Memory that the kernel cannot give is left out
+    silently: the caller then allocates all of it once more, and gets the error.
     """
     starts = range(0, size, MAKE_BYTES)
     threads = min(MAKERS_MAX, len(os.sched_getaffinity(0)), len(starts))
@@ -130,12 +130,12 @@ def make(address: int, size: int, *, huge: bool) -> None:
 
 
 def _make(address: int, size: int, *, collapse: bool) -> str:
-    """Make a part; why its pages are not made huge ones, "" if they are or need not be."""
+    """Allocate a part; return why it has no huge pages, or "" if it has or needs none."""
     if not collapse:
         _libc.madvise(address, size, _MADV_POPULATE_WRITE)
         return ""
     try:
-        for start in range(0, size, HUGE_PAGE_BYTES):  # where nothing is, nothing is collapsed
+        for start in range(0, size, HUGE_PAGE_BYTES):  # only touched pages collapse
             _advise(address + start, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
         _advise(address, size, _MADV_COLLAPSE)
     except OSError as error:
@@ -145,8 +145,8 @@ def _make(address: int, size: int, *, collapse: bool) -> str:
 
 
 def populate(address: int, size: int, *, stop: Callable[[], bool]) -> None:
-    """Map memory that another process made: a copy pays 3 to 14 us for each page left to it."""
+    """Map memory that another process made; a copy pays 3 to 14 us for each unmapped page."""
     for start in range(0, size, POPULATE_BYTES):
         part = min(POPULATE_BYTES, size - start)
         if stop() or _libc.madvise(address + start, part, _MADV_POPULATE_READ):
-            return  # or the kernel does not know how: it maps a page when it is first used
+            return  # stopped, or the kernel cannot do it: it maps each page at its first use

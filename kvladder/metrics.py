@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 SECTIONS: Final = ("arena", "copies", "export", "loop", "preemption", "rebalance")
-"""Sections of statistics that are not of a level; none may be called so."""
+"""Sections of statistics that are not levels; no level may have these names."""
 POOL: Final = "gpu."
-"""How the sections of the device's pools begin; a group's name follows."""
+"""Prefix of the sections of the device's pools; a group's name follows."""
 
 Stats = dict[str, dict[str, Any]]
-"""Plain data by level: numbers, and mappings or lists of numbers."""
+"""Plain data by level or section: numbers, and mappings or lists of numbers."""
 
 DropReason = Literal[
     "room", "queue", "arena", "outranked", "full", "quota", "busy", "failed", "refused", "breaker"
@@ -30,14 +30,14 @@ DISTANCES = tuple(4**power for power in range(2, 13))
 
 
 class Histogram:
-    """Counts of values in fixed buckets, ``le`` their inclusive upper bounds."""
+    """Counts of values in fixed buckets; ``le`` are their inclusive upper bounds."""
 
     __slots__ = ("counts", "le", "sum")
 
     def __init__(self, le: Sequence[float]) -> None:
         self.le = le
         self.counts = [0] * (len(le) + 1)
-        """Per bucket, not added up; the last is for what is above all bounds."""
+        """Counts per bucket, not cumulative; the last counts values above all bounds."""
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
@@ -53,66 +53,66 @@ class Histogram:
         self.sum += float(values.sum())
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data: bounds, counts and sum."""
+        """Return bounds, counts and sum as plain data."""
         return {"le": list(self.le), "counts": list(self.counts), "sum": self.sum}
 
 
 @dataclass(slots=True)
 class LevelStats:
-    """What one level did since it was opened. Blocks unless a name says otherwise."""
+    """Counters of one level since it was opened, in blocks unless a name says otherwise."""
 
     queries: int = 0
     """Blocks that fetches asked for and no hotter level had."""
     hits: int = 0
     """Blocks served from this level."""
     joined: int = 0
-    """Of the host level: blocks that were on their way already, for another fetch."""
+    """Blocks that were already being read for another fetch; of the host level only."""
     misses: int = 0
     """Blocks that the index named but the tier did not deliver."""
     late: int = 0
     """Blocks that had not arrived when their fetch was over."""
     slower: int = 0
-    """Blocks not fetched since computing them is faster."""
+    """Blocks not fetched because computing them is faster."""
     sampled: int = 0
-    """Blocks not fetched so that the engine computes them once, which tells how fast it does."""
+    """Blocks not fetched so that the engine computes them once: this measures its speed."""
     stored: int = 0
     stored_s: float = 0.0
-    """Seconds during which writes were under way."""
+    """Seconds during which writes were in flight."""
     loaded: int = 0
     loaded_s: float = 0.0
-    """Seconds during which reads were under way."""
+    """Seconds during which reads were in flight."""
     recovered: int = 0
     probed: int = 0
-    """Blocks that a shared tier was asked for."""
+    """Blocks that a shared tier was asked about."""
     found: int = 0
-    """Blocks of which it turned out that others had put them there."""
+    """Blocks that turned out to be stored by other caches."""
     evicted: int = 0
     expired: int = 0
     removed: int = 0
     purged: int = 0
     """Blocks that a purge removed from a shared tier, or overwrote in one that forgot them."""
     errors: int = 0
-    """Calls that failed, if only in part, time-outs included."""
+    """Calls that failed, even in part; includes timeouts."""
     timeouts: int = 0
     task_failures: int = 0
-    """Tasks that died of an error; a level's is started again."""
+    """Tasks that ended with an error; a level's task is started again."""
     throttled: int = 0
-    """Blocks not fetched because of the fetch budget or for want of slots."""
+    """Blocks not fetched because of the fetch budget or a lack of slots."""
     dropped: Counter[tuple[DropReason, int]] = field(
         default_factory=Counter[tuple[DropReason, int]]
     )
     """Blocks that could have been kept and were not, by reason and tens of priority."""
 
     def drop(self, reason: DropReason, priority: int) -> None:
-        """A block of this priority could have been kept and was not."""
+        """Count a block of this priority that could have been kept and was not."""
         self.dropped[reason, priority // 10 * 10] += 1
 
     def spare(self, why: Literal["slower", "sampled"], blocks: int) -> None:
-        """Count blocks that were not fetched since the engine is to compute them."""
+        """Count blocks that were not fetched because the engine is to compute them."""
         setattr(self, why, getattr(self, why) + blocks)
 
     def as_dict(self, block_bytes: int) -> dict[str, Any]:
-        """Numbers by name; ``dropped_<reason>``, and by priority ``dropped[reason][tens]``."""
+        """Return numbers by name; drops as ``dropped_<reason>`` and ``dropped[reason][tens]``."""
         found: dict[str, Any] = {
             name: getattr(self, name) for name in self.__slots__ if name != "dropped"
         }

@@ -1,4 +1,4 @@
-"""Says a recurring fault once a minute instead of once a block."""
+"""Notices: log a recurring fault once a minute instead of once a block."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Notices:
     now:
         The injected clock, monotonic seconds.
     held:
-        Whether the calling thread holds a lock under which nothing may be logged: a handler may
-        block. What is said then is logged a little later.
+        Returns whether the calling thread holds a lock under which nothing may be logged, since
+        a log handler may block. Notices under this lock are logged a little later.
     post:
-        Has another thread, or this one after it has released the lock, call a function soon.
+        Calls a function soon, in another thread or in this one after it has released the lock.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Notices:
         self._held: dict[str, int] = {}
 
     def say(self, kind: str, message: str) -> None:
-        """Log ``message`` as a warning unless one of this ``kind`` was logged just now."""
+        """Log ``message`` as a warning unless one of this ``kind`` was logged in ``every_s``."""
         now = self._now()
         last = self._last.get(kind)
         if last is not None and now - last < self._every_s:

@@ -1,4 +1,4 @@
-"""Whether what a configuration names is there, before anything is opened."""
+"""Checks, before anything is opened, of the things that a configuration names."""
 
 from __future__ import annotations
 
@@ -32,37 +32,37 @@ from kvladder.units import Size
 logger = logging.getLogger("kvladder")
 T = TypeVar("T")
 START_S: Final = 5.0
-"""How long a start waits for what tiers have to say of their media."""
+"""Seconds that a start waits for the tiers' warnings about their media."""
 ANY = Layout(block_tokens=16, block_bytes=4096)
-"""Blocks of some size: what a codec needs beside them does not depend on it."""
+"""A layout to open a codec with: its other needs do not depend on the layout."""
 _ROOT = Path("/")
 
 
 class Findings(NamedTuple):
-    """What was found."""
+    """Results of a preflight check."""
 
     facts: dict[str, Mapping[str, str]]
-    """By what they are about: the machine, or a level's name."""
+    """Facts by subject: the machine's libraries, the export, or a level's name."""
     warnings: list[str]
-    """What is to be mended and is no reason not to start."""
+    """Problems that should be fixed but do not prevent a start."""
     errors: list[ConfigError]
-    """Why a cache would not open."""
+    """Reasons why a cache would not open."""
 
 
 def preflight(config: StackConfig) -> Findings:
-    """Look at the paths, servers, keys, addresses and libraries that ``config`` names.
+    """Check the paths, servers, keys, addresses and libraries that ``config`` names.
 
-    Nothing is made or changed there. Takes at most as long as all servers' ``connect_timeout``.
+    Creates and changes nothing there. Takes at most the sum of the servers' ``connect_timeout``.
     """
     with ThreadPoolExecutor(1) as thread:  # the caller may be on an event loop
         return thread.submit(_preflight, config).result()
 
 
 def warn_at_start(config: StackConfig) -> None:
-    """Log what is allowed and probably not meant, before a cache opens.
+    """Log settings that are allowed but probably not intended, before a cache opens.
 
-    The levels' tiers are looked at side by side, in threads. What is not told within ``START_S``
-    is left unsaid. A tier that fails is not mentioned here: its start says so.
+    The levels' tiers are examined in parallel threads. Warnings that take longer than ``START_S``
+    are not logged. A tier that fails is not mentioned here: its start reports the failure.
     """
     told: list[list[str]] = []
     looks: list[Thread] = []
@@ -80,7 +80,7 @@ def warn_at_start(config: StackConfig) -> None:
 
 
 def _warned(level: LevelConfig, where: str, warnings: list[str]) -> None:
-    with suppress(Exception):  # whatever a tier does here, its start shows it
+    with suppress(Exception):  # its start reports any failure
         look = level.make_tier().examine(
             level.capacity_bytes, lambda text: warnings.append(f"{where}: {text}")
         )
@@ -122,7 +122,7 @@ def _preflight(config: StackConfig) -> Findings:
 
 def _short_of_memory(config: StackConfig) -> Iterator[str]:
     available = 0
-    with suppress(OSError):  # not every system tells
+    with suppress(OSError):  # not every system reports it
         available = memory_available(_ROOT)
     if 0 < available < config.arena_bytes:
         yield (
@@ -158,7 +158,7 @@ def _examined(level: LevelConfig, where: str, warnings: list[str]) -> Mapping[st
 def _bindable(
     addresses: Mapping[str, str | None], extra: str, warn: Callable[[str], object]
 ) -> None:
-    """Raise ConfigError if nobody can listen at these addresses, by where they are set."""
+    """Raise ConfigError if these addresses, by setting, can never be bound; warn if in use."""
     try:
         import zmq
     except ImportError as error:
@@ -178,7 +178,7 @@ def _bindable(
 
 
 def _exportable(config: ExportConfig, warn: Callable[[str], object]) -> Mapping[str, str]:
-    """Who has announced itself beside it; raises ConfigError if nobody can be served."""
+    """Return the caches announced beside it; raise ConfigError if it cannot serve clients."""
     _bindable({"export.listen": f"tcp://{config.listen}"}, "nixl", warn)
     from kvladder.tiers.nixl.curve import read_keys
     from kvladder.tiers.nixl.roster import listed
@@ -209,11 +209,11 @@ def _socket(path: Path, warn: Callable[[str], object]) -> None:
 
 
 def _libraries(extras: Iterable[str], errors: list[ConfigError]) -> Iterator[tuple[str, str]]:
-    """The versions of what kvladder is built on; an error for each that does not fit."""
+    """Yield the versions of required libraries; add an error for each that does not fit."""
     try:
         yield "kvladder", version("kvladder")
         wanted = [Requirement(text) for text in requires("kvladder") or ()]
-    except PackageNotFoundError:  # run from its source tree
+    except PackageNotFoundError:  # it runs from its source tree
         return
     for one in wanted:
         extra = next(

@@ -1,4 +1,4 @@
-"""The runtime: one loop thread that moves bytes, and the doors into it."""
+"""The runtime: one loop thread that moves bytes, and the ways for other threads to reach it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from kvladder.tiers.context import Blocking
 
 T = TypeVar("T")
 THREADS = 4
-"""For the blocking calls of one user, e.g. of one tier."""
+"""Number of threads for the blocking calls of one user, e.g. of one tier."""
 logger = logging.getLogger("kvladder")
 
 
 class Runtime:
-    """Owns an event loop in a thread of its own. No global: each cache has one.
+    """Owns an event loop in its own thread. Nothing is global: each cache has one runtime.
 
-    The engine's thread comes in by ``post`` (never waits) or ``call`` (waits, for open and close).
+    The engine's thread uses ``post``, which never waits, and ``call``, which waits (for open and
+    close).
     """
 
     def __init__(self) -> None:
@@ -32,7 +33,7 @@ class Runtime:
         self._loop.set_exception_handler(self._handle)
         self._notices = Notices(SystemClock().now)
         self.faults = 0
-        """Errors that reached the loop itself: it would have ended, or they were nobody's."""
+        """Number of errors that stopped the loop (it was restarted) or that no code awaited."""
         self._pools: list[BlockingPool] = []
         self._thread = threading.Thread(target=self._serve, name="kvladder-loop", daemon=True)
         self._closed = False
@@ -50,7 +51,7 @@ class Runtime:
                 self._fault(f"the event loop goes on after {error!r}", error)
 
     def _handle(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What asyncio would log: an exception of a callback, or of a task that nobody awaits."""
+        """Report an exception of a callback, or of a task that is not awaited."""
         error = context.get("exception")
         self._fault(f"{context['message']}: {error!r}" if error else context["message"], error)
 
@@ -82,16 +83,16 @@ class Runtime:
             raise
 
     def threads(self, name: str) -> Blocking:
-        """Runs blocking functions in a few threads of this name, which others do not share."""
+        """Return a function that runs blocking calls in its own few threads, named ``name``."""
         pool = BlockingPool(THREADS, f"kvladder-{name}")
         self._pools.append(pool)
         return pool.run
 
     def close(self, *, timeout_s: float = 2.0) -> None:
-        """Cancel what is left on the loop and end all threads; may be called again.
+        """Cancel the tasks on the loop and end all threads; may be called again.
 
-        Waits up to ``timeout_s`` for the tasks and as long for the thread; what has not ended by
-        then is left behind, and does not keep the process alive.
+        Waits up to ``timeout_s`` for the tasks, and again for the thread. A thread that has not
+        ended by then is abandoned; it does not keep the process alive.
         """
         if self._closed:
             return

@@ -1,4 +1,4 @@
-"""From YAML and plain data to typed settings, with errors that say where, what and what instead."""
+"""Reads YAML and plain data as typed settings; errors say where, what and what instead."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from kvladder.errors import ConfigError
 from kvladder.units import Duration, Portion, Share, Size
 
 DEPTH_MAX = 16
-"""How deep settings may be nested."""
+"""Deepest nesting of settings."""
 NODES_MAX = 10_000
-"""How many values settings may have, each counted as often as an alias repeats it."""
+"""Largest number of values in settings, aliases counted as often as they are repeated."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose errors all say where, and in which a key that is given twice is one."""
+    """Reads YAML. Every error has a position, and a repeated key is an error."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = 0
         self._weights: dict[yaml.Node, int] = {}
-        """How many values a node has, with what aliases repeat."""
+        """Number of values in each node, repetitions by aliases included."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """As ever, but not so deep that Python gives up, nor so large that a walk never ends."""
+        """Compose as usual, but refuse nesting and sizes that Python could not handle."""
         if self._depth > DEPTH_MAX:
             mark = cast("Any", self).peek_event().start_mark
             problem = f"nested deeper than {DEPTH_MAX} levels"
@@ -57,7 +57,7 @@ class _Loader(yaml.SafeLoader):
             inner: Any = () if isinstance(node, yaml.ScalarNode) else node.value
             if isinstance(node, yaml.MappingNode):
                 inner = chain.from_iterable(inner)
-            # one that holds itself has no weight yet, and cannot be constructed
+            # a node that contains itself has no weight yet, and cannot be constructed
             self._weights[node] = 1 + sum(self._weights.get(part, 1) for part in inner)
             if self._weights[node] > NODES_MAX:
                 problem = f"more than {NODES_MAX} values, with what aliases repeat"
@@ -65,7 +65,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
-        """As ever, and an error where the parser takes for a number or a date what is none."""
+        """Construct as usual, but raise an error for dates and for invalid or huge numbers."""
         try:
             value: object = cast("Any", super()).construct_object(node, deep)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
@@ -102,12 +102,12 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 
 
 def parse_yaml(text: str) -> object:
-    """The plain data that ``text`` writes; raises yaml.YAMLError if it writes none."""
+    """Return the plain data in ``text``; raises yaml.YAMLError if it is not valid."""
     return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
 
 
 def load_yaml(path: Path) -> object:
-    """The plain data in a file; raises ConfigError, with its line, if it cannot be had."""
+    """Return the plain data in a file; raises ConfigError, with the line, if it is not valid."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -118,7 +118,7 @@ def load_yaml(path: Path) -> object:
     try:
         return parse_yaml(text)
     except yaml.YAMLError as error:
-        # Not str(error): that quotes the line, which may hold a secret. So may a quoted word.
+        # Not str(error): it quotes the line, which may hold a secret, as may a quoted word.
         problem = getattr(error, "problem", None) or "not YAML"
         problem = re.sub(r"'(?!<)[^']{2,}'", "'...'", problem)
         mark = getattr(error, "problem_mark", None)
@@ -137,40 +137,40 @@ _SECRET_WORDS = {
 _USER = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://).*@", re.DOTALL)
 _QUERY = re.compile(r"([?&][^=&\s]*(?:password|secret|token|key)[^=&\s]*=)[^&]*", re.IGNORECASE)
 _PROBLEM = re.compile(r"(.*?)(?: - at (?:`key` in )?`\$\.?(.*)`)?", re.DOTALL)
-"""What msgspec says: what is wrong, and where."""
+"""Parts of a message of msgspec: the problem and its path."""
 _KEY = re.compile(r"Object (missing required|contains unknown) field `(.*)`", re.DOTALL)
 _STEP = re.compile(r"[^.\[\]]+")
 
 
 def join(path: str, key: str) -> str:
-    """The path of ``key`` in the mapping at ``path``."""
+    """Return the path of ``key`` in the mapping at ``path``."""
     return f"{path}.{key}" if path else key
 
 
 def parent(path: str) -> str:
-    """The path of the mapping or list that holds what is at ``path``."""
+    """Return the path of the mapping or list that contains ``path``."""
     return path[: max(path.rfind("."), path.rfind("["), 0)]
 
 
 def within(path: str, error: ConfigError) -> ConfigError:
-    """``error`` of something that does not know that it stands at ``path``."""
+    """Return ``error`` with its path moved below ``path``, which the raising code did not know."""
     where = join(path, error.path) if error.path else path
     return ConfigError(error.message, path=where, hint=error.hint)
 
 
 def is_secret(path: str) -> bool:
-    """Whether the last name of a path says that its value must not be shown."""
+    """Return whether the last name of a path marks its value as secret."""
     name = path.rpartition(".")[2].partition("[")[0]
     return not _SECRET_WORDS.isdisjoint(re.split(r"[_\W]+", name.lower()))
 
 
 def masked(text: str) -> str:
-    """``text`` without what a URL in it tells about its user, and rather too much masked."""
+    """Return ``text`` with users and secrets in URLs masked; may mask more than needed."""
     return _QUERY.sub(rf"\1{MASK}", _USER.sub(rf"\1{MASK}@", text))
 
 
 def cleared(path: str, value: object) -> object:
-    """``value`` as plain data, with every secret in it masked at whatever depth it lies."""
+    """Return ``value`` as plain data, with the secrets at every depth masked."""
     if value is None or value in ("", ()):
         return value
     if is_secret(path):
@@ -188,9 +188,9 @@ def cleared(path: str, value: object) -> object:
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every section and of options: frozen, named, nothing unknown, no secret in its repr.
+    """Base of sections and options: frozen, keyword only, no unknown keys, no secrets in its repr.
 
-    What a secret is says the name of a field, as in ``describe``.
+    The name of a field decides whether it is secret, as in ``describe``.
     """
 
     def __repr__(self) -> str:
@@ -208,7 +208,7 @@ Address = Annotated[
 
 
 def is_text(text: str) -> bool:
-    """Whether it can be written as UTF-8: not bytes of another encoding, nor half a character."""
+    """Return whether ``text`` can be written as UTF-8, that is, has no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -217,7 +217,7 @@ def is_text(text: str) -> bool:
 
 
 def shown(path: str, value: object) -> str:
-    """A wrong value for an error message: secrets are masked, only scalars are spelled out."""
+    """Return a wrong value for an error message; secrets are masked, only scalars spelled out."""
     if isinstance(value, Mapping):
         return "a mapping"
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -230,7 +230,7 @@ def shown(path: str, value: object) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """A hint: the known name that was probably meant, or all of them."""
+    """Return a hint: the known name that was probably meant, or all of them."""
     near = get_close_matches(name, known, n=1, cutoff=0.6)
     if near:
         return f"did you mean {near[0]!r}?"
@@ -238,35 +238,35 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def keys_of(struct: type[msgspec.Struct]) -> list[str]:
-    """The keys that a struct is read from, in order."""
+    """Return the keys that a struct is read from, in order."""
     return [field.encode_name for field in msgspec.structs.fields(struct)]
 
 
 def is_mapping(value: object) -> TypeGuard[dict[str, Any]]:
-    """Whether ``value`` is a mapping of plain data; the reader has checked its keys."""
+    """Return whether ``value`` is a mapping of plain data; the reader has checked its keys."""
     return isinstance(value, dict)
 
 
 def is_list(value: object) -> TypeGuard[list[Any]]:
-    """Whether ``value`` is a list of plain data."""
+    """Return whether ``value`` is a list of plain data."""
     return isinstance(value, list)
 
 
 def convert(raw: object, wanted: type[T], path: str = "", *, loose: Loose = lambda _: False) -> T:
-    """What plain data says, as a value of type ``wanted``.
+    """Return plain data as a value of type ``wanted``.
 
     Parameters
     ----------
     raw:
-        Mappings, lists and single values. What is mended is replaced in place: sections without
-        content, and text that stands for something else, where it is ``loose``.
+        Mappings, lists and single values. Repairs are made in place: an empty section becomes a
+        mapping, and ``loose`` text becomes the value that it stands for.
     wanted:
         A msgspec struct, whose fields may be structs.
     path:
-        Where ``raw`` is, for errors.
+        Path of ``raw``, for errors.
     loose:
-        Whether the text at a path may stand for a number, a truth value or YAML: so where an
-        environment variable said it, and nowhere else.
+        Returns whether the text at a path may stand for a number, a truth value or YAML. True
+        only for values of environment variables.
 
     Raises
     ------
@@ -280,7 +280,7 @@ def convert(raw: object, wanted: type[T], path: str = "", *, loose: Loose = lamb
             return msgspec.convert(raw, wanted, dec_hook=_parse)
         except msgspec.ValidationError as error:
             wrong = _explained(error, raw, wanted)
-            known = error.__cause__ or wrong.path in mended  # of the right type, and wrong
+            known = error.__cause__ or wrong.path in mended  # right type, wrong value
             if known or not _mend(raw, wrong.path, wanted, loose):
                 raise within(path, wrong) from error.__cause__
             mended.add(wrong.path)
@@ -293,7 +293,7 @@ def _parse(wanted: type, value: object) -> object:
 
 
 def _mend(raw: object, path: str, wanted: Any, loose: Loose) -> bool:
-    """Have what is wrong at a path be what it stands for; False if it is what it is."""
+    """Replace a wrong value by the value that it stands for; return False if there is none."""
     holder, last = value_at(raw, parent(path)), _STEP.findall(path)[-1:]
     if not last or not (is_mapping(holder) or is_list(holder)):
         return False
@@ -309,7 +309,7 @@ def _mend(raw: object, path: str, wanted: Any, loose: Loose) -> bool:
 
 
 def from_text(text: str, wanted: Any) -> object:
-    """What the text of a variable means: a single value of the type, else what it is as YAML."""
+    """Return the meaning of a variable's text: a single value of the type, else YAML."""
     with suppress(msgspec.ValidationError):
         return cast("object", msgspec.convert(text, wanted, strict=False, dec_hook=_parse))
     with suppress(yaml.YAMLError):
@@ -318,7 +318,7 @@ def from_text(text: str, wanted: Any) -> object:
 
 
 def value_at(raw: object, path: str) -> Any:
-    """The value at a path in plain data; None if there is none."""
+    """Return the value at a path in plain data; None if there is none."""
     for step in _STEP.findall(path):
         raw = _part(raw, step)
     return raw
@@ -331,7 +331,7 @@ def _part(raw: object, step: str) -> Any:
 
 
 def type_at(wanted: Any, path: str) -> Any:
-    """The type of what stands at a path below ``wanted``; None if that is not known."""
+    """Return the type at a path below ``wanted``; None if it is not known."""
     for step in _STEP.findall(path):
         inner, struct = get_args(wanted), _struct(wanted)
         if struct is not None:
@@ -345,14 +345,14 @@ def type_at(wanted: Any, path: str) -> Any:
 
 
 def _struct(wanted: Any) -> type[msgspec.Struct] | None:
-    """The struct that a type is, alone or beside None."""
+    """Return the struct in a type, alone or in a union with None; None if there is none."""
     parts = get_args(wanted) if get_origin(wanted) in {Union, types.UnionType} else (wanted,)
     structs = (one for one in parts if isinstance(one, type) and issubclass(one, msgspec.Struct))
     return next(structs, None)
 
 
 def _explained(error: msgspec.ValidationError, raw: object, wanted: Any) -> ConfigError:
-    """What msgspec says of plain data, as where, what and what instead."""
+    """Return msgspec's error about plain data as a ConfigError: where, what, what instead."""
     found = _PROBLEM.fullmatch(str(error))
     assert found is not None, error
     problem, path = found[1], (found[2] or "").partition("[...]")[0]
@@ -361,7 +361,7 @@ def _explained(error: msgspec.ValidationError, raw: object, wanted: Any) -> Conf
     here = type_at(wanted, path)
     struct = _struct(here)
     key = _KEY.fullmatch(problem)
-    # a key is missing or unknown: msgspec names it, and the mapping that it is about
+    # msgspec reports a missing or unknown key by its name and the path of its mapping
     if key is not None:
         where = join(path, key[2])
         if key[1] == "contains unknown":
@@ -369,7 +369,7 @@ def _explained(error: msgspec.ValidationError, raw: object, wanted: Any) -> Conf
             return ConfigError("unknown key", path=where, hint=hint)
         hint = f"expected {_expected(type_at(wanted, where)) or 'a value'}"
         return ConfigError("missing", path=where, hint=hint)
-    # the mapping is right key by key, and wrong as a whole: its __post_init__ says how
+    # each key is valid but the mapping as a whole is not: its __post_init__ says why
     if error.__cause__ is not None and struct is not None:
         return ConfigError(masked(problem), path=path)
     value = value_at(raw, path)
@@ -377,7 +377,7 @@ def _explained(error: msgspec.ValidationError, raw: object, wanted: Any) -> Conf
 
 
 def _instead(value: object, wanted: Any, problem: str) -> str:
-    """What to write instead of a wrong value; ``problem`` is msgspec's account of it."""
+    """Return what to write instead of a wrong value; ``problem`` is msgspec's description."""
     if wanted is str and isinstance(value, bool | int | float):
         return "expected text: put it in quotes"
     if problem.startswith("unknown unit") or "without a unit" in problem:
@@ -393,7 +393,7 @@ _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 
 
 def _expected(wanted: Any) -> str:
-    """What a type takes, in words; empty where msgspec's own account has to do."""
+    """Return in words what a type accepts; empty if msgspec's own description has to do."""
     if isinstance(wanted, type):
         words = "keys with values" if _struct(wanted) else _WORDS.get(wanted, "")
         return getattr(wanted, "EXPECTED", words)

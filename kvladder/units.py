@@ -33,7 +33,7 @@ _DURATION_NAMES: Final = {
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Number and unit of ``text``; either is empty where it is missing."""
+    """Return number and unit of ``text``; either is empty if it is missing."""
     found = _NUMBER.fullmatch(text)
     return (found[1], found[2] or "") if found else ("", text.strip())
 
@@ -45,7 +45,7 @@ def _unknown(unit: str, known: list[str]) -> str:
 
 
 UNIT_BYTES: Final = 4096
-"""A smaller size needs a unit, if only B: it is rather a number of GiB whose unit is missing."""
+"""Sizes below this need a unit, even if it is B: a bare small number probably lacks its GiB."""
 
 
 class Size(int):
@@ -55,12 +55,12 @@ class Size(int):
 
     @classmethod
     def parse(cls, value: object) -> Size:
-        """The size that ``value`` writes.
+        """Return the size that ``value`` stands for.
 
         Raises
         ------
         ValueError
-            It does not; the message says what is expected instead.
+            It is not a size; the message says what is expected instead.
         """
         if isinstance(value, str):
             number, unit = _split(value)
@@ -80,14 +80,14 @@ class Size(int):
 
     @staticmethod
     def _scale(unit: str) -> int:
-        """Bytes of a unit, in its own spelling or all in one case; Gb, a gigabit, is neither."""
+        """Return the bytes of a unit, in its own spelling or all in one case; not Gb (gigabit)."""
         for name, scale in _SIZES.items():
             if unit in {name, name.lower(), name.upper()}:
                 return scale
         raise ValueError(_unknown(unit, [name for name in _SIZES if "i" in name or name == "GB"]))
 
     def __str__(self) -> str:
-        """As ``parse`` reads it, exact: in the largest unit that leaves a short number."""
+        """Return text that ``parse`` reads exactly, in the largest unit with a short number."""
         for name, scale in sorted(_SIZES.items(), key=lambda item: -item[1]):
             tenths, rest = divmod(int(self) * 10, scale)
             if not rest and 10 <= tenths < 100_000:
@@ -95,7 +95,7 @@ class Size(int):
         return f"{int(self)} B"
 
     def about(self) -> str:
-        """Rounded, in a binary unit, for tables: ``1.82 TiB``."""
+        """Return text rounded in a binary unit, for tables: ``1.82 TiB``."""
         power = max(0, min((int(self).bit_length() - 1) // 10, 5))
         return f"{int(self) / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"
 
@@ -107,12 +107,12 @@ class Duration(float):
 
     @classmethod
     def parse(cls, value: object) -> Duration:
-        """The duration that ``value`` writes.
+        """Return the duration that ``value`` stands for.
 
         Raises
         ------
         ValueError
-            It does not; the message says what is expected instead.
+            It is not a duration; the message says what is expected instead.
         """
         if not isinstance(value, str):
             raise ValueError(cls.EXPECTED)  # noqa: TRY004 - every wrong value is one error
@@ -128,7 +128,7 @@ class Duration(float):
         return cls(seconds)
 
     def __str__(self) -> str:
-        """In the largest unit that leaves a whole number, else in seconds."""
+        """Return text in the largest unit with a whole number, else in seconds."""
         for name in ("d", "h", "m", "s", "ms"):
             count = float(self) / _DURATIONS[name]
             if count >= 1 and count == int(count):
@@ -149,12 +149,12 @@ class Portion:
 
     @classmethod
     def parse(cls, value: object) -> Portion:
-        """The portion that ``value`` writes, more than nothing.
+        """Return the portion that ``value`` stands for, more than nothing.
 
         Raises
         ------
         ValueError
-            It does not; the message says what is expected instead.
+            It is not a portion; the message says what is expected instead.
         """
         number, unit = _split(value) if isinstance(value, str) else ("", "")
         if number and unit == "%":
@@ -167,7 +167,7 @@ class Portion:
             raise ValueError(cls.EXPECTED) from error
 
     def of(self, blocks: int, block_bytes: int) -> int:
-        """How many of so many blocks it comes to, at least 1."""
+        """Return this portion of ``blocks`` blocks, as a number of blocks, at least 1."""
         if self.size is None:
             return max(1, int(blocks * self.percent / 100))
         return max(1, min(blocks, self.size // block_bytes))
@@ -185,7 +185,7 @@ class Portion:
 
 
 class Share:
-    """A number of blocks, or a percentage of those that there are."""
+    """A number of blocks, or a percentage of all blocks."""
 
     __slots__ = ("blocks", "percent")
 
@@ -197,12 +197,12 @@ class Share:
 
     @classmethod
     def parse(cls, value: object) -> Share:
-        """The share that ``value`` writes; 0 is one.
+        """Return the share that ``value`` stands for; 0 is allowed.
 
         Raises
         ------
         ValueError
-            It does not; the message says what is expected instead.
+            It is not a share; the message says what is expected instead.
         """
         if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
             return cls(blocks=value)
@@ -215,7 +215,7 @@ class Share:
         raise ValueError(cls.EXPECTED)
 
     def of(self, total: int) -> int:
-        """Blocks out of ``total``: rounded down, but at least 1 of a percentage above 0."""
+        """Return blocks out of ``total``: rounded down, at least 1 for a percentage above 0."""
         if self.percent is None:
             return min(self.blocks, total)
         return max(int(total * self.percent / 100), int(self.percent > 0 and total > 0))
