@@ -1,4 +1,4 @@
-"""Which block goes first: prioritized LRU behind a small interface for plug-ins."""
+"""The order of eviction: prioritized LRU, behind a small interface for plug-ins."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ PRIORITY_MAX = 100
 PRIORITY_DEFAULT = 35
 
 BULK_MIN = 32
-"""From so many handles on it is quicker to use NumPy."""
+"""Smallest number of handles for which NumPy is faster."""
 
 GROWTH_MAX = 1 << 16
-"""For how many handles more at most room is made at once."""
+"""Most handles for which the arrays grow at once."""
 
 _NIL = -1
 
 
 class EvictionPolicy(ABC):
-    """Orders handles by the time at which they should be given up.
+    """Orders handles by when they should be evicted.
 
     Pure and synchronous: no clock, no I/O, so that it replays on traces. A handle is a small
-    non-negative int, the block's place in its level; the caller pushes each handle at most once
-    before it is removed or popped. Subclasses are checked by ``kvladder.testing.PolicyTests``.
+    non-negative int, the block's place in its level. After a push, the caller pushes the same
+    handle again only once it is removed or popped. Subclasses are checked by
+    ``kvladder.testing.PolicyTests``.
     """
 
     def reserve(self, handles: int) -> None:
-        """Make room for handles below this number now, since later it may take too long."""
+        """Allocate memory for handles below ``handles`` now, since it may take too long later."""
 
     @abstractmethod
     def push(self, handle: int, priority: int, *, front: bool = False) -> None:
         """Add ``handle``, which is not in the policy, as the most recently used of its priority.
 
-        With ``front`` it becomes the least recently used instead: the next to go at its priority.
+        With ``front`` it becomes the least recently used: the next to go at its priority.
         """
 
     def push_all(self, handles: Sequence[int], priority: int) -> None:
@@ -50,7 +51,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def remove(self, handle: int) -> None:
-        """Forget ``handle``, which is in the policy."""
+        """Remove ``handle``, which is in the policy."""
 
     def touch_all(self, handles: Sequence[int]) -> None:
         """Touch all of ``handles``, one after the other; each is named once."""
@@ -58,7 +59,7 @@ class EvictionPolicy(ABC):
             self.touch(handle)
 
     def remove_all(self, handles: Sequence[int]) -> None:
-        """Take all of ``handles`` out of the order; each is named once."""
+        """Remove all of ``handles``, one after the other; each is named once."""
         for handle in handles:
             self.remove(handle)
 
@@ -68,23 +69,23 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many handles are in the policy."""
+        """Return the number of handles in the policy."""
 
     @abstractmethod
     def __contains__(self, handle: int) -> bool:
-        """Whether ``handle`` is in the policy."""
+        """Return whether ``handle`` is in the policy."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[int]:
-        """Handles in the order in which ``pop`` would return them; do not change it meanwhile."""
+        """Yield handles in ``pop`` order; the policy must not change meanwhile."""
 
 
 class PrioritizedLRU(EvictionPolicy):
-    """Lowest priority first, then least recently used; every operation is O(1).
+    """Evicts the lowest priority first, then the least recently used; each operation is O(1).
 
-    One doubly linked list per priority in flat arrays indexed by handle (9 bytes a handle), and a
-    101-bit mask of the priorities in use. The order is TensorRT-LLM's prioritized LRU. Orders
-    ``beside`` each other share the arrays: a handle is in one of them at most.
+    Each priority has a doubly linked list in flat arrays indexed by handle (9 bytes a handle). A
+    101-bit mask marks the priorities in use. The order is TensorRT-LLM's prioritized LRU. A policy
+    made ``beside`` another shares its arrays; each handle is in at most one of them.
     """
 
     def __init__(self, beside: PrioritizedLRU | None = None) -> None:
@@ -101,7 +102,7 @@ class PrioritizedLRU(EvictionPolicy):
             self._grow(handles - 1)
 
     def _grow(self, handle: int) -> None:
-        """Make room for ``handle``, and for more, but never for so many that it takes long."""
+        """Make room for ``handle`` and some more, but never for so many that it takes long."""
         held = len(self._priority)
         more = max(handle + 1 - held, min(held, GROWTH_MAX), 64)
         blank = array("i", [_NIL]) * more
@@ -181,10 +182,10 @@ class PrioritizedLRU(EvictionPolicy):
         assert not np.count_nonzero(priorities[chain] == 0xFF), "a handle is not in the policy"
         after = np.frombuffer(self._next, np.intc)
         breaks = after[chain[:-1]] != chain[1:]
-        if np.count_nonzero(breaks) > len(chain) // 2:  # it may lie there the other way round
+        if np.count_nonzero(breaks) > len(chain) // 2:  # the list may hold it reversed
             chain = chain[::-1]
             breaks = after[chain[:-1]] != chain[1:]
-        firsts, lasts = [int(chain[0])], [int(chain[-1])]  # of runs that are runs of a list, too
+        firsts, lasts = [int(chain[0])], [int(chain[-1])]  # of runs in the list, too
         if np.count_nonzero(breaks):
             ends = np.flatnonzero(breaks)
             firsts += chain[ends + 1].tolist()
@@ -195,7 +196,7 @@ class PrioritizedLRU(EvictionPolicy):
         self._len -= len(handles)
 
     def _cut(self, first: int, last: int) -> None:
-        """Take a run out of its list, whose first and last handle these are."""
+        """Unlink a run of adjacent handles, from ``first`` to ``last``, from its list."""
         priority, before, after = self._priority[first], self._prev[first], self._next[last]
         if before == _NIL:
             self._head[priority] = after

@@ -1,6 +1,6 @@
-"""Whether blocks come sooner from a tier than from computing them: what was measured, and a choice.
+"""Fetch or compute: measures both, and chooses which blocks come sooner from a tier.
 
-Nothing here does I/O or looks at a clock: whoever measures says when. Times are monotonic seconds.
+Nothing here does I/O or reads a clock: callers pass the time, in monotonic seconds.
 """
 
 from __future__ import annotations
@@ -13,36 +13,37 @@ from math import inf
 from typing import NamedTuple
 
 GAIN = 0.8
-"""Of the time that computing takes: what takes longer is not worth to be fetched."""
+"""Fraction of the computing time: a fetch that takes longer is not worth it."""
 TRUST = 2.5
-"""How many times as long as expected a fetch may take before it is given up."""
+"""Factor by which a fetch may take longer than expected before it is given up."""
 SPARE = 0.1
-"""Of the time that computing takes: what may be spent in vain."""
+"""Fraction of the computing time that a request may lose by waiting."""
 GRACE_S = 0.002
-"""What may be spent in vain in any case: nobody notices."""
+"""Seconds that a request may lose by waiting in any case: too few to notice."""
 JUMP = 3.0
-"""A time that is off by more than this factor says that the tier is not what it was."""
+"""Factor: a time that is off by more means that the tier has changed."""
 FORGET = 128
-"""A time is forgotten after so many others of which none was for about as much."""
+"""Number of measurements after which a point is dropped, if none of them was near it."""
 TRIAL_EVERY = 4
-"""Of fetches that a slow level was not asked for: one in so many begins a trial."""
+"""One trial begins per so many fetches for which a slow level was not asked."""
 TRIAL_BLOCKS = 8
-"""Blocks that a trial reads, with nobody waiting for them."""
+"""Blocks that a trial reads; no request waits for them."""
 TOKENS_MIN = 64
-"""Tokens below which the time for computing them bounds that of a token from above, and no more."""
+"""Tokens of a step below which it gives only an upper bound for the time of a token."""
 SAMPLE_TOKENS = 256
-"""Tokens that one request computes although they are cached, where nothing else tells how fast."""
+"""Cached tokens that one request computes to measure the speed, if nothing else measures it."""
 ENDS_MAX = 32
-"""Of how many ends of a prefix the best is chosen."""
+"""Most ends of a prefix among which the best is chosen."""
 STEPS = 16
-"""How many measurements of computing are remembered, of short steps and of long ones."""
+"""Number of remembered measurements of computing, of short steps and of long ones each."""
 
 
 class Curve:
-    """Seconds by amount, as measured lately.
+    """Seconds by amount, from recent measurements.
 
-    Kept is a point for every fifth or so, and interpolated between them. What is below all points
-    is taken for proportional, what is above for equal: the best that they allow.
+    Keeps one point for each range of similar amounts, and interpolates between points. Below all
+    points, time is proportional to the amount; above them, it is constant. Both are the most
+    optimistic values that the points allow.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class Curve:
         self._count = 0
 
     def at(self, amount: float) -> float | None:
-        """Seconds for this amount; None as long as nothing was measured."""
+        """Return the seconds for this amount; None without measurements."""
         if not self._points:
             return None
         points = sorted(self._points.values())
@@ -65,12 +66,12 @@ class Curve:
 
     @staticmethod
     def _place(amount: int) -> int:
-        """A number that neighbouring amounts share: four for each power of two."""
+        """Return a number that similar amounts share: four numbers for each power of two."""
         least = max(0, amount.bit_length() - 3)
         return 4 * least + (amount >> least)
 
     def within(self, amount: int) -> float | None:
-        """Seconds within which so much is almost certain; None where too little was measured."""
+        """Return the seconds within which this amount is almost certain; None if unmeasured."""
         expected_s = self.at(amount)
         if expected_s is None or self._place(amount) in self._points:
             return expected_s
@@ -78,7 +79,7 @@ class Curve:
         return TRUST * expected_s * max(1.0, amount / most)
 
     def _plausible(self, amount: int, seconds: float) -> bool:
-        """Whether it may be the same tier still; beyond the points that may be slower by far."""
+        """Return whether the tier may be unchanged. Beyond all points it may be much slower."""
         least_s = self.at(amount)
         if least_s is None:
             return True
@@ -87,7 +88,7 @@ class Curve:
         return least_s / JUMP <= seconds <= least_s * JUMP * beyond
 
     def add(self, amount: int, seconds: float) -> None:
-        """So much took so long: the point near it follows halfway, and a jump begins anew."""
+        """Record a measurement: the point near it moves halfway; a jump drops all old points."""
         assert amount > 0
         seconds, place = max(seconds, 1e-9), self._place(amount)
         self._count += 1
@@ -101,35 +102,35 @@ class Curve:
 
 
 class RequestTimestamp(NamedTuple):
-    """When something was asked for, and how many had come until then."""
+    """Time of a request for blocks, and the number of blocks that had come by then."""
 
     at_s: float
     come: int
 
 
 class Pace:
-    """How long it takes from asking a level for blocks until they are here, queueing included."""
+    """Measures the time from asking a level for blocks to their arrival, queueing included."""
 
     def __init__(self) -> None:
         self.ahead = 0
-        """Blocks that are on their way."""
+        """Number of blocks asked for that have not come yet."""
         self._curve = Curve()
         self._come = 0
         self._moved_s = 0.0
-        """When the last of them came, or the first was asked for."""
+        """Time when the last block came or, if none has, the first was asked for."""
         self._spurned = 0
 
     def asked(self, blocks: int, now_s: float) -> RequestTimestamp:
-        """So many blocks are asked for; every batch of them that ends is reported by ``came``."""
+        """Record a request for ``blocks`` blocks; ``came`` reports each batch of them that ends."""
         if not self.ahead:
             self._moved_s = now_s
         self.ahead += blocks
         return RequestTimestamp(now_s, self._come)
 
     def came(self, mark: RequestTimestamp, blocks: int, now_s: float, *, found: bool) -> None:
-        """A batch of what was asked for has ended.
+        """Record the end of a batch of the blocks asked for.
 
-        One in which nothing was ``found`` says only that it would have taken longer, if at all.
+        A batch without ``found`` blocks shows only that finding some would have taken longer.
         """
         self.ahead -= blocks
         self._moved_s = now_s
@@ -139,9 +140,9 @@ class Pace:
             self._curve.add(nth, took_s)
 
     def seconds(self, blocks: int, now_s: float) -> float | None:
-        """In how many seconds so many more would be here; None as long as nothing is known.
+        """Return after how many seconds ``blocks`` more would be here; None without measurements.
 
-        What is on its way and does not come is known to take at least as long as it has.
+        It is at least the time for which pending blocks have made no progress.
         """
         expected_s = self._curve.at(self.ahead + blocks)
         if not self.ahead:
@@ -149,12 +150,12 @@ class Pace:
         return max(expected_s or 0.0, now_s - self._moved_s)
 
     def within(self, blocks: int) -> float:
-        """The same if it should be certain; infinite as long as nothing is known."""
+        """Return the seconds within which this is almost certain; infinite if unmeasured."""
         within_s = self._curve.within(self.ahead + blocks)
         return inf if within_s is None else within_s
 
     def spurn(self) -> bool:
-        """The level was not asked, since it takes too long: whether a trial is due now."""
+        """Count that the level was too slow to be asked; return whether a trial is due now."""
         self._spurned += 1
         if self._spurned < TRIAL_EVERY or self.ahead:
             return False
@@ -163,36 +164,36 @@ class Pace:
 
 
 class AvoidedCompute(NamedTuple):
-    """What an engine is spared if all blocks of a fetch come."""
+    """Work that an engine avoids if all blocks of a fetch come."""
 
     tokens: int
-    """That it need not compute."""
+    """Tokens that it need not compute."""
     whole: bool = False
-    """Whether a part of the blocks is of no use."""
+    """True if the blocks are of use only all together."""
     behind: int = 0
-    """Tokens of other requests that it computes before."""
+    """Tokens of other requests that it computes first."""
 
 
 ANYTHING = AvoidedCompute(10**15)
-"""More than any tier takes: fetched, and waited for up to the deadline, in any case."""
+"""More work than any fetch costs: always fetched, and waited for up to the deadline."""
 
 
 class LevelRun(NamedTuple):
-    """Blocks of a prefix that have to come from one level, one behind the other."""
+    """Consecutive blocks of a prefix that one level has to deliver."""
 
     first: int
-    """Position of the first of them in the prefix."""
+    """Position in the prefix of the first block."""
     new: int
-    """How many of them are not on their way yet."""
+    """Number of blocks that are not in flight yet."""
     pace: Pace
 
 
 Stretch = Sequence[LevelRun]
-"""Runs that are brought up all or not at all, one of each level."""
+"""Runs that are promoted all or not at all; at most one for each level."""
 
 
 def stretches(runs: Sequence[LevelRun]) -> list[Stretch]:
-    """Not more than ``ENDS_MAX``: each is one run, unless levels take turns very often."""
+    """Return at most ``ENDS_MAX`` stretches, each of one run unless levels alternate often."""
     size = -(-len(runs) // ENDS_MAX)
     found: list[Stretch] = []
     for start in range(0, len(runs), max(1, size)):
@@ -206,37 +207,37 @@ def stretches(runs: Sequence[LevelRun]) -> list[Stretch]:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a request waits for a fetch before it computes what has not come.
+    """How long a request waits for a fetch before it computes the missing blocks.
 
-    If it always gave up when it has waited for so long in vain that computing would have been done
-    at ``1 + SPARE`` of its time, it would be never slower than that. What is expected to come soon
-    is waited for beyond it, but not as long as computing takes.
+    ``until_s`` bounds the loss: a request that always gave up there would be done after at most
+    ``1 + SPARE`` of the computing time. It waits longer for blocks that are expected soon, but not
+    longer than computing takes.
     """
 
     until_s: float
-    """When what was spent in vain is too much, if nothing arrives."""
+    """Time at which the loss becomes too large if nothing arrives."""
     block_s: float
-    """How much later for each leading block that has arrived."""
+    """Seconds by which this moves back for each leading block that has arrived."""
     first: int
-    """The first block that has to arrive."""
+    """Position of the first block that has to arrive."""
     trusted_s: float = 0.0
-    """Until when the fetch is trusted to be as fast as others were."""
+    """Time up to which the fetch is trusted to be as fast as others were."""
 
     def end_s(self, arrived: int) -> float:
-        """When it is over if so many leading blocks of the prefix are here."""
+        """Return when waiting ends if ``arrived`` leading blocks of the prefix are here."""
         in_vain_s = self.until_s + max(0, arrived - self.first) * self.block_s
         return max(in_vain_s, self.trusted_s)
 
 
 class CostEstimate:
-    """One request's choice: what computing its blocks takes, against what tiers take.
+    """One request's choice: the time to compute its blocks against the time to fetch them.
 
     Parameters
     ----------
     block_s, behind_s:
-        Seconds to compute a block, and until the engine could begin with the first.
+        Seconds to compute a block, and seconds until the engine could begin with the first.
     whole:
-        Whether a part of the blocks is of no use.
+        True if the blocks are of use only all together.
     """
 
     def __init__(self, block_s: float, behind_s: float, *, whole: bool) -> None:
@@ -248,28 +249,28 @@ class CostEstimate:
         return self._behind_s + blocks * self._block_s
 
     def spare_s(self, blocks: int) -> float:
-        """How long it may wait in vain before it computes so many blocks."""
+        """Return how long a request may wait without result before it computes ``blocks``."""
         return self._behind_s + SPARE * self._computed_s(blocks) + GRACE_S
 
     def worth(self, blocks: int, seconds: float) -> bool:
-        """Whether blocks that come in so many seconds are worth waiting for."""
+        """Return whether ``blocks`` that come after ``seconds`` are worth waiting for."""
         return seconds <= GAIN * self._computed_s(blocks)
 
     def patience(self, first: int, end: int, now_s: float) -> Patience:
-        """For blocks ``first <= n < end`` of which it is not known how fast they come."""
+        """Return the patience for blocks ``first <= n < end`` of unknown speed."""
         block_s = 0.0 if self._whole else self._block_s
         return Patience(now_s + self.spare_s(end - first), block_s, first)
 
     def trusting(self, old: Patience, blocks: int, expected_s: float, now_s: float) -> Patience:
-        """The same where so many blocks are expected after so many seconds."""
+        """Return ``old`` extended for ``blocks`` that are expected after ``expected_s``."""
         most_s = min(TRUST * expected_s, self._computed_s(blocks))
         return replace(old, trusted_s=max(old.trusted_s, now_s + most_s))
 
     def choose(self, parts: Sequence[Stretch], end: int, now_s: float) -> tuple[int, float | None]:
-        """How far it is worth to bring a prefix up, which ``parts`` are missing of.
+        """Choose how much of a prefix to promote; ``parts`` are its missing stretches.
 
-        Returns where to end it, between its first missing block and ``end``, and the seconds after
-        which that much is expected; None if nobody can tell.
+        Returns the position where to end, between the first missing block and ``end``, and the
+        seconds after which these blocks are expected; None instead if that is not certain enough.
         """
         first = parts[0][0].first
         best, least_s, expected_s = first, self._behind_s, None
@@ -290,15 +291,15 @@ class CostEstimate:
 
 
 class _Steps:
-    """The last steps of an engine that computed prompts."""
+    """Measurements of the last steps in which an engine computed prompts."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, int]] = deque(maxlen=STEPS)
         self.token_s: float | None = None
-        """Seconds of the median token: one slow step is nothing."""
+        """Seconds of the median token; one slow step does not matter."""
 
     def add(self, tokens: int, seconds: float) -> None:
-        """One more."""
+        """Add one step."""
         self._steps.append((seconds / tokens, tokens))
         half = sum(count for _, count in self._steps) / 2
         for token_s, count in sorted(self._steps):
@@ -309,23 +310,23 @@ class _Steps:
 
 
 class FetchCostModel:
-    """How long computing tokens takes, as the engine tells.
+    """Time to compute tokens, from what the engine reports.
 
     Parameters
     ----------
     always:
-        Nothing is remembered: what tiers have is always fetched.
+        True to record nothing: blocks that tiers have are always fetched.
     """
 
     def __init__(self, *, always: bool = False) -> None:
         self._always = always
         self._few, self._short, self._long = _Steps(), _Steps(), _Steps()
-        """Of fewer than ``TOKENS_MIN`` tokens; of fewer than a sample, which hide behind what a
-        step takes anyway; and others."""
+        """Steps of fewer than ``TOKENS_MIN`` tokens, of fewer than ``SAMPLE_TOKENS`` (these hide
+        behind a step's fixed cost), and others."""
         self._told = False
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """Computing so many tokens of prompts at once took so long."""
+        """Record that one step computed ``tokens`` prompt tokens in ``seconds``."""
         self._told = not self._always
         if self._always or tokens < 1 or not 0 <= seconds < inf:
             return
@@ -335,23 +336,23 @@ class FetchCostModel:
             (self._short if tokens < SAMPLE_TOKENS else self._long).add(tokens, seconds)
 
     def _measured_s(self, tokens: int) -> float | None:
-        """Seconds a token of so many, from steps of about as many if there were any."""
+        """Return the seconds per token for ``tokens``, preferably from steps of similar length."""
         first, second = self._short.token_s, self._long.token_s
         if tokens >= SAMPLE_TOKENS:
             first, second = second, first
         return second if first is None else first
 
     def _token_s(self, tokens: int) -> float | None:
-        """The same; before anything else is known, at most so long, from steps of few tokens.
+        """Return the same or, without such steps, an upper bound from steps of few tokens.
 
-        That a step of few tokens takes longer for each costs some waiting; to know nothing would
-        cost the whole deadline, again and again.
+        The bound costs some waiting, since short steps take longer per token. Without it, requests
+        would wait for the whole deadline again and again.
         """
         measured_s = self._measured_s(tokens)
         return self._few.token_s if measured_s is None else measured_s
 
     def seconds(self, tokens: int) -> float | None:
-        """How long computing so many tokens of prompts takes; None as long as nobody told."""
+        """Return the time to compute ``tokens`` prompt tokens; None if the engine reported none."""
         token_s = self._token_s(tokens)
         return None if token_s is None else token_s * tokens
 
@@ -369,7 +370,7 @@ class FetchCostModel:
         return count if tells else 0
 
     def estimate(self, saves: AvoidedCompute, blocks: int) -> CostEstimate | None:
-        """What computing so many blocks takes; None as long as nothing was measured."""
+        """Return the cost estimate for computing ``blocks`` blocks; None without measurements."""
         token_s = self._token_s(saves.tokens + saves.behind)
         if token_s is None or not blocks:
             return None

@@ -1,4 +1,4 @@
-"""What counts as an integer wherever a caller gives one."""
+"""Checks of integers that callers give."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, SupportsIndex
 
 
 def whole(value: SupportsIndex, what: str = "a number") -> int:
-    """``value`` as an ``int``: any integer counts, NumPy's and a tensor's too, but no bool.
+    """Return ``value`` as an ``int``. NumPy's and a tensor's integers count, a bool does not.
 
     Raises
     ------
     ValueError
-        It is something else.
+        It is not an integer.
     """
     if type(value) is int:
         return value
@@ -25,12 +25,12 @@ def whole(value: SupportsIndex, what: str = "a number") -> int:
 
 
 def settle(record: Any, *names: str) -> None:
-    """Make these fields of a frozen dataclass, which is being made, ``int``; None stays.
+    """Convert these fields of a frozen dataclass to ``int`` in its ``__post_init__``; keep None.
 
     Raises
     ------
     ValueError
-        One is neither.
+        A field is neither an integer nor None.
     """
     for name in names:
         value = getattr(record, name)

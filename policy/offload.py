@@ -1,4 +1,4 @@
-"""What a level takes: thresholds, admission and when it is written."""
+"""Offload rules: which blocks a level takes, and when it writes them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ When = Literal["evict", "commit", "never"]
 
 @dataclass(frozen=True, slots=True)
 class OffloadRule:
-    """When a level takes a block.
+    """Conditions under which a level takes a block.
 
     Parameters
     ----------
     min_priority:
         Inclusive threshold, 0..100. It is compared with the block's *floor*, the lowest priority
-        among the block and its ancestors, so what a level holds of a prefix is contiguous: a block
-        whose parent was refused would be unreachable.
+        among the block and its ancestors. So a level holds a contiguous part of each prefix: it
+        never takes a block below a refused parent, which no prefix could reach.
     when:
-        ``evict`` writes back when the block leaves the level above; ``commit`` writes through as
-        soon as its content is complete; ``never`` leaves all writing to others who share it.
+        ``evict`` writes back when the block leaves the level above. ``commit`` writes through as
+        soon as its content is complete. ``never`` leaves all writing to the caches that share it.
     min_hits:
-        How often a block must have been used again before it is taken; 0 takes every block.
+        Number of reuses after which a block is taken; 0 takes every block.
     ttl_s:
         Seconds after which the level forgets the block; None means never.
     """
@@ -40,6 +40,6 @@ class OffloadRule:
         assert self.ttl_s is None or self.ttl_s > 0, self.ttl_s
 
     def admits(self, floor: int, hits: int) -> bool:
-        """Whether a block of this prefix floor and hit count is taken."""
+        """Return whether the level takes a block with this prefix floor and hit count."""
         is_due = floor >= self.min_priority and hits >= self.min_hits
         return is_due and self.when != "never"

@@ -1,4 +1,4 @@
-"""Retention: which priority each block of a prompt gets, and for how long."""
+"""Retention: the priority of each block of a prompt, and its duration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvladder.policy.numbers import settle, whole
 
 
 def checked_priority(priority: object) -> int:
-    """``priority`` as an int if it is an integer in 0..100, else ValueError."""
+    """Return ``priority`` as an int in 0..100; raises ValueError if it is not one."""
     with suppress(ValueError):
         number = whole(cast("SupportsIndex", priority))
         if PRIORITY_MIN <= number <= PRIORITY_MAX:
@@ -21,7 +21,7 @@ def checked_priority(priority: object) -> int:
 
 
 def checked_duration(duration_s: object) -> float | None:
-    """``duration_s`` if it is None, or as a float if it is 0 or more seconds, else ValueError."""
+    """Return ``duration_s`` as a float, 0 or more, or None; raises ValueError otherwise."""
     if duration_s is None:
         return None
     if isinstance(duration_s, SupportsFloat) and not isinstance(duration_s, bool):
@@ -35,7 +35,7 @@ def checked_duration(duration_s: object) -> float | None:
 class RetentionRange:
     """Tokens ``[start, end)`` have ``priority`` for ``duration_s`` seconds.
 
-    ``end`` None means to the end of the prompt, ``duration_s`` None means for good.
+    ``end`` None means to the end of the prompt, ``duration_s`` None means without end.
     """
 
     start: int
@@ -62,12 +62,12 @@ class Retention:
     ----------
     ranges:
         Prompt ranges in order of their start, without overlap. A block takes the range that holds
-        its first token; blocks in no range have no priority of their own and get ``default``.
+        its first token. A block in no range has no priority of its own and gets ``default``.
     decode_priority, decode_duration_s:
-        For blocks whose first token was generated; ranges do not reach those. The default, for
-        good, asks for nothing: what is cached keeps what it has.
+        Priority and duration of blocks whose first token was generated; ranges do not apply to
+        them. The default priority without end changes nothing for blocks that are cached.
     default:
-        Priority of prompt blocks that no range names.
+        Priority of prompt blocks in no range.
     """
 
     ranges: tuple[RetentionRange, ...] = ()
@@ -87,7 +87,7 @@ class Retention:
                 )
 
     def explicit(self, block_tokens: int, prompt_tokens: int) -> list[int | None]:
-        """Per prompt block (a partial tail counts), the priority of its range or None."""
+        """Return, for each prompt block (also a partial tail), its range's priority or None."""
         found = (self._range(i) for i in range(0, prompt_tokens, block_tokens))
         return [None if held is None else held.priority for held in found]
 
@@ -100,7 +100,7 @@ class Retention:
     def of_blocks(
         self, blocks: Sequence[int], *, block_tokens: int, prompt_tokens: int
     ) -> list[tuple[int, float | None]]:
-        """``(priority, duration in seconds or None)`` of the blocks with these ordinals."""
+        """Return ``(priority, duration in seconds or None)`` of the blocks with these ordinals."""
         result: list[tuple[int, float | None]] = []
         for block in blocks:
             token = block * block_tokens

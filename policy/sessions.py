@@ -1,4 +1,4 @@
-"""Sessions: which blocks the requests of one user have, and which of them end with the session."""
+"""Sessions: the blocks of each session's requests, and which of them end with the session."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from typing import Final
 from kvladder.keys import BlockKey
 
 SESSIONS_MAX: Final = 10_000
-"""Sessions that are remembered, and as many that have ended."""
+"""Most sessions that are remembered, and most ended ones."""
 BLOCKS_MAX: Final = 1 << 18
-"""Blocks of all of them together."""
+"""Most blocks remembered for all sessions together."""
 LATER: Final = "\0later"
-"""In place of a session's name: the caller says later, by other calls, which one it is."""
+"""Stands for a session's name if the caller names the session later, in other calls."""
 
 
 @dataclass(slots=True)
 class _Session:
     runs: Sequence[Sequence[BlockKey]] | None = None
-    """Of the last request that is over: by group of layers, the blocks that the next one begins
-    with. None before the first one is over."""
+    """Blocks that the next request begins with, by group of layers: those of the last finished
+    request. None before the first one has finished."""
     salt: str = ""
     keys: dict[BlockKey, None] = field(default_factory=dict[BlockKey, None])
-    """Of all requests, in the order in which they came."""
+    """Blocks of all requests, in the order in which they came."""
 
 
 class Sessions:
-    """Remembers the blocks of sessions, of those that were used last as many as there is room for.
+    """Remembers the blocks of sessions; for lack of room, it forgets the least recently used.
 
     A session owns the blocks that its requests brought in, until a request of another session, or
-    of none, uses one of them: the end of a session takes back what it owns, and nothing else.
+    of none, uses one of them. The end of a session gives up the blocks that it owns and no others.
 
-    Pure and synchronous. One thread names sessions; ``met`` may be called from any. A session
-    begins with its first use. What is forgotten here to make room is not over: it begins anew with
-    the next use, and owns nothing of what it brought in before.
+    Pure and synchronous. One thread names sessions; any thread may call ``met``. A session begins
+    with its first use. A session that was forgotten to make room has not ended: it begins again
+    with its next use, and owns no blocks that it brought in before.
     """
 
     def __init__(self, *, sessions_max: int = SESSIONS_MAX, blocks_max: int = BLOCKS_MAX) -> None:
@@ -44,7 +44,7 @@ class Sessions:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._owners: dict[BlockKey, str] = {}
-        """By block, the session that brought it in, where no other request used it since."""
+        """Owning session by block; the owner brought it in, and no other request has used it."""
         self._blocks = 0
 
     def __len__(self) -> int:
@@ -56,7 +56,7 @@ class Sessions:
             raise ValueError(f"session {name!r} has ended: expected the name of another one")
 
     def use(self, name: str, runs: Sequence[Sequence[BlockKey]], salt: str = "") -> None:
-        """Note the blocks of a request of the session that is over, by group, and their salt.
+        """Record the blocks of a finished request of the session, by group, and their salt.
 
         Raises
         ------
@@ -72,7 +72,7 @@ class Sessions:
         self._make_room()
 
     def brought(self, name: str | None, keys: Sequence[BlockKey]) -> None:
-        """Note that a request brings in blocks that were in no level.
+        """Record that a request brings in blocks that were in no level.
 
         ``name`` is its session; None, or one that has ended, stands for a request without one.
         """
@@ -84,9 +84,9 @@ class Sessions:
             self._make_room()
 
     def met(self, name: str | None, keys: Iterable[BlockKey]) -> None:
-        """Note that a request of the session, None for none, wants blocks that may be there.
+        """Record that a request of a session, or of none, wants blocks that may be cached.
 
-        From now on they belong to no other session.
+        From now on no other session owns them.
         """
         owners = self._owners
         if owners and name != LATER and not owners.keys().isdisjoint(keys):
@@ -95,12 +95,12 @@ class Sessions:
                     owners.pop(key, None)
 
     def saved(self, name: str | None, keys: Sequence[BlockKey], new: Sequence[BlockKey]) -> None:
-        """Note that a request offers blocks, and that those which are ``new`` were nowhere."""
+        """Record that a request saves ``keys``; those that are ``new`` were in no level."""
         self.met(name, keys)
         self.brought(name, new)
 
     def last(self, name: str) -> tuple[Sequence[Sequence[BlockKey]], str]:
-        """The blocks of its last request that is over, by group, and their salt.
+        """Return the blocks of its last finished request, by group, and their salt.
 
         Raises
         ------
@@ -114,7 +114,7 @@ class Sessions:
         return session.runs, session.salt
 
     def owned(self, name: str) -> list[BlockKey]:
-        """The blocks that the session brought in and that no other request used since.
+        """Return the blocks that the session brought in and no other request has used since.
 
         Raises
         ------
@@ -125,7 +125,7 @@ class Sessions:
         return [key for key in self._sessions[name].keys if self._owners.get(key) == name]
 
     def end(self, name: str) -> list[BlockKey]:
-        """End the session, and return what it ``owned``.
+        """End the session, and return the blocks that it ``owned``.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Shares of a level: how much of it the blocks of one cache salt, and raised ones, may hold."""
+"""Shares of a level: limits to the blocks of one cache salt, and to raised blocks."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from typing import Final, NamedTuple
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX, PrioritizedLRU
 
 TOLD_MAX: Final = 10
-"""Salts that statistics name, of those that hold most."""
+"""Most salts in statistics: those that hold the most blocks."""
 LOOKED_AT_MAX: Final = 1000
-"""Salts among which they are looked for."""
+"""Most salts among which these are searched for."""
 
 
 class Shares(NamedTuple):
     """The limits of one level, in blocks; None stands for no limit."""
 
     tenant: int | None = None
-    """For all blocks of one cache salt; blocks without a salt have no such limit."""
+    """Limit for all blocks of one cache salt. Blocks without a salt have no such limit."""
     raised: int | None = None
-    """For all blocks above the default priority, together."""
+    """Limit for all blocks above the default priority, together."""
     raised_tenant: int | None = None
-    """For those of one cache salt."""
+    """Limit for the blocks of one cache salt above the default priority."""
 
 
 NO_SHARES: Final = Shares()
 
 
 class Limits(NamedTuple):
-    """What a request may ask for its blocks."""
+    """Limits to the priorities that a request may ask for."""
 
     priority: int = PRIORITY_MAX
     """The highest priority."""
     pin_s: float = inf
-    """The longest time for which a priority above the default lasts."""
+    """Longest time for which a priority above the default lasts."""
 
     def clipped(
         self, priorities: Sequence[int], durations_s: Sequence[float | None] | None
     ) -> tuple[list[int], list[float | None], int]:
-        """Priorities and durations within the limits, and how many of the blocks asked for more."""
+        """Return priorities and durations within the limits, and how many blocks asked for more."""
         wanted: Sequence[float | None] = [None] * len(priorities)
         if durations_s is not None:
             wanted = durations_s
@@ -59,17 +59,17 @@ NO_LIMITS: Final = Limits()
 
 
 class _Orders:
-    """Places by cache salt, those of each salt in the order in which they go."""
+    """Places by cache salt; those of each salt are in order of eviction."""
 
     def __init__(self) -> None:
         self.of: dict[bytes, PrioritizedLRU] = {}
-        self._all = PrioritizedLRU()  # has the memory for all of them
+        self._all = PrioritizedLRU()  # its arrays are shared by all
 
     def __contains__(self, place: int) -> bool:
         return place in self._all
 
     def count(self, salt: bytes) -> int:
-        """How many places of a salt there are."""
+        """Return the number of places of a salt."""
         order = self.of.get(salt)
         return 0 if order is None else len(order)
 
@@ -81,7 +81,7 @@ class _Orders:
         order.push(place, priority)
 
     def remove(self, salt: bytes, place: int) -> None:
-        """Forget a place."""
+        """Remove a place."""
         order = self.of[salt]
         order.remove(place)
         if not len(order):
@@ -89,44 +89,44 @@ class _Orders:
 
 
 class Tenants:
-    """Who holds what of a level, as far as there are limits to it.
+    """Counts the blocks of each salt in a level, as far as there are limits.
 
-    Pure and synchronous, as eviction policies are. Places of pinned blocks are counted, too.
+    Pure and synchronous, like eviction policies. Places of pinned blocks are counted, too.
     ``least`` is the level's threshold: blocks at it, or at the default priority, are not raised.
     """
 
     def __init__(self, shares: Shares, least: int) -> None:
         self.shares = shares
         self.base = max(PRIORITY_DEFAULT, least)
-        """The priority that blocks have that are lowered."""
+        """Priority to which blocks are lowered."""
         self._held = _Orders()
         self._raised = _Orders()
         self._raised_total = 0
         self._ranks = shares.raised is not None or shares.raised_tenant is not None
         self.above: dict[bytes, None] = {}
-        """Salts that hold more than they may."""
+        """Salts that hold more blocks than they may."""
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is known of any block."""
+        """True if no block is recorded."""
         return not (self._held.of or self._raised.of)
 
     def matters(self, salt: bytes, priority: int) -> bool:
-        """Whether blocks of a salt and priority have to be told of."""
+        """Return whether blocks of this salt and priority must be recorded."""
         return bool(salt and self.shares.tenant is not None) or self.raises(priority)
 
     def raises(self, priority: int) -> bool:
-        """Whether there is a limit to how many blocks of a priority there may be."""
+        """Return whether blocks of this priority are raised and their number is limited."""
         return self._ranks and priority > self.base
 
     def spare(self, salt: bytes) -> float:
-        """How many blocks more a salt may hold, negative if it holds too many."""
+        """Return how many more blocks a salt may hold; negative if it holds too many."""
         if self.shares.tenant is None or not salt:
             return inf
         return self.shares.tenant - self._held.count(salt)
 
     def hold(self, salt: bytes, place: int, priority: int) -> int | None:
-        """Note a block that is new at a place.
+        """Record a new block at a place.
 
         Returns the place of a block of the same salt that has to be lowered, if one has.
         """
@@ -136,20 +136,20 @@ class Tenants:
         return self._rank(salt, place, priority) if self.raises(priority) else None
 
     def drop(self, salt: bytes, place: int) -> None:
-        """Note that there is no block at a place any more."""
+        """Record that a place holds no block any more."""
         if place in self._held:
             self._held.remove(salt, place)
             self._judge(salt)
         self._lower(salt, place)
 
     def used(self, salt: bytes, place: int, priority: int) -> None:
-        """Note that a block was used: it is the last of its priority to go."""
+        """Record that a block was used: it is now the last of its priority to go."""
         if place in self._held:
             self._held.remove(salt, place)
             self._held.push(salt, place, priority)
 
     def ranked(self, salt: bytes, place: int, priority: int) -> int | None:
-        """Note another priority of a block; see ``hold`` for what is returned."""
+        """Record another priority of a block; returns the same as ``hold``."""
         self.used(salt, place, priority)
         self._lower(salt, place)
         return self._rank(salt, place, priority) if self.raises(priority) else None
@@ -175,17 +175,17 @@ class Tenants:
             self.above.pop(salt, None)
 
     def victims(self, salt: bytes) -> Iterator[int]:
-        """The places of a salt, in the order in which it gives them up."""
+        """Return the places of a salt in order of eviction."""
         return iter(self._held.of.get(salt, ()))
 
     def as_dict(self) -> dict[str, int]:
-        """How many blocks those salts hold that hold most, by the salts' digests."""
+        """Return how many blocks the largest salts hold, by the digests of the salts."""
         some = islice(self._held.of.items(), LOOKED_AT_MAX)
         most = sorted(((len(order), salt) for salt, order in some), reverse=True)[:TOLD_MAX]
         return {salt.hex(): count for count, salt in most}
 
     def check(self, held: dict[int, bytes], raised: dict[int, bytes]) -> None:
-        """Assert that these places, with these salts, are what is known; O(n), for tests."""
+        """Assert that exactly these places are recorded, with these salts; O(n), for tests."""
         for orders, expected in ((self._held, held), (self._raised, raised)):
             found = {place: salt for salt, order in orders.of.items() for place in order}
             assert found == expected
@@ -204,9 +204,9 @@ class Tenants:
 def give_way(
     newcomers: Sequence[int], places: Iterable[int], priority: Callable[[int], int]
 ) -> list[int]:
-    """Choose which places make room for newcomers of these priorities, the highest first.
+    """Return the places to evict for newcomers of these priorities, the highest first.
 
-    ``places`` come in the order in which they go. None is worth more than its newcomer.
+    ``places`` come in order of eviction. No evicted block is worth more than its newcomer.
     """
     chosen: list[int] = []
     for place in places:
