@@ -1,1 +1,1 @@
-"""Pure decisions: what is evicted first, what a level takes, how long a priority lasts."""
+"""Pure decisions: what to evict first, what a level takes, how long a priority lasts."""

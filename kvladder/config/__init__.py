@@ -1,1 +1,1 @@
-"""Settings: read, checked, explained; what they name is found here."""
+"""Settings: reads, checks and explains them, and finds the classes that they name."""

@@ -1,8 +1,8 @@
-"""Names to classes: what comes with kvladder, what other packages add, what a process registers.
+"""Finds classes by name: kvladder's own, those of other packages, and those a process registers.
 
 A package adds a tier by an entry point in the group ``kvladder.tiers`` (or ``.policies``,
-``.codecs``, ``.handlers``); its module is imported when the name is first used. Codecs are found by
-ids, too, for blocks that others have stored with other settings.
+``.codecs``, ``.handlers``). Its module is imported when the name is first used. Codecs are also
+found by id, to read blocks that other caches stored with other settings.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BUILT_IN: Final[Mapping[Group, Mapping[str, str]]] = {
         "convolution": "kvladder.gpu.sizing.handlers:ConvState",
     },
 }
-"""What comes with kvladder, whether it is installed or run from its source tree."""
+"""Kvladder's own classes, found whether it is installed or run from its source tree."""
 
 _KINDS: Final[Mapping[Group, tuple[str, type]]] = {
     "tiers": ("tier type", Tier),
@@ -66,7 +66,7 @@ def register(group: Group, name: str, thing: object) -> None:
     Raises
     ------
     ConfigError
-        The name is taken by something else.
+        The name is already taken.
     """
     claimed = name in _found(group)
     if claimed or _registered.setdefault((group, name), thing) is not thing:
@@ -75,27 +75,27 @@ def register(group: Group, name: str, thing: object) -> None:
 
 
 def names(group: Group) -> list[str]:
-    """Every name of a group, sorted; nothing is imported."""
+    """Return every name of a group, sorted; imports nothing."""
     return sorted({*_found(group), *(name for of, name in _registered if of == group)})
 
 
 def load(group: Group, name: str, *, path: str = "") -> Any:
-    """What ``name`` stands for; imported on first use.
+    """Return the class with this name; imported on first use.
 
     Parameters
     ----------
     path:
-        Where in the configuration the name stands, for errors.
+        The place of the name in the configuration, for errors.
 
     Raises
     ------
     ConfigError
-        There is no such name (the nearest is suggested), two packages claim it, its module cannot
-        be imported, or what it stands for is no class of its kind.
+        The name is unknown (the nearest is suggested), two packages claim it, its module cannot
+        be imported, or it does not name a class of its kind.
     """
     thing: Any = _registered.get((group, name)) or _imported(group, name, path)
     _, base = _KINDS[group]
-    # the host level has its name here, and is built by the stack itself
+    # the host level's name is listed, but the stack builds the level itself
     is_one = isinstance(thing, type) and issubclass(thing, base)
     if not is_one and (group, name) != HOST:
         raise ConfigError(f"{name!r} is no {base.__name__}", path=path)
@@ -120,12 +120,12 @@ def _imported(group: Group, name: str, path: str) -> Any:
 
 @cache
 def _found(group: Group) -> Mapping[str, list[EntryPoint]]:
-    """Who claims each name; more than one where they disagree on its meaning."""
+    """Return the entry points that claim each name: more than one is a conflict."""
     where = f"kvladder.{group}"
     found = {name: [EntryPoint(name, value, where)] for name, value in BUILT_IN[group].items()}
     for point in entry_points(group=where):
         claims = found.setdefault(point.name, [])
-        # metadata of an older kvladder may name what has moved
+        # metadata of an older kvladder may list classes that have moved
         if _owner(point) != "kvladder" and point.value not in {claim.value for claim in claims}:
             claims.append(point)
     return {name: claims for name, claims in found.items() if claims}
@@ -136,19 +136,20 @@ def _owner(point: EntryPoint) -> str:
 
 
 _OWN = {1: "checksum", 2: "zstd", 4: "aes-gcm"}
-"""By id, so that the modules of others are imported for their own ids only."""
+"""Built-in codecs by id; for these ids, no other package's module is imported."""
 
 
 def finder(layout: Layout, namespace: Namespace) -> Callable[[int], Codec | None]:
-    """Finds codecs by id, made with their defaults: for blocks that others have stored.
+    """Return a function that finds a codec by id, for blocks that other caches stored.
 
-    Codecs that are lossy, or cannot be used here, are not found.
+    Codecs are made with their default options. Codecs that are lossy, or cannot be used here, are
+    not found.
     """
     found: dict[int, Codec | None] = {}
     lock = threading.Lock()
 
     def find(wanted: int) -> Codec | None:
-        with lock:  # whoever asks second waits for the import
+        with lock:  # a second caller waits for the import
             if wanted not in found:
                 found[wanted] = _made(wanted, layout, namespace)
             return found[wanted]
@@ -158,7 +159,7 @@ def finder(layout: Layout, namespace: Namespace) -> Callable[[int], Codec | None
 
 def _made(wanted: int, layout: Layout, namespace: Namespace) -> Codec | None:
     for name in [_OWN[wanted]] if wanted in _OWN else names("codecs"):
-        with suppress(Exception):  # it cannot be loaded, lacks its key or its settings, or is ill
+        with suppress(Exception):  # not loadable, without its key or settings, or broken
             make = load("codecs", name)
             if make.id == wanted and not make.lossy:
                 codec: Codec = make() if make.Options is None else make(make.Options())

@@ -1,4 +1,4 @@
-"""What may be set, with its defaults: one frozen struct per section of a configuration."""
+"""All settings with their defaults: one frozen struct per section of a configuration."""
 
 from __future__ import annotations
 
@@ -50,53 +50,53 @@ Name = Annotated[
 
 
 class ModelConfig(Settings, frozen=True, kw_only=True):
-    """What tells one model's blocks from another's."""
+    """The model's identity, which keeps its blocks apart from other models' blocks."""
 
     fingerprint: str = "auto"
-    """``auto`` has the engine's adapter digest the weights; other text is used as it is."""
+    """``auto`` makes the engine's adapter digest the weights; other text is used as it is."""
 
     def __post_init__(self) -> None:
-        if not self.fingerprint.strip():  # of a variable that is empty: of no weights' name
+        if not self.fingerprint.strip():  # from an empty variable: it identifies no weights
             hint = "expected auto, or text that changes whenever the weights do"
             raise ConfigError(repr(self.fingerprint), path="fingerprint", hint=hint)
 
 
 class BlockConfig(Settings, frozen=True, kw_only=True):
-    """What a block is."""
+    """Properties of a block."""
 
     tokens: Positive | Literal["auto"] = "auto"
     """Tokens per block; ``auto`` takes the engine's."""
     size_bytes: Size | None = msgspec.field(name="size", default=None)
-    """Of a server: the largest block that it keeps, as it is stored; written alone, too."""
+    """Largest stored block of a server. ``block: SIZE`` is short for it."""
     salt: str = ""
-    """The deployment's secret: two deployments with other salts share nothing."""
+    """The deployment's secret; deployments with different salts share nothing."""
 
 
 class GpuConfig(Settings, frozen=True, kw_only=True):
-    """The device's block pools, for engines that bring none of their own."""
+    """The device's block pools, for engines without pools of their own."""
 
     memory_bytes: Size | None = msgspec.field(name="memory", default=None)
-    """For all pools; None takes a fraction of what is free."""
+    """Memory of all pools; None takes a fraction of the free memory."""
     fraction: Fraction = 0.9
-    """Of the device memory that weights, other caches and a forward pass leave free."""
+    """Fraction of the device memory that weights, other caches and a forward pass leave free."""
     max_tokens: Positive | None = None
-    """Not more than so many tokens, where a fraction is taken."""
+    """Most tokens in the pools, if a fraction is taken."""
     shares: tuple[Part, ...] = ()
-    """What each group gets of the memory, in proportion; by default by need."""
+    """Proportions of the memory that the groups get; by default, each gets what it needs."""
     dtype: Literal[
         "auto", "bfloat16", "float16", "float32", "fp8", "float8_e4m3fn", "float8_e5m2"
     ] = "auto"
-    """The type of keys and values in the pools; ``auto`` is the model's."""
+    """Type of keys and values in the pools; ``auto`` is the model's."""
     windows: tuple[Count, ...] = ()
-    """How many tokens each layer sees, repeated over the layers; 0: as many as the model says."""
+    """Tokens that each layer sees, repeated over the layers; 0 is the model's own window."""
     reuse: bool = True
-    """Whether blocks are kept for later requests."""
+    """True if blocks are kept for later requests."""
     partial: Literal["auto", "off", "take", "copy"] = "auto"
-    """What to do with a cached block of which a prompt shares only the beginning."""
+    """Use of a cached block if a prompt shares only its beginning."""
     rebalance: bool = False
-    """Whether memory goes from pools of a model that do not need it to those that do."""
+    """True if memory moves from pools that do not need it to pools of the model that do."""
     events: Count = 0
-    """Events of the pools that are kept until somebody takes them."""
+    """Most events of the pools that are kept until a caller takes them."""
 
     def __post_init__(self) -> None:
         if not self.reuse and self.partial in ("take", "copy"):
@@ -108,20 +108,20 @@ class ArenaConfig(Settings, frozen=True, kw_only=True):
     """The host slots that every byte below the GPU passes through."""
 
     size_bytes: Size | None = msgspec.field(name="size", default=None)
-    """None, with no tiers either: the device's pools alone."""
+    """Size of all slots. None is for the device's pools alone, without tiers."""
     reserve: Share = Share(percent=5)
     """Slots kept free or clean in the background, so that a save finds room at once."""
 
 
 class FetchConfig(Settings, frozen=True, kw_only=True):
-    """How blocks come up from below the host level."""
+    """Promotion of blocks from below the host level."""
 
     deadline_s: Duration = msgspec.field(name="deadline", default=Duration(2))
-    """After this the engine gets what has arrived."""
+    """Time after which the engine gets what has arrived."""
     budget: Share = Share(percent=50)
-    """Share of the arena's slots that may be on their way up at once."""
+    """Share of the arena's slots that may be in flight upwards at once."""
     when: Literal["faster", "always"] = "faster"
-    """``faster``: only what comes sooner than computing it, as far as the engine tells."""
+    """``faster`` fetches only blocks that come sooner than computed ones, if the engine reports."""
 
     def __post_init__(self) -> None:
         if not self.budget:
@@ -129,17 +129,17 @@ class FetchConfig(Settings, frozen=True, kw_only=True):
 
 
 class EventsConfig(Settings, frozen=True, kw_only=True):
-    """What is kept of what happened."""
+    """Events in memory and over ZeroMQ."""
 
     max: Count = 10_000
-    """Events kept until somebody takes them; 0 keeps none."""
+    """Most events kept until a caller takes them; 0 keeps none."""
     publish: str | None = None
-    """The address at which they are published over ZeroMQ; without one no port is open."""
+    """ZeroMQ address at which events are published; without one no port is open."""
     replay: str | None = None
-    """The address at which batches are sent again to whoever missed some."""
+    """Address at which batches are sent again to subscribers that missed some."""
     topic: str = ""
     buffer: Positive = 10_000
-    """Batches kept to be sent again."""
+    """Most batches kept to be sent again."""
 
     def __post_init__(self) -> None:
         if self.replay is not None and self.publish is None:
@@ -150,10 +150,10 @@ class EventsConfig(Settings, frozen=True, kw_only=True):
 
 
 class ControlConfig(Settings, frozen=True, kw_only=True):
-    """How a running cache is asked and told from outside; written as a path alone, too."""
+    """The control socket of a running cache. ``control: PATH`` is short for it."""
 
     path: str | None = None
-    """The Unix-domain socket at which it listens; without one there is none."""
+    """Path of the Unix-domain socket; without one there is no control socket."""
 
     def __post_init__(self) -> None:
         if self.path is not None and (not Path(self.path).name or "\0" in self.path):
@@ -166,27 +166,27 @@ PORT_MAX = 65535
 
 
 class ExportConfig(Settings, frozen=True, kw_only=True):
-    """Whether other caches read blocks from this one, over NIXL."""
+    """Export of this cache's blocks to other caches, over NIXL."""
 
     listen: Address | None = None
     """Host and port for clients; further engines of one configuration take the next ports."""
     keys: str = ""
-    """The file with the keys of this end, as ``kvladder serve --new-keys`` makes it."""
+    """File with this end's keys, as ``kvladder serve --new-keys`` makes it."""
     transports: str = "tcp"
-    """How bytes travel, as UCX names it: ``tcp``, or ``rc,tcp`` with RDMA."""
+    """Transports in UCX's names: ``tcp``, or ``rc,tcp`` with RDMA."""
     interfaces: Annotated[str, msgspec.Meta(min_length=1)] = "all"
-    """The network devices, as UCX names them; ``all``: those of UCX_NET_DEVICES, if it is set."""
+    """Network devices in UCX's names; ``all`` takes those of UCX_NET_DEVICES, if it is set."""
     roster: str = ""
-    """The URL of a Redis where it announces itself, for clients that are given no addresses."""
+    """URL of a Redis where the cache announces itself to clients without configured addresses."""
     host: str = ""
-    """Under which clients reach it; by default that of ``listen``."""
+    """Host at which clients reach it; by default that of ``listen``."""
     name: Annotated[
         str,
         msgspec.Meta(
             pattern=rf"\A({NAME})?\Z", description="letters, digits, - _ . and :, at most 200"
         ),
     ] = ""
-    """What it is called there, also at another address; by default its address."""
+    """Name in the roster, the same if the address changes; by default the address."""
 
     def __post_init__(self) -> None:
         others = self.keys, self.roster, self.host, self.name
@@ -211,18 +211,18 @@ class ExportConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def at(self) -> str:
-        """The host under which clients reach it."""
+        """Host at which clients reach it."""
         return self.host or (self.listen or "").rpartition(":")[0]
 
     def of(self, instance: int) -> ExportConfig:
-        """The settings of one of several engines, which is named by its number, too.
+        """Return the settings of one of several engines; its number is part of its name, too.
 
-        Its port is as far above the one that is set, or any if that is 0.
+        Its port is the configured one plus ``instance``; port 0 stays any free port.
 
         Raises
         ------
         ConfigError
-            There is no such port.
+                That port does not exist.
         """
         host, _, port = (self.listen or "").rpartition(":")
         own = int(port) + instance if int(port or 0) else 0
@@ -237,32 +237,32 @@ class ExportConfig(Settings, frozen=True, kw_only=True):
 
 
 class LimitsConfig(Settings, frozen=True, kw_only=True):
-    """What requests may ask for their blocks; what is above is clipped, counted and said."""
+    """Limits to requests' priorities and raised blocks; excess is clipped, counted and logged."""
 
     priority: Priority = PRIORITY_MAX
-    """The highest priority."""
+    """Highest priority."""
     pin_s: Duration | None = msgspec.field(name="pin", default=None)
-    """The longest time for which a priority above the default lasts; None sets no limit."""
+    """Longest time for which a priority above the default lasts; None sets no limit."""
     raised: Portion = Portion(percent=50)
-    """How much of each level blocks above the default priority may have, all together."""
+    """Part of each level that all blocks above the default priority together may take."""
     raised_tenant: Portion = Portion(percent=25)
-    """How much of each level those of one cache salt may have."""
+    """Part of each level that such blocks of one cache salt may take."""
 
     @property
     def of_requests(self) -> Limits:
-        """Those that hold for what a request asks."""
+        """The limits to what one request may ask for."""
         return Limits(self.priority, math.inf if self.pin_s is None else self.pin_s)
 
 
 class QuotaConfig(Settings, frozen=True, kw_only=True):
-    """How much of a level each cache salt may have; blocks without a salt have no quota."""
+    """Part of a level that each cache salt may take; blocks without a salt have no quota."""
 
     tenant: Portion | None = None
-    """Of one cache salt; None sets no limit."""
+    """Quota of one cache salt; None sets no limit."""
 
 
 class Sections(Settings, frozen=True, kw_only=True):
-    """The sections of a file, but for its list of tiers."""
+    """The sections of a file, except its list of tiers."""
 
     model: ModelConfig = ModelConfig()
     block: BlockConfig = BlockConfig()
@@ -277,12 +277,12 @@ class Sections(Settings, frozen=True, kw_only=True):
 
 
 class BreakerConfig(Settings, frozen=True, kw_only=True):
-    """When a failing tier is left alone."""
+    """The circuit breaker of a failing tier: when calls stop, and when they are retried."""
 
     failures: Positive = 3
-    """Failures in a row after which it is."""
+    """Consecutive failures after which calls stop."""
     retry_s: Duration = msgspec.field(name="retry", default=Duration(5))
-    """Until the first trial; doubled after each trial that fails."""
+    """Time until the first trial call; doubled after each trial that fails."""
     retry_max_s: Duration = msgspec.field(name="retry_max", default=Duration(60))
 
     def __post_init__(self) -> None:
@@ -292,21 +292,21 @@ class BreakerConfig(Settings, frozen=True, kw_only=True):
 
 
 class Chosen(Settings, frozen=True, kw_only=True, dict=True):
-    """Settings of a tier or a codec, which has some of its own beside those that all have."""
+    """Settings of a tier or a codec: those common to all, and those of its own class."""
 
     make: ClassVar[Any]
-    """The class that they are for; its ``Options`` has its own."""
+    """The class that they are for; its own settings are its ``Options``."""
 
     @classmethod
     def of(cls, make: Any, path: str = "", /, **types: tuple[Any, Any]) -> type[Self]:
-        """The same for one class; ``types`` are types and defaults of fields that depend on it.
+        """Return this class with the settings of ``make``, which is named at ``path``.
 
-        The class is named at ``path``.
+        ``types`` are types and defaults of fields that depend on ``make``.
 
         Raises
         ------
         ConfigError
-            The class has a setting by the name of one that all have.
+            The class has a setting with the name of a common one.
         """
         own = msgspec.structs.fields(make.Options) if getattr(make, "Options", None) else ()
         common = {field.encode_name for field in msgspec.structs.fields(cls)}
@@ -324,7 +324,7 @@ class Chosen(Settings, frozen=True, kw_only=True, dict=True):
         return cast("type[Self]", made)
 
     def __post_init__(self) -> None:
-        _ = self.options  # which are checked as they are made
+        _ = self.options  # accessed to check them
 
     @cached_property
     def options(self) -> Any:
@@ -340,19 +340,19 @@ class Chosen(Settings, frozen=True, kw_only=True, dict=True):
 
 
 class CodecConfig(Chosen, frozen=True, kw_only=True):
-    """A codec of a level, and what is set of it."""
+    """A codec of a level, and its settings."""
 
     EXPECTED: ClassVar = "a name, or keys with values"
     make: ClassVar[type[Codec]]
     name: str
 
     def __str__(self) -> str:
-        """For people: without secrets."""
+        """Return text for people, without secrets."""
         return self._with(lambda key, value: str(cleared(key, value)))
 
     @property
     def identity(self) -> str:
-        """All that tells what it makes of blocks from what another makes, secrets too."""
+        """All settings that affect its output, as text with secrets."""
         return self._with(lambda _, value: str(value))
 
     def _with(self, write: Callable[[str, object], str]) -> str:
@@ -362,16 +362,16 @@ class CodecConfig(Chosen, frozen=True, kw_only=True):
         return f"{self.name} ({', '.join(f'{key} {write(key, value)}' for key, value in values)})"
 
     def make_codec(self) -> Codec:
-        """A new codec, not yet opened."""
+        """Return a new codec, not opened yet."""
         codec: Codec = self._made()
         return codec
 
 
 class LossyCodecConfig(CodecConfig, frozen=True, kw_only=True):
-    """A codec that changes what the engine reads."""
+    """A codec that changes the numbers that the engine reads."""
 
     allow_lossy: bool | tuple[Kind, ...] = False
-    """The kinds of layers whose blocks it may change; True for all but those of full attention."""
+    """Kinds of layers whose blocks it may change; True for all kinds but full attention."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -384,7 +384,7 @@ class LossyCodecConfig(CodecConfig, frozen=True, kw_only=True):
 
     @property
     def allowed(self) -> frozenset[str]:
-        """The kinds of layers whose blocks it may change."""
+        """Kinds of layers whose blocks it may change."""
         some = self.allow_lossy
         return frozenset(some if isinstance(some, tuple) else ("window", "local", "state"))
 
@@ -401,10 +401,10 @@ CHECKSUM = CodecConfig.of(ChecksumCodec)(name=ChecksumCodec.name)
 
 
 class TierSettings(Settings, frozen=True, kw_only=True):
-    """What every level has, the host level too."""
+    """Settings that every level has, including the host level."""
 
     name: Name = ""
-    """By default its type."""
+    """Name of the level; by default its type."""
     type: str
     min_priority: Priority = PRIORITY_DEFAULT
     min_hits: Count = 0
@@ -418,11 +418,11 @@ class TierSettings(Settings, frozen=True, kw_only=True):
 
     @property
     def rule(self) -> OffloadRule:
-        """What the level takes and for how long."""
+        """The blocks that the level takes, and for how long."""
         return OffloadRule(self.min_priority, "evict", self.min_hits, self.ttl_s)
 
     def make_policy(self) -> EvictionPolicy:
-        """A new eviction policy for this level."""
+        """Return a new eviction policy for this level."""
         policy: EvictionPolicy = registry.load("policies", self.policy)()
         return policy
 
@@ -444,15 +444,15 @@ class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
     when: When = "evict"
     codecs: tuple[CodecConfig, ...] = ()
     required: bool = False
-    """Whether the engine does not start without it; else the level is left out until it opens."""
+    """True if no engine starts without the level; else it is left out until it opens."""
     timeout_s: Duration = msgspec.field(name="timeout", default=Duration(5))
     queue: Share = Share(percent=25)
-    """Blocks that may wait to be written; each keeps an arena slot busy."""
+    """Share of blocks that may wait to be written; each of them occupies an arena slot."""
     breaker: BreakerConfig = BreakerConfig()
     isolate: bool | None = None
-    """Whether the tier runs in a process of its own; by default, if its class ``isolates``."""
+    """True if the tier runs in its own process; by default, if its class ``isolates``."""
     abandon_s: Duration = msgspec.field(name="abandon", default=ABANDON_S)
-    """How long a call that is given up may take to end before that process is killed."""
+    """Time that an abandoned call may take to end before that process is killed."""
 
     def __post_init__(self) -> None:
         TierSettings.__post_init__(self)
@@ -474,7 +474,7 @@ class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
 
     @property
     def _isolates(self) -> bool:
-        """Whether the tier never runs in the engine's process."""
+        """True if the tier never runs in the engine's process."""
         return getattr(self.make, "isolates", False)
 
     @property
@@ -483,40 +483,40 @@ class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
 
     @property
     def outlives(self) -> bool:
-        """Whether what is written there outlives the engine."""
+        """True if blocks written there outlive the engine."""
         return bool(self.make.durable or self.make.shared)
 
     @property
     def unchecked(self) -> bool:
-        """Whether blocks that its medium damages are served."""
+        """True if blocks that the medium damaged would be served."""
         return not any(codec.make.checks for codec in self.codecs)
 
     def make_tier(self) -> Tier:
-        """A new tier for this level, not yet opened."""
+        """Return a new tier for this level, not opened yet."""
         if self.isolate:
             return IsolatedTier(self.make, self.options, abandon_s=self.abandon_s)
         tier: Tier = self._made()
         return tier
 
     def make_codecs(self) -> tuple[Codec, ...]:
-        """New codecs for this level, not yet opened, in the order in which they are applied."""
+        """Return new codecs for this level, not opened yet, in the order of their application."""
         return tuple(codec.make_codec() for codec in self.codecs)
 
     def scratch_blocks(self, layout: Layout) -> int:
-        """How many slots beside the arena's own the codecs encode into."""
+        """Return the number of extra slots, beside the arena's, that the codecs encode into."""
         return scratch_blocks(self.make_codecs(), layout.slot_bytes)
 
     def block_bytes(self, layout: Layout) -> int:
-        """What one block takes of the capacity: its slot, and what the tier adds."""
+        """Return the bytes of capacity that one block takes: its slot and the tier's overhead."""
         return layout.slot_bytes + self.make.overhead_bytes
 
     @property
     def engines(self) -> int:
-        """How many engines a capacity is divided among; a tier's option, where it has it."""
+        """Number of engines that divide the capacity: an option of some tiers, else 1."""
         return getattr(self.options, "engines", 1)
 
     def capacity_blocks(self, layout: Layout) -> int:
-        """How many blocks of one engine fit."""
+        """Return how many blocks of one engine fit."""
         return self.capacity_bytes // self.engines // self.block_bytes(layout)
 
 

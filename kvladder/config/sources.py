@@ -1,6 +1,6 @@
-"""Where settings come from: a YAML file or a mapping, the environment, the engine.
+"""Reads settings from their sources: a YAML file or a mapping, the environment, the engine.
 
-What comes out is one tree of plain data in the long form, and for each place in it who set it.
+The result is one tree of plain data in the long form, and the origin of each value in it.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ Origin = Literal["default", "file", "given", "environment", "engine"]
 
 PREFIX = "KVLADDER__"
 FREE_SHARE = 0.8
-"""How much of a file system's free space the short form takes."""
+"""Share of a file system's free space that the short form uses."""
 SHORT_KEYS = ("host", "files", "capacity")
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?:([A-Za-z_][A-Za-z0-9_]*)(:-[^}]*)?\})?")
 
 
 @dataclass
 class Source:
-    """Settings as plain data, and who set what."""
+    """Settings as plain data, and the origin of each."""
 
     origins: dict[str, tuple[Origin, str]]
-    """Who set what is at a path, and by which environment variable; the root's is everyone's."""
+    """Origin of the value at a path, and its environment variable; the root's is the default."""
     file: str = ""
-    """Where they come from, if that is a file."""
+    """The file that they come from, if any."""
     raw: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
     short: dict[str, str] = field(default_factory=dict[str, str])
-    """Of the short form: where in it a setting stands that has not been set anew."""
+    """Path in the short form of each setting that was not set again since."""
     notes: dict[str, str] = field(default_factory=dict[str, str])
-    """How a default was found, by path."""
+    """Explanation of a default, by path."""
 
     def who(self, path: str) -> tuple[Origin, str]:
-        """Who set the value at a path, and the environment variable that did, if one did."""
+        """Return the origin of the value at a path, and its environment variable or ""."""
         while path and path not in self.origins:
             path = parent(path)
         return self.origins[path]
 
     def loose(self, path: str) -> bool:
-        """Whether a variable of the environment said the value at a path, where all is text."""
+        """Return whether the environment set the value at a path, so that it is text."""
         return self.who(path)[0] == "environment"
 
     def explain(self, error: ConfigError) -> ConfigError:
-        """``error``, naming who set the value: an environment variable, or the file."""
+        """Return ``error`` with the origin of the value: an environment variable, or the file."""
         origin, variable = self.who(error.path)
         if variable:
             hint = f"{error.hint}; set by {variable}" if error.hint else f"set by {variable}"
@@ -73,21 +73,21 @@ class Source:
 
     @contextmanager
     def explained(self) -> Generator[None]:
-        """Have a ConfigError name who set the value that it is about."""
+        """Add the origin of the value to a ConfigError raised inside."""
         try:
             yield
         except ConfigError as error:
             raise self.explain(error) from error.__cause__
 
     def lay(self, keys: Sequence[str], value: Any, origin: Origin, variable: str = "") -> None:
-        """Lay one value over what was set before; a tier is named, wherever it stands."""
+        """Set one value over earlier ones; a tier is given by its name, wherever it stands."""
         holder: Any = self.raw
         path, last = "", len(keys) - 1
         for i, key in enumerate(keys):
             step = self._tier(key, variable) if path == "tiers" else key
             path = f"{path}[{step}]" if path == "tiers" else join(path, key)
             before = value_at(self.raw, path)
-            # a single value gives way to what is to be set in it, an empty section to nothing
+            # keys below a single value replace it; an empty section replaces nothing
             if i == last and (value != {} or before is None):
                 holder[step] = value
                 self._forget(path)
@@ -98,14 +98,14 @@ class Source:
             holder = holder[step]
 
     def _forget(self, path: str) -> None:
-        """What was known of who set it and what is in it."""
+        """Forget the origins of the values inside a path, and its own note and short form."""
         inside = (f"{path}.", f"{path}[")
         self.origins = {k: who for k, who in self.origins.items() if not k.startswith(inside)}
         self.notes.pop(path, None)
         self.short.pop(path, None)
 
     def _tier(self, name: str, variable: str) -> int:
-        """Where the tier of this name stands, as an environment variable writes it."""
+        """Return the index of the tier with this name, as an environment variable spells it."""
         listed = self.raw.get("tiers")
         tiers = [tier if is_mapping(tier) else {} for tier in (listed if is_list(listed) else [])]
         names = [str(tier.get("name", tier.get("type", ""))) for tier in tiers]
@@ -117,7 +117,7 @@ class Source:
 
 
 def _same(name: str) -> str:
-    """What of a tier's name counts where an environment variable names it."""
+    """Return a tier's name in a form that is the same for all spellings in variables."""
     return name.lower().replace("-", "_")
 
 
@@ -127,22 +127,22 @@ def read(
     env: Mapping[str, str],
     overrides: Mapping[str, Any] | None,
 ) -> Source:
-    """Gather settings, later ones over earlier ones: ``source``, environment, ``overrides``.
+    """Read settings; later sources override earlier ones: ``source``, environment, ``overrides``.
 
     Parameters
     ----------
     source:
-        The path of a YAML file, or what such a file holds.
+        The path of a YAML file, or the content of one as a mapping.
     env:
-        The environment: ``${NAME}`` and ``${NAME:-default}`` in text are replaced by it, and
+        The environment. It fills ``${NAME}`` and ``${NAME:-default}`` in text, and variables like
         ``KVLADDER__ARENA__SIZE`` or ``KVLADDER__TIERS__<name>__CAPACITY`` set single values.
     overrides:
-        What the engine passes: nested like the file, with ``tiers`` as a mapping by name.
+        Settings by the engine: nested like the file, with ``tiers`` as a mapping by name.
 
     Raises
     ------
     ConfigError
-        The file cannot be read or is not YAML, a variable is unset, an override names nothing.
+        The file cannot be read or is not YAML, a variable is unset, or an override names nothing.
     """
     file = "" if isinstance(source, Mapping) else str(source)
     found = Source({"": ("file" if file else "given", "")}, file)
@@ -176,7 +176,7 @@ def _gather(
 def _plain(
     value: object, path: str, found: Source, env: Mapping[str, str] | None = None, depth: int = 0
 ) -> Any:
-    """A copy made of dicts, lists and UTF-8 only, whose text ``env``, if given, is filled into."""
+    """Return a copy of dicts, lists and UTF-8 text only; ``env``, if given, fills the text."""
     if depth > DEPTH_MAX:
         raise ConfigError(f"nested deeper than {DEPTH_MAX} levels", path=path)
     if isinstance(value, Mapping):
@@ -198,14 +198,14 @@ def _plain(
 
 
 def _text(text: str, path: str) -> str:
-    """Digests, statistics and messages are UTF-8: refuse here what they could not hold."""
+    """Return ``text`` if it is UTF-8: digests, statistics and messages can hold nothing else."""
     if not is_text(text):
         raise ConfigError(shown(path, text), path=path, hint="expected UTF-8 text")
     return text
 
 
 def _filled(text: str, path: str, env: Mapping[str, str]) -> str:
-    """``text`` with every ``${NAME}`` in it replaced."""
+    """Return ``text`` with every ``${NAME}`` in it replaced."""
 
     def one(match: re.Match[str]) -> str:
         name, default = match[1], match[2]
@@ -228,7 +228,7 @@ def _filled(text: str, path: str, env: Mapping[str, str]) -> str:
 def _leaves(
     tree: dict[str, Any], above: tuple[str, ...] = ()
 ) -> Iterator[tuple[Sequence[str], Any]]:
-    """What is to be set, and the keys that lead there; of an empty section the section."""
+    """Yield each value to set, and the keys that lead to it; an empty section is a value."""
     for key, value in tree.items():
         if is_mapping(value) and value:
             yield from _leaves(value, (*above, key))
@@ -237,7 +237,7 @@ def _leaves(
 
 
 def _written_out(given: dict[str, Any], found: Source) -> dict[str, Any]:
-    """``{host: 4 GiB, files: /path, capacity: 1 TiB}`` in the long form."""
+    """Return ``{host: 4 GiB, files: /path, capacity: 1 TiB}`` in the long form."""
     for key in ("arena", "tiers"):
         if key in given:
             hint = "host:, files: and capacity: stand for arena: and tiers:; use one or the other"
@@ -265,9 +265,9 @@ def _written_out(given: dict[str, Any], found: Source) -> dict[str, Any]:
 
 
 def _room(directory: Path) -> int:
-    """Bytes that the short form takes there: a share of what is free or is in ``directory``.
+    """Return the bytes that the short form uses in ``directory``: a share of free and used space.
 
-    What the directory holds already counts as room, so that a restart keeps the capacity.
+    Space used in the directory counts as available, so that a restart keeps the capacity.
     """
     try:
         free, held = space(directory)

@@ -1,7 +1,7 @@
 """The configuration of a stack: read, checked, and explained.
 
 Settings come from a YAML file or a mapping, the environment and the engine (see
-:mod:`kvladder.config.sources`); a tier's own keys are those of its class's ``Options``.
+:mod:`kvladder.config.sources`). A tier's own keys are those of its class's ``Options``.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from kvladder.units import Share, Size
 
 
 class SettingRow(NamedTuple):
-    """One setting."""
+    """One setting, as ``describe`` shows it."""
 
     path: str
     value: str
-    """As it would be written; secrets are masked."""
+    """The value as it would be written; secrets are masked."""
     means: str
-    """What it comes to in blocks and tokens; empty where that says nothing or is not known."""
+    """The value in blocks and tokens; empty if that is not useful or not known."""
     origin: str
-    """Who set it, ``default`` where nobody did."""
+    """The source that set it, or ``default``."""
 
 
 def rows(
@@ -66,9 +66,9 @@ def rows(
     means: Mapping[str, str],
     slots: int | None,
 ) -> list[SettingRow]:
-    """Every setting in ``settings``, which stands at ``path``.
+    """Return every setting in ``settings``, which is at ``path``.
 
-    ``means`` tells what some come to, ``slots`` is the number that shares are taken of.
+    ``means`` has meanings by path; ``slots`` is the number of slots that shares refer to.
     """
     found: list[SettingRow] = []
     for field in msgspec.structs.fields(settings):
@@ -77,7 +77,7 @@ def rows(
         if isinstance(value, msgspec.Struct) and not is_secret(where):
             found += rows(value, where, source, means, slots)
             continue
-        if value is None and bool in get_args(field.type):  # it depends on what else is said
+        if value is None and bool in get_args(field.type):  # it is derived from other settings
             value = "auto"
         meaning = means.get(where, "")
         if isinstance(value, Share) and slots is not None:
@@ -87,7 +87,7 @@ def rows(
 
 
 def text(path: str, value: object) -> str:
-    """A value as it would be written, without secrets."""
+    """Return a value as it would be written, without secrets."""
     if value is None or value in ("", ()):
         return "none"
     told = cleared(path, value)
@@ -99,7 +99,7 @@ def text(path: str, value: object) -> str:
 
 
 def who(path: str, source: Source) -> str:
-    """Who set the value at a path, or how its default was found."""
+    """Return the origin of the value at a path, or how its default was found."""
     note = source.notes.get(path)
     if note is not None:
         return f"default: {note}"
@@ -110,7 +110,7 @@ def who(path: str, source: Source) -> str:
 
 
 def table(title: str, lines: Iterable[SettingRow]) -> list[str]:
-    """Rows as aligned text below a title; of a path only the last part is shown."""
+    """Return rows as aligned text below a title; only the last part of each path is shown."""
     cells = [(line.path, line.value, line.means, line.origin) for line in lines]
     widths = [max((len(row[i]) for row in cells), default=0) for i in range(3)]
     body = [
@@ -130,9 +130,9 @@ class StackConfig(Sections, frozen=True, kw_only=True):
     """A whole configuration, checked."""
 
     tiers: tuple[Any, ...]
-    """The host level, then those below it, hottest first."""
+    """The host level, then the levels below it, hottest first."""
     source: Source
-    """Who set what."""
+    """The settings as they were read, with their origins."""
 
     def __post_init__(self) -> None:
         self._require_names()
@@ -140,7 +140,7 @@ class StackConfig(Sections, frozen=True, kw_only=True):
         if self.arena.size_bytes is None and not is_alone(raw):
             raise ConfigError("missing", path="arena.size", hint=f"expected {Size.EXPECTED}")
         for section in ("fetch", "export") if is_alone(raw) else ():
-            # a variable of the environment is for whatever runs there
+            # a variable may be set for all processes of a machine
             if not all(self.source.loose(join(section, key)) for key in raw.get(section) or ()):
                 hint = "leave it out: without arena: and tiers: nothing leaves the device"
                 raise ConfigError("has no effect here", path=section, hint=hint)
@@ -156,16 +156,16 @@ class StackConfig(Sections, frozen=True, kw_only=True):
             raise ConfigError(str(tokens), path="block.tokens", hint=hint)
 
     def _require_names(self) -> None:
-        """Each tier has a name, and each directory or server belongs to one of them."""
+        """Raise ConfigError unless each tier has its own name, and its own directory or server."""
         claims: dict[tuple[str, str], int] = {}
         for i, tier in enumerate(self.tiers):
-            if tier.name in {"", *SECTIONS}:  # events call the device "", statistics the others
+            if tier.name in {"", *SECTIONS}:  # "" is the device in events
                 hint = "choose another name"
                 raise ConfigError(f"{tier.name!r} is taken", path=f"tiers[{i}].name", hint=hint)
             own = [("name", tier.name)]
-            if tier.type == "files":  # two levels would take each other's space
+            if tier.type == "files":  # two levels would use each other's space
                 own.append(("path", os.path.realpath(tier.options.path)))
-            if tier.type in {"redis", "object"}:  # what one removes the other would have had
+            if tier.type in {"redis", "object"}:  # one would remove blocks of the other
                 own += [("url", place) for place in tier.options.places]
             for key, value in own:
                 first = claims.setdefault((key, value), i)
@@ -182,12 +182,12 @@ class StackConfig(Sections, frozen=True, kw_only=True):
 
     @property
     def levels(self) -> tuple[LevelConfig, ...]:
-        """Those below host, hottest first."""
+        """The levels below host, hottest first."""
         return self.tiers[1:]
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is allowed and probably not meant, one sentence each."""
+        """Settings that are allowed but probably not intended, one sentence each."""
         return tuple(
             f"tiers[{i}].codecs: without checksum, blocks that {level.name} damaged are served"
             for i, level in enumerate(self.levels, start=1)
@@ -196,15 +196,15 @@ class StackConfig(Sections, frozen=True, kw_only=True):
 
     @property
     def arena_bytes(self) -> int:
-        """Of all slots; 0 where pools on the device stand alone."""
+        """Bytes of all slots; 0 if there are only pools on the device."""
         return self.arena.size_bytes or 0
 
     def arena_slots(self, layout: Layout) -> int:
-        """How many blocks the arena holds."""
+        """Return how many blocks the arena holds."""
         return self.arena_bytes // layout.slot_bytes
 
     def shares(self, level: TierSettings, blocks: int, block_bytes: int) -> Shares:
-        """What salts, and blocks above the default priority, may have of a level's blocks."""
+        """Return the limits to one salt's blocks, and to raised blocks, in a level."""
         own: object = getattr(level, "quota", None)
         tenant = own.tenant if isinstance(own, QuotaConfig) else None
         quota, limits = tenant or self.quota.tenant, self.limits
@@ -215,7 +215,7 @@ class StackConfig(Sections, frozen=True, kw_only=True):
         )
 
     def check(self, layout: Layout) -> None:
-        """Raise ConfigError if blocks of this layout do not fit what is configured."""
+        """Raise ConfigError if blocks of this layout do not fit this configuration."""
         tokens = self.block.tokens
         if tokens not in {"auto", layout.block_tokens}:
             hint = f"the engine's blocks have {layout.block_tokens} tokens: that, or auto"
@@ -245,11 +245,11 @@ class StackConfig(Sections, frozen=True, kw_only=True):
         return self.source.explain(ConfigError(message, path=path, hint=hint))
 
     def rows(self, layout: Layout | None = None) -> list[SettingRow]:
-        """Every setting with its value and who set it, in the order of the file."""
+        """Return every setting with its value and its origin, in the order of the file."""
         slots = None if layout is None else self.arena_slots(layout)
         means = {} if layout is None else self._means(layout)
         alone = is_alone(self.source.raw)
-        # an engine may have a pool of its own, and a pool may have no tiers
+        # an engine may have its own pool, and a pool may have no tiers
         silent = ("arena", "fetch", "export") if alone else ("gpu",)
         told = [one for one in keys_of(Sections) if one not in silent or one in self.source.raw]
         sections = [(name, getattr(self, name)) for name in told]
@@ -263,7 +263,7 @@ class StackConfig(Sections, frozen=True, kw_only=True):
         return found
 
     def _means(self, layout: Layout) -> dict[str, str]:
-        """What capacities come to, by their paths."""
+        """Return capacities and quotas in blocks and tokens, by path."""
 
         def blocks(count: int) -> str:
             is_server = self.block.size_bytes is not None
@@ -287,7 +287,7 @@ class StackConfig(Sections, frozen=True, kw_only=True):
         return found
 
     def summary(self, layout: Layout) -> list[str]:
-        """What it comes to in at most ``SUMMARY_LINES_MAX`` lines: the blocks, then the levels."""
+        """Return at most ``SUMMARY_LINES_MAX`` lines: the size of a block, then the levels."""
         slot = Size(layout.slot_bytes)
         lines = [f"a block is {layout.block_tokens} tokens, {slot.about()}"]
         for level in self.tiers:
@@ -304,9 +304,9 @@ class StackConfig(Sections, frozen=True, kw_only=True):
         return lines
 
     def describe(self, layout: Layout | None = None) -> str:
-        """The resolved stack as text: per setting its value, what it comes to, who set it.
+        """Return the resolved stack as text: value, meaning and origin of each setting.
 
-        Without a layout nothing is said in blocks and tokens. Secrets are masked.
+        Without a layout, no meanings in blocks and tokens are given. Secrets are masked.
         """
         alone = is_alone(self.source.raw)
         lines = [f"stack of {len(self.levels) + 1} levels, hottest first"]
@@ -341,18 +341,18 @@ def load_config(
     Parameters
     ----------
     source:
-        The path of a YAML file, or a mapping with what such a file holds; either in the long form
-        or in the short one: ``{host: 4 GiB, files: /path, capacity: 1 TiB}``.
+        The path of a YAML file, or a mapping with the content of one. Both may use the long form
+        or the short one: ``{host: 4 GiB, files: /path, capacity: 1 TiB}``.
     env:
         The environment; None takes the process's.
     overrides:
-        What the engine knows better, nested like the file with ``tiers`` as a mapping by name;
-        stronger than file and environment.
+        Settings by the engine, nested like the file with ``tiers`` as a mapping by name. They
+        override file and environment.
 
     Raises
     ------
     ConfigError
-        Anything is wrong with it; says where, what was found and what is expected.
+        It is wrong; the message says where, what was found and what is expected.
     """
     found = read(source, env=os.environ if env is None else env, overrides=overrides)
     with found.explained():
@@ -360,7 +360,7 @@ def load_config(
 
 
 def _built(found: Source) -> StackConfig:
-    """The settings that plain data gives, converted to the types that its names stand for."""
+    """Return the settings in plain data, with the types of the classes that they name."""
     raw, known = found.raw, [*keys_of(Sections), "tiers"]
     for key in raw:
         if key not in known:
@@ -374,12 +374,12 @@ def _built(found: Source) -> StackConfig:
 
 
 def is_alone(raw: Mapping[str, Any]) -> bool:
-    """Whether settings ask for pools on the device, and for nothing below them."""
+    """Return whether settings ask only for pools on the device, with nothing below them."""
     return "gpu" in raw and "arena" not in raw and "tiers" not in raw
 
 
 def _tier_types(raw: Any, found: Source) -> tuple[Any, ...]:
-    """The type of each tier's settings."""
+    """Return the type of each tier's settings."""
     hint = "expected a list of tiers, hottest first, that begins with {type: host}"
     if not is_list(raw) or not raw:
         what = "an empty list" if is_list(raw) else shown("tiers", raw)
@@ -401,7 +401,7 @@ def _tier_types(raw: Any, found: Source) -> tuple[Any, ...]:
 
 
 def _named(group: registry.Group, entry: Any, key: str, path: str) -> Any:
-    """The class that the name in an entry stands for."""
+    """Return the class that an entry names."""
     if not is_mapping(entry):
         raise ConfigError(shown(path, entry), path=path, hint="expected keys with values")
     name = entry.get(key)
@@ -413,11 +413,11 @@ def _named(group: registry.Group, entry: Any, key: str, path: str) -> Any:
 
 
 def _level_type(make: Any, raw: dict[str, Any], path: str, found: Source) -> type[LevelConfig]:
-    """The type of a level below host: its tier's own settings, and those of its codecs, in it."""
+    """Return the settings type of a level below host, with its tier's and codecs' own fields."""
     codecs = raw.get("codecs")
     if isinstance(codecs, str) and found.loose(f"{path}.codecs"):
         raw["codecs"] = codecs = from_text(codecs, tuple)
-    if not is_list(codecs):  # and if it is not missing, wrong
+    if not is_list(codecs):  # missing, or wrong: ``convert`` reports it
         default = (tuple[CodecConfig, ...], (CHECKSUM,))
         return LevelConfig.of(make, f"{path}.type", codecs=default, **_quota(make))
     raw["codecs"] = [{"name": one} if isinstance(one, str) else one for one in codecs]
@@ -432,7 +432,7 @@ def _level_type(make: Any, raw: dict[str, Any], path: str, found: Source) -> typ
 
 
 def _quota(make: Any) -> dict[str, tuple[Any, Any]]:
-    """The quota that a level has, unless its tier has one of its own."""
+    """Return the level's quota field, or none if its tier has its own ``quota``."""
     own = getattr(make, "Options", None)
     is_own = own is not None and "quota" in keys_of(own)
     return {} if is_own else {"quota": (QuotaConfig, QuotaConfig())}

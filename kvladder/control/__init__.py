@@ -1,1 +1,1 @@
-"""The control socket of a running cache: what is answered there, and its name and clients."""
+"""The control socket of a running cache: its server, its name and its clients."""

@@ -1,7 +1,7 @@
-"""A control socket of a running cache: statistics, its configuration, and purges, from outside.
+"""The control socket of a running cache: statistics, configuration, and purges, from outside.
 
-A request is a line of JSON, ``{"command": "stats"}``, and so is its answer, ``{"result": ...}`` or
-``{"error": "why"}``; see ``docs/control.md``.
+A request is a line of JSON such as ``{"command": "stats"}``. The answer is a line of JSON, too:
+``{"result": ...}`` or ``{"error": "why"}``; see ``docs/control.md``.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from kvladder.tiers import forks
 CLIENTS_MAX: Final = 8
 REQUEST_BYTES_MAX: Final = 16 << 10
 REQUEST_S: Final = 10.0
-"""How long a client may take to say what it wants, and to take an answer."""
+"""Time limit for a client to send a request, and to read an answer."""
 CLOSE_S: Final = 5.0
 RETRY_S: Final = 5.0
-"""Between two attempts to have a socket that could not be had."""
+"""Seconds between two attempts to bind a socket that is unavailable."""
 POLL_S: Final = 0.02
 ACCEPTING_TURNS: Final = 5
-"""Of the loop, until whoever was accepted is served: asyncio takes three."""
+"""Turns of the loop until an accepted client is served: asyncio needs three."""
 
 
 class ControlRequest(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="command"
 ):
-    """Base of what a client may ask for."""
+    """Base of clients' requests."""
 
 
 class StatsRequest(ControlRequest, frozen=True, kw_only=True, tag="stats"):
-    """What ``CacheManager.stats`` returns."""
+    """Asks for the result of ``CacheManager.stats``."""
 
 
 class DescribeRequest(ControlRequest, frozen=True, kw_only=True, tag="describe"):
-    """What ``CacheManager.describe`` returns: no secrets."""
+    """Asks for the result of ``CacheManager.describe``, which has no secrets."""
 
 
 class PurgeRequest(ControlRequest, frozen=True, kw_only=True, tag="purge"):
-    """Remove blocks everywhere; answered when that is done, or after ``wait_s``."""
+    """Asks to remove blocks everywhere; answered when that is done, or after ``wait_s``."""
 
     salt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
-    """Those of requests with this cache salt."""
+    """Cache salt of the requests that saved the blocks; either this or ``all``."""
     all: bool = False
-    """Or every block of the namespace."""
+    """True for every block of the namespace."""
     namespace: str | None = None
-    """Refused unless it is the cache's own."""
+    """The expected namespace; the request is refused if the cache has another one."""
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 600.0
 
 
@@ -67,14 +67,15 @@ _DECODER: Final = msgspec.json.Decoder(StatsRequest | DescribeRequest | PurgeReq
 class ControlServer:
     """Answers at a Unix-domain socket, on the cache's own loop. Ended by ``close``.
 
-    Whatever clients send, they get an answer or are cut off; each has its time, and there are few.
-    While the socket cannot be had, e.g. because a process of an engine that was killed lives on,
-    the cache works without it: that is said, and it is tried again in the background.
+    Clients that send anything invalid get an error or are disconnected. Each has a time limit, and
+    their number is limited. While the socket is unavailable, the cache works without it, logs that,
+    and retries in the background. This happens, for example, while a process of a killed engine
+    still runs.
 
     Raises
     ------
     ConfigError
-        There can be no socket of this name.
+        No socket can have this name.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class ControlServer:
             self._socket.close()
 
     async def _begin(self, why: str) -> None:
-        """Listen, or wait for the socket, which cannot be had for the reason that is given."""
+        """Listen, or wait for the socket if it is unavailable, for the reason ``why``."""
         if why:
             then = "the cache works without a control socket and tries again in the background"
             self._say("control", f"{why}: {then}")
@@ -122,7 +123,7 @@ class ControlServer:
             await self._listen()
 
     async def _wait(self) -> None:
-        """Take the socket once it can be had."""
+        """Bind the socket once it is available, and listen."""
         run = self._runtime.threads("control")
         while self._socket is None:
             await asyncio.sleep(RETRY_S)
@@ -138,7 +139,7 @@ class ControlServer:
         )
 
     def close(self) -> None:
-        """Cut off every client, and remove the socket; may be called again."""
+        """Disconnect every client, and remove the socket; may be called again."""
         if self._closed:
             return
         self._closed = True
@@ -152,7 +153,7 @@ class ControlServer:
             await asyncio.wait({self._waiting})
         if self._server is None or self._socket is None:
             return
-        # asyncio's server forgets, and leaves open, whom it accepted just before it is closed
+        # asyncio's server forgets a client accepted just before closing, and leaves it connected
         asyncio.get_running_loop().remove_reader(self._socket.socket)
         for _ in range(ACCEPTING_TURNS):
             await asyncio.sleep(0)
@@ -171,7 +172,7 @@ class ControlServer:
             if not self._closed:
                 await self._converse(reader, writer, others=len(self._clients) - 1)
         except (OSError, TimeoutError, asyncio.CancelledError):
-            writer.transport.abort()  # it is gone, says or takes nothing, or has to go
+            writer.transport.abort()  # it is gone, too slow, or cancelled by ``close``
         finally:
             self._clients.discard(task)
             writer.close()
@@ -179,7 +180,7 @@ class ControlServer:
     async def _converse(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, others: int
     ) -> None:
-        """Answer line after line until the client is done or does what it may not."""
+        """Answer line after line until the client is done or breaks a rule."""
         try:
             while others < 2 * CLIENTS_MAX:
                 async with asyncio.timeout(REQUEST_S):
@@ -190,10 +191,10 @@ class ControlServer:
                     await _send(writer, {"error": f"{CLIENTS_MAX} clients are being served"})
                     return
                 await _send(writer, await self._answer(line, partial(_is_gone, writer)))
-        except ValueError:  # it cannot be told where the next line begins
+        except ValueError:  # a line is too long, so the start of the next is unknown
             await _send(writer, {"error": f"a request is at most {REQUEST_BYTES_MAX} bytes"})
             writer.write_eof()
-            async with asyncio.timeout(REQUEST_S):  # unread bytes would undo the answer
+            async with asyncio.timeout(REQUEST_S):  # unread bytes would discard the answer
                 while await reader.read(REQUEST_BYTES_MAX):
                     pass
 
@@ -214,7 +215,7 @@ class ControlServer:
         return {"result": await self._purge(request, gone)}
 
     async def _purge(self, request: PurgeRequest, gone: Callable[[], bool]) -> dict[str, Any]:
-        """Remove in steps, then wait until all tiers have done so or nobody waits for it."""
+        """Remove in steps, then wait until all tiers are done, the client is gone or time is up."""
         manager = self._manager
         before = manager.stats()
         if request.salt is None:
@@ -241,7 +242,7 @@ class ControlServer:
 
 
 def _is_gone(writer: asyncio.StreamWriter) -> bool:
-    """Whether the client has hung up; one that has only said all it had to say has not."""
+    """Return whether the client has hung up; closing only its sending side does not count."""
     if writer.is_closing():
         return True
     state = select.poll()

@@ -1,4 +1,4 @@
-"""Control sockets in the file system: their names, who has one, and asking one."""
+"""Control sockets in the file system: their names, their owners, and requests to them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kvladder.tiers import forks
 WHERE: Final = "control.path"
 MODE: Final = 0o600
 NAME_BYTES_MAX: Final = 107
-"""What the name of a Unix-domain socket may have."""
+"""Longest name of a Unix-domain socket."""
 REPLY_BYTES_MAX: Final = 16 << 20
 CONNECT_S: Final = 5.0
 PEER_S: Final = 0.2
-"""How long it may take to find out which process listens at a socket."""
+"""Time limit for finding out which process listens at a socket."""
 _USER_HINT: Final = "ask as the user that runs the engine, or as root"
 _OTHER_HINT: Final = "end that process, or give each engine its own socket, e.g. with ${NAME}"
 _PEER: Final = Struct("iII")
@@ -33,18 +33,18 @@ _RUNNING_HINT: Final = "expected the socket of a running cache"
 
 
 def socket_path(path: str, instance: int) -> Path:
-    """The socket of one of several engines with one setting: of the second ``kv.dp1.sock``."""
+    """Return the socket of engine ``instance`` with this setting: ``kv.dp1.sock`` for 1."""
     whole = Path(path)
     return whole.with_name(f"{whole.stem}.dp{instance}{whole.suffix}") if instance else whole
 
 
 def sockets(path: str) -> list[Path]:
-    """The sockets that engines with this setting may have made, as far as they exist.
+    """Return the existing sockets that engines with this setting may have made.
 
     Raises
     ------
     ConfigError
-        It cannot be told: the directory may not be looked into.
+        The directory cannot be read.
     """
     whole = Path(path)
     name = re.compile(rf"{re.escape(whole.stem)}(\.dp[0-9]+)?{re.escape(whole.suffix)}")
@@ -66,7 +66,7 @@ def _is_socket(path: Path) -> bool:
 
 
 def require_name(path: Path) -> None:
-    """Raise ConfigError if there can be no socket of this name, OSError if that cannot be told."""
+    """Raise ConfigError if no socket can have this name, OSError if that cannot be checked."""
     try:
         path.parent.stat()
     except FileNotFoundError as error:
@@ -81,17 +81,17 @@ def require_name(path: Path) -> None:
 
 
 class BoundSocket:
-    """A socket at a path that is this process's alone, until ``close`` removes it.
+    """A bound socket that belongs to this process alone, until ``close`` removes it.
 
-    A lock beside it tells a socket that is served from one that a killed process left, which is
-    replaced. Only this user may connect. Blocking, for a moment.
+    A lock file beside it distinguishes a served socket from one that a killed process left; such a
+    socket is replaced. Only this user may connect. The constructor blocks for a moment.
 
     Raises
     ------
     ConfigError
-        There can be no socket of this name.
+        No socket can have this name.
     Unavailable
-        Another process has it, or the file system does not let this one make it now.
+        Another process has it, or the file system does not allow to make it now.
     """
 
     def __init__(self, path: Path) -> None:
@@ -133,18 +133,18 @@ class BoundSocket:
                     forks.close(fd)
 
     def _owned(self, lock_fd: int) -> str:
-        """Say which process has the socket: the one that listens, else the one in the lock file."""
+        """Return a sentence that names the owner: the listening process, else the lock file's."""
         process = os.pread(lock_fd, 32, 0).decode("ascii", "replace").strip()
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(PEER_S)
             probe.connect(str(self.path))
             told = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-            process = str(_PEER.unpack(told)[0] or process)  # 0 of another container
+            process = str(_PEER.unpack(told)[0] or process)  # 0 if it is in another container
         return f"{self.path} is in use by process {process or 'unknown'}"
 
     def _bound(self) -> socket.socket:
-        """Who connects is refused until somebody listens: then it is this user's alone."""
-        self.path.unlink(missing_ok=True)  # what a killed process left
+        """Bind without listening: connections are refused until access is limited to this user."""
+        self.path.unlink(missing_ok=True)  # left by a killed process
         bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             forks.own(bound.fileno())
@@ -164,13 +164,13 @@ class BoundSocket:
 
     @property
     def _is_ours(self) -> bool:
-        """Whether the names are this process's, and not those of the one that it was forked of."""
+        """True if this process owns the files, not the parent that it was forked from."""
         with suppress(OSError):
             return os.path.samestat(os.fstat(self._lock_fd), self._lock_path.stat())
         return False
 
     def close(self) -> None:
-        """Remove it, and let the next process have the name; called once."""
+        """Remove it, so that the next process can have the name; called once."""
         if self._is_ours:
             with suppress(OSError):
                 self.path.unlink()
@@ -180,11 +180,11 @@ class BoundSocket:
 
 
 class NotAnswering(ConfigError):
-    """There is no answer, or not one of a running cache."""
+    """There is no answer, or not the answer of a running cache."""
 
 
 class NobodyThere(NotAnswering):
-    """Nobody listens at the socket: its process was killed, or has removed it meanwhile."""
+    """No process listens at the socket: it was killed, or has removed the socket meanwhile."""
 
 
 def ask(path: Path, request: Mapping[str, Any], *, timeout_s: float = 10.0) -> Any:
@@ -193,20 +193,20 @@ def ask(path: Path, request: Mapping[str, Any], *, timeout_s: float = 10.0) -> A
     Parameters
     ----------
     path:
-        Its control socket.
+        The cache's control socket.
     request:
-        ``command`` and what belongs to it, see ``docs/control.md``.
+        ``command`` and its arguments, see ``docs/control.md``.
     timeout_s:
-        How long the answer may take.
+        Time limit for the answer, in seconds.
 
     Raises
     ------
     NobodyThere
-        Nobody listens there.
+        No process listens there.
     NotAnswering
-        Somebody may, but this user may not ask, or there is no answer in time.
+        A process may listen, but this user may not ask it, or it does not answer in time.
     ConfigError
-        The cache refuses the request: says why.
+        The cache refuses the request; the message says why.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
         try:
