@@ -214,7 +214,7 @@ class Arena:
 
     @property
     def handle(self) -> ArenaHandle:
-        """The handle to :meth:`attach` from another process; valid while this arena is open."""
+        """Handle for :meth:`attach` in another process; valid while this arena is open."""
         return ArenaHandle(os.getpid(), self._fd, len(self._claims), self.slot_bytes)
 
     @property
@@ -254,10 +254,10 @@ class Arena:
         return min(self._admitted.values(), default=self.slots)
 
     def admit(self, who: object, slots: int) -> None:
-        """Hand out only the first ``slots`` slots from now on, as far as ``who`` is concerned.
+        """Set the limit of ``who``: from now on, only the first ``slots`` slots are handed out.
 
-        The lowest limit of all callers counts. A caller that copies to a device keeps slots back
-        that the device cannot reach yet.
+        The lowest limit of all callers counts. A caller that copies to a device sets one while the
+        device cannot reach all slots.
         """
         with self._lock:
             before = self.admitted

@@ -76,7 +76,7 @@ class TierError(KvladderError):
 class Unavailable(TierError):
     """Something that a setting names is unavailable now: a full or failing disk, a server down.
 
-    At a start, this class draws the line. ``ConfigError`` means that the settings are wrong: only
+    The two classes matter at a start. ``ConfigError`` means that the settings are wrong: only
     changing them helps, so the start fails. ``Unavailable``, like any other error of a tier, means
     that the environment is broken now. The cache starts without that part and retries, unless the
     level is ``required``.

@@ -91,7 +91,7 @@ def salt_digest(space: Namespace, salt: str) -> bytes:
 
 
 _TAIL = _bind("kvladder tail v1", {})
-"""First part of the digested data of a partial block. For a whole block, it is a key."""
+"""First bytes digested for a partial block; for a whole block, its parent's key is first."""
 
 
 class KeyScheme:
@@ -167,7 +167,7 @@ class KeyScheme:
             tail = extras.get(index, b"")
             key = sha256(key + data[index * step : (index + 1) * step] + tail).digest()
             keys.append(key)
-        return cast("list[BlockKey]", keys)  # naming each one takes a tenth of the time
+        return cast("list[BlockKey]", keys)  # wrapping each key would take a tenth of the time
 
     def tail(
         self,

@@ -31,7 +31,7 @@ class Layout:
     Parameters
     ----------
     block_tokens:
-        Tokens whose KV one block holds.
+        Number of tokens in one block.
     block_bytes:
         Bytes of one block, all layers and all ranks together; a slot is this rounded up to 4 KiB.
     fields:

@@ -22,7 +22,8 @@ class StackLock:
 
     A background thread calls ``be_patient`` once. All other threads then have priority: when the
     holder releases the lock, a waiting one of them is next. Patient threads, the holder included,
-    wait until it has had the lock. Threads that are not patient get it in order of arrival.
+    wait until it has had the lock. A thread that is not patient waits at most for other such
+    threads that came before it.
 
     Without contention, taking it costs one attempt to acquire a lock that is written in C.
     """

@@ -85,7 +85,7 @@ class Lookup(NamedTuple):
     host: int
     """Length of the prefix that the host level holds."""
     total: int
-    """Length of the prefix that all levels hold together."""
+    """Length of the prefix in which each block is in some level."""
 
 
 class CacheManager:
@@ -196,7 +196,7 @@ class CacheManager:
     def holding(
         self, keys: Sequence[BlockKey], *, levels: Collection[str] | None = None
     ) -> list[bool]:
-        """Return, for each of ``keys``, whether one of ``levels`` (None: all) holds it.
+        """Return, for each of ``keys``, whether host or one of ``levels`` (None: all) holds it.
 
         ``keys`` are a set, not a prefix. Shared tiers are not asked; nothing changes.
         """

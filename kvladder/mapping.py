@@ -15,7 +15,7 @@ logger = logging.getLogger("kvladder")
 
 HUGE_PAGE_BYTES = 2 << 20
 MAKERS_MAX = 8
-"""Most threads that allocate one mapping: more would wait for the kernel, not fill zeros."""
+"""Largest number of threads that allocate one mapping: more would wait for the kernel."""
 MAKE_BYTES = 64 << 20
 """Bytes that a thread allocates at a time."""
 POPULATE_BYTES = 4 << 20
@@ -135,7 +135,7 @@ def _make(address: int, size: int, *, collapse: bool) -> str:
         _libc.madvise(address, size, _MADV_POPULATE_WRITE)
         return ""
     try:
-        for start in range(0, size, HUGE_PAGE_BYTES):  # only touched pages collapse
+        for start in range(0, size, HUGE_PAGE_BYTES):  # empty ranges do not collapse
             _advise(address + start, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
         _advise(address, size, _MADV_COLLAPSE)
     except OSError as error:

@@ -9,7 +9,7 @@ logger = logging.getLogger("kvladder")
 
 
 class Notices:
-    """Logs the first notice of a kind, then at most one per ``every_s`` with the number held back.
+    """Logs the first notice of a kind, then at most one per ``every_s``, with the number left out.
 
     Parameters
     ----------

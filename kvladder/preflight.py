@@ -1,4 +1,4 @@
-"""Checks, before anything is opened, of the things that a configuration names."""
+"""Checks the paths, servers and keys that a configuration names, before anything is opened."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 START_S: Final = 5.0
 """Seconds that a start waits for the tiers' warnings about their media."""
 ANY = Layout(block_tokens=16, block_bytes=4096)
-"""A layout to open a codec with: its other needs do not depend on the layout."""
+"""Any layout, to open codecs with: what else a codec needs does not depend on it."""
 _ROOT = Path("/")
 
 
@@ -178,7 +178,7 @@ def _bindable(
 
 
 def _exportable(config: ExportConfig, warn: Callable[[str], object]) -> Mapping[str, str]:
-    """Return the caches announced beside it; raise ConfigError if it cannot serve clients."""
+    """Return the caches in its roster; raise ConfigError if it cannot serve clients."""
     _bindable({"export.listen": f"tcp://{config.listen}"}, "nixl", warn)
     from kvladder.tiers.nixl.curve import read_keys
     from kvladder.tiers.nixl.roster import listed

@@ -261,7 +261,7 @@ def convert(raw: object, wanted: type[T], path: str = "", *, loose: Loose = lamb
         Mappings, lists and single values. Repairs are made in place: an empty section becomes a
         mapping, and ``loose`` text becomes the value that it stands for.
     wanted:
-        A msgspec struct, whose fields may be structs.
+        A msgspec struct; its fields may be structs, too.
     path:
         Path of ``raw``, for errors.
     loose:

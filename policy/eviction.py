@@ -16,7 +16,7 @@ BULK_MIN = 32
 """Smallest number of handles for which NumPy is faster."""
 
 GROWTH_MAX = 1 << 16
-"""Most handles for which the arrays grow at once."""
+"""Largest number of handles by which the arrays grow at once."""
 
 _NIL = -1
 

@@ -25,15 +25,15 @@ JUMP = 3.0
 FORGET = 128
 """Number of measurements after which a point is dropped, if none of them was near it."""
 TRIAL_EVERY = 4
-"""One trial begins per so many fetches for which a slow level was not asked."""
+"""Number of fetches that leave a slow level out per trial of that level."""
 TRIAL_BLOCKS = 8
 """Blocks that a trial reads; no request waits for them."""
 TOKENS_MIN = 64
-"""Tokens of a step below which it gives only an upper bound for the time of a token."""
+"""Shortest step, in tokens, that measures the time of a token; others only bound it."""
 SAMPLE_TOKENS = 256
 """Cached tokens that one request computes to measure the speed, if nothing else measures it."""
 ENDS_MAX = 32
-"""Most ends of a prefix among which the best is chosen."""
+"""Largest number of ends of a prefix among which the best is chosen."""
 STEPS = 16
 """Number of remembered measurements of computing, of short steps and of long ones each."""
 
@@ -217,7 +217,7 @@ class Patience:
     until_s: float
     """Time at which the loss becomes too large if nothing arrives."""
     block_s: float
-    """Seconds by which this moves back for each leading block that has arrived."""
+    """Seconds by which ``until_s`` is extended for each leading block that has arrived."""
     first: int
     """Position of the first block that has to arrive."""
     trusted_s: float = 0.0

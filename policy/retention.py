@@ -64,8 +64,8 @@ class Retention:
         Prompt ranges in order of their start, without overlap. A block takes the range that holds
         its first token. A block in no range has no priority of its own and gets ``default``.
     decode_priority, decode_duration_s:
-        Priority and duration of blocks whose first token was generated; ranges do not apply to
-        them. The default priority without end changes nothing for blocks that are cached.
+        Priority and duration of blocks that begin with a generated token; ranges do not apply
+        to them. The default priority without end changes nothing for blocks that are cached.
     default:
         Priority of prompt blocks in no range.
     """

@@ -10,9 +10,9 @@ from typing import Final
 from kvladder.keys import BlockKey
 
 SESSIONS_MAX: Final = 10_000
-"""Most sessions that are remembered, and most ended ones."""
+"""Largest number of sessions that are remembered, and of ended ones."""
 BLOCKS_MAX: Final = 1 << 18
-"""Most blocks remembered for all sessions together."""
+"""Largest number of blocks remembered for all sessions together."""
 LATER: Final = "\0later"
 """Stands for a session's name if the caller names the session later, in other calls."""
 

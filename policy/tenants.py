@@ -1,4 +1,4 @@
-"""Shares of a level: limits to the blocks of one cache salt, and to raised blocks."""
+"""Shares of a level: limits on the blocks of one cache salt, and on raised blocks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Final, NamedTuple
 from kvladder.policy.eviction import PRIORITY_DEFAULT, PRIORITY_MAX, PrioritizedLRU
 
 TOLD_MAX: Final = 10
-"""Most salts in statistics: those that hold the most blocks."""
+"""Largest number of salts in statistics: those that hold the most blocks."""
 LOOKED_AT_MAX: Final = 1000
-"""Most salts among which these are searched for."""
+"""Largest number of salts among which these are searched for."""
 
 
 class Shares(NamedTuple):
@@ -30,7 +30,7 @@ NO_SHARES: Final = Shares()
 
 
 class Limits(NamedTuple):
-    """Limits to the priorities that a request may ask for."""
+    """Limits on the priorities that a request may ask for."""
 
     priority: int = PRIORITY_MAX
     """The highest priority."""

@@ -80,7 +80,7 @@ class GpuConfig(Settings, frozen=True, kw_only=True):
     fraction: Fraction = 0.9
     """Fraction of the device memory that weights, other caches and a forward pass leave free."""
     max_tokens: Positive | None = None
-    """Most tokens in the pools, if a fraction is taken."""
+    """Largest number of tokens in the pools, if a fraction is taken."""
     shares: tuple[Part, ...] = ()
     """Proportions of the memory that the groups get; by default, each gets what it needs."""
     dtype: Literal[
@@ -94,9 +94,9 @@ class GpuConfig(Settings, frozen=True, kw_only=True):
     partial: Literal["auto", "off", "take", "copy"] = "auto"
     """Use of a cached block if a prompt shares only its beginning."""
     rebalance: bool = False
-    """True if memory moves from pools that do not need it to pools of the model that do."""
+    """True if a model's pools give memory that they do not need to pools that need it."""
     events: Count = 0
-    """Most events of the pools that are kept until a caller takes them."""
+    """Largest number of the pools' events kept until a caller takes them."""
 
     def __post_init__(self) -> None:
         if not self.reuse and self.partial in ("take", "copy"):
@@ -121,7 +121,7 @@ class FetchConfig(Settings, frozen=True, kw_only=True):
     budget: Share = Share(percent=50)
     """Share of the arena's slots that may be in flight upwards at once."""
     when: Literal["faster", "always"] = "faster"
-    """``faster`` fetches only blocks that come sooner than computed ones, if the engine reports."""
+    """``faster`` fetches only if that is sooner than computing, as far as the engine reports."""
 
     def __post_init__(self) -> None:
         if not self.budget:
@@ -132,14 +132,14 @@ class EventsConfig(Settings, frozen=True, kw_only=True):
     """Events in memory and over ZeroMQ."""
 
     max: Count = 10_000
-    """Most events kept until a caller takes them; 0 keeps none."""
+    """Largest number of events kept until a caller takes them; 0 keeps none."""
     publish: str | None = None
     """ZeroMQ address at which events are published; without one no port is open."""
     replay: str | None = None
     """Address at which batches are sent again to subscribers that missed some."""
     topic: str = ""
     buffer: Positive = 10_000
-    """Most batches kept to be sent again."""
+    """Largest number of batches kept to be sent again."""
 
     def __post_init__(self) -> None:
         if self.replay is not None and self.publish is None:
@@ -222,7 +222,7 @@ class ExportConfig(Settings, frozen=True, kw_only=True):
         Raises
         ------
         ConfigError
-                That port does not exist.
+            That port does not exist.
         """
         host, _, port = (self.listen or "").rpartition(":")
         own = int(port) + instance if int(port or 0) else 0
@@ -237,7 +237,7 @@ class ExportConfig(Settings, frozen=True, kw_only=True):
 
 
 class LimitsConfig(Settings, frozen=True, kw_only=True):
-    """Limits to requests' priorities and raised blocks; excess is clipped, counted and logged."""
+    """Limits on raised blocks, and on requests' priorities: excess is clipped, counted, logged."""
 
     priority: Priority = PRIORITY_MAX
     """Highest priority."""
@@ -250,7 +250,7 @@ class LimitsConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def of_requests(self) -> Limits:
-        """The limits to what one request may ask for."""
+        """The limits on what one request may ask for."""
         return Limits(self.priority, math.inf if self.pin_s is None else self.pin_s)
 
 
@@ -371,7 +371,7 @@ class LossyCodecConfig(CodecConfig, frozen=True, kw_only=True):
     """A codec that changes the numbers that the engine reads."""
 
     allow_lossy: bool | tuple[Kind, ...] = False
-    """Kinds of layers whose blocks it may change; True for all kinds but full attention."""
+    """Kinds of layers that it may change; True allows all kinds except full attention."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -384,7 +384,7 @@ class LossyCodecConfig(CodecConfig, frozen=True, kw_only=True):
 
     @property
     def allowed(self) -> frozenset[str]:
-        """Kinds of layers whose blocks it may change."""
+        """Kinds of layers that it may change."""
         some = self.allow_lossy
         return frozenset(some if isinstance(some, tuple) else ("window", "local", "state"))
 
@@ -447,7 +447,7 @@ class LevelConfig(TierSettings, Chosen, frozen=True, kw_only=True):
     """True if no engine starts without the level; else it is left out until it opens."""
     timeout_s: Duration = msgspec.field(name="timeout", default=Duration(5))
     queue: Share = Share(percent=25)
-    """Share of blocks that may wait to be written; each of them occupies an arena slot."""
+    """Blocks that may wait to be written, as a share of the arena; each occupies a slot."""
     breaker: BreakerConfig = BreakerConfig()
     isolate: bool | None = None
     """True if the tier runs in its own process; by default, if its class ``isolates``."""

@@ -41,7 +41,7 @@ class Source:
     """Settings as plain data, and the origin of each."""
 
     origins: dict[str, tuple[Origin, str]]
-    """Origin of the value at a path, and its environment variable; the root's is the default."""
+    """Origin and variable by path; a path without an entry has that of its parent."""
     file: str = ""
     """The file that they come from, if any."""
     raw: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)

@@ -204,7 +204,7 @@ class StackConfig(Sections, frozen=True, kw_only=True):
         return self.arena_bytes // layout.slot_bytes
 
     def shares(self, level: TierSettings, blocks: int, block_bytes: int) -> Shares:
-        """Return the limits to one salt's blocks, and to raised blocks, in a level."""
+        """Return the limits on one salt's blocks, and on raised blocks, in a level."""
         own: object = getattr(level, "quota", None)
         tenant = own.tenant if isinstance(own, QuotaConfig) else None
         quota, limits = tenant or self.quota.tenant, self.limits
