@@ -1,1 +1,1 @@
-"""What others are told: events as a stream, metrics as text."""
+"""What a cache publishes: events as a stream, and metrics."""
