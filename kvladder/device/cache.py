@@ -222,7 +222,7 @@ class DeviceCache:
     def hand_down(self, *, timeout_s: float) -> bool:
         """Move idle cached blocks from the device to levels that outlive the engine.
 
-        Moves as many blocks at a time as the arena takes without losing others. Returns False if
+        Moves no more blocks at a time than the arena takes without losing others. Returns False if
         that takes longer than ``timeout_s``, if the arena has no room, or if those levels fail.
         Blocks that had begun to leave are then in the arena, or get there with the next polls; the
         others are where they were. Blocks that no level admits are forgotten. Moves nothing if no
@@ -344,7 +344,7 @@ def open_device(
     device, allocate:
         See ``PlanMemory``.
     sequences:
-        Number of sequences at a time, for what is allocated outside pools; None for as many as fit.
+        Number of sequences at a time, which sizes memory outside pools; None for all that fit.
     free_bytes, peak_bytes:
         Bytes of free device memory, and how many of them a forward pass takes. Required if
         ``gpu.memory`` does not set the size of the cache.

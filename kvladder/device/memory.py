@@ -68,7 +68,7 @@ class PlanMemory:
 
     @property
     def tensors(self) -> list[Tensors]:
-        """By pool, the views of its blocks, in their order there: by name, ``[blocks, ...]``."""
+        """Views of each pool's blocks: by name, in their order in a block, ``[blocks, ...]``."""
         return [
             {place.name: self._view(place.name) for place in pool.places}
             for pool in self.plan.pools

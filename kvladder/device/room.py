@@ -37,7 +37,7 @@ class Room:
         self._pools = [one.pool for one in requests.sequences]
         self._tensors = tensors
         self._storages: list[list[tuple[torch.UntypedStorage, int]]] = []
-        """By group, the storages of its tensors and the bytes of a block in each."""
+        """Storages of each group's tensors, with the bytes of a block in each."""
 
     def shrink(self, share: float, *, timeout_s: float, leave: Leave) -> int:
         """See ``DeviceCache.shrink``."""

@@ -77,7 +77,7 @@ class ClientHoldings:
 
 
 class CacheOffers(ABC):
-    """The blocks of a cache. Close it before the cache. Every call is made on the cache's loop.
+    """The blocks of a cache. The cache must stay open meanwhile; all calls are made on its loop.
 
     Parameters
     ----------
@@ -193,7 +193,7 @@ class CacheOffers(ABC):
         for lot in granted.lots:
             self._manager.ladder.abandon(lot.names, lot.slots)
 
-    # ---- what clients put
+    # ---- writes of clients
 
     async def grant(
         self,
@@ -308,7 +308,7 @@ class ServerOffers(CacheOffers):
         length, label = TAIL.unpack_from(self.arena.view(slot), self.block_bytes_max)
         return Pinned(slot, length, label)
 
-    # ---- what clients put
+    # ---- writes of clients
 
     async def grant(
         self,
@@ -356,7 +356,7 @@ class ServerOffers(CacheOffers):
         facts: Sequence[Facts],
         patient: bool,
     ) -> Granted:
-        """Lease slots, at most as many as there is room for and as the session may hold."""
+        """Lease slots, limited by the room in the arena and by the session's share."""
         held = sum(len(other.slots) for other in known.grants.values())
         left = max(1, int(GRANTED_MAX * self.arena.slots)) - held
         alike: dict[BlockMeta, list[int]] = {}

@@ -42,7 +42,7 @@ SESSIONS_MAX = 256
 PATIENCE = 2
 """A client is given up after this multiple of ``SILENT_MAX``, the client's own limit."""
 HELD_S = 60.0
-"""Seconds in which a client must write what it was granted, or take what it asked for."""
+"""Seconds in which a client must write blocks that it was granted slots for, or take its reads."""
 HELD_MAX = round(HELD_S / HEARTBEAT_S)
 HANDSHAKE_MS = 3000
 """Milliseconds in which a connection must show its key."""

@@ -208,7 +208,7 @@ class Session:
         if not self._over:
             self._send(answer)
 
-    # ---- what is asked for
+    # ---- requests
 
     async def _lookup(self, message: Lookup) -> Reply:
         keys = keys_in(message.keys)
@@ -233,7 +233,7 @@ class Session:
     async def _sent(
         self, op: int, keys: Sequence[bytes], slots: Sequence[int]
     ) -> list[Pinned | None]:
-        """Write the first blocks, as many as there is room for, to the client; return them."""
+        """Write the first blocks that there is room for to the client; return them."""
         try:
             pinned = await self._offers.pin(self.number, op, keys)
             found = [one if one and self._fits(one.length) else None for one in pinned]
@@ -281,7 +281,7 @@ class Session:
         return Grant(op, [int(slot) for slot in slots])
 
     async def _commit(self, message: Commit, count: int) -> Reply:
-        """Publish what was written."""
+        """Publish the blocks that the client wrote."""
         op = message.op
         try:
             labels = labels_in(message.labels, count)

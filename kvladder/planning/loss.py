@@ -38,7 +38,7 @@ class Loss:
     surprise: float = 0.0
     """Sum of the negative log probabilities of predicted tokens, in nats, without codecs."""
     coded_surprise: float = 0.0
-    """The same sum over keys and values that went through the codecs."""
+    """Sum of the same over keys and values that went through the codecs."""
     plain_bytes: int = 0
     stored_bytes: int = 0
     """Bytes of the encoded keys and values; ``plain_bytes`` are those before encoding."""
@@ -86,7 +86,7 @@ class Evaluation:
     Parameters
     ----------
     model:
-        A causal language model of transformers whose layers cache keys and values.
+        A causal language model of transformers; its layers must cache keys and values.
     make_codecs:
         Returns new codecs, not yet opened, in the order in which a level applies them.
     kinds:

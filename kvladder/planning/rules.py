@@ -34,7 +34,7 @@ REFUSED_KEYS: Final = (
     # heads by layer: Nemotron-NAS, Gemma 4, DeciLM
     *("block_configs", "global_head_dim", "num_global_key_value_heads"),
     "num_key_value_heads_per_layer",
-    # what is kept beside a layer's own KV, or not at all: DeepSeek, images, Gemma 3n, Hunyuan
+    # more than a layer's own KV, or none of it: DeepSeek, images, Gemma 3n, Hunyuan
     *("compress_ratios", "index_head_dim", "cross_attention_layers", "is_encoder_decoder"),
     *("num_kv_shared_layers", "use_cla"),
     # states: Mamba, Kimi Linear, PLaMo 2, Qwen3-Next, LFM2, Nemotron-H

@@ -1,1 +1,1 @@
-"""What a cache publishes: events as a stream, and metrics."""
+"""Publishes events of a cache as a stream, and its metrics."""

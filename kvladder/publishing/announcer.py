@@ -107,7 +107,7 @@ class Announcer:
         return bool(self._doubts or self._first or self._again)
 
     def take(self) -> list[Stored | Removed]:
-        """Return what is to be announced now, in order."""
+        """Return the events to be announced now, in order."""
         found: list[Stored | Removed] = []
         first, self._first = self._first, ()
         for batch in _parts(first):

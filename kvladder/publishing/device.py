@@ -18,7 +18,7 @@ MEDIUM: Final = "GPU"
 
 
 class Known(NamedTuple):
-    """What listeners are told of a block: everything that names its content."""
+    """The announced facts of a block: everything that names its content."""
 
     parent: BlockKey | None
     tokens: array[int]

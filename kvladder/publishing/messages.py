@@ -42,7 +42,7 @@ class Messages:
         self._announcer.repeat()
 
     def take(self) -> list[BlockStored | BlockRemoved]:
-        """Return what is to be told now, in order."""
+        """Return the events to be sent now, in order."""
         if self._device is not None:
             learnt = self._device.learnt
             self._announcer.retell([learnt.popleft() for _ in range(len(learnt))])

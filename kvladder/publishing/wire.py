@@ -34,7 +34,7 @@ class BlockStored(Event):
     ownership: str | None = None
     """Name of the level; None for the device's and the host's."""
     extra_keys: list[tuple[Any, ...] | None] | None = None
-    """What each block's content depends on besides its tokens: adapter, images, cache salt."""
+    """Further inputs of each block's content besides its tokens: adapter, images, cache salt."""
 
 
 class BlockRemoved(Event):

@@ -57,9 +57,10 @@ class EngineEvent(msgspec.Struct):
 
     @property
     def extra(self) -> Mapping[int, Sequence[Any]]:
-        """By position of a block, what its content depends on besides tokens and adapter."""
+        """Further inputs of a block's content besides tokens and adapter, by its position."""
         found: dict[int, list[Any]] = {}
         for number, keys in enumerate(self.extra_keys or ()):
+            # vLLM puts the adapter's name first; ``lora_name`` has it already.
             skipped = 1 if keys and self.lora_name is not None else 0
             if keys and len(keys) > skipped:
                 found[number] = keys[skipped:]
