@@ -1,7 +1,7 @@
 """The command line: ``kvladder check``, ``size``, ``eval``, ``serve``, ``stats``, ``purge`` ...
 
-Each command is a function: its parameters are the arguments, and its docstring is what ``--help``
-says of it and of them.
+Each command is a function. Its parameters are the command's arguments, and ``--help`` prints its
+docstring.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ EXIT_TOO_MUCH: Final = 1
 EXIT_UNWRITABLE: Final = 1
 EXIT_CONFIG: Final = 2
 EXIT_PIPE: Final = 128 + 13
-"""As a shell reports a program that SIGPIPE has ended."""
+"""The exit code that a shell reports for a program ended by SIGPIPE."""
 COMMANDS: Final = (check, size, eval_, serve, stats, describe, purge)
 _SAID = re.compile(r"^(\w+):\n((?:    .*\n?)+)", re.MULTILINE)
-"""What a docstring says of one parameter."""
+"""Matches the description of one parameter in a docstring."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that ``argv`` (None: the process's) names; returns the exit code."""
+    """Run the command that ``argv`` names (None: the process's own); return the exit code."""
     given = vars(_parser().parse_args(argv))
     try:
         return _run(**given)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(run: Callable[..., str], **given: Any) -> int:
-    """Run a command with these arguments, and return the exit code."""
+    """Run a command with these arguments and return the exit code."""
     try:
         say(run(**given))
     except (ConfigError, ExceptionGroup) as error:
@@ -81,8 +81,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add(command: argparse.ArgumentParser, one: Parameter, says: str) -> None:
-    """An argument for one of a command's parameters; of ``wait_s`` it is ``--wait``."""
-    kind = next(iter(get_args(one.annotation)), one.annotation)  # of one that may be None
+    """Add the argument for one of a command's parameters; ``wait_s`` becomes ``--wait``."""
+    kind = next(iter(get_args(one.annotation)), one.annotation)  # ``X | None`` is parsed as X
     flag = "--" + one.name.removesuffix("_s").rstrip("_").replace("_", "-")
     if one.kind is not one.KEYWORD_ONLY:
         command.add_argument(

@@ -1,4 +1,4 @@
-"""``kvladder check``: what a configuration comes to."""
+"""``kvladder check``: checks a configuration and prints the stack that it describes."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ def check(
 ) -> str:
     """Check a configuration and print the resolved stack.
 
-    Every setting, what it comes to, and who set it; and whether the directories, servers, keys and
-    libraries that it names are there. Exits with 2 and the reasons if a cache would not open.
+    Prints every setting with its resulting value and its source. Then checks that the directories,
+    servers, keys and libraries that it names exist. Exits with 2 and the reasons if a cache would
+    not open.
 
     Parameters
     ----------
     config:
         the YAML file
     model:
-        a model's config.json (or its folder), to print blocks and tokens
+        a model's config.json (or its folder), to print sizes in blocks and tokens
     dtype:
-        of the KV cache, such as fp8 (default: the model's)
+        data type of the KV cache, such as fp8 (default: the model's)
     block_tokens:
         tokens per block of the engine (default: the file's, or 16)
     offline:
-        do not look at the paths and servers that it names
+        do not check the paths and servers that the configuration names
 
     Raises
     ------
     ConfigError
         The configuration is wrong or does not fit the model's blocks.
     ExceptionGroup
-        Of a ConfigError for each thing that the file names and that is not as it has to be.
+        Holds one ConfigError for each thing that the file names and that is missing or wrong.
     """
     if model is None and dtype is not None:
         raise ConfigError("says nothing without a model", path="--dtype", hint="add --model")
@@ -71,7 +72,10 @@ def check(
 
 
 def _looked(config: StackConfig) -> list[str]:
-    """What stands where the configuration points."""
+    """Return lines about the paths and servers that the configuration names.
+
+    Raises an ExceptionGroup if the cache would not open.
+    """
     findings = preflight(config)
     if findings.errors:
         raise ExceptionGroup("the cache would not open", findings.errors)

@@ -1,4 +1,4 @@
-"""``kvladder eval``: what codecs, and settings of pools, cost in the answers of a model."""
+"""``kvladder eval``: measures how codecs, or settings of pools, change a model's answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvladder.layout import Kind
 from kvladder.schema import is_list, is_mapping, parse_yaml
 from kvladder.units import Size
 
-if TYPE_CHECKING:  # which needs torch and transformers
+if TYPE_CHECKING:  # these need torch and transformers
     from kvladder.connectors.transformers.loss import PoolsEvaluation
     from kvladder.planning.loss import Evaluation, Loss
 
@@ -26,7 +26,7 @@ NEEDS: Final = "install kvladder[transformers]"
 
 
 class TooMuch(KvladderError):
-    """What codecs cost is more than was allowed; ``report`` says all of it."""
+    """The measured loss is above an allowed limit; ``report`` is the whole report."""
 
     def __init__(self, what: str, report: str) -> None:
         super().__init__(what)
@@ -45,33 +45,34 @@ def eval_(
     max_divergence: float | None = None,
     min_agreement: float | None = None,
 ) -> str:
-    """Print what codecs, or settings of pools, cost in the answers of a model.
+    """Measure how codecs, or settings of pools, change a model's answers.
 
-    Each prompt is run twice: its second half over the keys and values of its first half as they
-    were, and as they come back from the codecs, or over what the pools keep. Exits with 1 if that
-    costs more than is allowed, with 2 if an argument or a file is wrong. Needs transformers.
+    Runs the second half of each prompt twice: over the original keys and values of the first half,
+    and over those that the codecs return or the pools keep. Exits with 1 if the loss is above
+    an allowed limit, with 2 if an argument or a file is wrong. Needs transformers.
 
     Parameters
     ----------
     model:
         a folder with a causal language model of transformers
     prompts:
-        a file with a prompt a line: text, or token ids as [1, 2, ...]
+        a file with one prompt per line: text, or token ids as [1, 2, ...]
     codec:
-        as in a stack's codecs: fp8, or {name: zstd, level: 3}, or a list of them
+        codecs to measure, written as in a stack: fp8, {name: zstd, level: 3}, or a list of them
     gpu:
-        instead: dtype and windows, as in a stack's gpu: {dtype: fp8, windows: [4096, 0]}
+        settings of pools to measure instead of codecs, written as a stack's gpu, with dtype and
+        windows only: {dtype: fp8, windows: [4096, 0]}
     kinds:
-        the layers whose keys and values go through it, as allow_lossy lists them, such as
-        full,window (default: all); with --codec
+        with --codec, kinds of layers to encode, as in allow_lossy, such as full,window
+        (default: all)
     tokens:
-        that count of each prompt (default %(default)s)
+        use at most N tokens per prompt (default %(default)s)
     block_tokens:
-        default %(default)s
+        tokens per block (default %(default)s)
     max_divergence:
-        the most that the words' probabilities may differ: Kullback-Leibler, nats a token
+        highest allowed mean Kullback-Leibler divergence of the predictions, in nats per token
     min_agreement:
-        the share of tokens, 0 to 1, after which the most likely word has to be the same
+        lowest allowed share of tokens, 0 to 1, after which the most likely next token is the same
     """
     chosen = _chosen(codec, gpu, kinds)
     for flag, count, least in (
@@ -98,7 +99,7 @@ def eval_(
 
 
 def _chosen(codec: str | None, gpu: str | None, kinds: str | None) -> _Codecs | _Pools:
-    """Read what is to be evaluated."""
+    """Return the evaluation that the arguments choose: codecs or settings of pools."""
     if codec is not None and gpu is None:
         return _Codecs(_kinds(kinds), kinds, _level(codec))
     if gpu is None or codec is not None:
@@ -111,7 +112,7 @@ def _chosen(codec: str | None, gpu: str | None, kinds: str | None) -> _Codecs | 
 
 
 class _Codecs(NamedTuple):
-    """Codecs are to be evaluated."""
+    """An evaluation of codecs."""
 
     kinds: Sequence[str]
     said: str | None
@@ -125,7 +126,7 @@ class _Codecs(NamedTuple):
         return Evaluation(model, codecs, kinds=self.kinds, block_tokens=block_tokens)
 
     def report(self, run: Any) -> str:
-        """Say what was evaluated; raise ConfigError if that is nothing."""
+        """Return a line about what was evaluated; raise ConfigError if no layer was."""
         if not run.changed:
             there = ", ".join(sorted(run.spared))
             raise ConfigError(f"{self.said!r}: the model's layers are {there}", path="--kinds")
@@ -133,7 +134,7 @@ class _Codecs(NamedTuple):
 
 
 class _Pools(NamedTuple):
-    """Settings of pools are to be evaluated."""
+    """An evaluation of settings of pools."""
 
     gpu: Mapping[str, Any]
 
@@ -146,13 +147,13 @@ class _Pools(NamedTuple):
         return opened.enter_context(run)
 
     def report(self, run: Any) -> str:
-        """Say what was evaluated."""
+        """Return a line about what was evaluated."""
         del run
         return "pools with " + ", ".join(f"{name} {value}" for name, value in self.gpu.items())
 
 
 def _settings(said: str) -> Mapping[str, Any]:
-    """The settings of ``--gpu``, of those that change answers."""
+    """Return the settings of ``--gpu``; only those that change answers are accepted."""
     hint = "expected {dtype: ..., windows: [...]}, or one of them"
     found = _yaml(said, "--gpu", hint)
     if not is_mapping(found) or not found or not {*found} <= {"dtype", "windows"}:
@@ -162,7 +163,7 @@ def _settings(said: str) -> Mapping[str, Any]:
 
 
 def _report(run: Evaluation, level: LevelConfig) -> str:
-    """What went through which codecs."""
+    """Return which codecs encoded which kinds of layers."""
     names = ", ".join(one.name for one in level.codecs)
     spared = f", not {', '.join(sorted(run.spared))}" if run.spared else ""
     return f"{names} on layers that are {', '.join(sorted(run.changed))}{spared}"
@@ -183,7 +184,7 @@ def _costs(loss: Loss) -> str:
 
 
 def _exceeded(loss: Loss, divergence: float | None, agreement: float | None) -> Iterator[str]:
-    """Which limits are; what is not a number is within none."""
+    """Yield a sentence for each exceeded limit. A NaN exceeds every limit."""
     if divergence is not None and not loss.mean <= divergence:
         yield f"a divergence of {loss.mean:.3g} is more than {divergence:g}"
     if agreement is not None and not loss.agreement >= agreement:
@@ -200,12 +201,12 @@ def _kinds(said: str | None) -> Sequence[str]:
 
 
 def _level(said: str) -> LevelConfig:
-    """A level with these codecs, what is lossy in them allowed: that is what is asked here."""
+    """Return a level with these codecs. Lossy ones are allowed: their loss is measured here."""
     found = _yaml(said, "--codec", "expected a name, {name: ...} or a list of them")
     entries: list[Any] = list(found) if is_list(found) else [found]
     for at, one in enumerate(entries):
         entry = dict(one) if is_mapping(one) else {"name": one}
-        with suppress(ConfigError):  # which is said where the whole is read
+        with suppress(ConfigError):  # load_config reports it below
             if registry.load("codecs", str(entry.get("name"))).lossy:
                 entry.setdefault("allow_lossy", list(get_args(Kind)))
         entries[at] = entry
@@ -243,7 +244,7 @@ def _loaded(folder: Path) -> Any:
 
 
 def _prompts(file: Path, model: Path) -> Iterator[tuple[int, list[int]]]:
-    """The number of a line and its tokens, of those that have any."""
+    """Yield the number and the tokens of each line that is not empty."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""What commands print, and what happens where nothing takes it."""
+"""Prints what commands return, and reports when standard output cannot be written."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import sys
 
 
 class Unwritable(Exception):
-    """Nothing takes what a command prints: a full disk, a pipe whose reader has ended."""
+    """Standard output cannot be written: the disk is full, or the reader of the pipe has ended."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(f"standard output: {error.strerror}")
         self.is_pipe = isinstance(error, BrokenPipeError)
-        """Whether its reader has ended, as ``head`` does when it has enough."""
+        """True if output is a pipe and its reader has ended, as ``head`` does."""
 
 
 def say(text: object, end: str = "\n") -> None:
-    """Print on standard output, at once.
+    """Print on standard output and flush.
 
     Raises
     ------
     Unwritable
-        Nothing takes it; what is printed from then on is dropped.
+        Standard output cannot be written. Everything printed afterwards is dropped.
     """
     try:
         print(text, end=end, flush=True)
     except OSError as error:
         nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, sys.stdout.fileno())  # the end of the interpreter writes what is left
+        os.dup2(nothing, sys.stdout.fileno())  # the interpreter flushes the rest when it exits
         os.close(nothing)
         raise Unwritable(error) from error

@@ -1,4 +1,4 @@
-"""``kvladder purge``: remove a namespace's blocks, or those of one salt, wherever they are."""
+"""``kvladder purge``: removes the blocks of a namespace or of one salt from every tier."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ BAR: Final = 30
 SALT_BYTES_MAX: Final = 8192
 WAIT_S: Final = 600.0
 MARGIN_S: Final = 30.0
-"""How much longer than asked to wait an answer may take."""
+"""Added to the requested wait to get the timeout of an answer."""
 
 
 class Unfinished(ConfigError):
-    """The blocks are gone for requests, but tiers have not yet done all that was asked."""
+    """Requests no longer see the blocks, but tiers have not finished removing or purging them."""
 
 
 def read_salt(name: str) -> str:
-    """A cache salt that is the only line of a file; ``-`` is standard input.
+    """Return the cache salt that is the only line of a file; ``-`` is standard input.
 
     Raises
     ------
     ConfigError
-        It cannot be read, or is not one line of text.
+        The file cannot be read, or is not one line of text.
     """
     where = "standard input" if name == "-" else name
     try:
@@ -69,35 +69,36 @@ def purge(
     all_: bool = False,
     wait_s: float = WAIT_S,
 ) -> str:
-    """Remove blocks from every tier, and overwrite them.
+    """Remove blocks from every tier and overwrite their bytes in files.
 
-    Those of a cache salt, of a namespace, or all: by the running caches that answer at the control
-    socket of the configuration, else from the directories and servers that it names. Their bytes in
-    files are overwritten. Exits with 2 if it is not done. How far it is goes to the terminal.
+    Choose the blocks of a cache salt, those of a namespace, or all. Running caches that answer at
+    the configuration's control socket purge what they have open. Other directories that it names,
+    and its servers if no cache runs, are purged directly. Exits with 2 if the purge is not
+    complete. Progress is shown on stderr.
 
     Parameters
     ----------
     config:
         the YAML file
     namespace:
-        64 hexadecimal digits, as an engine prints them at start (default: that of the running cache
-        or, of directories, all that are there); servers need it
+        64 hexadecimal digits, as an engine prints them at start (default: the running cache's, and
+        in directories every namespace); required for servers
     salt:
-        only blocks of requests with this cache salt; others on this machine can read it in the list
-        of processes
+        only blocks of requests with this cache salt; other users of this machine can read it in
+        the list of processes
     salt_file:
-        the same, as the only line of a file; - for standard input
+        a file with the cache salt as its only line; - for standard input
     all_:
-        every block, whosesoever
+        all blocks, regardless of owner
     wait_s:
-        how many seconds a running cache may take (default %(default)g)
+        seconds to wait for a running cache (default %(default)g)
 
     Raises
     ------
     Unfinished
-        A running cache took longer.
+        A running cache was not done in time.
     ConfigError
-        Something of this is wrong, or a cache, a server or a disk did not do what it was asked.
+        An argument is wrong, or a cache, a server or a disk failed to purge.
     """
     space = None if namespace is None else _space(namespace)
     if salt == "":
@@ -114,7 +115,7 @@ def purge(
         raise ConfigError("not UTF-8 text", path="--salt", hint="no request can have this salt")
     if not 0 <= wait_s <= 86400:
         raise ConfigError(f"{wait_s:g}", path="--wait", hint="expected 0 to 86400 seconds")
-    # Caches that run go first: what they have open cannot be purged without them.
+    # Running caches go first: only they can purge what they have open.
     found = load_config(config)
     lines, processes = _running(found, space, salt, wait_s)
     for purging in _at_rest(found, space, salt, processes):
@@ -137,9 +138,10 @@ def _space(namespace: str) -> Namespace:
 def _running(
     config: StackConfig, space: Namespace | None, salt: str | None, wait_s: float
 ) -> tuple[list[str], set[str]]:
-    """Have the caches do it that run; nothing if there is none. One that fails stops no other.
+    """Ask every running cache to purge; a cache that fails does not stop the others.
 
-    What they did, and their processes, those of isolated tiers among them.
+    Return lines about what they did, and the ids of their processes and isolated tiers'. Both are
+    empty if no cache runs.
     """
     request: dict[str, Any] = {"command": "purge", "wait_s": wait_s, "all": salt is None}
     if salt is not None:
@@ -174,7 +176,7 @@ def _running(
 
 
 def _after(lines: list[str], error: ConfigError, *others: ConfigError) -> ConfigError:
-    """All errors in one, saying what was done all the same."""
+    """Return one error that joins these and says what was done in spite of them."""
     done = [f"done all the same: {'; '.join(lines)}"] if lines else []
     message = "; ".join([error.message, *map(str, others), *done])
     return ConfigError(message, path=error.path, hint=error.hint)
@@ -183,9 +185,9 @@ def _after(lines: list[str], error: ConfigError, *others: ConfigError) -> Config
 def _at_rest(
     config: StackConfig, space: Namespace | None, salt: str | None, processes: set[str]
 ) -> list[Callable[[], list[str]]]:
-    """What is to be purged level by level, nothing if one of them cannot be.
+    """Return one call per level to purge; raise ConfigError before any if a level cannot be purged.
 
-    Where caches run, their ``processes`` have purged servers and the directories that they have.
+    If ``processes`` of caches run, they have purged servers and the directories that they hold.
     """
     work: list[Callable[[], list[str]]] = []
     for level in config.levels:
@@ -243,7 +245,7 @@ def _purge_shared(level: LevelConfig, space: Namespace, salt: bytes | None) -> l
 
 
 def _bar(name: str, what: str) -> Callable[[int, int], None]:
-    """Draws how far it is, over and over in one line, if somebody sees it."""
+    """Return a function that redraws one line of progress, if stderr is a terminal."""
 
     def draw(done: int, total: int) -> None:
         if sys.stderr.isatty():

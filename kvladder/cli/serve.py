@@ -1,4 +1,4 @@
-"""``kvladder serve``: a cache without an engine, that engines share."""
+"""``kvladder serve``: a standalone cache server that engines share."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ FLUSH_S: Final = 60.0
 def serve(
     config: Path | None = None, *, new_keys: Path | None = None, flush_s: float = FLUSH_S
 ) -> str:
-    """Run a cache without an engine, which others read from and write to.
+    """Run a standalone cache server.
 
-    Its levels are those of any stack. Says in a line when it is ready; ended by SIGTERM or SIGINT,
-    it first writes what only its memory holds to the levels that outlive it.
+    Its levels are configured like those of any stack. Prints a line when it is ready. On SIGTERM or
+    SIGINT it first writes blocks that only its memory holds to the levels that outlive it.
 
     Parameters
     ----------
     config:
         the YAML file, with block: and export: beside arena: and tiers:
     new_keys:
-        make the keys of a server and of its clients in this folder, and nothing else
+        only make the keys of a server and of its clients, in this folder
     flush_s:
-        seconds for writing, at the end (default: 60)
+        seconds to write blocks at the end (default: 60)
 
     Raises
     ------
     ConfigError
-        The configuration is wrong, or what it names is not there.
+        The configuration is wrong, or something that it names is missing.
     """
     if new_keys is not None:
         return _make_keys(new_keys)
@@ -50,7 +50,7 @@ def serve(
     if listen is None:
         hint = "expected host:port, such as 0.0.0.0:7470"
         raise found.source.explain(ConfigError("missing", path="export.listen", hint=hint))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)  # no thread is to take one
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)  # only sigwait takes them
     try:
         manager = open_manager(found, server_layout(size), serves=True)
         try:

@@ -1,4 +1,4 @@
-"""``kvladder size``: how much of a model's KV cache fits into a memory, and into each tier."""
+"""``kvladder size``: prints how much of a model's KV cache fits into a memory and each tier."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvladder.planning.models import kept_by
 from kvladder.units import Size
 
 STEP: Final = 8192
-"""Tokens of a prompt that engines compute at a time unless they are told otherwise."""
+"""Tokens of a prompt that engines compute at a time by default."""
 FLAGS: Final = {"block_tokens": "--block-tokens", "checkpoint_tokens": "--checkpoint-tokens"}
-"""What sets a number of the plan."""
+"""Flag that sets each number of the plan."""
 _HINT: Final = "kvladder.gpu.sizing.plan.CachePlan sizes layers that you name"
 
 
@@ -37,8 +37,8 @@ def size(
 ) -> str:
     """Print how many blocks and sequences of a model fit into a memory.
 
-    Beside them the bytes of a token, the pools that the layers make, and what each tier holds.
-    Exits with 2 if an argument or a file is wrong, or not even one sequence fits.
+    Prints also the bytes of a token, the pools that the layers need, and what each tier holds.
+    Exits with 2 if an argument or a file is wrong, or if not even one sequence fits.
 
     Parameters
     ----------
@@ -51,15 +51,15 @@ def size(
     step:
         tokens computed at a time, as with chunked prefill (default %(default)s)
     dtype:
-        of the KV cache, such as fp8 (default: the model's)
+        data type of the KV cache, such as fp8 (default: the model's)
     state_dtype:
-        of recurrent states (default: what the file says, else the model's)
+        data type of recurrent states (default: the one in config.json, else the model's)
     block_tokens:
-        default %(default)s
+        tokens per block (default %(default)s)
     checkpoint_tokens:
         tokens between kept states of a hybrid model (default %(default)s: none are kept)
     stack:
-        a YAML file whose tiers are sized, too, and whose gpu.dtype, windows, shares and reuse hold
+        a YAML file: its tiers are sized too, and its gpu.dtype, windows, shares and reuse apply
     """
     room = _room(memory)
     step = min(_tokens("--step", step), _tokens("--context", context))
@@ -91,7 +91,7 @@ def size(
 
 
 def _fit(plan: CachePlan, gpu: GpuConfig, room: Size, context: int) -> int:
-    """Size a plan for a memory; what a sequence of so many tokens takes."""
+    """Size a plan for ``room``; return the bytes that a sequence of ``context`` tokens takes."""
     _checked(plan.adapt(dtype=gpu.dtype, windows=gpu.windows)).group()
     one = plan.pooled_bytes + plan.alone_bytes
     if room < one:
@@ -123,7 +123,7 @@ def _checked(plan: CachePlan) -> CachePlan:
 
 
 def _kept(plan: CachePlan) -> list[str]:
-    """What a token and a sequence take in all layers together."""
+    """Return lines about the bytes that a token and a sequence take in all layers together."""
     layers = [one for one in plan.resources if isinstance(one, Layer)]
     per_token = sum(layer.token_bytes for layer in layers)
     lines = [f"a token takes {per_token} bytes of KV in {len(layers)} layers"]
@@ -135,7 +135,7 @@ def _kept(plan: CachePlan) -> list[str]:
 
 
 def _divided(plan: CachePlan) -> list[str]:
-    """What each pool has, and what a sequence has by itself."""
+    """Return lines about the share of each pool, and about what a sequence keeps outside pools."""
     lines = [] if plan.division is None else [str(plan.division)]
     return lines + [
         f"  {each.name}: {each.bytes} bytes a sequence, by itself: {each.why}"
@@ -144,7 +144,10 @@ def _divided(plan: CachePlan) -> list[str]:
 
 
 def _tiers(config: StackConfig, plan: CachePlan, context: int) -> list[str]:
-    """What each level of a stack holds, in blocks and whole prefixes; nothing without reuse."""
+    """Return lines about the blocks and whole prefixes that each level holds.
+
+    Without reuse, return one line that says why tiers hold nothing.
+    """
     why = plan.no_reuse if config.gpu.reuse else "gpu.reuse is false"
     if why:
         return [f"reuse off: {why}; the tiers hold nothing that later requests can use"]

@@ -1,4 +1,4 @@
-"""``kvladder stats``: what a running cache counts, asked at its control socket."""
+"""``kvladder stats``: prints the counters of a running cache, read at its control socket."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ COLUMNS: Final = (
 
 
 def stats(target: Path, *, json: bool = False, watch_s: float | None = None) -> str:
-    """Print what a running cache counts, asked at its control socket.
+    """Print the counters of a running cache, read at its control socket.
 
     Parameters
     ----------
     target:
         a control socket, or the YAML file that names it
     json:
-        everything, in one object by socket, as JSON; else a table of what matters most
+        print all counters as JSON, one object with a key per socket, instead of a short table
     watch_s:
-        again after so many seconds each, until somebody interrupts
+        refresh every N seconds until interrupted
 
     Raises
     ------
     ConfigError
-        There is no running cache, or it does not answer.
+        No cache runs there, or it does not answer.
     """
     if watch_s is not None and not 0 < watch_s <= WATCH_S_MAX:
         hint = f"expected more than 0 and at most {WATCH_S_MAX} seconds"
@@ -72,7 +72,10 @@ def describe(target: Path) -> str:
 
 
 def _ask(target: Path, command: str) -> dict[str, Any]:
-    """What each cache that runs answers, by its socket; killed ones leave theirs behind."""
+    """Return the answer of each running cache, by its socket.
+
+    Sockets left behind by killed processes are ignored, unless there are no others.
+    """
     found: dict[str, Any] = {}
     left: NobodyThere | None = None
     for path in _sockets(target):
@@ -86,7 +89,7 @@ def _ask(target: Path, command: str) -> dict[str, Any]:
 
 
 def _sockets(target: Path) -> list[Path]:
-    with suppress(OSError):  # what is no name of a socket is that of a file, or wrong
+    with suppress(OSError):  # a path that the system rejects is reported by load_config
         if target.is_socket():
             return [target]
     path = load_config(target).control.path
@@ -116,7 +119,7 @@ def _table(path: str, counts: dict[str, Any]) -> Iterator[str]:
 
 
 def _breakers(level: dict[str, Any]) -> str:
-    """Which kinds of calls of a level fail, if it has breakers."""
+    """Return which kinds of calls of a level fail; an empty string if it has no breakers."""
     states: dict[str, int] = level.get("breakers", {})
     shut = [f"{BREAKER_STATES[state]}: {kind}" for kind, state in states.items() if state]
     return ", ".join(shut) if shut or not states else BREAKER_STATES[0]

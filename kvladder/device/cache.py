@@ -1,4 +1,4 @@
-"""The device's block pools over a cache: the one object that an embedded engine opens."""
+"""A device's block pools over a cache: the one object that an embedded engine opens."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from kvladder.publishing.device import OnDevice
 
 Tensors = Mapping[str, torch.Tensor]
 Forward = Callable[[PlanMemory], int]
-"""Runs a pass of the most tokens over memory for one sequence: the bytes that it took besides."""
+"""Runs the largest forward pass over memory for one sequence; returns the other bytes it took."""
 
 
 class DeviceCache:
-    """Block pools on a device and the tiers below them. Calls come from one thread, the engine's.
+    """Block pools on a device, and the tiers below them. All calls come from the engine's thread.
 
-    Made by ``open_device``. ``requests`` is what the engine runs on; ``memory`` has the views of
-    each layer and state, in which ``requests``' tables name the blocks; ``tensors[g]`` are those of
-    group ``g``. ``poll`` is called once a step.
+    ``open_device`` makes it. The engine runs its requests through ``requests``, and calls ``poll``
+    once a step. ``memory`` has a view of each layer and state; the tables of ``requests`` index
+    the blocks of these views. ``tensors[g]`` are the views of group ``g``.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class DeviceCache:
     ) -> None:
         self._memory = memory
         self._told = told
-        """What the pools hold, for events that are published."""
+        """Tells published events what the pools hold; None if none are published."""
         self.manager = manager
         self.port = port
         self.requests = requests
@@ -85,17 +85,17 @@ class DeviceCache:
 
     @property
     def memory(self) -> PlanMemory:
-        """Where each layer, state and convolution lies; not of pools that were opened without."""
+        """Memory of each layer, state and convolution. Pools opened without a plan have none."""
         assert self._memory is not None, "opened without a plan"
         return self._memory
 
     @property
     def pools(self) -> list[BlockPool]:
-        """By group."""
+        """The block pools, by group."""
         return [one.pool for one in self.requests.sequences]
 
     def poll(self) -> None:
-        """Take note of copies that ended and of what the tiers did; never waits."""
+        """Process finished copies and changes in the tiers. Never waits."""
         with ranged("poll"):
             self.port.poll()
             for pool in self.pools:
@@ -104,23 +104,26 @@ class DeviceCache:
                 self.rebalance.poll()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when a copy ended, or soon, at the latest after ``timeout_s``; then poll."""
+        """Wait until a copy has ended or something may have changed, at most ``timeout_s``.
+
+        The caller polls afterwards.
+        """
         self.port.wait(timeout_s)
 
     def suspend(self, request: Request) -> Suspended:
-        """Have a running request give its device memory up, see ``Preemption.suspend``."""
+        """Suspend a running request and free its device memory, see ``Preemption.suspend``."""
         with ranged("suspend", len(request.tokens)):
             return self.preemption.suspend(request)
 
     def resume(self, suspended: Suspended, *, room: int | None = None) -> Request:
-        """Go on with it, see ``Preemption.resume``."""
+        """Resume a suspended request, see ``Preemption.resume``."""
         with ranged("resume"):
             return self.preemption.resume(suspended, room=room)
 
     def use_session(self, session: str, request: Request) -> None:
-        """Have a request belong to a session: its whole blocks do, as far as they are computed.
+        """Make a request, and its whole computed blocks, belong to a session.
 
-        Called before the request is released. Raises ValueError if the session has ended.
+        Call it before the request is released. Raises ValueError if the session has ended.
         """
         sessions, runs = self.manager.sessions, request.runs
         sessions.use(session, runs, request.parts[0].root.salt)
@@ -129,16 +132,16 @@ class DeviceCache:
         request.belongs(session)
 
     def _released(self, request: Request) -> None:
-        """Note what a request used that belongs to no session."""
+        """Note the blocks that a request outside any session used."""
         for run in request.runs if request.session is None else ():
             self.manager.sessions.met(None, run)
 
     def prefetch(self, session: str) -> None:
-        """Have the tiers bring to host what the next request of a session begins with.
+        """Fetch from the tiers to host the prefix that a session's next request begins with.
 
-        That is what the pools have not, of windows and states what is read behind its blocks. A
-        hint: where there is no room nothing comes. Raises ValueError if the session has ended, or
-        nobody knows of it.
+        Blocks in the pools are left out. For windows and states, only what later tokens read is
+        fetched. It is a hint: without room nothing is fetched. Raises ValueError if the session
+        has ended or is not known.
         """
         runs, salt = self.manager.sessions.last(session)
         for group, pool, run in zip(self.requests.groups, self.pools, runs, strict=True):
@@ -146,9 +149,10 @@ class DeviceCache:
             self.port.prefetch(read[len(pool.match(read)) :], salt)
 
     def end_session(self, session: str) -> None:
-        """End a session: the blocks that it computed and no other request used are the next to go.
+        """End a session: on the device, the blocks that only it used are evicted next.
 
-        On the device; levels with a threshold forget them at once. Raises as ``prefetch`` does.
+        These are the blocks that it computed and no other request used. Levels with a threshold
+        forget them at once. Raises as ``prefetch`` does.
         """
         owned = self.manager.sessions.owned(session)
         spare = {key for pool in self.pools for key in pool.in_use(owned)}
@@ -157,20 +161,20 @@ class DeviceCache:
             pool.reprioritize(keys, PRIORITY_MIN)
 
     def take_events(self) -> list[PoolEvent]:
-        """What happened to which block since the last call, oldest first."""
+        """Return the events of all blocks since the last call, oldest first."""
         return self._events.take()
 
     def snapshot(self) -> list[PoolStored]:
-        """The indexes of all pools as events that make them from nothing."""
+        """Return the contents of all pools, as events that rebuild their indexes from nothing."""
         return [event for pool in self.pools for event in pool.snapshot()]
 
     def reset(self) -> None:
-        """Forget everything that is cached, on the device and in the tiers."""
+        """Forget all cached blocks, on the device and in the tiers."""
         for pool in self.pools:
             pool.reset()
 
     def rename(self, mark: str) -> None:
-        """Name blocks by this mark, too, from now on: that of other weights. See ``Requests``."""
+        """Name blocks by this mark, too, from now on, after weights changed. See ``Requests``."""
         self.requests.rename(mark)
         if self._told is not None:
             self._told.rename()
@@ -178,7 +182,7 @@ class DeviceCache:
     def purge(self, salt: str) -> None:
         """Forget every block of requests with this salt, on the device and in the tiers.
 
-        Requests that run or are suspended keep theirs, and do not make them known again. A durable
+        Running and suspended requests keep their blocks, but these are not cached again. A durable
         tier has forgotten the blocks once ``manager.removals`` is 0. Raises ValueError if the salt
         is empty.
         """
@@ -189,11 +193,11 @@ class DeviceCache:
             pass
 
     def stats(self) -> Stats:
-        """Counters of the tiers, the pools (``gpu.`` and the group's name) and preemption."""
+        """Return counters of tiers, pools (``gpu.`` and the group's name) and preemption."""
         return self.manager.stats()
 
     def describe(self) -> str:
-        """The resolved configuration, and how the device's memory is divided."""
+        """Return the resolved configuration, and how the device's memory is divided."""
         matches = {pool.settings.partial for pool in self.pools} - {"off"}
         plan = None if self._memory is None else self._memory.plan
         why = (plan and plan.no_reuse) or "nothing is kept for later requests"
@@ -216,12 +220,13 @@ class DeviceCache:
             self.rebalance.check()
 
     def hand_down(self, *, timeout_s: float) -> bool:
-        """Have what is cached and held by nobody leave the device for levels that outlive it.
+        """Move idle cached blocks from the device to levels that outlive the engine.
 
-        As many blocks at a time as the arena takes without losing others. False if that took
-        longer than ``timeout_s``, the arena has no room, or those levels fail: then what had begun
-        to leave is in the arena, or gets there with the next polls, and the rest is where it was.
-        What no level admits is forgotten. Nothing is moved if no level outlives the engine.
+        Moves no more blocks at a time than the arena takes without losing others. Returns False if
+        that takes longer than ``timeout_s``, if the arena has no room, or if those levels fail.
+        Blocks that had begun to leave are then in the arena, or get there with the next polls; the
+        others are where they were. Blocks that no level admits are forgotten. Moves nothing if no
+        level outlives the engine.
         """
         ladder, clock = self.manager.ladder, self.manager.ladder.clock
         most = max(1, self.manager.arena.slots // 2)
@@ -247,13 +252,13 @@ class DeviceCache:
         return True
 
     def _leave(self, pool: BlockPool, count: int) -> tuple[int, int]:
-        """Have up to ``count`` blocks begin to leave a pool, as far as the arena has room.
+        """Start evicting up to ``count`` blocks of a pool, as far as the arena has room.
 
-        How many do, and the room that there was for the last of them.
+        Return how many began to leave, and the room found at the last attempt.
         """
         leaving = room = 0
         while leaving < count:
-            with self.manager.ladder.lock:  # so that nobody else takes the room
+            with self.manager.ladder.lock:  # no other caller may take the room
                 room = self.port.room(min(STEP, count - leaving))
                 left = pool.evict(room)
             leaving += left
@@ -261,45 +266,45 @@ class DeviceCache:
                 break
         return leaving, room
 
-    # ---- memory for others while this is idle
+    # ---- memory for other uses while the engine is idle
 
     def shrink(self, share: float = 0.0, *, timeout_s: float) -> int:
-        """Give device memory back: pools keep this share of their blocks, and one at least.
+        """Give device memory back: pools keep ``share`` of their blocks, and at least one.
 
-        What is cached and worth most stays, on the device as far as there is room, else in tiers as
-        far as they take it within ``timeout_s``. Requests that run have to be suspended or released
-        before. Requests that need more than is left raise OutOfBlocks until ``grow``. How many
-        bytes were given back.
+        The most valuable cached blocks stay on the device. The others go to tiers, as far as these
+        take them within ``timeout_s``. Suspend or release running requests before. Requests that
+        need more memory than is left raise OutOfBlocks until ``grow``. Returns the bytes given
+        back.
 
         Raises
         ------
         PoolError
             A request holds blocks, or copies did not end in time; nothing was given back.
         LayoutError
-            The engine's memory is not so that a part of it can be given back, or is shared by
-            pools, see ``gpu.rebalance``.
+            The engine's memory cannot be given back in part, or pools share it, see
+            ``gpu.rebalance``.
         ValueError
             ``share`` is not in 0..1.
         """
         return self._room.shrink(share, timeout_s=timeout_s, leave=self._leave)
 
     def grow(self) -> int:
-        """Take back what ``shrink`` gave; how many bytes.
+        """Allocate again what ``shrink`` gave back; return the number of bytes.
 
         Raises
         ------
         PoolError
-            A request holds blocks, which could not be used meanwhile.
+            A request holds blocks, which cannot be used meanwhile.
         RuntimeError
-            The device has no memory for it, as torch says; what there was before is still there.
+            torch finds no memory on the device for it; the memory held before is still there.
         """
         return self._room.grow()
 
     def close(self, *, timeout_s: float | None = None) -> None:
         """End all copies, flush to durable levels, close everything; may be called again.
 
-        What is cached on the device alone is lost, see ``hand_down``. ``timeout_s`` bounds the
-        flush; None takes the usual one.
+        Blocks that only the device holds are lost, see ``hand_down``. ``timeout_s`` bounds the
+        flush; None takes the default.
         """
         self.port.close()
         self.preemption.close()
@@ -325,26 +330,29 @@ def open_device(
     forward: Forward | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> DeviceCache:
-    """Open what a plan says over tiers as a file or a mapping says; the caller closes it.
+    """Open a plan's pools over the tiers that a file or a mapping configures.
+
+    The caller closes the result.
 
     Parameters
     ----------
     plan:
-        What the model keeps, collected, or checked and grouped, too; sized and allocated here.
+        The resources that the model keeps: collected, or already checked or grouped. It is sized
+        and allocated here.
     fields:
-        What names the model's bytes: model, weights, dtype ...
+        Values that identify the model's bytes: model, weights, dtype ...
     device, allocate:
         See ``PlanMemory``.
     sequences:
-        How many run at a time, for what is allocated by itself; None for as many as fit.
+        Number of sequences at a time, which sizes memory outside pools; None for all that fit.
     free_bytes, peak_bytes:
-        Device memory that is free, and what of it a forward pass takes. They are asked for where
-        ``gpu.memory`` does not say how much the cache gets.
+        Bytes of free device memory, and how many of them a forward pass takes. Required if
+        ``gpu.memory`` does not set the size of the cache.
     forward:
-        Measures ``peak_bytes`` instead: it is called where ``gpu.memory`` does not say it, with
-        memory for one sequence, which is then sized anew.
+        Measures ``peak_bytes`` instead. It is called if ``gpu.memory`` does not set the size, with
+        memory for one sequence. That memory is then sized anew.
     overrides:
-        What the engine sets, above file and environment.
+        Settings of the engine; they override file and environment.
 
     Raises
     ------
@@ -382,7 +390,7 @@ def open_pools(
     reuse: bool = True,
     memory: PlanMemory | None = None,
 ) -> DeviceCache:
-    """Open pools of these sizes over memory that is there; ``tensors`` are those of each."""
+    """Open pools of these sizes over allocated memory; ``tensors`` has the tensors of each pool."""
     reuse = reuse and config.gpu.reuse
     partial = _partial(config, [share.group for share in division.shares], reuse=reuse)
     names = [share.group.name for share in division.shares]
@@ -415,9 +423,9 @@ def open_pools(
 
 
 def _told(config: StackConfig, division: Division, events: PoolEvents) -> OnDevice | None:
-    """Return what hears of the pools' blocks where events are published.
+    """Return the listener to the pools' blocks if events are published, else None.
 
-    It hears of the first group with full attention, whose blocks say how long a prefix is.
+    It listens to the first group with full attention: only its blocks show how long a prefix is.
     """
     if config.events.publish is None:
         return None
@@ -438,9 +446,9 @@ def make_pools(
     partial: Partial,
     reuse: bool = True,
 ) -> Requests:
-    """A pool for each group of ``division`` over the manager's tiers, and requests over them.
+    """Make a pool over the manager's tiers for each group of ``division``; return their requests.
 
-    Without slots in the arena there are no tiers.
+    If the arena has no slots, the pools have no tiers below.
     """
     now = manager.ladder.clock.now
     alone = len(division.shares) == 1
@@ -469,7 +477,11 @@ def make_pools(
 
 
 def _partial(config: StackConfig, groups: Sequence[Group], *, reuse: bool) -> Partial:
-    """What the setting comes to: nothing is matched in part where states end with every block."""
+    """Return how pools match partial blocks, as the setting says.
+
+    It is ``off`` without reuse, or if states end with every block. Raises ConfigError if the
+    setting asks for partial matches then.
+    """
     asked = config.gpu.partial
     if not reuse:
         if asked not in {"auto", "off"}:
@@ -487,7 +499,7 @@ def _partial(config: StackConfig, groups: Sequence[Group], *, reuse: bool) -> Pa
 
 
 def _group(gpu: GpuConfig, plan: CachePlan, device: torch.device | str) -> None:
-    """Have a plan be grouped, as the settings have it."""
+    """Bring a plan to the phase ``group``, with the settings ``gpu`` applied."""
     if gpu.dtype != "auto":
         _require_type(gpu.dtype, device)
     if plan.phase == "collect":
@@ -505,7 +517,7 @@ def _group(gpu: GpuConfig, plan: CachePlan, device: torch.device | str) -> None:
 
 
 def _require_type(dtype: str, device: torch.device | str) -> None:
-    """Raise ConfigError unless the device can have numbers of a type."""
+    """Raise ConfigError unless the device supports numbers of a type."""
     kind: torch.dtype = getattr(torch, "float8_e4m3fn" if dtype == "fp8" else dtype)
     try:
         _one(device, kind).float()
@@ -519,14 +531,14 @@ def _one(device: torch.device | str, kind: torch.dtype) -> torch.Tensor:
 
 
 def _windows(windows: Sequence[int]) -> dict[str, str]:
-    """What tells the blocks of layers behind such windows from those behind the model's own."""
+    """Return the key fields that separate blocks made with these windows from the model's own."""
     return {"windows": ",".join(map(str, windows))} if windows else {}
 
 
 def _size(
     config: StackConfig, plan: CachePlan, sequences: int | None, free: int | None, peak: int
 ) -> None:
-    """Divide what the settings give a plan, or their part of what is free."""
+    """Divide the memory that the settings give a plan, or their share of the free memory."""
     gpu = config.gpu
     if gpu.memory_bytes is not None:
         plan.size(gpu.memory_bytes, sequences=sequences, shares=gpu.shares, rebalance=gpu.rebalance)
@@ -546,7 +558,7 @@ def _size(
 
 
 def _scheme(manager: CacheManager, group: Group, *, alone: bool) -> KeyScheme:
-    """Names of a group's blocks; those of several groups never meet."""
+    """Return the scheme of a group's keys. Keys of different groups never coincide."""
     space = manager.namespace
     if not alone or group.kind != "full":
         what = {"group": group.name, "kind": group.kind, "window": str(group.window)}

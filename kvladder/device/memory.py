@@ -1,4 +1,4 @@
-"""The memory of a plan on a device: where each layer, state and convolution of it lies."""
+"""The memory of a plan on a device: allocates it, with a view of each layer and state."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 Tensors = dict[str, torch.Tensor]
 Allocate = Callable[[str, int, int], torch.Tensor]
-"""``allocate(name, count, bytes)``: uint8 ``[count, bytes]`` for so many blocks, or sequences.
+"""``allocate(name, count, bytes)``: uint8 ``[count, bytes]`` for ``count`` blocks or sequences.
 
-Once for all pools that share memory, in regions, see ``SHARED``.
+Called once for all pools that share memory, in regions, see ``SHARED``.
 """
 
 
 class PlanMemory:
-    """What a sized plan takes, allocated. What ``resize`` and ``move`` replace is asked for anew.
+    """The allocated memory of a sized plan. Ask for views again after ``resize`` and ``move``.
 
     Parameters
     ----------
     device:
-        Of all of it.
+        Device of all memory.
     allocate:
-        Called for each pool and for each handler that is by itself; None has torch do it.
+        Called for each pool and for each handler outside pools; None uses torch.
     least:
         Whether to begin with room for one sequence, until ``resize``.
 
@@ -58,53 +58,57 @@ class PlanMemory:
         return torch.zeros(count, size, dtype=torch.uint8, device=self._device)
 
     def resize(self, peak_bytes: int) -> None:
-        """A forward pass takes so much at most: divide the memory and allocate all of it anew."""
+        """Divide and allocate all memory anew, with ``peak_bytes`` left for a forward pass."""
         self.plan.resize(peak_bytes)
 
     def move(self, device: torch.device | str) -> None:
-        """Have what is allocated by itself on another device; pools stay where tiers reach them."""
+        """Move memory outside pools to another device. Pools stay where tiers reach them."""
         for one in self.plan.alone:
             self.plan.memory[one.name] = self._raw(one.name).to(device)
 
     @property
     def tensors(self) -> list[Tensors]:
-        """By pool, what lies in its blocks, in their order: by name, ``[blocks, ...]``."""
+        """Views of each pool's blocks: by name, in their order in a block, ``[blocks, ...]``."""
         return [
             {place.name: self._view(place.name) for place in pool.places}
             for pool in self.plan.pools
         ]
 
     def buffers(self, layer: str) -> torch.Tensor:
-        """A layer's keys and values: ``[blocks, factor, tokens, heads, head size]``.
+        """Return a layer's keys and values: ``[blocks, factor, tokens, heads, head size]``.
 
-        Tokens and heads the other way round where its layout is ``hnd``.
+        Heads come before tokens if its layout is ``hnd``.
 
         Raises
         ------
         PlanError
-            There is no such layer in the plan.
+            The plan has no such layer.
         """
         return self._of(layer, "layer", Layer)
 
     def states(self, name: str) -> torch.Tensor:
-        """A recurrent state, or one of a handler of one's own: ``[blocks, ...]``; raises alike."""
+        """Return a recurrent state, or a custom handler's: ``[blocks, ...]``.
+
+        Raises as ``buffers`` does.
+        """
         others = (Layer, Side, ConvState)
         names = [one.name for one in self.plan.states if not isinstance(one, others)]
         return self._named(name, "state", names)
 
     def convolutions(self, name: str) -> torch.Tensor:
-        """A convolution's last inputs: ``[blocks, channels, width]``; raises alike.
+        """Return a convolution's last inputs: ``[blocks, channels, width]``.
 
-        One that joins no states' pool is by itself: ``[sequences, ...]``.
+        If it joins no pool of states it is outside pools: ``[sequences, ...]``. Raises as
+        ``buffers`` does.
         """
         return self._of(name, "convolution", ConvState)
 
     def sides(self, name: str) -> torch.Tensor:
-        """A side buffer: ``[blocks, tokens, heads, bytes]``; raises alike."""
+        """Return a side buffer: ``[blocks, tokens, heads, bytes]``; raises as ``buffers`` does."""
         return self._of(name, "side buffer", Side)
 
     def apart(self, name: str) -> torch.Tensor:
-        """What is allocated by itself: ``[sequences, ...]``; raises alike."""
+        """Return memory outside pools: ``[sequences, ...]``; raises as ``buffers`` does."""
         return self._named(name, "handler by itself", [one.name for one in self.plan.alone])
 
     def _of(self, name: str, what: str, kind: type) -> torch.Tensor:
@@ -133,7 +137,7 @@ class PlanMemory:
 
 
 def _shaped(blocks: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    """Elements of this shape at this offset of each of ``blocks``, uint8 ``[blocks, bytes]``."""
+    """View elements of a shape at an offset of each of ``blocks``, uint8 ``[blocks, bytes]``."""
     kind: torch.dtype = getattr(torch, "float8_e4m3fn" if dtype == "fp8" else dtype)
     size = torch.Size(shape).numel() * kind.itemsize
     return blocks[:, offset : offset + size].view(kind).view(len(blocks), *shape)

@@ -1,6 +1,6 @@
-"""The tiers as an engine's block pools see them.
+"""Connects an engine's block pools to the tiers.
 
-The one place beside the manager that has both the device and the tiers in view.
+Only this module and the manager see both the device and the tiers.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from kvladder.tiers.ladder.records.index import BlockMeta
 from kvladder.tiers.ladder.records.terms import NO_TERMS
 
 REST_S = 0.002
-"""How long ``TierPort.wait`` sleeps at most while nothing but a tier can wake it."""
+"""Longest sleep of ``TierPort.wait`` while a load waits for a tier, which cannot wake it."""
 
 WEIGHT = 0.2
-"""Of the newest measurement in an average."""
+"""Weight of the newest measurement in an average."""
 
 
 def blended(old: float | None, new: float) -> float:
-    """A moving average that begins with its first value."""
+    """Return the next value of a moving average; ``old`` is None for the first."""
     return new if old is None else old + WEIGHT * (new - old)
 
 
 class _Claim:
-    """A fetch whose blocks are onboarded or given back one by one."""
+    """A fetch with blocks that are onboarded or given back one by one."""
 
     __slots__ = ("fetch", "left")
 
@@ -46,7 +46,7 @@ class _Claim:
         self.left = left
 
     def drop(self, blocks: int = 1) -> None:
-        """So many of its blocks are not needed any more."""
+        """Give back ``blocks`` of its blocks; release the fetch with the last one."""
         self.left -= blocks
         assert self.left >= 0
         if not self.left:
@@ -54,7 +54,7 @@ class _Claim:
 
 
 class _In(NamedTuple):
-    """An onboarding under way: where each block comes from, once its fetch is done."""
+    """An onboarding in flight, with the claim that each block comes from."""
 
     group: int
     slots: Sequence[DeviceSlot]
@@ -62,21 +62,21 @@ class _In(NamedTuple):
 
 
 class TierPort:
-    """Stands between the block pools of one engine, a group each, and a cache manager: ``Below``.
+    """Connects the block pools of one engine, one per group, to a cache manager: ``Below``.
 
-    Blocks that a pool evicts are copied into slots of the arena, as far as some level takes them,
-    and committed when the copy has ended; blocks that a pool claims are fetched and copied back.
-    What levels lose or give up is in a journal, of which the pools are told what no level has.
-    Everything is called on the engine's thread and returns at once; the engine calls ``poll`` once
-    a step.
+    Blocks that a pool evicts are copied into slots of the arena if some level takes them, and
+    committed when the copy has ended. Blocks that a pool claims are fetched and copied back.
+    A journal lists the blocks that levels lose or give up; pools are told of those that no level
+    has any more. All calls come from the engine's thread and return at once. The engine calls
+    ``poll`` once a step.
 
     Parameters
     ----------
     manager:
-        Open, and owned by the caller, who closes it after this.
+        An open manager. The caller owns it and closes it after this.
     copier:
-        Between the engine's tensors and the manager's arena; its groups are the pools'. Closed by
-        ``close``.
+        Copies between the engine's tensors and the manager's arena; its groups are the pools'.
+        ``close`` closes it.
     """
 
     def __init__(self, manager: CacheManager, copier: Copier) -> None:
@@ -88,22 +88,25 @@ class TierPort:
         self._claims: dict[BlockKey, list[tuple[_Claim, int]]] = {}
         self._in: dict[Ticket, _In] = {}
         self._copying: dict[Ticket, tuple[Direction, Callable[[bool], None]]] = {}
-        """Copies under way, and what is called when they have ended."""
+        """Copies in flight, and the callback for the end of each."""
         self.byte_s: dict[Direction, float] = {}
         """Seconds per byte of recent copies."""
         self.rising = PrefetchSet()
-        """Fetches that nobody waits for; what they bring is there for the next claim."""
+        """Fetches that no caller waits for; the next claim finds what they bring."""
         with self._ladder.lock:
             self._journal = self._ladder.events.follow()
 
     def attach(self, group: int, pool: BlockPool) -> None:
-        """Tell this pool what becomes of its blocks."""
+        """Register the pool of a group, which is told what becomes of its blocks."""
         self._pools[group] = pool
 
-    # ---- copies of an engine's own, of blocks that no pool offers to others
+    # ---- an engine's own copies, of blocks that no pool shares
 
     def lease(self, count: int) -> list[Slot] | None:
-        """So many slots of the arena, evicting from host what others hold too; all or none."""
+        """Lease ``count`` slots of the arena, or none (None).
+
+        Evicts host blocks that other levels hold too, if it must.
+        """
         slots = self._ladder.lease(count)
         if len(slots) < count:
             self.unlease(slots)
@@ -111,7 +114,10 @@ class TierPort:
         return slots
 
     def room(self, count: int) -> int:
-        """Have up to ``count`` slots free, as ``lease`` does: how many, while the lock is held."""
+        """Free up to ``count`` slots, as ``lease`` does; return how many.
+
+        The number holds as long as the caller holds the ladder's lock.
+        """
         with self._ladder.lock:
             slots = self._ladder.lease(count)
             self._ladder.give_back(slots)
@@ -129,14 +135,14 @@ class TierPort:
         slots: Sequence[Slot],
         ended: Callable[[bool], None],
     ) -> Ticket:
-        """Copy between held device slots and leased ones; ``poll`` calls ``ended(ok)``."""
+        """Start a copy between held device slots and leased ones; ``poll`` calls ``ended(ok)``."""
         ticket = Ticket(next(self._ids))
         self._copy(ticket, group, direction, blocks, slots, ended)
         return ticket
 
     @property
     def busy(self) -> bool:
-        """Whether a copy is under way or waits for a tier."""
+        """True if a copy is in flight or waits for a tier."""
         return bool(self._in or self._copying)
 
     @property
@@ -147,7 +153,7 @@ class TierPort:
     # ---- out
 
     def offload(self, group: int, victims: Sequence[Victim]) -> list[Taken | None]:
-        """See ``Below.offload``; one copy for all that is taken and was not there."""
+        """See ``Below.offload``. One copy moves all blocks that are taken and were in no level."""
         ticket = Ticket(next(self._ids))
         taken: list[Taken | None] = []
         keys, slots, device = list[BlockKey](), list[Slot](), list[DeviceSlot]()
@@ -172,15 +178,15 @@ class TierPort:
     def _saved(
         self, group: int, ticket: Ticket, keys: list[BlockKey], slots: list[Slot], ok: bool
     ) -> None:
-        """Blocks were copied into leased slots, or were not."""
+        """Publish blocks copied into leased slots, or abandon them if the copy failed."""
         (self._ladder.publish if ok else self._ladder.abandon)(keys, slots)
         for start in range(0, len(keys), BULK_STEP):
-            with self._ladder.lock:  # what nothing took after all is in no level
+            with self._ladder.lock:  # the next poll tells pools of those in no level
                 self._journal.add(keys[start : start + BULK_STEP])
         self._pools[group].landed(ticket, ok=ok)
 
     def _meta(self, group: int, victim: Victim) -> BlockMeta:
-        """What a level is told of it; whose it is, for ``CacheManager.purge``."""
+        """Return a block's metadata for levels. Its salt lets ``CacheManager.purge`` find it."""
         plain = not victim.salt and not self.manager.kinds
         terms = NO_TERMS if plain else self.manager.terms(salt=victim.salt, group=group)
         return BlockMeta(victim.priority, victim.floor, victim.hits, victim.until_s, terms)
@@ -208,15 +214,15 @@ class TierPort:
         return found
 
     def claim(self, keys: Sequence[BlockKey], salt: str = "") -> int:
-        """See ``Below.claim``; what lies below host is on its way up from now on."""
-        # of several groups one alone saves nothing, and what all of them save is not known here
+        """See ``Below.claim``. Starts fetching blocks that lie below host."""
+        # With several groups, one group's hit alone saves nothing, and the others are not known.
         saves = None if len(self._pools) == 1 else ANYTHING
         fetch = self.manager.fetch(keys, salt=salt, saves=saves, session=LATER)
         count = len(fetch.planned)
         claim = _Claim(fetch, count)
         for at, key in enumerate(keys[:count]):
             self._claims.setdefault(key, []).append((claim, at))
-        if fetch.asking and not count:  # a shared tier answers later: for the next claim
+        if fetch.asking and not count:  # a shared tier answers later, in time for the next claim
             self.rising.add([fetch])
         elif not count:
             fetch.release()
@@ -254,14 +260,17 @@ class TierPort:
             self._unclaim(key)[0].drop()
 
     def onboard(self, group: int, keys: Sequence[BlockKey], slots: Sequence[DeviceSlot]) -> Ticket:
-        """See ``Below.onboard``; the copy begins when all of the blocks are in host slots."""
+        """See ``Below.onboard``. The copy begins when all of the blocks are in host slots."""
         ticket = Ticket(next(self._ids))
         self._in[ticket] = _In(group, slots, [self._unclaim(key) for key in keys])
         self._begin(ticket)
         return ticket
 
     def _begin(self, ticket: Ticket) -> bool:
-        """Copy a load whose blocks are in host slots by now; False if one of them did not come."""
+        """Start the copy of an onboarding if all its blocks are in host slots.
+
+        Return False if a block did not come; True also while some are still awaited.
+        """
         arriving = self._in[ticket]
         if not all(claim.fetch.done for claim, _ in arriving.sources):
             return True
@@ -276,10 +285,10 @@ class TierPort:
         self._copy(ticket, arriving.group, "onboard", arriving.slots, slots, ended)
         return True
 
-    # ---- what came of it
+    # ---- results of copies and fetches
 
     def poll(self) -> None:
-        """Take note of what ended and of what the tiers did; tell the pools. Call once a step."""
+        """Process finished copies and changes in the tiers; tell the pools. Call once a step."""
         for finished in self.copier.poll():
             self._ended(finished)
         for ticket in [ticket for ticket in self._in if ticket not in self._copying]:
@@ -289,7 +298,7 @@ class TierPort:
         self._reconcile()
 
     def prefetch(self, keys: Sequence[BlockKey], salt: str) -> None:
-        """Have these blocks brought to host, whatever that takes; ``poll`` lets go of them."""
+        """Fetch these blocks to host, whatever that costs; ``poll`` releases them when done."""
         if keys:
             fetch = self.manager.fetch(keys, salt=salt, saves=ANYTHING, session=LATER)
             self.rising.add([fetch])
@@ -311,7 +320,7 @@ class TierPort:
         self._pools[arriving.group].landed(ticket, ok=ok)
 
     def _reconcile(self) -> None:
-        """Tell the pools of blocks that are in no level any more."""
+        """Tell the pools of blocks that no level holds any more."""
         with self._ladder.lock:
             lost = self._journal.take()
         each = dict.fromkeys(lost)
@@ -321,14 +330,14 @@ class TierPort:
             pool.forgotten([key for key, here in zip(known, held, strict=True) if not here])
 
     def wait(self, timeout_s: float) -> None:
-        """Return when a copy ended, or soon; for an engine that has nothing else to do."""
+        """Wait until a copy has ended, or a short time; for an engine without other work."""
         waiting = any(ticket not in self._copying for ticket in self._in)
         self.copier.rest(min(timeout_s, REST_S) if waiting else timeout_s)
 
-    # ---- for people and tests
+    # ---- checks and end
 
     def check(self) -> None:
-        """Assert that both sides agree on what is under way, and the manager's own invariants."""
+        """Assert that both sides agree on what is in flight, and the manager's own invariants."""
         self.manager.check()
         claims = [claim for held in self._claims.values() for claim, _ in held]
         claims += [claim for arriving in self._in.values() for claim, _ in arriving.sources]
@@ -341,7 +350,7 @@ class TierPort:
                     assert self._ladder.where(key) is not None or key in self._journal
 
     def close(self) -> None:
-        """End all copies and let everything go; may be called again."""
+        """End all copies and release all fetches and claims; may be called again."""
         self.copier.close()
         self.poll()
         for ticket in list(self._in):

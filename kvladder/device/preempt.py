@@ -1,7 +1,7 @@
-"""Preemption: a running request gives its device memory up, and goes on later.
+"""Preemption: suspends a running request to free its device memory, and resumes it later.
 
-Its blocks are copied into slots of the arena that are kept for it, all or none; or they are
-released, and what is not cached any more is computed again.
+Either all of its blocks are copied into slots of the arena that are kept for it. Or they are
+released, and blocks that are no longer cached are recomputed.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from kvladder.notices import Notices
 
 How = Literal["tiers", "recompute"]
 SUSTAINED: Final = 10
-"""So many requests that make way ..."""
+"""Number of suspensions within ``SUSTAINED_S`` that causes advice to be logged."""
 SUSTAINED_S: Final = 60.0
-"""... within so many seconds are worth a word of advice, ..."""
+"""Seconds within which ``SUSTAINED`` suspensions cause advice."""
 ADVICE_EVERY_S: Final = 600.0
-"""... once in so many."""
+"""Seconds between two pieces of advice."""
 
 
 class Suspended:
-    """A request that was suspended; owned by the engine, which resumes or discards it once."""
+    """A suspended request. The engine owns it, and resumes or discards it once."""
 
     __slots__ = ("copies_left", "how", "over", "parts", "slots")
 
     def __init__(self, parts: Sequence[KVSequence], how: How) -> None:
         self.parts = tuple(parts)
         self.how = how
-        """``recompute`` too where the copy failed."""
+        """Way of resuming; a failed copy sets it to ``recompute``."""
         self.slots: list[list[Slot]] = []
-        """By group, arena slots with its blocks."""
+        """Arena slots with its blocks, by group."""
         self.copies_left = 0
-        """Copies that still read its device slots; they are free when there are none."""
+        """Number of copies that still read its device slots; at 0 the slots are free."""
         self.over = False
 
 
@@ -49,7 +49,7 @@ class Preemption:
     Parameters
     ----------
     block_bytes:
-        By group.
+        Bytes of a block, by group.
     """
 
     def __init__(self, port: TierPort, requests: Requests, block_bytes: Sequence[int]) -> None:
@@ -58,33 +58,36 @@ class Preemption:
         self._block_bytes = block_bytes
         self._token_s: float | None = None
         self._suspended: set[Suspended] = set()
-        """Those whose blocks are in slots of the arena, or on their way there."""
+        """Suspended requests with blocks in slots of the arena, or in flight to them."""
         self._clock = port.manager.ladder.clock
         self._notices = Notices(self._clock.now, every_s=ADVICE_EVERY_S)
         self._recent: deque[tuple[float, str]] = deque(maxlen=SUSTAINED)
-        """When requests were suspended, and how."""
+        """Time and way of the last suspensions."""
         self._counted: dict[str, Counter[str]] = {
             name: Counter(tiers=0, recompute=0) for name in ("suspended", "resumed")
         }
         self._over = 0
-        """Of those that were suspended, how many went on or never will."""
+        """Number of suspended requests that were resumed or discarded."""
 
     def counts(self) -> dict[str, Any]:
-        """How many requests were suspended and resumed, by how, and how many wait; any thread."""
+        """Return how many requests were suspended and resumed, by way, and how many wait.
+
+        May be called on any thread.
+        """
         waiting = sum(self._counted["suspended"].values()) - self._over
         return {**{name: dict(by) for name, by in self._counted.items()}, "waiting": waiting}
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """The engine computed so many tokens of a prompt in ``seconds``; the manager hears it."""
+        """Note that the engine computed ``tokens`` of a prompt in ``seconds``; tell the manager."""
         self._port.manager.prefilled(tokens, seconds)
         if tokens > 0:
             self._token_s = blended(self._token_s, seconds / tokens)
 
     def costs_s(self, request: Request) -> dict[How, float | None]:
-        """What suspending and resuming costs, as measured so far; None where nothing was.
+        """Return the seconds that suspending and resuming takes, by way; None if not measured.
 
-        Until both directions were copied in, for this or to and from the tiers, the other is
-        taken to be as fast.
+        All copies are measured, those to and from the tiers too. A direction without a measurement
+        counts as fast as the other.
         """
         held = zip(request.parts, self._block_bytes, strict=True)
         size = sum(len(part.held) * each for part, each in held)
@@ -93,7 +96,7 @@ class Preemption:
         return {"tiers": 2 * size * fmean(byte_s) if byte_s else None, "recompute": compute}
 
     def choice(self, request: Request) -> How:
-        """The cheaper way; copying, as long as nothing was measured."""
+        """Return the cheaper way; ``tiers`` until both are measured."""
         costs = self.costs_s(request)
         copying, computing = costs["tiers"], costs["recompute"]
         if copying is None or computing is None:
@@ -101,15 +104,16 @@ class Preemption:
         return "tiers" if copying <= computing else "recompute"
 
     def suspend(self, request: Request, how: How | None = None) -> Suspended:
-        """Have a request that is ready give its device memory up; None chooses how.
+        """Suspend a ready request and free its device memory; None for ``how`` takes the cheaper.
 
-        If the arena has no room for all of its blocks it will be recomputed. Its slots are free
-        when ``copies_left`` is 0, after ``poll``; the request itself is not used any more.
+        If the arena has no room for all of its blocks, the request will be recomputed. Its device
+        slots are free when ``copies_left`` is 0, after ``poll``. The request itself must not be
+        used any more.
 
         Raises
         ------
         NotHeld, NotReady
-            It was released, or its blocks are not in place.
+            The request was released, or its blocks are not in place.
         """
         request.require_ready()
         suspended = self._suspend(request, self.choice(request) if how is None else how)
@@ -119,7 +123,7 @@ class Preemption:
         return suspended
 
     def _advise(self) -> None:
-        """Say what helps, once in a while, where requests make way again and again."""
+        """Log advice, at intervals, if requests are suspended often."""
         first_s, last_s = self._recent[0][0], self._recent[-1][0]
         if len(self._recent) < SUSTAINED or last_s - first_s > SUSTAINED_S:
             return
@@ -173,22 +177,22 @@ class Preemption:
         suspended.slots = []
 
     def resume(self, suspended: Suspended, *, room: int | None = None) -> Request:
-        """Go on with a suspended request; run it when it is ``ready``.
+        """Resume a suspended request; run the returned one when it is ``ready``.
 
-        One that is recomputed, as after ``DeviceCache.rename``, has fewer tokens ``computed`` than
-        it had, and slots for ``room``
-        tokens behind those; None for all. ``Requests.extend`` gets more.
+        A recomputed request, as after ``DeviceCache.rename``, has fewer tokens ``computed`` than
+        before. It has slots for ``room`` tokens behind those; None for all. ``Requests.extend``
+        gets more.
 
         Raises
         ------
         NotReady
             Its blocks are still being read, or it was resumed or discarded before.
         OutOfBlocks, BlocksBusy
-            There is no room, or not yet; nothing is held, ask again.
+            There is no room, or not yet; nothing is held, and the call may be repeated.
         """
         if suspended.copies_left or suspended.over:
             raise NotReady("still being suspended" if suspended.copies_left else "resumed before")
-        if any(part.renamed for part in suspended.parts):  # what was copied is of no use any more
+        if any(part.renamed for part in suspended.parts):  # the copies are useless
             suspended.how = "recompute"
             self._free(suspended)
         copied = suspended.how == "tiers"
@@ -215,7 +219,7 @@ class Preemption:
         return request
 
     def _restore(self, suspended: Suspended) -> Request:
-        """What is still on the device is shared again, the rest is copied from its slots."""
+        """Return the request with shared blocks from the device; start copies of the others."""
         request, kept = self._requests.restore([part.copy() for part in suspended.parts])
         for group, (part, count) in enumerate(zip(request.parts, kept, strict=True)):
             slots = suspended.slots[group]
@@ -229,7 +233,7 @@ class Preemption:
     def _bring(self, group: int, part: KVSequence, slots: list[Slot]) -> None:
         pool = self._requests.sequences[group].pool
         given = part.table[-len(slots) :]
-        pool.retain(given)  # for the copy, should the request leave before it has ended
+        pool.retain(given)  # for the copy: the request may leave before it ends
         pool.copying(given)
 
         def ended(ok: bool) -> None:
@@ -242,7 +246,7 @@ class Preemption:
         part.wait([ticket])
 
     def discard(self, suspended: Suspended) -> None:
-        """A suspended request is not going to go on; once its copies have ended."""
+        """Drop a suspended request for good. Raises NotReady until its copies have ended."""
         if suspended.copies_left:
             raise NotReady("still being suspended")
         self._over += not suspended.over
@@ -250,7 +254,7 @@ class Preemption:
         self._free(suspended)
 
     def close(self) -> None:
-        """Give the slots of all that is suspended back; no copy is under way any more."""
+        """Give back the slots of all suspended requests; no copy may be in flight any more."""
         for suspended in list(self._suspended):
             suspended.over = True
             self._free(suspended)

@@ -1,4 +1,4 @@
-"""Device memory that goes from one pool of a model to another, by what each of them lacked."""
+"""Moves device memory between the pools of a model, to the pool that lacks most."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ from kvladder.gpu.sizing.divide import Division
 from kvladder.gpu.tree.names import DeviceSlot
 
 PERIOD: Final = 32
-"""Every time pools were asked for one such part of their memory, a region may move."""
+"""A period ends when pools were asked for 1 / PERIOD of their memory; a region may move then."""
 PATIENCE: Final = 64
-"""Polls for which a region's blocks are waited for, until it stays where it is."""
+"""Polls to wait for the held blocks of a region; after that the region stays."""
 REST: Final = 4
-"""Periods in which a region does not go back; twice as many each time that one does."""
+"""Periods in which no region moves back. The number doubles each time that one does."""
 REST_MAX: Final = 64
 
 Copy = Callable[[int, Sequence[tuple[DeviceSlot, DeviceSlot]]], None]
-"""Copies blocks of a group: what is in the first slot of each pair to the second."""
+"""Copies blocks of a group, from the first slot of each pair to the second."""
 
 
 @dataclass
 class _Move:
-    """A region on its way from one pool to another."""
+    """A region that moves from one pool to another."""
 
     region: int
     donor: int
     receiver: int
     left: list[DeviceSlot]
-    """Of the donor's slots in the region, those that it still has."""
+    """Slots of the region that the donor still has."""
     taken: list[DeviceSlot] = field(default_factory=list[DeviceSlot])
     polls: int = 0
 
     def take(self, taken: Sequence[DeviceSlot]) -> None:
-        """These are not the donor's any more."""
+        """Note slots that the donor has given up."""
         gone = set(taken)
         self.taken += taken
         self.left = [slot for slot in self.left if slot not in gone]
 
     def wait(self) -> None:
-        """One more poll."""
+        """Count a poll."""
         self.polls += 1
 
 
 class Rebalance:
     """Moves regions between the pools of one device cache. Calls come from the engine's thread.
 
-    A pool gets a region if it had no slots for what it was asked, or if it alone lacks blocks of
-    prompts that all others have kept. It comes from one that did without as many slots, that lacks
-    less, and that can hold a sequence after it. Blocks that somebody holds stay where they are: a
-    region goes when the last of its blocks was released. What is cached in it moves to other slots
-    of the pool, whose least valuable blocks leave.
+    A pool gets a region if it was short of slots, or if it alone lacked blocks of prompts that all
+    others had kept. The donor lacked less than half as much. Without the region it still holds the
+    blocks that were held, and one sequence. Held blocks stay where they are: a region moves when
+    the last of its blocks has been released. Cached blocks in it move to other slots of the donor,
+    which evicts its least valuable blocks.
 
     Parameters
     ----------
     division:
-        In regions, see ``in_regions``.
+        A division in regions, see ``in_regions``.
     copy:
         Called before slots are handed out again.
     """
@@ -70,29 +70,29 @@ class Rebalance:
         self._block_bytes = [share.block_bytes for share in division.shares]
         self._needed = [share.needed for share in division.shares]
         self._per = [division.region_bytes // size for size in self._block_bytes]
-        """Slots of each pool in a region."""
+        """Number of slots in a region, by pool."""
         self._due_bytes = division.regions * division.region_bytes // PERIOD
         self._owner = [
             at
             for at, (share, per) in enumerate(zip(division.shares, self._per, strict=True))
             for _ in range(share.blocks // per)
         ]
-        """By region, whose it is; the donor's while it is on its way."""
+        """Pool of each region; while a region moves, its donor."""
         self._move: _Move | None = None
         self._moved = self._stayed = self._period = 0
         self._rests: dict[tuple[int, int], int] = {}
-        """By donor and receiver, the period from which on a region may go that way again."""
+        """First period in which a region may move again, by donor and receiver."""
         self._rest = REST
         self._last: tuple[int, int] | None = None
         requests.watch()
         self._begin()
 
     def counts(self) -> dict[str, int]:
-        """How many regions went to another pool, and how many stayed since they were in use."""
+        """Return how many regions moved, and how many stayed because they were in use."""
         return {"moved": self._moved, "stayed": self._stayed}
 
     def poll(self) -> None:
-        """Go on with what is under way, or see whether it is time for something; never waits."""
+        """Continue a move, or begin one at the end of a period. Never waits."""
         self._polls += 1
         for at, pool in enumerate(self._pools):
             self._used[at] += pool.used
@@ -102,25 +102,25 @@ class Rebalance:
             self._decide()
             self._begin()
 
-    # ---- when, and from whom to whom
+    # ---- choice of donor and receiver
 
     def _asked_bytes(self) -> int:
-        """What pools were asked for since they were made, in vain or not."""
+        """Return the bytes that pools were asked for since they were made, found or not."""
         pools = zip(self._pools, self._block_bytes, strict=True)
         return sum((pool.stats.allocated + pool.short) * size for pool, size in pools)
 
     def _begin(self) -> None:
-        """A period begins."""
+        """Begin a period."""
         self._period += 1
         self._before_bytes = self._asked_bytes()
         self._short = [pool.short for pool in self._pools]
         self._lacking = list(self._requests.lacking)
         self._polls = 0
         self._used = [0] * len(self._pools)
-        """Slots that were held, added up over the polls."""
+        """Number of held slots by pool, summed over the polls."""
 
     def _decide(self) -> None:
-        """Begin to move a region where one pool had less than it needed and another had more."""
+        """Begin to move a region if one pool had less than it needed and another can spare one."""
         short = [
             (pool.short - before) * size
             for pool, before, size in zip(self._pools, self._short, self._block_bytes, strict=True)
@@ -146,16 +146,16 @@ class Rebalance:
             self._send(donor, receiver)
 
     def _worth(self, receiver: int) -> int:
-        """How many tokens of prompts have to be lacking for a region to be worth its move."""
+        """Return the least number of lacking tokens of prompts that justifies moving a region."""
         return self._per[receiver] * self._requests.groups[receiver].block_tokens
 
     def _spares(self, donor: int) -> bool:
-        """Whether a pool without a region holds what it held, and what one sequence needs."""
+        """Return whether a pool, less one region, holds what it held and one sequence."""
         left = self._pools[donor].blocks - self._per[donor]
         return left >= self._needed[donor] and left * self._polls >= self._used[donor]
 
     def _send(self, donor: int, receiver: int) -> None:
-        """Choose the donor's region of which least is held, and have it go."""
+        """Begin to move the donor's region with the fewest held blocks."""
         pool = self._pools[donor]
         regions = [at for at, owner in enumerate(self._owner) if owner == donor]
         region = min(regions, key=lambda at: pool.held(self._slots(donor, at)))
@@ -163,18 +163,18 @@ class Rebalance:
         self._advance(self._move)
 
     def _slots(self, group: int, region: int) -> list[DeviceSlot]:
-        """Of a region, as a pool numbers them."""
+        """Return the slots of a region, as the pool of a group numbers them."""
         per = self._per[group]
         return [DeviceSlot(slot) for slot in range(region * per, (region + 1) * per)]
 
-    # ---- a region on its way
+    # ---- a region that moves
 
     def _advance(self, move: _Move) -> None:
-        """Take what of the region nobody holds; hand it over, or leave it, if it is time."""
+        """Take the region's slots that are not held; hand it over when complete, or give up."""
         donor = self._pools[move.donor]
         move.wait()
         self._vacate(move)
-        # There is no other room for what is idle in it: what is worth least leaves the pool.
+        # No other slot is free for the idle blocks: evict the pool's least valuable ones.
         idle = len(move.left) - donor.held(move.left)
         if idle and not donor.leaving:
             donor.evict(idle)
@@ -187,7 +187,7 @@ class Rebalance:
             self._move = None
 
     def _vacate(self, move: _Move) -> None:
-        """Take what is free, and what is idle as far as it has another slot to go to."""
+        """Take free slots, and slots of idle blocks that another slot has room for."""
         donor = self._pools[move.donor]
         if donor.held(move.left) == len(move.left):
             return
@@ -197,7 +197,7 @@ class Rebalance:
         move.take(taken)
 
     def _arrive(self, move: _Move) -> None:
-        """The region is the receiver's; the next ones do not go back soon."""
+        """Give the region to the receiver, and bar the way back for some periods."""
         way, back = (move.donor, move.receiver), (move.receiver, move.donor)
         self._owner[move.region] = move.receiver
         self._pools[move.receiver].admit(self._slots(move.receiver, move.region))
@@ -208,7 +208,7 @@ class Rebalance:
         self._move = None
 
     def check(self) -> None:
-        """Assert that every region has one owner, who has its slots; for tests."""
+        """Assert that every region has one owner, and that the owner has its slots; for tests."""
         for at, (pool, per) in enumerate(zip(self._pools, self._per, strict=True)):
             gone = len(self._move.taken) if self._move and self._move.donor == at else 0
             assert pool.blocks == self._owner.count(at) * per - gone

@@ -1,4 +1,4 @@
-"""Device memory that pools give back while they are idle, and take again."""
+"""Gives device memory of idle pools back, and takes it again."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvladder.gpu.requests.requests import Requests
 from kvladder.gpu.tree.names import DeviceSlot
 
 Leave = Callable[[BlockPool, int], tuple[int, int]]
-"""Has up to so many blocks begin to leave a pool, as far as the arena has room: how many do."""
+"""``DeviceCache._leave``: starts evicting blocks, returns how many leave, and the room found."""
 
 
 class Room:
-    """The memory of the pools of one device cache, of which the last blocks can be given back.
+    """Shrinks and grows the memory of the pools of one device cache, from the last block on.
 
-    Tensors stay the objects that they are, with the shapes that they have: it is the memory behind
-    them that ends earlier. Nobody may touch blocks that are not there.
+    Tensors stay the same objects with the same shapes; only the memory behind them is shorter. No
+    code may touch blocks that have no memory.
 
     Parameters
     ----------
     tensors:
-        By group, each ``[blocks, ...]``.
+        The tensors by group, each ``[blocks, ...]``.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Room:
         self._pools = [one.pool for one in requests.sequences]
         self._tensors = tensors
         self._storages: list[list[tuple[torch.UntypedStorage, int]]] = []
-        """By group, and how many bytes a block takes in each."""
+        """Storages of each group's tensors, with the bytes of a block in each."""
 
     def shrink(self, share: float, *, timeout_s: float, leave: Leave) -> int:
         """See ``DeviceCache.shrink``."""
@@ -52,7 +52,7 @@ class Room:
             while pool.cached > blocks:
                 left = pool.cached - blocks
                 if not leave(pool, left)[0]:
-                    pool.evict(left)  # there is no room below: what is worth least is forgotten
+                    pool.evict(left)  # no room below: forget the least valuable
                 self._rest(end_s)
         for group, (pool, blocks) in enumerate(zip(self._pools, keep, strict=True)):
             self.move(group, pool.resize(blocks))
@@ -75,7 +75,7 @@ class Room:
         return self._bytes - before
 
     def _rest(self, end_s: float) -> None:
-        """Let copies end, until then; raise PoolError if blocks are still held."""
+        """Wait for copies to end, until ``end_s``; raise PoolError if blocks are still held."""
         clock = self._port.manager.ladder.clock
         self._port.poll()
         while self._port.busy and (left_s := end_s - clock.now()) > 0:
@@ -89,7 +89,7 @@ class Room:
     # ---- the memory itself
 
     def _found(self) -> list[list[tuple[torch.UntypedStorage, int]]]:
-        """Where it is; raises LayoutError if no part of it can be given back."""
+        """Return the storages by group; raise LayoutError if no part of one can be given back."""
         found: list[list[tuple[torch.UntypedStorage, int]]] = []
         seen: set[int] = set()
         for held, pool in zip(self._tensors, self._pools, strict=True):
@@ -120,13 +120,13 @@ class Room:
                 page.view[targets] = page.view[sources]
 
     def _resize(self, group: int, blocks: int) -> None:
-        """Have memory for the first ``blocks`` blocks of a group; what is new is undefined."""
+        """Resize memory to the first ``blocks`` blocks of a group; new bytes are undefined."""
         for storage, size in self._storages[group]:
             if storage.nbytes() != blocks * size:
                 storage.resize_(blocks * size)
 
     def _settle(self) -> None:
-        """Have the copier see where memory lies now, and others on the device have the rest."""
+        """Tell the copier that memory has moved, and return torch's unused memory to the device."""
         self._port.copier.moved()
         if any(storage.device.type == "cuda" for own in self._storages for storage, _ in own):
             torch.cuda.empty_cache()

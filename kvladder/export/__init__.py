@@ -1,1 +1,1 @@
-"""A cache that others read from and write to: what it offers, and the process that serves them."""
+"""Lets other caches read from and write to a cache: its offers, and the process for its clients."""

@@ -1,4 +1,4 @@
-"""Has what a cache offers found: an entry of the roster, renewed as long as clients are served."""
+"""Announces an exporter: keeps its entry on the roster as long as it serves clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvladder.tiers.nixl.curve import read_keys
 from kvladder.tiers.nixl.roster import BEAT_S, Entry, Roster, run_of
 
 LEAVE_S = 1.0
-"""For saying that it is not there any more: clients are taken leave of afterwards."""
+"""Timeout for removing the entry; clients are disconnected afterwards."""
 
 
 class RosterAnnouncer:
@@ -21,7 +21,7 @@ class RosterAnnouncer:
     Parameters
     ----------
     say:
-        Is told why clients do not find it.
+        Called with the reason why clients do not find the exporter.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class RosterAnnouncer:
         self._why = ""
 
     def gauges(self) -> dict[str, int]:
-        """Whether clients find it."""
+        """Return ``announced``: 1 if clients can find the exporter, else 0."""
         return {"announced": int(not self._is_new and not self._why)}
 
     async def beat(self) -> None:
-        """Say that it is there; raises ConfigError if the Redis does not let it in."""
+        """Write or renew the entry; raise ConfigError if Redis refuses the login."""
         try:
             is_there = await self._roster.announce(self._name, self._entry, first=self._is_new)
             self._is_new = False
@@ -53,17 +53,17 @@ class RosterAnnouncer:
         self._why = why
 
     async def run(self) -> None:
-        """Say so again and again."""
+        """Renew the entry until cancelled."""
         while True:
             await asyncio.sleep(BEAT_S)
             try:
                 await self.beat()
-            except ConfigError as error:  # it had been let in: that may be mended
+            except ConfigError as error:  # an earlier login worked, so this may pass
                 self._failed(str(error))
 
     async def leave(self) -> None:
-        """It is not there any more."""
-        with suppress(TierError, ConfigError, TimeoutError):  # then its entry expires
+        """Remove the entry."""
+        with suppress(TierError, ConfigError, TimeoutError):  # otherwise the entry expires
             async with asyncio.timeout(LEAVE_S):
                 await self._roster.leave(self._name, self._entry.run)
 
@@ -72,12 +72,12 @@ class RosterAnnouncer:
 async def announced(
     offers: FarOffers, told: Serve, address: str
 ) -> AsyncGenerator[Callable[[], Mapping[str, int]]]:
-    """Have clients find what is served at ``address`` meanwhile; what is counted of that.
+    """Announce what is served at ``address`` while the context lasts; yield a reader of its gauges.
 
     Raises
     ------
     ConfigError
-        The Redis does not let it in.
+        Redis refuses the login.
     """
     if not told.roster:
         yield dict[str, int]

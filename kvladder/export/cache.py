@@ -1,4 +1,4 @@
-"""A cache as its exporter sees it: what an engine lets others read, or what a server keeps."""
+"""A cache as its exporter sees it: an engine's cache, which others read, or a cache server's."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from kvladder.tiers.ladder.records.terms import Terms
 from kvladder.tiers.nixl.plane import INLINE_BYTES
 
 TAIL: Final = Struct(f"<Q{LABEL_BYTES}s")
-"""At the end of a server's block: how long the client's is, and its label."""
+"""End of a server's block: the length of the client's block, and its label."""
 SPACE_BYTES: Final = 3
-"""Of a server's salt: so many stand for the client's namespace, the others for its salt."""
+"""Bytes of a server's salt that stand for the client's namespace; the others for its salt."""
 GRANTED_MAX: Final = 0.25
-"""The share of the slots that one session may have been granted and not have committed."""
+"""Highest share of the slots that one session may hold granted and not committed."""
 PURGED_S: Final = 0.02
-"""Until it is looked again whether all tiers have forgotten what was purged: they tell nobody."""
+"""Seconds between checks whether all tiers have forgotten purged blocks; tiers do not notify."""
 
 
 @dataclass
 class GrantBatch:
-    """Blocks of a grant that are alike, and their slots."""
+    """Blocks of a grant with equal metadata, and their slots."""
 
     salt: bytes
     positions: list[int]
@@ -47,28 +47,28 @@ class GrantBatch:
 
 @dataclass
 class Granted:
-    """What a client writes."""
+    """Blocks that a client offered, and the slots that it may write them to."""
 
     keys: Sequence[bytes]
     lengths: Sequence[int]
     lots: list[GrantBatch]
     later: set[int] = field(default_factory=set[int])
-    """Positions of those for which there is no room now."""
+    """Positions of blocks for which there is no room now."""
 
     @property
     def slots(self) -> list[Slot]:
-        """All of them."""
+        """All granted slots."""
         return [slot for lot in self.lots for slot in lot.slots]
 
     @property
     def end(self) -> int:
-        """0 if it is only for want of room that there are no slots."""
+        """Number of blocks dealt with: 0 if only lack of room left them without slots, else all."""
         return 0 if self.later and not self.slots else len(self.keys)
 
 
 @dataclass
 class ClientHoldings:
-    """A client, and what it holds."""
+    """A client's terms, and the slots that it has pinned or been granted, by operation."""
 
     namespace: bytes
     block_bytes: int
@@ -77,14 +77,14 @@ class ClientHoldings:
 
 
 class CacheOffers(ABC):
-    """The blocks of a cache, which is not to be closed before. Everything is called on its loop.
+    """The blocks of a cache. The cache must stay open meanwhile; all calls are made on its loop.
 
     Parameters
     ----------
     run_blocking:
-        For what takes as long as reading the bytes of a block.
+        Runs work that reads all bytes of blocks.
     levels:
-        Those that blocks are read from beside host, by name; None for all.
+        Names of the levels that blocks are read from, besides host; None for all.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class CacheOffers(ABC):
     ) -> None:
         self.arena = manager.arena
         self.namespace = b"" if writable else manager.namespace
-        """Of whose clients it has blocks; of any if empty."""
+        """The namespace whose clients it serves; empty if it serves any namespace."""
         self.writable = writable
         self.block_bytes_max = block_bytes_max
         self._manager = manager
@@ -109,25 +109,25 @@ class CacheOffers(ABC):
 
     @abstractmethod
     def _refusal(self, namespace: bytes, block_bytes: int) -> str:
-        """Why a client is refused; nothing if it is not."""
+        """Return why a client is refused; an empty string if it is not."""
 
     @abstractmethod
     def _names(self, session: ClientHoldings, keys: Sequence[bytes]) -> list[BlockKey]:
-        """What the blocks are called here that a client calls by these keys."""
+        """Return the keys of this cache for a client's keys."""
 
     @abstractmethod
     async def _labelled(
         self, session: ClientHoldings, found: Sequence[tuple[BlockKey, Slot | None]]
     ) -> list[Pinned | None]:
-        """Pinned blocks with their labels; None where there is no slot."""
+        """Return the pinned blocks with their labels; None where there is no slot."""
 
     @property
     def _pinned(self) -> int:
-        """How many slots clients have pinned, or will have."""
+        """Number of slots that clients have pinned, or that are admitted for their pins."""
         return sum(paced.held for s in self._sessions.values() for paced in s.pins.values())
 
     def counts(self) -> dict[str, int]:
-        """How many sessions there are and slots they hold, and what was done, as plain data."""
+        """Return the numbers of sessions and of slots that they hold, and the counters."""
         sessions = self._sessions.values()
         lots = [lot for s in sessions for granted in s.grants.values() for lot in granted.lots]
         granted = sum(len(lot.slots) for lot in lots)
@@ -185,7 +185,7 @@ class CacheOffers(ABC):
                 self._abandon(granted)
 
     async def all_gone(self) -> None:
-        """Nobody touches a slot any more: all that sessions held is free."""
+        """End all sessions and free their slots; no process may touch the slots any more."""
         for session in [*self._sessions]:
             await self.gone(session)
 
@@ -193,7 +193,7 @@ class CacheOffers(ABC):
         for lot in granted.lots:
             self._manager.ladder.abandon(lot.names, lot.slots)
 
-    # ---- what clients put
+    # ---- writes of clients
 
     async def grant(
         self,
@@ -203,28 +203,28 @@ class CacheOffers(ABC):
         lengths: Sequence[int],
         facts: Sequence[Facts],
     ) -> Sequence[int]:
-        """See ``Offers``: nobody writes here, unless a subclass takes it."""
+        """Refuse all blocks, see ``Offers``; a writable subclass overrides this."""
         return [REFUSED] * len(keys)
 
     async def commit(self, session: int, op: int, labels: Sequence[bytes]) -> Sequence[bool]:
-        """See ``Offers``: nothing was granted."""
+        """Publish no block, see ``Offers``: nothing was granted."""
         return [False] * len(labels)
 
     async def abort(self, session: int, op: int) -> None:
-        """See ``Offers``: nothing was granted."""
+        """Do nothing, see ``Offers``: nothing was granted."""
 
     async def remove(self, session: int, keys: Sequence[bytes]) -> None:
-        """See ``Offers``: it is not theirs."""
+        """Do nothing, see ``Offers``: clients do not own the blocks."""
 
     async def purge(self, session: int, salt: bytes | None) -> int:
-        """See ``Offers``: nobody put anything."""
+        """Return 0, see ``Offers``: clients have put nothing."""
         return 0
 
 
 class EngineOffers(CacheOffers):
-    """What an engine's cache has, for engines of the same namespace, which read it only.
+    """The blocks of an engine's cache, which engines of the same namespace read.
 
-    A block is named by its own key, and its label is made when it is pinned.
+    Clients use the block's own key. The label of a block is made when it is pinned.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class EngineOffers(CacheOffers):
         return labelled
 
     def _label(self, rows: Sequence[tuple[BlockKey, Slot | None, Facts]]) -> list[Pinned | None]:
-        """Label these blocks; in a thread, as it reads all of their bytes."""
+        """Return these blocks with labels. Runs in a thread, as it reads all of their bytes."""
         size, pinned = self.block_bytes_max, list[Pinned | None]()
         labels = Labels(self._manager.namespace, size, verify=True)
         for name, slot, facts in rows:
@@ -273,16 +273,16 @@ class EngineOffers(CacheOffers):
 
 
 def server_layout(block_bytes: int) -> Layout:
-    """The layout of a server whose clients' blocks have up to so many bytes."""
+    """Return the layout of a server with clients' blocks of up to ``block_bytes`` bytes."""
     fields = {"kvladder.serve": "1"}
     return Layout(block_tokens=1, block_bytes=block_bytes + TAIL.size, fields=fields)
 
 
 class ServerOffers(CacheOffers):
-    """The blocks of a cache without an engine, which are its clients': it cannot read them.
+    """The blocks of a cache server. They belong to its clients; the server cannot interpret them.
 
-    A block is named by a digest of its client's namespace and key, so that any number of models
-    share a server. Behind its bytes lie their length and the client's label.
+    A block's key is a digest of its client's namespace and key, so that any number of models
+    share a server. Behind the block's bytes lie their length and the client's label.
     """
 
     def __init__(self, manager: CacheManager, run_blocking: Blocking) -> None:
@@ -304,11 +304,11 @@ class ServerOffers(CacheOffers):
         return [None if slot is None else self._read(slot) for _, slot in found]
 
     def _read(self, slot: Slot) -> Pinned:
-        """A block as its client stored it."""
+        """Return a block as its client stored it."""
         length, label = TAIL.unpack_from(self.arena.view(slot), self.block_bytes_max)
         return Pinned(slot, length, label)
 
-    # ---- what clients put
+    # ---- writes of clients
 
     async def grant(
         self,
@@ -340,7 +340,8 @@ class ServerOffers(CacheOffers):
         known.grants[op] = granted
         here = self._manager.holding(names)
         answers = [HAVE if is_here else REFUSED for is_here in here]
-        for position in granted.later if granted.slots else ():  # else it waited for room in vain
+        # Without any slot the wait for room has failed already: those blocks stay REFUSED.
+        for position in granted.later if granted.slots else ():
             answers[position] = HAVE if here[position] else LATER
         for lot in granted.lots:
             for position, slot in zip(lot.positions, lot.slots, strict=True):
@@ -355,7 +356,7 @@ class ServerOffers(CacheOffers):
         facts: Sequence[Facts],
         patient: bool,
     ) -> Granted:
-        """Lease slots, up to what there is room for and what the session may have."""
+        """Lease slots, limited by the room in the arena and by the session's share."""
         held = sum(len(other.slots) for other in known.grants.values())
         left = max(1, int(GRANTED_MAX * self.arena.slots)) - held
         alike: dict[BlockMeta, list[int]] = {}
@@ -377,7 +378,7 @@ class ServerOffers(CacheOffers):
     def _lot(
         self, meta: BlockMeta, positions: Sequence[int], names: Sequence[BlockKey], patient: bool
     ) -> tuple[GrantBatch, int]:
-        """Slots for blocks that are alike, and how many of them were looked at."""
+        """Return slots for blocks with equal metadata, and the number of blocks looked at."""
         wanted = [names[position] for position in positions]
         indices, slots, end = self._manager.ladder.reserve(
             wanted, [meta] * len(wanted), explicit=True, patient=patient
@@ -388,7 +389,7 @@ class ServerOffers(CacheOffers):
         ), end
 
     def _meta(self, session: ClientHoldings, facts: Facts) -> BlockMeta:
-        """What this cache is to know of a block of which the client says ``facts``."""
+        """Return this cache's metadata for a block that the client describes by ``facts``."""
         clock = self._manager.ladder.clock
         end_s, expires_s = facts.expires_wall_s, inf
         if end_s is not None:
@@ -410,7 +411,7 @@ class ServerOffers(CacheOffers):
             else:
                 good = await self._run_blocking(self._sealed, known, granted, labels)
         finally:
-            if session not in self._sessions:  # its agent may be gone as well: nobody asks
+            if session not in self._sessions:  # it ended meanwhile: no client awaits the answer
                 good = set()
             self._settle(granted, good)
         for position in good:
@@ -418,7 +419,7 @@ class ServerOffers(CacheOffers):
         return done
 
     def _settle(self, granted: Granted, good: set[int]) -> None:
-        """Publish the blocks at these positions, and let go of the others."""
+        """Publish the blocks at the positions ``good``, and abandon the others."""
         ladder = self._manager.ladder
         for lot in granted.lots:
             is_good = [position in good for position in lot.positions]
@@ -432,9 +433,9 @@ class ServerOffers(CacheOffers):
     def _sealed(
         self, session: ClientHoldings, granted: Granted, labels: Sequence[bytes]
     ) -> set[int]:
-        """Positions of the blocks that are what their labels say, which lie behind them now.
+        """Check blocks against their labels and write each good label behind its block.
 
-        Reads all of their bytes.
+        Return the positions of good blocks. Reads all of their bytes.
         """
         good: set[int] = set()
         for lot in granted.lots:
@@ -446,16 +447,16 @@ class ServerOffers(CacheOffers):
         return good
 
     def _is_good(self, label: bytes, wanted: tuple[bytes, bytes, int], slot: Slot) -> bool:
-        """Whether a slot holds what a label says, and that is what was granted; it is sealed then.
+        """Return whether a slot holds what its label says and what was granted; if so, seal it.
 
-        Whether the bytes are right cannot be told if the client's level has no checksums.
+        The bytes themselves are not checked if the client's level makes no checksums.
         """
         said, view, (*_, length) = told(label), self.arena.view(slot), wanted
         if said is None or (said.key, said.namespace, said.length) != wanted:
             return False
         if said.checksum and not said.is_of([view[:length]]):
             return False
-        # what another block left there would be stored with this one, also once it is purged
+        # A former block's bytes would be stored with this one, and survive their own purge.
         view[length : self.block_bytes_max] = bytes(self.block_bytes_max - length)
         TAIL.pack_into(view, self.block_bytes_max, length, label)
         return True
@@ -474,7 +475,7 @@ class ServerOffers(CacheOffers):
             self._manager.remove(self._names(known, keys))
 
     async def purge(self, session: int, salt: bytes | None) -> int:
-        """See ``Offers``: returns when tiers have forgotten, and overwritten, all of it."""
+        """Return when all tiers have forgotten and overwritten the blocks, see ``Offers``."""
         known = self._sessions.get(session)
         if known is None:
             return 0
@@ -493,7 +494,7 @@ class ServerOffers(CacheOffers):
         return gone
 
     async def _salts(self, namespace: bytes) -> set[bytes]:
-        """All salts of a namespace's blocks that are here or being put."""
+        """Return all salts of a namespace's blocks that are here or being put."""
         ladder, tag = self._manager.ladder, _space_tag(namespace)
         grants = [granted for s in self._sessions.values() for granted in s.grants.values()]
         found = {lot.salt for granted in grants for lot in granted.lots}
@@ -511,6 +512,6 @@ def _space_tag(namespace: bytes) -> bytes:
 
 
 def own_salt(namespace: bytes, salt: bytes) -> bytes:
-    """What stands beside a block here for its client's namespace and its client's salt."""
+    """Return the salt that this cache stores for a client's namespace and the client's salt."""
     size = SALT_BYTES - SPACE_BYTES
     return _space_tag(namespace) + hashlib.blake2b(salt, digest_size=size, key=namespace).digest()

@@ -1,4 +1,4 @@
-"""The process that serves clients, between NIXL and ZeroMQ and the cache's process."""
+"""The process that serves clients over NIXL and ZeroMQ; the cache is in its parent process."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvladder.tiers.isolated.spawn import run
 from kvladder.tiers.isolated.wire import Close, Done, frame, take
 
 GAUGES_S: Final = 1.0
-"""How often what is counted here is told."""
+"""Seconds between two reports of this process's gauges to the parent."""
 THREADS: Final = 4
 
 
 class ServingStarted(NamedTuple):
-    """Clients are served."""
+    """The address at which clients are served, and a reader of the exporter's gauges."""
 
     address: str
     gauges: Callable[[], Mapping[str, int]]
@@ -35,7 +35,7 @@ Serving = Callable[[FarOffers, Serve], AbstractAsyncContextManager[ServingStarte
 async def attend(
     serving: Serving, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """Do what the cache's process says: ``serving`` serves clients until it is left."""
+    """Read the settings from the parent and serve clients by ``serving`` until told to close."""
     told = from_parent.decode(await take(reader))
     assert isinstance(told, Serve), told
     fd, slots, slot_bytes = told.arena
@@ -58,7 +58,7 @@ async def attend(
 
 
 async def _read(reader: asyncio.StreamReader, offers: FarOffers, closing: asyncio.Event) -> None:
-    """Take answers; ``closing`` is set when it is time to go."""
+    """Pass the parent's answers to ``offers``; set ``closing`` on Close or at the end of input."""
     try:
         while True:
             message = from_parent.decode(await take(reader))
@@ -72,7 +72,7 @@ async def _read(reader: asyncio.StreamReader, offers: FarOffers, closing: asynci
 
 @asynccontextmanager
 async def over_nixl(offers: FarOffers, told: Serve) -> AsyncGenerator[ServingStarted]:
-    """Serve clients as the settings say."""
+    """Serve clients over NIXL with the settings ``told`` while the context lasts."""
     try:
         from kvladder.export.announcing import announced
         from kvladder.export.exporter import exporting, raise_descriptors

@@ -1,4 +1,4 @@
-"""Serves the clients of a cache: a socket for control, a session for each of them."""
+"""Serves the clients of a cache: one control socket, and a session for each client."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ from kvladder.tiers.nixl.pump import doze
 
 SESSIONS_MAX = 256
 PATIENCE = 2
-"""A client is given up after so many times the silence after which it gives up its far end."""
+"""A client is given up after this multiple of ``SILENT_MAX``, the client's own limit."""
 HELD_S = 60.0
-"""So long a client may take to write what it was granted, or to take what it asked for."""
+"""Seconds in which a client must write blocks that it was granted slots for, or take its reads."""
 HELD_MAX = round(HELD_S / HEARTBEAT_S)
 HANDSHAKE_MS = 3000
-"""So long a connection may take to show its key."""
-_ZAP = "inproc://zeromq.zap.01"  # where ZeroMQ asks who may connect: RFC 27
+"""Milliseconds in which a connection must show its key."""
+_ZAP = "inproc://zeromq.zap.01"  # ZeroMQ sends its questions of access here: RFC 27
 _ZAP_VERSION = b"1.0"
 
 
 class Exporter:
-    """The sessions of all clients, and what begins and ends them.
+    """Keeps the sessions of all clients; begins and ends them.
 
     Parameters
     ----------
     offers:
         The cache.
     plane:
-        Makes a data plane over its arena; half a second, the first time.
+        Makes a data plane over the cache's arena. The first call takes half a second.
     send:
-        Takes a frame to a client.
+        Sends a frame to a client.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Exporter:
         self._lost = 0
 
     def gauges(self) -> dict[str, int]:
-        """Who is connected, and what happened since the start."""
+        """Return the number of clients, and the counters since the start."""
         return {
             "clients": len(self._sessions),
             "clients_lost": self._lost,
@@ -93,14 +93,14 @@ class Exporter:
         }
 
     async def run(self) -> None:
-        """See, again and again, whether the clients live."""
+        """Check at every heartbeat whether the clients live, until cancelled."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             for session in [*self._sessions.values()]:
                 session.beat(PATIENCE * SILENT_MAX, HELD_MAX)
 
     def take(self, client: bytes, data: bytes, rights: Rights = ALL) -> None:
-        """Answer a frame of a client, which the socket names, and which has these rights."""
+        """Answer a frame of a client; ``client`` is the socket's name for it."""
         try:
             message = request(data)
         except WireError as error:
@@ -140,7 +140,7 @@ class Exporter:
             self._send(client, Failed(hello.op, str(error)[:WHY_MAX]))
 
     async def _begin(self, client: bytes, hello: Hello, rights: Rights) -> None:
-        """Begin a session; raises WireError if the client is refused."""
+        """Begin a session; raise WireError if the client is refused for good."""
         offers, size, number = self._offers, hello.block_bytes, next(self._numbers)
         far = area_in(hello.area, size)
         if size > offers.block_bytes_max:
@@ -178,7 +178,7 @@ class Exporter:
         self._send(client, answer)
 
     def _drop(self, client: bytes, why: str) -> None:
-        """A client has left, or is lost, for which there is a reason."""
+        """End the session of a client that has left, or, if ``why`` is given, is lost."""
         if (joining := self._joining.get(client)) is not None:
             joining.cancel()
         session = self._sessions.pop(client, None)
@@ -193,9 +193,9 @@ class Exporter:
             task.add_done_callback(self._leaving.discard)
 
     async def _leave(self, session: Session) -> None:
-        """End a session. The end of its agent holds the loop, for up to a second.
+        """End a session. Ending its agent blocks the loop for up to a second.
 
-        Agents end one after the other, and between two of them other clients have as much time.
+        Agents end one at a time. After each there is a pause of the same length for other clients.
         """
         async with self._fence:
             loop = asyncio.get_running_loop()
@@ -216,14 +216,14 @@ class Exporter:
 
 
 class Listener:
-    """The socket of an exporter. Who may connect is known by their keys.
+    """The socket of an exporter. It admits clients by their keys.
 
-    A connection that has shown none after ``HANDSHAKE_MS`` is closed.
+    A connection that has shown no key after ``HANDSHAKE_MS`` is closed.
 
     Raises
     ------
     ConfigError
-        Nobody can listen at the address.
+        The address cannot be bound.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class Listener:
     ) -> None:
         self._take = take
         self._rights = keys.rights
-        self._context: zmq.Context[Any] = zmq.Context()  # who asks who may connect, asks in its own
+        self._context: zmq.Context[Any] = zmq.Context()  # ZAP works within one context
         gate = self._context.socket(zmq.ROUTER)
         gate.bind(_ZAP)
         socket = prepared(self._context, zmq.ROUTER, keys)
@@ -253,7 +253,7 @@ class Listener:
             self._take(frames[0], frames[1], rights)
 
     def _asked(self, frames: list[bytes]) -> None:
-        """Answer whether a client may connect."""
+        """Answer ZeroMQ's question whether a client may connect."""
         *route, version, number, _domain, _address, _identity, mechanism, key = frames
         user = z85.encode(key) if mechanism == b"CURVE" else b""
         known = version == _ZAP_VERSION and user.decode() in self._rights
@@ -261,11 +261,11 @@ class Listener:
         self._boxes[0].send(*route, _ZAP_VERSION, number, code, text, user, b"")
 
     def send(self, client: bytes, data: bytes) -> None:
-        """Send a frame to a client; it is lost if that is gone."""
+        """Send a frame to a client; it is dropped if the client has gone."""
         self._boxes[1].send(client, data)
 
     def close(self) -> None:
-        """Send what is on its way, and end."""
+        """Send pending frames and close the sockets."""
         for box in self._boxes:
             box.close()
         self._context.term()
@@ -276,7 +276,7 @@ def _ignored(frames: list[bytes]) -> None:
 
 
 def raise_descriptors() -> None:
-    """Raise this process's limit of descriptors: strangers that connect use some for a while."""
+    """Raise this process's limit of descriptors: unknown connections use some until refused."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -292,28 +292,28 @@ async def exporting(
     interfaces: str,
     run_blocking: Blocking,
 ) -> AsyncGenerator[tuple[str, Exporter]]:
-    """Serve clients of a cache as long as it lasts, at the address that comes first.
+    """Serve clients of a cache while the context lasts; yield the address and the exporter.
 
     Parameters
     ----------
     listen:
-        Host and port; port 0 for any that is free.
+        Host and port; port 0 takes any free port.
     keys:
         The file with the keys of this end.
     transports, interfaces:
-        As ``NixlPlane`` has them.
+        See ``NixlPlane``.
 
     Raises
     ------
     ConfigError
-        NIXL, a key or the address is not what it has to be.
+        NIXL is missing, or a key or the address is wrong.
     TierError
         NIXL does not work here.
     """
     await run_blocking(load)
     own = read_keys(keys)
     plane = partial(run_blocking, partial(NixlPlane, offers.arena, transports, interfaces))
-    (await plane()).destroy()  # so that nobody has to connect to see that it cannot be made
+    (await plane()).destroy()  # fails now rather than at the first client
     with ExitStack() as undo:
         exporter = Exporter(offers, plane, lambda to, data: listener.send(to, data))
         listener = Listener(listen, own, exporter.take)

@@ -1,6 +1,6 @@
 """``Offers`` over a socket pair: the exporter's process calls, the cache's process answers.
 
-Frames are those of an isolated tier. The bytes of blocks are in none: both processes map the arena.
+Frames are those of an isolated tier. No frame holds bytes of blocks: both processes map the arena.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _ARGUMENTS: Final[Mapping[Verb, Any]] = {
 
 
 class Serve(Message):
-    """What the exporter's process is told first; answered by ``Done`` with its port."""
+    """The settings, the first message to the exporter's process. ``Done`` answers its address."""
 
     arena: tuple[int, int, int] = (0, 0, 0)
-    """Descriptor, slots, bytes of a slot."""
+    """Descriptor, number of slots, bytes of a slot."""
     block_bytes_max: int = 0
     writable: bool = False
     guarded: bool = True
-    """Whether clients can write to no slots but those that they are granted."""
+    """True if clients can write to granted slots only."""
     listen: str = ""
     """Host and port."""
     keys: str = ""
@@ -55,21 +55,21 @@ class Serve(Message):
     interfaces: str = "all"
     roster: str = ""
     host: str = ""
-    """Under which clients reach it."""
+    """Host name or address that clients use to connect."""
     name: str = ""
     namespace: bytes = b""
-    """Of an engine, whose clients have the same."""
+    """Namespace of an engine and of its clients; empty for a server."""
 
 
 class Call(Message):
-    """One of ``Offers``; answered by ``Done`` or ``Failed``."""
+    """One call of ``Offers``; answered by ``Done`` or ``Failed``."""
 
     verb: Verb = "have"
     arguments: Any = ()
 
 
 class Gauges(Message):
-    """What the exporter counts, now and then."""
+    """Gauges and counters of the exporter, sent at intervals."""
 
     counts: dict[str, int] = msgspec.field(default_factory=dict[str, int])
 
@@ -79,9 +79,9 @@ from_parent: Final = msgspec.msgpack.Decoder[Any](Serve | Done | Failed | Close)
 
 
 class FarOffers:
-    """What the cache of another process offers, see ``Offers``; here is the exporter's end.
+    """``Offers`` of a cache in another process: the exporter's end of the link.
 
-    A call that is cancelled is cancelled over there, and ends when it has ended there.
+    A cancelled call is cancelled in the cache's process too, and ends when it has ended there.
     """
 
     def __init__(self, arena: Arena, told: Serve, writer: asyncio.StreamWriter) -> None:
@@ -92,20 +92,20 @@ class FarOffers:
         self._numbers = count(1)
         self._calls: dict[int, asyncio.Future[Done | Failed]] = {}
         self._open: dict[tuple[int, int], list[int]] = {}
-        """Slots that a client may write to, by session and operation."""
+        """Slots that clients may write to, by session and operation."""
 
     def say(self, text: str) -> None:
-        """Tell who runs the cache what they should know."""
+        """Send a message to the operator of the cache."""
         self._writer.write(frame(Said(text=text)))
 
     def take(self, message: Done | Failed) -> None:
-        """A call is answered."""
+        """Hand an answer to the call that awaits it."""
         future = self._calls.pop(message.number, None)
         if future is not None:
             future.set_result(message)
 
     def _send(self, verb: Verb, *arguments: Any) -> int:
-        """Begin a call; its number."""
+        """Send a call; return its number."""
         number = next(self._numbers)
         self._writer.write(frame(Call(number, verb, arguments)))
         return number
@@ -142,7 +142,7 @@ class FarOffers:
         return await self._call(list[Pinned | None], "pin", session, op, keys)
 
     async def release(self, session: int, op: int) -> None:
-        """See ``Offers``. Nobody waits for it: what is called next is answered after it."""
+        """See ``Offers``. Does not wait; later calls are answered after it has been done."""
         self._send("release", session, op)
 
     async def grant(
@@ -153,9 +153,9 @@ class FarOffers:
         lengths: Sequence[int],
         facts: Sequence[Facts],
     ) -> Sequence[int]:
-        """See ``Offers``. Until commit or abort the slots can be written to, which others cannot.
+        """See ``Offers``. Only granted slots are writable, until commit or abort.
 
-        A TierError, too, if the kernel has too many pieces of memory that differ.
+        Raises TierError also if the kernel cannot keep more ranges with different protection.
         """
         slots = await self._call(list[int], "grant", session, op, keys, lengths, facts)
         granted = self._open[session, op] = [slot for slot in slots if slot >= 0]
@@ -166,10 +166,10 @@ class FarOffers:
         return slots
 
     def _shut(self, session: int, op: int) -> None:
-        """Forbid writes to the slots of a grant, before anybody checks or reuses them."""
+        """Forbid writes to the slots of a grant, before they are checked or reused."""
         try:
             self.arena.forbid_writes(self._open.pop((session, op), ()))
-        except OSError as error:  # the end of this process closes all of them
+        except OSError as error:  # the exit unmaps all slots
             raise SystemExit(f"slots stay open to a client: {error}") from error
 
     async def commit(self, session: int, op: int, labels: Sequence[bytes]) -> Sequence[bool]:
@@ -198,12 +198,12 @@ class FarOffers:
 
 
 class NearOffers:
-    """Answers the calls of one exporter's process with what a cache here offers.
+    """Answers the calls of one exporter's process from the cache of this process.
 
     Parameters
     ----------
     told:
-        Takes what it says that is no call.
+        Called with each message of the exporter's process that is not a call.
     """
 
     def __init__(self, offers: Offers, told: Callable[[Message], object]) -> None:
@@ -212,8 +212,9 @@ class NearOffers:
         self._tasks: dict[int, asyncio.Task[object]] = {}
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer until the process is gone, which is a ConnectionError, or a ValueError if it
-        does not keep to the protocol; then nothing is under way any more.
+        """Answer calls until the process is gone. No call is in flight afterwards.
+
+        Raises ConnectionError at its end, and ValueError if it breaks the protocol.
         """
         try:
             while True:
@@ -240,7 +241,7 @@ class NearOffers:
     def _answered(
         self, number: int, writer: asyncio.StreamWriter, task: asyncio.Task[object]
     ) -> None:
-        """Send the answer; a call that was cancelled, or has failed, has one, too."""
+        """Send the answer of a call, also of a cancelled or failed one."""
         del self._tasks[number]
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if not writer.is_closing():

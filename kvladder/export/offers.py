@@ -1,4 +1,4 @@
-"""What a cache offers to the process that serves its clients."""
+"""The interface of a cache to the process that serves its clients."""
 
 from __future__ import annotations
 
@@ -15,52 +15,53 @@ from kvladder.tiers.nixl.messages import REFUSED as REFUSED
 
 
 class Pinned(NamedTuple):
-    """A block that stays where it is until it is released."""
+    """A block that stays in its slot until it is released."""
 
     slot: Slot
     length: int
-    """Bytes at the beginning of the slot."""
+    """Bytes of the block, from the beginning of the slot."""
     label: bytes
-    """What lies beside them, ``LABEL_BYTES`` long."""
+    """Label of the block, ``LABEL_BYTES`` long."""
 
 
 class Offers(Protocol):
-    """A cache as its exporter sees it. All is called on one event loop.
+    """A cache as its exporter sees it. All calls are made on one event loop.
 
-    ``session`` numbers a client that is connected, ``op`` one of its operations; neither is used
-    again. A key is the 32 bytes that the client named; in which way it names a block of this cache
-    is the cache's affair, and may depend on what ``hello`` was told. Sequences of answers have the
+    ``session`` is the number of a connected client, ``op`` that of one of its operations. Numbers
+    are not reused. A key is the 32 bytes that the client sent. The cache decides which of its
+    blocks that is, and may use the arguments of ``hello`` for it. Sequences of answers have the
     length and the order of the keys.
 
-    For each ``pin`` there is one ``release``, for each ``grant`` one ``commit`` or ``abort``, also
-    if the call failed or was cancelled, and never before it ended. Calls raise TierError if the
-    cache cannot be asked now; whatever a session holds, ``gone`` lets go of.
+    Each ``pin`` is followed by one ``release``, each ``grant`` by one ``commit`` or ``abort``. That
+    holds for failed and cancelled calls too, and never before they have ended. Calls raise
+    TierError if the cache cannot be asked now. ``gone`` releases all that a session holds.
     """
 
     arena: Arena
-    """Mapped here; holds the slots that ``pin`` and ``grant`` name."""
+    """The arena, mapped in this process; ``pin`` and ``grant`` return its slots."""
     block_bytes_max: int
-    """The longest block that fits into a slot, its label apart."""
+    """Bytes of the longest block that fits into a slot, without its label."""
     writable: bool
-    """Whether anything is ever granted."""
+    """True if clients may be granted slots."""
 
     async def hello(self, session: int, namespace: bytes, block_bytes: int) -> str:
-        """Begin a session of a client with this namespace; why it is refused, or nothing."""
+        """Begin a session of a client; return why it is refused, or an empty string."""
         ...
 
     async def have(self, session: int, keys: Sequence[bytes]) -> bytes:
-        """For each key a byte, 1 if its block could be pinned now: of a set, not of a prefix."""
+        """Return a byte for each key: 1 if its block could be pinned now, whatever the others."""
         ...
 
     async def pin(self, session: int, op: int, keys: Sequence[bytes]) -> Sequence[Pinned | None]:
-        """Hold the blocks that are there, until ``release``; colder levels are read for them.
+        """Pin the blocks that exist until ``release``; read colder levels for them.
 
-        Of the first keys, as many as there is room for: the others are asked for after that.
+        Answers may be fewer than keys: only the first keys that there is room for. The caller asks
+        for the others after ``release``.
         """
         ...
 
     async def release(self, session: int, op: int) -> None:
-        """Nobody reads from the slots of this ``pin`` any more."""
+        """Release the slots of this ``pin``; no process reads from them any more."""
         ...
 
     async def grant(
@@ -71,32 +72,36 @@ class Offers(Protocol):
         lengths: Sequence[int],
         facts: Sequence[Facts],
     ) -> Sequence[int]:
-        """Slots for the client to write to, until ``commit`` or ``abort``; REFUSED, or HAVE.
+        """Lease slots that the client may write to until ``commit`` or ``abort``.
 
-        LATER if there will be room once these slots are committed.
+        Return for each key its slot, or REFUSED, HAVE, or LATER. LATER means that there will be
+        room once these slots are committed.
         """
         ...
 
     async def commit(self, session: int, op: int, labels: Sequence[bytes]) -> Sequence[bool]:
-        """Publish what was written; whether each is there now. Nobody writes to it any more.
+        """Publish what was written; return for each block whether it is in the cache now.
 
-        A label has to be that of the block: key, namespace, length, and checksum of the bytes.
-        Those of blocks that were granted no slot are empty.
+        No process may write to the slots any more. A label must match its block in key, namespace,
+        length and checksum. Labels of blocks without a slot are empty.
         """
         ...
 
     async def abort(self, session: int, op: int) -> None:
-        """Let go of the slots of this ``grant``, to which nobody writes any more."""
+        """Release the slots of this ``grant``; no process may write to them any more."""
         ...
 
     async def remove(self, session: int, keys: Sequence[bytes]) -> None:
-        """Forget these blocks; those that are not there are ignored."""
+        """Forget these blocks; missing ones are ignored."""
         ...
 
     async def purge(self, session: int, salt: bytes | None) -> int:
-        """Forget what clients of this namespace put, or what they put for one salt; how many."""
+        """Forget what clients of this namespace put, or only for one salt; return the number."""
         ...
 
     async def gone(self, session: int) -> None:
-        """The client is gone, and nothing of it touches a slot: all that it held is free."""
+        """End the session of a client that has gone and free all that it held.
+
+        Neither the client nor its transfers may touch a slot any more.
+        """
         ...

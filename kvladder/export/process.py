@@ -1,4 +1,4 @@
-"""The process that serves the clients of a cache, as the cache's side sees it."""
+"""Starts and watches the process that serves the clients of a cache."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ from kvladder.tiers.isolated.wire import Close, Done, Failed, Message, Said, fra
 
 CHILD: Final = "kvladder.export.child"
 CLOSE_S: Final = 2.0
-"""How long it may take to say good-bye to its clients."""
+"""Seconds in which the child must disconnect its clients."""
 
 
 class Export:
-    """Serves the clients of a cache, in a child that maps the arena: NIXL may crash there.
+    """Serves the clients of a cache in a child that maps the arena, so NIXL may crash there.
 
-    What a dead child held is free once it has been waited for; it starts again in the background,
-    at the same port. Ended by ``close``.
+    When a child has died and been waited for, all that it held is free. Another one then starts
+    in the background, at the same port. Ended by ``close``.
 
     Parameters
     ----------
     say:
-        Tells who runs the cache what they should know: a kind, and a sentence.
+        Called with messages to the operator of the cache: a kind, and a sentence.
     module:
-        What the child runs.
+        The module that the child runs.
 
     Raises
     ------
     ConfigError
-        Nobody can be served so: an address in use, a file of keys that is none, no library.
+        Clients cannot be served: the address is in use, the file of keys is wrong, or a library
+        is missing.
     """
 
     def __init__(
@@ -61,12 +62,12 @@ class Export:
         self._serving: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[None] | None = None
         self._process = 0
-        """The child's, 0 while there is none that serves."""
+        """Process id of the child; 0 while no child serves."""
         self._ends = 0
         self._gauges: dict[str, int] = {}
         self._closed = False
         self.address = config.listen or ""
-        """Where clients are served."""
+        """Host and port at which clients are served."""
         if not self._guarded:
             say("export", "clients can write to all slots: export.transports, or huge pages")
         try:
@@ -75,7 +76,7 @@ class Export:
             raise ConfigError(str(error), path="export") from error
 
     def counts(self) -> dict[str, int]:
-        """What was done, and where, as plain data."""
+        """Return the counters, the child's process id and the port, as plain data."""
         own = {"process": self._process, "process_ends": self._ends}
         own["port"] = int(self.address.rpartition(":")[2])
         return {**self._offers.counts(), **self._gauges, **own}
@@ -84,16 +85,16 @@ class Export:
 
     @property
     def _guarded(self) -> bool:
-        """Whether the child can keep clients to the slots that they are granted.
+        """True if the child can confine clients to the slots that they are granted.
 
-        It cannot close huge pages that are reserved, nor memory that a network card writes to.
+        It cannot protect reserved huge pages, nor memory that a network card writes to.
         """
         offers = self._offers
         return not offers.writable or (self._config.transports == "tcp" and not offers.arena.huge)
 
     @contextmanager
     def _descriptor(self) -> Generator[int]:
-        """The arena's, for the child: one that cannot be written to where clients only read."""
+        """Yield the arena's descriptor for the child: a read-only one if clients only read."""
         fd = self._offers.arena.handle.fd
         if self._offers.writable:
             yield fd
@@ -105,7 +106,7 @@ class Export:
             os.close(own)
 
     async def _start(self) -> None:
-        """Start a child and wait until it serves; it is dead again if that fails."""
+        """Start a child and wait until it serves; kill it if that fails."""
         handle = self._offers.arena.handle
         try:
             with self._descriptor() as fd:
@@ -142,7 +143,7 @@ class Export:
         self._process = spawned.pid
 
     async def _serve(self, spawned: Spawned, ready: asyncio.Future[Done]) -> None:
-        """Answer the child until it is gone; then what it held is free."""
+        """Answer the child until it is gone; then free all that it held."""
 
         def told(message: Message) -> None:
             if isinstance(message, Gauges):
@@ -168,11 +169,11 @@ class Export:
             await self._offers.all_gone()
             if not ready.done():
                 ready.set_exception(TierError(f"the process for clients has ended: {spawned.how}"))
-            ready.exception()  # nobody may wait for it any more
+            ready.exception()  # marks it as seen, as the caller may have left
             self._ended(spawned)
 
     def _ended(self, spawned: Spawned) -> None:
-        """A child is dead: if it had served, start another one."""
+        """Start another child if the dead one had served."""
         if self._process == spawned.pid and not self._closed:
             self._process = 0
             self._ends += 1
@@ -186,12 +187,12 @@ class Export:
     # ---- the end
 
     def close(self) -> None:
-        """Take leave of the clients, and end the child; may be called again."""
+        """Disconnect the clients and end the child; may be called again."""
         with suppress(TimeoutError, ClosedError):
             self._portal.call(self.aclose(), timeout_s=CLOSE_S + 1.0)
 
     async def aclose(self) -> None:
-        """The same, on the loop."""
+        """Do the same as ``close``, on the loop."""
         self._closed = True
         if self._starting is not None:
             self._starting.cancel()

@@ -1,4 +1,4 @@
-"""One client of an exporter: its operations, and what they hold of the cache."""
+"""One client of an exporter: its operations, and the slots that they hold."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ from kvladder.tiers.nixl.plane import Area, Plane
 from kvladder.tiers.nixl.pump import Pump, doze
 
 OPERATIONS_MAX = 256
-"""That one client has under way, what it was granted and has not committed among them."""
+"""Highest number of pending operations of one client, uncommitted grants included."""
 
 
 class Session:
-    """What one client asks for. It is over when the plane fails, or by ``fence`` and ``close``.
+    """Does what one client asks for. It ends if the plane fails, or by ``fence`` and ``close``.
 
     Parameters
     ----------
     number:
-        Names it to the cache.
+        The cache's number of this session.
     plane:
-        Joined to the client's; its alone.
+        Joined to the client's plane; used by this session alone.
     far:
-        The slots of the client's, the only ones that are written to.
+        The client's slots, the only ones that are written to.
     writable:
         Whether the client may put, remove and purge.
     block_bytes:
-        The longest block that fits into one of them.
+        Bytes of the longest block that fits into one of the client's slots.
     send:
-        Takes a reply to the client.
+        Sends a reply to the client.
     failed:
-        Is told, once, why the session is over.
+        Called once with the reason when the session fails.
     """
 
     def __init__(
@@ -87,20 +87,20 @@ class Session:
         self._failed = failed
         self._pump = Pump(plane, self._broke, nap)
         self._last = 0
-        """The highest number of an operation."""
+        """Highest number of an operation so far."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._firm: set[int] = set()
-        """Operations that nobody gives up any more but ``close``: they end by themselves."""
+        """Operations that only ``close`` cancels; an abort waits until they end by themselves."""
         self._unwanted: set[int] = set()
-        """Operations that were given up while they were firm: they begin nothing more."""
+        """Aborted operations; if firm, they run on but begin no further part."""
         self._granted: dict[int, int] = {}
-        """Of each offer that was granted slots, how many blocks it names."""
+        """Number of blocks of each offer that was granted slots, by operation."""
         self._held: dict[int, int] = {}
-        """For how many beats each operation has held slots that it waits for the client with."""
+        """Beats for which each operation has held slots while waiting for the client."""
         self._silent = 0
         self._over = False
         self.refused = 0
-        """Messages that say what cannot be."""
+        """Number of invalid messages of the client."""
 
     # ---- the end
 
@@ -110,7 +110,7 @@ class Session:
             self._failed(error)
 
     def beat(self, silent_max: int, held_max: int) -> None:
-        """Count a beat; end a session that is silent, or holds slots, for more than so many."""
+        """Count a beat. End the session if it exceeds ``silent_max`` or ``held_max`` beats."""
         self._silent += 1
         for op in self._held:
             self._held[op] += 1
@@ -122,29 +122,29 @@ class Session:
             self._pump.touch()
 
     def mute(self) -> None:
-        """Take and answer nothing more; to be closed."""
+        """Ignore and answer no further message; ``fence`` and ``close`` follow."""
         self._over = True
 
     def fence(self) -> None:
-        """From now on no byte of the client comes or goes; once, before ``close``."""
+        """End the data plane: no byte is transferred afterwards. Call once, before ``close``."""
         self._over = True
         self._plane.destroy()
         self._pump.close(TierError("the session is over"))
 
     async def close(self) -> None:
-        """Let go of all that the client held."""
+        """Cancel all operations and free all that the client held."""
         tasks = [*self._tasks.values()]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        with suppress(TierError):  # then the cache is gone
+        with suppress(TierError):  # the cache is gone, and its slots with it
             await self._offers.gone(self.number)
 
     # ---- messages
 
     def take(self, message: Request) -> None:
-        """Begin to do what the client asks for; raises WireError if that cannot be."""
+        """Begin what the client asks for; raise WireError if the message is invalid."""
         self._silent = 0
         if self._over:
             return
@@ -152,7 +152,7 @@ class Session:
             case Ping():
                 self._send(Pong(message.op, known=True))
             case Commit():
-                # it may come before the task that has just granted it is seen to have ended
+                # A commit may come before the task of its offer is seen to have ended.
                 if (count := self._granted.pop(message.op, None)) is None:
                     raise WireError("what is committed was not granted")
                 self._held.pop(message.op, None)
@@ -188,14 +188,14 @@ class Session:
         task.add_done_callback(partial(self._ended, op, work))
 
     def _ended(self, op: int, work: Coroutine[Any, Any, Reply], task: asyncio.Task[None]) -> None:
-        work.close()  # it may be that it was given up before it began
+        work.close()  # it may have been cancelled before it began
         if self._tasks.get(op) is task:
             del self._tasks[op]
             self._firm.discard(op)
             self._unwanted.discard(op)
 
     async def _answered(self, op: int, work: Coroutine[Any, Any, Reply]) -> None:
-        """Do it, and tell the client what came of it."""
+        """Await ``work`` and send its answer, or its failure, to the client."""
         try:
             answer: Reply = await work
         except WireError as error:
@@ -208,14 +208,14 @@ class Session:
         if not self._over:
             self._send(answer)
 
-    # ---- what is asked for
+    # ---- requests
 
     async def _lookup(self, message: Lookup) -> Reply:
         keys = keys_in(message.keys)
         return Found(message.op, bytes(await self._offers.have(self.number, keys)))
 
     async def _get(self, message: Get) -> Reply:
-        """Pin what is there, write it to the client, and say what it is."""
+        """Pin the blocks that exist, write them to the client, and answer with their labels."""
         op, slots = message.op, message.slots
         keys = keys_in(message.keys, len(slots))
         if any(not 0 <= slot < self._far.slots for slot in slots) or len({*slots}) < len(slots):
@@ -233,7 +233,7 @@ class Session:
     async def _sent(
         self, op: int, keys: Sequence[bytes], slots: Sequence[int]
     ) -> list[Pinned | None]:
-        """What has been written to the client, of the first keys, as many as there is room for."""
+        """Write the first blocks that there is room for to the client; return them."""
         try:
             pinned = await self._offers.pin(self.number, op, keys)
             found = [one if one and self._fits(one.length) else None for one in pinned]
@@ -257,13 +257,13 @@ class Session:
         return 0 < length <= self._block_bytes
 
     async def _unwritten(self, message: Offer | Remove | Purge) -> Reply:
-        """Answer a client that may only read, as if nothing of it were wanted or there."""
+        """Answer a read-only client: refuse all its blocks, and remove nothing."""
         if isinstance(message, Offer):
             return Grant(message.op, [REFUSED] * len(message.lengths))
         return Done(message.op)
 
     async def _offer(self, message: Offer) -> Reply:
-        """Ask the cache for slots; those that it grants stay granted until commit or abort."""
+        """Ask the cache for slots. They stay granted until commit or abort."""
         op, count = message.op, len(message.lengths)
         keys, facts = keys_in(message.keys, count), facts_in(message.facts)
         if len(facts) != count or not all(map(self._fits, message.lengths)):
@@ -281,7 +281,7 @@ class Session:
         return Grant(op, [int(slot) for slot in slots])
 
     async def _commit(self, message: Commit, count: int) -> Reply:
-        """Publish what was written."""
+        """Publish the blocks that the client wrote."""
         op = message.op
         try:
             labels = labels_in(message.labels, count)
@@ -291,7 +291,7 @@ class Session:
         return Stored(op, bytes(await self._offers.commit(self.number, op, labels)))
 
     async def _abort(self, message: Abort) -> Reply:
-        """Have another operation be over, one way or the other."""
+        """End another operation: cancel it, or wait for it if it is firm; return its slots."""
         of = message.of
         if (task := self._tasks.get(of)) is not None:
             self._unwanted.add(of)

@@ -1,1 +1,1 @@
-"""What a published model's configuration says of its KV cache."""
+"""Finds out from a published model's configuration what its KV cache keeps."""

@@ -1,4 +1,4 @@
-"""The first phase of a plan: handlers are asked what each layer of a model's cache keeps."""
+"""The first phase of a plan: asks handlers what each layer of a model's cache keeps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvladder.gpu.sizing.base import ResourceHandler
 
 
 def handlers() -> list[type[ResourceHandler]]:
-    """Those that come with kvladder first, then those that other packages add."""
+    """Return all handlers: kvladder's own first, then those of other packages."""
     own = [*registry.BUILT_IN["handlers"]]
     more = [name for name in registry.names("handlers") if name not in own]
     return [registry.load("handlers", name) for name in own + more]
@@ -19,10 +19,10 @@ def handlers() -> list[type[ResourceHandler]]:
 def collected(
     layers: Sequence[Any], asked: Sequence[type[ResourceHandler]] | None = None
 ) -> list[list[ResourceHandler]]:
-    """What each layer of a cache keeps, after one token went through it.
+    """Return what each layer of a cache keeps after one token.
 
-    ``asked`` are the handlers; None for all that there are. A layer that none of them knows keeps
-    nothing here.
+    ``asked`` are the handlers to use; None for all. A layer that no handler knows gets an empty
+    list.
     """
     kinds = handlers() if asked is None else asked
     return [

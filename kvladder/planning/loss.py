@@ -1,4 +1,4 @@
-"""What codecs do to a model's answers: its logits over keys and values that went through them."""
+"""Measures how codecs change a model's answers: its logits over decoded keys and values."""
 
 from __future__ import annotations
 
@@ -23,43 +23,51 @@ _KEY = BlockKey(bytes(32))
 
 @dataclass
 class Loss:
-    """What answers lost, over all prompts so far, to those over keys and values as they were."""
+    """Loss of answers against those over the original keys and values; sums over all prompts."""
 
     tokens: int = 0
-    """Whose logits were compared; each has as many as the model knows words."""
+    """Number of tokens with compared logits; each token has a logit per word of the vocabulary."""
     divergence: float = 0.0
-    """Of the words' probabilities, Kullback-Leibler, in nats: the sum over tokens."""
+    """Kullback-Leibler divergence of the words' probabilities, in nats, summed over tokens."""
     most: float = 0.0
-    """The largest divergence of a token."""
+    """Largest divergence of a token, in nats."""
     agreed: int = 0
-    """Tokens after which the most likely word is the same."""
+    """Number of tokens after which the most likely word is the same."""
     said: int = 0
-    """Tokens of prompts that were to be guessed."""
+    """Number of tokens of prompts that were predicted."""
     surprise: float = 0.0
-    """Of those: the sum of their negative log probabilities, in nats."""
+    """Sum of the negative log probabilities of predicted tokens, in nats, without codecs."""
     coded_surprise: float = 0.0
-    """The same over what went through the codecs."""
+    """Sum of the same over keys and values that went through the codecs."""
     plain_bytes: int = 0
     stored_bytes: int = 0
-    """What the keys and values came to before the codecs and behind them."""
+    """Bytes of the encoded keys and values; ``plain_bytes`` are those before encoding."""
 
     @property
     def mean(self) -> float:
-        """The divergence of a token, in nats."""
+        """Mean divergence of a token, in nats."""
         return self.divergence / self.tokens
 
     @property
     def agreement(self) -> float:
-        """The share of tokens after which the most likely word is the same."""
+        """Share of tokens after which the most likely word is the same."""
         return self.agreed / self.tokens
 
     @property
     def perplexity(self) -> tuple[float, float]:
-        """Without the codecs, and with them."""
+        """Perplexity without the codecs, and with them."""
         return exp(self.surprise / self.said), exp(self.coded_surprise / self.said)
 
     def add(self, right: torch.Tensor, found: torch.Tensor, then: torch.Tensor) -> None:
-        """Take in logits ``[tokens, words]`` and the words that followed all but the last token."""
+        """Add the loss of one prompt's second half.
+
+        Parameters
+        ----------
+        right, found:
+            Logits ``[tokens, words]`` without the codecs, and with them.
+        then:
+            The words that followed all tokens but the last.
+        """
         exact, coded = (one.double().log_softmax(-1) for one in (right, found))
         apart = (exact.exp() * (exact - coded)).sum(-1).clamp_(min=0)
         self.tokens += len(apart)
@@ -73,18 +81,18 @@ class Loss:
 
 
 class Evaluation:
-    """Runs each prompt's second half twice: over the first, and over what codecs left of that.
+    """Runs each prompt's second half twice: over the first half, and over its decoded copy.
 
     Parameters
     ----------
     model:
-        A causal language model of transformers whose layers cache keys and values.
+        A causal language model of transformers; its layers must cache keys and values.
     make_codecs:
-        New codecs, not yet opened, in the order in which a level applies them.
+        Returns new codecs, not yet opened, in the order in which a level applies them.
     kinds:
-        The layers whose keys and values go through them, as ``Layout.kinds`` calls them.
+        Kinds of layers to encode, named as in ``Layout.kinds``.
     block_tokens:
-        Tokens of a block.
+        Tokens per block.
     """
 
     def __init__(
@@ -97,9 +105,9 @@ class Evaluation:
     ) -> None:
         self.loss = Loss()
         self.changed: set[str] = set()
-        """The kinds of layers that went through the codecs so far."""
+        """Kinds of layers that were encoded so far."""
         self.spared: set[str] = set()
-        """The kinds of layers that did not."""
+        """Kinds of layers that were not encoded."""
         self._model = model
         self._make_codecs = make_codecs
         self._kinds = kinds
@@ -108,7 +116,7 @@ class Evaluation:
 
     @property
     def shortest(self) -> int:
-        """How many tokens a prompt must have."""
+        """Least number of tokens of a prompt."""
         return 2 * self._size
 
     @torch.inference_mode()
@@ -136,7 +144,7 @@ class Evaluation:
         self.loss.add(right, found, tokens[0, held + 1 :].cpu())
 
     def _change(self, number: int, layer: Any) -> None:
-        """Put what a layer holds of the first half through the codecs."""
+        """Encode and decode what a layer holds of the first half."""
         keys: Any = getattr(layer, "keys", None)
         if keys is None or keys.dim() != 4 or layer.values.shape[:3] != keys.shape[:3]:
             what = f"layer {number}: {type(layer).__name__}"
@@ -152,7 +160,7 @@ class Evaluation:
         layer.keys, layer.values = back[..., :size], back[..., size:]
 
     def _through(self, both: torch.Tensor) -> torch.Tensor:
-        """``[heads, tokens, numbers]`` as they come back; blocks hold all heads, as in engines."""
+        """Return ``[heads, tokens, numbers]`` decoded; blocks hold all heads, as in engines."""
         heads, tokens, row = both.shape
         blocks = -(-tokens // self._size)
         padded = both.new_zeros(heads, blocks * self._size, row)
@@ -164,7 +172,7 @@ class Evaluation:
         return pages.transpose(0, 1).reshape(heads, blocks * self._size, row)[:, :tokens]
 
     def _block(self, chain: Chain, page: torch.Tensor) -> None:
-        """Store a block and load it again, in place."""
+        """Encode and decode a block in place; count its bytes."""
         data = memoryview(cast("Buffer", page.view(torch.uint8).numpy())).cast("B")
         slot = memoryview(bytearray(len(data)))
         stored, coding = chain.encode(Subject(_KEY), data, slot)

@@ -1,7 +1,7 @@
-"""What a model keeps per token and per sequence, found out from its Hugging Face ``config.json``.
+"""Finds out what a model keeps per token and sequence, from its Hugging Face ``config.json``.
 
-One token is run through it where torch and transformers are installed and know it; else rules read
-the file.
+If torch and transformers are installed and know the model, one token is run through it. Otherwise
+rules read the file.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from kvladder.planning.reading import ModelFile
 
 _HINT: Final = "leave --model out; the engine names its layout when it starts"
 SAID_MAX: Final = 200
-"""Characters of an error that are handed on."""
+"""Highest number of characters quoted from an error."""
 
 
 class ModelResources(NamedTuple):
-    """What a model keeps."""
+    """The resources that a model keeps."""
 
     model: ModelFile
     layers: int
     resources: list[ResourceHandler]
     how: str
-    """By which way it was found out, in words."""
+    """Way in which they were found out, in words."""
 
 
 def kept_by(
     path: Path, *, dtype: str | None = None, state_dtype: str | None = None, hint: str = _HINT
 ) -> ModelResources:
-    """What the model of a ``config.json``, or of the folder that holds it, keeps.
+    """Return what the model of a ``config.json`` keeps.
 
     Parameters
     ----------
     path:
         The file or its folder.
     dtype:
-        Of the KV cache; None takes the model's.
+        Data type of the KV cache; None takes the model's.
     state_dtype:
-        Of recurrent states; None takes what the file says of them, or the model's.
+        Data type of recurrent states; None takes the one in the file, else the model's.
     hint:
-        What to do where it cannot be found out.
+        Advice for errors: what to do if it cannot be found out.
 
     Raises
     ------
     LayoutError
-        It cannot be found out.
+        The resources cannot be found out.
     ConfigError
         The file cannot be read.
     """
@@ -68,12 +68,12 @@ def kept_by(
 
 
 def bytes_per_token(path: Path, *, dtype: str | None = None) -> int:
-    """Bytes of KV per token, all layers and ranks together; see ``kept_by``.
+    """Return the bytes of KV per token, all layers and ranks together; see ``kept_by``.
 
     Raises
     ------
     LayoutError
-        It cannot be found out, or the model keeps something else than KV.
+        The resources cannot be found out, or the model keeps something other than KV.
     ConfigError
         The file cannot be read.
     """

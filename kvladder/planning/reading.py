@@ -1,4 +1,4 @@
-"""A model's ``config.json``: its values, the types of what it keeps, and errors that name it."""
+"""Reads a model's ``config.json``: its values, and the data types of its caches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from kvladder.schema import is_mapping
 
 
 class ModelFile:
-    """A model's configuration; what is missing or wrong raises LayoutError naming the file.
+    """A model's configuration. Missing or wrong values raise LayoutError, which names the file.
 
-    ``dtype`` is that of its KV cache, ``state_dtype`` that of recurrent states, None the model's;
-    ``hint`` what to do where the file does not do.
+    ``dtype`` is the data type of its KV cache, ``state_dtype`` that of recurrent states. None for
+    ``dtype`` takes the model's. None for ``state_dtype`` takes the file's ``mamba_ssm_dtype``, else
+    the model's. ``hint`` is advice for errors: what to do if the file does not suffice.
     """
 
     def __init__(
@@ -24,10 +25,10 @@ class ModelFile:
     ) -> None:
         self.file = path / "config.json" if path.is_dir() else path
         self.whole: Mapping[str, Any] = _read(self.file)
-        """All that the file says."""
+        """Content of the file."""
         text = self.whole.get("text_config")
         self.values = {**self.whole, **text} if is_mapping(text) else self.whole
-        """What it says of the language model, which a multimodal model has within."""
+        """Values of the language model; a multimodal model has them in ``text_config``."""
         self.hint = hint
         said = ("dtype", "torch_dtype")
         own: Any = self.get(*said) or next(filter(None, map(self.whole.get, said)), None)
@@ -36,9 +37,9 @@ class ModelFile:
             hint = f"--dtype with one of: {', '.join(ITEM_BYTES)}"
             raise self.wrong(f"dtype {name!r}", hint=hint)
         self.dtype: str = name
-        """Of the KV cache."""
+        """Data type of the KV cache."""
         self.conv_dtype: str = own if own in ITEM_BYTES else "float32"
-        """Of the inputs that convolutions keep: the model's own."""
+        """Data type of the inputs that convolutions keep: the model's own."""
         state: Any = state_dtype or self.get("mamba_ssm_dtype")
         if state_dtype not in {None, *ITEM_BYTES}:
             hint = f"--state-dtype with one of: {', '.join(ITEM_BYTES)}"
@@ -46,15 +47,18 @@ class ModelFile:
         self.state_dtype: str = state if state in ITEM_BYTES else self.conv_dtype
 
     def wrong(self, what: str, *, hint: str | None = None) -> LayoutError:
-        """An error that names the file."""
+        """Return an error that names the file."""
         return LayoutError(what, path=str(self.file), hint=self.hint if hint is None else hint)
 
     def get(self, *names: str) -> Any:
-        """The first of these keys that has a value, or None."""
+        """Return the value of the first of these keys that has one, or None."""
         return next((self.values[n] for n in names if self.values.get(n) is not None), None)
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """The same, as a number of 1 or more; without a default it must be there."""
+        """Return the same as ``get``, as a number of 1 or more.
+
+        Raises LayoutError if it is not one, or is missing and there is no default.
+        """
         value = self.get(*names)
         if value is None and default is not None:
             return default

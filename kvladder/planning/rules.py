@@ -1,7 +1,7 @@
-"""What layers of attention keep, read from a ``config.json`` alone.
+"""Reads from a ``config.json`` alone what layers of attention keep.
 
-For models that cannot be run (see :mod:`kvladder.planning.running`). What the file does not say
-plainly is refused: no number is better than a wrong one.
+For models that cannot be run (see :mod:`kvladder.planning.running`). If the file is not plain, the
+rules refuse it: no number is better than a wrong one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KINDS: Final = {
     "sliding_attention": _WINDOW,
     "chunked_attention": ("attention_chunk_size",),
 }
-"""By the name of a kind of layer, the keys of its window."""
+"""Keys that give a layer's window, by the name of its kind; None for no window."""
 
 REFUSED_KEYS: Final = (
     # kinds of layers: GPT-Neo, MiniMax, RecurrentGemma, MiMo-V2, Ling, Phi-4-flash
@@ -34,7 +34,7 @@ REFUSED_KEYS: Final = (
     # heads by layer: Nemotron-NAS, Gemma 4, DeciLM
     *("block_configs", "global_head_dim", "num_global_key_value_heads"),
     "num_key_value_heads_per_layer",
-    # what is kept beside a layer's own KV, or not at all: DeepSeek, images, Gemma 3n, Hunyuan
+    # more than a layer's own KV, or none of it: DeepSeek, images, Gemma 3n, Hunyuan
     *("compress_ratios", "index_head_dim", "cross_attention_layers", "is_encoder_decoder"),
     *("num_kv_shared_layers", "use_cla"),
     # states: Mamba, Kimi Linear, PLaMo 2, Qwen3-Next, LFM2, Nemotron-H
@@ -42,13 +42,13 @@ REFUSED_KEYS: Final = (
     *("mamba_step", "full_attention_interval", "conv_L_cache", "full_attn_idxs"),
     "hybrid_override_pattern",
 )
-"""Where one of them has a value, and is not false, layers keep something else than is read here."""
+"""If one of them has a value and is not false, layers keep something these rules do not cover."""
 
 REFUSED_TYPES: Final = (
     *("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
     "longcat_flash",
 )
-"""Models whose files do not show that layers keep something else."""
+"""Types of models that keep something else, though their files do not show it."""
 
 STATED: Final = {
     "head_dim": """
@@ -66,12 +66,12 @@ STATED: Final = {
     "kv_channels": "jetmoe",
     "sliding_window": "mistral moshi",
 }
-"""Keys that the files of these types of models must have: else their class has something other
-than is read here. Found out by tests/unit/test_models.py over all types."""
+"""Keys that the files of these types of models must have. Without them the model's class uses
+defaults that these rules do not know. Found by tests/unit/test_models.py over all types."""
 
 
 def layers(model: ModelFile) -> list[Layer]:
-    """The layers that keep KV; LayoutError where the file does not say plainly what they keep."""
+    """Return the layers that keep KV; raise LayoutError if the file is not plain about them."""
     for key in REFUSED_KEYS:
         if model.get(key):
             raise model.wrong(f"{key}: what layers keep of it is not known")
@@ -112,7 +112,7 @@ def _head_dim(model: ModelFile) -> int:
 
 
 def _windows(model: ModelFile) -> list[int | None]:
-    """How many tokens a token reads, by layer; None for all."""
+    """Return how many tokens a token reads, by layer; None for all."""
     named = model.get("layer_types")
     count = model.number(*_LAYERS, default=len(named) if is_list(named) else None)
     if not is_list(named):
@@ -126,7 +126,7 @@ def _windows(model: ModelFile) -> list[int | None]:
 
 
 def _kind(model: ModelFile) -> str:
-    """The kind of all layers, where the file does not name each one's."""
+    """Return the kind of all layers, for a file that does not name each layer's."""
     if model.get("attention_chunk_size") is not None or model.get("use_sliding_window") is True:
         raise model.wrong("layer_types: missing, and not all layers have a window")
     for name in ("_sliding_window_pattern", "sliding_window_pattern"):

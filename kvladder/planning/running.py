@@ -1,7 +1,7 @@
-"""What a model keeps, found out by running one token through it; needs torch and transformers.
+"""Finds out what a model keeps by running one token through it; needs torch and transformers.
 
-It runs on torch's device ``meta``, which has shapes and no numbers: nothing is downloaded or
-allocated, and code that comes with a model is not run.
+The model runs on torch's device ``meta``, which has shapes and no numbers. Nothing is downloaded
+or allocated, and code that comes with a model is not run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OURS: Final = (Layer.__module__, State.__module__)
 
 
 class _Numbers(TorchFunctionMode):
-    """Answers where a model asks for numbers, which decide nothing about the shapes it keeps."""
+    """Gives a model fixed numbers when it asks for some; they do not affect the shapes it keeps."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -44,16 +44,16 @@ class _Numbers(TorchFunctionMode):
 
 
 def run(model: ModelFile) -> tuple[int, list[ResourceHandler], str]:
-    """The model's number of layers, all that they keep, and how that was found out.
+    """Return a model's number of layers, all that they keep, and how that was found out.
 
     Raises
     ------
     LayoutError
-        It keeps a cache of a kind that is not known here.
+        The model keeps a cache of an unknown kind.
     LookupError
         There is no class for this type of model, or the class caches nothing.
     Exception
-        What the class raises.
+        The class raised it.
     """
     name, cache = _after_one_token(model)
     kinds: list[Any] = [*map(type, cache.layers)]
@@ -78,7 +78,7 @@ def run(model: ModelFile) -> tuple[int, list[ResourceHandler], str]:
 
 
 def _after_one_token(model: ModelFile) -> tuple[str, Any]:
-    """The name of a model's class, and its cache after one token."""
+    """Return the name of a model's class, and its cache after one token."""
     transformers.logging.set_verbosity_error()
     kinds: Any = CONFIG_MAPPING
     kind: Any = model.whole.get("model_type")
@@ -86,7 +86,7 @@ def _after_one_token(model: ModelFile) -> tuple[str, Any]:
         raise LookupError(f"transformers {transformers.__version__} does not know {kind!r}")
     config: Any = kinds[kind].from_json_file(model.file)
     text = config.get_text_config(decoder=True)
-    text.is_decoder = True  # what may be an encoder, such as BERT, caches nothing as one
+    text.is_decoder = True  # models such as BERT cache nothing as encoders
     auto: Any = transformers.AutoModelForCausalLM
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -94,7 +94,7 @@ def _after_one_token(model: ModelFile) -> tuple[str, Any]:
         else:
             auto = transformers.AutoModel
     with catch_warnings(), torch.device("meta"), torch.inference_mode(), _Numbers():
-        simplefilter("ignore")  # what its class warns of is for those who compute with it
+        simplefilter("ignore")  # warnings of the class concern real computation
         made = auto.from_config(text, dtype=torch.bfloat16).eval()
         cache = cache_utils.DynamicCache(config=text)
         token = torch.zeros(1, 1, dtype=torch.long)
@@ -104,7 +104,7 @@ def _after_one_token(model: ModelFile) -> tuple[str, Any]:
 
 
 def _typed(one: ResourceHandler, model: ModelFile) -> ResourceHandler:
-    """With the type that the file says; what it says nothing of keeps the one that was found."""
+    """Return a resource with the data type that the file gives; others keep the type found."""
     types: dict[type[ResourceHandler], str] = {
         Layer: model.dtype,
         State: model.state_dtype,

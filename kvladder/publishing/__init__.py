@@ -1,1 +1,1 @@
-"""What others are told: events as a stream, metrics as text."""
+"""Publishes events of a cache as a stream, and its metrics."""

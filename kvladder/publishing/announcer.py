@@ -1,4 +1,4 @@
-"""Events that tell what each level holds, exactly and from the beginning."""
+"""Makes an exact stream of events of what each level holds, from the beginning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvladder.keys import BlockKey
 from kvladder.tiers.ladder import Holdings, Ladder
 
 COMPARE_MAX: Final = 1024
-"""Blocks compared per call, so that an engine's step is not held up; about a millisecond."""
+"""Blocks compared per call, about a millisecond, so that an engine's step is not delayed."""
 
 
 def _parts(keys: Sequence[BlockKey]) -> Iterator[Sequence[BlockKey]]:
@@ -20,20 +20,21 @@ def _parts(keys: Sequence[BlockKey]) -> Iterator[Sequence[BlockKey]]:
 
 
 class Announcer:
-    """Takes a cache's events and makes a stream of them that, replayed, gives each level's index.
+    """Turns a cache's events into a stream; replaying the stream gives the index of each level.
 
-    What was recovered at start is announced as stored. Where the buffer of events has overflowed,
-    what was said is compared with what is there, a part per call, and the difference announced, so
-    that nobody has to forget everything. For that it remembers what it said: about 50 bytes a
-    block. It is the only one who takes the cache's events; its calls come from one thread.
+    Blocks recovered at start are announced as stored. If the buffer of events overflows, the
+    announcer compares what it has announced with what the levels hold, a part per call. It
+    announces only the differences, so listeners need not forget everything. For that it remembers
+    what it has announced: about 50 bytes per block. No other caller may take the cache's events.
+    All calls come from one thread.
 
     Parameters
     ----------
     above:
-        Levels above the ladder's, hottest first, whose events are among the ladder's.
+        Levels above the ladder's, hottest first. Their events are among the ladder's.
     order:
-        Returns blocks of which listeners learn more if they hear of them in this order. What is
-        announced again, or after a comparison, begins with them, whichever level holds them.
+        Returns blocks in the order in which listeners learn most, such as parents first. Repeats
+        and comparisons begin with these blocks, whichever level holds them.
     """
 
     def __init__(
@@ -52,12 +53,12 @@ class Announcer:
         self._first: Sequence[BlockKey] = ()
         """Blocks to be announced again before anything else, in this order."""
         self._again: Iterator[BlockKey] | None = None
-        """Further ones, in parts and in any order."""
+        """Further blocks to be announced again, in parts and in any order."""
         self._renew = False
         self._doubt()
 
     def _doubt(self) -> None:
-        """Compare everything in the calls to come."""
+        """Compare everything in the next calls."""
         self._doubts.clear()
         for name, index in self._indexes.items():
             if index.places:
@@ -66,17 +67,17 @@ class Announcer:
                 self._doubts.append((name, iter(list(self._told[name]))))
 
     def _held(self, index: Holdings) -> Iterator[BlockKey]:
-        """What it holds, a part at a time; what comes meanwhile is told by events."""
+        """Yield the blocks of a level, read a part at a time. Events tell of later changes."""
         for start in range(0, index.places, COMPARE_MAX):
             with self._lock:
                 part = index.held(start, start + COMPARE_MAX)
             yield from part
 
     def repeat(self) -> None:
-        """Announce all that was announced again, in the calls to come.
+        """Announce everything again, in the next calls.
 
-        For listeners who were told that everything is cleared. Those who did not take it to be
-        about these levels hear of blocks that they know; and each hears of all that are removed.
+        For listeners that were told that everything is cleared. A listener that did not clear
+        these levels hears of blocks that it knows. Every listener still hears of every removal.
         """
         rest = set[BlockKey]().union(*self._told.values())
         self._first = [key for key in self._order() if key in rest]
@@ -85,28 +86,28 @@ class Announcer:
         self._renew = self._renew and bool(self._first or rest)
 
     def _levels(self, key: BlockKey) -> list[str]:
-        """Return the levels at which a block was announced."""
+        """Return the levels at which a block is announced."""
         return [name for name, told in self._told.items() if key in told]
 
     def retell(self, keys: Sequence[BlockKey]) -> None:
-        """Announce those of ``keys`` that were announced again: more is known of them now."""
+        """Announce those of ``keys`` again that are announced: more is known of them now."""
         self._first = [*self._first, *keys]
 
     def renew(self) -> None:
-        """Announce all that was announced as removed and as stored, in the calls to come.
+        """Announce every announced block as removed and as stored again, in the next calls.
 
-        For a caller who tells listeners other names from now on.
+        For a caller that gives listeners other names from now on.
         """
         self.repeat()
         self._renew = bool(self._first or self._again)
 
     @property
     def pending(self) -> bool:
-        """Whether another call has something to announce even if nothing happens meanwhile."""
+        """True if the next ``take`` may return something even without new events."""
         return bool(self._doubts or self._first or self._again)
 
     def take(self) -> list[Stored | Removed]:
-        """What is to be announced now, in order."""
+        """Return the events to be announced now, in order."""
         found: list[Stored | Removed] = []
         first, self._first = self._first, ()
         for batch in _parts(first):
@@ -118,7 +119,7 @@ class Announcer:
                 self._doubt()
                 for batch in _parts(self._order()):
                     self._compare(found, [*self._indexes], batch)
-                break  # what follows is compared, too: a part of it is of no use
+                break  # the comparison covers the later events, too
             if isinstance(event, Stored):
                 self._stored(found, event.level, event.keys)
             else:
@@ -139,7 +140,7 @@ class Announcer:
         return found
 
     def _repeat(self, found: list[Stored | Removed], batch: Sequence[BlockKey]) -> None:
-        """Announce again what was announced, one block's levels before the next block's."""
+        """Announce blocks again: for each block all its levels, then the next block."""
         for levels, run in groupby(batch, key=self._levels):
             keys = tuple(run)
             if self._renew:
@@ -149,7 +150,7 @@ class Announcer:
     def _compare(
         self, found: list[Stored | Removed], names: Sequence[str], batch: Sequence[BlockKey]
     ) -> None:
-        """Announce what differs. What events tell later is then no news to ``_told``."""
+        """Announce differences and note them in ``_told``, so later events do not repeat them."""
         held: dict[str, set[BlockKey]] = {}
         for name in names:
             index = self._indexes[name]

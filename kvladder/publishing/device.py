@@ -1,4 +1,4 @@
-"""What a device's block pools hold, as the hottest level of what is announced."""
+"""Announces what a device's block pools hold, as the hottest level."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from kvladder.keys import BlockKey
 from kvladder.tiers.ladder import Ladder
 
 DEVICE: Final = ""
-"""Names the level of a device's pools; every tier has a longer name."""
+"""Name of the level of a device's pools. No tier's name is empty."""
 MEDIUM: Final = "GPU"
 
 
 class Known(NamedTuple):
-    """What is told of a block: all that names its content."""
+    """The announced facts of a block: everything that names its content."""
 
     parent: BlockKey | None
     tokens: array[int]
     lora: str
     extra: tuple[Any, ...]
-    """As in vLLM's ``extra_keys``: adapter, ``(digest, offset)`` of images, cache salt."""
+    """The adapter, images as ``(digest, offset)``, the cache salt; as in vLLM's ``extra_keys``."""
 
 
 class OnDevice:
-    """The whole blocks of one group of layers: which are on the device, and what each holds.
+    """Keeps the whole blocks of one group of layers: which are on the device, and their content.
 
-    ``hear`` runs on the engine's thread and tells the ladder's events what comes to the device and
-    leaves it, so the order among all levels is that in which it happened. As ``Holdings``, it has
-    no places to look at: ``known`` has every block that is on the device.
+    ``hear`` runs on the engine's thread. It adds arrivals and departures on the device to the
+    ladder's events, so events of all levels stay in the order in which they happened. As
+    ``Holdings``, it offers no places to scan: ``known`` has every block that is on the device.
 
     Parameters
     ----------
     group:
-        Number of the group, whose blocks are of use with all blocks before them alone.
+        Number of the group. Its blocks are useful only with all blocks before them.
     """
 
     def __init__(self, group: int, block_tokens: int) -> None:
@@ -46,9 +46,9 @@ class OnDevice:
         self.known: dict[BlockKey, Known] = {}
         """Blocks on the device or in a tier, as far as the pool knows; parents come first."""
         self.learnt = deque[BlockKey]()
-        """Blocks of which tiers told before anybody knew what is in them."""
+        """Blocks that tiers announced before their content was known."""
         self.renamed = False
-        """Whether blocks that tiers hold have lost the names that were told of them."""
+        """True if announced contents no longer name the blocks that tiers hold."""
         self._held = set[BlockKey]()
         self._ladder: Ladder | None = None
 
@@ -69,16 +69,16 @@ class OnDevice:
         return key in self._held
 
     def begin(self, ladder: Ladder) -> None:
-        """Tell this ladder's events from now on; the pool is empty."""
+        """Add to this ladder's events from now on; the pool is empty."""
         self._ladder = ladder
 
     def rename(self) -> None:
-        """Have listeners forget which content was told of blocks that tiers hold."""
+        """Make listeners forget the announced contents of blocks that tiers hold."""
         self.renamed = True
         self._wake()
 
     def hear(self, event: PoolEvent) -> None:
-        """Note what happened in the pool, and tell what comes to the device or leaves it."""
+        """Note an event of the pool; announce blocks that come to the device or leave it."""
         if isinstance(event, PoolStored):
             self._stored(event)
         elif isinstance(event, PoolRemoved):
@@ -94,7 +94,7 @@ class OnDevice:
         parent, new = event.parent, list[BlockKey]()
         adapter = [event.lora] if event.lora else []
         for block in event.blocks:
-            if len(block.tokens) == self.block_tokens:  # one that is cut short names no prefix
+            if len(block.tokens) == self.block_tokens:  # a partial block names no prefix
                 salt = [event.salt] if event.salt and parent is None else []
                 images = [(content, offset) for offset, content in block.extra]
                 extra = (*adapter, *images, *salt)

@@ -1,4 +1,4 @@
-"""What statistics mean to somebody who watches: names, kinds, units and labels of metrics."""
+"""Maps statistics to metrics: their names, kinds, units and labels."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from kvladder.metrics import AGES_S, DISTANCES, POOL, SECTIONS, Stats
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One metric; counters end in ``_total``."""
+    """One metric. Names of counters end in ``_total``."""
 
     name: str
-    """As it is exposed."""
+    """Name under which it is exposed."""
     help: str
     fields: Mapping[str, tuple[str, ...]]
-    """From which statistics it comes, and what labels of its own each of them has."""
+    """Statistics that it is made of, and the labels that each of them adds."""
     labels: tuple[str, ...] = ("tier",)
     section: str = "tier"
     bounds: Literal["", "ages", "distances"] = ""
 
     @property
     def le(self) -> tuple[float, ...]:
-        """Of a histogram: the inclusive upper bounds of its buckets."""
+        """Inclusive upper bounds of a histogram's buckets; empty for other kinds."""
         return {"": (), "ages": AGES_S, "distances": DISTANCES}[self.bounds]
 
     @property
     def kind(self) -> Literal["counter", "gauge", "histogram"]:
-        """What its values are."""
+        """Kind of the metric."""
         if self.bounds:
             return "histogram"
         return "counter" if self.name.endswith("_total") else "gauge"
@@ -42,7 +42,7 @@ METRICS: Final = msgspec.yaml.decode(
 
 
 class Sample(NamedTuple):
-    """One value of a metric under some labels; a histogram's is its plain data."""
+    """One value of a metric under some labels. A histogram's value is its plain data."""
 
     metric: Metric
     labels: tuple[str, ...]
@@ -50,7 +50,7 @@ class Sample(NamedTuple):
 
 
 def samples(stats: Stats) -> Iterator[Sample]:
-    """The values of all metrics in some statistics."""
+    """Yield the values of all metrics in some statistics."""
     for name, values in stats.items():
         section = name if name in SECTIONS else "tier"
         if name.startswith(POOL):
@@ -64,7 +64,7 @@ def samples(stats: Stats) -> Iterator[Sample]:
 
 
 def _samples(metric: Metric, labels: tuple[str, ...], value: Any) -> Iterator[Sample]:
-    """One sample, or one per label that ``value`` has as its keys."""
+    """Yield one sample, or one for each label among the keys of ``value``."""
     if len(labels) == len(metric.labels):
         yield Sample(metric, labels, value)
         return

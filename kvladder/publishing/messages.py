@@ -1,4 +1,4 @@
-"""What an announcer says, as events on the wire: blocks that follow each other go into one."""
+"""Turns an announcer's events into events on the wire; consecutive blocks share one event."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvladder.tiers.ladder import Holdings, Ladder
 
 
 class Messages:
-    """Makes vLLM's events of a ladder's, and of a device's above it. Calls come from one thread.
+    """Turns the events of a ladder, and of a device above it, into vLLM's. One thread calls it.
 
-    Tokens, parent, adapter and extra keys are told of blocks that the device's pool knows. Of all
-    others only the hash is told.
+    Blocks that the device's pool knows are told with tokens, parent, adapter and extra keys.
+    Others are told with their hash only.
     """
 
     def __init__(self, ladder: Ladder, block_tokens: int, device: OnDevice | None = None) -> None:
@@ -34,15 +34,15 @@ class Messages:
 
     @property
     def pending(self) -> bool:
-        """Whether another call of ``take`` has something to tell even if nothing happens."""
+        """True if the next ``take`` may return something even without new events."""
         return self._announcer.pending
 
     def repeat(self) -> None:
-        """Tell everything again, to listeners that were told that everything is cleared."""
+        """Tell everything again in the next calls; listeners were told to clear everything."""
         self._announcer.repeat()
 
     def take(self) -> list[BlockStored | BlockRemoved]:
-        """Return what is to be told now, in order."""
+        """Return the events to be sent now, in order."""
         if self._device is not None:
             learnt = self._device.learnt
             self._announcer.retell([learnt.popleft() for _ in range(len(learnt))])
@@ -63,7 +63,7 @@ class Messages:
         return BlockRemoved(hashes, medium, level)
 
     def _stored(self, event: Stored) -> list[BlockStored]:
-        """Return an event for each run of blocks that follow each other, or that nobody knows."""
+        """Return an event for each run of blocks that follow each other or have unknown content."""
         runs: list[list[tuple[BlockKey, Known | None]]] = []
         for key in event.keys:
             known = self._known.get(key)
@@ -79,7 +79,7 @@ class Messages:
     def _block_stored(
         self, level: str, run: Sequence[tuple[BlockKey, Known | None]]
     ) -> BlockStored:
-        """Return the event of a run: of all of its blocks the content is known, or of none."""
+        """Return the event of a run. Either all of its blocks have known content, or none."""
         medium, name = self._where[level]
         hashes: list[Hash] = [key for key, _ in run]
         known = [one for _, one in run if one is not None]

@@ -1,4 +1,4 @@
-"""Metrics of a cache for ``prometheus_client``, where no engine exposes them.
+"""Metrics of a cache for ``prometheus_client``, for programs without an engine that exposes them.
 
 REGISTRY.register(StatsCollector(cache.stats))
 """
@@ -23,23 +23,23 @@ _FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 
 
 class StatsCollector(Collector):
-    """Asks for statistics whenever somebody scrapes.
+    """Reads the statistics at each scrape.
 
     Parameters
     ----------
     stats:
-        ``CacheManager.stats``. Called from the threads of whoever scrapes.
+        ``CacheManager.stats``. Called from the threads that scrape.
     """
 
     def __init__(self, stats: Callable[[], Stats]) -> None:
         self._stats = stats
 
     def describe(self) -> list[Metric]:
-        """Nothing in advance: registering must not ask for statistics."""
+        """Return an empty list, because registering must not read statistics."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric that has a value."""
+        """Yield every metric that has a value."""
         found: dict[str, list[Sample]] = {}
         for sample in samples(self._stats()):
             found.setdefault(sample.metric.name, []).append(sample)

@@ -20,19 +20,19 @@ from kvladder.publishing.wire import END, AllBlocksCleared, Batch, BlockRemoved,
 from kvladder.tiers.ladder import Ladder
 
 CLOSE_S: Final = 1.0
-"""How long closing may take to hand over what was published last."""
+"""Timeout for sending the last messages at close."""
 EVENTS_MAX: Final = 16
-"""Events of a message that tells much at once, each of up to a thousand blocks."""
+"""Highest number of events in a message. Each has up to a thousand blocks."""
 _EXAMPLE: Final = "expected an address to bind, such as tcp://127.0.0.1:5557"
 
 
 class Publisher:
-    """A thread that sends events as they happen, and again to whoever asks for them.
+    """A thread that sends events as they happen, and replays them on request.
 
-    Wire and replay are vLLM's: see :mod:`kvladder.publishing.wire`. A DEALER socket that sends an
-    empty frame and a sequence number gets every batch from that one on, then one numbered -1. If
-    the first of them is not kept any more, everything is announced anew to everybody, after
-    AllBlocksCleared.
+    Wire format and replay are vLLM's: see :mod:`kvladder.publishing.wire`. A DEALER socket that
+    sends an empty frame and a sequence number gets every batch from that one on, then one numbered
+    -1. If the first of them is no longer kept, the publisher sends AllBlocksCleared to all
+    listeners and announces everything again.
 
     Raises
     ------
@@ -80,7 +80,7 @@ class Publisher:
         return socket
 
     def start(self) -> None:
-        """Begin to publish, with what the levels hold now; they are open."""
+        """Begin to publish, starting with what the levels hold now. They must be open."""
         ladder = self._ladder
         if self._device is not None:
             self._device.begin(ladder)
@@ -121,7 +121,7 @@ class Publisher:
         self._publish.send_multipart([self._topic, sequence.to_bytes(8), payload])
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
-        """Send again what a listener asks for."""
+        """Replay the batches that a listener asks for."""
         client, *rest = replay.recv_multipart()
         if len(rest) != 2 or len(rest[1]) != 8:
             return
@@ -136,7 +136,7 @@ class Publisher:
             self._messages.repeat()
 
     def close(self) -> None:
-        """Publish what has happened and end; may be called again."""
+        """Publish pending events and end the thread; may be called again."""
         if self._thread is not None:
             with self._ladder.lock:
                 self._ladder.events.ignore(self._wake)

@@ -1,4 +1,4 @@
-"""What a cache says when it has opened: its namespace, and what it found under it."""
+"""Logs a cache's namespace at start, and what the levels found under it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvladder.units import Size
 logger = logging.getLogger("kvladder")
 
 SHOWN_DIGITS: Final = 16
-"""Of a namespace, as its directories have them."""
+"""Digits of a namespace that are logged, as in the names of its directories."""
 
 
 def say_start(space: Namespace, levels: Iterable[Level], block_bytes: int) -> None:
-    """Log one line: what each level that outlives a process has under this namespace.
+    """Log one line: what each durable or shared level has under this namespace.
 
-    It is a warning where nothing was found since something has changed.
+    It is a warning if a level found nothing because something has changed.
     """
     parts: list[str] = []
     cold = False
@@ -38,7 +38,7 @@ def say_start(space: Namespace, levels: Iterable[Level], block_bytes: int) -> No
 
 
 def _found(level: Level, told: dict[str, str], block_bytes: int) -> str:
-    """What was found, where, and why it was nothing."""
+    """Return what was found and where, or why nothing was found."""
     count = level.stats.recovered
     text = f"{count} blocks ({Size(count * block_bytes).about()}) found" if count else "no blocks"
     if "path" in told and "directory" in told:

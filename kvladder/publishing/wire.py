@@ -1,4 +1,4 @@
-"""KV events as vLLM and SGLang put them on the wire: MessagePack, each event a map.
+"""KV events in the wire format of vLLM and SGLang: MessagePack, each event a map.
 
 A message has three frames: topic, sequence number (8 bytes, big-endian), and a batch
 ``[seconds since the epoch, [events], rank]``.
@@ -16,29 +16,29 @@ END: Final = (-1).to_bytes(8, signed=True)
 
 
 class Event(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Base of the events; a map with its class's name as ``type``."""
+    """Base of the events. On the wire each is a map, and ``type`` is its class's name."""
 
 
 class BlockStored(Event):
-    """These blocks are in a medium from now on."""
+    """These blocks are now in a medium."""
 
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
-    """Of the first of them."""
+    """Hash of the block before the first one; None if it begins a prompt, or is not known."""
     token_ids: list[int]
-    """Of all of them, or none if nobody knows them any more."""
+    """Tokens of all these blocks; empty if they are not known."""
     block_size: int
     lora_id: int | None
     medium: str | None
     lora_name: str | None
     ownership: str | None = None
-    """The level, where a medium has several."""
+    """Name of the level; None for the device's and the host's."""
     extra_keys: list[tuple[Any, ...] | None] | None = None
-    """By block, what its content depends on beside its tokens: adapter, images, cache salt."""
+    """Further inputs of each block's content besides its tokens: adapter, images, cache salt."""
 
 
 class BlockRemoved(Event):
-    """These blocks are not in a medium any more."""
+    """These blocks are no longer in a medium."""
 
     block_hashes: list[Hash]
     medium: str | None
@@ -46,11 +46,11 @@ class BlockRemoved(Event):
 
 
 class AllBlocksCleared(Event):
-    """No medium holds anything of what was announced before."""
+    """No medium holds any block announced before."""
 
 
 class Batch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one message tells."""
+    """The events of one message."""
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]

@@ -1,6 +1,6 @@
-"""Who holds what: an index over the KV events of many engines, for routers.
+"""For routers: an index of the blocks that many engines hold, kept by their KV events.
 
-``Index`` alone needs nothing but numpy; ``kvladder.routing.feed.Feed`` needs the extra ``events``.
+``Index`` alone needs no extra; ``kvladder.routing.feed.Feed`` needs the extra ``events``.
 """
 
 from kvladder.routing.index import HOT_TO_COLD as HOT_TO_COLD

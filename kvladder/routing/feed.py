@@ -1,4 +1,4 @@
-"""Follows one engine's KV events into an index: gaps filled by replay, silence bounded in time."""
+"""Follows one engine's KV events into an index. Replay fills gaps; a lost engine is forgotten."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from kvladder.publishing.wire import END, Hash
 from kvladder.routing.index import Index
 
 WHOLE_PREFIX: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
-"""Kinds of vLLM's groups whose blocks say how long a prefix is; of a window only its end stays."""
+"""Kinds of vLLM's groups that hold a prefix as a whole. Of a window only the end stays."""
 
 
 MESSAGE_MAX: Final = 64 << 20
-"""Bytes of one frame. A prompt of 10^6 tokens takes some 5 MB for each group of layers."""
+"""Highest size of one frame in bytes. A prompt of 10^6 tokens takes 5 MB per group of layers."""
 WAITING_MAX: Final = 100
-"""Messages that wait in this process; further ones wait at the engine."""
+"""Highest number of messages queued in this process; further ones are queued at the engine."""
 REFUSED: Final = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
-"""What decoding a message, or telling the index of it, raises where it is no event."""
+"""Errors that an invalid message raises while it is decoded or told to the index."""
 GROUPS_MAX: Final = 256
-"""Groups of layers of one engine."""
+"""Highest number of skipped groups of layers of one engine."""
 NUMBER_MAX: Final = (1 << 63) - 2
-"""The highest number of a message: one more is still a number."""
+"""Highest number of a message, so that the next number still fits into 63 bits."""
 
 
 class EngineEvent(msgspec.Struct):
-    """An event of vLLM's, SGLang's or kvladder's, as much of it as an index needs."""
+    """An event of vLLM, SGLang or kvladder, with the fields that an index needs."""
 
     type: str
     block_hashes: list[Hash] = []
@@ -43,7 +43,7 @@ class EngineEvent(msgspec.Struct):
     medium: str | None = None
     lora_name: str | None = None
     cache_salt: str | None = None
-    """Of SGLang; vLLM has it among the first block's extra keys."""
+    """Cache salt, set by SGLang only; vLLM puts it into the first block's extra keys."""
     extra_keys: list[list[Any] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
@@ -51,15 +51,16 @@ class EngineEvent(msgspec.Struct):
 
     @property
     def level(self) -> str:
-        """Where the blocks are; a medium may have several levels."""
+        """Name of the level that holds the blocks; a medium may have several levels."""
         medium = self.medium or "GPU"
         return medium if self.ownership is None else f"{medium}/{self.ownership}"
 
     @property
     def extra(self) -> Mapping[int, Sequence[Any]]:
-        """What a block's content depends on beside tokens and adapter."""
+        """Further inputs of a block's content besides tokens and adapter, by its position."""
         found: dict[int, list[Any]] = {}
         for number, keys in enumerate(self.extra_keys or ()):
+            # vLLM puts the adapter's name first; ``lora_name`` has it already.
             skipped = 1 if keys and self.lora_name is not None else 0
             if keys and len(keys) > skipped:
                 found[number] = keys[skipped:]
@@ -69,31 +70,32 @@ class EngineEvent(msgspec.Struct):
 
 
 class EngineEventBatch(msgspec.Struct, array_like=True):
-    """One message; its events are decoded one by one, since one may be of a later version."""
+    """One message. Its events are decoded one by one, as some may be of a later version."""
 
     ts: float
     events: list[msgspec.Raw]
 
 
 class Feed:
-    """Follows one engine, which publishes over ZeroMQ as vLLM does.
+    """Follows one engine that publishes over ZeroMQ as vLLM does.
 
-    ``run`` it as a task for as long as the engine is there. When it is cancelled, the index has
+    Start ``run`` as a task for as long as the engine exists. After its cancellation the index has
     forgotten the engine.
 
     Parameters
     ----------
     engine:
-        What matches call it; each rank of data parallelism is one, with addresses of its own.
+        Name of the engine in matches. Each rank of data parallelism is an engine of its own, with
+        its own addresses.
     publish, replay:
         The addresses of its sockets. Without ``replay``, a gap makes the index forget the engine.
     replay_s:
-        How long the whole of a replay may take.
+        Timeout of a whole replay.
     forget_s:
-        How long an engine may be away until what it held is forgotten.
+        Seconds after which a disconnected engine is forgotten.
     message_max:
-        How many bytes a frame of a message may have. An engine that sends a larger one is
-        disconnected, and connected again when it has been forgotten.
+        Highest number of bytes in a frame. An engine that sends a larger one is disconnected. It is
+        reconnected once it has been forgotten.
     """
 
     def __init__(
@@ -110,10 +112,10 @@ class Feed:
     ) -> None:
         self.engine = engine
         self.counts = Counter[str]()
-        """``batches`` that were taken in, ``gaps`` in their numbers, ``lost`` ones that no replay
-        filled, ``restarts`` of the engine, ``refused`` events."""
+        """Counters: ``batches`` applied, ``gaps`` in their numbers, batches ``lost`` for good,
+        ``restarts`` of the engine, ``refused`` messages and events."""
         self.connected = asyncio.Event()
-        """Set while its address answers, and what it held before is known."""
+        """Set while the engine is connected and the replay of earlier messages is done."""
         self._index = index
         self._publish = publish
         self._replay = replay
@@ -124,16 +126,16 @@ class Feed:
         self._next = 0
         """The number of the next message."""
         self._last_s = 0.0
-        """When the last one was sent, by the engine's clock."""
+        """Time at which the last applied message was sent, by the engine's clock."""
         self._skipped: set[int | None] = set()
-        """Groups of layers that do not say how long a prefix is."""
+        """Groups of layers that do not hold whole prefixes; their events are ignored."""
         self._forgetting: asyncio.TimerHandle | None = None
-        """Runs while it is away."""
+        """Timer that forgets the engine; runs while it is disconnected."""
         self._decode = msgspec.msgpack.Decoder(EngineEventBatch).decode
         self._event = msgspec.msgpack.Decoder(EngineEvent).decode
 
     async def run(self) -> None:
-        """Follow it until this is cancelled."""
+        """Follow the engine until cancelled."""
         self._context = zmq.asyncio.Context()
         self._socket = socket = cast("Any", self._context.socket(zmq.SUB))  # half of it is untyped
         socket.subscribe(self._topic)
@@ -161,7 +163,7 @@ class Feed:
             self._context.destroy(linger=0)
 
     def _frames(self, frames: list[bytes]) -> tuple[bool, int | None, bytes]:
-        """Return of a message whether it ends a replay, its number, if it has one, its payload."""
+        """Return whether a message ends a replay, its number (None if invalid) and its payload."""
         sent, payload = frames[-2:] if len(frames) >= 3 else (b"", b"")
         if sent == END:
             return True, None, b""
@@ -172,7 +174,7 @@ class Feed:
         return False, None, b""
 
     async def _changed(self, *, there: bool) -> None:
-        """It came, or came back, or went away."""
+        """Handle a connection that was made (``there``) or lost."""
         self._stay()
         if there:
             await self._met()
@@ -183,19 +185,19 @@ class Feed:
             self._forgetting = loop.call_later(self._forget_s, self._give_up)
 
     def _give_up(self) -> None:
-        """Forget the engine and reconnect; ZeroMQ does not after a message that is too large."""
+        """Forget the engine and reconnect. ZeroMQ does not do so after a message over the limit."""
         self._reset(0)
-        with suppress(zmq.ZMQError):  # there is no connection to end
+        with suppress(zmq.ZMQError):  # there may be no connection
             self._socket.disconnect(self._publish)
         self._socket.connect(self._publish)
 
     def _stay(self) -> None:
-        """What it held is not forgotten for its absence."""
+        """Cancel the timer that forgets the engine."""
         if self._forgetting is not None:
             self._forgetting.cancel()
 
     async def _met(self) -> None:
-        """It is there, or there again: learn what it said meanwhile, if it is still the same."""
+        """Replay missed messages after a connection; if the engine restarted, forget it first."""
         if self._next and not await self._again(self._next - 1):
             self.counts["restarts"] += 1
             self._reset(0)
@@ -203,12 +205,12 @@ class Feed:
             await self._again(0)
 
     async def _take(self, number: int, payload: bytes) -> None:
-        """A message came: number by number, or what is missing first."""
+        """Apply a message; if earlier ones are missing, replay them first."""
         if number < self._next and self._sent_s(payload) > self._last_s:
-            self.counts["restarts"] += 1  # it begins to count again
+            self.counts["restarts"] += 1  # a later message with a lower number: counting restarted
             self._reset(0)
             await self._again(0)
-        self._next = self._next or number  # nothing is known, so that nothing is missing
+        self._next = self._next or number  # nothing is known yet: none is missing
         if number > self._next:
             self.counts["gaps"] += 1
             await self._again(self._next)
@@ -225,14 +227,15 @@ class Feed:
             return 0.0
 
     def _reset(self, number: int) -> None:
-        """What it holds is not known; the message of this number is the next."""
+        """Forget what the engine holds, and expect the message of this number next."""
         self._index.forget(self.engine)
         self._next, self._last_s = number, 0.0
 
     async def _again(self, first: int) -> bool:
-        """Have messages from a number on sent again, which may have been taken in already.
+        """Ask for a replay of the messages from ``first`` on, and apply those that are new.
 
-        Returns whether that of this number was among them, and is the one that was taken in.
+        Return whether the replay contained the message applied last, unchanged: then the engine
+        has not restarted.
         """
         if self._replay is None:
             return False
@@ -254,13 +257,13 @@ class Feed:
                         if not same:
                             break
                     if not self._next and number:
-                        self._next = number  # what came before it is not kept any more
+                        self._next = number  # earlier messages are no longer kept
                     if number == self._next:
                         self._apply(number, payload)
         return same
 
     def _apply(self, number: int, payload: bytes) -> None:
-        """Tell the index; what it does not understand is counted, and the rest of it goes on."""
+        """Tell the index the events of a message; count invalid ones and continue."""
         self._next = number + 1
         self.counts["batches"] += 1
         try:

@@ -1,4 +1,4 @@
-"""Which engine holds which blocks, at which level: in columns, for tens of millions of blocks."""
+"""Index of which engine holds which blocks at which level, in columns; for 10^7 and more blocks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import xxhash
 from kvladder.publishing.wire import Hash
 
 HOT_TO_COLD: Final = ("GPU", "CPU", "CPU_PINNED", "STORAGE", "DISK", "EXTERNAL")
-"""Media of vLLM's, SGLang's and kvladder's events; what is none of them is colder."""
+"""Media in events of vLLM, SGLang and kvladder, hottest first. Other media are colder."""
 LEVELS_MAX: Final = 16
-"""Levels of one engine: a row has a bit for each."""
+"""Highest number of levels of one engine: a row has a bit for each."""
 SIZES_MAX: Final = 8
-"""Block sizes of one engine. A prompt is hashed once for each size that any engine has."""
+"""Highest number of block sizes of one engine. A prompt is hashed once for each size in use."""
 BLOCKS_MAX: Final = 1 << 24
-"""Blocks of one engine, unless the index was told otherwise: 600 MB of rows."""
+"""Default for the highest number of blocks of one engine: 600 MB of rows."""
 ENGINES_MAX: Final = 1 << 16
 ROWS_MIN: Final = 1024
 
@@ -30,13 +30,13 @@ Words = npt.NDArray[np.uint64]
 
 
 class Match(NamedTuple):
-    """What one engine holds of a prompt."""
+    """The prefix of a prompt that one engine holds."""
 
     engine: str
     tokens: int
-    """Of the longest prefix."""
+    """Tokens of the longest prefix."""
     levels: dict[str, int]
-    """Blocks of that prefix by the hottest level that holds each, hottest first."""
+    """Number of the prefix's blocks by the hottest level that holds each, hottest level first."""
 
 
 def names(
@@ -47,9 +47,9 @@ def names(
     lora: str | None = None,
     extra: Mapping[int, Sequence[Any]] | None = None,
 ) -> list[int]:
-    """64-bit names of the whole blocks of ``tokens``, each of which names the prefix up to it.
+    """Return 64-bit names of the whole blocks of ``tokens``; each names the prefix up to its end.
 
-    They are this index's own, so that engines which hash in different ways are compared.
+    The names are this index's own, so engines that hash in different ways can be compared.
 
     Parameters
     ----------
@@ -60,8 +60,9 @@ def names(
     lora:
         Name of the adapter.
     extra:
-        By position of a block, what else its content depends on, as in vLLM's ``extra_keys``
-        without the adapter's name: images as (hash, offset), the cache salt in the first block.
+        What else a block's content depends on, by the block's position: as in vLLM's
+        ``extra_keys`` without the adapter's name. Images are (hash, offset); the cache salt is in
+        the first block.
 
     Raises
     ------
@@ -85,11 +86,11 @@ def names(
 
 
 class Chains:
-    """A hash table over one column of the rows: chains of rows, by the low bits of a word."""
+    """A hash table over one column of the rows. Rows with equal low bits of a word form a chain."""
 
     def __init__(self, words: Words, capacity: int) -> None:
         self.mask = capacity - 1
-        """``capacity``, a power of 2, is how many chains there are."""
+        """Bits of a word that choose its chain; ``capacity``, a power of 2, is the chain count."""
         self.heads = np.full(capacity, -1, np.int32)
         self.after = np.full(capacity, -1, np.int32)
         chains = (words & np.uint64(self.mask)).astype(np.int64)
@@ -99,17 +100,17 @@ class Chains:
         self.after[order[1:][alike]] = order[:-1][alike]
         last = np.append(~alike, True)[: len(order)]
         self.heads[chains[last]] = order[last]
-        # single items of a memoryview take a third of the time that those of an array take
+        # Reading single items of a memoryview takes a third of the time of an array's.
         self._heads, self._after = self.heads.data, self.after.data
 
     def add(self, row: int, word: int) -> None:
-        """``row`` has this word, and was in no chain."""
+        """Add ``row``, which has this word and is in no chain."""
         chain = word & self.mask
         self._after[row] = self._heads[chain]
         self._heads[chain] = row
 
     def replace(self, row: int, word: int, other: int) -> None:
-        """``other`` takes the place of ``row`` in its chain; what follows ``row`` if it is -1."""
+        """Put ``other`` in the place of ``row`` in its chain; if it is -1, remove ``row``."""
         after, at = self._after, self._heads[word & self.mask]
         follows = after[row] if other < 0 else other
         if other >= 0:
@@ -122,7 +123,7 @@ class Chains:
         after[at] = follows
 
     def rows(self, word: int) -> Iterator[int]:
-        """Rows that may have this word."""
+        """Yield the rows that may have this word."""
         row = self._heads[word & self.mask]
         while row >= 0:
             yield row
@@ -130,12 +131,12 @@ class Chains:
 
 
 class Engine:
-    """What the index knows of one engine beside its rows.
+    """An engine's levels and block sizes, and its number of rows.
 
     Parameters
     ----------
     number:
-        What its rows have in the column of engines.
+        Value of its rows in the column of engines.
     levels:
         The bit of each level, hotter levels first.
     """
@@ -145,12 +146,12 @@ class Engine:
         self.number = number
         self.levels = dict(levels)
         self.sizes = set[int]()
-        """Tokens in a block; several if its groups of layers differ."""
+        """Tokens per block; several values if its groups of layers differ."""
         self.blocks = 0
-        """Rows of this engine."""
+        """Number of rows of this engine."""
 
     def require(self, level: str, block_size: int | None) -> None:
-        """Raise ValueError if the level or the block size, where there is one, is one too many."""
+        """Raise ValueError if the level, or the block size if given, exceeds an engine's limit."""
         if level not in self.levels and len(self.levels) == LEVELS_MAX:
             raise ValueError(f"{level}: {self.name} has {LEVELS_MAX} levels, expected no more")
         if block_size not in {None, *self.sizes} and len(self.sizes) == SIZES_MAX:
@@ -158,29 +159,29 @@ class Engine:
             raise ValueError(f"block_size {block_size}: {what}, expected no more")
 
     def bit(self, level: str) -> int:
-        """Return the bit of a level, which is new or known."""
+        """Return the bit of a level; add the level if it is new."""
         return self.levels.setdefault(level, 1 << len(self.levels))
 
 
 class Index:
-    """What engines said that they hold. Its calls come from one thread.
+    """The blocks that engines say they hold. All calls come from one thread.
 
-    A row stands for one block of one engine, with a bit for each level that holds it. Chains lead
-    to rows by the content's name, for routers, and by the engine's hash, for events. That takes
-    36 bytes a row; up to twice as much after the columns grew.
+    A row stands for one block of one engine, with a bit for each level that holds it. Routers find
+    rows by the content's name, events by the engine's hash; each way has its chains. That takes
+    36 bytes per row, and up to twice as much after the columns have grown.
 
-    Names and hashes are compared by 64 bits of a digest: among 10^7 blocks some two are confused
-    with a probability of 3e-6, and what that costs is a request's best engine.
+    Names and hashes are compared by 64 bits of a digest. Among 10^7 blocks, two collide with a
+    probability of 3e-6. A collision may only send a request to an engine that is not the best.
 
-    Every bound is one engine's own: an engine that invents levels, block sizes or blocks takes
-    nothing from the others, and ``forget`` frees all that it took.
+    Every limit applies to each engine by itself. An engine that invents levels, block sizes or
+    blocks takes no room from the others, and ``forget`` frees all that it took.
 
     Parameters
     ----------
     levels:
-        Names of levels, hottest first; those that events add are colder.
+        Names of levels, hottest first. Levels that events add are colder.
     blocks_max:
-        How many blocks one engine may hold. Further ones are refused until some are removed.
+        Highest number of blocks of one engine. Further ones are refused until some are removed.
     """
 
     def __init__(
@@ -191,14 +192,14 @@ class Index:
         self._engines: dict[str, Engine] = {}
         self._by_number: dict[int, Engine] = {}
         self.rows = 0
-        """Blocks that are held, counted once for each engine that holds them."""
+        """Number of blocks that are held, counted once for each engine that holds them."""
         self.unplaced = 0
-        """Blocks that came without tokens, or without the beginning of their prompt: matched by
-        nothing until an engine tells more."""
+        """Number of times a block came without tokens, or without the beginning of its prompt. No
+        prompt matches such a block until its engine tells more."""
         self._resize(ROWS_MIN)
 
     def _resize(self, capacity: int) -> None:
-        """Make room for so many rows, a power of 2."""
+        """Allocate columns of ``capacity`` rows, a power of 2, and keep the rows in use."""
         used = self.rows
         names, hashes = np.zeros(capacity, np.uint64), np.zeros(capacity, np.uint64)
         engines, held = np.zeros(capacity, np.uint16), np.zeros(capacity, np.uint16)
@@ -209,14 +210,14 @@ class Index:
         self._fill(names, hashes, engines, held)
 
     def _fill(self, names: Words, hashes: Words, engines: Any, held: Any) -> None:
-        """These are the columns from now on, ``rows`` of which are used."""
+        """Take these columns, with ``rows`` rows in use, and build their chains."""
         self._columns = names, hashes, engines, held
         self._name, self._hash = names.data, hashes.data
         self._engine, self._held = engines.data, held.data
         self._by_name = Chains(names[: self.rows], len(names))
         self._by_hash = Chains(hashes[: self.rows], len(names))
 
-    # ---- what events tell
+    # ---- updates by events
 
     def stored(
         self,
@@ -230,17 +231,18 @@ class Index:
         lora: str | None = None,
         extra: Mapping[int, Sequence[Any]] | None = None,
     ) -> None:
-        """An engine holds these consecutive blocks at a level from now on.
+        """Note that an engine holds these consecutive blocks at a level.
 
-        ``hashes`` are its own, ``parent`` that of the block before them, ``tokens`` those of all of
-        them, or none if it does not know; ``lora`` and ``extra`` as in ``names``.
+        ``hashes`` are the engine's own, and ``parent`` is the hash of the block before them.
+        ``tokens`` are those of all blocks; empty if the engine does not know them. ``lora`` and
+        ``extra`` are as in ``names``.
 
         Raises
         ------
         ValueError
-            There are not as many tokens as the blocks have, or one of them is out of its range, or
-            there are too many engines, or too many levels, block sizes or blocks of this engine;
-            no row changed.
+            The number of tokens does not fit the blocks, or a token id is out of range. Or there
+            are too many engines, or too many levels, block sizes or blocks of this engine. No row
+            has changed then.
         """
         if tokens and len(tokens) != len(hashes) * block_size:
             what = f"{len(tokens)} tokens for {len(hashes)} blocks of {block_size}"
@@ -253,9 +255,9 @@ class Index:
             self._require_room(one, words)
         before = None if parent is None else self._row(self._digest(parent, number))
         if before is not None and before >= 0 and self._name[before] == self._hash[before]:
-            before = -1  # it was told without tokens
+            before = -1  # the parent was told without tokens
         told: list[int] = []
-        if tokens and before != -1:  # -1: its beginning is not known
+        if tokens and before != -1:  # -1: the beginning of the prompt is not known
             start = None if before is None else self._name[before]
             told = names(tokens, block_size, parent=start, lora=lora, extra=extra)
             one.sizes.add(block_size)
@@ -266,14 +268,14 @@ class Index:
             row = self._row(word)
             if row < 0:
                 row = self._add(told[at] if told else word, word, one)
-            elif told and self._name[row] == word:  # it was not placed
+            elif told and self._name[row] == word:  # it had no name until now
                 self._by_name.replace(row, word, -1)
                 self._name[row] = told[at]
                 self._by_name.add(row, told[at])
             self._held[row] |= bit
 
     def removed(self, engine: str, level: str, hashes: Iterable[Hash]) -> None:
-        """A level of an engine holds these blocks no more; what it did not hold is ignored."""
+        """Note that a level of an engine no longer holds these blocks; others are ignored."""
         one = self._engines.get(engine)
         if one is None:
             return
@@ -287,7 +289,7 @@ class Index:
                     one.blocks -= 1
 
     def forget(self, engine: str) -> None:
-        """An engine holds nothing any more, or nobody knows what."""
+        """Remove an engine and all its rows: it holds no blocks, or it is not known which."""
         one = self._engines.pop(engine, None)
         if one is None:
             return
@@ -302,7 +304,7 @@ class Index:
             new[: self.rows] = old[others]
         self._fill(*columns)
 
-    # ---- what routers ask
+    # ---- queries of routers
 
     def match(
         self,
@@ -312,9 +314,9 @@ class Index:
         salt: str | None = None,
         extra: Mapping[int, Sequence[Any]] | None = None,
     ) -> list[Match]:
-        """The engines that hold a prefix of a prompt, the longest first, then the hottest.
+        """Return the engines that hold a prefix of a prompt: the longest first, then the hottest.
 
-        ``salt`` is the request's cache salt; the rest as in ``names``.
+        ``salt`` is the request's cache salt. The other arguments are as in ``names``.
         """
         more = dict(extra or {})
         if salt is not None:
@@ -326,12 +328,15 @@ class Index:
         return [match for *_, match in sorted(found, key=lambda one: one[:2])]
 
     def _matches(self, wanted: Words, size: int) -> Iterator[tuple[int, int, Match]]:
-        """By engine, how many of these blocks it holds without a gap; what to sort by, first."""
+        """Yield for each engine the blocks that it holds without a gap, as a match.
+
+        Each item begins with two numbers to sort by: minus its tokens, and its levels' bits.
+        """
         names, _, engines, held = self._columns
         at = np.arange(len(wanted))
         rows = self._by_name.heads[wanted & np.uint64(self._by_name.mask)]
         parts: list[tuple[Any, ...]] = []
-        while len(rows):  # all chains at once, a link each
+        while len(rows):  # follows all chains at once, one link per turn
             there = rows >= 0
             rows, at = rows[there], at[there]
             hit = names[rows] == wanted[at]
@@ -359,7 +364,7 @@ class Index:
     # ---- rows
 
     def _engine_of(self, name: str) -> Engine:
-        """Return the engine of this name, which may be new."""
+        """Return the engine of this name; add it if it is new."""
         one = self._engines.get(name)
         if one is None:
             if len(self._engines) == ENGINES_MAX:
@@ -371,13 +376,13 @@ class Index:
 
     @staticmethod
     def _digest(block_hash: Hash, engine: int) -> int:
-        """64 bits for a hash of an engine, whose number is no seed: one cancels out."""
+        """Return 64 bits for a hash and its engine. The number is no seed: a seed cancels out."""
         if isinstance(block_hash, int):
             block_hash = (block_hash & ((1 << 64) - 1)).to_bytes(8, "little")
         return xxhash.xxh3_64_intdigest(block_hash + engine.to_bytes(2, "little"))
 
     def _row(self, word: int) -> int:
-        """Of the block with this digest of an engine's hash; -1 if there is none."""
+        """Return the row of the block with this digest of an engine's hash; -1 if there is none."""
         hashes = self._hash
         for row in self._by_hash.rows(word):
             if hashes[row] == word:
@@ -403,7 +408,7 @@ class Index:
         return row
 
     def _drop(self, row: int) -> None:
-        """The last row takes the place of this one."""
+        """Remove a row; the last row takes its place."""
         last = self.rows - 1
         for chains, words in ((self._by_name, self._name), (self._by_hash, self._hash)):
             chains.replace(row, words[row], -1)
