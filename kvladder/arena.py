@@ -273,7 +273,7 @@ class Arena:
                 del held[first:]
 
     def share(self, slots: Sequence[Slot]) -> None:
-        """Add one claim to each of ``slots``, all of which are leased."""
+        """Add one claim to each of ``slots``; all of them are leased already."""
         with self._lock:
             claims = self._claims
             if not all(map(claims.__getitem__, slots)):

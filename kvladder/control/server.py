@@ -226,7 +226,7 @@ class ControlServer:
                 await asyncio.sleep(0)
         with suppress(TimeoutError):
             async with asyncio.timeout(request.wait_s):
-                while manager.removals and not gone():  # noqa: ASYNC110 - tiers tell nobody
+                while manager.removals and not gone():  # noqa: ASYNC110 - tiers send no event
                     await asyncio.sleep(POLL_S)
         now = manager.stats()
         names = [name for name, counts in now.items() if "removed" in counts]

@@ -1,4 +1,4 @@
-"""Index of which engine holds which blocks at which level, in columns; for 10^7 and more blocks."""
+"""Index for routers: which of many engines holds the longest prefix of a prompt."""
 
 from __future__ import annotations
 
