@@ -1,4 +1,4 @@
-"""Index for routers: which of many engines holds the longest prefix of a prompt."""
+"""Index for routers: engines, blocks and levels, in columns; for 10^7 and more blocks."""
 
 from __future__ import annotations
 
