@@ -354,8 +354,9 @@ class FakeTier(Tier):
     def _patiently(self, operation: Operation) -> Generator[None]:
         """Check that a call does not come while the breaker is open, and count its failure.
 
-        Covers only ``put`` and ``remove``, which one writer calls: overlapping calls cannot fail
-        in a row. A cancelled call does not count, since it may be an abandoned one.
+        Covers only the calls of the level's one writer, as overlapping calls cannot fail in a row:
+        ``put``, ``remove`` and ``purge``, which counts as a ``remove``. A cancelled call does not
+        count, since it may be an abandoned one.
         """
         kind: Operation = "remove" if operation == "purge" else operation
         if self._patience is None or kind not in {"put", "remove"}:
