@@ -83,9 +83,9 @@ class FakeTier(Tier):
     store:
         Holds the blocks. Pass the same store to the next tier, and that tier finds them.
     durable:
-        Whether ``recover`` yields the blocks of the store.
+        True if ``recover`` yields the blocks of the store.
     checks:
-        Whether the tier checks what it has read; if not, the level does.
+        True if the tier checks the blocks it has read; else the level does.
     random, latency_s, mean_s:
         Calls that move bytes take ``latency_s`` plus a random time of mean ``mean_s``.
     patience:
@@ -235,7 +235,7 @@ class FakeTier(Tier):
         """Store a block in place of the old one."""
         del replace
         key, place = record.key, record.place
-        self.records.pop(self._where(key, place), None)  # so that the newest comes last
+        self.records.pop(self._where(key, place), None)  # else it would keep its old position
         self.records[self._where(key, place)] = record
         self._forgotten.discard(key)
         self._damaged.discard(key)

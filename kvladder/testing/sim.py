@@ -109,7 +109,7 @@ class SimLoop(asyncio.SelectorEventLoop):
         self._turns_total += 1
         if timeout > 0 and self._turns_total <= TURNS_TOTAL_MAX:
             then = self._now + timeout
-            if then == self._now or then + RESOLUTION_S == then:  # a timer is due only if passed
+            if then == self._now or then + RESOLUTION_S == then:  # else no timer would be due
                 then = math.nextafter(then, math.inf)
             self._now = then
             self._turns = 0

@@ -43,7 +43,8 @@ class Control(Protocol):
 class Dial(Protocol):
     """Connects to a far end, i.e. another cache's end of the channel.
 
-    ``take`` is called with each frame, and ``broke`` with the reason if the connection breaks.
+    ``take`` is called with each frame, and ``broke`` with the reason if the connection breaks. Both
+    may be called several times.
     """
 
     def __call__(

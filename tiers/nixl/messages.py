@@ -71,7 +71,7 @@ class Hello(Message, frozen=True):
     block_bytes: Annotated[int, msgspec.Meta(gt=0, lt=1 << 40)]
     metadata: Annotated[bytes, msgspec.Meta(max_length=METADATA_BYTES_MAX)]
     area: tuple[Int, Int, Int]
-    """Address, slot bytes, slots."""
+    """Address, slot size in bytes, and number of slots."""
 
 
 class Lookup(Message, frozen=True):

@@ -30,7 +30,8 @@ class Pump:
     Parameters
     ----------
     failed:
-        Called with the error when the plane reports that the connection has failed.
+        Called with the error when the plane reports that the connection has failed; it may be
+        called again.
     nap:
         Blocks the loop for a moment.
     """

@@ -38,7 +38,7 @@ class ObjectOptions(Settings, frozen=True, kw_only=True):
     probe_timeout: Duration | None = None
     """Time limit for asking which blocks the store has; by default the limit of any call."""
     probe_cache: Duration = Duration(5)
-    """How long the answer that a block is absent stays valid."""
+    """Time for which the answer that a block is absent stays valid."""
 
     def __post_init__(self) -> None:
         hint = "expected s3://bucket/prefix, gs://bucket, az://account/container or file:///folder"

@@ -132,12 +132,12 @@ class RedisOptions(Settings, frozen=True, kw_only=True):
     connect_timeout: Duration = Duration(2)
     """Time limit to connect and log in."""
     ttls: dict[str, Duration] = msgspec.field(default_factory=dict[str, Duration])
-    """How long the server keeps a block, by the lowest priority that the value applies to."""
+    """Lifetime of blocks on the server, by the lowest priority to which it applies."""
     quota: QuotaOptions = QuotaOptions()
     probe_timeout: Duration | None = None
     """Time limit for asking which blocks the servers have; by default the limit of any call."""
     probe_cache: Duration = Duration(1)
-    """How long the answer that a block is absent stays valid."""
+    """Time for which the answer that a block is absent stays valid."""
 
     def __post_init__(self) -> None:
         try:
