@@ -49,7 +49,7 @@ def program() -> str | None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports without a listener; no port is given to two processes, or twice to one.
+    """Return ports without a listener; no other running process is given them.
 
     Raises
     ------
